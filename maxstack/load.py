@@ -72,7 +72,7 @@ def _completed(tree: Node) -> Node:
     """The tree with the tokenizer of the folder that the weights come from, unless the same file or
     the command line gives another, and with that for eval.data too. ConfigError where the folder
     has none to be read and there is text: tokens of another would spoil the weights."""
-    tree = _with_tokenizer(_with_score(tree))
+    tree = _with_tokenizer(_with_head(tree))
     path = "eval", "data", "tokenizer"
     tokenizer = tree.at("data", "tokenizer")
     if tokenizer is None or tokenizer.mapping is None or tree.at(*path):
@@ -80,14 +80,20 @@ def _completed(tree: Node) -> Node:
     return supply(tree, path, plain(tokenizer), tokenizer.where)
 
 
-def _with_score(tree: Node) -> Node:
-    """The tree with a score for head, where the objective is that of a reward model."""
-    kind, path = tree.at("objective", "kind"), ("model", "head")
-    if kind is None or kind.value != "reward":
+def _with_head(tree: Node) -> Node:
+    """The tree with what the objective needs of the head: a score for a reward model, an estimate
+    beside the logits where it is the baseline of a policy."""
+    kind, baseline = tree.at("objective", "kind"), tree.at("objective", "advantage", "baseline")
+    path, wanted = ("model", "head"), None
+    if kind is not None and kind.value == "reward":
+        wanted = "scores"
+    elif kind is not None and baseline is not None and baseline.value == "value":
+        wanted = "value"
+    if kind is None or wanted is None:
         return tree
     if tree.at(*path) is None:
         tree = supply(tree, path, {}, kind.where)
-    return supply(tree, (*path, "scores"), True, kind.where)
+    return supply(tree, (*path, wanted), True, kind.where)
 
 
 def _file(where: str) -> str:

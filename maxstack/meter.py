@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from maxstack.data.feed import Feed
+from maxstack.data.feed import BatchFeed
 from maxstack.faults.stragglers import Lag
 from maxstack.hardware.chips import peak_flops
 from maxstack.run import Run
@@ -17,7 +17,7 @@ class Meter:
     """Turns device scalars into rows of metrics.jsonl. A step's time ends when its results are
     ready, which a thread waits for, and begins where the one before ended."""
 
-    def __init__(self, run: Run, feed: Feed):
+    def __init__(self, run: Run, feed: BatchFeed):
         cfg = run.cfg
         self._feed, self._steps = feed, cfg.train.steps
         self._tokens = cfg.train.batch_size * cfg.data.seq_len
@@ -33,7 +33,7 @@ class Meter:
         """Begin the next step's time now."""
         self._ready, self._waited = time.perf_counter(), self._feed.waited
 
-    def add(self, step: int, scalars: dict[str, jax.Array]) -> dict[str, Any] | None:
+    def add(self, step: int, scalars: dict[str, Any]) -> dict[str, Any] | None:
         """Note a step that was just dispatched -> the row of the one before it, as by `flush`."""
         dispatched, ready = time.perf_counter(), self._thread.submit(_ready, scalars)
         row = self.flush()
@@ -65,6 +65,8 @@ class Meter:
         if self._peak:
             row["mfu"] = self._flops * row["tokens_per_second"] / self._peak
         row["data_wait"] = starved / seconds
+        if "rollout_wait" in row:
+            row["update_seconds"] = max(0.0, seconds - row["rollout_wait"])
         self._busy, self._count = self._busy + seconds, self._count + 1
         lag = self._lag
         self._lag = Lag(

@@ -21,7 +21,7 @@ from maxstack.models.flops import Count, components, forward_pass
 from maxstack.objectives.objective import Batch, Models, Objective, objective_of
 from maxstack.schema.objective import NextTokenConfig
 from maxstack.state import Moves, State, Tree, count, flat, of_state, of_weights, tree
-from maxstack.step import joined, only, traced_within, training_step
+from maxstack.step import joined, only, skipped, traced_within, training_step
 from maxstack.weights.placed import PlacedWeights
 from maxstack.weights.rewrite import Rewrite
 
@@ -64,6 +64,8 @@ class Run:
     """The state with one more batch passed over: nothing but its step changes."""
     eval_step: Any
     """jitted (params, batch[, frozen]) -> sums, as Objective.evaluate gives them."""
+    annotate: Any
+    """jitted (params, batch[, frozen]) -> the objective's annotations of a batch."""
 
     @functools.cached_property
     def trained(self) -> int:
@@ -156,6 +158,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         params,
         jax.eval_shape(tx.init, only(trained, params)),
         jax.eval_shape(guard.fresh),
+        (only(changed, params),) * (cfg.rollout.behind if cfg.rollout and trains else 0),
     )
     shardings = of_state(abstract, info, mesh, cfg.mesh)
     abstract = jax.tree.map(
@@ -164,12 +167,9 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def start(params: Tree) -> State:
-        return State(
-            jnp.zeros((), jnp.int32), params, tx.init(only(trained, params)), guard.fresh()
-        )
-
-    def init() -> State:
-        return start(rewrite.initial(cfg.train.seed))
+        behind = (only(changed, params),) * len(abstract.behind)
+        opt = tx.init(only(trained, params))
+        return State(jnp.zeros((), jnp.int32), params, opt, guard.fresh(), behind)
 
     objective = objective_of(cfg)
     others = {"teacher": assemble(of_teacher(cfg), mesh, trains=False)} if cfg.teacher else {}
@@ -185,13 +185,19 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
                 second[name] = nnx.merge(graph, nnx.State(whole))
         return Models(nnx.merge(graph, nnx.State(params)), second)
 
-    def evaluate(params: Tree, batch: Batch, frozen: Tree = None) -> dict[str, jax.Array]:
-        return objective.evaluate(models(moves.weights_to_devices(params), frozen), batch)
+    def of_models(f: Callable[[Models, Batch], Batch]) -> Any:
+        def by_weights(params: Tree, batch: Batch, frozen: Tree = None) -> Batch:
+            return f(models(moves.weights_to_devices(params), frozen), batch)
 
-    step = functools.partial(training_step, cfg, tx, trained, objective, models, moves)
+        return jax.jit(
+            traced_within(mesh, cfg, by_weights),
+            out_shardings=everywhere,
+            compiler_options=options,
+        )
+
+    step = functools.partial(training_step, cfg, tx, trained, changed, objective, models, moves)
     options, ordered = compiling.options_for(cfg, mesh), compiling.in_order(mesh)
     quick = compiling.QUICK if mesh.devices.flat[0].platform == "cpu" else {}
-    following = jax.jit(lambda step: step + 1, out_shardings=everywhere)
     return Run(
         cfg=cfg,
         mesh=mesh,
@@ -210,7 +216,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
             compiler_options=ordered,
         ),
         init=jax.jit(
-            traced_within(mesh, cfg, init),
+            traced_within(mesh, cfg, lambda: start(rewrite.initial(cfg.train.seed))),
             out_shardings=shardings,
             compiler_options=ordered | quick,
         ),
@@ -220,8 +226,12 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
             out_shardings=(shardings, everywhere),
             compiler_options=options,
         ),
-        skip_batch=lambda state: state._replace(step=following(state.step)),
-        eval_step=jax.jit(
-            traced_within(mesh, cfg, evaluate), out_shardings=everywhere, compiler_options=options
+        skip_batch=jax.jit(
+            functools.partial(skipped, cfg, changed),
+            donate_argnums=0,
+            out_shardings=shardings,
+            compiler_options=ordered,
         ),
+        eval_step=of_models(objective.evaluate),
+        annotate=of_models(objective.annotate),
     )

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from maxstack.data.hub import model_folder
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
+from maxstack.hf.contents import VALUE
 from maxstack.hf.reader import SCORE
 from maxstack.hf.tokenizer import tokenizer_of
 from maxstack.load import load, run_folder
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from maxstack.run import Run
     from maxstack.schema.config import Config
 
+NEW = SCORE, VALUE
+"""Weights that a folder of a language model has not, and a run draws."""
 LEFT = {"head", "head_bias"}
 """Weights of a language model that a reward model leaves."""
 
@@ -45,6 +48,12 @@ def check_teacher(run: "Run", teacher: "Run") -> None:
     if not folder:
         return
     check(teacher)
+    check_tokens(run, "teacher.from", folder)
+
+
+def check_tokens(run: "Run", key: str, folder: str) -> None:
+    """ConfigError about a key where the model that it names is known to read other tokens than the
+    run."""
     if not any(holds_text(vars(source)) for source in run.cfg.data.sources):
         return
     if own := run_folder(folder):
@@ -58,9 +67,9 @@ def check_teacher(run: "Run", teacher: "Run") -> None:
         one, other = (x.special.get(token) or x.pieces[token] for x in (ours, theirs))
         if one != other:
             raise ConfigError(
-                f"teacher.from={folder}: its tokenizer is not that of the run, {ours.name}: token "
-                f"{token} is {other!r}, and {one!r} in the run, so their distributions cannot be "
-                "compared; give a teacher with the same tokenizer"
+                f"{key}={folder}: its tokenizer is not that of the run, {ours.name}: token "
+                f"{token} is {other!r}, and {one!r} in the run, so what they say cannot be "
+                "compared; give a model with the same tokenizer"
             )
 
 
@@ -75,7 +84,7 @@ def original(run: "Run", finite: bool = True) -> Iterator[tuple[str, jax.Array]]
         held.add(path)
         yield path, array
     for path in wanted.keys() - held:
-        assert path == SCORE, path
+        assert path in NEW, path
         draw = functools.partial(_drawn, run.cfg, path)
         yield path, jax.jit(draw, out_shardings=wanted[path].sharding)()
 
@@ -122,6 +131,10 @@ def _source(run: "Run", cfg: "Config") -> "Run":
 def _check_shapes(run: "Run", folder: str, source: "Config") -> None:
     wanted = {path: tuple(leaf.shape) for path, leaf in run.weights.original.items()}
     shapes = {path: tuple(leaf.shape) for path, leaf in weights_of(source.model).items()}
+    if VALUE in wanted and VALUE not in shapes:
+        del wanted[VALUE]
+    elif VALUE not in wanted:
+        shapes.pop(VALUE, None)  # nobody reads it
     if SCORE in wanted and SCORE not in shapes:
         shapes = {path: shape for path, shape in shapes.items() if path not in LEFT}
         del wanted[SCORE]

@@ -33,10 +33,14 @@ from maxstack.step import only
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
-    from maxstack.data.feed import Feed
+    from maxstack.data.feed import BatchFeed
+    from maxstack.evals.held_out import Evaluator
     from maxstack.faults.heartbeat import Heartbeat
     from maxstack.faults.policy import Policy
     from maxstack.faults.replicas import Recompute
+    from maxstack.report.metrics import Writer
+    from maxstack.rollouts.evaluation import RewardEvaluator
+    from maxstack.rollouts.maker import Maker
     from maxstack.schema.config import Config
 
 TAIL = 1 << 16
@@ -82,6 +86,57 @@ def open_checkpoints(
     from maxstack.checkpoint.store import Checkpoints
 
     return Checkpoints(run, folder, say, forced)
+
+
+def engine_bytes(run: Run) -> dict[str, int]:
+    """Bytes of a device that the engine of a run keeps beside training, by part."""
+    if run.cfg.rollout is None:
+        return {}
+    from maxstack.rollouts.capacity import cache_bytes
+
+    return cache_bytes(run)
+
+
+def open_feed(
+    run: Run, folder: Path, ending: contextlib.ExitStack
+) -> "tuple[BatchFeed, Maker | None]":
+    """The feed of a run's batches, until `ending` is closed, and what makes them where they are
+    samples of the model. ConfigError or DataError where a part of it cannot be used."""
+    from maxstack.data.feed import Feed
+
+    cfg, size = run.cfg, run.cfg.train.batch_size
+    if cfg.rollout is None:
+        feed = Feed(cfg.data, run.batches.rows(size), size, fields=run.objective.fields)
+        ending.callback(feed.close)
+        return feed, None
+    from maxstack.rewards.pool import Pool  # every other run starts without it
+    from maxstack.rollouts.feed import RolloutFeed
+    from maxstack.rollouts.maker import Maker
+
+    pool, environment = Pool(cfg.rewards, cfg.rollout.workers), cfg.rollout.environment
+    ending.callback(pool.close)
+    pool.check([environment.call] if environment else [])
+    maker = Maker(run, pool)
+    rollouts = RolloutFeed(run, maker, folder)
+    ending.callback(rollouts.close)
+    return rollouts, maker
+
+
+def evaluator(
+    run: Run,
+    log: Log,
+    writer: "Writer",
+    frozen: tuple[dict[str, Any], ...],
+    maker: "Maker | None",
+) -> "Evaluator | RewardEvaluator":
+    """The evaluation of a run: by rewards where `maker` makes samples, else by the loss."""
+    from maxstack.evals.held_out import Evaluator
+
+    if maker:
+        from maxstack.rollouts.evaluation import RewardEvaluator
+
+        return RewardEvaluator(run, maker, log, writer)
+    return Evaluator(run, log, writer, frozen)
 
 
 def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> None:
@@ -290,7 +345,7 @@ def go_back(
     decision: "Rewind | Recompute",
     run: Run,
     saves: "Checkpoints | None",
-    feed: "Feed",
+    feed: "BatchFeed",
     start: np.ndarray,
     policy: "Policy",
     log: Log,

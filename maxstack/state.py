@@ -26,6 +26,19 @@ class State(NamedTuple):
     opt: Tree
     guard: Tree
     """faults.guard.Guard."""
+    behind: tuple[Tree, ...] = ()
+    """Weights that a step changes as they were when earlier rollouts began, the newest first, so
+    that rollouts under way can be made again: those of the current rollout where several steps
+    learn from one, and of as many before as rollout.ahead says."""
+
+
+def weights_at(state: State, rollout: int, steps: int) -> Tree:
+    """The weights that a step changes as they were before the first step of a rollout, each of
+    which has so many steps; None for those of the state."""
+    begun, inside = divmod(int(state.step), steps)
+    if rollout == begun and not inside:
+        return None
+    return state.behind[begun - rollout - (not inside)]
 
 
 def of_state(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
@@ -122,11 +135,21 @@ def _on_devices(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> Sta
         NamedSharding(mesh, _spec(i, mesh, rules)) if i else everywhere
         for i in weights_behind(abstract.opt, info)
     ]
+    weights = sharding_of_weights(info, mesh, cfg.rules)
     return State(
         everywhere,
-        sharding_of_weights(info, mesh, cfg.rules),
+        weights,
         jax.tree.unflatten(jax.tree.structure(abstract.opt), opt),
         jax.tree.map(lambda leaf: everywhere, abstract.guard),
+        tuple(
+            jax.tree.map(
+                lambda leaf, s: s if leaf is not None else None,
+                older,
+                weights,
+                is_leaf=lambda leaf: leaf is None,
+            )
+            for older in abstract.behind
+        ),
     )
 
 

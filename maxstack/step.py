@@ -25,6 +25,7 @@ def training_step(
     cfg: "Config",
     tx: optax.GradientTransformationExtraArgs,
     trained: Tree,
+    changed: Tree,
     objective: Objective,
     models: Callable[[Tree, Tree], Models],
     moves: Moves,
@@ -33,8 +34,8 @@ def training_step(
     frozen: Tree = None,
 ) -> tuple[State, dict[str, jax.Array]]:
     """One update from a batch -> the next state and its scalars. `tx` updates the weights that are
-    `trained`, the loss of `models(params, frozen)` is summed over microbatches, and a refused
-    update changes neither weights nor optimizer state."""
+    `trained`, of those that are `changed`; the loss of `models(params, frozen)` is summed over
+    microbatches, and a refused update changes neither weights nor optimizer state."""
     state = moves.to_devices(state)
     params, rest = (
         only(trained, state.params),
@@ -80,7 +81,26 @@ def training_step(
     }
     if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
         scalars["learning_rate"] = jnp.asarray(rate(state.guard.updates))
-    return moves.home(State(state.step + 1, params, opt, guarded)), scalars
+    behind = older(cfg, changed, state)
+    return moves.home(State(state.step + 1, params, opt, guarded, behind)), scalars
+
+
+def skipped(cfg: "Config", changed: Tree, state: State) -> State:
+    """The state with one more batch passed over."""
+    return state._replace(step=state.step + 1, behind=older(cfg, changed, state))
+
+
+def older(cfg: "Config", changed: Tree, state: State) -> tuple[Tree, ...]:
+    """`State.behind` after one more step: where that is the first of a rollout, with the weights
+    before it."""
+    if not state.behind:
+        return ()
+    assert cfg.rollout
+    moved = only(changed, state.params), *state.behind[:-1]
+    if cfg.rollout.steps == 1:
+        return moved
+    begins = state.step % cfg.rollout.steps == 0
+    return guard.where(begins, moved, state.behind)
 
 
 def _gradient(

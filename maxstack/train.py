@@ -23,7 +23,7 @@ from maxstack.report.console import tell
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
-    from maxstack.data.feed import Feed
+    from maxstack.data.feed import BatchFeed
     from maxstack.faults.policy import Rewind
     from maxstack.faults.replicas import Recompute
     from maxstack.report.log import Log
@@ -127,8 +127,6 @@ def train(
     from maxstack.checks import Checks
     from maxstack.cluster import joining
     from maxstack.data import fits
-    from maxstack.data.feed import Feed
-    from maxstack.evals.held_out import Evaluator
     from maxstack.faults.policy import Policy, refusal
     from maxstack.faults.preemption import Preemption
     from maxstack.hardware.compiling import keep_programs
@@ -146,15 +144,14 @@ def train(
     keep_programs(cfg.run.compilation_cache)
     fits(cfg.data, cfg.objective.token_ids(cfg.model.vocab))
     run = assemble(cfg, startup.make_mesh(cfg, left))
-    fit.check_memory(run)
+    fit.check_memory(run, startup.engine_bytes(run))
     startup.check_can_start(run)
     first = jax.process_index() == 0
     folder = run_folder.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
     ending.callback(ledger.stop)
-    size, fields = cfg.train.batch_size, run.objective.fields
-    feed = Feed(cfg.data, run.batches.rows(size), size, fields=fields)
-    ending.callback(feed.close)
+    size = cfg.train.batch_size
+    feed, maker = startup.open_feed(run, folder, ending)
     log = Log(folder, cfg.train.steps, first)
     ending.push(log.ended)
     start = feed.state()
@@ -188,7 +185,7 @@ def train(
         state = startup.fresh(run)
     if first:
         run_folder.write_records(run.cfg, run.kernels, folder)
-    evaluator = Evaluator(run, log, writer, frozen) if cfg.eval.every else None
+    evaluator = startup.evaluator(run, log, writer, frozen, maker) if cfg.eval.every else None
     samples = None
     if cfg.eval.samples:
         from maxstack.inference.samples import Samples  # every other run starts without it
@@ -229,7 +226,7 @@ def train(
     meter.restart()
     while step < cfg.train.steps and not preempted:
         step += 1
-        feed.refresh(state)
+        feed.refresh(state, frozen)
         batch = next(feed)
         for line in feed.damaged():
             log.warn(line)
@@ -242,7 +239,7 @@ def train(
         else:
             profiler.before(step)
             state, scalars = compiled(state, run.batches.place(batch, size), *frozen)
-            back = report(meter.add(step, scalars))
+            back = report(meter.add(step, {**scalars, **feed.metrics()}))
             profiler.after(step, scalars)
         done, preempted = step == cfg.train.steps, stop.requested(step)
         evaluate = evaluator and (done or step % cfg.eval.every == 0)
@@ -287,7 +284,7 @@ def train(
     return 0 if finished else RETRY
 
 
-def _close(*parts: "Feed | Checkpoints | Writer | Log | None") -> None:
+def _close(*parts: "BatchFeed | Checkpoints | Writer | Log | None") -> None:
     for part in parts:
         if part is not None:
             part.close()

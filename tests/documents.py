@@ -87,9 +87,10 @@ def inline(program: str) -> set[tuple[str, str]]:
 
 
 def write_files(page: Path, folder: Path) -> None:
-    """The YAML files of a page, whose first line is their name, with texts in place of theirs."""
-    for block in blocks(page, "yaml"):
-        if name := re.match(r"# ([\w./-]+\.yml)\b", block):
+    """The YAML and Python files of a page, whose first line is their name, with texts in place of
+    theirs."""
+    for block in blocks(page, "yaml", "python"):
+        if name := re.match(r"# ([\w./-]+\.(?:yml|py))\b", block):
             text = block.replace("/my/notes", "notes").replace("/gcs/", "gcs/")
             (folder / name[1]).write_text(text)
 
@@ -108,6 +109,8 @@ def make_folder(folder: Path) -> None:
             rows if name == "mine" else rows[:2000].rpartition("\n")[0] + "\n"
         )
     (folder / "prompts.jsonl").write_text('{"id": "a", "prompt": "alpha"}\n{"tokens": [3, 4]}\n')
+    asked = "".join(json.dumps({"prompt": f"{line}?", "limit": 9}) + "\n" for line in text[:100])
+    (folder / "questions.jsonl").write_text(asked)
     for name in ("text", "held-out"):
         (folder / "gcs" / name).mkdir(parents=True)
         (folder / "gcs" / name / "a.jsonl").write_text(rows)

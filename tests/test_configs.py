@@ -44,7 +44,8 @@ def loaded(path, folder) -> Config:
     if not section:
         return load(path)
     sizes = {"model": WIDE} if section == "quantization" else {}
-    (folder / "tiny.yml").write_text(config.dump(tiny.config(**sizes)))
+    cfg = tiny.with_rollouts() if section == "objective" else tiny.config(**sizes)
+    (folder / "tiny.yml").write_text(config.dump(cfg))
     changes = [f"{section}={path.stem}"]
     if section == "mesh":  # with two devices on each axis that it uses
         cfg = load(

@@ -57,6 +57,8 @@ LATER = (
     "maxstack train planned.yml",
     "maxstack sample runs/masked-diffusion",
     "maxstack generate runs/dpo",
+    "maxstack generate runs/grpo-sort",
+    "maxstack train configs/recipes/grpo-",
     "maxstack score runs/sft",
     "maxstack score runs/reward",
     "maxstack export runs/dpo",
@@ -83,6 +85,7 @@ PAGES = {
     "RELIABILITY.md": ("maxstack train mine.yml train.steps=500 checkpoint.every=100",),
     "FINE_TUNING.md": (),
     "POSTTRAINING.md": ("maxstack train quickstart",),
+    "RL.md": ("maxstack train quickstart",),
     "70B.md": (),
 }
 """Pages whose commands are run one after the other, and what comes before them."""
@@ -138,7 +141,7 @@ def here(prepared, tmp_path, monkeypatch):
 def ended_early(monkeypatch):
     """Training ends before its first step; a plan, once the compiler would be asked."""
 
-    def planned(name, cfg, where, *, exact):
+    def planned(name, cfg, where, *, exact, lengths=None):
         step.check_mesh(cfg, where)
         sizes = {"batch_size": cfg.train.batch_size, "seq_len": cfg.data.seq_len}
         flops = {"all": Count(where.size / 2, where.size)}
@@ -314,7 +317,9 @@ def in_small(words):
     local = words[1] == "submit" and "local" in words
     if words[1] == "train" or local:
         is_recipe = any(word.startswith("configs/recipes/") for word in words)
-        words += [word for word in SHORT if not (is_recipe and word.startswith("data.seq_len"))]
+        samples = any(word == "rl.yml" or "/grpo-" in word for word in words)
+        kept = ("data.seq_len",) * is_recipe + ("data.seq_len", "train.batch_size") * samples
+        words += [word for word in SHORT if not word.startswith(kept)]
         words += ["train.steps=12"] if "train.steps" not in " ".join(words) else []
         if any(word.endswith(("mine.yml", "quickstart", "quickstart.yml")) for word in words):
             words += TINY if "model.from" not in " ".join(words) else TINY[-1:]

@@ -100,7 +100,7 @@ def test_a_reference_beside_adapters_shares_the_base_and_costs_no_more_than_they
     assert distances[0] == 0 < distances[-1]
     toys("plan", "run.yml", "--json", "plan.json", *lora)
     state = json.loads((tmp_path / "plan.json").read_text())["memory"]
-    assert 0 < state["frozen"] < state["parameters"] / 4
+    assert 0 < state["reference"] < state["parameters"] / 4
 
 
 def test_plan_counts_the_weights_and_flops_that_a_mixer_declares(toys, tmp_path):

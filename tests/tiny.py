@@ -56,8 +56,34 @@ def config(**sections: Any) -> Config:
         },
     }
     return Config.model_validate(
-        {key: base.get(key, {}) | value for key, value in (base | sections).items()}
+        {
+            key: base.get(key, {}) | value if isinstance(value, dict) else value
+            for key, value in (base | sections).items()
+        }
     )
+
+
+def with_rollouts(**sections: Any) -> Config:
+    """The same model, learning from its own answers to made-up questions, 4 to each of 8."""
+    source = {"kind": "function", "call": "maxstack.data.people:prompts"}
+    base: dict[str, Any] = {
+        "data": {
+            "sources": [source | {"record": {"kind": "prompts"}, "documents": 64, "holdout": 0.25}],
+            "tokenizer": {"kind": "bytes", "eos": True},
+            "template": "plain",
+            "seq_len": 256,
+            "packing": "fit",
+        },
+        "objective": {"kind": "policy_gradient"},
+        "rollout": {"prompts": 8, "samples": 4, "max_tokens": 16},
+        "rewards": [{"kind": "exact", "field": "json"}],
+    }
+    for key, value in sections.items():
+        base[key] = base.get(key, {}) | value if isinstance(value, dict) else value
+    baseline = base["objective"].get("advantage", {}).get("baseline")
+    if baseline == "value":
+        base["model"] = model(head={"value": True}) | base.get("model", {})
+    return config(**base)
 
 
 def make_run(cfg: Config, devices: int = 1) -> Run:

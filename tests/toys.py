@@ -104,21 +104,15 @@ class Near(Objective):
 
 
 class EmphasisedLane(lanes.Lane):
-    """Rows with an emphasis, which follows the weights of the step before."""
-
-    REFRESHED = True
-    _drift = 0.0
+    """Rows with an emphasis."""
 
     @classmethod
     def arrays(cls, cfg: Any, fields: Any) -> dict[str, np.dtype]:
         return super().arrays(cfg, fields) | {"emphasis": np.dtype(np.float32)}
 
-    def refresh(self, state: Any) -> None:
-        self._drift = float(np.abs(np.asarray(state.params["norm"]["scale"]) - 1).mean())
-
     def fill(self, row: lanes.Batch) -> None:
         super().fill(row)
-        row["emphasis"][...] = 1 + int(row["tokens"][0]) % 3 + self._drift
+        row["emphasis"][...] = 1 + int(row["tokens"][0]) % 3
 
 
 def register() -> None:

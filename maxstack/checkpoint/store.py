@@ -27,7 +27,7 @@ from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig, TierConfig
 
 if TYPE_CHECKING:
-    from maxstack.data.feed import Feed
+    from maxstack.data.feed import BatchFeed
     from maxstack.run import Run
 
 Tree = Any
@@ -131,7 +131,7 @@ class Checkpoints:
         self,
         step: int,
         state: Tree,
-        feed: "Feed",
+        feed: "BatchFeed",
         notes: Mapping[str, Any],
         eval_loss: float | None = None,
         last: bool = False,
@@ -159,7 +159,7 @@ class Checkpoints:
         )
         self._saving.start()
 
-    def complete(self, step: int, state: Tree, feed: "Feed", notes: Mapping[str, Any]) -> None:
+    def complete(self, step: int, state: Tree, feed: "BatchFeed", notes: Mapping[str, Any]) -> None:
         """Save the last step of a run to the tiers that all processes see, where a kill kept it
         from any of them, and wait for that."""
         lacking = [
@@ -222,7 +222,7 @@ class Checkpoints:
         """Wait for the last save. ConfigError where it failed."""
         self.wait(last=True)
 
-    def restore(self, feed: "Feed", before: int | None = None) -> Tree | None:
+    def restore(self, feed: "BatchFeed", before: int | None = None) -> Tree | None:
         """The state that `checkpoint.restore` asks for, on this run's mesh whatever mesh wrote it,
         with the feed set to go on; None: start from scratch. `before`: the newest step before this
         one instead, once a save that is under way has ended; None: there is none.
@@ -268,7 +268,7 @@ class Checkpoints:
         )
 
     def _restore_elsewhere(
-        self, feed: "Feed", saved: int | None, before: int | None
+        self, feed: "BatchFeed", saved: int | None, before: int | None
     ) -> Tree | None:
         """The state where no tier has a step: that of another run's checkpoint, or None."""
         if before is not None:
@@ -333,7 +333,7 @@ class Checkpoints:
             self._record.unlink(missing_ok=True)
 
     def _load(
-        self, storage: Shared | Local, step: int, feed: "Feed", elsewhere: bool = False
+        self, storage: Shared | Local, step: int, feed: "BatchFeed", elsewhere: bool = False
     ) -> Tree:
         """The state of a step of a tier; Damage where a file was lost or changed. Another run's
         step that lacks this run's weights, but has those that they are made of, gives its weights

@@ -26,12 +26,21 @@ from maxstack.report.table import table
 if TYPE_CHECKING:
     from maxstack.plan.report import Plan
     from maxstack.plan.topology import Topology
+    from maxstack.rollouts.capacity import Lengths
     from maxstack.schema.config import Config
 
 RANKED, FINALISTS = 10, 3
 TRAINING = (
     "tokens", "mfu", "price", "exact", "search", "finalists", "batch", "save_executable", "out"
 )  # fmt: skip
+NOT_ROLLOUTS = {
+    "search": "ranks steps alone, and meshes are fast for a step that are slow for the engine of a "
+    "run with rollouts: plan those that you think of one by one",
+    "batch": "train.batch_size sets the room of a rollout's samples, so a larger one makes other "
+    "samples: set train.accumulate by hand",
+    "tokens": "a run with rollouts counts its samples: the plan says the hours of train.steps",
+}
+"""Options that say nothing of a run with rollouts, and why."""
 TOPOLOGY = argument(
     "--topology",
     default="here",
@@ -95,10 +104,16 @@ TOPOLOGY = argument(
         "may be a model's folder too. Compiles nothing",
     ),
     argument(
-        "--length", type=positive, metavar="N", help="with --serve: tokens of a prompt and answer"
+        "--length",
+        type=positive,
+        metavar="N",
+        help="tokens of a prompt and answer: with --serve, and of a run with rollouts (the most)",
     ),
     argument(
-        "--prompt", type=positive, metavar="N", help="with --serve: those of the prompt (half)"
+        "--prompt",
+        type=positive,
+        metavar="N",
+        help="those of the prompt (half of them; of a rollout what rollout.max_tokens leave)",
     ),
     argument(
         "--out",
@@ -116,7 +131,7 @@ def main(args: Namespace) -> int:
     if args.serve:
         return _serve(args)
     cfg = configured(args)
-    _check_options(args)
+    _check_options(args, cfg)
     topology = topology_of(args, cfg)
     from maxstack.plan import report
 
@@ -137,14 +152,18 @@ def main(args: Namespace) -> int:
     return 1 if plan.fits is False else 0
 
 
-def _check_options(args: Namespace) -> None:
-    """ConfigError for options that do not go together, and for files that could not be written in
-    the end."""
+def _check_options(args: Namespace, cfg: "Config | None" = None) -> None:
+    """ConfigError for options that do not go together, or not with a run of `cfg`, and for files
+    that could not be written in the end."""
+    rollouts = bool(cfg and cfg.rollout)
     for option in ("length", "prompt"):
-        if not args.serve and getattr(args, option) is not None:
+        if not args.serve and not rollouts and getattr(args, option) is not None:
             raise ConfigError(
                 f"--{option} {getattr(args, option)}: is of requests; give --serve too"
             )
+    for option, why in NOT_ROLLOUTS.items():
+        if rollouts and getattr(args, option):
+            raise ConfigError(f"--{option}: {why}; leave it out, or rollout")
     alone = [option for option in TRAINING if getattr(args, option) not in (None, False)]
     if args.serve and alone:
         option = alone[0].replace("_", "-")
@@ -208,8 +227,14 @@ def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Conf
     """The configuration that the arguments ask for, and its plan."""
     from maxstack.plan import search
 
+    lengths = None
+    if cfg.rollout:
+        from maxstack.rollouts.capacity import Lengths
+
+        lengths = Lengths.of(cfg, args.length, args.prompt)
+
     def make(each: "Config") -> "Plan":
-        return _apart(args.config, each, topology, exact=args.exact)
+        return _apart(args.config, each, topology, exact=args.exact, lengths=lengths)
 
     if args.batch:
         return search.largest_batch(cfg, topology, make)
@@ -225,7 +250,14 @@ def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Conf
     return ranked[0][0].cfg, ranked[0][1]
 
 
-def _apart(name: str, cfg: "Config", topology: "Topology", *, exact: bool) -> "Plan":
+def _apart(
+    name: str,
+    cfg: "Config",
+    topology: "Topology",
+    *,
+    exact: bool,
+    lengths: "Lengths | None" = None,
+) -> "Plan":
     """`_make` in a process of its own, since a compiler may abort, and keeps memory; once more with
     all effort where it aborts."""
     import concurrent.futures
@@ -235,12 +267,12 @@ def _apart(name: str, cfg: "Config", topology: "Topology", *, exact: bool) -> "P
 
     step.check_mesh(cfg, topology)
     if topology.name == "here":  # accelerators belong to one process
-        return _make(name, cfg, topology, exact)
+        return _make(name, cfg, topology, exact, lengths)
     spawn = multiprocessing.get_context("spawn")
     for effort in dict.fromkeys((exact, True)):
         try:
             with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
-                return pool.submit(_make, name, cfg, topology, effort).result()
+                return pool.submit(_make, name, cfg, topology, effort, lengths).result()
         except concurrent.futures.process.BrokenProcessPool:
             again = "" if effort else "; once more, with all its effort"
             print(f"the compiler ended without a word{again}", file=sys.stderr, flush=True)
@@ -250,13 +282,20 @@ def _apart(name: str, cfg: "Config", topology: "Topology", *, exact: bool) -> "P
     )
 
 
-def _make(name: str, cfg: "Config", topology: "Topology", exact: bool) -> "Plan":
+def _make(
+    name: str, cfg: "Config", topology: "Topology", exact: bool, lengths: "Lengths | None"
+) -> "Plan":
     from maxstack.plan import report, step
 
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder)
         compiled = step.compile_step(cfg, topology, exact=exact, dump=dump)
-        return report.read(name, cfg, topology, compiled, dump)
+        plan = report.read(name, cfg, topology, compiled, dump)
+    if lengths is None:
+        return plan
+    from maxstack.rollouts.capacity import with_rollouts
+
+    return with_rollouts(plan, compiled.run, topology, lengths)
 
 
 def _save(cfg: "Config", topology: "Topology", path: str) -> int:

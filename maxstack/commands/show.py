@@ -33,7 +33,7 @@ def show(cfg: "Config", batches: int, rows: int, *, full: bool, evaluation: bool
         batch_size,
         evaluation=evaluation,
         whole=evaluation and cfg.eval.data is not None,
-        fields=cfg.objective.row_fields,
+        fields={} if cfg.rollout else cfg.objective.row_fields,  # of prompts there are none yet
     )
     tokenizer = open_tokenizer(data.tokenizer)
     print("\n".join(feed.describe()))

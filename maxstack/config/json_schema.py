@@ -39,11 +39,13 @@ def _accept_presets(whole: dict[str, Any], key: str, folders: Any) -> None:
         {file.stem for folder in folders for file in (presets_dir() / folder).glob("*.yml")}
     )
     section = whole["properties"][key]
-    reference = _reference(section)
-    whole["$defs"][reference.rsplit("/", 1)[-1]]["properties"]["preset"] = _NAME
+    kinds = section.get("anyOf") or section.get("oneOf") or [{"$ref": section["$ref"]}]
+    for kind in kinds:
+        if "$ref" in kind:
+            whole["$defs"][kind["$ref"].rsplit("/", 1)[-1]]["properties"]["preset"] = _NAME
     choices = [{"enum": names}] if names else []
     whole["properties"][key] = {
-        "anyOf": [*choices, _NAME, *section.get("anyOf", [{"$ref": reference}])],
+        "anyOf": [*choices, _NAME, *kinds],
         "description": section.get("description", ""),
     }
 

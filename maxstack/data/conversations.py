@@ -75,11 +75,18 @@ def continued(record: Mapping[str, Any], key: str) -> Example:
 
 
 def alone(record: Mapping[str, Any]) -> Example:
-    """`prompt` of a record, without an answer."""
+    """`prompt` of a record, a text or messages, or its `messages`, without an answer."""
     if isinstance(record.get("prompt"), str):
         return Completion(record["prompt"], "")
-    messages = _messages(record, "prompt")
+    if "prompt" not in record and "messages" not in record:
+        raise _without(record, "prompt or messages")
+    messages = _messages(record, "prompt" if "prompt" in record else "messages")
     return Conversation(messages, _tools(record), len(messages))
+
+
+def messages_of(given: Any) -> Messages:
+    """A list of messages as templates take them. DataError for anything else."""
+    return _messages({"messages": given}, "messages")
 
 
 def prompt_of(given: Example) -> Any:

@@ -60,6 +60,8 @@ class Unit(NamedTuple):
 
     segments: list[Segment]
     whole: bool
+    record: Raw | None = None
+    """The record, of a prompt."""
 
     @property
     def length(self) -> int:
@@ -104,7 +106,7 @@ class Examples:
         else:
             segments = self._conversation(given, self._train)
         if "ends" in self._fields:
-            segments = [_with_end(segment) for segment in segments]
+            segments = [with_end(segment) for segment in segments]
         return [
             Segment(
                 segment.ids,
@@ -268,7 +270,8 @@ class Prompts(Examples):
             ids, _ = encode_chat(
                 self._tokenizer, self._template.render(given.messages, given.tools)
             )
-        return [Unit([Segment(ids, {"mask": np.zeros(len(ids), np.float32)})], whole=True)]
+        segment = Segment(ids, {"mask": np.zeros(len(ids), np.float32)})
+        return [Unit([segment], whole=True, record=record)]
 
 
 KINDS: dict[str, type[Examples]] = {
@@ -345,7 +348,7 @@ def _taught(segment: Segment, record: Mapping[str, Any], fields: Mapping[str, "F
     return segment._replace(values=values)
 
 
-def _with_end(segment: Segment) -> Segment:
+def with_end(segment: Segment) -> Segment:
     """The segment with one more token, of no meaning, as the target of the last; only that counts,
     at the last token."""
     mask = np.zeros(len(segment.ids) + 1, np.float32)

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grain
 import numpy as np
@@ -27,7 +27,45 @@ PATIENCE = 5.0
 """Seconds that closing a feed waits for the batch being made."""
 
 
-class Feed:
+class BatchFeed(Protocol):
+    """What the loop asks of a feed of a run's batches."""
+
+    waited: float
+    """Seconds that devices waited for batches in all."""
+
+    def __next__(self) -> Batch:
+        """The next batch: arrays [lanes, ...]."""
+
+    def state(self) -> np.ndarray:
+        """int64 [lanes, K]: where it stands after that batch."""
+
+    def restore(self, state: np.ndarray) -> None:
+        """Continue after the batch that `state` was taken after."""
+
+    def start(self) -> None:
+        """Begin to make batches."""
+
+    def refresh(self, state: Any, frozen: Any = ()) -> None:
+        """Take note of the training state before the step of the next batch, and of what the step
+        takes beside state and batch."""
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of that batch beside those of the step."""
+
+    def damaged(self) -> list[str]:
+        """Lines about what was passed over since the last call."""
+
+    def describe(self) -> list[str]:
+        """Lines about where batches come from."""
+
+    def identity(self) -> str:
+        """Changes when the meaning of positions does."""
+
+    def close(self) -> None:
+        """Stop making batches. The feed may be used again."""
+
+
+class Feed(BatchFeed):
     """Iterates over batches of the rows `lanes` of each global batch of `batch_size` rows, with at
     least the `fields` that an objective needs: arrays [lanes, ...].
 
@@ -66,7 +104,6 @@ class Feed:
         self._batch_size = batch_size
         self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
         self._batches: Any = None
-        self._rows: Any = None
         self._closing: threading.Thread | None = None
         self._long: dict[str, int] = {}
         self.waited = 0.0
@@ -142,10 +179,7 @@ class Feed:
         if self._closing:
             self._closing.join()
         workers, ahead = min(self._cfg.workers, len(self._lanes)), self._cfg.prefetch
-        if self._mixture.maker.REFRESHED:
-            self._rows = self._maker(slice(None))
-            self._batches = iter(_Batches(self._rows))
-        elif workers:
+        if workers:
             parts = [slice(worker, None, workers) for worker in range(workers)]
             self._batches = Workers([self._maker(part) for part in parts], ahead)
         else:
@@ -153,11 +187,12 @@ class Feed:
             prefetched = grain.experimental.ThreadPrefetchIterDataset
             self._batches = iter(prefetched(batches, prefetch_buffer_size=ahead))
 
-    def refresh(self, state: Any) -> None:
-        """Show the training state to a row maker whose next rows depend on it."""
-        if self._mixture.maker.REFRESHED:
-            self.start()
-            self._rows.refresh(state)
+    def refresh(self, state: Any, frozen: Any = ()) -> None:
+        """Nothing: rows of documents do not depend on the state."""
+
+    def metrics(self) -> dict[str, float]:
+        """None."""
+        return {}
 
     def close(self) -> None:
         """Stop the thread or the workers. The feed may be used again.
@@ -167,8 +202,6 @@ class Feed:
         """
         batches, self._batches = self._batches, None
         if batches is None:
-            return
-        if self._mixture.maker.REFRESHED:
             return
         if isinstance(batches, Workers):
             batches.close()

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from maxstack.config import storage
+from maxstack.config.compose import presets_dir
 from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, shortened
 
@@ -57,7 +58,9 @@ def pinned(name: str) -> str:
 
 
 def file_of(path: str) -> str:
-    """The path itself, or that of a file of the cache where `path` is Org/Name@COMMIT/FILE."""
+    """The path itself, with {configs} for the folder of presets, or that of a file of the cache
+    where `path` is Org/Name@COMMIT/FILE."""
+    path = path.replace("{configs}", str(presets_dir()))
     names = PINNED.fullmatch(path)
     if names is None or not names["file"] or os.path.exists(path):
         return path

@@ -8,7 +8,7 @@ tokens already used of the current document.
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -113,6 +113,7 @@ class Mixture:
         self.counters = 1 if evaluation else len(sources)
         weights = np.array([source.weight for source in cfg.sources], np.float64)
         self._shares = weights / weights.sum()
+        self.room, self.room_of = cfg.seq_len, f"data.seq_len={cfg.seq_len}"
         self._ends = np.cumsum([len(source) for source in sources])
         self.documents = int(self._ends[-1])
         """Number of documents in all sources."""
@@ -174,7 +175,7 @@ class Mixture:
         self, units: list[Unit], documents: Documents, index: int, quarantine: Quarantine
     ) -> list[Unit]:
         """The units that fit in a row, the others dropped or cut."""
-        fitting, most = [], self.cfg.seq_len
+        fitting, most = [], self.room
         for unit in units:
             if unit.length <= most:
                 fitting.append(unit)
@@ -183,7 +184,7 @@ class Mixture:
             text = f"{where}: {unit.length + len(unit.segments)} tokens"
             if self.cfg.overlong == "error":
                 raise TooLong(
-                    f"{text}, but data.seq_len={most}; raise it, or set {self.section}.overlong to "
+                    f"{text}, but {self.room_of}; raise it, or set {self.section}.overlong to "
                     "drop or cut"
                 )
             quarantine.long(documents.name, text)
@@ -208,10 +209,6 @@ class Lane:
     """One row of the global batch: draws documents and packs them. Other row makers derive from
     it and stand in MAKERS."""
 
-    REFRESHED: ClassVar[bool] = False
-    """True where rows depend on the current weights; they are then made between steps, by
-    `refresh`ed lanes, and not ahead."""
-
     @classmethod
     def arrays(cls, cfg: DataConfig, fields: Mapping[str, "Field"]) -> dict[str, np.dtype]:
         """Arrays of a row, by name, with their shapes."""
@@ -220,9 +217,6 @@ class Lane:
         return {name: np.dtype((kind, (cfg.seq_len,))) for name, kind in kinds.items()} | {
             name: np.dtype((field.dtype, (cfg.seq_len, *field.size))) for name, field in own.items()
         }
-
-    def refresh(self, state: Any) -> None:
-        """The training state before the step that the next row is for; called where REFRESHED."""
 
     def __init__(self, mixture: Mixture, lane: int, quarantine: Quarantine):
         self._mixture, self._lane, self._quarantine = mixture, lane, quarantine
@@ -351,11 +345,6 @@ class Rows:
         for i, lane in enumerate(lanes):
             lane.fill({name: array[i, ...] for name, array in batch.items()})
         return batch
-
-    def refresh(self, state: Any) -> None:
-        """Call Lane.refresh of all lanes."""
-        for lane in self._lanes:
-            lane.refresh(state)
 
 
 class EvaluationRows(Rows):

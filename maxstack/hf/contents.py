@@ -23,6 +23,8 @@ from maxstack.hf.tensors import Tensor
 from maxstack.schema.decoder import DecoderConfig
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
+VALUE = "value"
+"""Path of our estimate of rewards, which no folder holds."""
 HEAD, ROWS_AT_ONCE = "lm_head.weight", 4096
 
 

@@ -19,7 +19,7 @@ from maxstack.data.chat import JINJA
 from maxstack.data.hub import GENERATION, TOKENIZER
 from maxstack.errors import ConfigError
 from maxstack.hf.binding import bind
-from maxstack.hf.contents import Contents, check_tensors
+from maxstack.hf.contents import VALUE, Contents, check_tensors
 from maxstack.hf.families import ALL, FAMILIES
 from maxstack.hf.family import SILENT, Family
 from maxstack.hf.rows import Shape
@@ -67,6 +67,8 @@ def export(
     ConfigError where no family, or not the one of that architecture, can express the model.
     """
     came_with = byte_level.read(source / "config.json") if source else {}
+    model = model.model_copy(update={"head": model.head.model_copy(update={"value": False})})
+    shapes = {path: shape for path, shape in shapes.items() if path != VALUE}
     family, config = choose(
         model,
         architecture or next(iter(came_with.get("architectures") or []), None),

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from maxstack.errors import DataError
 from maxstack.hf.binding import Bound, Target, bind
-from maxstack.hf.contents import HEAD, Contents, check_tensors
+from maxstack.hf.contents import HEAD, VALUE, Contents, check_tensors
 from maxstack.hf.tensors import Tensor, check_finite
 
 Index = tuple[slice, ...]
@@ -72,7 +72,9 @@ class Piece:
 
 def pieces_of(contents: Contents, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
     """Our path -> the pieces that make it up. DataError as in load_params. A reward model's score
-    has none in the folder of a language model, whose head is left."""
+    has none in the folder of a language model, whose head is left, and an estimate of rewards has
+    none in any."""
+    shapes = {path: shape for path, shape in shapes.items() if path != VALUE}
     new_head = SCORE in shapes and not contents.model.head.scores
     if new_head:
         shapes = {path: shape for path, shape in shapes.items() if path != SCORE}

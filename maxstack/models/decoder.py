@@ -74,6 +74,15 @@ class Decoder(Model):
             )
         elif not cfg.head.tied:
             self.head = drawn((cfg.embed, cfg.vocab), "embed vocab", use="head")
+        if cfg.head.value:
+            self.value = weight(
+                (cfg.embed, 1),
+                "embed latent",
+                std=0.0,
+                dtype=dtype,
+                use="matmul",
+                beside_adapters=True,
+            )
         if cfg.head.bias:
             self.head_bias = weight((cfg.vocab,), "vocab", dtype=dtype)
 
@@ -274,6 +283,12 @@ class Decoder(Model):
         """Normed residual stream -> float32 scores [B, T], in natural order."""
         scores_BT1 = project(x_BTD, self.score)
         return natural(scores_BT1[:, :, 0].astype(jnp.float32))
+
+    def values(self, x_BTD: Array) -> Array:
+        """Normed residual stream -> float32 estimates of the reward to come [B, T], in natural
+        order."""
+        values_BT1 = project(x_BTD, self.value)
+        return natural(values_BT1[:, :, 0].astype(jnp.float32))
 
     def _per_layer(self, tokens_BT: Array, x_BTD: Array) -> Array:
         """[L, B, T, P]: the mean, times sqrt 2, of the layer's embedding of each token and of a

@@ -51,7 +51,8 @@ def _parts(
     model: DecoderConfig, seq_len: int, each: float, share: float = 1.0
 ) -> Iterator[tuple[str, Count]]:
     """Counts by component: `each` for a weight, and a share of what mixers add."""
-    yield "head", _weights(model.embed * (1 if model.head.scores else model.vocab), each)
+    outputs = (1 if model.head.scores else model.vocab) + model.head.value
+    yield "head", _weights(model.embed * outputs, each)
     for name in model.order:
         yield from _block(model.blocks[name], model.embed, seq_len, each, share)
     if extra := model.per_layer:

@@ -16,7 +16,7 @@ from maxstack.models.decoder import losses_and_reports
 from maxstack.objectives.next_token import head_losses
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
 from maxstack.objectives.statistics import statistics
-from maxstack.schema.objective import ReferenceConfig
+from maxstack.schema.objective import WithReferenceConfig
 from maxstack.weights.adapter import switched_off
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class LogProbs(Objective):
     def frozen(self) -> tuple[str, ...]:  # type: ignore[override]
         """The reference, where it is the weights that the run begins with."""
         section = self.cfg.objective
-        assert isinstance(section, ReferenceConfig)
+        assert isinstance(section, WithReferenceConfig)
         return ("reference",) if self.refers and section.reference == "start" else ()
 
     @property
@@ -68,6 +68,16 @@ class LogProbs(Objective):
     def sharpens(self) -> bool:
         """True where the loss needs log sum p^2."""
         return False
+
+    @property
+    def temperature(self) -> float:
+        """Divides the logits of model and reference."""
+        return 1.0
+
+    def beside(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Batch]:
+        """A summand of the loss that is no function of log-probabilities, and metrics of it; the
+        batch is weighed."""
+        return jnp.zeros(()), {}
 
     def measure(self, models: Models, batch: Batch) -> Batch:
         """The batch with what `terms` reads."""
@@ -94,7 +104,11 @@ class LogProbs(Objective):
         if "coefficients" not in batch:
             batch = self.weigh(self._measured(models, batch, normed_BTD))
         pulled = head_losses(
-            model, normed_BTD, arrange(batch["targets"]), -arrange(batch["coefficients"])
+            model,
+            normed_BTD,
+            arrange(batch["targets"]),
+            -arrange(batch["coefficients"]),
+            temperature=self.temperature,
         ).total
         metrics = {
             name.removeprefix("sum/"): x.sum()
@@ -102,36 +116,45 @@ class LogProbs(Objective):
             if name.startswith("sum/")
         }
         added, reports = losses_and_reports(aux)
+        beside, more = self.beside(models, batch, normed_BTD)
         # The value is the loss's, the gradient that of the weighed log-probabilities.
-        total = metrics["loss"] + pulled - jax.lax.stop_gradient(pulled)
-        return Loss(sum(added.values(), total), self.weight(batch), metrics | added, reports)
+        total = metrics["loss"] + beside + pulled - jax.lax.stop_gradient(pulled)
+        metrics = {**metrics, **more, **added}
+        return Loss(sum(added.values(), total), self.weight(batch), metrics, reports)
 
     def _measured(self, models: Models, batch: Batch, normed_BTD: Array) -> Batch:
         model, real_BT = models.policy, batch["segments"] > 0
-        measured = {"logps": log_probs(model, normed_BTD, batch["targets"]) * real_BT}
+        logps_BT = log_probs(model, normed_BTD, batch["targets"], self.temperature)
+        measured = {"logps": logps_BT * real_BT}
         if self.sharpens:
             found = statistics(model, natural(normed_BTD), batch["targets"])
             measured["sharpness"] = found.sharpness
-        if self.refers:
+        if self.refers and "reference_logps" not in batch:
             measured["reference_logps"] = self._reference(models, batch)
         return {**batch, **jax.lax.stop_gradient(measured)}
 
     def _reference(self, models: Models, batch: Batch) -> Array:
         if "reference" in models.frozen:
-            return _of(models.frozen["reference"], batch)
+            return log_probs_of(models.frozen["reference"], batch, self.temperature)
         with switched_off():
-            return _of(models.policy, batch)
+            return log_probs_of(models.policy, batch, self.temperature)
 
 
-def log_probs(model: "Decoder", normed_BTD: Array, targets_BT: Array) -> Array:
-    """log p(target) [B, T] in natural order, without gradient."""
+def log_probs(
+    model: "Decoder", normed_BTD: Array, targets_BT: Array, temperature: float = 1.0
+) -> Array:
+    """log p(target) [B, T] in natural order, without gradient; logits are divided by
+    `temperature`."""
     targets_BT = arrange(targets_BT)
     unweighed_BT = jnp.zeros(targets_BT.shape, jnp.float32)
-    return -natural(head_losses(model, normed_BTD, targets_BT, unweighed_BT, still=True).nll)
+    losses = head_losses(
+        model, normed_BTD, targets_BT, unweighed_BT, still=True, temperature=temperature
+    )
+    return -natural(losses.nll)
 
 
-def _of(model: "Decoder", batch: Batch) -> Array:
-    """log p(target) under a model that is not trained."""
+def log_probs_of(model: "Decoder", batch: Batch, temperature: float = 1.0) -> Array:
+    """log p(target) [B, T] under a model that is not trained."""
     keyless = {name: x for name, x in batch.items() if name not in ("keys", "embedding_noise")}
     x_BTD, _, _ = model.trunk(keyless)
-    return jax.lax.stop_gradient(log_probs(model, model.norm(x_BTD), batch["targets"]))
+    return jax.lax.stop_gradient(log_probs(model, model.norm(x_BTD), batch["targets"], temperature))

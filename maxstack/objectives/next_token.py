@@ -49,15 +49,23 @@ def head_losses(
     z_loss: float = 0.0,
     bias_V: jax.Array | None = None,
     still: bool = False,
+    temperature: float = 1.0,
 ) -> Losses:
     """Weighted cross-entropy of a normed residual stream by the model's head, with `bias_V` added
-    to its logits; `still`: without gradient, which spares its making."""
+    to its logits, and these divided by `temperature`; `still`: without gradient, which spares its
+    making."""
     x_BTD, head_DV, own_V, kept = model.readout(x_BTD)
     if bias_V is not None:
         own_V = bias_V if own_V is None else own_V + bias_V
     if still:
         x_BTD, head_DV, own_V = jax.lax.stop_gradient((x_BTD, head_DV, own_V))
-    request, backend = Request(model.cfg.head.soft_cap, z_loss), model.cfg.head.backend
+    cap = model.cfg.head.soft_cap
+    if temperature != 1:
+        # c tanh(l / c) / t is (c / t) tanh((l / t) / (c / t))
+        x_BTD = x_BTD / temperature
+        own_V = None if own_V is None else own_V / temperature
+        cap = cap and cap / temperature
+    request, backend = Request(cap, z_loss), model.cfg.head.backend
     with config_scope("model.head"):
         return linear_cross_entropy(
             x_BTD, head_DV, targets_BT, weights_BT, request, backend, own_V, kept

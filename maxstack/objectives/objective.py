@@ -50,6 +50,9 @@ class Objective:
     cut into microbatches."""
     counted: ClassVar[str] = "tokens"
     """What `Loss.weight` counts."""
+    annotations: tuple[str, ...] = ()
+    """Fields of a batch, float32 [B, T], that `annotate` makes when its rollout is first learned
+    from."""
 
     def __init__(self, cfg: "Config"):
         self.cfg = cfg
@@ -69,6 +72,10 @@ class Objective:
         is cut into microbatches: arrays [B, ...], and scalars that every microbatch gets. `key` is
         of seed and step; fold in the row for what belongs to one."""
         return batch
+
+    def annotate(self, models: Models, batch: Batch) -> Batch:
+        """The `annotations` of a batch that lacks them."""
+        raise NotImplementedError
 
     def measure(self, models: Models, batch: Batch) -> Batch:
         """A microbatch with what `weigh` reads of all of them, where `coupled`; no gradient."""

@@ -41,6 +41,17 @@ def statistics(model: "Decoder", x_BTD: Array, targets_BT: Array) -> Statistics:
     return jax.lax.stop_gradient(by_blocks([model], block, [x_BTD], targets_BT))
 
 
+def entropies(model: "Decoder", x_BTD: Array, temperature: float = 1.0) -> Array:
+    """-sum p log p [B, T], in nats and differentiable, of the head's distributions for the normed
+    residual stream, in natural order."""
+
+    def block(logits_BtV: Array) -> Array:
+        logp_BtV = jax.nn.log_softmax(logits_BtV / temperature)
+        return -(jnp.exp(logp_BtV) * logp_BtV).sum(-1)
+
+    return by_blocks([model], block, [x_BTD])
+
+
 def by_blocks(
     models: "list[Decoder]", f: Callable[..., Any], streams: list[Array], *others: Array
 ) -> Any:

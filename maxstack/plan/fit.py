@@ -2,6 +2,7 @@
 compiles, and for plan."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,13 +12,15 @@ from maxstack.hardware.chips import by_kind
 from maxstack.hardware.devices import host_memory
 from maxstack.run import Run
 from maxstack.state import HOST
+from maxstack.step import only
 
 GIB = 2**30
 
 
-def check_memory(run: Run) -> None:
-    """ConfigError, with the numbers, where a device has less than the least that a step holds."""
-    parts, device = least(run), run.mesh.local_devices[0]
+def check_memory(run: Run, beside: Mapping[str, int] | None = None) -> None:
+    """ConfigError, with the numbers, where a device has less than the least that a step holds;
+    `beside`: further parts, and their bytes on a device."""
+    parts, device = {**least(run), **(beside or {})}, run.mesh.local_devices[0]
     limit, needed = usable(device, run.mesh.size), sum(parts.values())
     if limit is not None and needed > limit:
         held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
@@ -25,8 +28,12 @@ def check_memory(run: Run) -> None:
             f"mesh: a step needs at least {needed / GIB:.2f} GiB on each of "
             f"{run.mesh.size} devices ({held}), but {device.device_kind} has "
             f"{limit / GIB:.2f}; shard over more devices (mesh.fsdp, mesh.tensor), use "
-            "model.remat or mesh.offload, or a smaller train.batch_size; "
-            "`maxstack plan --search` looks for a mesh that fits"
+            "model.remat or mesh.offload, or a smaller "
+            + (
+                "serve.max_requests; `maxstack plan` says what each part takes"
+                if run.cfg.rollout
+                else "train.batch_size; `maxstack plan --search` looks for a mesh that fits"
+            )
         )
 
 
@@ -45,12 +52,22 @@ def least(run: Run) -> dict[str, int]:
         if cfg.model.remat.offloads("input")
         else stream * cfg.model.layers // run.mesh.shape["tensor"]
     )
+    changed = jax.tree.leaves(only(run.changed, run.abstract.params))
     return {
-        "parameters": shard_bytes(run.abstract.params),
-        "optimizer": shard_bytes(run.abstract.opt),
-        "gradients": sum(map(_shard_size, jax.tree.leaves(run.abstract.params))),
+        **state_bytes(run),
+        "gradients": sum(map(_shard_size, changed)),
         "layer inputs": inputs,
     }
+
+
+def state_bytes(run: Run) -> dict[str, int]:
+    """Bytes of the parts of the state on one device, and of other weights that a step takes."""
+    params, older = dict(run.abstract.params), run.abstract.behind
+    frozen = run.abstract_arguments[2] if run.objective.frozen else {}
+    value = {"value head": params.pop("value")} if run.cfg.model.head.value else {}
+    trees = {"parameters": params, **value, "optimizer": run.abstract.opt}
+    trees |= {"older weights": older} if older else {}
+    return {name: shard_bytes(tree) for name, tree in {**trees, **frozen}.items()}
 
 
 def shard_bytes(tree: Any) -> int:

@@ -12,6 +12,7 @@ from maxstack.models.flops import Count
 from maxstack.plan.activations import activations
 from maxstack.plan.buffers import Buffer, Memory, largest, memory
 from maxstack.plan.program import parse
+from maxstack.plan.rollout import Rollout, lines, phases
 from maxstack.plan.roofline import ATTENTION, OVERFLOW, Flow, Roofline, flows, roofline
 from maxstack.plan.step import Step, TooLarge
 from maxstack.plan.topology import Topology, groups
@@ -42,8 +43,9 @@ class Plan:
     parameters: int
     """Parameters of the whole model."""
     memory: dict[str, int]
-    """Part -> bytes, as the compiler counts them."""
+    """Part -> bytes of a step, as the compiler counts them."""
     needed: int
+    """Bytes of a step, or where that is more of a rollout, that of the engine included."""
     usable: int | None
     """Bytes that a program may use; None where it is not known."""
     buffers: tuple[Buffer, ...]
@@ -60,6 +62,8 @@ class Plan:
     """Share of a pipeline's turns in which a stage is idle."""
     seconds: dict[str, float]
     """Seconds that making the plan took, by part."""
+    rollout: Rollout | None = None
+    """None for a run without rollouts."""
 
     @property
     def fits(self) -> bool | None:
@@ -93,6 +97,8 @@ class Plan:
             "mfu_causal": self.mfu(),
             "mfu_full": self.mfu("full"),
         }
+        if self.rollout:
+            figures["rollout"] = self.rollout.json()
         if self.roofline:
             figures["roofline"] |= {"seconds": self.roofline.seconds, "limit": self.roofline.limit}
         return figures
@@ -111,13 +117,7 @@ def read(
     from maxstack.plan import fit
 
     run, chip, sizes = step.run, topology.chip, dict(step.run.mesh.shape)
-    trees = {
-        "parameters": run.abstract.params,
-        "optimizer": run.abstract.opt,
-        "batch": run.batches.abstract(),
-        "frozen": run.abstract_arguments[2:],
-    }
-    state = {part: fit.shard_bytes(tree) for part, tree in trees.items() if tree}
+    state = {**fit.state_bytes(run), "batch": fit.shard_bytes(run.batches.abstract())}
     figures = (
         _refused(step.too_large, state)
         if step.too_large
@@ -150,7 +150,7 @@ def _refused(refusal: TooLarge, state: dict[str, int]) -> dict[str, Any]:
         Buffer(size, shape, name, "", "temporary") for size, shape, name in refusal.largest[:SHOWN]
     ]
     return {
-        "memory": state,
+        "memory": state | {"temporaries": max(0, refusal.needed - sum(state.values()))},
         "needed": refusal.needed,
         "buffers": tuple(buffers),
         "products": {},
@@ -212,6 +212,7 @@ def text(plan: Plan, cost: Sequence[str] = ()) -> str:
         _flops(plan),
         _traffic(plan) if plan.flows else (),
         _speed(plan) if plan.roofline else (),
+        _rollout(plan),
         [pipeline] if plan.bubble else (),
         cost,
         [_verdict(plan)],
@@ -246,7 +247,10 @@ def _amount(number: float) -> str:
 
 def _memory(plan: Plan) -> Iterator[str]:
     yield "memory of one device"
-    yield table("lr", ((name, bytes_text(size)) for name, size in plan.memory.items() if size))
+    if plan.rollout:
+        yield _in_phases(plan, plan.rollout)
+    else:
+        yield table("lr", ((name, bytes_text(size)) for name, size in plan.memory.items() if size))
     if plan.buffers:
         guessed = ", from the text of the program, not from its assignment of memory"
         yield f"its largest buffers{'' if plan.buffers[0].exact else guessed}"
@@ -260,6 +264,27 @@ def _memory(plan: Plan) -> Iterator[str]:
             for buffer in plan.buffers
         ]
         yield table("llll", rows)
+
+
+def _in_phases(plan: Plan, rollout: Rollout) -> str:
+    """A column of bytes for each time of a run with rollouts."""
+    columns = phases(plan.memory, rollout)
+    names = dict.fromkeys(name for parts in columns.values() for name in parts)
+    rows = [(name, [parts.get(name, 0) for parts in columns.values()]) for name in names]
+    rows.append(("sum", [sum(parts.values()) for parts in columns.values()]))
+    cells = [
+        (name, *(bytes_text(size) if size else "-" for size in row))
+        for name, row in rows
+        if any(row)
+    ]
+    return table("lrr", cells, ("", *columns))
+
+
+def _rollout(plan: Plan) -> Iterator[str]:
+    if plan.rollout:
+        chip = chips.by_kind(plan.chip)
+        number = plan.devices / (chip.devices if chip else 1)
+        yield from lines(plan.rollout, plan.devices, number)
 
 
 def _short(name: str) -> str:

@@ -4,7 +4,7 @@ package."""
 import logging
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -23,9 +23,20 @@ from maxstack.schema.faults import FaultsConfig
 from maxstack.schema.foreign import equivalent
 from maxstack.schema.lora import LoraConfig
 from maxstack.schema.mesh import MeshConfig
-from maxstack.schema.objective import NextTokenConfig, Objective
+from maxstack.schema.objective import (
+    DistillConfig,
+    MaskedDiffusionConfig,
+    NextTokenConfig,
+    PreferenceConfig,
+    RewardConfig,
+    SFTConfig,
+    UnpairedConfig,
+)
 from maxstack.schema.optimizer import OptimizerConfig
+from maxstack.schema.policy import PolicyGradientConfig
 from maxstack.schema.quantization import QuantizationConfig
+from maxstack.schema.rewards import AnyReward
+from maxstack.schema.rollout import RolloutConfig
 from maxstack.schema.serve import ServeConfig
 
 log = logging.getLogger(__name__)
@@ -149,6 +160,19 @@ class EvalConfig(Section):
     null: none."""
 
 
+Objective = Annotated[
+    NextTokenConfig
+    | SFTConfig
+    | PreferenceConfig
+    | UnpairedConfig
+    | RewardConfig
+    | DistillConfig
+    | MaskedDiffusionConfig
+    | PolicyGradientConfig,
+    Field(discriminator="kind"),
+]
+
+
 class Config(Section):
     """A whole run."""
 
@@ -160,6 +184,7 @@ class Config(Section):
         "xla": ("xla",),
         "quantization": ("quantization",),
         "optimizer": ("optimizers",),
+        "objective": ("objectives",),
     }
 
     FROM = ("model", "teacher")
@@ -188,7 +213,11 @@ class Config(Section):
     data: DataConfig
     """Data that is read."""
     objective: Objective = NextTokenConfig(kind="next_token")
-    """Loss that is minimised."""
+    """Loss that is minimised: a preset's name or a mapping."""
+    rollout: RolloutConfig | None = None
+    """Samples of the model itself that it learns from; null: it learns from data."""
+    rewards: Items[AnyReward] = ()
+    """What samples are worth: the sum of these, each times its weight."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How weights follow from gradients: a preset's name or a mapping."""
     train: TrainConfig = TrainConfig()

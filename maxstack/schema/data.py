@@ -85,7 +85,8 @@ class LabelledRecord(Section):
 
 
 class PromptsRecord(Section):
-    """A `prompt` alone, a text or messages, of which nothing is trained on."""
+    """A `prompt` alone, a text or messages, or `messages`, of which nothing is trained on. Other
+    fields are for rewards."""
 
     kind: Literal["prompts"]
     """The record."""

@@ -54,6 +54,9 @@ class HeadConfig(Section):
     scores: bool = False
     """One score a position in place of logits: a reward model, as transformers'
     ForSequenceClassification with one label."""
+    value: bool = False
+    """Beside the logits an estimate of the reward that is to come, which begins at 0 (PPO); exports
+    leave it out."""
     tied: bool = False
     """Use the embedding table, transposed."""
     bias: bool = False

@@ -1,7 +1,7 @@
 """The sections of the objectives."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -46,12 +46,32 @@ class ObjectivePart(Section):
     """True where the model gives a token a probability, or a score, by those before it alone."""
     SCORES: ClassVar[bool] = False
     """True where the model gives a score a position, and no logits."""
+    TEACHER: ClassVar[bool] = False
+    """True where it may learn from a teacher."""
+    ROLLOUTS: ClassVar[Literal["never", "may", "always"]] = "never"
+    """Whether it learns from samples of the model."""
+
+    def records(self, cfg: "Config") -> tuple[str | None, ...]:
+        """Kinds of records that it learns from with these settings."""
+        return ("prompts",) if cfg.rollout else self.RECORDS
 
     def faults(self, cfg: "Config") -> Iterator[Fault]:
         """(key, what is wrong and what to do) of a model or data that it cannot be used with."""
         yield from self.causal_faults(cfg)
-        if cfg.teacher and not isinstance(self, DistillConfig):
+        if cfg.teacher and not self.TEACHER:
             yield "teacher", f"objective.kind={self.kind} has no teacher; use distill, or drop it"
+        if cfg.rollout and self.ROLLOUTS == "never":
+            yield (
+                "rollout",
+                f"objective.kind={self.kind} learns from data, not from samples; use "
+                "policy_gradient, or leave it out",
+            )
+        if not cfg.rollout and self.ROLLOUTS == "always":
+            yield "rollout", f"objective.kind={self.kind} learns from samples: set rollout.prompts"
+        if cfg.rollout:
+            yield from cfg.rollout.faults(cfg)
+        if cfg.rewards and not cfg.rollout:
+            yield "rewards", "are of samples: set rollout.prompts, or leave them out"
         if self.SCORES and not cfg.model.head.scores:
             yield (
                 "model.head.scores",
@@ -60,8 +80,9 @@ class ObjectivePart(Section):
         for key, data in cfg.data_sections.items():
             for index, source in enumerate(data.sources):
                 kind = source.record and source.record.kind
-                if kind not in self.RECORDS and not isinstance(source, SyntheticSource):
-                    wanted = " or ".join(f"{{kind: {name}}}" for name in self.RECORDS if name)
+                kinds = self.records(cfg)
+                if kind not in kinds and not isinstance(source, SyntheticSource):
+                    wanted = " or ".join(f"{{kind: {name}}}" for name in kinds if name)
                     yield (
                         f"{key}.sources.{index}.record",
                         f"objective.kind={self.kind} learns from "
@@ -151,11 +172,9 @@ PREFERENCES = {
 WITHOUT_REFERENCE = {"simpo", "orpo", "sft"}
 
 
-class ReferenceConfig(ObjectivePart):
+class WithReferenceConfig(ObjectivePart):
     """Keys of objectives that compare the model with a reference."""
 
-    beta: PositiveFloat = 0.1
-    """Weight of the log-ratios to the reference."""
     reference: Literal["start", "adapter_off", "stored", "none"] = "start"
     """The reference. start: the weights that the run begins with, kept beside; adapter_off: the
     model without its adapter, which costs no memory; stored: log-probabilities in the records,
@@ -178,6 +197,13 @@ class ReferenceConfig(ObjectivePart):
     @property
     def extras(self) -> tuple[str, ...]:
         return ("reference",) if self.reference == "stored" else ()
+
+
+class ReferenceConfig(WithReferenceConfig):
+    """Keys of objectives of answers that are given."""
+
+    beta: PositiveFloat = 0.1
+    """Weight of the log-ratios to the reference."""
 
 
 class PreferenceConfig(ReferenceConfig):
@@ -333,6 +359,8 @@ class DistillConfig(ObjectivePart):
 
     OBJECTIVE = "maxstack.objectives.distill:Distill"
     RECORDS = (None, "chat")
+    TEACHER = True
+    ROLLOUTS = "may"
 
     kind: Literal["distill"]
     """The objective."""
@@ -436,15 +464,3 @@ class MaskedDiffusionConfig(ObjectivePart):
     def token_ids(self, vocab: int) -> int:
         """All but the mask token, where that is the last."""
         return vocab - 1 if self.mask_token in (None, vocab - 1) else vocab
-
-
-Objective = Annotated[
-    NextTokenConfig
-    | SFTConfig
-    | PreferenceConfig
-    | UnpairedConfig
-    | RewardConfig
-    | DistillConfig
-    | MaskedDiffusionConfig,
-    Field(discriminator="kind"),
-]

@@ -270,12 +270,62 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
     startup.compile_step = Both
 
 
+def learning(phase: str, updates: int, after: int) -> None:
+    """SIGKILL in a run that learns from its own samples, after so many updates of this process the
+    so manieth time that it is in one of LEARNING."""
+    from maxstack import startup
+    from maxstack.inference.engine import Engine
+    from maxstack.inference.programs import Programs
+
+    updated, seen, compile_step = [0], [0], startup.compile_step
+
+    def reached(now: str) -> None:
+        seen[0] += now == phase and updated[0] >= updates
+        if seen[0] == after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def around(now: str, plain: Callable) -> Callable:
+        def calling(*args: Any, **more: Any) -> Any:
+            reached(now)
+            found = plain(*args, **more)
+            reached(now)
+            updated[0] += now == "update"
+            return found
+
+        return calling
+
+    class Update:
+        """The compiled step, which goes on in the background once it is called."""
+
+        def __init__(self, run: Any):
+            self._compiled = compile_step(run)
+
+        def result(self) -> Any:
+            compiled, seconds = self._compiled.result()
+            return around("update", compiled), seconds
+
+    startup.compile_step = Update
+    Engine.step = around("answering", Engine.step)
+    Programs._prepared = around("handing over", Programs._prepared)
+
+
+LEARNING = ("answering", "handing over", "update")
+"""Phases of learning from samples: the engine computes a step, or has done so; it is given weights,
+or has them and still knows what it cached by the last ones; an update is dispatched."""
+
+
+def hold(folder: str) -> None:
+    """A reward of sevens.py waits when it is told to, in the folder."""
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     "save": save,
     "poison": poison,
     "clock": clock,
     "hang": hang,
     "flip": flip,
+    "learning": learning,
+    "hold": hold,
 }
 
 if "DRILL_FAULT" in os.environ:

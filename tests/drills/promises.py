@@ -102,5 +102,12 @@ PROMISES = (
         "processes that take the processors from eight virtual devices",
         "every step is taken; no collective waits for another for ever",
     ),
+    Promise(
+        18,
+        "SIGKILL in the middle of a rollout, of rewards, of an update from samples, of a hand-over "
+        "of weights to the engine; a reward worker killed",
+        "resume; every later figure and the final state are bit-identical to the baseline; a "
+        "reward whose process was killed is computed again",
+    ),
     Promise(0, "a clock skewed by a day", "changes nothing but log timestamps"),
 )

@@ -34,6 +34,8 @@ FORKS = os.environ.get("MAXSTACK_DRILLS") != "fresh"
 """True where training processes may be forks (tests/forked.py); `make drills` starts each anew."""
 LIMIT = 300.0
 """Seconds after which a run that should have ended counts as hung."""
+FIGURES = ("loss", "eval_loss", "eval_reward")
+"""Each is in the rows of one kind."""
 Fault = dict[str, Any]
 """For faulty.py: `kind`, and that fault's arguments."""
 RUNNING: set[int] = set()
@@ -146,7 +148,8 @@ class Started:
         self.processes = []
         for i, path in enumerate(self.outputs):
             command = processes.command(config, f"run.name={name}", *overrides)
-            environment = processes.environment() | members[i] | {"PYTHONPATH": f"{ROOT}"}
+            paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+            environment = processes.environment() | members[i] | paths
             if fault and at in (None, i):
                 command[1:3] = [str(Path(__file__).with_name("faulty.py"))]
                 environment |= {"DRILL_FAULT": json.dumps(fault), "GLIBC_TUNABLES": ""}
@@ -202,8 +205,8 @@ class Started:
         return codes
 
     def leftovers(self, seconds: float = 5.0) -> list[str]:
-        """Commands of what still runs so long after the processes ended: their workers, and
-        watchdogs, which name the run's folder."""
+        """Commands of what still runs so long after the processes ended: their workers, those of
+        rewards, which name their parent, and watchdogs, which name the run's folder."""
         deadline, found = time.monotonic() + seconds, [""]
         while found and time.monotonic() < deadline:
             found = _left({process.pid for process in self.processes}, f"{self.folder}/")
@@ -228,13 +231,15 @@ def _start(command: Sequence[str], env: dict[str, str], output: Path) -> subproc
 
 def _left(leaders: set[int], name: str) -> list[str]:
     found = []
+    rewards = re.compile(rf"maxstack\.rewards\.worker \d+ ({'|'.join(map(str, leaders))}) ")
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
             command = (
                 (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             )
-            if state != "Z" and (int(session) in leaders or name in command):
+            named = name in command or rewards.search(command)
+            if state != "Z" and (int(session) in leaders or named):
                 found.append(command[:200])
     return found
 
@@ -394,14 +399,14 @@ def divergent(folder: Path, base: Path, last: bool = False) -> list[str]:
     """Every row of losses or evaluations, those that were done again too, that is not bit for bit
     the baseline's; or the last row of each step."""
     wrong = []
-    for key in ("loss", "eval_loss"):
-        wanted = processes.numbers(base, key)
+    for key in FIGURES:
+        wanted = {step: _steady(row) for step, row in processes.numbers(base, key).items()}
         try:
             written = [*processes.numbers(folder, key).values()] if last else rows(folder, key)
         except ValueError as error:
             return [f"{folder.name}: metrics.jsonl has a line that is no row: {error}"]
         for row in written:
-            mine = {k: v for k, v in row.items() if k not in TIMED}
+            mine = _steady(row)
             if mine != wanted.get(row["step"]):
                 wrong.append(
                     f"{folder.name}: step {row['step']}: {mine}, and the baseline has "
@@ -410,12 +415,17 @@ def divergent(folder: Path, base: Path, last: bool = False) -> list[str]:
     return wrong
 
 
+def _steady(row: dict[str, Any]) -> dict[str, Any]:
+    """What of a row does not depend on the clock."""
+    return {k: v for k, v in row.items() if k not in TIMED and not k.endswith(("seconds", "_wait"))}
+
+
 def unlike(folder: Path, base: Path, last: bool = False) -> list[str]:
     """Differences of a run that has ended from the baseline: a row (of several of a step,
     only the `last`), a missing step, an array of its last state."""
     if wrong := divergent(folder, base, last):
         return wrong
-    for key in ("loss", "eval_loss"):
+    for key in FIGURES:
         if missing := processes.numbers(base, key).keys() - processes.numbers(folder, key).keys():
             wrong.append(f"{folder.name}: no {key} of steps {sorted(missing)}")
     step = newest(base)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from drills import changes, disks, hangs, kills, silent, tiers, values
+from drills import changes, disks, hangs, kills, learning, silent, tiers, values
 from drills.runs import Outcome
 
 
@@ -40,5 +40,6 @@ DRILLS = {
     15: Drill(hangs.straggler, 6, 2),
     16: Drill(tiers.tiers, 12, 5),
     17: Drill(changes.crowded, 10, 1),
+    18: Drill(learning.samples, 60, 15),
     0: Drill(changes.clock, 6, 2),
 }

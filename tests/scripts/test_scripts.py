@@ -1,10 +1,10 @@
 """Every program of scripts/: its --help, a refusal, and a real run at its smallest size.
 
 Of these only the arguments are tried: what needs torch, transformers, peft or trl (make_goldens,
-make_adapter_goldens, make_preset_goldens, make_trl_goldens, oracle, oracle_trl, torch_*, post_trl;
-`make oracle` runs them), another package (make_jobset_schema: kubeflow; record_xpk_options: xpk),
-or hours (drills; tests/drills runs each). bench_gpu with its worker, plot_performance,
-generate_docs and make_optax_signatures have tests of their own.
+make_adapter_goldens, make_preset_goldens, make_trl_goldens, oracle, oracle_trl, torch_*, post_trl,
+trl_sort with bench_rl; `make oracle` runs them), another package (make_jobset_schema: kubeflow;
+record_xpk_options: xpk), or hours (drills; tests/drills runs each). bench_gpu with its worker,
+plot_performance, generate_docs and make_optax_signatures have tests of their own.
 """
 
 import json
@@ -359,3 +359,14 @@ def test_plans_that_were_kept_are_written_into_the_page_and_not_made_again(tmp_p
         f"| {name} | `v6e:16x16`, fsdp 256 | 45.5 % full | 83.7% | 40.4 % | 74.4% | 55 s |"
         in page.read_text()
     )
+
+
+@pytest.mark.slow
+def test_measure_rl_trains_a_seed_and_its_control_and_draws_them(tmp_path):
+    small = "rollout.prompts=8", "train.batch_size=8", "train.steps=5", "eval.steps=1"
+    words = "--out", tmp_path / "runs", "--pictures", tmp_path, "--seeds", "3"
+    process("measure_rl.py", *words, *small, "eval.every=5", "run.tensorboard=false")
+    found = json.loads((tmp_path / "rl.json").read_text())
+    assert found.keys() == {"seed 3", "rewards permuted"}
+    assert all(len(run["held_out"]) == 2 and len(run["training"]) == 1 for run in found.values())
+    assert (tmp_path / "rl.svg").read_text().startswith("<svg")

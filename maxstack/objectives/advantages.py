@@ -1,0 +1,106 @@
+"""Advantages of samples, over the whole batch of a step. Shapes: B batch  T time.
+
+What belongs to a sample stands at its last position [B, T]; `mask` is 1 on the tokens that the
+model chose.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from maxstack.objectives.sequences import lasts, running_sums, spread
+from maxstack.schema.policy import AdvantageConfig
+
+TINY = 1e-8
+
+
+class Samples(NamedTuple):
+    """The samples of a batch."""
+
+    rewards: Array
+    """[B, T]."""
+    groups: Array
+    """int32 [B, T]: the number of the group, from 1; 0 in padding and where a sample was left
+    out."""
+    segments: Array
+    mask: Array
+    most: int
+    """Groups at most."""
+
+    @property
+    def last(self) -> Array:
+        """True at the last position of each sample that counts."""
+        return lasts(self.segments) & (self.groups > 0)
+
+    def by_group(self, x_BT: Array) -> Array:
+        """At every position, the sum of x over the last positions of its group."""
+        groups_N = jnp.where(self.last, self.groups, 0).ravel()
+        sums_G = jax.ops.segment_sum(x_BT.ravel(), groups_N, self.most + 1)
+        return sums_G[self.groups]
+
+
+def by_sample(cfg: AdvantageConfig, samples: Samples) -> Array:
+    """Advantage of each sample, at all of its positions [B, T]: rewards less a baseline, over their
+    standard deviation (ddof 1) plus epsilon."""
+    last_BT = samples.last
+    rewards_BT = jnp.where(last_BT, samples.rewards, 0.0)
+    sizes_BT = jnp.maximum(samples.by_group(last_BT.astype(jnp.float32)), 1.0)
+    means_BT = samples.by_group(rewards_BT) / sizes_BT
+    advantages_BT = rewards_BT
+    if cfg.baseline == "mean":
+        advantages_BT = rewards_BT - means_BT
+    elif cfg.baseline == "others":
+        alone_BT = sizes_BT < 2  # nothing to compare with
+        others_BT = (means_BT * sizes_BT - rewards_BT) / jnp.maximum(sizes_BT - 1, 1.0)
+        advantages_BT = jnp.where(alone_BT, 0.0, rewards_BT - others_BT)
+    if cfg.scale == "group":
+        squares_BT = samples.by_group(jnp.where(last_BT, jnp.square(rewards_BT - means_BT), 0.0))
+        deviations_BT = jnp.sqrt(squares_BT / jnp.maximum(sizes_BT - 1, 1.0))
+        advantages_BT = advantages_BT / (deviations_BT + cfg.epsilon)
+    elif cfg.scale == "batch":
+        count = jnp.maximum(last_BT.sum(), 1)
+        mean = rewards_BT.sum() / count
+        squares = jnp.where(last_BT, jnp.square(rewards_BT - mean), 0.0).sum()
+        advantages_BT = advantages_BT / (
+            jnp.sqrt(squares / jnp.maximum(count - 1, 1)) + cfg.epsilon
+        )
+    return spread(jnp.where(last_BT, advantages_BT, 0.0), samples.segments)
+
+
+def to_come(x_BT: Array, segments_BT: Array) -> Array:
+    """Sum of x over a sample from each position on."""
+    return jnp.flip(running_sums(jnp.flip(x_BT, 1), jnp.flip(segments_BT, 1)), 1)
+
+
+def generalized(
+    cfg: AdvantageConfig, rewards_BT: Array, values_BT: Array, samples: Samples
+) -> Array:
+    """Generalized advantage estimates over the tokens that the model chose, 0 elsewhere (Schulman
+    et al. 2016, arXiv:1506.02438, eq. 16): what is read between them takes no time."""
+    ends_BT = lasts(samples.segments)
+
+    def back(
+        carry: tuple[Array, Array], at: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array], Array]:
+        after_B, value_B = carry
+        reward_B, now_B, chosen_B, end_B = at
+        after_B, value_B = (jnp.where(end_B, 0.0, x) for x in (after_B, value_B))
+        error_B = reward_B + cfg.gamma * value_B - now_B
+        advantage_B = error_B + cfg.gamma * cfg.lam * after_B
+        carry = jnp.where(chosen_B, advantage_B, after_B), jnp.where(chosen_B, now_B, value_B)
+        return carry, jnp.where(chosen_B, advantage_B, 0.0)
+
+    zeros_B = jnp.zeros(rewards_BT.shape[0])
+    columns = rewards_BT.T, values_BT.T, samples.mask.T > 0, ends_BT.T
+    _, made_TB = jax.lax.scan(back, (zeros_B, zeros_B), columns, reverse=True)
+    return made_TB.T
+
+
+def whitened(x_BT: Array, mask_BT: Array) -> Array:
+    """0 in mean and 1 in deviation (ddof 1) over the tokens of the mask."""
+    count = mask_BT.sum()
+    mean = (x_BT * mask_BT).sum() / jnp.maximum(count, 1)
+    squares = (jnp.square(x_BT - mean) * mask_BT).sum() / jnp.maximum(count - 1, 1)
+    return (x_BT - mean) * jax.lax.rsqrt(squares + TINY)

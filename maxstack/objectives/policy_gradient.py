@@ -1,0 +1,296 @@
+"""Policy gradients of the model's own samples. Shapes: B batch  T time  D embed.
+
+`l` is the log-probability of a token now, `old` what it was when its rollout was first learned
+from, `sampler` by the engine that sampled it; r = exp(l - old).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.lax import stop_gradient
+
+from maxstack.kernels.sequences import natural
+from maxstack.objectives.advantages import Samples, by_sample, generalized, to_come, whitened
+from maxstack.objectives.log_probs import LogProbs, Terms, log_probs_of
+from maxstack.objectives.objective import Batch, Field, Models, token_fields
+from maxstack.objectives.sequences import lasts, running_sums, spread
+from maxstack.objectives.statistics import entropies
+from maxstack.schema.policy import PolicyGradientConfig
+from maxstack.schema.rollout import RolloutConfig
+
+
+class PolicyGradient(LogProbs):
+    """Sum over tokens of a surrogate of the expected reward, and of what is added to it; the
+    denominator is that of objective.aggregate."""
+
+    @property
+    def section(self) -> PolicyGradientConfig:
+        """objective: of the configuration."""
+        assert isinstance(self.cfg.objective, PolicyGradientConfig)
+        return self.cfg.objective
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """rollout: of the configuration."""
+        assert self.cfg.rollout
+        return self.cfg.rollout
+
+    @property
+    def counted(self) -> str:  # type: ignore[override]
+        return "tokens" if self.section.aggregate == "token" else "samples"
+
+    @property
+    def frozen(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The reference, and the teacher."""
+        return (*super().frozen, *(("teacher",) if self.section.distil else ()))
+
+    @property
+    def refers(self) -> bool:
+        return self.section.compares
+
+    @property
+    def forward_passes(self) -> int:
+        """None where the reference's log-probabilities come with the batch."""
+        return int(self.refers and not self.annotations)
+
+    @property
+    def temperature(self) -> float:
+        return self.rollout.temperature
+
+    @property
+    def coupled(self) -> bool:  # type: ignore[override]
+        """True where advantages of the whole batch need the model first."""
+        return self.section.by_token and not self.annotations
+
+    @property
+    def annotations(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What the weights at the first of several steps of a rollout say of it."""
+        if self.rollout.steps == 1:
+            return ()
+        section = self.section
+        wanted = {
+            "old_logps": True,
+            "reference_logps": section.compares,
+            "teacher_logps": bool(section.distil),
+            "old_values": section.has_values,
+        }
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return token_fields(self.cfg) | {
+            name: Field("batch seq", "float32") for name in self.annotations
+        }
+
+    def annotate(self, models: Models, batch: Batch) -> Batch:
+        measured = self.measure(models, batch)
+        return {
+            name: measured["logps" if name == "old_logps" else name] for name in self.annotations
+        }
+
+    def prepare(self, batch: Batch, key: Array) -> Batch:
+        """With `advantages` and `returns`, unless they need the model."""
+        return batch if self.coupled else self._with_advantages(batch)
+
+    def weigh(self, batch: Batch) -> Batch:
+        return super().weigh(batch if "advantages" in batch else self._with_advantages(batch))
+
+    def weight(self, batch: Batch) -> Array:
+        """Tokens, or samples of which a token counts."""
+        if self.section.aggregate == "token":
+            return batch["mask"].sum()
+        return self._counted(batch).sum().astype(jnp.float32)
+
+    def terms(self, batch: Batch) -> Terms:
+        """Metrics: advantage, sampler/* and, where there are, kl, clip/low, clip/high, ratio."""
+        cfg, mask_BT = self.section, batch["mask"]
+        shares_BT = self._shares(batch)
+        logps_BT, old_BT = batch["logps"], self._old(batch)
+        ratio_BT = self._ratio(logps_BT - old_BT, batch)
+        advantages_BT = batch["advantages"]
+        loss_BT, low_BT, high_BT = self._surrogate(logps_BT, ratio_BT, advantages_BT)
+        gap_BT = stop_gradient(old_BT - batch["sampler"]) * mask_BT
+        if cfg.off_policy is not None:
+            drift_BT = self._means(stop_gradient(batch["sampler"] - logps_BT), batch)
+            loss_BT = jnp.where((advantages_BT >= 0) | (drift_BT <= cfg.off_policy), loss_BT, 0.0)
+        if cfg.correction:
+            loss_BT = loss_BT * self._correction(gap_BT, batch["segments"])
+        figures = {
+            "clip/low": low_BT,
+            "clip/high": high_BT,
+            "ratio": ratio_BT,
+            "sampler/difference": jnp.abs(gap_BT),
+            "sampler/ratio": jnp.exp(gap_BT),
+            "sampler/kl": jnp.expm1(gap_BT) - gap_BT,
+        }
+        if cfg.compares:
+            distance_BT = batch["reference_logps"] - logps_BT
+            figures["kl"] = estimated("k3", distance_BT)
+            if cfg.kl.where == "loss":
+                kl_BT = estimated(cfg.kl.estimate, distance_BT)
+                kl_BT = kl_BT * jnp.exp(logps_BT - old_BT) if cfg.kl.corrected else kl_BT
+                loss_BT = loss_BT + cfg.kl.weight * kl_BT
+        metrics = {name: jnp.where(mask_BT > 0, x, 0.0) for name, x in figures.items()}
+        metrics |= {f"{name}/weight": mask_BT for name in figures}
+        return Terms(jnp.where(mask_BT > 0, loss_BT, 0.0) * shares_BT, metrics)
+
+    def beside(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Batch]:
+        """The losses of entropy and value, and the metrics entropy, value_loss, value."""
+        cfg, mask_BT, shares_BT = self.section, batch["mask"], self._shares(batch)
+        total, metrics = jnp.zeros(()), {}
+        if cfg.entropy or cfg.statistics:
+            entropy_BT = entropies(models.policy, natural(normed_BTD), self.temperature) * mask_BT
+            if cfg.entropy:
+                total = total - cfg.entropy * (entropy_BT * shares_BT).sum()
+            metrics["entropy"] = stop_gradient(entropy_BT).sum()
+            metrics["entropy/weight"] = mask_BT.sum()
+        if cfg.has_values:
+            values_BT = models.policy.values(normed_BTD)
+            loss_BT = self._value_loss(values_BT, batch) * mask_BT
+            total = total + cfg.value.weight * (loss_BT * shares_BT).sum()
+            for name, x_BT in (("value_loss", loss_BT), ("value", values_BT * mask_BT)):
+                metrics[name] = stop_gradient(x_BT).sum()
+                metrics[f"{name}/weight"] = mask_BT.sum()
+        return total, metrics
+
+    def _measured(self, models: Models, batch: Batch, normed_BTD: Array) -> Batch:
+        measured = {**super()._measured(models, batch, normed_BTD)}
+        if self.section.has_values and "old_values" not in batch:
+            measured["old_values"] = stop_gradient(models.policy.values(normed_BTD))
+        if self.section.distil and "teacher_logps" not in batch:
+            teacher = models.frozen["teacher"]
+            measured["teacher_logps"] = log_probs_of(teacher, batch, self.temperature)
+        return measured
+
+    def _with_advantages(self, batch: Batch) -> Batch:
+        """The whole batch with `advantages`, and with `returns` that values are held against."""
+        cfg, mask_BT, segments_BT = self.section, batch["mask"], batch["segments"]
+        old_BT = self._old(batch) if cfg.by_token else jnp.zeros_like(mask_BT)
+        samples = Samples(
+            batch["reward"],
+            batch["group"],
+            segments_BT,
+            mask_BT,
+            self.rollout.prompts // self.rollout.minibatches,
+        )
+        penalty_BT = jnp.zeros_like(mask_BT)
+        if cfg.compares and cfg.kl.where != "loss":
+            kl_BT = estimated(cfg.kl.estimate, batch["reference_logps"] - old_BT)
+            penalty_BT = cfg.kl.weight * kl_BT * mask_BT
+        if cfg.kl.where == "return":
+            spent_BT = running_sums(penalty_BT, segments_BT)
+            samples = samples._replace(rewards=samples.rewards - spent_BT)
+            penalty_BT = jnp.zeros_like(mask_BT)
+        made = {}
+        if cfg.has_values:
+            rewards_BT = self._at_last_token(samples) - penalty_BT
+            values_BT = batch["old_values"] * mask_BT
+            advantages_BT = generalized(cfg.advantage, rewards_BT, values_BT, samples)
+            made["returns"] = advantages_BT + values_BT
+        else:
+            advantages_BT = by_sample(cfg.advantage, samples)
+            if cfg.compares and cfg.kl.where == "reward":
+                advantages_BT = advantages_BT - to_come(penalty_BT, segments_BT)
+        if cfg.distil:
+            advantages_BT = advantages_BT + cfg.distil * (batch["teacher_logps"] - old_BT)
+        if cfg.advantage.whiten:
+            advantages_BT = whitened(advantages_BT, mask_BT)
+        made["advantages"] = jnp.where(mask_BT > 0, advantages_BT, 0.0)
+        return {**batch, **stop_gradient(made)}
+
+    def _at_last_token(self, samples: Samples) -> Array:
+        """Rewards of samples, at the last token of each that the model chose."""
+        left_BT = to_come(samples.mask, samples.segments)
+        is_last_BT = (left_BT == 1) & (samples.mask > 0)
+        rewards_BT = spread(jnp.where(samples.last, samples.rewards, 0.0), samples.segments)
+        return jnp.where(is_last_BT, rewards_BT, 0.0)
+
+    def _old(self, batch: Batch) -> Array:
+        if self.section.old == "sampler":
+            return batch["sampler"]
+        return batch["old_logps"] if "old_logps" in batch else stop_gradient(batch["logps"])
+
+    def _ratio(self, difference_BT: Array, batch: Batch) -> Array:
+        kind, difference_BT = self.section.loss.ratio, difference_BT * batch["mask"]
+        if kind == "sequence":
+            difference_BT = self._means(difference_BT, batch)
+        elif kind == "product":
+            difference_BT = _of_sequence(difference_BT, batch["segments"])
+        return jnp.exp(difference_BT)
+
+    def _surrogate(
+        self, logps_BT: Array, ratio_BT: Array, advantages_BT: Array
+    ) -> tuple[Array, Array, Array]:
+        """The loss of each token, and where it was held from below and from above."""
+        cfg, positive_BT = self.section.loss, advantages_BT > 0
+        if cfg.form == "sapo":
+            tau_BT = jnp.where(positive_BT, cfg.tau_positive, cfg.tau_negative)
+            soft_BT = jax.nn.sigmoid(tau_BT * (ratio_BT - 1)) * 4 / tau_BT
+            never_BT = jnp.zeros(ratio_BT.shape, bool)
+            return -soft_BT * advantages_BT, never_BT, never_BT
+        if cfg.form == "cispo":
+            held_BT = stop_gradient(jnp.minimum(ratio_BT, cfg.cap))
+            never_BT = jnp.zeros(ratio_BT.shape, bool)
+            return -held_BT * advantages_BT * logps_BT, never_BT, ratio_BT > cfg.cap
+        free_BT = ratio_BT if cfg.dual is None else jnp.minimum(ratio_BT, cfg.dual)
+        clipped_BT = jnp.clip(ratio_BT, 1 - cfg.low, 1 + cfg.high)
+        loss_BT = -jnp.minimum(free_BT * advantages_BT, clipped_BT * advantages_BT)
+        low_BT = (ratio_BT < 1 - cfg.low) & (advantages_BT < 0)
+        high_BT = (ratio_BT > 1 + cfg.high) & positive_BT
+        return loss_BT, low_BT, high_BT
+
+    def _correction(self, gap_BT: Array, segments_BT: Array) -> Array:
+        cfg = self.section.correction
+        assert cfg
+        by_sequence = cfg.level == "sequence"
+        weights_BT = jnp.exp(_of_sequence(gap_BT, segments_BT) if by_sequence else gap_BT)
+        if cfg.form == "truncate":
+            return jnp.clip(weights_BT, cfg.low, cfg.high)
+        inside_BT = (weights_BT >= cfg.low) & (weights_BT <= cfg.high)
+        return jnp.where(inside_BT, weights_BT, 0.0)
+
+    def _value_loss(self, values_BT: Array, batch: Batch) -> Array:
+        error_BT, clip = jnp.square(values_BT - batch["returns"]), self.section.value.clip
+        if clip is not None:
+            old_BT = batch["old_values"]
+            near_BT = jnp.clip(values_BT, old_BT - clip, old_BT + clip)
+            error_BT = jnp.maximum(error_BT, jnp.square(near_BT - batch["returns"]))
+        return error_BT / 2
+
+    def _shares(self, batch: Batch) -> Array:
+        """Weights of tokens, by objective.aggregate."""
+        kind, mask_BT = self.section.aggregate, batch["mask"]
+        if kind == "sequence":
+            counts_BT = _of_sequence(mask_BT, batch["segments"])
+            return mask_BT / jnp.maximum(counts_BT, 1.0)
+        if kind == "fixed":
+            turns = self.rollout.environment.turns if self.rollout.environment else 1
+            return mask_BT / (self.rollout.max_tokens * turns)
+        return mask_BT
+
+    def _means(self, x_BT: Array, batch: Batch) -> Array:
+        """Mean over the counted tokens of each sample."""
+        sums_BT, counts_BT = (
+            _of_sequence(y_BT, batch["segments"]) for y_BT in (x_BT * batch["mask"], batch["mask"])
+        )
+        return sums_BT / jnp.maximum(counts_BT, 1.0)
+
+    def _counted(self, batch: Batch) -> Array:
+        """True at the last position of each sample of which a token counts."""
+        counts_BT = running_sums(batch["mask"], batch["segments"])
+        return lasts(batch["segments"]) & (counts_BT > 0)
+
+
+def estimated(kind: str, distance_BT: Array) -> Array:
+    """Estimates of KL(p | ref) by d = log ref - log p of samples of p: k1 -d, k2 d^2 / 2, k3
+    e^d - d - 1 (Schulman 2020, joschu.net/blog/kl-approx.html)."""
+    if kind == "k1":
+        return -distance_BT
+    if kind == "k2":
+        return jnp.square(distance_BT) / 2
+    return jnp.expm1(distance_BT) - distance_BT
+
+
+def _of_sequence(x_BT: Array, segments_BT: Array) -> Array:
+    """At every position, the sum over its sequence."""
+    return spread(running_sums(x_BT, segments_BT), segments_BT)

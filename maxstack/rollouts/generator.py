@@ -1,0 +1,191 @@
+"""Answers to prompts by the weights of a run in training, on its mesh."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxstack import sharding
+from maxstack.data.chat import answer_ends
+from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
+from maxstack.inference.bursts import STEPS
+from maxstack.inference.engine import Engine
+from maxstack.inference.layout import Layout
+from maxstack.inference.programs import serving
+from maxstack.inference.request import Sampling
+from maxstack.inference.scheduler import Limits
+from maxstack.inference.started import limits_of
+from maxstack.rollouts.sample import Sample
+from maxstack.run import assemble
+from maxstack.schema.mesh import MeshConfig, parts
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+    from maxstack.schema.config import Config
+
+REQUESTS, TOKENS = 256, 1 << 17
+"""Answers under way at a time on each replica, unless serve.max_requests says otherwise; more of
+short ones, as many as a step has rows, while they have no more tokens."""
+
+
+class Cancelled(Exception):
+    """The rollout is not wanted any more."""
+
+
+class Generator:
+    """An engine for the model of a run, whose weights are given anew for each rollout."""
+
+    def __init__(self, run: "Run", samples: int):
+        """`samples`: answers at a time at most. ConfigError where not one answer fits the
+        cache."""
+        rollout = run.cfg.rollout
+        assert rollout
+        self._rollout, self.room = rollout, rollout.room(run.cfg)
+        self._run, limits, length = engine_run(run, samples)
+        self._several = jax.process_count() > 1
+        self._moves = self._run.mesh is not run.mesh
+        everywhere = NamedSharding(run.mesh, PartitionSpec())
+        self._gathered = jax.jit(lambda leaf: leaf, out_shardings=everywhere)
+        self.engine = Engine(self._run, None, limits, length)
+        tokenizer = open_tokenizer(run.cfg.data.tokenizer)
+        self.tokenizer = open_prompt_tokenizer(run.cfg.data.tokenizer)
+        self.stops = frozenset(answer_ends(run.cfg.data, tokenizer))
+        self.moved = moved_bytes(run.abstract.params, self._run.abstract.params)
+        self.temperature = rollout.temperature
+
+    def load(self, params: Any) -> None:
+        """Answer by these weights of the run; None: forget them."""
+        if params is not None and self._moves:
+            params = jax.tree.map(self._moved, params, self._run.abstract.params)
+        self.engine.load(params)
+
+    def _moved(self, leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        """A weight where the engine has it; of several processes each gathers it, one weight at a
+        time."""
+        if self._several:
+            leaf = self._gathered(leaf).addressable_data(0)
+        return jax.device_put(leaf, wanted.sharding)
+
+    def answer(
+        self,
+        samples: Iterable[Sample],
+        seed: Callable[[Sample], int],
+        done: Callable[[Sample], None],
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Add an answer to each sample; `done` hears of each as it ends. Random numbers are of
+        (seed, number of the sample, position). Cancelled where it is not wanted any more."""
+        cfg, engine, under_way = self._rollout, self.engine, dict[int, Sample]()
+        sampling = Sampling(
+            temperature=self.temperature,
+            top_k=cfg.top_k,
+            top_p=cfg.top_p,
+            stop_tokens=self.stops,
+            logprobs=0,
+            scaled=True,
+        )
+        try:
+            for sample in samples:
+                left = min(cfg.max_tokens, self.room - len(sample.ids))
+                own = dataclasses.replace(
+                    sampling, max_tokens=left, seed=seed(sample), choice=sample.number
+                )
+                under_way[engine.add(sample.ids, own)] = sample
+                sample.texts.append("")
+            while engine.busy:
+                if not wanted():
+                    raise Cancelled
+                for output in engine.step(many=STEPS):
+                    sample = under_way[output.request]
+                    for token in output.tokens:
+                        assert token.logprob is not None
+                        sample.choose(token.token, token.logprob)
+                    if output.finish:
+                        del under_way[output.request]
+                        self._finish(sample, output.finish)
+                        done(sample)
+        finally:
+            for number in under_way:
+                engine.abort(number)
+
+    def _finish(self, sample: Sample, finish: str) -> None:
+        begin = len(sample.ids)
+        while begin and sample.chosen[begin - 1]:
+            begin -= 1
+        answer = sample.ids[begin:]
+        sample.finish = finish
+        sample.texts[-1] = self.text(answer[:-1] if finish == "stop" else answer)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        known = [token for token in ids if token < self.tokenizer.vocab_size]
+        return self.tokenizer.decode(np.array(known, np.int32)).decode(errors="replace")
+
+
+def seed_of(*parts: Any) -> int:
+    """A seed of 64 bits for everything that the parts name."""
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def engine_config(cfg: "Config", samples: int, several: bool = False) -> "Config":
+    """The configuration of the engine that answers for a run in training, for so many samples on
+    each replica; `several`: it has a mesh of one process's devices of several."""
+    rollout = cfg.rollout
+    assert rollout
+    serve = cfg.serve
+    if "max_requests" not in serve.model_fields_set:
+        requests = max(REQUESTS, min(serve.rows, TOKENS // rollout.room(cfg)))
+        serve = serve.model_copy(update={"max_requests": min(samples, requests)})
+    serve = serve.model_copy(update={"max_length": rollout.room(cfg)})
+    mesh = cfg.mesh
+    if rollout.tensor is not None or several:
+        mesh = MeshConfig(data=-1, tensor=rollout.tensor or 1)
+    rules = {**mesh.rules, "seq": (), "residual": ()}
+    mesh = mesh.model_copy(update={"rules": rules})
+    return serving(cfg.model_copy(update={"mesh": mesh, "serve": serve}))
+
+
+def engine_run(
+    run: "Run", samples: int, own: Sequence[Any] | None = None
+) -> tuple["Run", Limits, int]:
+    """Shapes and programs of the engine that answers for a run in training, its sizes, and the most
+    tokens of a request; on the run's mesh, or one of its own: of `own`, the devices of a process
+    where there are several (None: as jax says). ConfigError where not one answer fits the cache."""
+    if own is None:
+        own = jax.local_devices() if jax.process_count() > 1 else ()
+    rollout, cfg = run.cfg.rollout, engine_config(run.cfg, samples, bool(own))
+    assert rollout
+    mesh = run.mesh
+    if own:
+        mesh = sharding.make_mesh(cfg.mesh, own)
+    elif rollout.tensor is not None:
+        mesh = sharding.make_mesh(cfg.mesh, [*run.mesh.devices.flat])
+    replicas = run.mesh.size // mesh.size * parts(cfg.mesh.rules["batch"], mesh.shape)
+    cfg = engine_config(run.cfg, -(-samples // replicas), bool(own))
+    layout = Layout.of(cfg.model, cfg.serve, run.mesh.devices.flat[0].platform)
+    limits, length = limits_of(cfg, layout, rollout.room(run.cfg), None)
+    return assemble(cfg, mesh, trains=False), limits, length
+
+
+def moved_bytes(ours: Any, theirs: Any) -> int:
+    """Bytes that reach devices when arrays placed as in one tree are placed as in the other, of
+    the same shapes."""
+    total = 0
+    for leaf, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        size = leaf.dtype.itemsize
+        held = leaf.sharding.devices_indices_map(leaf.shape)
+        for device, index in other.sharding.devices_indices_map(leaf.shape).items():
+            whole = shared = size
+            cuts = zip(index, held.get(device, (slice(0, 0),) * leaf.ndim), leaf.shape, strict=True)
+            for wanted, own, length in cuts:
+                first, last, _ = wanted.indices(length)
+                begin, end, _ = own.indices(length)
+                whole *= last - first
+                shared *= max(0, min(last, end) - max(first, begin))
+            total += whole - shared
+    return total

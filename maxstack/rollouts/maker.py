@@ -1,0 +1,160 @@
+"""Groups of samples: answers of an engine, turns of an environment, rewards."""
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from maxstack.data.examples import Chats
+from maxstack.errors import DataError
+from maxstack.rewards.pool import Pool
+from maxstack.rollouts.generator import Cancelled, Generator, seed_of
+from maxstack.rollouts.sample import Group, Sample
+from maxstack.rollouts.scores import Scores
+from maxstack.rollouts.turns import Turns
+
+if TYPE_CHECKING:
+    from maxstack.data.prompts import Prompt
+    from maxstack.run import Run
+
+Draw = Callable[[int], "Prompt | None"]
+
+
+class Maker:
+    """Answers prompts by given weights, and rewards the answers."""
+
+    def __init__(self, run: "Run", pool: Pool):
+        """ConfigError where the engine, a reward or an environment cannot be made."""
+        cfg = run.cfg.rollout
+        assert cfg
+        self._cfg, self._seed = cfg, run.cfg.train.seed
+        self.generator = Generator(run, cfg.prompts * cfg.samples)
+        self._pool, self._scores = pool, Scores(run, pool)
+        self._turns = Turns(run, self.generator, pool) if cfg.environment else None
+        self._wanted: Callable[[], bool] = lambda: True
+        self.drawn = 0
+        """Prompts that the last rollout took."""
+        self.reward_seconds = 0.0
+        """Seconds that it waited for rewards when all samples were answered."""
+        self._lock = threading.Lock()
+        self._answers = Chats(run.cfg.data, {})
+        self._news: list[str] = []
+        self._told: set[str] = set()
+
+    @contextlib.contextmanager
+    def by(
+        self,
+        weights: Any,
+        wanted: Callable[[], bool] = lambda: True,
+        temperature: float | None = None,
+    ) -> Iterator[None]:
+        """Inside, samples are by these weights of the run, for one thread at a time; `wanted` says
+        whether to go on."""
+        with self._lock:
+            self._wanted, self.drawn, self.reward_seconds = wanted, 0, 0.0
+            usual = self._cfg.temperature
+            self.generator.temperature = usual if temperature is None else temperature
+            self.generator.load(weights)
+            try:
+                yield
+            finally:
+                self.generator.load(None)
+                self._scores.forget()
+
+    def groups(
+        self, number: int, lanes: Sequence[int], each: int, draw: Draw
+    ) -> dict[int, list[Group]]:
+        """By lane, the groups of a rollout: `each` of prompts that `draw` gives, with others in
+        place of those without signal where rollout.drop_equal says so."""
+        cfg = self._cfg
+        kept: dict[int, list[Group]] = {lane: [] for lane in lanes}
+        spare: dict[int, list[Group]] = {lane: [] for lane in lanes}
+        for _ in range(cfg.draws if cfg.drop_equal else 1):
+            made = self._made(number, {lane: each - len(kept[lane]) for lane in lanes}, draw)
+            for lane, groups in made.items():
+                for group in groups:
+                    equal = cfg.drop_equal and group.equal
+                    (spare if equal else kept)[lane].append(group)
+            if all(len(groups) == each for groups in kept.values()):
+                break
+        missing = sum(each - len(groups) for groups in kept.values())
+        if missing:
+            self._news.append(
+                f"rollout.drop_equal: after {cfg.draws} draws {missing} groups of rollout {number} "
+                "still have equal rewards; they are in the batch and teach nothing"
+            )
+        return {lane: (groups + spare[lane])[:each] for lane, groups in kept.items()}
+
+    def _made(self, number: int, counts: dict[int, int], draw: Draw) -> dict[int, list[Group]]:
+        by_lane: dict[int, list[Group]] = {}
+        for lane, count in counts.items():
+            prompts = [draw(lane) for _ in range(count)]
+            by_lane[lane] = [self._group(number, prompt) for prompt in prompts if prompt]
+        groups = [group for made in by_lane.values() for group in made]
+        self.drawn += len(groups)
+        self.complete(f"rollout {number}", groups)
+        if self._cfg.permute:
+            samples = [sample for group in groups for sample in group.samples]
+            rewards = [sample.reward for sample in samples]
+            random.Random(f"{self._seed} {number}").shuffle(rewards)
+            for sample, reward in zip(samples, rewards, strict=True):
+                sample.reward = reward
+        return by_lane
+
+    def _group(self, number: int, prompt: "Prompt") -> Group:
+        """Samples that are still to be answered; or, of the share that rollout.on_policy leaves,
+        with the answer of the record."""
+        group = Group.of(prompt, self._cfg.samples)
+        if seed_of(self._seed, "on policy", number, prompt.key) < self._cfg.on_policy * 2**64:
+            return group
+        try:
+            (unit,) = self._answers.units(prompt.record, lambda attempt: prompt.record)
+        except DataError as error:
+            raise DataError(f"{prompt.where}: rollout.on_policy: {error}") from error
+        (segment,) = unit.segments
+        for sample in group.samples:
+            sample.ids = segment.ids.tolist()
+            sample.chosen = (segment.values["mask"] > 0).tolist()
+            sample.logps = [0.0] * len(sample.ids)
+            sample.given, sample.done = True, True
+            sample.texts = [self.generator.text(segment.ids[segment.values["mask"] > 0].tolist())]
+        if len(segment.ids) > self.generator.room:
+            raise DataError(
+                f"{prompt.where}: {len(segment.ids)} tokens with its completion, and a sample has "
+                f"room for {self.generator.room}; raise data.seq_len or train.batch_size"
+            )
+        return group
+
+    def complete(self, name: str, groups: Sequence[Group]) -> None:
+        """Answer and reward the samples of groups; `name` is part of their seeds."""
+        samples = [sample for group in groups for sample in group.samples]
+        asked = [sample for sample in samples if not sample.given]
+
+        def seed(sample: Sample) -> int:
+            return seed_of(self._seed, name, sample.prompt.key)
+
+        if self._turns:
+            self._turns.play(asked, seed, self._submit, self._wanted)
+        else:
+            self.generator.answer(asked, seed, self._submit, self._wanted)
+        for sample in samples:
+            if sample.given:
+                self._submit(sample)
+        began = time.perf_counter()
+        self._scores.collect(samples)
+        self.reward_seconds += time.perf_counter() - began
+        if not self._wanted():
+            raise Cancelled
+
+    def _submit(self, sample: Sample) -> None:
+        end = len(sample.prompt.ids)
+        self._scores.submit(sample, self.generator.text(sample.ids[:end]))
+
+    def news(self) -> list[str]:
+        """Lines about what happened since the last call, each once."""
+        failed = [line for name, line in self._scores.named.items() if name not in self._told]
+        self._told |= {*self._scores.named}
+        news, self._news = self._news, []
+        return news + failed + self._pool.news()

@@ -1,0 +1,144 @@
+"""Samples of a rollout, their groups, and rows of them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from maxstack.data.prompts import Prompt
+from maxstack.schema.rollout import RolloutConfig
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+
+@dataclasses.dataclass(eq=False)
+class Sample:
+    """A prompt with what the model answered, and the environment said between."""
+
+    prompt: Prompt
+    number: int
+    """Its number in its group, from 0."""
+    ids: list[int]
+    """All tokens, the prompt's first."""
+    chosen: list[bool] = dataclasses.field(default_factory=list)
+    """By token: whether the model chose it."""
+    logps: list[float] = dataclasses.field(default_factory=list)
+    """By token: its log-probability by the engine, 0 where the model did not choose it."""
+    texts: list[str] = dataclasses.field(default_factory=list)
+    """Answers, turn by turn."""
+    calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    """Tool calls of each answer."""
+    messages: list[Any] | None = None
+    """The conversation so far; None where the prompt is a text."""
+    finish: str = "stop"
+    """stop; length: for want of tokens."""
+    given: bool = False
+    """True where the answer is the record's."""
+    done: bool = False
+    reward: float = 0.0
+    rewards: dict[str, float] = dataclasses.field(default_factory=dict)
+    """By name: of each reward, unweighted, and of its components."""
+    earned: float = 0.0
+    """Rewards of the environment."""
+    failures: list[str] = dataclasses.field(default_factory=list)
+    """Names of rewards that failed."""
+    dropped: bool = False
+    """True where a reward failed whose policy is to leave the sample out."""
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Add tokens that the model did not choose."""
+        self.ids += tokens
+        self.chosen += [False] * len(tokens)
+        self.logps += [0.0] * len(tokens)
+
+    def choose(self, token: int, logp: float) -> None:
+        """Add a token that the model chose."""
+        self.ids.append(token)
+        self.chosen.append(True)
+        self.logps.append(logp)
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model chose."""
+        return sum(self.chosen)
+
+
+@dataclasses.dataclass(eq=False)
+class Group:
+    """The samples of one prompt."""
+
+    prompt: Prompt
+    samples: list[Sample]
+
+    @classmethod
+    def of(cls, prompt: Prompt, count: int) -> "Group":
+        """So many samples that are still to be answered."""
+        samples = [Sample(prompt, number, []) for number in range(count)]
+        for sample in samples:
+            sample.read(prompt.ids.tolist())
+        return cls(prompt, samples)
+
+    @property
+    def counted(self) -> list[Sample]:
+        """Samples that were not left out."""
+        return [sample for sample in self.samples if not sample.dropped]
+
+    @property
+    def equal(self) -> bool:
+        """True where all rewards are the same, so that none is better than expected."""
+        return len({sample.reward for sample in self.counted}) < 2
+
+
+def rows_of(groups: Sequence[Group], first: int, rows: int, cfg: "Config") -> dict[str, np.ndarray]:
+    """Groups as arrays [rows, T], their samples spread evenly and in order; their numbers in the
+    batch begin at `first`."""
+    rollout = cfg.rollout
+    assert rollout
+    shape = rows, cfg.data.seq_len
+    arrays = {
+        name: np.zeros(shape, kind)
+        for kind, names in (
+            (np.int32, ("tokens", "targets", "positions", "segments", "group")),
+            (np.float32, ("mask", "reward", "sampler")),
+        )
+        for name in names
+    }
+    samples = [(first + i, sample) for i, group in enumerate(groups) for sample in group.samples]
+    each = len(samples) // rows
+    assert each * rows == len(samples), "rows hold equally many samples"
+    for row in range(rows):
+        at = 0
+        mine = samples[row * each : (row + 1) * each]
+        kept = [(number, sample) for number, sample in mine if not sample.dropped]
+        for segment, (number, sample) in enumerate(kept, 1):
+            at = _write(
+                {name: array[row] for name, array in arrays.items()},
+                at,
+                segment,
+                number,
+                sample,
+                rollout,
+            )
+    return arrays
+
+
+def _write(
+    row: Mapping[str, np.ndarray],
+    at: int,
+    segment: int,
+    number: int,
+    sample: Sample,
+    cfg: RolloutConfig,
+) -> int:
+    """Write a sample into a row from position `at` on -> the position after it."""
+    count = len(sample.ids) - 1
+    span = slice(at, at + count)
+    row["tokens"][span], row["targets"][span] = sample.ids[:-1], sample.ids[1:]
+    row["positions"][span], row["segments"][span] = np.arange(count), segment
+    if not (cfg.truncated == "mask" and sample.finish == "length"):
+        row["mask"][span] = sample.chosen[1:]
+    row["sampler"][span] = sample.logps[1:]
+    row["group"][span], row["reward"][span] = number, sample.reward
+    return at + count

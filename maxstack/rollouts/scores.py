@@ -1,0 +1,117 @@
+"""Rewards of samples: those of worker processes, and those of reward models."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from maxstack.data.examples import Segment, with_end
+from maxstack.errors import ConfigError, DataError
+from maxstack.rewards.pool import Case, Outcome, Pool
+from maxstack.rollouts.sample import Sample
+from maxstack.schema.mesh import AXES
+from maxstack.schema.rewards import ModelReward
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+
+AT_ONCE = 32
+"""Samples that a reward model reads at a time."""
+
+
+class Scores:
+    """Rewards of a run, computed while other samples are still being answered."""
+
+    def __init__(self, run: "Run", pool: Pool):
+        self._rewards, self._pool = run.cfg.rewards, pool
+        self._models = {
+            i: RewardModel(run, reward.path)
+            for i, reward in enumerate(run.cfg.rewards)
+            if isinstance(reward, ModelReward)
+        }
+        self._futures: dict[Sample, Future[list[Outcome | None]]] = {}
+        self.named: dict[str, str] = {}
+        """By reward, the first failure, which is to be told once."""
+
+    def submit(self, sample: Sample, prompt: str) -> None:
+        """Begin to compute the rewards of a sample that is complete."""
+        case = Case(
+            prompt,
+            sample.texts[-1],
+            sample.prompt.record,
+            sample.length,
+            sample.finish == "length",
+            f"{sample.prompt.where}, sample {sample.number}",
+        )
+        self._futures[sample] = self._pool.submit(case)
+
+    def collect(self, samples: Sequence[Sample]) -> None:
+        """Wait for the rewards of samples, and set them. DataError where one failed that must
+        not."""
+        by_model = {i: model(samples) for i, model in self._models.items()}
+        for at, sample in enumerate(samples):
+            sample.reward = sample.earned
+            outcomes = self._futures.pop(sample).result()
+            for i, reward in enumerate(self._rewards):
+                outcome = outcomes[i]
+                if i in by_model:
+                    outcome = Outcome(by_model[i][at], {}, None)
+                assert outcome is not None
+                if outcome.failure:
+                    self._failed(sample, reward.label, reward.failure, outcome.failure)
+                sample.reward += reward.weight * outcome.value
+                sample.rewards[reward.label] = outcome.value
+                for name, value in outcome.components.items():
+                    sample.rewards[f"{reward.label}/{name}"] = value
+
+    def _failed(self, sample: Sample, label: str, policy: str, failure: str) -> None:
+        if policy == "fail":
+            raise DataError(
+                f"{failure}; mend the reward, or set its `failure` to zero or drop, which count "
+                "such samples and go on"
+            )
+        sample.failures.append(label)
+        sample.dropped |= policy == "drop"
+        self.named.setdefault(label, f"{failure}; such samples are counted ({policy})")
+
+    def forget(self) -> None:
+        """Let go of samples whose rewards are not wanted any more."""
+        for future in self._futures.values():
+            future.cancel()
+        self._futures.clear()
+
+
+class RewardModel:
+    """The score of a reward model for a prompt and its answer, on the mesh of the run."""
+
+    def __init__(self, run: "Run", path: str):
+        """ConfigError where the path is no reward model, or one of other tokens."""
+        from maxstack import starting_weights
+        from maxstack.inference.opened import config_of, read_weights
+        from maxstack.inference.records import Step
+        from maxstack.run import assemble
+
+        each = [f"mesh.{axis}={size}" for axis, size in run.mesh.shape.items() if axis in AXES]
+        try:
+            cfg, own = config_of(path, ["run.virtual_devices=null", *each])
+        except ConfigError as error:
+            raise ConfigError(f"rewards: path: {error}") from error
+        if not cfg.model.head.scores:
+            raise ConfigError(
+                f"rewards: path: {path} gives no score; name a run of objective.kind=reward, or a "
+                "folder of a reward model"
+            )
+        cfg = cfg.model_copy(update={"rollout": None})
+        starting_weights.check_tokens(run, "rewards: path", path)
+        scorer = assemble(cfg, run.mesh, trains=False)
+        self._step = Step(scorer, read_weights(path, scorer, own), AT_ONCE, 0)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        """A score for each sample."""
+        scores: list[float] = []
+        for begin in range(0, len(samples), AT_ONCE):
+            some = samples[begin : begin + AT_ONCE]
+            segments = [with_end(Segment(np.array(s.ids, np.int32), {})) for s in some]
+            scores += [made["reward"] for made in self._step(segments)]
+        return scores
