@@ -1,0 +1,119 @@
+"""Measures the demonstration of reinforcement learning: configs/recipes/sort-base.yml, and from it
+grpo-sort.yml, for several seeds, and a control whose rewards are permuted; rl.json and rl.svg of
+docs/pictures, and the table of docs/RL.md. A run that is done is not done again.
+
+example: python scripts/measure_rl.py --out measured
+         python scripts/measure_rl.py --check
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import arguments
+from bench.metrics import rows
+from bench.svg import Panel, line_chart
+
+ROOT = Path(__file__).resolve().parent.parent
+PICTURES, PAGE = ROOT / "docs" / "pictures", ROOT / "docs" / "RL.md"
+BEGIN, END = "<!-- written by scripts/measure_rl.py -->", "<!-- end -->"
+SEEDS = 1, 2, 3, 4, 5
+CONTROL = "rewards permuted"
+MEAN = 5
+"""Steps in one point of the curve."""
+
+
+def main() -> None:
+    """Train, and draw."""
+    parser = arguments.parser(__doc__)
+    parser.add_argument("--out", type=Path, help="a folder for the runs; none: draw alone")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="(default: 1 to 5)")
+    parser.add_argument("--pictures", type=Path, default=PICTURES, help="the folder")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; 1 if the picture is not up to date"
+    )
+    arguments.takes_overrides(parser, "grpo-sort.yml")
+    args = parser.parse_args()
+    data = args.pictures / "rl.json"
+    if args.out:
+        data.write_text(json.dumps(measured(args.out, args.seeds, args.overrides)) + "\n")
+    found = json.loads(data.read_text())
+    files = drawn(found, args.pictures)
+    if args.pictures == PICTURES:
+        files[PAGE] = arguments.with_block(PAGE.read_text(), PAGE, BEGIN, END, table(found))
+    print(table(found))
+    arguments.write_or_check(files, args.check)
+
+
+def measured(out: Path, seeds: Sequence[int], overrides: list[str]) -> dict[str, Any]:
+    """Rewards of training and of held-out prompts, by run."""
+    found = {}
+    for seed in seeds:
+        base = trained(out, f"base-{seed}", "sort-base", f"train.seed={seed}", f"data.seed={seed}")
+        same = f"model.from={base}", f"train.seed={seed}", f"data.seed={seed}", *overrides
+        found[f"seed {seed}"] = curve(trained(out, f"grpo-{seed}", "grpo-sort", *same))
+        if seed == seeds[0]:
+            control = trained(out, "control", "grpo-sort", *same, "rollout.permute=true")
+            found[CONTROL] = curve(control)
+    return found
+
+
+def trained(out: Path, name: str, recipe: str, *overrides: str) -> Path:
+    """The folder of a run that is done."""
+    words = [f"configs/recipes/{recipe}.yml", f"run.output_dir={out.absolute()}", *overrides]
+    command = [sys.executable, "-m", "maxstack.train", *words, f"run.name={name}"]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return out.absolute() / name
+
+
+def curve(run: Path) -> dict[str, Any]:
+    """(step, reward) of training, in means of MEAN steps, and of evaluations."""
+    rewards = [(row["step"], row["reward"]) for row in rows(run / "metrics.jsonl", "reward")]
+    groups = [rewards[i : i + MEAN] for i in range(0, len(rewards) - MEAN + 1, MEAN)]
+    held_out = [
+        (row["step"], round(row["eval_reward"], 4))
+        for row in rows(run / "metrics.jsonl", "eval_reward")
+    ]
+    return {
+        "training": [(group[-1][0], round(sum(x for _, x in group) / MEAN, 4)) for group in groups],
+        "held_out": held_out,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """Rewards of held-out prompts."""
+    steps = [step for step, _ in next(iter(found.values()))["held_out"]]
+    lines = [
+        f"| Right of 1,024 held-out prompts | {' | '.join(f'step {step}' for step in steps)} |",
+        "|" + " --- |" * (len(steps) + 1),
+    ]
+    for name, run in found.items():
+        lines.append(f"| {name} | {' | '.join(f'{share:.3f}' for _, share in run['held_out'])} |")
+    return "\n".join(lines)
+
+
+def drawn(found: dict[str, Any], pictures: Path) -> dict[Path, str]:
+    """The picture."""
+    panels = [
+        Panel(
+            title,
+            "step",
+            "share of right answers",
+            {name: run[key] for name, run in found.items()},
+            linear=True,
+        )
+        for key, title in (("training", "samples"), ("held_out", "1,024 held-out prompts"))
+    ]
+    text = line_chart(
+        "maxstack train configs/recipes/grpo-sort.yml",
+        "GRPO from a reward of 1 for eight digits in order, 100,160 parameters, on a CPU",
+        panels,
+    )
+    return {pictures / "rl.svg": text}
+
+
+if __name__ == "__main__":
+    main()
