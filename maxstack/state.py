@@ -32,10 +32,11 @@ class State(NamedTuple):
     learn from one, and of as many before as rollout.ahead says."""
 
 
-def weights_at(state: State, rollout: int, steps: int) -> Tree:
+def weights_at(state: State, step: int, rollout: int, steps: int) -> Tree:
     """The weights that a step changes as they were before the first step of a rollout, each of
-    which has so many steps; None for those of the state."""
-    begun, inside = divmod(int(state.step), steps)
+    which has so many steps; None for those of the state. `step` is that of the state, which is
+    known without waiting for the devices."""
+    begun, inside = divmod(step, steps)
     if rollout == begun and not inside:
         return None
     return state.behind[begun - rollout - (not inside)]

@@ -12,7 +12,7 @@ import grain
 import numpy as np
 
 from maxstack.data.documents import Documents
-from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Rows
+from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Notices, Rows
 from maxstack.data.sources import open_sources
 from maxstack.data.workers import Made, Workers, made
 from maxstack.errors import DataError
@@ -100,12 +100,11 @@ class Feed(BatchFeed):
             section,
             fields or {},
         )
-        self._quarantine = self._mixture.quarantine()
+        self._quarantine, self._notices = self._mixture.quarantine(), Notices(self._mixture)
         self._batch_size = batch_size
         self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
         self._batches: Any = None
         self._closing: threading.Thread | None = None
-        self._long: dict[str, int] = {}
         self.waited = 0.0
 
     def __iter__(self) -> "Feed":
@@ -141,23 +140,7 @@ class Feed(BatchFeed):
         """Lines about documents passed over since the last call, each once in the life of this
         feed: for every record that cannot be read, for each source's first document without
         anything to predict, and its 1st, 10th, 100th, ... that is too long for a row."""
-        news, section = self._quarantine.news(), self._mixture.section
-        lines = [f"{section}.quarantine: passed over {reason}" for reason in news.damaged.values()]
-        lines += [
-            f"{section}.sources: {document} is empty: it has nothing to predict and is "
-            f"passed over, as all such documents of {source} are"
-            for source, document in news.empty.items()
-        ]
-        for source, (record, count) in news.long.items():
-            before = self._long.get(source, 0)
-            self._long[source] = before + count
-            if not before or len(str(before + count)) > len(str(before)):
-                lines.append(
-                    f"{section}.overlong={self._cfg.overlong}: {before + count} records of "
-                    f"{source} so far are longer than data.seq_len={self._cfg.seq_len}, such as "
-                    f"{record}"
-                )
-        return [line.encode(errors="backslashreplace").decode() for line in lines]
+        return self._notices.lines(self._quarantine.news())
 
     def restore(self, state: np.ndarray) -> None:
         """Continue after the batch that `state`, a row for each of this feed's lanes, was taken

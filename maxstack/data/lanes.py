@@ -91,6 +91,34 @@ class Quarantine:
         return news
 
 
+class Notices:
+    """Lines for the log about documents that a quarantine passed over, each once."""
+
+    def __init__(self, mixture: "Mixture"):
+        self._mixture = mixture
+        self._long: dict[str, int] = {}
+
+    def lines(self, news: News) -> list[str]:
+        """A line for every record that cannot be read, for each source's first document without
+        anything to predict, and its 1st, 10th, 100th, ... that is too long."""
+        mixture, section = self._mixture, self._mixture.section
+        lines = [f"{section}.quarantine: passed over {reason}" for reason in news.damaged.values()]
+        lines += [
+            f"{section}.sources: {document} is empty: it has nothing to predict and is "
+            f"passed over, as all such documents of {source} are"
+            for source, document in news.empty.items()
+        ]
+        for source, (record, count) in news.long.items():
+            before = self._long.get(source, 0)
+            self._long[source] = before + count
+            if not before or len(str(before + count)) > len(str(before)):
+                lines.append(
+                    f"{section}.overlong={mixture.cfg.overlong}: {before + count} records of "
+                    f"{source} so far are longer than {mixture.room_of}, such as {record}"
+                )
+        return [line.encode(errors="backslashreplace").decode() for line in lines]
+
+
 class Mixture:
     """The choice of a lane's next document, a function of the configuration, the lane and the
     documents it has finished.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxstack.data.lanes import Lane, Mixture
+from maxstack.data.lanes import Lane, Mixture, Notices
 from maxstack.data.sources import open_sources
 from maxstack.schema.data import DataConfig
 
@@ -45,13 +45,17 @@ class Prompts:
         sources = open_sources(cfg, evaluation, whole)
         self.mixture = Mixture(cfg, sources, lanes, evaluation, section, {})
         self.mixture.room, self.mixture.room_of = room - 1, room_of
-        self.quarantine = self.mixture.quarantine()
-        self._lanes = {lane: _PromptLane(self.mixture, lane, self.quarantine) for lane in held}
+        self._quarantine, self._notices = self.mixture.quarantine(), Notices(self.mixture)
+        self._lanes = {lane: _PromptLane(self.mixture, lane, self._quarantine) for lane in held}
 
     def next(self, lane: int) -> Prompt | None:
         """The next prompt of a lane; None at the end of an evaluation. DataError where it cannot be
         read and may not be passed over."""
         return self._lanes[lane].next()
+
+    def damaged(self) -> list[str]:
+        """Lines about prompts passed over since the last call, as those of data.feed.Feed."""
+        return self._notices.lines(self._quarantine.news())
 
     def state(self) -> np.ndarray:
         """int64 [held lanes, K]: where each lane stands."""

@@ -33,7 +33,8 @@ class RewardEvaluator:
             1,
             [0],
             room,
-            f"rollout.max_tokens={rollout.max_tokens} leaves {room} for a prompt",
+            f"data.seq_len={cfg.data.seq_len} with rollout.max_tokens={rollout.max_tokens} "
+            f"({room} tokens)",
             evaluation=True,
             whole=cfg.eval.data is not None,
             section="eval.data" if cfg.eval.data else "data",
@@ -49,6 +50,8 @@ class RewardEvaluator:
             for groups in self._batches():
                 self._maker.complete("evaluation", groups)
                 samples += [sample for group in groups for sample in group.samples]
+        for line in self._prompts.damaged():
+            self._log.warn(line)
         found = of_rewards(samples)
         row = {f"eval_{name}": value for name, value in found.items()}
         row |= {

@@ -75,8 +75,8 @@ class RolloutFeed(BatchFeed):
             self._lanes,
             held,
             room,
-            f"data.seq_len={cfg.data.seq_len} and rollout.max_tokens={rollout.max_tokens} leave "
-            f"{room} for a prompt",
+            f"data.seq_len={cfg.data.seq_len} with rollout.max_tokens={rollout.max_tokens} "
+            f"({room} tokens)",
         )
         self._first = jax.process_index() == 0
         self._file = Appender(folder / FILE)
@@ -135,7 +135,8 @@ class RolloutFeed(BatchFeed):
 
     def _weights(self, state: State, number: int) -> Any:
         """All weights of the model as they were before the first step of a rollout."""
-        older = weights_at(state, max(number, 0), self._cfg.steps)
+        assert self._step is not None
+        older = weights_at(state, self._step, max(number, 0), self._cfg.steps)
         return state.params if older is None else joined(older, state.params)
 
     def _begin(self, number: int, state: State) -> None:
@@ -209,14 +210,8 @@ class RolloutFeed(BatchFeed):
 
     def damaged(self) -> list[str]:
         """Lines about prompts passed over, rewards that failed, and a sample now and then."""
-        news = self._prompts.quarantine.news()
         told, self._told = self._told, []
-        told += [f"data.quarantine: passed over {reason}" for reason in news.damaged.values()]
-        told += [
-            f"data.overlong=drop: prompts of {source} such as {record} are too long"
-            for source, (record, _) in news.long.items()
-        ]
-        return told + self._maker.news()
+        return told + self._prompts.damaged() + self._maker.news()
 
     def describe(self) -> list[str]:
         """Lines about the prompts and the rollouts."""

@@ -102,7 +102,6 @@ class RewardModel:
                 f"rewards: path: {path} gives no score; name a run of objective.kind=reward, or a "
                 "folder of a reward model"
             )
-        cfg = cfg.model_copy(update={"rollout": None})
         starting_weights.check_tokens(run, "rewards: path", path)
         scorer = assemble(cfg, run.mesh, trains=False)
         self._step = Step(scorer, read_weights(path, scorer, own), AT_ONCE, 0)
