@@ -79,7 +79,7 @@ class Generator:
     ) -> None:
         """Add an answer to each sample; `done` hears of each as it ends. Random numbers are of
         (seed, number of the sample, position). Cancelled where it is not wanted any more."""
-        cfg, engine, under_way = self._rollout, self.engine, dict[int, Sample]()
+        cfg, engine, under_way = self._rollout, self.engine, dict[int, tuple[Sample, int]]()
         sampling = Sampling(
             temperature=self.temperature,
             top_k=cfg.top_k,
@@ -94,28 +94,25 @@ class Generator:
                 own = dataclasses.replace(
                     sampling, max_tokens=left, seed=seed(sample), choice=sample.number
                 )
-                under_way[engine.add(sample.ids, own)] = sample
+                under_way[engine.add(sample.ids, own)] = sample, len(sample.ids)
                 sample.texts.append("")
             while engine.busy:
                 if not wanted():
                     raise Cancelled
                 for output in engine.step(many=STEPS):
-                    sample = under_way[output.request]
+                    sample, begin = under_way[output.request]
                     for token in output.tokens:
                         assert token.logprob is not None
                         sample.choose(token.token, token.logprob)
                     if output.finish:
                         del under_way[output.request]
-                        self._finish(sample, output.finish)
+                        self._finish(sample, begin, output.finish)
                         done(sample)
         finally:
             for number in under_way:
                 engine.abort(number)
 
-    def _finish(self, sample: Sample, finish: str) -> None:
-        begin = len(sample.ids)
-        while begin and sample.chosen[begin - 1]:
-            begin -= 1
+    def _finish(self, sample: Sample, begin: int, finish: str) -> None:
         answer = sample.ids[begin:]
         sample.finish = finish
         sample.texts[-1] = self.text(answer[:-1] if finish == "stop" else answer)
