@@ -109,7 +109,9 @@ def make_folder(folder: Path) -> None:
             rows if name == "mine" else rows[:2000].rpartition("\n")[0] + "\n"
         )
     (folder / "prompts.jsonl").write_text('{"id": "a", "prompt": "alpha"}\n{"tokens": [3, 4]}\n')
-    asked = "".join(json.dumps({"prompt": f"{line}?", "limit": 9}) + "\n" for line in text[:100])
+    asked = "".join(
+        json.dumps({"prompt": f"{line[:40]}?", "limit": 9}) + "\n" for line in text[:100]
+    )
     (folder / "questions.jsonl").write_text(asked)
     for name in ("text", "held-out"):
         (folder / "gcs" / name).mkdir(parents=True)

@@ -321,7 +321,8 @@ def in_small(words):
         kept = ("data.seq_len",) * is_recipe + ("data.seq_len", "train.batch_size") * samples
         words += [word for word in SHORT if not word.startswith(kept)]
         words += ["train.steps=12"] if "train.steps" not in " ".join(words) else []
-        if any(word.endswith(("mine.yml", "quickstart", "quickstart.yml")) for word in words):
+        configs = [word for word in words if "=" not in word]
+        if any(word.endswith(("mine.yml", "quickstart", "quickstart.yml")) for word in configs):
             words += TINY if "model.from" not in " ".join(words) else TINY[-1:]
         if "planned.yml" in words:
             words.append("run.virtual_devices=8")

@@ -327,10 +327,13 @@ class Lane:
             self._finish()
             passed += 1
             if passed > 2 * mixture.documents + 100:
-                short = "; ".join(f"{s.name} (such as {s.where(0)})" for s in mixture.sources)
+                names = "; ".join(f"{s.name} (such as {s.where(0)})" for s in mixture.sources)
+                long = (
+                    "" if mixture.cfg.overlong == "error" else f" or longer than {mixture.room_of}"
+                )
                 raise DataError(
-                    "nothing to predict: every document that was drawn is shorter than "
-                    f"2 tokens, from {short}"
+                    "nothing to predict: every document that was drawn is shorter than 2 tokens"
+                    f"{long}, from {names}"
                 )
         if not self._units:
             return None

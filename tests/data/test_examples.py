@@ -277,6 +277,15 @@ def test_a_record_that_is_too_long_ends_the_run_unless_it_is_allowed(tmp_path, m
         rows(cfg)
 
 
+def test_records_of_which_none_fits_are_an_error_even_where_they_may_be_dropped(tmp_path, model):
+    records = [{"prompt": "a a", "completion": " a" * 20}]
+    cfg = data(tmp_path, model, records, {"kind": "chat"}, seq_len=8, overlong="drop")
+    with pytest.raises(
+        DataError, match="shorter than 2 tokens or longer than data.seq_len=8, from"
+    ):
+        rows(cfg)
+
+
 def test_a_pair_that_is_cut_keeps_something_of_both(tmp_path, model):
     records = [{"prompt": "a", "chosen": " b" * 20, "rejected": " c c"}]
     cfg = data(tmp_path, model, records, {"kind": "pairs"}, seq_len=12, overlong="cut")

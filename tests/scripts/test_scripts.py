@@ -365,7 +365,7 @@ def test_plans_that_were_kept_are_written_into_the_page_and_not_made_again(tmp_p
 def test_measure_rl_trains_a_seed_and_its_control_and_draws_them(tmp_path):
     small = "rollout.prompts=8", "train.batch_size=8", "train.steps=5", "eval.steps=1"
     words = "--out", tmp_path / "runs", "--pictures", tmp_path, "--seeds", "3"
-    process("measure_rl.py", *words, *small, "eval.every=5", "run.tensorboard=false")
+    process("measure_rl.py", *small, "eval.every=5", "run.tensorboard=false", *words)
     found = json.loads((tmp_path / "rl.json").read_text())
     assert found.keys() == {"seed 3", "rewards permuted"}
     assert all(len(run["held_out"]) == 2 and len(run["training"]) == 1 for run in found.values())

@@ -25,6 +25,8 @@ from maxstack.kernels.paged_attention.runs import Tiles, long_and_short_tiles, t
 
 FEW_TOGETHER, TOGETHER = 4, 8
 """Short tiles that are computed together, in steps of as many rows at most and in others."""
+MANY, MANY_TOGETHER = 128, 64
+"""Rows of a step from which so many are, where requests have less than a block of keys."""
 
 
 class Call(NamedTuple):
@@ -44,9 +46,9 @@ class Call(NamedTuple):
 
     @property
     def block(self) -> tuple[int, int]:
-        """Pages and keys of a block."""
-        length = self.inputs.pages_PLCH.shape[1]
-        pages = max(1, BLOCK // length)
+        """Pages and keys of a block, which is no longer than a request may be."""
+        length, most = self.inputs.pages_PLCH.shape[1], self.inputs.tables_RW.shape[1]
+        pages = max(1, min(BLOCK // length, most))
         return pages, pages * length
 
 
@@ -76,8 +78,11 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     width = -tables_RW.shape[1] % call.block[0]
     call = call._replace(tables_RW=jnp.pad(tables_RW, ((0, 0), (0, width))))
     o_RNV = jnp.zeros((rows + long_rows, heads, value_size), q_RNH.dtype)
-    together = FEW_TOGETHER if rows <= FEW_TOGETHER else TOGETHER
-    if rows <= long_rows:
+    if call.block[1] < BLOCK:  # products over so few keys have other bits in long tiles, or in few
+        long_rows, together = short_rows, MANY_TOGETHER if rows >= MANY else TOGETHER
+    else:
+        together = FEW_TOGETHER if rows <= FEW_TOGETHER else TOGETHER
+    if rows <= long_rows or long_rows == short_rows:
         short = tiles(tables_RW, positions_R, short_rows)
     else:
         long, short = long_and_short_tiles(tables_RW, positions_R, long_rows, short_rows)

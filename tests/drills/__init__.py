@@ -1,0 +1,1 @@
+"""The faults of scripts/drills.py, injected into real runs."""
