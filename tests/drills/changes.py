@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from processes import numbers, rows
+
 from drills.runs import (
     Fault,
     Outcome,
@@ -27,7 +29,6 @@ from drills.runs import (
     settings,
     state,
 )
-from processes import numbers, rows
 
 STEADY = {"learning_rate": {"kind": "constant", "value": 0.01}}
 NEAR = 1e-5

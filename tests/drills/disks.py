@@ -18,7 +18,6 @@ from drills.runs import (
     settings,
     unlike,
 )
-
 from maxstack.checkpoint import manifest, owner
 
 EVERY = 4

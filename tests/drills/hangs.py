@@ -13,6 +13,8 @@ import threading
 import time
 from pathlib import Path
 
+from processes import environment, rows, training
+
 from drills.kills import RETRY
 from drills.runs import (
     LIMIT,
@@ -31,8 +33,6 @@ from drills.runs import (
     told,
     unlike,
 )
-from processes import environment, rows, training
-
 from maxstack.submit import local
 
 PEERS_LEAVE = 10.0

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from processes import rows
+
 from drills.faulty import LOCAL, SHARED
 from drills.runs import (
     SEVERAL,
@@ -22,8 +24,6 @@ from drills.runs import (
     settings,
     sizes,
 )
-from processes import rows
-
 from maxstack.checkpoint import manifest
 
 RETRY = 42

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
+
 from drills.faulty import LEARNING, SHARED
 from drills.runs import (
     Fault,

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+
 from drills import disks
 from drills.promises import PROMISES
 from drills.table import DRILLS

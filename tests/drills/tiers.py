@@ -9,7 +9,6 @@ from pathlib import Path
 
 from drills.disks import OWNER
 from drills.runs import Outcome, Started, across, baseline, outcome, unlike, whole
-
 from maxstack.checkpoint import manifest
 
 LOST = ("local", "peer", "both", "durable", "all")

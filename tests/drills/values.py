@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 
 import numpy as np
-from drills.runs import Outcome, Started, complete, last_step, newest, outcome, settings, state
 from processes import numbers, rows
+
+from drills.runs import Outcome, Started, complete, last_step, newest, outcome, settings, state
 
 BATCH, WARM_UP, LAST = 8, 8, 18
 PLACES = "loss", "gradient", "element"
