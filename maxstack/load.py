@@ -9,8 +9,10 @@ from typing import Any
 
 from maxstack import config
 from maxstack.config import storage
+from maxstack.config.annotations import listed
 from maxstack.config.compose import plain, supply
 from maxstack.config.reader import Node
+from maxstack.config.spelling import did_you_mean
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
 from maxstack.schema import rules
@@ -62,6 +64,12 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     of_hub = hub.NAME.fullmatch(name) is not None and not is_path
     if not of_hub and not is_path:
         raise ConfigError(f"{shortened(path, 200)}: {hub.NOWHERE}")
+    if of_hub and (runs := [file.parent.name for file in Path(path).parent.glob("*/config.yml")]):
+        beside = Path(path).parent
+        raise ConfigError(
+            f"{shortened(path, 200)}: no such run; {beside} has {listed(sorted(runs))}"
+            f"{did_you_mean(Path(path).name, runs)}"
+        )
     folder = hub.pinned(name) if of_hub else path
     contents = Contents(folder, weights=False) if of_hub else opened(folder)
     dtype = "float32" if contents.dtype == "float32" else "bfloat16"

@@ -115,7 +115,7 @@ def open_feed(
 
     pool, environment = Pool(cfg.rewards, cfg.rollout.workers), cfg.rollout.environment
     ending.callback(pool.close)
-    pool.check([environment.call] if environment else [])
+    pool.check(environment.call if environment else None)
     maker = Maker(run, pool)
     rollouts = RolloutFeed(run, maker, folder)
     ending.callback(rollouts.close)

@@ -19,6 +19,7 @@ import tokenizers
 from flax import nnx
 
 from maxstack import cli, config, startup, train
+from maxstack.commands import convert
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
 from maxstack.hf.exported import choose, export
@@ -339,3 +340,20 @@ def test_weights_of_another_model_than_the_configured_are_told_as_bad_data(here,
     run = assemble(load(given), make_mesh(load(given).mesh, jax.devices()[:1]))
     with pytest.raises(DataError, match=f"{model['weights']}: .*(another model|are not those of)"):
         startup.check_can_start(run)
+
+
+def test_a_run_that_is_not_there_is_not_looked_for_on_the_hub(here):
+    (here / "runs" / "first").mkdir(parents=True)
+    (here / "runs" / "first" / "config.yml").write_text("{}")
+    with pytest.raises(ConfigError, match="no such run; runs has first; did you mean first"):
+        load("quickstart", ["model.from=runs/frist"])
+
+
+def test_a_misspelled_from_is_hinted_at(here):
+    with pytest.raises(ConfigError, match="allowed: preset, from, kind, .*did you mean from"):
+        load("quickstart", ["model.frm=runs/first"])
+
+
+def test_an_export_finds_a_tokenizer_among_the_presets():
+    tokenizer = {"path": "{configs}/recipes/digits.json"}
+    assert convert._tokenizer({"tokenizer": tokenizer, "sources": []}).is_file()

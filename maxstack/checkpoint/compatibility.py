@@ -13,7 +13,10 @@ from maxstack.schema.quantization import RuleConfig
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
-BOUND = ("model", "quantization", "lora", "data", "objective", "train.batch_size")
+BOUND = (
+    *("model", "quantization", "lora", "data", "objective", "rollout", "rewards"),
+    "train.batch_size",
+)
 FREE = (
     "model.dtype",
     "model.weights",
@@ -27,6 +30,9 @@ FREE = (
     "objective.eval_times",
     "lora.dropout",
     "lora.adapter",
+    *(f"rollout.{key}" for key in ("workers", "record", "show", "tensor", "eval_temperature")),
+    *(f"rollout.environment.{key}" for key in ("timeout", "memory", "failure")),
+    *(f"rewards.*.{key}" for key in ("timeout", "memory", "failure", "name")),
 )
 """Keys below those of BOUND that may change nevertheless."""
 HARMLESS: dict[str, list[tuple[Any, Any]]] = {
@@ -38,6 +44,8 @@ HARMLESS: dict[str, list[tuple[Any, Any]]] = {
     ],
     "data.sources.*.normalize": [(config.ABSENT, [])],
     "model.blocks.*.mixer.causal": [(config.ABSENT, True)],
+    "rollout": [(config.ABSENT, None)],
+    "rewards": [(config.ABSENT, [])],
 }
 """Changes, (old, new), that leave the model and every document that was read before as they were;
 ABSENT: older checkpoints lack the key."""

@@ -150,6 +150,8 @@ def write_folder(
     from tqdm import tqdm
 
     from maxstack.checkpoint.weights import WeightsReader
+    from maxstack.data.hub import TOKENIZER
+    from maxstack.hf.contents import VALUE
     from maxstack.hf.exported import export
     from maxstack.schema.decoder import DecoderConfig
 
@@ -174,7 +176,10 @@ def write_folder(
             answers=_answers(data["data"]),
             done=bar.update,
         )
-    print(f"{run} step {reader.step} -> {out}: {family.architecture}")
+    left = ", without the estimate of rewards" if VALUE in shapes else ""
+    if not any((out / name).exists() for name in TOKENIZER):
+        left += "; no tokenizer: the run has none that a folder can hold"
+    print(f"{run} step {reader.step} -> {out}: {family.architecture}{left}")
 
 
 def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -> None:
@@ -338,10 +343,11 @@ def _untreated(
 
 def _tokenizer(data: Mapping[str, Any]) -> 'Path | Literal["source", "bytes"]':
     """The tokenizer of a run: a file, bytes, or "source" where the data held tokens."""
+    from maxstack.data import hub
     from maxstack.schema.data import holds_text
 
     if path := data.get("tokenizer", {}).get("path"):
-        return Path(path).expanduser()
+        return Path(hub.file_of(path)).expanduser()
     return "bytes" if any(map(holds_text, data["sources"])) else "source"
 
 

@@ -117,7 +117,8 @@ def load_tree(
     try:
         cfg = schema.model_validate(plain(tree))
     except pydantic.ValidationError as error:
-        raise ConfigError(explanation(schema, tree, error, schema.foreign)) from None
+        words = {key: ["preset"] + ["from"] * (key in schema.FROM) for key in schema.PRESETS if key}
+        raise ConfigError(explanation(schema, tree, error, schema.foreign, words)) from None
     if wrong := faults(cfg):
         raise ConfigError(paragraphs(tree, {(*key.split("."),): text for key, text in wrong}))
     return cfg, tree

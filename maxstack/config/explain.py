@@ -3,7 +3,7 @@ word."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pydantic
@@ -27,6 +27,7 @@ from maxstack.errors import quoted, shortened
 SHOWN = 5
 Path = tuple[str | int, ...]
 Foreign = Callable[[str], str]
+Words = Mapping[str, Sequence[str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +46,20 @@ class _Location:
 
 
 def explanation(
-    schema: type[pydantic.BaseModel], tree: Node, error: pydantic.ValidationError, foreign: Foreign
+    schema: type[pydantic.BaseModel],
+    tree: Node,
+    error: pydantic.ValidationError,
+    foreign: Foreign,
+    words: Words,
 ) -> str:
     """A paragraph for each problem, the first few of them; `foreign` says what a key of another
-    framework is called here."""
+    framework is called here; `words` are keys of composition, by the section that may hold them."""
     messages: dict[Path, str] = {}
     vague: dict[Path, str] = {}
     lacking: dict[Path, list[str]] = {}
     for detail in error.errors(include_url=False):
         location = _follow(schema, tree, detail["loc"])
-        path, message = _message(location, tree, dict(detail), foreign)
+        path, message = _message(location, tree, dict(detail), foreign, words)
         is_vague = location.vague or detail["type"] == "too_short"
         (vague if is_vague else messages).setdefault(path, message)
         if location.entry and detail["type"] in ("missing", "union_tag_not_found"):
@@ -165,7 +170,7 @@ def _inside(annotation: Any, segment: str | int) -> Any | None:
 
 
 def _message(
-    location: _Location, tree: Node, detail: dict[str, Any], foreign: Foreign
+    location: _Location, tree: Node, detail: dict[str, Any], foreign: Foreign, words: Words
 ) -> tuple[Path, str]:
     """The path to name, and what is wrong there."""
     kind, context = detail["type"], detail.get("ctx") or {}
@@ -173,7 +178,7 @@ def _message(
         below = tuple(part for part in context["key"].split(".") if part)
         return location.path + below, context["message"]
     if kind == "extra_forbidden":
-        return location.path, _unknown_key(location, tree, foreign)
+        return location.path, _unknown_key(location, tree, foreign, words)
     if kind == "missing":
         return location.path, f"missing; wanted: {_wanted(location)}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
@@ -189,9 +194,9 @@ def _message(
     return location.path, _wrong_value(location, _value(tree, location.path), detail["msg"])
 
 
-def _unknown_key(location: _Location, tree: Node, foreign: Foreign) -> str:
+def _unknown_key(location: _Location, tree: Node, foreign: Foreign, words: Words) -> str:
     model = section(location.owner)
-    keys = list(model.model_fields) if model else []
+    keys = [*words.get(_dotted(location.path[:-1]), ()), *(model.model_fields if model else ())]
     paths = [_dotted(path) for path in _leaves(tree.at(*location.path), location.path)]
     ours = {shortened(path): name for path in paths if (name := foreign(path))}
     hints = [name if len(paths) == 1 else f"{path}: {name}" for path, name in ours.items()]

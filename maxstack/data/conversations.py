@@ -200,7 +200,8 @@ def _scores(record: Mapping[str, Any]) -> list[float]:
 def _messages(record: Mapping[str, Any], key: str) -> Messages:
     given = record.get(key)
     if not isinstance(given, list) or not given:
-        raise DataError(f"{key}: is {_kind(given)}; must be a list of messages")
+        wanted = "a text or a list of messages" if key == "prompt" else "a list of messages"
+        raise DataError(f"{key}: is {_kind(given)}; must be {wanted}")
     messages = [_message(message, f"{key}[{i}]") for i, message in enumerate(given)]
     system = record.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
@@ -259,7 +260,8 @@ def _tools(record: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _kind(value: Any) -> str:
-    return "missing" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "missing" if value is None else f"a{'n' * name.startswith(('a', 'i'))} {name}"
 
 
 def _without(record: Mapping[str, Any], wanted: str) -> DataError:

@@ -186,7 +186,8 @@ def _check_identical(engine: "Engine", layout: Layout) -> None:
     programs.sizes = tuple(size for size in programs.sizes if size not in left) or sizes[-1:]
     if programs.sizes != sizes:
         log.warning(
-            "serve.identical: bits depend on the number of rows of a step; of %s, %s are used",
+            "serve.identical: so that an answer does not depend on what else is asked, steps have "
+            "fewer sizes than serve.rows allows here: of %s tokens, %s",
             ", ".join(map(str, sizes)),
             ", ".join(map(str, programs.sizes)),
         )

@@ -42,6 +42,8 @@ def components(
         forward = [*_parts(model, seq_len, 2.0, 1 / 3), ("adapters", _weights(adapters, 2.0))]
         parts += [*forward * frozen]
     for name, count in parts:
+        if not count.full:
+            continue
         total[name][0] += count.causal
         total[name][1] += count.full
     return {name: Count(*sums) for name, sums in total.items()}

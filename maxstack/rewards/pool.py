@@ -91,17 +91,21 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._closed = False
 
-    def check(self, environments: Sequence[str] = ()) -> None:
-        """Import the functions of the rewards and the classes of environments in a worker.
+    def check(self, environment: str | None = None) -> None:
+        """Import the functions of the rewards and the class of an environment in a worker.
         ConfigError for one that cannot be."""
-        calls = {
-            f"rewards.{index}": {"do": "load", "call": part.function}
+        calls: dict[str, dict[str, Any]] = {
+            f"rewards.{index}": {
+                "do": "load",
+                "call": part.function,
+                "settings": part.settings,
+            }
             for index, part in enumerate(self._rewards)
             if isinstance(part, WorkerReward)
-        } | {
-            f"environment {call}": {"do": "load", "call": call, "methods": ["reset", "step"]}
-            for call in environments
         }
+        if environment:
+            methods = ["reset", "step"]
+            calls["rollout.environment"] = {"do": "load", "call": environment, "methods": methods}
         for where, request in calls.items():
             answer = self._put(partial(Child.ask, request=request, seconds=0)).result()
             if "failure" in answer:

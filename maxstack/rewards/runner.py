@@ -1,7 +1,9 @@
 """The process that runs rewards and environments: forked by a worker, which ends it at will."""
 
 import contextlib
+import difflib
 import hashlib
+import inspect
 import json
 import math
 import numbers
@@ -12,6 +14,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from maxstack.errors import ConfigError, quoted, shortened
@@ -20,6 +23,10 @@ from maxstack.rewards.lines import Lines
 
 CLOSED = 75
 """Exit code of a runner whose socket was closed by what it ran."""
+LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32, in which rewards reach the devices."""
+ARGUMENTS = {"reset": "row, seed", "step": "text, tool_calls", "": "prompt, completion, row"}
+"""What a method of an environment gets, and "" a reward."""
 _GIB = 2**30
 
 
@@ -55,15 +62,33 @@ class Runner:
             self._send(answer | {"grown": grown > request.get("memory", math.inf) * _GIB})
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Import a call. TypeError if it is no function, or no environment where `methods` names
-        what that has."""
-        call = request["call"]
-        found = self._resolved(call)
+        """Import a call. ConfigError if it is not there, or no function that takes what it will be
+        given, or no environment where `methods` names what that has."""
+        call, methods = request["call"], request.get("methods", ())
+        module, _, name = call.partition(":")
+        try:
+            found = self._resolved(call)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+                raise
+            raise ConfigError(
+                f"no module {error.name}; {call} is imported from the working folder "
+                f"({os.getcwd()}) or from what is installed"
+            ) from error
+        except AttributeError as error:
+            near = difflib.get_close_matches(name, vars(sys.modules.get(module, sys)), 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{module} has no {name}{hint}") from error
         if not callable(found):
-            raise TypeError(f"{call} is a {type(found).__name__}, no function")
-        for name in request.get("methods", ()):
-            if not callable(getattr(found, name, None)):
-                raise TypeError(f"{call} has no method {name}")
+            raise ConfigError(f"{call} is a {type(found).__name__}, no function")
+        if not methods and inspect.isclass(found):
+            raise ConfigError(f"{call} is a class; name a function")
+        for method in methods:
+            if not callable(getattr(found, method, None)):
+                raise ConfigError(f"{call} has no method {method}")
+            _check_takes(f"{call}.{method}", getattr(found, method), ARGUMENTS[method], "self, ")
+        if not methods:
+            _check_takes(call, found, ARGUMENTS[""], settings=request.get("settings", {}))
         return {}
 
     def reward(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -161,6 +186,27 @@ def main(lines: Lines, worker: int) -> NoReturn:
     Runner(lines).serve()
 
 
+def _check_takes(
+    call: str,
+    function: Any,
+    given: str,
+    before: str = "",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """ConfigError where a function does not take the arguments that are `given`."""
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{call} is async; it is called as it is, so make it a plain function")
+    names = f"{before}{given}".split(", ")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of what is not written in Python
+        return
+    try:
+        signature.bind(*names, **settings)
+    except TypeError as error:
+        raise ConfigError(f"{call}{signature} must take ({given}): {error}") from error
+
+
 def rewarded(given: Any) -> dict[str, Any]:
     """A number, or a mapping of names to numbers, whose sum is the value. TypeError or ValueError
     for anything else."""
@@ -169,6 +215,8 @@ def rewarded(given: Any) -> dict[str, Any]:
     for name in given:
         if not isinstance(name, str):
             raise TypeError(f"returned a mapping with the key {quoted(name)}, which is no text")
+    if not given:
+        raise ValueError("returned a mapping without a component")
     parts = {name: _finite(part, f"returned for {name!r}") for name, part in given.items()}
     return {"value": _finite(math.fsum(parts.values()), "returned, in sum,"), "components": parts}
 
@@ -205,6 +253,8 @@ def _finite(given: Any, verb: str) -> float:
         value = math.inf
     if not math.isfinite(value):
         raise ValueError(f"{verb} {quoted(given)}, which is not finite")
+    if abs(value) > LARGEST:
+        raise ValueError(f"{verb} {quoted(given)}, which float32 cannot hold")
     return value
 
 

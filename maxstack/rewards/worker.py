@@ -43,9 +43,9 @@ class Worker:
 
     def serve(self) -> NoReturn:
         """Answer requests until the parent ends."""
-        sys.path[:] = self._requests.receive(LOAD_SECONDS)["path"]
-        self._requests.send({"ready": True})
         with contextlib.suppress(EOFError):
+            sys.path[:] = self._requests.receive(LOAD_SECONDS)["path"]
+            self._requests.send({"ready": True})
             while not self._orphaned():
                 try:
                     request = self._requests.receive(_IDLE_TICK)

@@ -34,7 +34,7 @@ class RewardEvaluator:
             [0],
             room,
             f"data.seq_len={cfg.data.seq_len} with rollout.max_tokens={rollout.max_tokens} "
-            f"({room} tokens)",
+            f"allows ({room} tokens; more with another data.seq_len or train.batch_size)",
             evaluation=True,
             whole=cfg.eval.data is not None,
             section="eval.data" if cfg.eval.data else "data",

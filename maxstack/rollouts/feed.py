@@ -76,7 +76,7 @@ class RolloutFeed(BatchFeed):
             held,
             room,
             f"data.seq_len={cfg.data.seq_len} with rollout.max_tokens={rollout.max_tokens} "
-            f"({room} tokens)",
+            f"allows ({room} tokens; more with another data.seq_len or train.batch_size)",
         )
         self._first = jax.process_index() == 0
         self._file = Appender(folder / FILE)
@@ -191,6 +191,11 @@ class RolloutFeed(BatchFeed):
         if cfg.record:
             step = rollout.number * cfg.steps + 1
             self._file.add(records(rollout.number, step, rollout.groups, cfg.record))
+        if not any(group.counted for group in rollout.groups):
+            self._told.append(
+                f"rollout {rollout.number}: no sample counts, since a reward failed for each, so "
+                "nothing was learned from it; rollouts.jsonl has the reasons"
+            )
         if cfg.show and rollout.number % cfg.show == 0:
             self._told.append(line(rollout.number, rollout.groups))
 
@@ -219,7 +224,8 @@ class RolloutFeed(BatchFeed):
         lines = [f"{source.name}: {len(source)} prompts" for source in mixture.sources]
         lines.append(
             f"rollouts of {cfg.prompts} prompts x {cfg.samples} samples, {cfg.steps} "
-            f"step{'s' * (cfg.steps > 1)} each, at most {cfg.max_tokens} tokens an answer"
+            f"step{'s' * (cfg.steps > 1)} each, at most {cfg.max_tokens} tokens an answer; the "
+            "engine's programs are compiled with the first"
         )
         if not self._maker.generator.stops:
             lines.append(

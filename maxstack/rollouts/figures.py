@@ -73,6 +73,8 @@ def records(number: int, step: int, groups: Sequence[Group], count: int) -> str:
             "rewards": sample.rewards,
             "tokens": sample.length,
             "finish": sample.finish,
+            **({"failures": sample.failures} if sample.failures else {}),
+            **({"dropped": True} if sample.dropped else {}),
         }
         for sample in samples
     )

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxstack import sharding
 from maxstack.data.chat import answer_ends
 from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
+from maxstack.errors import ConfigError
 from maxstack.inference.bursts import STEPS
 from maxstack.inference.engine import Engine
 from maxstack.inference.layout import Layout
@@ -157,6 +158,12 @@ def engine_run(
         own = jax.local_devices() if jax.process_count() > 1 else ()
     rollout, cfg = run.cfg.rollout, engine_config(run.cfg, samples, bool(own))
     assert rollout
+    devices = len(own) or run.mesh.size
+    if rollout.tensor and devices % rollout.tensor:
+        raise ConfigError(
+            f"rollout.tensor={rollout.tensor}: does not divide the {devices} devices that sample; "
+            "give a divisor, or null for the mesh of training"
+        )
     mesh = run.mesh
     if own:
         mesh = sharding.make_mesh(cfg.mesh, own)

@@ -42,6 +42,7 @@ class Maker:
         self._answers = Chats(run.cfg.data, {})
         self._news: list[str] = []
         self._told: set[str] = set()
+        self._crowded = 0
 
     @contextlib.contextmanager
     def by(
@@ -157,4 +158,12 @@ class Maker:
         failed = [line for name, line in self._scores.named.items() if name not in self._told]
         self._told |= {*self._scores.named}
         news, self._news = self._news, []
+        crowded = self._turns.crowded if self._turns else 0
+        if len(str(crowded)) > len(str(self._crowded)) or (crowded and not self._crowded):
+            news.append(
+                f"rollout.environment: {crowded} samples so far ended because what the environment "
+                f"said left no room in the {self.generator.room} tokens of a sample; raise "
+                "data.seq_len, or let it say less"
+            )
+        self._crowded = crowded
         return news + failed + self._pool.news()

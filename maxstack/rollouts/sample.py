@@ -42,8 +42,8 @@ class Sample:
     """By name: of each reward, unweighted, and of its components."""
     earned: float = 0.0
     """Rewards of the environment."""
-    failures: list[str] = dataclasses.field(default_factory=list)
-    """Names of rewards that failed."""
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Why, by the names of rewards that failed."""
     dropped: bool = False
     """True where a reward failed whose policy is to leave the sample out."""
 

@@ -71,7 +71,7 @@ class Scores:
                 f"{failure}; mend the reward, or set its `failure` to zero or drop, which count "
                 "such samples and go on"
             )
-        sample.failures.append(label)
+        sample.failures[label] = failure
         sample.dropped |= policy == "drop"
         self.named.setdefault(label, f"{failure}; such samples are counted ({policy})")
 

@@ -31,6 +31,8 @@ class Turns:
         self._cfg, self._data = run.cfg.rollout.environment, run.cfg.data
         self._generator, self._pool = generator, pool
         self._plain = open_prompt_tokenizer(run.cfg.data.tokenizer, bos=False)
+        self.crowded = 0
+        """Samples that ended because what the environment said left no room for an answer."""
 
     def play(
         self,
@@ -84,7 +86,7 @@ class Turns:
                     f"{observed.failure}; mend it, or set rollout.environment.failure to zero or "
                     "drop, which count such samples and go on"
                 )
-            sample.failures.append(NAME)
+            sample.failures[NAME] = observed.failure
             sample.dropped |= self._cfg.failure == "drop"
             sample.done, sample.earned = True, 0.0
             return
@@ -101,6 +103,7 @@ class Turns:
         if not sample.done and len(sample.ids) >= self._generator.room:
             sample.done, sample.finish = True, "length"
             self._cut(sample)
+            self.crowded += 1
 
     def _begin(self, sample: Sample, messages: Any) -> None:
         """The prompt: the row's own, or what the environment begins with."""

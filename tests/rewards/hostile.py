@@ -54,8 +54,24 @@ def not_a_number(prompt, completion, row):
     return math.nan
 
 
-def infinite_sum(prompt, completion, row):
-    return {"a": 1e308, "b": 1e308, "c": 1e308}
+def large(prompt, completion, row):
+    return 1e39
+
+
+def empty(prompt, completion, row):
+    return {}
+
+
+def alone(prompt):
+    return 1
+
+
+async def waits(prompt, completion, row):
+    return 1
+
+
+def large_sum(prompt, completion, row):
+    return {"a": 3e38, "b": 3e38, "c": 3e38}
 
 
 def text(prompt, completion, row):
@@ -232,6 +248,14 @@ class Shell:
     def step(self, text, tool_calls):
         self.process.stdin.write(f"{text}\n")
         return self.process.stdout.readline().strip(), 0.0, text == "bye"
+
+
+class NoSeed:
+    def reset(self, row):
+        return None
+
+    def step(self, text, tool_calls):
+        return None, 0.0, True
 
 
 class NoStep:

@@ -19,7 +19,9 @@ FAILURES = {
     "hangs_in_c": "took longer than timeout=0.5 s",
     "ignores_signals": "took longer than timeout=0.5 s",
     "not_a_number": "ValueError: returned nan, which is not finite",
-    "infinite_sum": "OverflowError: intermediate overflow in fsum",
+    "large_sum": "ValueError: returned, in sum, 9",
+    "large": "ValueError: returned 1e+39, which float32 cannot hold",
+    "empty": "ValueError: returned a mapping without a component",
     "text": "TypeError: returned '1.0', which is no number",
     "nothing": "TypeError: returned None, which is no number",
     "reads_stdin": "EOFError: EOF when reading a line (",
@@ -207,16 +209,22 @@ def test_nothing_outlives_a_parent_that_is_killed(mark, tmp_path):
 def test_check_starts_a_worker_and_passes(pool, mark):
     rewards = pool(function("good"), ExactReward(kind="exact"))
     assert not marked(mark)
-    rewards.check(["rewards.hostile:Echo"])
+    rewards.check("rewards.hostile:Echo")
     assert len(marked(mark)) == 2
 
 
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        ("rewards.nowhere:good", "ModuleNotFoundError: No module named 'rewards.nowhere'$"),
-        ("rewards.hostile:nobody", "AttributeError: module 'rewards.hostile' has no attribute"),
-        ("rewards.hostile:KEPT", "TypeError: rewards.hostile:KEPT is a list, no function"),
+        (
+            "rewards.nowhere:good",
+            r"no module rewards.nowhere; rewards.nowhere:good is imported from the working folder",
+        ),
+        ("rewards.hostile:godo", "rewards.hostile has no godo; did you mean good"),
+        ("rewards.hostile:KEPT", "rewards.hostile:KEPT is a list, no function"),
+        ("rewards.hostile:Echo", "rewards.hostile:Echo is a class; name a function"),
+        ("rewards.hostile:waits", "rewards.hostile:waits is async"),
+        ("rewards.hostile:alone", r"rewards.hostile:alone\(prompt\) must take \(prompt, comp"),
     ],
 )
 def test_check_names_a_function_that_cannot_be_called(call, reason, pool):
@@ -225,9 +233,16 @@ def test_check_names_a_function_that_cannot_be_called(call, reason, pool):
         rewards.check()
 
 
-def test_check_names_an_environment_without_a_method(pool):
-    with pytest.raises(ConfigError, match="^environment .*:NoStep: TypeError: .* no method step"):
-        pool().check(["rewards.hostile:NoStep"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("NoStep", "rewards.hostile:NoStep has no method step"),
+        ("NoSeed", r"rewards.hostile:NoSeed.reset\(self, row\) must take \(row, seed\)"),
+    ],
+)
+def test_check_names_what_an_environment_lacks(name, reason, pool):
+    with pytest.raises(ConfigError, match=f"^rollout.environment: {reason}"):
+        pool().check(f"rewards.hostile:{name}")
 
 
 def test_a_function_is_found_in_the_working_folder(pool, tmp_path, monkeypatch):

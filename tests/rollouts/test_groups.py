@@ -100,7 +100,7 @@ def test_components_and_weights_of_rewards_are_logged(tmp_path):
 
 @pytest.mark.parametrize("policy", ["fail", "zero", "drop"])
 def test_a_reward_that_fails_is_named_and_counted(tmp_path, policy):
-    sections = {"rewards": [reward("picky", failure=policy)]}
+    sections = {"rewards": [reward("picky", failure=policy)], "rollout": {"record": 32}}
     if policy == "fail":
         with pytest.raises(DataError, match=r"reward picky, .*people:prompts\(\d+\), sample \d"):
             played(tmp_path, **sections)
@@ -109,9 +109,20 @@ def test_a_reward_that_fails_is_named_and_counted(tmp_path, policy):
     failed = int(figures["reward/picky/failed"])
     assert 0 < failed < 32 and failed % 4 == 0
     assert sum("such samples are counted" in line for line in told) == 1
+    kept = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    marked = [row for row in kept if "failures" in row]
+    assert 0 < len(marked) < len(kept) and all(row["failures"]["picky"] for row in marked)
+    assert all(row.get("dropped", False) == (policy == "drop") for row in marked)
     rewards = [value for group in groups_of(batch).values() for value in group]
     assert len(rewards) == (32 - failed if policy == "drop" else 32)
     assert rewards.count(0.0) == (0 if policy == "drop" else failed)
+
+
+def test_a_rollout_of_which_nothing_counts_is_told(tmp_path):
+    rewards = [{"kind": "exact", "field": "nowhere", "failure": "drop"}]
+    ((_, figures),), told = played(tmp_path, rewards=rewards)
+    assert figures["reward/exact/failed"] == 32
+    assert any("rollout 0: no sample counts" in line for line in told)
 
 
 def test_a_control_has_the_same_rewards_for_other_samples(tmp_path):
@@ -210,6 +221,15 @@ def test_a_run_goes_on_bit_for_bit_from_any_checkpoint(tmp_path, rollout):
     assert "rollout 0: " in (tmp_path / "whole" / "log.txt").read_text()
 
 
+def test_a_checkpoint_binds_what_samples_are_worth(tmp_path):
+    """Another reward or temperature is refused; limits of a reward may change."""
+    trained(tmp_path, "parts", "train.steps=3")
+    for change in ("rewards.0.weight=2", "rollout.temperature=0.5"):
+        with pytest.raises(ConfigError, match=change.partition("=")[0].replace(".", "[.]")):
+            trained(tmp_path, "parts", change)
+    trained(tmp_path, "parts", "rewards.0.timeout=7", "rewards.0.failure=zero", "train.steps=4")
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [
@@ -235,6 +255,11 @@ def test_a_mistake_is_named(tmp_path, overrides, key, message):
     assert key.rpartition(".")[2] in str(caught.value)
 
 
+def test_an_engine_over_devices_that_are_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="rollout.tensor=3: does not divide the 1 devices"):
+        played(tmp_path, rollout={"tensor": 3})
+
+
 def test_functions_that_cannot_be_imported_are_named_before_anything_is_made(tmp_path):
-    with pytest.raises(ConfigError, match=r"rewards\.0: .*no attribute .nothing"):
+    with pytest.raises(ConfigError, match=r"rewards\.0: letters has no nothing"):
         played(tmp_path, rewards=[reward("nothing")])

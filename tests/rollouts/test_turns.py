@@ -82,6 +82,16 @@ def test_words_of_an_environment_are_read_and_not_learned(tmp_path, monkeypatch,
     assert all(len(tokens) <= 8 for chosen, tokens in runs if chosen)
 
 
+def test_words_that_leave_no_room_are_told(tmp_path, monkeypatch):
+    environment(tmp_path, answer="'again?' * 200")
+    monkeypatch.chdir(tmp_path)
+    run = tiny.make_run(tiny.with_rollouts(**SECTIONS))
+    with contextlib.ExitStack() as ending:
+        feed, _ = startup.open_feed(run, tmp_path, ending)
+        feed.refresh(run.init())
+        assert any("32 samples so far ended because" in line for line in feed.damaged())
+
+
 def test_an_environment_that_fails_is_named_with_its_row(tmp_path, monkeypatch):
     environment(tmp_path, check="False")
     with pytest.raises(DataError, match=r"echo:Echo, turn 1, .*sample 0: AssertionError"):
