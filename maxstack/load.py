@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pydantic
+
 from maxstack import config
 from maxstack.config import storage
 from maxstack.config.annotations import listed
@@ -18,6 +20,7 @@ from maxstack.errors import ConfigError, shortened
 from maxstack.schema import rules
 from maxstack.schema.config import Config
 from maxstack.schema.data import holds_text
+from maxstack.schema.encoder import EncoderConfig
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +83,28 @@ def _completed(tree: Node) -> Node:
     """The tree with the tokenizer of the folder that the weights come from, unless the same file or
     the command line gives another, and with that for eval.data too. ConfigError where the folder
     has none to be read and there is text: tokens of another would spoil the weights."""
-    tree = _with_tokenizer(_with_head(tree))
+    tree = _with_rows(_with_tokenizer(_with_head(tree)))
     path = "eval", "data", "tokenizer"
     tokenizer = tree.at("data", "tokenizer")
     if tokenizer is None or tokenizer.mapping is None or tree.at(*path):
         return tree
     return supply(tree, path, plain(tokenizer), tokenizer.where)
+
+
+def _with_rows(tree: Node) -> Node:
+    """The tree with the length of rows, one document each, where the model's own sizes say it."""
+    model, kind = tree.at("model"), tree.at("model", "kind")
+    if model is None or kind is None or kind.value != "encoder":
+        return tree
+    try:
+        tokens = EncoderConfig.model_validate(plain(model)).tokens
+    except pydantic.ValidationError:  # which is told of the whole configuration
+        return tree
+    for path in (("data",), ("eval", "data")):
+        for key, value in {"seq_len": tokens, "packing": "none"}.items():
+            if tree.at(*path) is not None and tree.at(*path, key) is None:
+                tree = supply(tree, (*path, key), value, model.where)
+    return tree
 
 
 def _with_head(tree: Node) -> Node:

@@ -21,6 +21,7 @@ class Meter:
         cfg = run.cfg
         self._feed, self._steps = feed, cfg.train.steps
         self._tokens = cfg.train.batch_size * cfg.data.seq_len
+        self._images = cfg.train.batch_size if run.objective.counted == "images" else 0
         self._flops = run.flops_per_token
         self._peak = run.mesh.size * (peak_flops(run.mesh.devices.flat[0].device_kind) or 0)
         self._pending: tuple[int, dict[str, jax.Array], float, float, Future[float]] | None = None
@@ -62,6 +63,8 @@ class Meter:
             "tokens_per_second": self._tokens / seconds,
             "step_seconds": seconds,
         }
+        if self._images:
+            row["images_per_second"] = self._images / seconds
         if self._peak:
             row["mfu"] = self._flops * row["tokens_per_second"] / self._peak
         row["data_wait"] = starved / seconds
@@ -87,10 +90,11 @@ class Meter:
         """A line about all steps: how many, how fast; "" where there were none."""
         if not self._count:
             return ""
-        rate = self._tokens * self._count / self._busy
+        number, unit = (self._images, "images") if self._images else (self._tokens, "tokens")
+        rate = number * self._count / self._busy
         return (
             f"{'done' if finished else 'stopped, to be resumed by the same command'}: "
-            f"{self._count} steps in {self._busy:.1f} s, {rate:,.0f} tokens/s on average"
+            f"{self._count} steps in {self._busy:.1f} s, {rate:,.0f} {unit}/s on average"
         )
 
 

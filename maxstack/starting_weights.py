@@ -11,8 +11,6 @@ from pydantic import TypeAdapter
 from maxstack.data.hub import model_folder
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
-from maxstack.hf.contents import VALUE
-from maxstack.hf.reader import SCORE
 from maxstack.hf.tokenizer import tokenizer_of
 from maxstack.load import load, run_folder
 from maxstack.models.model import initial, weights_of
@@ -22,11 +20,6 @@ from maxstack.state import flat
 if TYPE_CHECKING:
     from maxstack.run import Run
     from maxstack.schema.config import Config
-
-NEW = SCORE, VALUE
-"""Weights that a folder of a language model has not, and a run draws."""
-LEFT = {"head", "head_bias"}
-"""Weights of a language model that a reward model leaves."""
 
 
 def check(run: "Run") -> None:
@@ -39,7 +32,8 @@ def check(run: "Run") -> None:
     from maxstack.hf.contents import opened
     from maxstack.hf.reader import pieces_of
 
-    pieces_of(opened(folder), {path: leaf.shape for path, leaf in run.weights.original.items()})
+    shapes = {path: leaf.shape for path, leaf in run.weights.original.items()}
+    pieces_of(opened(folder), shapes, run.cfg.model)
 
 
 def check_teacher(run: "Run", teacher: "Run") -> None:
@@ -84,7 +78,6 @@ def original(run: "Run", finite: bool = True) -> Iterator[tuple[str, jax.Array]]
         held.add(path)
         yield path, array
     for path in wanted.keys() - held:
-        assert path in NEW, path
         draw = functools.partial(_drawn, run.cfg, path)
         yield path, jax.jit(draw, out_shardings=wanted[path].sharding)()
 
@@ -98,7 +91,8 @@ def _of_folder(run: "Run", finite: bool) -> Iterator[tuple[str, jax.Array]]:
     from maxstack.hf.reader import load_params
 
     assert run.cfg.model.weights
-    yield from load_params(opened(run.cfg.model.weights), run.weights.original, finite=finite)
+    contents, wanted = opened(run.cfg.model.weights), run.weights.original
+    yield from load_params(contents, wanted, model=run.cfg.model, finite=finite)
 
 
 def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
@@ -111,7 +105,8 @@ def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
     _check_shapes(run, folder, cfg)
     source, wanted = _source(run, cfg), run.weights.original
     leaves = WeightsReader(Path(folder)).load(source.weights.shapes, source.weights.sources)
-    for path in wanted.keys() & source.weights.original.keys():
+    fresh, _ = run.cfg.model.exchanged(cfg.model)
+    for path in (wanted.keys() & source.weights.original.keys()) - fresh:
         of_path = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{path}/")}
         make = functools.partial(_merged, source, path, wanted[path].dtype)
         yield path, jax.jit(make, out_shardings=wanted[path].sharding)(of_path)
@@ -131,13 +126,9 @@ def _source(run: "Run", cfg: "Config") -> "Run":
 def _check_shapes(run: "Run", folder: str, source: "Config") -> None:
     wanted = {path: tuple(leaf.shape) for path, leaf in run.weights.original.items()}
     shapes = {path: tuple(leaf.shape) for path, leaf in weights_of(source.model).items()}
-    if VALUE in wanted and VALUE not in shapes:
-        del wanted[VALUE]
-    elif VALUE not in wanted:
-        shapes.pop(VALUE, None)  # nobody reads it
-    if SCORE in wanted and SCORE not in shapes:
-        shapes = {path: shape for path, shape in shapes.items() if path not in LEFT}
-        del wanted[SCORE]
+    fresh, left = run.cfg.model.exchanged(source.model)
+    wanted = {path: shape for path, shape in wanted.items() if path not in fresh}
+    shapes = {path: shape for path, shape in shapes.items() if path not in left}
     odd = sorted(path for path in {*wanted, *shapes} if wanted.get(path) != shapes.get(path))
     if odd:
         raise DataError(

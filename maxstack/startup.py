@@ -267,7 +267,7 @@ def check_can_start(run: Run) -> None:
             f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack quantize "
             f"made, and stays as it is; give a run.name of its own: run.name={cfg.run.name}-lora"
         )
-    if cfg.model.head.scores and not cfg.objective.SCORES:
+    if cfg.model.scores and not cfg.objective.SCORES:
         raise ConfigError(
             f"model.head.scores: objective.kind={cfg.objective.kind} needs logits, and a reward "
             "model gives none; leave it out, or set objective.kind=reward"

@@ -142,7 +142,8 @@ def train(
     joining.join(cfg)
     heart = startup.watched(cfg, ending)
     keep_programs(cfg.run.compilation_cache)
-    fits(cfg.data, cfg.objective.token_ids(cfg.model.vocab))
+    if cfg.model.tokens is None:
+        fits(cfg.data, cfg.objective.token_ids(cfg.decoder.vocab))
     run = assemble(cfg, startup.make_mesh(cfg, left))
     fit.check_memory(run, startup.engine_bytes(run))
     startup.check_can_start(run)

@@ -27,7 +27,7 @@ from maxstack.hf.families import FAMILIES  # noqa: E402
 from maxstack.load import load  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "goldens" / "presets.json.gz"
-DATA = {"sources": [{"kind": "synthetic", "vocab": 256}]}
+DATA = {"sources": [{"kind": "synthetic", "vocab": 2}]}
 # What the names of presets begin with -> model_type in config.json; the longest beginning counts.
 MODEL_TYPES = {
     "code-llama": "llama",
@@ -66,6 +66,7 @@ MODEL_TYPES = {
     "smollm2": "llama",
     "smollm3": "smollm3",
     "tinyllama": "llama",
+    "vit": "vit",
 }
 
 
@@ -117,8 +118,10 @@ def golden(name: str) -> dict[str, Any]:
     if not (starts := [start for start in MODEL_TYPES if name.startswith(start)]):
         raise ValueError(f"MODEL_TYPES in {Path(__file__).name} has no beginning of this name")
     model_type = MODEL_TYPES[max(starts, key=len)]
-    model = load({"model": {"preset": name}, "data": DATA}).model
-    shapes = tensors(FAMILIES[model_type].write(model))
+    family = FAMILIES[model_type]
+    objective = {"kind": family.schema.OBJECTIVE}
+    model = load({"model": {"preset": name}, "data": DATA, "objective": objective}).model
+    shapes = tensors(family.write(model))
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for tensor, shape in shapes.items():
         counts[re.sub(r"\d+(?=\.)", "#", tensor)]["x".join(map(str, shape))] += 1
@@ -139,8 +142,13 @@ def tensors(config_json: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     settings = transformers.AutoConfig.for_model(config_json["model_type"], **rest)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(settings)
-    tied = set(model.all_tied_weights_keys) if settings.tie_word_embeddings else set()
+        (architecture,) = config_json["architectures"]
+        model = getattr(transformers, architecture)(settings)
+    tied = (
+        set(model.all_tied_weights_keys)
+        if getattr(settings, "tie_word_embeddings", False)
+        else set()
+    )
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     return {
         name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()

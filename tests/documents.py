@@ -11,6 +11,7 @@ from pathlib import Path
 
 import parity
 import tokenizers
+from PIL import Image
 
 from maxstack import cli
 
@@ -116,6 +117,12 @@ def make_folder(folder: Path) -> None:
     for name in ("text", "held-out"):
         (folder / "gcs" / name).mkdir(parents=True)
         (folder / "gcs" / name / "a.jsonl").write_text(rows)
+    for i in range(30):
+        path = folder / "photos" / f"{i % 3}" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (80 * (i % 3), i, 0)).save(path)
+    shutil.copytree(parity.GOLDENS / "vit", folder / "vit")
+    (folder / "vit" / "vision.npz").unlink()
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "scripts").symlink_to(ROOT / "scripts")
     model = shutil.copytree(parity.GOLDENS / "qwen3", folder / "Qwen3-0.6B")

@@ -59,6 +59,8 @@ LATER = (
     "maxstack generate runs/dpo",
     "maxstack generate runs/grpo-sort",
     "maxstack train configs/recipes/grpo-",
+    "maxstack train configs/recipes/dpo.yml",
+    "maxstack train configs/recipes/reward.yml",
     "maxstack score runs/sft",
     "maxstack score runs/reward",
     "maxstack export runs/dpo",
@@ -86,6 +88,7 @@ PAGES = {
     "FINE_TUNING.md": (),
     "POSTTRAINING.md": ("maxstack train quickstart",),
     "RL.md": ("maxstack train quickstart",),
+    "IMAGES.md": (),
     "70B.md": (),
 }
 """Pages whose commands are run one after the other, and what comes before them."""
@@ -316,7 +319,7 @@ def in_small(words):
         return [*words, "model.layers=1", "data.seq_len=64", "--rounds", "1"]
     local = words[1] == "submit" and "local" in words
     if words[1] == "train" or local:
-        is_recipe = any(word.startswith("configs/recipes/") for word in words)
+        is_recipe = any(re.match("(configs/)?recipes/|photos.yml", word) for word in words)
         samples = any(word == "rl.yml" or "/grpo-" in word for word in words)
         kept = ("data.seq_len",) * is_recipe + ("data.seq_len", "train.batch_size") * samples
         words += [word for word in SHORT if not word.startswith(kept)]

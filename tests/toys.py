@@ -14,10 +14,11 @@ from maxstack.layers.layer import Layer
 from maxstack.layers.weight import project
 from maxstack.objectives.objective import Field, Loss, Models, Objective, token_fields
 from maxstack.schema.config import Config
-from maxstack.schema.decoder import BlockConfig, DecoderConfig
+from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.mixers import MixerPart
 from maxstack.schema.objective import ObjectivePart
 from maxstack.schema.parts import Count, Dim, Parts, matrix
+from maxstack.schema.stack import BlockConfig
 
 
 class MeanConfig(MixerPart):
@@ -117,7 +118,7 @@ class EmphasisedLane(lanes.Lane):
 
 def register() -> None:
     """Make the kinds known to the configuration."""
-    lanes.MAKERS.append(EmphasisedLane)
+    lanes.MAKERS.append("toys:EmphasisedLane")
     for section, key, kind in (
         (BlockConfig, "mixer", MeanConfig),
         (Config, "objective", NearConfig),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from maxstack.hf.contents import Contents
     from maxstack.hf.exported import Answers
     from maxstack.schema.config import Config
-    from maxstack.schema.decoder import DecoderConfig
+    from maxstack.schema.stack import StackConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 BESIDE = "hf"
@@ -153,11 +153,11 @@ def write_folder(
     from maxstack.data.hub import TOKENIZER
     from maxstack.hf.contents import VALUE
     from maxstack.hf.exported import export
-    from maxstack.schema.decoder import DecoderConfig
+    from maxstack.schema.config import Config
 
     reader = WeightsReader(run)
     data = configured(run, reader)
-    model = DecoderConfig.model_validate(data["model"])
+    model = Config.model_validate(data).model
     treated = data.get("lora") or data["quantization"]["rules"]
     shapes, read = _untreated(data, reader) if treated else (reader.shapes, reader.read)
     total = sum(map(math.prod, shapes.values()))
@@ -218,10 +218,7 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
     from maxstack.load import load
 
     length = min(contents.folder.config.get("max_position_embeddings") or 1024, 1024)
-    data: dict[str, Any] = {
-        "sources": [{"kind": "synthetic", "vocab": contents.model.vocab}],
-        "seq_len": contents.model.positions or length,
-    }
+    data = contents.model.placeholder(length)
     if tokenizer := tokenizer_of(contents.folder.path):
         path = out.resolve() / BESIDE / Path(tokenizer["path"]).name
         data["tokenizer"] = tokenizer | {"path": str(path)}
@@ -230,6 +227,7 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
         "model": contents.mapping
         | {"dtype": "float32" if dtype == "float32" else "bfloat16", "param_dtype": dtype},
         "data": data,
+        "objective": {"kind": contents.model.OBJECTIVE},
         "checkpoint": {"restore": str(out.resolve())},
     }
     cfg = load(tree, overrides)
@@ -264,7 +262,7 @@ def _check_tokenizer(contents: "Contents") -> None:
 
     if settings := tokenizer_of(contents.folder.path):
         tokenizer = open_tokenizer(pydantic.TypeAdapter(Tokenizer).validate_python(settings))
-        check_fits(tokenizer, contents.model.vocab)
+        check_fits(tokenizer, contents.model.outputs)
 
 
 def _progress(
@@ -365,7 +363,7 @@ def _answers(data: Mapping[str, Any]) -> "Answers":
     return Answers(template, frozenset(answer_ends(cfg, open_tokenizer(cfg.tokenizer))))
 
 
-def source_of(path: Path, model: "DecoderConfig") -> Path | None:
+def source_of(path: Path, model: "StackConfig") -> Path | None:
     """The folder with the config.json and tokenizer that the model was imported with, or began
     from, itself or by the runs before it; None for a model of its own."""
     from maxstack.data import hub

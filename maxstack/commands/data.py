@@ -69,7 +69,8 @@ def prepare(args: Namespace) -> None:
 
 @command(
     "data show",
-    "Print what a config feeds the model: decoded rows, document boundaries, masks.",
+    "Print what a config feeds the model: decoded rows, document boundaries, masks; or draw its "
+    "pictures.",
     "data show configs/quickstart.yml --rows 2 data.seq_len=256",
     CONFIG,
     OVERRIDES,
@@ -81,12 +82,16 @@ def prepare(args: Namespace) -> None:
         help="print documents whole instead of their beginning and end",
     ),
     argument("--eval", action="store_true", help="what evaluation reads instead of training"),
+    argument(
+        "--out", default="images.png", metavar="FILE", help="for pictures (default: images.png)"
+    ),
 )
 def show(args: Namespace) -> None:
     """Print the rows."""
     from maxstack.commands.show import show
 
-    show(load_config(args), args.batches, args.rows, full=args.full, evaluation=args.eval)
+    cfg = load_config(args)
+    show(cfg, args.batches, args.rows, args.out, full=args.full, evaluation=args.eval)
 
 
 main = group(

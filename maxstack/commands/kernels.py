@@ -71,7 +71,7 @@ def _of_serving(args: argparse.Namespace) -> list["Choice"]:
     from maxstack.run import assemble
 
     cfg = serving(cfg)
-    layout = Layout.of(cfg.model, cfg.serve, where.platform)
+    layout = Layout.of(cfg.decoder, cfg.serve, where.platform)
     mesh = sharding.make_mesh(cfg.mesh, where.devices())
     limits, length = limits_of(cfg, layout, longest or USUAL, None)
     return Programs(assemble(cfg, mesh, trains=False), layout, limits, length, Adapters()).kernels()

@@ -99,7 +99,7 @@ def quantize(args: Namespace) -> None:
             "weight_qtype; give one, or a preset such as int8"
         )
     if args.calibrate.endswith(".npz"):
-        rows = read_tokens(args.calibrate, cfg.model.vocab)
+        rows = read_tokens(args.calibrate, cfg.decoder.vocab)
     else:
         rows = read_texts(args.calibrate, model, overrides, "--calibrate FILE.npz")
     whole, params = open_model(model, [*overrides, "quantization={mode: qt, rules: []}"])

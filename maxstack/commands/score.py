@@ -95,11 +95,11 @@ def main(args: Namespace) -> None:
     if args.records:
         _score_records(run, read_weights(args.model, run, own), args)
         return
-    if run.cfg.model.head.scores:
+    if run.cfg.decoder.head.scores:
         raise ConfigError(f"{args.model}: is a reward model, which scores records; give --records")
     adapted = {folder: adapted_run(run, folder) for folder in files}
     if args.tokens:
-        rows = read_tokens(args.tokens, run.cfg.model.vocab)
+        rows = read_tokens(args.tokens, run.cfg.decoder.vocab)
     else:
         rows = read_texts(args.data, args.model, overrides, "--tokens FILE.npz")
     params = read_weights(args.model, run, own)

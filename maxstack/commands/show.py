@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ from maxstack.data.examples import EXTRAS
 from maxstack.data.feed import Feed
 from maxstack.data.lanes import Batch
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer
+from maxstack.schema.objective import RowField
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -21,9 +23,10 @@ OF_TOKENS = "ends", "teacher_tokens", "teacher_logps"
 """Extras that are not the same on a whole document."""
 
 
-def show(cfg: "Config", batches: int, rows: int, *, full: bool, evaluation: bool) -> None:
+def show(cfg: "Config", batches: int, rows: int, out: str, *, full: bool, evaluation: bool) -> None:
     """Print the first rows of the first batches: each document of a row decoded, where it begins,
-    which targets count, the padding. `evaluation`: of the batches that evaluation reads."""
+    which targets count, the padding; of images their classes, and draw them into the PNG file
+    `out`. `evaluation`: of the batches that evaluation reads."""
     data, batch_size = cfg.data, cfg.train.batch_size
     if evaluation:
         data, batch_size = cfg.eval.data or data, cfg.eval.batch_size or batch_size
@@ -33,8 +36,10 @@ def show(cfg: "Config", batches: int, rows: int, *, full: bool, evaluation: bool
         batch_size,
         evaluation=evaluation,
         whole=evaluation and cfg.eval.data is not None,
-        fields={} if cfg.rollout else cfg.objective.row_fields,  # of prompts there are none yet
+        fields=_fields(cfg),
     )
+    if cfg.model.tokens is not None:
+        return _draw(feed, batches, out)
     tokenizer = open_tokenizer(data.tokenizer)
     print("\n".join(feed.describe()))
     try:
@@ -49,6 +54,35 @@ def show(cfg: "Config", batches: int, rows: int, *, full: bool, evaluation: bool
                 _print_row(row, tokenizer, full)
     finally:
         feed.close()
+
+
+def _fields(cfg: "Config") -> Mapping[str, RowField]:
+    """Arrays of rows beside those of tokens; of prompts there are none yet."""
+    if cfg.model.tokens is None:
+        return {} if cfg.rollout else cfg.objective.row_fields
+    from maxstack.objectives.objective import objective_of
+
+    return objective_of(cfg).fields
+
+
+def _draw(feed: Feed, batches: int, out: str) -> None:
+    """Pictures as a grid, a batch in each row of it, and their classes."""
+    from maxstack.data.images import grid
+
+    print("\n".join(feed.describe()))
+    pictures = []
+    try:
+        for number in range(batches):
+            batch = next(feed)
+            for line in feed.damaged():
+                print(line, file=sys.stderr)
+            real = batch["real"] > 0
+            pictures.append(batch["image"])
+            print(f"batch {number}: classes {' '.join(map(str, batch['label'][real]))}")
+    finally:
+        feed.close()
+    grid(np.concatenate(pictures), len(pictures[0])).save(out)
+    print(out)
 
 
 def _summary(row: Batch) -> str:

@@ -19,11 +19,11 @@ def json_schema(schema: type[Section]) -> dict[str, Any]:
             "description": "Another entry beside this one, whose keys this one takes over.",
         }
     for key in schema.FROM:
-        definition = _reference(whole["properties"][key]).rsplit("/", 1)[-1]
-        definitions[definition]["properties"]["from"] = {
-            "type": "string",
-            "description": "A folder that gives this section.",
-        }
+        for name in _sections(whole["properties"][key]):
+            definitions[name]["properties"]["from"] = {
+                "type": "string",
+                "description": "A folder that gives this section.",
+            }
     for key, folders in schema.PRESETS.items():
         if key:
             _accept_presets(whole, key, folders)
@@ -40,9 +40,8 @@ def _accept_presets(whole: dict[str, Any], key: str, folders: Any) -> None:
     )
     section = whole["properties"][key]
     kinds = section.get("anyOf") or section.get("oneOf") or [{"$ref": section["$ref"]}]
-    for kind in kinds:
-        if "$ref" in kind:
-            whole["$defs"][kind["$ref"].rsplit("/", 1)[-1]]["properties"]["preset"] = _NAME
+    for name in _sections(section):
+        whole["$defs"][name]["properties"]["preset"] = _NAME
     choices = [{"enum": names}] if names else []
     whole["properties"][key] = {
         "anyOf": [*choices, _NAME, *kinds],
@@ -50,9 +49,11 @@ def _accept_presets(whole: dict[str, Any], key: str, folders: Any) -> None:
     }
 
 
-def _reference(section: dict[str, Any]) -> str:
-    """The definition that a section, which may be null, refers to."""
-    return section.get("$ref") or section["anyOf"][0]["$ref"]
+def _sections(node: dict[str, Any]) -> list[str]:
+    """The definitions of what a key may hold."""
+    inside = [*node.get("anyOf", ()), *node.get("oneOf", ())]
+    own = [node["$ref"].rsplit("/", 1)[-1]] if "$ref" in node else []
+    return own + [name for item in inside for name in _sections(item)]
 
 
 def _named_items(node: Any) -> set[str]:

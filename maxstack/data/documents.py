@@ -2,13 +2,14 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from maxstack.data.files import File, digest
-from maxstack.schema.data import Record
+from maxstack.data.files import File, brief, digest
+from maxstack.errors import DataError
+from maxstack.schema.data import ImageRecord, Record
 
 Split = Literal["train", "eval", "all"]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -24,8 +25,17 @@ class Tokens(NamedTuple):
     bytes than the vocabulary says; None: not known."""
 
 
-Document = bytes | np.ndarray | Tokens
-"""UTF-8 text as bytes, or token ids, int32 [N] of no text."""
+class Picture(NamedTuple):
+    """A document that is a picture."""
+
+    content: bytes | np.ndarray
+    """A file, or pixels uint8 [H, W] or [H, W, C]."""
+    label: int
+    """Its class."""
+
+
+Document = bytes | np.ndarray | Tokens | Picture
+"""UTF-8 text as bytes, token ids, int32 [N] of no text, or a picture."""
 
 
 class Documents(ABC):
@@ -110,3 +120,26 @@ def record_hashes(file: np.uint64, count: int) -> np.ndarray:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def picture_of(row: Mapping[str, Any], record: ImageRecord) -> Picture:
+    """The picture of a row of Parquet. DataError where a column is missing or holds none."""
+    for name in (record.image, record.label):
+        if name not in row:
+            raise DataError(f"no column '{name}'; it has {brief(', '.join(map(repr, row)))}")
+    content = row[record.image]
+    if isinstance(content, Mapping):
+        content = content.get("bytes")
+    if not isinstance(content, bytes):
+        raise DataError(
+            f"'{record.image}' is a {type(content).__name__}, not the bytes of a picture"
+        )
+    return Picture(content, whole_number(row[record.label], f"'{record.label}'"))
+
+
+def whole_number(value: Any, of: str) -> int:
+    """A class. DataError where it is no whole number."""
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise DataError(f"{of} is {brief(repr(value))}, not the number of a class") from None

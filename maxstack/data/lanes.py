@@ -7,6 +7,7 @@ tokens already used of the current document.
 """
 
 import functools
+import pkgutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -402,13 +403,13 @@ class EvaluationRows(Rows):
         return {name: array[self._rows] for name, array in batch.items()} | {"state": state}
 
 
-MAKERS: list[type[Lane]] = [Lane]
-"""The row makers that there are."""
+MAKERS = ["maxstack.data.lanes:Lane", "maxstack.data.images:ImageLane"]
+"""module:class of the row makers that there are."""
 
 
 def maker_of(fields: Mapping[str, "Field"], cfg: DataConfig) -> type[Lane]:
     """The first row maker that gives all fields of an objective; ConfigError where none does."""
-    for maker in MAKERS:
+    for maker in map(pkgutil.resolve_name, MAKERS):
         arrays = maker.arrays(cfg, fields)
         if {*fields} <= {*arrays, "real"}:
             for name in fields.keys() & arrays.keys():

@@ -17,7 +17,15 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.config.annotations import listed
-from maxstack.data.documents import Document, Documents, file_hashes, part_at, record_hashes
+from maxstack.data.documents import (
+    Document,
+    Documents,
+    Picture,
+    file_hashes,
+    part_at,
+    picture_of,
+    record_hashes,
+)
 from maxstack.data.files import (
     DECODE_ERRORS,
     Bounds,
@@ -275,7 +283,7 @@ class Parquet(Records):
             )
         return opened
 
-    def _read(self, opened: Any, file: int, record: int) -> bytes:
+    def _read(self, opened: Any, file: int, record: int) -> bytes | Picture:
         group, row = part_at(self._groups[file], record)
         if (file, group) not in self._decoded:
             self._decoded[file, group] = self._column(opened, file, group)
@@ -287,6 +295,8 @@ class Parquet(Records):
         self._decoded.move_to_end((file, group))
         if self._cfg.record:
             (value,) = self._decoded[file, group].slice(row, 1).to_pylist()
+            if self._cfg.record.kind == "image":
+                return picture_of(value, self._cfg.record)
             return json.dumps(value, ensure_ascii=False, default=str).encode()
         return self._utf8(self._decoded[file, group][row].as_py())
 

@@ -120,7 +120,7 @@ class Called(Documents):
 def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Documents:
     """The documents of one split of the source at an index of data.sources. DataError if the
     source, or the split, is empty."""
-    from maxstack.data import records
+    from maxstack.data import pictures, records
 
     kinds = {
         "text": WholeFiles,
@@ -130,6 +130,10 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
         "bagz": records.Bagz,
         "function": Called,
         "synthetic": Synthetic,
+        "images": pictures.Images,
+        "tar": pictures.Tar,
+        "digits": pictures.Shipped,
+        "mnist": pictures.Shipped,
     }
     kind = kinds[cfg.kind]
     if isinstance(cfg, TextSource) and cfg.separator is not None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.data import byte_level, hub
-from maxstack.data.documents import Document, Documents, Tokens
+from maxstack.data.documents import Document, Documents, Picture, Tokens
 from maxstack.data.files import digest
 from maxstack.errors import DataError, quoted
 from maxstack.schema.data import (
@@ -333,6 +333,8 @@ def sized_tokens_of(
 def _ids(document: Document, tokenizer: Tokenizer) -> np.ndarray:
     if isinstance(document, bytes):
         return tokenizer.encode(document)
+    if isinstance(document, Picture):
+        raise DataError("is a picture, and text is wanted")
     return document.ids if isinstance(document, Tokens) else document
 
 

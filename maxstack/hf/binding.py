@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from maxstack.hf.family import Family
 from maxstack.hf.rows import Part, Row, Shape
-from maxstack.schema.decoder import DecoderConfig
+from maxstack.schema.stack import StackConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Block(NamedTuple):
     """Name of the block in a file."""
 
 
-def bind(family: Family, model: DecoderConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
+def bind(family: Family, model: StackConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
     """Every tensor of the model. ValueError where a weight of ours is in no row: the family cannot
     hold this model."""
     bound = [
@@ -88,6 +88,8 @@ def _of_block(row: Row, block: _Block, shapes: Mapping[str, Shape]) -> Iterator[
     ]
     if len(absent) == len(paths) or any(block.path + hint.path not in shapes for hint in row.hints):
         return
+    if any(block.path + path in shapes for path in row.absent):
+        return
     if absent:
         raise ValueError(
             f"{row.name} holds {', '.join(paths)}, but the model has no {', '.join(absent)}"
@@ -108,9 +110,9 @@ def _of_block(row: Row, block: _Block, shapes: Mapping[str, Shape]) -> Iterator[
         )
 
 
-def _blocks(row: Row, family: Family, model: DecoderConfig) -> Iterator[_Block]:
+def _blocks(row: Row, family: Family, model: StackConfig) -> Iterator[_Block]:
     """The blocks that a row may apply to; one without a name for tensors outside of blocks."""
-    depth = model.mtp.depth if model.mtp and family.further else 0
+    depth = model.depth if family.further else 0
     first = model.layers if family.further_after else 0
     further = [family.further.format(first + i) for i in range(depth)]
     if "{further}" in row.name:
@@ -125,7 +127,7 @@ def _blocks(row: Row, family: Family, model: DecoderConfig) -> Iterator[_Block]:
         yield from (_Block(f"mtp/{i}/block/", (), name) for i, name in enumerate(further))
 
 
-def location(model: DecoderConfig, layer: int) -> tuple[str, tuple[int, ...]]:
+def location(model: StackConfig, layer: int) -> tuple[str, tuple[int, ...]]:
     """The path of a layer's block, and its repetition where it is one of a stack."""
     first, keys = len(model.prefix), [*model.stacks]
     if layer < first:

@@ -21,6 +21,7 @@ from maxstack.hf.family import Family, of_config
 from maxstack.hf.folder import Folder, and_more
 from maxstack.hf.tensors import Tensor
 from maxstack.schema.decoder import DecoderConfig
+from maxstack.schema.stack import StackConfig
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 VALUE = "value"
@@ -48,7 +49,7 @@ class Contents:
         self.mapping = self.family.read(self.folder.config, self.folder.where, depth)
         """The mapping of a DecoderConfig."""
         try:
-            self.model = DecoderConfig.model_validate(self.mapping)
+            self.model: StackConfig = self.family.schema.model_validate(self.mapping)
         except pydantic.ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(
@@ -72,7 +73,7 @@ class Contents:
     def _check_head(self) -> None:
         """DataError where config.json says that the head is the embedding table and the tensors
         say that it is not, or the other way round; a head that repeats the table is dropped."""
-        if self.model.head.scores:
+        if not isinstance(self.model, DecoderConfig) or self.model.scores:
             return
         head, tied = self.tensors.get(HEAD), self.model.head.tied
         if head is None and not tied:

@@ -25,10 +25,12 @@ from maxstack.hf.family import SILENT, Family
 from maxstack.hf.rows import Shape
 from maxstack.hf.table import Mismatch
 from maxstack.hf.writer import Read, new_folder, write_json, write_tensors
-from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.mixers import LongRopeScaling
+from maxstack.schema.stack import StackConfig
 
 RECORD = "tensors.json"
+PREPROCESSOR = "preprocessor_config.json"
+"""How pictures are made pixels."""
 
 
 class Answers(NamedTuple):
@@ -44,7 +46,7 @@ NO_ANSWERS = Answers()
 
 
 def export(
-    model: DecoderConfig,
+    model: StackConfig,
     shapes: Mapping[str, Shape],
     read: Read,
     out: Path,
@@ -67,7 +69,8 @@ def export(
     ConfigError where no family, or not the one of that architecture, can express the model.
     """
     came_with = byte_level.read(source / "config.json") if source else {}
-    model = model.model_copy(update={"head": model.head.model_copy(update={"value": False})})
+    tokens = model.tokens is None
+    model = model.as_exported
     shapes = {path: shape for path, shape in shapes.items() if path != VALUE}
     family, config = choose(
         model,
@@ -85,36 +88,40 @@ def export(
     kept = SILENT - {"auto_map", "torch_dtype"}
     config = {
         **{key: value for key, value in came_with.items() if key in kept},
-        "max_position_embeddings": model.positions or _longest(model, came_with, length or 0),
+        **(_lengths(model, came_with, length or 0) if tokens else {}),
         **config,
         "dtype": max({*names}, key=names.count),
     }
     with new_folder(out) as folder:
         write_json(folder / "config.json", dict(sorted(config.items())))
-        _copy_tokenizer(source, tokenizer, folder)
-        if answers.template is not None:
-            (folder / JINJA).write_text(answers.template, encoding="utf-8")
-        _write_generation(source, folder, config, answers.ends)
+        if tokens:
+            _copy_tokenizer(source, tokenizer, folder)
+            if answers.template is not None:
+                (folder / JINJA).write_text(answers.template, encoding="utf-8")
+            _write_generation(source, folder, config, answers.ends)
+        elif source:
+            _copy(source, (PREPROCESSOR,), folder)
         write_tensors(folder, bound, dtypes, read, shard_size, done)
         check_tensors(Contents(folder), bound)
     return family
 
 
-def _longest(model: DecoderConfig, came_with: Mapping[str, Any], length: int) -> int:
-    """max_position_embeddings: what the model came with, or the longest input in training if that
-    is more.
+def _lengths(model: StackConfig, came_with: Mapping[str, Any], length: int) -> dict[str, int]:
+    """max_position_embeddings: the rows of the model's own table, what the model came with, or the
+    longest input in training if that is more.
 
     With LongRoPE it stays, because transformers' attention factor follows from it.
     """
     language_model = came_with.get("text_config") or came_with
     before = language_model.get("max_position_embeddings") or 0
     ropes = [getattr(block.mixer, "rope", None) for block in model.blocks.values()]
+    most = max(before, length) or 2048
     if before and any(rope and isinstance(rope.scaling, LongRopeScaling) for rope in ropes):
-        return before
-    return max(before, length) or 2048
+        most = before
+    return {"max_position_embeddings": getattr(model, "positions", None) or most}
 
 
-def choose(model: DecoderConfig, wanted: str | None, must: bool) -> tuple[Family, dict[str, Any]]:
+def choose(model: StackConfig, wanted: str | None, must: bool) -> tuple[Family, dict[str, Any]]:
     """The family of an architecture, or, unless it `must` be that one, the first that can express
     the model; and the config.json that does."""
     if must and wanted not in FAMILIES:
@@ -123,7 +130,7 @@ def choose(model: DecoderConfig, wanted: str | None, must: bool) -> tuple[Family
             f"--architecture {wanted}: not known; known: {known}{did_you_mean(wanted, FAMILIES)}"
         )
     two_sided = [name for name, block in model.blocks.items() if block.mixer.two_sided]
-    if two_sided:
+    if two_sided and model.tokens is None:
         raise ConfigError(
             f"model.blocks.{two_sided[0]}.mixer.causal=false: no architecture of transformers that "
             "maxstack knows sees later positions, so this model cannot be exported"
@@ -143,7 +150,7 @@ def record(contents: Contents, folder: Path) -> None:
     """Keep what an export will give back: config.json, tokenizer files, dtypes of tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", contents.folder.config)
-    for name in (*TOKENIZER, GENERATION):
+    for name in (*TOKENIZER, GENERATION, PREPROCESSOR):
         if os.path.lexists(contents.folder.path / name):
             shutil.copyfile(contents.folder.file(name), folder / name)
     dtypes = {name: tensor.dtype.name for name, tensor in contents.tensors.items()}

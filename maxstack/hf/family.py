@@ -14,6 +14,7 @@ from maxstack.hf.blocks import Layers
 from maxstack.hf.rows import Row
 from maxstack.hf.table import Mismatch, Sink, Source
 from maxstack.schema.decoder import DecoderConfig
+from maxstack.schema.stack import StackConfig
 
 # Keys that say nothing about the computation of logits.
 SILENT = frozenset(
@@ -43,6 +44,8 @@ STALE = frozenset(
 )
 CAUSAL, SCORING = "ForCausalLM", "ForSequenceClassification"
 """Ends of the names of architectures with a language model's head, and a reward model's."""
+CLASSIFYING = "ForImageClassification"
+"""End of the names of architectures with classes of images."""
 NEVER = {"add_cross_attention": False, "is_encoder_decoder": False}
 NO_MEANING = frozenset(
     """
@@ -81,30 +84,36 @@ class Family:
     """Beginning of tensor names, the head aside; absent from files of the bare body."""
     unused: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Patterns of tensors that carry nothing."""
+    bare: str = ""
+    """Name of the architecture without a head."""
+    schema: type[StackConfig] = DecoderConfig
+    """Section of the model."""
 
     def read(self, config: Mapping[str, Any], where: str, mtp: int | None = 0) -> dict[str, Any]:
         """config.json -> the mapping of a DecoderConfig. ConfigError lists keys and values that are
         not supported."""
         source = Source(config, where, mtp)
         model = table.read(self.model, source) | self.layers.read(source)
-        if scores(config):
+        if self.schema is DecoderConfig and scores(config):
             _check_labels(config, where)
             model["head"] = {**model["head"], "scores": True, "tied": False}
         self._refuse(source, config)
         return {key: value for key, value in model.items() if value is not None}
 
-    def write(self, model: DecoderConfig) -> dict[str, Any]:
+    def write(self, model: StackConfig) -> dict[str, Any]:
         """The config.json that describes `model`; Mismatch where this family cannot."""
+        if type(model) is not self.schema:
+            raise Mismatch(f"it is no {model.kind}")
         wanted, sink = meaning(model), Sink()
         table.write(self.model, wanted, sink)
         self.layers.write(wanted["layers"], sink)
-        architecture = self.architecture
-        if model.head.scores:
+        architecture = self.architecture if model.has_head else self.bare
+        if model.scores:
             architecture = architecture.replace(CAUSAL, SCORING)
             sink |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         config = {"architectures": [architecture], "model_type": self.model_type, **sink}
-        mtp = model.mtp.depth if model.mtp and self.further else 0
-        again = meaning(DecoderConfig.model_validate(self.read(config, self.architecture, mtp)))
+        mtp = model.depth if self.further else 0
+        again = meaning(self.schema.model_validate(self.read(config, architecture, mtp)))
         if different := sorted(_different(wanted, again, "")):
             more = " and more" if len(different) > 5 else ""
             raise Mismatch(f"it has no way to say {', '.join(different[:5])}{more}")
@@ -149,7 +158,7 @@ def _check_labels(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def meaning(model: DecoderConfig) -> dict[str, Any]:
+def meaning(model: StackConfig) -> dict[str, Any]:
     """Everything that decides the logits of a model, in one form: layers one by one, defaults
     filled in, without names, dtypes and matters of speed."""
     data = plain_data(model)
@@ -162,12 +171,9 @@ def meaning(model: DecoderConfig) -> dict[str, Any]:
             layers.append(blocks[name] | {"mixer": mixer | {"share_kv": owner}})
         else:
             layers.append(blocks[name])
-    mtp = {"depth": model.mtp.depth, "block": blocks[model.mtp.block]} if model.mtp else None
-    return _without(data, NO_MEANING) | {
-        "layers": layers,
-        "mtp": mtp,
-        "head": _without(data["head"], ["backend"]),
-    }
+    further = {"depth": model.depth, "block": blocks[data["mtp"]["block"]]} if model.depth else None
+    head = {"head": _without(data["head"], ["backend"])} if "head" in data else {}
+    return _without(data, NO_MEANING) | {"layers": layers, "mtp": further} | head
 
 
 def _without(mapping: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
@@ -180,6 +186,8 @@ def _block(block: dict[str, Any]) -> dict[str, Any]:
     if mixer["kind"] == "attention":
         mixer["kv_heads"] = mixer["kv_heads"] or mixer["heads"]
         mixer["scale"] = mixer["scale"] or mixer["head_dim"] ** -0.5
+        if mixer["key_bias"] is None:
+            mixer["key_bias"] = mixer["qkv_bias"]
     return block | {"mixer": mixer, "mlp": _mlp(block["mlp"])}
 
 

@@ -190,10 +190,13 @@ def _of_language_model(tensors: dict[str, T], body: str) -> dict[str, T]:
             inner + name.removeprefix(outer) if name.startswith(outer) else name: tensor
             for name, tensor in tensors.items()
         }
-    tensors = {name: tensor for name, tensor in tensors.items() if not OTHER_TOWERS.match(name)}
+    if not OTHER_TOWERS.match(body):
+        tensors = {name: x for name, x in tensors.items() if not OTHER_TOWERS.match(name)}
     if any(name.startswith(body) for name in tensors):
         return tensors
     return {
-        name if name.startswith(("lm_head.", "score.", "mtp.")) else body + name: tensor
+        name
+        if name.startswith(("lm_head.", "score.", "mtp.", "classifier."))
+        else body + name: tensor
         for name, tensor in tensors.items()
     }

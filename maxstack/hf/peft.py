@@ -27,8 +27,8 @@ from maxstack.hf.safetensors_file import SafetensorsFile
 from maxstack.hf.table import Mismatch
 from maxstack.hf.tensors import check_finite
 from maxstack.hf.writer import Read, write_json
-from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.lora import LoraConfig
+from maxstack.schema.stack import StackConfig
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."
@@ -359,7 +359,7 @@ def read(
     return leaves
 
 
-def bound_to(adapter: Adapter, model: DecoderConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
+def bound_to(adapter: Adapter, model: StackConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
     """The tensors of our model in the first family that has the adapter's modules. ConfigError
     where none has."""
     for family in ALL:

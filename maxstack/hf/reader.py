@@ -2,6 +2,7 @@
 hold, one weight at a time."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,29 +13,30 @@ from tqdm import tqdm
 
 from maxstack.errors import DataError
 from maxstack.hf.binding import Bound, Target, bind
-from maxstack.hf.contents import HEAD, VALUE, Contents, check_tensors
+from maxstack.hf.contents import Contents, check_tensors
 from maxstack.hf.tensors import Tensor, check_finite
+from maxstack.schema.stack import StackConfig
 
 Index = tuple[slice, ...]
-SCORE = "score"
-"""Path of a reward model's head."""
 
 
 def load_params(
     contents: Contents,
     wanted: Mapping[str, Any],
     *,
+    model: StackConfig | None = None,
     progress: bool = True,
     finite: bool = True,
 ) -> Iterator[tuple[str, jax.Array]]:
     """The weights of a model folder by path, one after the other, as jax.ShapeDtypeStruct with a
-    sharding (or none: one device) ask for them; all but those that `pieces_of` leaves out.
+    sharding (or none: one device) ask for them; all but those that `pieces_of` leaves out. `model`:
+    that which they are for; None: that of the folder.
 
     Numbers are cast to the dtype of each leaf. DataError, before anything is read, lists tensors
     that are missing, unknown or of another shape; and, if `finite`, names the first tensor with a
     number that is NaN or infinite after the cast.
     """
-    pieces = pieces_of(contents, {path: leaf.shape for path, leaf in wanted.items()})
+    pieces = pieces_of(contents, {path: leaf.shape for path, leaf in wanted.items()}, model)
     total = sum(leaf.size for leaf in wanted.values())
     with tqdm(
         total=total,
@@ -70,27 +72,70 @@ class Piece:
         return self.bound.row.ours(self.target.part, self.tensor.array(expert), self.bound.sizes)
 
 
-def pieces_of(contents: Contents, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Piece]]:
-    """Our path -> the pieces that make it up. DataError as in load_params. A reward model's score
-    has none in the folder of a language model, whose head is left, and an estimate of rewards has
-    none in any."""
-    shapes = {path: shape for path, shape in shapes.items() if path != VALUE}
-    new_head = SCORE in shapes and not contents.model.head.scores
-    if new_head:
-        shapes = {path: shape for path, shape in shapes.items() if path != SCORE}
+@dataclasses.dataclass(frozen=True)
+class Positions(Piece):
+    """A table of positions of an image, made for one of another size by bicubic interpolation, as
+    transformers' encoders do; its first rows, which are no patches', stay."""
+
+    before: int
+    """Rows that stay."""
+    rows: int
+    """Rows that are wanted in all."""
+
+    def fill(self, out: np.ndarray, index: Index) -> None:
+        table = self._view(None).astype(np.float32)
+        before, patches = table[: self.before], table[self.before :]
+        sides = (math.isqrt(rows) for rows in (len(patches), self.rows - self.before))
+        weights = bicubic(*sides)
+        patches = patches.reshape(weights.shape[1], weights.shape[1], -1)
+        made = np.einsum("ik,jl,kld->ijd", weights, weights, patches)
+        out[...] = np.concatenate([before, made.reshape(-1, made.shape[-1])])[index]
+
+
+def bicubic(old: int, new: int) -> np.ndarray:
+    """Weights float32 [new, old] of cubic convolution with a = -0.75 between the middles of pixels,
+    edges repeated (Keys 1981, doi:10.1109/TASSP.1981.1163711), as torch's interpolate has it."""
+    places = (np.arange(new) + 0.5) * old / new - 0.5
+    first, weights = np.floor(places).astype(int), np.zeros((new, old))
+    for tap in range(-1, 3):
+        x = np.abs(places - first - tap)
+        near = (1.25 * x - 2.25) * x * x + 1
+        far = ((-0.75 * x + 3.75) * x - 6) * x + 3
+        at = np.clip(first + tap, 0, old - 1)
+        np.add.at(weights, (np.arange(new), at), np.where(x <= 1, near, far))
+    return weights.astype(np.float32)
+
+
+def pieces_of(
+    contents: Contents, shapes: Mapping[str, tuple[int, ...]], model: StackConfig | None = None
+) -> dict[str, list[Piece]]:
+    """Our path -> the pieces that make it up. DataError as in load_params. What a `model` draws
+    anew where it starts from that of the folder has none; positions of images of another size are
+    resized."""
+    fresh, left = (model or contents.model).exchanged(contents.model)
+    shapes = {path: shape for path, shape in shapes.items() if path not in fresh}
+    places = contents.model.places
+    own = dict(shapes)
+    if places and "positions" in own:
+        own["positions"] = sum(places), *own["positions"][1:]
     try:
-        bound = bind(contents.family, contents.model, shapes)
+        bound = bind(contents.family, contents.model, own)
     except ValueError as error:
         raise DataError(
             f"{contents.folder.path}: holds the weights of another model than the configured one: "
             f"{error}; with `model: {{from: {contents.folder.path}}}` alone, the architecture, "
             "the number of layers and the names of blocks are those of the folder"
         ) from error
-    check_tensors(contents, bound, (re.escape(HEAD),) if new_head else ())
+    heads = [row for row in contents.family.rows if {part.path for part in row.parts} <= left]
+    check_tensors(contents, bound, [re.escape(row.name) for row in heads])
     pieces: dict[str, list[Piece]] = {path: [] for path in shapes}
     for tensor in bound:
         for target in () if tensor.row.copy else tensor.targets:
-            pieces[target.path].append(Piece(tensor, target, contents.tensors[tensor.name]))
+            piece = Piece(tensor, target, contents.tensors[tensor.name])
+            if places and own[target.path] != shapes[target.path]:
+                rows = shapes[target.path][0]
+                piece = Positions(tensor, target, piece.tensor, places[0], rows)
+            pieces[target.path].append(piece)
     return pieces
 
 

@@ -47,6 +47,8 @@ class Row:
     """Layout of the tensor, or of one expert's part of it."""
     hints: tuple[Part, ...] = ()
     """Weights that a block must have for the row to apply, and that give sizes."""
+    absent: tuple[str, ...] = ()
+    """Weights that a block must not have for the row to apply."""
     copy: bool = False
     """Another tensor holds the same; a file may leave it out."""
 
@@ -127,7 +129,7 @@ class Row:
 def rows(text: str) -> tuple[Row, ...]:
     """The rows of a table, one a line; `copy` as a fourth column marks a tensor that another one
     holds too."""
-    return tuple(_row(line) for line in text.strip().splitlines())
+    return tuple(_row(line) for line in text.splitlines() if line.strip())
 
 
 def only(where: str, table: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -136,6 +138,11 @@ def only(where: str, table: tuple[Row, ...]) -> tuple[Row, ...]:
     return tuple(
         dataclasses.replace(row, hints=(*row.hints, Part(path, "", axes))) for row in table
     )
+
+
+def without(path: str, table: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Rows for those blocks alone that do not have the weight at `path`."""
+    return tuple(dataclasses.replace(row, absent=(*row.absent, path)) for row in table)
 
 
 @functools.cache

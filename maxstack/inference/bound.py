@@ -117,8 +117,8 @@ def held(cfg: "Config", sizes: Mapping[str, int]) -> list[Held]:
     from flax import nnx
 
     from maxstack import state
-    from maxstack.models import decoder
     from maxstack.models.model import weights_of
+    from maxstack.models.stack import mixture as mixture_at
     from maxstack.weights.rewrite import Rewrite
 
     rewrite, original, rules = Rewrite(cfg), weights_of(cfg.model), cfg.mesh.rules
@@ -137,12 +137,12 @@ def held(cfg: "Config", sizes: Mapping[str, int]) -> list[Held]:
         kept = size / parts(axes, sizes)
         over = [axis for axis in names(rules["expert"]) if use == "experts" and axis in axes]
         gathered = tuple(axis for axis in axes if axis in batch and axis not in over)
-        unread = use == "rows" and not cfg.model.head.tied
+        unread = use == "rows" and not cfg.decoder.head.tied
         unread |= path.startswith("mtp/") and not cfg.serve.modules
         read = 0.0 if unread or "per_layer_embed" in path else kept * parts(gathered, sizes)
         chosen, spread = 1.0, parts([axis for axis in over if axis in batch], sizes)
         if use == "experts":
-            mixture = decoder.mixture(cfg.model, tuple(path.split("/")))
+            mixture = mixture_at(cfg.model, tuple(path.split("/")))
             chosen = mixture.top_k / mixture.experts
         rows.append(Held(kept, read, gathered, chosen, spread))
     return rows

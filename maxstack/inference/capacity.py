@@ -132,7 +132,7 @@ def step_bytes(cfg: "Config", sizes: Mapping[str, int]) -> float:
         for block in model.blocks.values()
     )
     width = 4 if model.dtype == "float32" else 2
-    return min(rows, OUTPUTS) * 4 * model.vocab + rows * widest * width / sizes["tensor"]
+    return min(rows, OUTPUTS) * 4 * model.outputs + rows * widest * width / sizes["tensor"]
 
 
 def usable_bytes(topology: Topology) -> int:
@@ -165,7 +165,7 @@ def opened(config: str, overrides: Sequence[str], devices: int) -> tuple["Config
         return load(config, words), None
 
     cfg, own = placed(read, overrides, devices)
-    longest = cfg.serve.max_length or cfg.model.positions
+    longest = cfg.serve.max_length or cfg.decoder.positions
     if longest is None and (own or cfg.model.weights):
         longest = longest_of(cfg, own, files_of(cfg, own))
     return cfg, longest
@@ -202,7 +202,7 @@ def capacity(
     from maxstack.models.model import weights_of
 
     cfg = configured(())
-    layout = Layout.of(cfg.model, cfg.serve, topology.platform)
+    layout = Layout.of(cfg.decoder, cfg.serve, topology.platform)
     sizes = sizes_on(cfg, topology.size, topology.name, trains=False)
     cache, memory = layout.on(cfg.mesh, sizes), _memory(cfg, layout, topology, sizes)
     least = request_bytes(cfg, layout, cache, min(lengths))
@@ -280,7 +280,7 @@ def _refusal(
         also = [low, *(f"{words} {low}" for words in changes)]
         remedies += [words for words in also if _fits(configured, topology, length, words)][:1]
     ones = dict.fromkeys(AXES, 1)
-    layout = Layout.of(cfg.model, cfg.serve, topology.platform)
+    layout = Layout.of(cfg.decoder, cfg.serve, topology.platform)
     whole = sum(each.kept for each in held(cfg, ones))
     each = request_bytes(cfg, layout, layout.on(cfg.mesh, ones), length) + memory.fixed
     devices = math.ceil((whole + each / SHARE) / (memory.usable - memory.step))
@@ -298,7 +298,7 @@ def _fits(configured: Configured, topology: Topology, length: int, words: str) -
     try:
         cfg = configured(words.split())
         sizes = sizes_on(cfg, topology.size, topology.name, trains=False)
-        layout = Layout.of(cfg.model, cfg.serve, topology.platform)
+        layout = Layout.of(cfg.decoder, cfg.serve, topology.platform)
         each = request_bytes(cfg, layout, layout.on(cfg.mesh, sizes), length)
         return _memory(cfg, layout, topology, sizes).requests(each) > 0
     except ConfigError:

@@ -40,11 +40,11 @@ class Engine:
         """`run` is assembled from `programs.serving(cfg)`; `params` are taken over, and deleted
         where they are replaced; None: `load` brings them."""
         self.cfg, self.max_length = run.cfg, max_length
-        self._layout = Layout.of(run.cfg.model, run.cfg.serve, run.mesh.devices.flat[0].platform)
+        self._layout = Layout.of(run.cfg.decoder, run.cfg.serve, run.mesh.devices.flat[0].platform)
         self.adapters = adapters.names
         self.programs = Programs(run, self._layout, limits, max_length, adapters)
         self.programs.load(params)
-        self._sampler = Sampler(run.cfg.model.vocab, max_length)
+        self._sampler = Sampler(run.cfg.decoder.vocab, max_length)
         draft = self._drafts if run.cfg.serve.speculate else None
         self.scheduler = Scheduler(self._layout, limits, self.programs.replicas, draft, twins=True)
         self._tasks: dict[int, Task] = {}
@@ -60,7 +60,7 @@ class Engine:
 
     def check(self, prompt: Sequence[int]) -> None:
         """DataError for a prompt that cannot be answered. Safe to call from any thread."""
-        vocab = self.cfg.model.vocab
+        vocab = self.cfg.decoder.vocab
         if not prompt:
             raise DataError("the prompt is empty; give at least one token")
         outside = next((token for token in prompt if not 0 <= token < vocab), None)

@@ -82,7 +82,11 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
     assert run.cfg.model.weights
     finite = not run.cfg.checkpoint.allow_nonfinite
     contents = opened(run.cfg.model.weights)
-    return tree(run.weights.rewritten(load_params(contents, run.weights.original, finite=finite)))
+    return tree(
+        run.weights.rewritten(
+            load_params(contents, run.weights.original, model=run.cfg.model, finite=finite)
+        )
+    )
 
 
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:

@@ -84,7 +84,7 @@ def _read(
     documents: "Documents", index: int, cfg: DataConfig, run: "Run", record: Record
 ) -> tuple[Mapping[str, Any], list[Segment]]:
     """A record, and its segments. DataError where there are not as many as its kind has."""
-    fields = {"ends": None} if run.cfg.model.head.scores else {}
+    fields = {"ends": None} if run.cfg.decoder.head.scores else {}
     units = units_of(documents, index, cfg, fields)  # type: ignore[arg-type]
     if len(units) != 1:
         raise DataError(
@@ -112,7 +112,7 @@ class Step:
         self._multiple = math.lcm(ROUND, 2 * pieces)
         self._everywhere = NamedSharding(run.mesh, PartitionSpec())
         self._params, self._top = params, top
-        self._scores = run.cfg.model.head.scores
+        self._scores = run.cfg.decoder.head.scores
         compute = run.within(_computed(run, top))
         self._compute = jax.jit(compute, compiler_options=in_order(run.mesh))
 
@@ -171,7 +171,7 @@ def _computed(run: "Run", top: int) -> Any:
     def compute(params: Any, batch: Any) -> dict[str, jax.Array]:
         model = nnx.merge(run.graph, nnx.State(params))
         normed_BTD = model.norm(model.trunk(batch)[0])
-        if run.cfg.model.head.scores:
+        if run.cfg.decoder.head.scores:
             return {"sum": (model.scores(normed_BTD) * batch["mask"]).sum(axis=1)}
         logps_BT = jnp.where(batch["mask"] > 0, log_probs(model, normed_BTD, batch["targets"]), 0)
         made = {"sum": logps_BT.sum(axis=1)}

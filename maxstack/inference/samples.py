@@ -49,7 +49,7 @@ class Samples:
         mesh = run.cfg.mesh.model_copy(update={"rules": rules})
         cfg = serving(run.cfg.model_copy(update={"mesh": mesh, "serve": serve}))
         limits, length = limits_of(
-            cfg, Layout.of(cfg.model, cfg.serve, run.mesh.devices.flat[0].platform), length, None
+            cfg, Layout.of(cfg.decoder, cfg.serve, run.mesh.devices.flat[0].platform), length, None
         )
         self._engine = Engine(assemble(cfg, run.mesh, trains=False), None, limits, length)
 

@@ -89,10 +89,10 @@ def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) ->
             beside = hub.model_folder(cfg.model.weights or model, weights=False)
         raise ConfigError(f"{unread(beside)}; or give {instead}")
     tokenizer = open_prompt_tokenizer(cfg.data.tokenizer)
-    if tokenizer.vocab_size > cfg.model.vocab:
+    if tokenizer.vocab_size > cfg.decoder.vocab:
         raise DataError(
             f"data.tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens and "
-            f"{model} only {cfg.model.vocab}, so it is not the "
+            f"{model} only {cfg.decoder.vocab}, so it is not the "
             f"model's; give {instead}, or the right data.tokenizer"
         )
     documents = open_source(JsonlSource(kind="jsonl", files=(file,)), split="all")
@@ -128,7 +128,7 @@ def score(
 ) -> np.ndarray:
     """Write `out`, an npz file of logprobs, tokens, lengths and, if asked for, logits; return
     logprobs."""
-    shape = (*rows.tokens.shape, run.cfg.model.vocab)
+    shape = (*rows.tokens.shape, run.cfg.decoder.vocab)
     with storage.replacing(out) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
         if logits:
             with archive.open("logits.npy", "w", force_zip64=True) as file:

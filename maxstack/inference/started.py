@@ -71,16 +71,16 @@ def start(
     from maxstack.inference.programs import serving
 
     cfg, own = placed(functools.partial(config_of, model), overrides, jax.device_count())
-    if cfg.model.head.scores:
+    if cfg.decoder.head.scores:
         raise ConfigError(f"{model}: is a reward model; `maxstack score --records` is for it")
     if not cfg.objective.FORWARD:
         raise ConfigError(f"{model}: was trained by masked diffusion; `maxstack sample` is for it")
     cfg = serving(cfg)
     folder = files_of(cfg, own)
-    layout = Layout.of(cfg.model, cfg.serve, jax.devices()[0].platform)
+    layout = Layout.of(cfg.decoder, cfg.serve, jax.devices()[0].platform)
     longest = longest_of(cfg, own, folder)
     tokenizer, stop_tokens = _tokenizer(cfg, own, folder)
-    check(tokenizer, cfg.model.vocab)
+    check(tokenizer, cfg.decoder.vocab)
 
     from maxstack import sharding
     from maxstack.hardware.compiling import keep_programs
@@ -177,7 +177,7 @@ def _check_identical(engine: "Engine", layout: Layout) -> None:
     sizes = programs.sizes
 
     def different() -> list[int]:
-        return differing(programs, layout, engine.cfg.model.vocab, engine.max_length)
+        return differing(programs, layout, engine.cfg.decoder.vocab, engine.max_length)
 
     left = different()
     if 2 * len(left) > len(sizes):
@@ -245,11 +245,11 @@ def longest_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
     outer = read(folder / "config.json") if folder else {}
     config = outer.get("text_config") or outer
     lengths = [
-        cfg.model.positions or 0,
+        cfg.decoder.positions or 0,
         config.get("max_position_embeddings") or 0,
         cfg.data.seq_len if own else 0,
     ]
-    return cfg.model.positions or max(lengths) or USUAL
+    return cfg.decoder.positions or max(lengths) or USUAL
 
 
 def _tokenizer(

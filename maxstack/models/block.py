@@ -15,7 +15,8 @@ from maxstack.layers.layer import layer_of
 from maxstack.layers.mlp import ACTIVATIONS
 from maxstack.layers.norm import Norm
 from maxstack.layers.weight import project, weight
-from maxstack.schema.decoder import DecoderConfig
+from maxstack.schema.decoder import PerLayerConfig
+from maxstack.schema.stack import StackConfig
 from maxstack.sharding import constrain
 
 Batch = Mapping[str, Array]
@@ -25,7 +26,7 @@ Aux = dict[str, Any]
 class Block(nnx.Module):
     """x + mixer(x), then x + mlp(x), each with norms where the placement has them."""
 
-    def __init__(self, name: str, model: DecoderConfig):
+    def __init__(self, name: str, model: StackConfig, per_layer: PerLayerConfig | None = None):
         self.name, cfg = name, model.blocks[name]
         size, dtype, scale = model.embed, model.param_dtype, model.init_scale
         stds = {"std": scale, "out_std": scale / (2 * model.layers) ** 0.5, "dtype": dtype}
@@ -38,8 +39,12 @@ class Block(nnx.Module):
         self.mixer = layer_of(cfg.mixer)(cfg.mixer, size, **stds)
         self.mlp = layer_of(cfg.mlp)(cfg.mlp, size, **stds)
         self.mixer_out_norm, self.mlp_out_norm = norm(after), norm(after)
+        self.mixer_scale, self.mlp_scale = (
+            weight((size,), "norm", dtype=dtype, fill=cfg.layer_scale) if cfg.layer_scale else None
+            for _ in range(2)
+        )
         self.out_scalar = weight((), "", dtype=dtype, fill=1.0) if cfg.out_scalar else None
-        if extra := model.per_layer:
+        if extra := per_layer:
             self.act = ACTIVATIONS[extra.activation]
             matmul = functools.partial(weight, dtype=dtype, use="matmul")
             self.per_layer_gate = matmul((size, extra.size), "embed latent", std=scale / size**0.5)
@@ -54,10 +59,12 @@ class Block(nnx.Module):
         x_BTD, scope = checkpoint_name(x_BTD, "input"), f"model.blocks.{self.name}"
         with context.drawing(), config_scope(f"{scope}.mixer"):
             mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
-        x_BTD = constrain(x_BTD + _apply(self.mixer_out_norm, mixed_BTD), "batch residual embed")
+        mixed_BTD = _scaled(_apply(self.mixer_out_norm, mixed_BTD), self.mixer_scale)
+        x_BTD = constrain(x_BTD + mixed_BTD, "batch residual embed")
         with context.drawing(), config_scope(f"{scope}.mlp"):
             out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)
-        x_BTD = constrain(x_BTD + _apply(self.mlp_out_norm, out_BTD), "batch residual embed")
+        out_BTD = _scaled(_apply(self.mlp_out_norm, out_BTD), self.mlp_scale)
+        x_BTD = constrain(x_BTD + out_BTD, "batch residual embed")
         if extra_BTP is not None:
             with context.drawing():
                 gated_BTP = self.act(project(x_BTD, self.per_layer_gate)) * extra_BTP
@@ -76,3 +83,7 @@ class Block(nnx.Module):
 
 def _apply(norm: Norm | None, x: Array) -> Array:
     return norm(x) if norm is not None else x
+
+
+def _scaled(x: Array, factors: nnx.Param | None) -> Array:
+    return x if factors is None else x * factors[...].astype(x.dtype)

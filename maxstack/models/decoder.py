@@ -3,10 +3,7 @@ vocab  P per-layer embedding  L layers."""
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -17,25 +14,20 @@ from maxstack.layers.context import Context, Table, keys_of
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
 from maxstack.layers.weight import Substitute, Weight, lookup, multiply, project, values, weight
-from maxstack.models import pipeline
 from maxstack.models.block import Aux, Batch, Block
-from maxstack.models.model import Model, Reports
-from maxstack.models.remat import remat
+from maxstack.models.stack import Stack, of_layer
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.mixers import LongRopeScaling, RopeConfig
-from maxstack.schema.mlps import MoEConfig
-from maxstack.sharding import constrain, size_of
+from maxstack.sharding import constrain
 
 
-class Decoder(Model):
-    """Embedding, blocks, norm, head. Blocks of the pattern are stacked over its repetitions, along
-    a leading axis named `layers`.
+class Decoder(Stack):
+    """Embedding, blocks, norm, head."""
 
-    Built, it holds placeholders; `initial` draws the weights.
-    """
+    cfg: DecoderConfig
 
     def __init__(self, cfg: DecoderConfig):
-        self.cfg = cfg
+        super().__init__(cfg)
         dtype, std = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5
         drawn = functools.partial(weight, std=std, dtype=dtype)
         self.embed = drawn((cfg.vocab, cfg.embed), "vocab embed", use="rows")
@@ -49,13 +41,6 @@ class Decoder(Model):
             self.per_layer_project = drawn((cfg.embed, *sizes), "embed latent latent", use="matmul")
             self.per_layer_norm = Norm(cfg.norm, extra.size, dtype=dtype)
 
-        first, period, repeats = len(cfg.prefix), cfg.stacks, cfg.repetitions
-        rest = cfg.order[first + repeats * len(period) :]
-        self.prefix = nnx.Dict({f"{i}": Block(name, cfg) for i, name in enumerate(cfg.prefix)})
-        stacks = {key: _stack(Block(name, cfg), repeats) for key, name in period.items() if repeats}
-        self.blocks = nnx.Dict(stacks)
-        self.rest = nnx.Dict({f"{i}": Block(name, cfg) for i, name in enumerate(rest)})
-        self.norm = Norm(cfg.norm, cfg.embed, dtype=dtype)
         self.mtp = nnx.Dict(
             {f"{i}": FurtherToken(cfg) for i in range(cfg.mtp.depth)} if cfg.mtp else {}
         )
@@ -86,29 +71,8 @@ class Decoder(Model):
         if cfg.head.bias:
             self.head_bias = weight((cfg.vocab,), "vocab", dtype=dtype)
 
-    @staticmethod
-    def after_step(
-        cfg: DecoderConfig, params: dict[str, Any], reports: Reports
-    ) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Each selection bias one step nearer to balance: up where fewer tokens than the mean chose
-        the expert, down where more (Wang et al. 2024, arXiv:2408.15664, algorithm 1). Scalars:
-        expert_load, the fullest expert's tokens over the mean; dropped, the share of choices beyond
-        a capacity."""
-        flat = nnx.traversals.flatten_mapping(params)
-        scalars: dict[str, Any] = {}
-        loads = {path[:-1]: load for path, load in reports.items() if path[-1] == "load"}
-        for path, load in loads.items():
-            router = mixture(cfg, path).router
-            if router.selection_bias and router.bias_update:
-                bias = flat[*path, "selection_bias"]
-                step = jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
-                flat[*path, "selection_bias"] = bias + router.bias_update * step
-        if loads:
-            fullest = [(load.max(-1) / load.mean(-1)).max() for load in loads.values()]
-            scalars["expert_load"] = jnp.stack(fullest).max()
-        if dropped := [value.sum() for path, value in reports.items() if path[-1] == "dropped"]:
-            scalars["dropped"] = sum(dropped) / sum(load.sum() for load in loads.values())
-        return nnx.traversals.unflatten_mapping(flat), scalars
+    def block(self, name: str) -> Block:
+        return Block(name, self.cfg, self.cfg.per_layer)
 
     def trunk(self, batch: Batch) -> tuple[Array, Aux, Context]:
         """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks
@@ -124,27 +88,7 @@ class Decoder(Model):
         x_BTD, extra_LBTP = self._entered(tokens_BT, context)
         if "embedding_noise" in batch:
             x_BTD = x_BTD + arrange(batch["embedding_noise"]).astype(x_BTD.dtype)
-        aux: Aux = {"prefix": {}, "blocks": {}, "rest": {}}
-        kept_names = {block.mixer.keys_of for block in cfg.blocks.values()}
-
-        def run(block: Block, x_BTD: Array, extra_BTP: Array | None) -> tuple[Array, Aux]:
-            graph, state = nnx.split(block)
-            return remat(
-                cfg.remat, lambda state, x, extra: nnx.merge(graph, state)(x, context, extra)
-            )(state, x_BTD, extra_BTP)
-
-        for i, (key, block) in enumerate(_numbered(self.prefix)):
-            if cfg.prefix[i] in kept_names:
-                context = dataclasses.replace(
-                    context, kept={**context.kept, cfg.prefix[i]: block.keys_values(x_BTD, context)}
-                )
-            x_BTD, aux["prefix"][key] = run(block, x_BTD, _layer(extra_LBTP, i))
-        if cfg.repetitions:
-            x_BTD, aux["blocks"] = self._repeated(x_BTD, context, extra_LBTP)
-        done = cfg.layers - len(self.rest)
-        for i, (key, block) in enumerate(_numbered(self.rest)):
-            x_BTD, aux["rest"][key] = run(block, x_BTD, _layer(extra_LBTP, done + i))
-        return x_BTD, aux, context
+        return self.through(x_BTD, context, extra_LBTP)
 
     def _entered(self, tokens_BT: Array, context: Context) -> tuple[Array, Array | None]:
         """The residual stream before the first block, and the layers' own embeddings."""
@@ -163,10 +107,10 @@ class Decoder(Model):
         """
         context = self._decoding(rows, length)
         x_R1D, extra_LR1P = self._entered(rows.tokens_R[:, None], context)
-        for i, block in enumerate(self._unrolled()):
+        for i, block in enumerate(self.unrolled()):
             layer = cache.layer(i, rows)
             here = dataclasses.replace(context, cache=layer)
-            x_R1D, _ = block(x_R1D, here, _layer(extra_LR1P, i))
+            x_R1D, _ = block(x_R1D, here, of_layer(extra_LR1P, i))
             cache.replace(i, layer.arrays)
         return x_R1D
 
@@ -189,60 +133,6 @@ class Decoder(Model):
             "real": (rows.positions_R >= 0)[:, None],
         }
         return _context(self.cfg, batch, 1, length)
-
-    def _unrolled(self) -> Iterator[Block]:
-        """All blocks in their order."""
-        yield from (block for _, block in _numbered(self.prefix))
-        keys = self.cfg.stacks if self.cfg.repetitions else ()
-        parts = [nnx.split(self.blocks[key]) for key in keys]
-        for repetition in range(self.cfg.repetitions):
-            for graph, state in parts:
-                own = jax.tree.map(
-                    lambda leaf, i=repetition: leaf[i],
-                    nnx.to_pure_dict(state),
-                    is_leaf=lambda leaf: isinstance(leaf, tuple),
-                )
-                yield nnx.merge(graph, nnx.State(own))
-        yield from (block for _, block in _numbered(self.rest))
-
-    def _repeated(
-        self, x_BTD: Array, context: Context, extra_LBTP: Array | None
-    ) -> tuple[Array, Aux]:
-        """The repetitions of the pattern, one after the other -> (x, reports, each with a leading
-        axis of repetitions)."""
-        cfg, repeats, keys = self.cfg, self.cfg.repetitions, [*self.cfg.stacks]
-        graphs, stacked = zip(*(nnx.split(self.blocks[key]) for key in keys), strict=True)
-        staged = size_of(pipeline.STAGE) > 1
-
-        def period(x_BTD: Array, read: pipeline.Read) -> tuple[Array, Aux]:
-            reports = {}
-            for place, key in enumerate(keys):
-
-                def block(x_BTD: Array, place: int = place) -> tuple[Array, Aux]:
-                    state, context, extra_BTP = read(place)
-                    return nnx.merge(graphs[place], state)(x_BTD, context, extra_BTP)
-
-                x_BTD, reports[key] = remat(cfg.remat, block, staged)(x_BTD)
-            return x_BTD, reports
-
-        extra = extra_LBTP
-        if extra is not None:
-            extra = extra[len(self.prefix) :][: repeats * len(keys)]
-            extra = extra.reshape(repeats, len(keys), *extra.shape[1:])
-        if staged:
-            return pipeline.pipelined(period, x_BTD, stacked, context, extra, cfg.unroll)
-
-        def repetition(
-            x_BTD: Array, xs: tuple[Any, Array | None, Array | None]
-        ) -> tuple[Array, Aux]:
-            states, extra, number = xs
-            here = context if number is None else context.repeated(number)
-            return period(x_BTD, lambda place: (states[place], here, _layer(extra, place)))
-
-        numbers = None if context.keys_BT2 is None else jnp.arange(repeats)
-        return jax.lax.scan(
-            repetition, x_BTD, (stacked, extra, numbers), unroll=min(cfg.unroll, repeats)
-        )
 
     def hidden(self, batch: Batch) -> Array:
         """The normed residual stream that the head reads [B, T, D], in natural order."""
@@ -318,47 +208,13 @@ class FurtherToken(nnx.Module):
             use="matmul",
             contract=2,
         )
-        # its token is in no layer's table
-        self.block = Block(cfg.mtp.block, cfg.model_copy(update={"per_layer": None}))
+        self.block = Block(cfg.mtp.block, cfg)  # its token is in no layer's table
 
     def __call__(self, x_BTD: Array, next_BTD: Array, context: Context) -> tuple[Array, Aux]:
         """(state, embedding of the next token) -> (state one token further, the block's report)."""
         both_BT2D = jnp.stack([self.embed_norm(next_BTD), self.hidden_norm(x_BTD)], axis=2)
         with context.drawing():
             return self.block(project(both_BT2D, self.project), context)
-
-
-def losses_and_reports(aux: Aux) -> tuple[dict[str, Array], dict[tuple[str, ...], Array]]:
-    """Reports of the blocks: summands of the loss by name, and those that `after_step` reads."""
-    flat = nnx.traversals.flatten_mapping(aux)
-    router = [value.sum() for path, value in flat.items() if path[-1] == "router_loss"]
-    reports = {path: value for path, value in flat.items() if path[-1] in ("load", "dropped")}
-    return {"router_loss": sum(router[1:], router[0])} if router else {}, reports
-
-
-def mixture(cfg: DecoderConfig, path: tuple[str, ...]) -> MoEConfig:
-    """The mixture of experts that holds the weight, or is, at a path."""
-    part, key = path[:2]
-    if part == "mtp":
-        assert cfg.mtp
-        name = cfg.mtp.block
-    elif part == "blocks":
-        name = cfg.stacks[key]
-    else:
-        first = len(cfg.prefix) + cfg.repetitions * len(cfg.period) if part == "rest" else 0
-        name = cfg.order[first + int(key)]
-    moe = cfg.blocks[name].experts
-    assert moe
-    return moe
-
-
-def _numbered(blocks: nnx.Dict) -> list[tuple[str, Any]]:
-    """Blocks in the order of their numbers, in which a merged graph need not hold them."""
-    return sorted(blocks.items(), key=lambda item: int(item[0]))
-
-
-def _layer(extra: Array | None, index: int) -> Array | None:
-    return None if extra is None else extra[index]
 
 
 def _context(cfg: DecoderConfig, batch: Batch, length: int, longest: int | None = None) -> Context:
@@ -378,8 +234,3 @@ def _context(cfg: DecoderConfig, batch: Batch, length: int, longest: int | None 
     keys_BT2 = arrange(keys_of(batch["keys"], length)) if "keys" in batch else None
     tables = {key: table(*key) for key in ropes}
     return Context(places_BT, documents_BT, tables, real_BT=real_BT, keys_BT2=keys_BT2)
-
-
-def _stack(block: Block, repeats: int) -> Block:
-    graph, state = nnx.split(block)
-    return nnx.merge(graph, jax.tree.map(lambda x: jnp.broadcast_to(x, (repeats, *x.shape)), state))

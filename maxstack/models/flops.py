@@ -5,25 +5,23 @@ is what the backward pass computes again."""
 import collections
 from collections.abc import Iterator
 
-from maxstack.schema.decoder import BlockConfig, DecoderConfig
 from maxstack.schema.parts import Count, Dim, weights
+from maxstack.schema.stack import BlockConfig, StackConfig
 
 
-def flops_per_token(
-    model: DecoderConfig, seq_len: int, adapters: int = 0, frozen: int = 0
-) -> float:
+def flops_per_token(model: StackConfig, seq_len: int, adapters: int = 0, frozen: int = 0) -> float:
     """Causal training FLOPs a token, all components."""
     return sum(count.causal for count in components(model, seq_len, adapters, frozen).values())
 
 
-def forward_pass(model: DecoderConfig, seq_len: int) -> Count:
+def forward_pass(model: StackConfig, seq_len: int) -> Count:
     """FLOPs a token of a forward pass."""
     whole = components(model, seq_len).values()
     return Count(*(sum(counts) / 3 for counts in zip(*whole, strict=True)))
 
 
 def components(
-    model: DecoderConfig, seq_len: int, adapters: int = 0, frozen: int = 0
+    model: StackConfig, seq_len: int, adapters: int = 0, frozen: int = 0
 ) -> dict[str, Count]:
     """6 per weight that multiplies a token (forward 2, backward 4), and what attention does with
     the keys that it sees, by component.
@@ -50,24 +48,16 @@ def components(
 
 
 def _parts(
-    model: DecoderConfig, seq_len: int, each: float, share: float = 1.0
+    model: StackConfig, seq_len: int, each: float, share: float = 1.0
 ) -> Iterator[tuple[str, Count]]:
     """Counts by component: `each` for a weight, and a share of what mixers add."""
-    outputs = (1 if model.head.scores else model.vocab) + model.head.value
-    yield "head", _weights(model.embed * outputs, each)
+    for component, products in model.outside(seq_len):
+        yield component, _weights(products, each)
     for name in model.order:
         yield from _block(model.blocks[name], model.embed, seq_len, each, share)
-    if extra := model.per_layer:
-        yield "per-layer embeddings", _weights(model.layers * 3 * model.embed * extra.size, each)
-    if model.mtp and model.mtp.loss:
-        for _ in range(model.mtp.depth):
-            yield "further tokens", _weights(2 * model.embed**2 + model.embed * model.vocab, each)
-            yield from (
-                ("further tokens", count)
-                for _, count in _block(
-                    model.blocks[model.mtp.block], model.embed, seq_len, each, share
-                )
-            )
+    for name in model.further:
+        for _, count in _block(model.blocks[name], model.embed, seq_len, each, share):
+            yield "further tokens", count
 
 
 def _weights(number: float, each: float) -> Count:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from maxstack.models import pipeline
-from maxstack.schema.decoder import RematConfig
+from maxstack.schema.stack import RematConfig
 
 
 def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Callable[..., Any]:

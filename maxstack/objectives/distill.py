@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxstack.kernels.sequences import natural
-from maxstack.models.decoder import losses_and_reports
+from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
 from maxstack.objectives.statistics import by_blocks
 from maxstack.schema.objective import DistillConfig

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
-from maxstack.models.decoder import losses_and_reports
+from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.next_token import head_losses
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
 from maxstack.objectives.statistics import statistics

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.sequences import arrange
-from maxstack.models.decoder import losses_and_reports
+from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.next_token import following, head_losses
 from maxstack.objectives.objective import Batch, Loss, Models, Objective, row_keys
 from maxstack.schema.objective import MaskedDiffusionConfig
@@ -35,7 +35,7 @@ class MaskedDiffusion(Objective):
     def mask_token(self) -> int:
         """Id of a hidden token."""
         given = self.section.mask_token
-        return self.cfg.model.vocab - 1 if given is None else given
+        return self.cfg.decoder.vocab - 1 if given is None else given
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
         """With `time` float32 [B] and `draw` float32 [B, T], uniform in [0, 1): what is below its
@@ -120,7 +120,7 @@ class MaskedDiffusion(Objective):
         return batch["targets"], following(hidden_BT) if self.section.shift else hidden_BT
 
     def _excluded(self) -> jax.Array:
-        return jnp.zeros(self.cfg.model.vocab).at[self.mask_token].set(EXCLUDED)
+        return jnp.zeros(self.cfg.decoder.vocab).at[self.mask_token].set(EXCLUDED)
 
     @staticmethod
     def _draw_by_content(batch: Batch) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from maxstack.kernels.backends import config_scope
 from maxstack.kernels.cross_entropy import Losses, Request, linear_cross_entropy
 from maxstack.kernels.sequences import arrange
-from maxstack.models.decoder import losses_and_reports
+from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
 from maxstack.schema.objective import NextTokenConfig
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.nn import log_sigmoid
 
-from maxstack.models.decoder import losses_and_reports
+from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
 from maxstack.objectives.sequences import count_pairs, lasts, pair_sums, pairs_of
 from maxstack.schema.objective import RewardConfig

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
-from maxstack.models.decoder import losses_and_reports
+from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.log_probs import log_probs
 from maxstack.objectives.next_token import NextToken, further_loss, head_losses
 from maxstack.objectives.objective import Batch, Loss, Models, row_keys

@@ -12,9 +12,9 @@ from maxstack.models.flops import components, forward_pass
 from maxstack.models.model import abstract
 from maxstack.objectives.objective import objective_of
 from maxstack.plan.topology import Link
-from maxstack.schema.decoder import REMAT, BlockConfig, RematConfig
 from maxstack.schema.mesh import names
 from maxstack.schema.parts import Dim, weights
+from maxstack.schema.stack import REMAT, BlockConfig, RematConfig
 from maxstack.sharding import spec
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def low_flops(cfg: "Config", rewrite: "Rewrite", trains: bool = True) -> Mapping
     from flax import nnx
 
     from maxstack import state
-    from maxstack.models import decoder
+    from maxstack.models.stack import mixture as mixture_at
 
     flops: collections.Counter[str] = collections.Counter()
     plain = nnx.traversals.flatten_mapping(state.of_weights(abstract(cfg.model)[1])[0], sep="/")
@@ -120,7 +120,7 @@ def low_flops(cfg: "Config", rewrite: "Rewrite", trains: bool = True) -> Mapping
         quant, share = use.quant, 1.0
         operands = [quant.weight, quant.grad, None if cfg.lora else quant.weight_grad]
         if use.spec.use == "experts":
-            mixture = decoder.mixture(cfg.model, tuple(path.split("/")))
+            mixture = mixture_at(cfg.model, tuple(path.split("/")))
             operands, share = operands[:1], mixture.top_k / mixture.experts
         for operand in filter(None, operands if trains else operands[:1]):
             flops[operand.qtype] += 2 * plain[path].size * share
@@ -163,7 +163,7 @@ def _memory(
     blocks = [model.blocks[name] for name in model.order]
     saved = sum(_saved(block, model.embed, model.remat) for block in blocks)
     layers = saved / tensor / stages * at_once * width
-    vocab = model.vocab // tensor
+    vocab = model.outputs // tensor
     rows = min(at_once / stages, rows_of(vocab, {"cuda": "gpu"}.get(platform, platform)))
     widest = max(_saved(block, model.embed, RematConfig()) for block in blocks)
     recomputed = widest / tensor * at_once / (mesh.microbatches or stages) * width

@@ -64,7 +64,7 @@ def state_bytes(run: Run) -> dict[str, int]:
     """Bytes of the parts of the state on one device, and of other weights that a step takes."""
     params, older = dict(run.abstract.params), run.abstract.behind
     frozen = run.abstract_arguments[2] if run.objective.frozen else {}
-    value = {"value head": params.pop("value")} if run.cfg.model.head.value else {}
+    value = {"value head": params.pop("value")} if "value" in params else {}
     trees = {"parameters": params, **value, "optimizer": run.abstract.opt}
     trees |= {"older weights": older} if older else {}
     return {name: shard_bytes(tree) for name, tree in {**trees, **frozen}.items()}

@@ -15,8 +15,8 @@ from maxstack.errors import ConfigError
 from maxstack.plan.estimate import SLACK, Estimate, Shapes, estimate
 from maxstack.plan.topology import Topology, links
 from maxstack.schema import mesh_rules, parallel_rules, rules
-from maxstack.schema.decoder import REMAT
 from maxstack.schema.mesh import AXES
+from maxstack.schema.stack import REMAT
 
 if TYPE_CHECKING:
     from maxstack.plan.report import Plan

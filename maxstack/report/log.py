@@ -41,10 +41,14 @@ class Log:
         number, now = row["step"], time.monotonic()
         mfu = f"  mfu {row['mfu']:.1%}" if "mfu" in row else ""
         wait = f"  data wait {row['data_wait']:.0%}" if row["data_wait"] >= 0.005 else ""
-        reward = f"reward {row['reward']:.4g}  " if "reward" in row else ""
+        shown = [name for name in ("reward", "accuracy") if name in row]
+        figures = "".join(f"{name} {row[name]:.4g}  " for name in shown)
+        rate = f"{row['tokens_per_second']:,.0f} tokens/s"
+        if "images_per_second" in row:
+            rate = f"{row['images_per_second']:,.0f} images/s"
         text = (
             f"step {number}/{self._steps} {number / self._steps:4.0%}  loss {row['loss']:.4f}  "
-            f"{reward}{row['tokens_per_second']:,.0f} tokens/s{mfu}{wait}  {_clock(left)} left"
+            f"{figures}{rate}{mfu}{wait}  {_clock(left)} left"
         )
         if self._out.isatty():
             self._out.write(f"\r\x1b[K{text}")

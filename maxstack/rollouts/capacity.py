@@ -64,7 +64,7 @@ def with_rollouts(plan: "Plan", run: "Run", topology: Topology, lengths: Lengths
     own = _own_devices(run, topology)
     engine, limits, _ = engine_run(run, rollout.prompts * rollout.samples, own)
     cfg, sizes = engine.cfg, dict(engine.mesh.shape)
-    layout = Layout.of(cfg.model, cfg.serve, topology.platform)
+    layout = Layout.of(cfg.decoder, cfg.serve, topology.platform)
     in_update, in_rollout = _memory(run, engine, layout, limits)
     device = Device.of(cfg, _of_engine(topology, engine), sizes)
     engines = run.mesh.size // engine.mesh.size
@@ -129,7 +129,7 @@ def cache_bytes(run: "Run") -> dict[str, int]:
         return {}
     engine, limits, _ = engine_run(run, rollout.prompts * rollout.samples)
     platform = run.mesh.devices.flat[0].platform
-    layout = Layout.of(engine.cfg.model, engine.cfg.serve, platform)
+    layout = Layout.of(engine.cfg.decoder, engine.cfg.serve, platform)
     return {"cache": _cache(engine, layout, limits)}
 
 

@@ -171,7 +171,7 @@ def engine_run(
         mesh = sharding.make_mesh(cfg.mesh, [*run.mesh.devices.flat])
     replicas = run.mesh.size // mesh.size * parts(cfg.mesh.rules["batch"], mesh.shape)
     cfg = engine_config(run.cfg, -(-samples // replicas), bool(own))
-    layout = Layout.of(cfg.model, cfg.serve, run.mesh.devices.flat[0].platform)
+    layout = Layout.of(cfg.decoder, cfg.serve, run.mesh.devices.flat[0].platform)
     limits, length = limits_of(cfg, layout, rollout.room(run.cfg), None)
     return assemble(cfg, mesh, trains=False), limits, length
 

@@ -97,7 +97,7 @@ class RewardModel:
             cfg, own = config_of(path, ["run.virtual_devices=null", *each])
         except ConfigError as error:
             raise ConfigError(f"rewards: path: {error}") from error
-        if not cfg.model.head.scores:
+        if not cfg.decoder.head.scores:
             raise ConfigError(
                 f"rewards: path: {path} gives no score; name a run of objective.kind=reward, or a "
                 "folder of a reward model"

@@ -3,9 +3,10 @@ package."""
 
 import logging
 import re
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
+import pydantic
 from pydantic import Field
 
 from maxstack.config import (
@@ -16,14 +17,17 @@ from maxstack.config import (
     PositiveInt,
     Section,
 )
+from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig
 from maxstack.schema.data import DataConfig
 from maxstack.schema.decoder import DecoderConfig
+from maxstack.schema.encoder import EncoderConfig
 from maxstack.schema.faults import FaultsConfig
 from maxstack.schema.foreign import equivalent
 from maxstack.schema.lora import LoraConfig
 from maxstack.schema.mesh import MeshConfig
 from maxstack.schema.objective import (
+    ClassifyConfig,
     DistillConfig,
     MaskedDiffusionConfig,
     NextTokenConfig,
@@ -168,9 +172,12 @@ Objective = Annotated[
     | RewardConfig
     | DistillConfig
     | MaskedDiffusionConfig
+    | ClassifyConfig
     | PolicyGradientConfig,
     Field(discriminator="kind"),
 ]
+
+Model = Annotated[DecoderConfig | EncoderConfig, Field(discriminator="kind")]
 
 
 class Config(Section):
@@ -196,7 +203,7 @@ class Config(Section):
     runtime: Literal["jax", "pathways"] = "jax"
     """jax: each process drives the devices of its host. pathways: this process drives all devices,
     through the proxy at JAX_BACKEND_TARGET."""
-    model: DecoderConfig
+    model: Model
     """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging
     Face folder, Org/Name of the hub, or another run or one of its checkpoints."""
     teacher: DecoderConfig | None = None
@@ -230,6 +237,26 @@ class Config(Section):
     """Reactions to values that are not finite, and about spikes."""
     serve: ServeConfig = ServeConfig()
     """Generation and the server."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _with_kinds(cls, data: Any) -> Any:
+        """A model without a kind is a decoder, as all were once."""
+        if not isinstance(data, Mapping):
+            return data
+        usual = {
+            key: {"kind": "decoder", **data[key]}
+            for key in cls.FROM
+            if isinstance(data.get(key), Mapping)
+        }
+        return {**data, **usual}
+
+    @property
+    def decoder(self) -> DecoderConfig:
+        """The model, where it must be a language model. ConfigError where it is none."""
+        if not isinstance(self.model, DecoderConfig):
+            raise ConfigError(f"model.kind={self.model.kind}: no language model, which this needs")
+        return self.model
 
     @property
     def data_sections(self) -> dict[str, DataConfig]:

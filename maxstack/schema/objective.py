@@ -17,6 +17,7 @@ from maxstack.config.annotations import listed
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
 from maxstack.schema.data import BYTE_IDS, SyntheticSource
+from maxstack.schema.encoder import EncoderConfig
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -30,6 +31,8 @@ class RowField(NamedTuple):
     dtype: str
     size: tuple[int, ...] = ()
     """Sizes of further dimensions."""
+    below: int | None = None
+    """All numbers are from 0 to below this; None: not known."""
 
 
 class ObjectivePart(Section):
@@ -40,6 +43,8 @@ class ObjectivePart(Section):
     """module:class that computes it."""
     RANDOM: ClassVar[bool] = False
     """True where a step draws random numbers."""
+    MODELS: ClassVar[tuple[str, ...]] = ("decoder",)
+    """Kinds of models that it can train."""
     RECORDS: ClassVar[tuple[str | None, ...]] = (None,)
     """Kinds of records that it learns from; None: text."""
     FORWARD: ClassVar[bool] = True
@@ -57,6 +62,13 @@ class ObjectivePart(Section):
 
     def faults(self, cfg: "Config") -> Iterator[Fault]:
         """(key, what is wrong and what to do) of a model or data that it cannot be used with."""
+        if cfg.model.kind not in self.MODELS:
+            yield (
+                "objective.kind",
+                f"{self.kind} is for model.kind={' or '.join(self.MODELS)}, and this is "
+                f"{cfg.model.kind}; use {cfg.model.OBJECTIVE}",
+            )
+            return
         yield from self.causal_faults(cfg)
         if cfg.teacher and not self.TEACHER:
             yield "teacher", f"objective.kind={self.kind} has no teacher; use distill, or drop it"
@@ -72,14 +84,14 @@ class ObjectivePart(Section):
             yield from cfg.rollout.faults(cfg)
         if cfg.rewards and not cfg.rollout:
             yield "rewards", "are of samples: set rollout.prompts, or leave them out"
-        if self.SCORES and not cfg.model.head.scores:
+        if self.SCORES and not cfg.decoder.head.scores:
             yield (
                 "model.head.scores",
                 f"objective.kind={self.kind} needs a score: set model.head.scores=true",
             )
         for key, data in cfg.data_sections.items():
             for index, source in enumerate(data.sources):
-                kind = source.record and source.record.kind
+                kind = source.holds
                 kinds = self.records(cfg)
                 if kind not in kinds and not isinstance(source, SyntheticSource):
                     wanted = " or ".join(f"{{kind: {name}}}" for name in kinds if name)
@@ -112,6 +124,35 @@ class ObjectivePart(Section):
     def token_ids(self, vocab: int) -> int:
         """Number of ids of a model's table that a tokenizer may give."""
         return vocab
+
+
+class ClassifyConfig(ObjectivePart):
+    """Cross-entropy of an image's class."""
+
+    OBJECTIVE = "maxstack.objectives.classify:Classify"
+    MODELS = ("encoder",)
+    RECORDS = ("image",)
+    FORWARD = False
+
+    kind: Literal["classify"]
+    """The objective."""
+    smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the target that is spread over all classes (Szegedy et al. 2016,
+    arXiv:1512.00567)."""
+    mixup: NonNegativeFloat = 0.0
+    """Parameter a of the Beta(a, a) distribution by which each picture is mixed with another of the
+    batch, and so are their classes (Zhang et al. 2018, arXiv:1710.09412); one number a step, as
+    big_vision draws it. 0: none."""
+
+    @property
+    def RANDOM(self) -> bool:  # type: ignore[override]  # noqa: N802
+        return self.mixup > 0
+
+    def causal_faults(self, cfg: "Config") -> Iterator[Fault]:
+        """A model without classes."""
+        assert isinstance(cfg.model, EncoderConfig)
+        if cfg.model.classes is None:
+            yield "model.classes", "classify needs a number of classes; set model.classes"
 
 
 class NextTokenConfig(ObjectivePart):
@@ -441,7 +482,7 @@ class MaskedDiffusionConfig(ObjectivePart):
                         else f"{block.mixer.kind} sees one side alone: use another mixer"
                     ),
                 )
-        if cfg.model.mtp:
+        if cfg.decoder.mtp:
             yield (
                 "model.mtp",
                 "predicts further tokens, which masked_diffusion has none of; drop it",
@@ -454,11 +495,11 @@ class MaskedDiffusionConfig(ObjectivePart):
                 f"mask_token={self.mask_token} is an id that data.tokenizer kind bytes gives; use "
                 f"{BYTE_IDS} or more, or null: the last row of the model's table",
             )
-        if self.mask_token is not None and self.mask_token >= cfg.model.vocab:
+        if self.mask_token is not None and self.mask_token >= cfg.decoder.vocab:
             yield (
                 "objective.mask_token",
-                f"mask_token={self.mask_token} is no row of model.vocab={cfg.model.vocab}; use "
-                f"{cfg.model.vocab - 1} or less",
+                f"mask_token={self.mask_token} is no row of model.vocab={cfg.decoder.vocab}; use "
+                f"{cfg.decoder.vocab - 1} or less",
             )
 
     def token_ids(self, vocab: int) -> int:

@@ -170,7 +170,7 @@ class PolicyGradientConfig(WithReferenceConfig):
             )
         if not cfg.rewards and not self.distil and not (cfg.rollout and cfg.rollout.environment):
             yield "rewards", "policy_gradient learns from rewards: give at least one"
-        if self.has_values != cfg.model.head.value:
+        if self.has_values != cfg.decoder.head.value:
             yield (
                 "model.head.value",
                 "advantage.baseline=value needs an estimate: set model.head.value=true"

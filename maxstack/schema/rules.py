@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from maxstack.config import Fault, storage
 from maxstack.errors import ConfigError
 from maxstack.schema import mesh_rules
-from maxstack.schema.data import BYTE_IDS, SyntheticSource
 from maxstack.schema.optimizer import schedule_faults
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 def faults(cfg: "Config") -> list[Fault]:
     """Every broken rule that can be found before the devices are counted."""
     rules = (
-        *map(_with_teacher, (mesh_rules.sizes, _vocabulary, _positions)),
+        *map(_with_teacher, (mesh_rules.sizes, _model)),
         _schedules,
         _evaluation,
         _samples,
@@ -79,35 +78,8 @@ def sizes_on(cfg: "Config", devices: int, where: str, trains: bool = True) -> di
     return sizes
 
 
-def _vocabulary(cfg: "Config") -> Iterator[Fault]:
-    vocab = cfg.model.vocab
-    for key, data in cfg.data_sections.items():
-        for index, source in enumerate(data.sources):
-            if isinstance(source, SyntheticSource) and source.vocab > vocab:
-                yield (
-                    f"{key}.sources.{index}.vocab",
-                    f"vocab={source.vocab} makes token ids that model.vocab={vocab} has no "
-                    f"embedding for; use {vocab} or less",
-                )
-        spare = vocab - cfg.objective.token_ids(vocab)
-        if data.cut_into_bytes and vocab < BYTE_IDS + spare:
-            beside = f" beside {spare} of objective.kind={cfg.objective.kind}" if spare else ""
-            yield (
-                "model.vocab",
-                f"vocab={vocab} is too small for {key}.tokenizer kind bytes, which has {BYTE_IDS} "
-                f"ids{beside}; use model.vocab={BYTE_IDS + spare} or more",
-            )
-
-
-def _positions(cfg: "Config") -> Iterator[Fault]:
-    positions = cfg.model.positions
-    for key, data in cfg.data_sections.items():
-        if positions and data.seq_len > positions:
-            yield (
-                f"{key}.seq_len",
-                f"seq_len={data.seq_len} is longer than the learned table of "
-                f"model.positions={positions}; use {positions} or less",
-            )
+def _model(cfg: "Config") -> Iterator[Fault]:
+    yield from cfg.model.faults(cfg)
 
 
 def _schedules(cfg: "Config") -> Iterator[Fault]:
@@ -120,7 +92,7 @@ def _samples(cfg: "Config") -> Iterator[Fault]:
         return
     if not cfg.eval.every:
         yield "eval.samples", "samples are written at evaluations, but eval.every is 0"
-    if not cfg.objective.FORWARD or cfg.model.head.scores:
+    if not cfg.objective.FORWARD or cfg.model.scores:
         yield (
             "eval.samples",
             f"objective.kind={cfg.objective.kind} gives no model that goes on from a prompt; leave "

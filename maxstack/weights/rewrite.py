@@ -15,8 +15,7 @@ from jax import Array
 
 from maxstack.errors import ConfigError, quoted
 from maxstack.layers.weight import Weight, draw
-from maxstack.models import decoder
-from maxstack.models.model import initial
+from maxstack.models.model import Model, initial, model_of
 from maxstack.weights import adapter
 from maxstack.weights.spec import WeightSpec, matches, module_of, near
 
@@ -136,8 +135,8 @@ class Rewrite:
         own = (jnp.asarray(leaves[name]) for name in names if name in self._params)
         return merge(jnp.asarray(whole, jnp.float32), *own)
 
-    def _built(self) -> decoder.Decoder:
-        cfg, model = self._cfg, decoder.Decoder(self._cfg.model)
+    def _built(self) -> Model:
+        cfg, model = self._cfg, model_of(self._cfg.model)(self._cfg.model)
         owners = {path: (module, name) for path, module, name in _params(model)}
         params = {path: getattr(module, name) for path, (module, name) in owners.items()}
         if cfg.quantization.rules:

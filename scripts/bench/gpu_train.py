@@ -20,11 +20,12 @@ from maxstack.models.flops import flops_per_token
 from maxstack.run import Run, assemble
 from maxstack.schema.config import Config, RunConfig, TrainConfig
 from maxstack.schema.data import DataConfig, SyntheticSource
-from maxstack.schema.decoder import BlockConfig, DecoderConfig, HeadConfig
+from maxstack.schema.decoder import DecoderConfig, HeadConfig
 from maxstack.schema.mixers import AttentionConfig, Llama3Scaling, NormConfig, RopeConfig
 from maxstack.schema.mlps import GatedMLPConfig
 from maxstack.schema.optimizer import OptimizerConfig
 from maxstack.schema.quantization import QuantizationConfig
+from maxstack.schema.stack import BlockConfig
 
 if TYPE_CHECKING:
     from bench.verdicts import Verdicts

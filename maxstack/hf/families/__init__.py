@@ -11,6 +11,7 @@ from maxstack.hf.families import (
     phi3,
     qwen,
     smollm3,
+    vision,
 )
 from maxstack.hf.family import Family
 
@@ -25,6 +26,7 @@ _MODULES = (
     llama4,
     phi3,
     smollm3,
+    vision,
 )
 ALL: tuple[Family, ...] = tuple(
     value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)

@@ -44,7 +44,7 @@ class State:
     @property
     def vocab(self) -> int:
         """Rows of the model's embedding."""
-        return self.served.cfg.model.vocab
+        return self.served.cfg.decoder.vocab
 
     @property
     def tokenizer(self) -> "Tokenizer":

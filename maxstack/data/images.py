@@ -1,0 +1,286 @@
+"""Pictures to pixels: decoding, crops, random changes, and the lane that makes rows of them.
+
+Shapes: H height  W width  C channels  S side of the model's images.
+"""
+
+import io
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from maxstack.data.documents import Documents, Picture, text_hash
+from maxstack.data.lanes import Batch, Lane
+from maxstack.data.sources import Synthetic
+from maxstack.errors import DataError
+from maxstack.schema.data import DataConfig, ImageConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from maxstack.schema.objective import RowField as Field
+
+TRIES = 10
+"""Random parts that are drawn before the whole picture is taken."""
+RATIO = 3 / 4, 4 / 3
+"""Width over height of a random part."""
+FIELDS = "image", "label", "real"
+SHOWN = 32
+"""Pixels of a small picture in a grid at the least."""
+
+
+class Sample(NamedTuple):
+    """What a row holds."""
+
+    pixels: np.ndarray
+    """uint8 [S, S, C]."""
+    label: int
+
+
+class ImageLane(Lane):
+    """Rows that hold a picture each: `image` uint8 [S, S, C], `label` int32, and `real` float32, 0
+    past the end of an evaluation. What is random about a picture is of (seed, its place in the
+    order of all epochs), so nothing depends on workers or on where a run went on."""
+
+    @classmethod
+    def arrays(cls, cfg: DataConfig, fields: Mapping[str, "Field"]) -> dict[str, np.dtype]:
+        """Arrays of a row, by name, with their shapes."""
+        if "image" not in fields:
+            return {}
+        kinds = {"image": np.uint8, "label": np.int32, "real": np.float32}
+        return {name: np.dtype((kinds[name], fields[name].size)) for name in FIELDS}
+
+    def fill(self, row: Batch) -> None:
+        """Write the next picture into the arrays of a row; nothing at the end of an evaluation."""
+        sample = self._next()
+        if sample is not None:
+            row["image"][...], row["label"][...], row["real"][...] = *sample, 1.0
+
+    def _next(self) -> Sample | None:
+        mixture, passed = self._mixture, 0
+        while True:
+            self._counter = mixture.pick(self._finished, self._phase)
+            place = int(self._finished[self._counter]) * mixture.batch_size + self._lane
+            located = mixture.locate(self._counter, place)
+            if located is None:
+                return None
+            source, index = located
+            self._finish()
+            documents = mixture.sources[source]
+            try:
+                return self._made(documents, index, place)
+            except DataError as error:
+                self._quarantine.add(f"{source} {index}", str(error))
+            passed += 1
+            if passed > 2 * mixture.documents + 100:
+                raise DataError("no picture can be read")
+
+    def _made(self, documents: Documents, index: int, place: int) -> Sample:
+        mixture, cfg = self._mixture, self._mixture.cfg
+        size = mixture.fields["image"].size
+        seed = text_hash(f"{cfg.seed} picture {documents.name} {place}")
+        random = None if mixture.evaluation else np.random.Generator(np.random.PCG64(seed))
+        document = documents[index]
+        if isinstance(documents, Synthetic):
+            made = np.random.Generator(np.random.PCG64(index))
+            pixels = made.integers(0, 256, size, np.uint8)
+            return Sample(pixels, int(document[0]))  # type: ignore[index]
+        assert isinstance(document, Picture)
+        where = documents.where(index)
+        classes = mixture.fields["label"].below
+        if classes and not 0 <= document.label < classes:
+            raise DataError(
+                f"{where}: is of class {document.label}, but model.classes={classes} counts from "
+                "0; set model.classes"
+            )
+        try:
+            picture = opened(document.content, size[2])
+            return Sample(pixels_of(picture, size, cfg.image, random), document.label)
+        except (OSError, ValueError, SyntaxError) as error:  # of Pillow, over damaged bytes
+            raise DataError(f"{where}: no picture that can be read: {error}") from error
+
+
+def opened(content: bytes | np.ndarray, channels: int) -> "Image":
+    """A picture of as many channels, decoded. OSError or another of Pillow's errors where it
+    cannot be."""
+    from PIL import Image
+
+    if isinstance(content, np.ndarray):
+        picture = Image.fromarray(content)
+    else:
+        picture = Image.open(io.BytesIO(content))
+    wanted = {1: "L", 3: "RGB"}
+    if channels not in wanted:
+        raise ValueError(f"model.channels={channels}: pictures have 1 or 3")
+    return picture.convert(wanted[channels])
+
+
+def pixels_of(
+    picture: "Image",
+    size: tuple[int, ...],
+    cfg: ImageConfig,
+    random: np.random.Generator | None,
+) -> np.ndarray:
+    """Pixels uint8 [S, S, C] of a picture; `random`: changed as in training, None: as in
+    evaluation."""
+    from PIL import ImageOps
+
+    side = size[0]
+    if random is None or cfg.crop == "center":
+        picture = center(picture, side, cfg.resize or side)
+    elif cfg.crop == "inception":
+        picture = inception(picture, side, cfg.least_area, random)
+    else:
+        picture = resized(picture, (0, 0, *picture.size), side)
+    if random is not None:
+        if cfg.flip and random.random() < 0.5:
+            picture = ImageOps.mirror(picture)
+        if cfg.randaugment:
+            for _ in range(cfg.randaugment.layers):
+                picture = changed(picture, cfg.randaugment.magnitude / 10, random)
+    pixels = np.asarray(picture, np.uint8).reshape(size)
+    if random is not None and cfg.shift:
+        pixels = shifted(pixels, cfg.shift, random)
+    return pixels
+
+
+def grid(images: np.ndarray, columns: int) -> "Image":
+    """Images uint8 [N, S, S, C] in rows of so many, each at least SHOWN pixels high, with a line
+    between them."""
+    from PIL import Image
+
+    times = -(-SHOWN // images.shape[1])
+    images = images.repeat(times, axis=1).repeat(times, axis=2)
+    side, channels = images.shape[1] + 1, images.shape[3]
+    rows = -(-len(images) // columns)
+    whole = np.full((rows * side - 1, columns * side - 1, channels), 128, np.uint8)
+    for i, image in enumerate(images):
+        top, left = i // columns * side, i % columns * side
+        whole[top : top + side - 1, left : left + side - 1] = image
+    return Image.fromarray(whole[:, :, 0] if channels == 1 else whole)
+
+
+def resized(picture: "Image", box: tuple[float, ...], side: int) -> "Image":
+    """A part of a picture as a square."""
+    from PIL.Image import Resampling
+
+    return picture.resize((side, side), Resampling.BILINEAR, box)  # type: ignore[arg-type]
+
+
+def center(picture: "Image", side: int, shorter: int) -> "Image":
+    """The middle of a picture whose shorter side is made `shorter`."""
+    width, height = picture.size
+    cut = side * min(width, height) / shorter
+    if cut > min(width, height):
+        raise ValueError(f"data.image.resize={shorter} is less than model.image_size={side}")
+    left, top = (width - cut) / 2, (height - cut) / 2
+    return resized(picture, (left, top, left + cut, top + cut), side)
+
+
+def inception(picture: "Image", side: int, least: float, random: np.random.Generator) -> "Image":
+    """A random part with an area between `least` and all of it (Szegedy et al. 2015,
+    arXiv:1409.4842), or the whole picture where none is found."""
+    width, height = picture.size
+    for _ in range(TRIES):
+        area = random.uniform(least, 1.0) * width * height
+        ratio = np.exp(random.uniform(*np.log(RATIO)))
+        wide, high = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
+        if 0 < wide <= width and 0 < high <= height:
+            left = int(random.integers(0, width - wide + 1))
+            top = int(random.integers(0, height - high + 1))
+            return resized(picture, (left, top, left + wide, top + high), side)
+    return resized(picture, (0, 0, width, height), side)
+
+
+def shifted(pixels: np.ndarray, most: int, random: np.random.Generator) -> np.ndarray:
+    """Pixels moved by up to `most` each way."""
+    down, right = random.integers(0, 2 * most + 1, 2)
+    padded = np.pad(pixels, ((most, most), (most, most), (0, 0)), mode="edge")
+    return padded[down : down + pixels.shape[0], right : right + pixels.shape[1]]
+
+
+def changed(picture: "Image", strength: float, random: np.random.Generator) -> "Image":
+    """One random change of RandAugment (Cubuk et al. 2020, arXiv:1909.13719), of a strength from 0
+    to 1."""
+    names = [*CHANGES]
+    sign = 1.0 if random.random() < 0.5 else -1.0
+    return CHANGES[names[int(random.integers(len(names)))]](picture, strength, sign)
+
+
+def _geometric(row: Callable[[float, "Image"], tuple[float, ...]]) -> Callable[..., "Image"]:
+    """A change by an affine map, whose six numbers `row` gives."""
+
+    def change(picture: "Image", strength: float, sign: float) -> "Image":
+        from PIL.Image import Resampling, Transform
+
+        numbers = row(sign * strength, picture)
+        fill = 128 if picture.mode == "L" else (128,) * 3
+        return picture.transform(
+            picture.size, Transform.AFFINE, numbers, Resampling.BILINEAR, fillcolor=fill
+        )
+
+    return change
+
+
+def _enhanced(name: str) -> Callable[..., "Image"]:
+    def change(picture: "Image", strength: float, sign: float) -> "Image":
+        from PIL import ImageEnhance
+
+        return getattr(ImageEnhance, name)(picture).enhance(0.1 + 1.8 * strength)
+
+    return change
+
+
+def _operated(f: Callable[[Any, "Image", float], "Image"]) -> Callable[..., "Image"]:
+    def change(picture: "Image", strength: float, sign: float) -> "Image":
+        from PIL import ImageOps
+
+        return f(ImageOps, picture, strength)
+
+    return change
+
+
+def _rotated(picture: "Image", strength: float, sign: float) -> "Image":
+    fill = 128 if picture.mode == "L" else (128,) * 3
+    return picture.rotate(sign * strength * 30, fillcolor=fill)
+
+
+def _solarized_more(picture: "Image", strength: float, sign: float) -> "Image":
+    """What is darker than the middle made brighter."""
+    values = np.asarray(picture)
+    brighter = np.minimum(values.astype(np.int32) + int(110 * strength), 255)
+    return _image(np.where(values < 128, brighter, values))
+
+
+def _image(values: np.ndarray) -> "Image":
+    from PIL import Image
+
+    return Image.fromarray(values.astype(np.uint8))
+
+
+CHANGES: dict[str, Callable[..., "Image"]] = {
+    "autocontrast": _operated(lambda ops, picture, _: ops.autocontrast(picture)),
+    "equalize": _operated(lambda ops, picture, _: ops.equalize(picture)),
+    "invert": _operated(lambda ops, picture, _: ops.invert(picture)),
+    "posterize": _operated(
+        lambda ops, picture, strength: ops.posterize(picture, max(1, 8 - int(4 * strength)))
+    ),
+    "solarize": _operated(
+        lambda ops, picture, strength: ops.solarize(picture, int(256 * (1 - strength)))
+    ),
+    "solarize_add": _solarized_more,
+    "color": _enhanced("Color"),
+    "contrast": _enhanced("Contrast"),
+    "brightness": _enhanced("Brightness"),
+    "sharpness": _enhanced("Sharpness"),
+    "rotate": _rotated,
+    "shear_x": _geometric(lambda strength, _: (1, 0.3 * strength, 0, 0, 1, 0)),
+    "shear_y": _geometric(lambda strength, _: (1, 0, 0, 0.3 * strength, 1, 0)),
+    "translate_x": _geometric(
+        lambda strength, picture: (1, 0, 0.45 * strength * picture.width, 0, 1, 0)
+    ),
+    "translate_y": _geometric(
+        lambda strength, picture: (1, 0, 0, 0, 1, 0.45 * strength * picture.height)
+    ),
+}
+"""Changes by name: f(picture, strength 0 to 1, sign)."""

@@ -1,0 +1,148 @@
+"""Vision transformers: patches, blocks that see both ways, features of the image, classes.
+
+Shapes: B batch  S side of an image in pixels  G side in patches  C channels  T tokens  D embed  F
+features  K classes.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from maxstack.kernels.sequences import arrange, natural
+from maxstack.layers.context import Context, Table, keys_of
+from maxstack.layers.pool import MapPool
+from maxstack.layers.rope import frequencies
+from maxstack.layers.weight import project, weight
+from maxstack.models.block import Aux, Batch
+from maxstack.models.stack import Stack
+from maxstack.schema.encoder import EncoderConfig
+from maxstack.schema.encoder import MapPool as MapPoolConfig
+from maxstack.schema.mixers import RopeConfig
+from maxstack.sharding import constrain
+
+
+class Encoder(Stack):
+    """Patches and positions, blocks, norm, pool, head."""
+
+    cfg: EncoderConfig
+
+    def __init__(self, cfg: EncoderConfig):
+        super().__init__(cfg)
+        dtype, std, size = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5, cfg.embed
+        inputs = cfg.patch**2 * cfg.channels
+        self.patch = weight(
+            (cfg.patch, cfg.patch, cfg.channels, size),
+            "latent latent latent embed",
+            std=cfg.init_scale / inputs**0.5,
+            dtype=dtype,
+            use="matmul",
+            contract=3,
+        )
+        self.patch_bias = weight((size,), "norm", dtype=dtype)
+        if cfg.cls:
+            self.cls = weight((size,), "norm", dtype=dtype)
+        if cfg.registers:
+            self.registers = weight((cfg.registers, size), "latent norm", std=std, dtype=dtype)
+        if cfg.mask_token:
+            self.mask_token = weight((size,), "norm", dtype=dtype)
+            self.mask_token.set_metadata(frozen=True)
+        if cfg.positions == "learned":
+            rows = (cfg.image_size // cfg.patch) ** 2 + cfg.cls
+            self.positions = weight((rows, size), "latent embed", std=std, dtype=dtype)
+        self.pool = (
+            MapPool(cfg.pool, size, std=cfg.init_scale, out_std=cfg.init_scale, dtype=dtype)
+            if isinstance(cfg.pool, MapPoolConfig)
+            else None
+        )
+        if cfg.classes:
+            self.head = weight(
+                (cfg.features, cfg.classes),
+                "embed latent",
+                std=0.0,
+                dtype=dtype,
+                use="matmul",
+                beside_adapters=True,
+            )
+            self.head_bias = weight((cfg.classes,), "latent", dtype=dtype, beside_adapters=True)
+
+    def trunk(self, batch: Batch) -> tuple[Array, Aux, Context]:
+        """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks
+        report, and the context. `batch` holds `pixels`, float [B, S, S, C], and in training with
+        dropout `keys`, uint32 [B, 2], random keys of rows. What comes back lies in the order of
+        kernels/sequences.py, `arrange`."""
+        x_BTD = arrange(self.embedded(batch["pixels"]))
+        x_BTD = constrain(x_BTD, "batch residual embed")
+        return self.through(x_BTD, self._context(batch))
+
+    def embedded(self, pixels_BSSC: Array) -> Array:
+        """Pixels -> tokens [B, T, D] with their positions, in natural order."""
+        cfg, rows = self.cfg, pixels_BSSC.shape[0]
+        side, patch, dtype = cfg.image_size // cfg.patch, cfg.patch, jnp.dtype(cfg.dtype)
+        x = pixels_BSSC.astype(dtype).reshape(rows, side, patch, side, patch, cfg.channels)
+        x = x.swapaxes(2, 3).reshape(rows, side * side, patch, patch, cfg.channels)
+        x_BTD = project(x, self.patch, self.patch_bias)
+        before = []
+        if cfg.cls:
+            before.append(self.cls[...][None])
+        if cfg.registers:
+            before.append(self.registers[...])
+        if cfg.positions == "learned":
+            places = self.positions[...].astype(dtype)
+            x_BTD = x_BTD + places[int(cfg.cls) :]
+            if cfg.cls:
+                before[0] = before[0].astype(dtype) + places[:1]
+        elif cfg.positions == "sincos2d":
+            x_BTD = x_BTD + jnp.asarray(sincos2d(side, cfg.embed), dtype)
+        first = [jnp.broadcast_to(part.astype(dtype), (rows, *part.shape)) for part in before]
+        return jnp.concatenate([*first, x_BTD], axis=1)
+
+    def _context(self, batch: Batch) -> Context:
+        cfg = self.cfg
+        tables = {
+            (rope, size): arrange(self._table(rope, size))
+            for block in cfg.blocks.values()
+            for rope, size in block.mixer.ropes
+        }
+        keys_BT2 = arrange(keys_of(batch["keys"], cfg.tokens)) if "keys" in batch else None
+        places_1T = arrange(jnp.arange(cfg.tokens)[None])
+        return Context(places_1T, tables=tables, keys_BT2=keys_BT2)
+
+    def _table(self, rope: RopeConfig, head_dim: int) -> Table:
+        """Cosines and sines [1, T, 1, R] of rows and columns, counted from -1 to 1 across the
+        image; tokens before the patches are not rotated (DINOv3, arXiv:2508.10104)."""
+        side = self.cfg.image_size // self.cfg.patch
+        rates = frequencies(rope, head_dim // 2)[0]
+        places = 2.0 * (np.arange(side) + 0.5) / side - 1.0
+        turns = 2.0 * np.pi * places[:, None] * rates
+        rows, columns = np.repeat(turns, side, axis=0), np.tile(turns, (side, 1))
+        angles = np.concatenate([rows, columns], axis=1)
+        angles = np.pad(angles, ((self.cfg.before, 0), (0, 0)))[None, :, None]
+        return jnp.cos(jnp.asarray(angles, jnp.float32)), jnp.sin(jnp.asarray(angles, jnp.float32))
+
+    def features(self, x_BTD: Array) -> Array:
+        """The residual stream after the last block -> features of images [B, F]."""
+        x_BTD = natural(self.norm(x_BTD))
+        patches_BTD = x_BTD[:, self.cfg.before :]
+        if self.pool is not None:
+            return self.pool(patches_BTD)
+        mean_BD = patches_BTD.astype(jnp.float32).mean(axis=1).astype(x_BTD.dtype)
+        parts = {
+            "cls": [x_BTD[:, 0]],
+            "mean": [mean_BD],
+            "cls_mean": [x_BTD[:, 0], mean_BD],
+        }
+        return jnp.concatenate(parts[self.cfg.pool.kind], axis=-1)
+
+    def logits(self, features_BF: Array) -> Array:
+        """Features -> float32 [B, K]."""
+        logits_BK = project(features_BF, self.head).astype(jnp.float32)
+        return logits_BK + self.head_bias[...].astype(jnp.float32)
+
+
+def sincos2d(side: int, size: int) -> np.ndarray:
+    """Fixed positions [side * side, size]: sines and cosines of columns, then of rows, with rates
+    from 1 to 1 / 10000 (Beyer et al. 2022, arXiv:2205.01580)."""
+    rates = 10000.0 ** -(np.arange(size // 4) / (size // 4 - 1))
+    rows, columns = np.divmod(np.arange(side * side), side)
+    turns = [places[:, None] * rates for places in (columns, rows)]
+    return np.concatenate([wave(turn) for turn in turns for wave in (np.sin, np.cos)], axis=1)

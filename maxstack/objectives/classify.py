@@ -1,0 +1,102 @@
+"""Cross-entropy of images' classes. Shapes: B batch  S side of an image  C channels  K classes."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from maxstack.models.stack import losses_and_reports
+from maxstack.objectives.objective import Batch, Loss, Models, Objective
+from maxstack.schema.encoder import EncoderConfig
+from maxstack.schema.objective import ClassifyConfig
+from maxstack.schema.objective import RowField as Field
+
+
+class Classify(Objective):
+    """Sum over images of the cross-entropy of their classes, with smoothing and mixup."""
+
+    counted = "images"
+
+    @property
+    def section(self) -> ClassifyConfig:
+        """The keys of the objective."""
+        assert isinstance(self.cfg.objective, ClassifyConfig)
+        return self.cfg.objective
+
+    @property
+    def model(self) -> EncoderConfig:
+        """The keys of the model."""
+        assert isinstance(self.cfg.model, EncoderConfig)
+        return self.cfg.model
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """`image` uint8 [B, S, S, C], `label` int32 [B], `real` float32 [B]: 0 for what is none."""
+        side = self.model.image_size
+        return {
+            "image": Field("batch", "uint8", (side, side, self.model.channels)),
+            "label": Field("batch", "int32", below=self.model.classes),
+            "real": Field("batch", "float32"),
+        }
+
+    def prepare(self, batch: Batch, key: jax.Array) -> Batch:
+        """With mixup: `image` float32, mixed with that of another row, `other`, int32 [B], the
+        class of that one, and `share`, that of the row's own."""
+        if not self.section.mixup:
+            return batch
+        share = jax.random.beta(key, self.section.mixup, self.section.mixup)
+        share = jnp.maximum(share, 1.0 - share)
+        image = batch["image"].astype(jnp.float32)
+        mixed = share * image + (1.0 - share) * jnp.roll(image, 1, axis=0)
+        return {**batch, "image": mixed, "other": jnp.roll(batch["label"], 1), "share": share}
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """Metrics: loss and accuracy."""
+        logits_BK, reports, added = self._logits(models, batch)
+        losses_B = self._losses(logits_BK, batch["label"])
+        if "other" in batch:
+            others_B = self._losses(logits_BK, batch["other"])
+            losses_B = batch["share"] * losses_B + (1.0 - batch["share"]) * others_B
+        real_B = batch["real"]
+        nll, right = (losses_B * real_B).sum(), self._right(logits_BK, batch, 1)
+        metrics = {"loss": nll, "accuracy": right} | added
+        return Loss(sum(added.values(), nll), real_B.sum(), metrics, reports)
+
+    def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
+        """Cross-entropy without smoothing, accuracy, and with more than five classes top5, the
+        share of images whose class is among the five likeliest."""
+        logits_BK, _, _ = self._logits(models, batch)
+        real_B = batch["real"]
+        log_p_BK = jax.nn.log_softmax(logits_BK)
+        log_p_B1 = jnp.take_along_axis(log_p_BK, batch["label"][:, None], axis=1)
+        nll = -(log_p_B1[:, 0] * real_B).sum()
+        sums = {"nll": nll, "weight": real_B.sum(), "bytes": jnp.zeros(())}
+        for name, most in {"accuracy": 1, "top5": 5}.items():
+            if most < logits_BK.shape[1]:
+                sums[name] = self._right(logits_BK, batch, most)
+                sums[f"{name}/weight"] = real_B.sum()
+        return sums
+
+    def _logits(
+        self, models: Models, batch: Batch
+    ) -> tuple[jax.Array, dict[tuple[str, ...], jax.Array], dict[str, jax.Array]]:
+        """float32 [B, K], reports of the blocks, and what they add to the loss."""
+        model, image = models.policy, self.cfg.data.image
+        pixels = batch["image"].astype(jnp.float32) / 255.0
+        pixels = (pixels - jnp.asarray(image.mean)) / jnp.asarray(image.std)
+        x_BTD, aux, _ = model.trunk({**batch, "pixels": pixels})
+        added, reports = losses_and_reports(aux)
+        return model.logits(model.features(x_BTD)), reports, added
+
+    def _losses(self, logits_BK: jax.Array, label_B: jax.Array) -> jax.Array:
+        log_p_BK = jax.nn.log_softmax(logits_BK)
+        own_B = jnp.take_along_axis(log_p_BK, label_B[:, None], axis=1)[:, 0]
+        smoothing = self.section.smoothing
+        return -(1.0 - smoothing) * own_B - smoothing * log_p_BK.mean(axis=1)
+
+    @staticmethod
+    def _right(logits_BK: jax.Array, batch: Batch, most: int) -> jax.Array:
+        """Images whose class is among the likeliest; of equal ones none."""
+        own_B1 = jnp.take_along_axis(logits_BK, batch["label"][:, None], axis=1)
+        above_B = (logits_BK >= own_B1).sum(axis=1)
+        return ((above_B <= most) * batch["real"]).sum()

@@ -1,0 +1,199 @@
+"""The encoder's configuration: images cut into patches, blocks that see all of them, a class."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from maxstack.config import Fault, NonNegativeInt, PositiveInt, Section
+from maxstack.schema.data import SyntheticSource
+from maxstack.schema.mixers import NormConfig
+from maxstack.schema.mlps import DenseMLPConfig
+from maxstack.schema.parts import Dim, Inner, Part, Parts, matrix, vector
+from maxstack.schema.stack import StackConfig
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+
+class TokenPool(Section):
+    """The class token, the mean over the patches, or both one after the other (DINOv2)."""
+
+    kind: Literal["cls", "mean", "cls_mean"]
+    """Image's features."""
+
+
+class MapPool(Part):
+    """Attention of a learned query over the patches, then an MLP with a residual (multihead
+    attention pooling, Zhai et al. 2022, arXiv:2106.04560)."""
+
+    LAYER = "maxstack.layers.pool:MapPool"
+    COMPONENT = "pool"
+
+    kind: Literal["map"]
+    """Image's features."""
+    heads: PositiveInt
+    """Heads of the attention."""
+    hidden: PositiveInt
+    """Size of the hidden layer."""
+    activation: Literal["gelu_tanh", "gelu"] = "gelu_tanh"
+    """Activation of the hidden layer."""
+    norm: NormConfig = NormConfig(kind="layer", bias=True)
+    """Norm before the MLP."""
+
+    def parts(self, width: Dim) -> Parts:
+        """The query, four projections with biases, norm and MLP."""
+        heads = Dim("heads", self.heads, "heads"), Dim("head_dim", width.size // self.heads)
+        mlp = DenseMLPConfig(
+            kind="dense", hidden=self.hidden, activation=self.activation, bias=True
+        )
+        return {
+            "probe": vector(width._replace(axis="norm")),
+            "query": matrix(width, *heads),
+            "key": matrix(width, *heads),
+            "value": matrix(width, *heads),
+            "out": matrix(*heads, width, contract=2),
+            "query_bias": vector(*heads),
+            "key_bias": vector(*heads),
+            "value_bias": vector(*heads),
+            "out_bias": vector(width._replace(axis="norm")),
+            "norm": Inner(self.norm, Dim("norm", width.size), "norm"),
+            "mlp": Inner(mlp, width),
+        }
+
+
+Pool = Annotated[TokenPool | MapPool, Field(discriminator="kind")]
+
+
+class EncoderConfig(StackConfig):
+    """A vision transformer (Dosovitskiy et al. 2021, arXiv:2010.11929)."""
+
+    MODEL = "maxstack.models.encoder:Encoder"
+    OBJECTIVE = "classify"
+
+    kind: Literal["encoder"]
+    """The topology."""
+    image_size: PositiveInt
+    """Height and width of an image in pixels."""
+    patch: PositiveInt
+    """Height and width of a patch."""
+    channels: PositiveInt = 3
+    """Numbers of a pixel."""
+    cls: bool = True
+    """A learned token before the patches."""
+    registers: NonNegativeInt = 0
+    """Learned tokens between that and the patches (Darcet et al. 2024, arXiv:2309.16588)."""
+    positions: Literal["learned", "sincos2d", "rope2d"] = "learned"
+    """Places of the patches. learned: a table that is added, with a row for the class token;
+    sincos2d: a fixed one; rope2d: none is added, and blocks with `rope` rotate by row and column,
+    counted from -1 to 1 across the image (DINOv3, arXiv:2508.10104)."""
+    mask_token: bool = False
+    """A token that stood for hidden patches in pretraining, carried along (DINOv2)."""
+    pool: Pool = TokenPool(kind="cls")
+    """From the last hidden states to the image's features."""
+    classes: PositiveInt | None = None
+    """Classes of the head; null: no head."""
+
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
+        for key, data in cfg.data_sections.items():
+            if data.seq_len != self.tokens:
+                yield (
+                    f"{key}.seq_len",
+                    f"seq_len={data.seq_len}, but an image of model.image_size={self.image_size} "
+                    f"is {self.tokens} tokens; leave it out",
+                )
+            if data.packing != "none":
+                yield f"{key}.packing", "an image is a row of its own: set none, or leave it out"
+            for name in ("mean", "std"):
+                if len(getattr(data.image, name)) not in (1, self.channels):
+                    yield (
+                        f"{key}.image.{name}",
+                        f"holds {len(getattr(data.image, name))} numbers, and "
+                        f"model.channels={self.channels}; give as many, or one for all",
+                    )
+            for index, source in enumerate(data.sources):
+                classes = self.classes or source.vocab if source.kind == "synthetic" else 0
+                if isinstance(source, SyntheticSource) and source.vocab > classes:
+                    yield (
+                        f"{key}.sources.{index}.vocab",
+                        f"vocab={source.vocab} makes classes that model.classes={self.classes} "
+                        f"does not have; use {self.classes} or less",
+                    )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image."""
+        return (self.image_size // self.patch) ** 2 + self.before
+
+    @property
+    def before(self) -> int:
+        """Tokens before the patches."""
+        return self.cls + self.registers
+
+    @property
+    def features(self) -> int:
+        """Numbers of an image's features."""
+        return self.embed * (2 if self.pool.kind == "cls_mean" else 1)
+
+    def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:
+        patches = (seq_len - self.before) / seq_len
+        yield "patches", patches * self.patch**2 * self.channels * self.embed
+        if isinstance(self.pool, MapPool):  # keys and values of patches; the rest once an image
+            yield "pool", 2 * patches * self.embed**2
+            yield "pool", (2 * self.embed**2 + 2 * self.embed * self.pool.hidden) / seq_len
+        if self.classes:
+            yield "head", self.features * self.classes / seq_len
+
+    def exchanged(self, source: StackConfig) -> tuple[set[str], set[str]]:
+        if not isinstance(source, EncoderConfig):
+            return set(), set()
+        if (self.classes, self.features) == (source.classes, source.features):
+            return set(), set()
+        head = {"head", "head_bias"}
+        return head if self.classes else set(), head if source.classes else set()
+
+    @property
+    def places(self) -> tuple[int, int] | None:
+        patches = (self.image_size // self.patch) ** 2
+        return (int(self.cls), patches) if self.positions == "learned" else None
+
+    def placeholder(self, length: int) -> dict[str, Any]:
+        return {"sources": [{"kind": "synthetic", "vocab": self.classes or 2}]}
+
+    @property
+    def has_head(self) -> bool:
+        return self.classes is not None
+
+    @property
+    def outputs(self) -> int:
+        return self.classes or 1
+
+    def own_faults(self) -> Iterator[Fault]:
+        yield from super().own_faults()
+        if self.image_size % self.patch:
+            near = max(self.image_size // self.patch, 1) * self.patch
+            yield (
+                "image_size",
+                f"image_size={self.image_size} is not a multiple of patch={self.patch}; use {near}",
+            )
+        if self.pool.kind in ("cls", "cls_mean") and not self.cls:
+            yield "pool", f"kind {self.pool.kind} reads the class token: set cls: true, or use mean"
+        if isinstance(self.pool, MapPool) and self.embed % self.pool.heads:
+            yield "pool.heads", f"heads={self.pool.heads} does not divide embed={self.embed}"
+        if self.positions == "sincos2d" and self.embed % 4:
+            yield "embed", f"embed={self.embed} with positions: sincos2d must be a multiple of 4"
+        for name, block in self.blocks.items():
+            rotates = bool(block.mixer.ropes)
+            if rotates != (self.positions == "rope2d"):
+                yield (
+                    f"blocks.{name}.mixer.rope",
+                    "positions: rope2d needs a rope in every block"
+                    if not rotates
+                    else f"rotates, and positions={self.positions}: set rope: null, or "
+                    "positions: rope2d",
+                )
+            if not block.mixer.two_sided:
+                yield (
+                    f"blocks.{name}.mixer.causal",
+                    "patches have no order in which one could hide the next; set causal: false",
+                )

@@ -1,0 +1,108 @@
+"""Makes the vision transformers of tests/goldens: for every one of goldens.yml's `vision` a tiny
+random model of transformers, with noise on every parameter, and what it makes of three images.
+
+A folder holds config.json and model.safetensors as transformers writes them, and vision.npz:
+`pixels` float32 [B, S, S, C], `hidden` float32 [B, T, D], the last states after the last norm,
+`output`, logits [B, K] or the pooled features [B, D], and `patch_grad` [D, C, P, P], the gradient
+of half the sum of squares of `output` with respect to the patches' matrix. Needs torch and
+transformers.
+
+example: python scripts/make_vision_goldens.py --family dinov3 --check
+"""
+
+import shutil
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench import arguments
+from make_goldens import GOLDENS, TABLE, differences, perturb
+
+FAMILIES: dict[str, dict[str, Any]] = TABLE["vision"]
+IMAGES = 3
+
+
+def main() -> int:
+    """Make or check the families; returns the exit code."""
+    parser = arguments.parser(__doc__)
+    parser.add_argument(
+        "--family",
+        action="append",
+        choices=FAMILIES,
+        metavar="NAME",
+        help=f"only this one; may be repeated: {', '.join(FAMILIES)}",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="make them anew elsewhere and compare; write nothing; exit 1 where one differs",
+    )
+    args = parser.parse_args()
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        sys.exit(
+            f"goldens are made by torch and transformers, and {error.name} is not installed; pip "
+            "install torch transformers"
+        )
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    wrong = 0
+    for family in args.family or FAMILIES:
+        with tempfile.TemporaryDirectory() as temporary:
+            made = Path(temporary) / family
+            made.mkdir()
+            make(family, made)
+            faults = differences(made, GOLDENS / family) if args.check else []
+            if not args.check:
+                shutil.rmtree(GOLDENS / family, ignore_errors=True)
+                shutil.copytree(made, GOLDENS / family)
+        wrong += bool(faults)
+        print(f"{family:18} {'; '.join(faults) or ('same' if args.check else 'written')}")
+    return 1 if wrong else 0
+
+
+def make(family: str, folder: Path) -> None:
+    """Write the files of a family."""
+    import torch
+    import transformers
+
+    settings = dict(FAMILIES[family])
+    name, head = settings.pop("class"), settings.pop("head")
+    torch.manual_seed(zlib.crc32(family.encode()))
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model = getattr(transformers, f"{name}{head}")(config).float().eval()
+    perturb(model)
+    size = config.image_size
+    pixels = np.random.default_rng(0).normal(size=(IMAGES, size, size, 3)).astype(np.float32)
+    made = model(torch.from_numpy(pixels).permute(0, 3, 1, 2), output_hidden_states=True)
+    if head == "ForImageClassification":
+        body = getattr(model, model.base_model_prefix)
+        hidden = body(torch.from_numpy(pixels).permute(0, 3, 1, 2)).last_hidden_state
+        output = made.logits
+    else:
+        hidden, output = made.last_hidden_state, made.pooler_output
+    (output.square().sum() / 2).backward()
+    (patches,) = (
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 4 and "patch" in name
+    )
+    assert patches.grad is not None
+    model.save_pretrained(folder)
+    np.savez_compressed(
+        folder / "vision.npz",
+        pixels=pixels,
+        hidden=hidden.detach().numpy(),
+        output=output.detach().numpy(),
+        patch_grad=patches.grad.numpy(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

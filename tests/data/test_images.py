@@ -1,0 +1,294 @@
+"""Pictures: sources, what is made of them, what is damaged."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+from pydantic import TypeAdapter
+
+from maxstack import cli
+from maxstack.data.feed import Feed
+from maxstack.data.images import (
+    CHANGES,
+    center,
+    changed,
+    grid,
+    inception,
+    pixels_of,
+    shifted,
+)
+from maxstack.data.sources import open_source
+from maxstack.errors import DataError
+from maxstack.schema.data import AnySource, DataConfig, ImageConfig
+from maxstack.schema.objective import RowField
+
+SIDE, NUMBER = 8, 12
+
+
+def picture(number, size=(20, 12)):
+    """A picture that tells its number, as the bytes of a PNG file."""
+    pixels = np.full((size[1], size[0], 3), 10 * number, np.uint8)
+    pixels[: size[1] // 2, :, 1] = 255
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "png")
+    return out.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def folders():
+    for i in range(NUMBER):
+        path = Path("train") / ("cat", "dog", "eel")[i % 3] / f"{i:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(i))
+    return {"kind": "images", "files": ["train/*/*.png"]}
+
+
+def tar():
+    with tarfile.open("a.tar", "w") as out:
+        for i in range(NUMBER):
+            for suffix, content in (("png", picture(i)), ("cls", f"{i % 3}\n".encode())):
+                member = tarfile.TarInfo(f"part/{i:02}.{suffix}")
+                member.size = len(content)
+                out.addfile(member, io.BytesIO(content))
+    return {"kind": "tar", "files": ["a.tar"]}
+
+
+def parquet():
+    rows = [{"image": {"bytes": picture(i), "path": None}, "label": i % 3} for i in range(NUMBER)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "a.parquet", row_group_size=5)
+    return {"kind": "parquet", "files": ["a.parquet"], "record": {"kind": "image"}}
+
+
+SOURCES = {"images": folders, "tar": tar, "parquet": parquet}
+
+
+def opened(source):
+    return open_source(TypeAdapter(AnySource).validate_python(source))
+
+
+def feed(source, lanes=range(4), batch=4, evaluation=False, classes=3, **changes):
+    cfg = DataConfig.model_validate(
+        {
+            "sources": [source],
+            "seq_len": 4,
+            "packing": "none",
+            "image": {"crop": "none", "flip": False},
+        }
+        | changes
+    )
+    fields = {
+        "image": RowField("batch", "uint8", (SIDE, SIDE, 3)),
+        "label": RowField("batch", "int32", below=classes),
+        "real": RowField("batch", "float32"),
+    }
+    return Feed(cfg, [*lanes], batch, evaluation=evaluation, fields=fields)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_source_gives_pictures_and_their_classes(kind):
+    documents = opened(SOURCES[kind]())
+    assert len(documents) == NUMBER
+    for i in range(NUMBER):
+        content, label = documents[i]
+        number = np.asarray(Image.open(io.BytesIO(content)))[0, 0, 0] // 10
+        assert label == number % 3 and str(number if kind != "parquet" else i) in documents.where(i)
+
+
+def test_an_epoch_holds_each_picture_once():
+    made = feed(folders())
+    try:
+        batches = [next(made) for _ in range(NUMBER // 4)]
+    finally:
+        made.close()
+    numbers = [image[0, 0, 0] // 10 for batch in batches for image in batch["image"]]
+    labels = [label for batch in batches for label in batch["label"]]
+    order = sorted(Path("train").glob("*/*.png"), key=lambda path: path.stem)
+    assert sorted(numbers) == [*range(NUMBER)] and len(order) == NUMBER
+    assert labels == [number % 3 for number in numbers]
+
+
+def test_changes_depend_on_neither_lanes_nor_workers_nor_a_restart():
+    image = {"crop": "inception", "flip": True, "randaugment": {"layers": 2}, "shift": 1}
+
+    def batches(lanes=range(4), count=6, restore=None, **more):
+        made = feed(folders(), lanes, image=image, **more)
+        try:
+            if restore is not None:
+                made.restore(restore)
+            found = [next(made)["image"].copy() for _ in range(count)]
+            return np.stack(found), made.state()
+        finally:
+            made.close()
+
+    whole, _ = batches()
+    assert len({image.tobytes() for batch in whole for image in batch}) > NUMBER  # epochs differ
+    np.testing.assert_array_equal(batches([1, 3])[0], whole[:, [1, 3]])
+    np.testing.assert_array_equal(batches(workers=2)[0], whole)
+    _, state = batches(count=2)
+    np.testing.assert_array_equal(batches(count=4, restore=state)[0], whole[2:])
+
+
+def test_evaluation_reads_every_picture_once_and_pads(tmp_path):
+    source = folders() | {"holdout": 0.5}
+    held = len(opened(source | {"holdout": 0.0})) - len(opened(source))
+    made = feed(source, evaluation=True, image={"crop": "inception", "randaugment": {}})
+    try:
+        batches = [next(made) for _ in range(-(-NUMBER // 4))]
+    finally:
+        made.close()
+    real = np.concatenate([batch["real"] for batch in batches])
+    assert real.sum() == held and 0 < held < NUMBER
+    images = np.concatenate([batch["image"] for batch in batches])
+    assert not images[real == 0].any() and images[real > 0].any(axis=(1, 2, 3)).sum() >= held - 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(b"no picture"), "04.png: no picture that can be read"),
+        (lambda path: path.write_bytes(path.read_bytes()[:60]), "04.png: no picture that can be"),
+    ],
+)
+def test_a_broken_picture_is_named_and_passed_over_where_it_may(damage, message):
+    source = folders()
+    (path,) = Path("train").glob("*/04.png")
+    damage(path)
+    made = feed(source)
+    with pytest.raises(DataError, match=message):
+        for _ in range(3):
+            next(made)
+    made.close()
+    made = feed(source, quarantine=1)
+    try:
+        numbers = [i[0, 0, 0] // 10 for _ in range(3) for i in next(made)["image"]]
+        assert 4 not in numbers
+        assert any(message in line for line in made.damaged())
+    finally:
+        made.close()
+
+
+def test_a_class_that_the_model_does_not_have_is_named():
+    made = feed(folders(), classes=2)
+    with pytest.raises(DataError, match="is of class 2, but model.classes=2 counts from 0"):
+        for _ in range(3):
+            next(made)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"image": b"", "other": 1}, "no column 'label'; it has 'image', 'other'"),
+        ({"image": "a.png", "label": 1}, "'image' is a str, not the bytes of a picture"),
+        ({"image": b"", "label": "cat"}, "'label' is \"?'cat'\"?, not the number of a class"),
+    ],
+)
+def test_a_row_that_is_no_picture_is_named(row, message):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), "a.parquet")
+    documents = opened({"kind": "parquet", "files": ["a.parquet"], "record": {"kind": "image"}})
+    with pytest.raises(DataError, match=f"a.parquet: record 0: {message}"):
+        documents[0]
+
+
+def test_a_tar_that_is_cut_short_is_named():
+    source = tar()
+    Path("a.tar").write_bytes(Path("a.tar").read_bytes()[:700])
+    with pytest.raises(DataError, match="a.tar"):
+        opened(source)[0]
+
+
+def test_digits_are_those_of_scikit_learn():
+    documents = opened({"kind": "digits"})
+    content, label = documents[0]
+    assert len(documents) == 1797 and label == 0
+    assert content.dtype == np.uint8 and content.shape == (8, 8) and content.max() == 239
+
+
+def image():
+    rng = np.random.default_rng(0)
+    return Image.fromarray(rng.integers(20, 200, (40, 60, 3), np.uint8))
+
+
+def test_the_center_is_cut_after_the_shorter_side_was_made_small():
+    pixels = np.zeros((64, 128, 3), np.uint8)
+    pixels[16:48, 48:80] = 255  # what is left of the middle at half its side
+    half, whole = (np.asarray(center(Image.fromarray(pixels), 8, side)) for side in (16, 8))
+    assert half.min() > 180 and whole[:1].max() == 0 and whole[3:5, 3:5].min() > 180
+    with pytest.raises(ValueError, match="data.image.resize=4 is less than model.image_size=8"):
+        center(Image.fromarray(pixels), 8, 4)
+
+
+def test_random_parts_have_areas_and_ratios_in_range(monkeypatch):
+    boxes = []
+    monkeypatch.setattr(
+        "maxstack.data.images.resized", lambda picture, box, side: boxes.append(box) or picture
+    )
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        inception(image(), 8, 0.2, rng)
+    areas = [(right - left) * (low - top) / 2400 for left, top, right, low in boxes]
+    ratios = [(right - left) / (low - top) for left, top, right, low in boxes]
+    assert 0.17 < min(areas) < 0.3 and 0.8 < max(areas) <= 1.0
+    assert 0.7 < min(ratios) and max(ratios) <= 1.5
+    assert all(0 <= l and r <= 60 and 0 <= t and b <= 40 for l, t, r, b in boxes)  # noqa: E741
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_keeps_size_and_mode(name, mode):
+    before = image().convert(mode)
+    for strength in (0.0, 1.0):
+        after = CHANGES[name](before, strength, -1.0)
+        assert (after.size, after.mode) == (before.size, before.mode)
+    assert after.tobytes() != before.tobytes() or (name, mode) == ("color", "L")
+
+
+def test_a_change_is_drawn_by_its_numbers():
+    one, other = (changed(image(), 1.0, np.random.default_rng(seed)).tobytes() for seed in (3, 3))
+    assert one == other
+
+
+def test_pixels_move_by_what_shift_allows():
+    pixels = np.zeros((6, 6, 1), np.uint8)
+    pixels[3, 3] = 1
+    rng, seen = np.random.default_rng(0), set()
+    for _ in range(100):
+        ((row, column, _),) = np.argwhere(shifted(pixels, 1, rng))
+        seen.add((row, column))
+    assert seen == {(row, column) for row in (2, 3, 4) for column in (2, 3, 4)}
+
+
+def test_half_of_the_pictures_are_mirrored():
+    cfg = ImageConfig(crop="none", flip=True)
+    rng, size = np.random.default_rng(0), (8, 8, 3)
+    plain = pixels_of(image(), size, cfg, None)
+    made = [pixels_of(image(), size, cfg, rng) for _ in range(60)]
+    whole = pixels_of(image(), size, ImageConfig(crop="none", flip=False), rng)
+    mirrored = [np.array_equal(pixels, whole[:, ::-1]) for pixels in made]
+    assert 15 < sum(mirrored) < 45 and plain.shape == size
+    assert all(m or np.array_equal(p, whole) for m, p in zip(mirrored, made, strict=True))
+
+
+def test_a_grid_shows_pictures_in_rows():
+    images = np.stack([np.full((8, 8, 1), 50 * i, np.uint8) for i in range(3)])
+    made = np.asarray(grid(images, 2))
+    assert made.shape == (65, 65)  # 32 pixels each, and a line between
+    assert (made[:32, :32] == 0).all() and (made[:32, 33:] == 50).all()
+    assert (made[33:, :32] == 100).all() and (made[33:, 33:] == 128).all()
+
+
+def test_pictures_of_a_run_are_drawn(tmp_path, capsys):
+    words = ["data", "show", "recipes/vit-digits.yml", "--rows", "5", "--batches", "2"]
+    assert cli.main([*words, "--out", "seen.png"]) == 0
+    said = capsys.readouterr().out
+    assert "digits-0: 1447 documents" in said and said.count("classes") == 2
+    assert Image.open("seen.png").size == (5 * 33 - 1, 2 * 33 - 1)

@@ -1,0 +1,176 @@
+"""Classification of images: the loss, mixup, figures; the same on every mesh; bit for bit after a
+kill."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny
+import tiny_vision
+from flax import nnx
+
+from maxstack import cli, train
+from maxstack.config import dump
+from maxstack.errors import ConfigError
+from maxstack.load import load
+from maxstack.objectives.objective import Models
+
+
+def logits_of(run, params, rows):
+    model = nnx.merge(run.graph, nnx.State(params))
+    pixels = (rows["image"].astype(np.float32) / 255 - 0.5) / 0.5
+    return np.asarray(model.logits(model.features(model.trunk({"pixels": pixels})[0])), np.float64)
+
+
+def log_p_of(logits):
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def spread(params, seed=0):
+    """Weights with noise, so that the head, which begins at zero, says something."""
+    leaves, tree = jax.tree.flatten(params)
+    rng = np.random.default_rng(seed)
+    noisy = [leaf + 0.3 * rng.normal(size=leaf.shape).astype(leaf.dtype) for leaf in leaves]
+    return jax.tree.unflatten(tree, noisy)
+
+
+def test_the_loss_is_cross_entropy_with_smoothing_and_mixup():
+    cfg = tiny_vision.config(objective={"smoothing": 0.1, "mixup": 0.4})
+    run, rows = tiny.make_run(cfg), tiny_vision.batch(cfg)
+    params = spread(run.init().params)
+    prepared = run.objective.prepare(rows, jax.random.key(1))
+    share = float(prepared["share"])
+    assert 0.5 <= share < 1
+    image = rows["image"].astype(np.float64)
+    mixed = share * image + (1 - share) * np.roll(image, 1, axis=0)
+    log_p = log_p_of(logits_of(run, params, {"image": mixed}))
+    total = 0.0
+    for weight, label in ((share, rows["label"]), (1 - share, np.roll(rows["label"], 1))):
+        target = 0.9 * np.eye(tiny_vision.CLASSES)[label] + 0.1 / tiny_vision.CLASSES
+        total -= (weight * (target * log_p).sum(-1) * rows["real"]).sum()
+    found = run.objective.loss(Models(nnx.merge(run.graph, nnx.State(params))), prepared)
+    assert float(found.total) == pytest.approx(total, rel=1e-4)
+    assert float(found.weight) == rows["real"].sum()
+
+
+def test_evaluation_counts_images_that_are_right():
+    cfg = tiny_vision.config(objective={"smoothing": 0.1})
+    run, rows = tiny.make_run(cfg), tiny_vision.batch(cfg, 3)
+    params = spread(run.init().params)
+    log_p, real = log_p_of(logits_of(run, params, rows)), rows["real"] > 0
+    own = np.take_along_axis(log_p, rows["label"][:, None], 1)
+    placed = run.batches.place(rows, cfg.train.batch_size)
+    sums = {name: float(value) for name, value in run.eval_step(params, placed).items()}
+    assert sums["nll"] == pytest.approx(-own[real].sum(), rel=1e-4)
+    for name, most in {"accuracy": 1, "top5": 5}.items():
+        assert sums[name] == (((log_p >= own).sum(1) <= most) & real).sum()
+        assert sums[f"{name}/weight"] == sums["weight"] == real.sum()
+
+
+MESHES = {
+    "fsdp": ({"mesh": {"fsdp": 8}}, 8),
+    "tensor": ({"mesh": {"tensor": 2, "fsdp": 2}}, 4),
+    "context": ({"mesh": {"context": 4, "data": 2}}, 8),
+    "ulysses": ({"mesh": {"context": 2, "context_kind": "ulysses"}}, 2),
+    "stages": ({"mesh": {"stage": 2}}, 2),
+    "accumulated": ({"train": {"accumulate": 4}}, 1),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_gives_what_one_device_does(name):
+    """Mixup's numbers too are those of the step, whatever the mesh."""
+    sections, devices = MESHES[name]
+    alone = three_steps(tiny_vision.config(objective={"mixup": 0.4}), 1)
+    spread = three_steps(tiny_vision.config(objective={"mixup": 0.4}, **sections), devices)
+    for one, other in zip(alone, spread, strict=True):
+        for figure in ("loss", "accuracy", "grad_norm", "weight"):
+            assert other[figure] == pytest.approx(one[figure], rel=1e-5, abs=1e-6), figure
+
+
+def three_steps(cfg, devices):
+    cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"batch_size": 8})})
+    run, rows = tiny.make_run(cfg, devices), []
+    state = run.init()
+    for i in range(3):
+        placed = run.batches.place(tiny_vision.batch(cfg, i), 8)
+        state, scalars = run.step(state, placed)
+        rows.append({name: float(value) for name, value in scalars.items()})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A file of a few steps on scikit-learn's digits."""
+    folder = tmp_path_factory.mktemp("vit")
+    cfg = load(
+        "recipes/vit-digits.yml",
+        [
+            *("train.steps=6", "train.batch_size=16", "eval.every=3", "eval.steps=2"),
+            *("checkpoint.every=3", "model.layers=1", "model.unroll=1", "objective.mixup=0.2"),
+            *(f"run.output_dir={folder}", "run.tensorboard=false"),
+        ],
+    )
+    (folder / "vit.yml").write_text(dump(cfg))
+    return folder / "vit.yml"
+
+
+def rows_of(recipe, *overrides):
+    """The figures of steps, without times, and the accuracies of evaluations."""
+    assert cli.run(train.main, [str(recipe), *overrides]) == 0
+    name = next(word.partition("=")[2] for word in overrides if word.startswith("run.name"))
+    rows = [
+        json.loads(line)
+        for line in (recipe.parent / name / "metrics.jsonl").read_text().splitlines()
+    ]
+    kept = ("loss", "accuracy", "grad_norm")
+    return (
+        {row["step"]: [row[key] for key in kept] for row in rows if "loss" in row},
+        [row["eval_accuracy"] for row in rows if "eval_accuracy" in row],
+        rows,
+    )
+
+
+def test_a_run_goes_on_bit_for_bit_whatever_reads_its_images(recipe):
+    """After a checkpoint, with worker processes and on a mesh: the same pictures, changed alike."""
+    whole, accuracies, rows = rows_of(recipe, "run.name=whole")
+    assert len(whole) == 6 and len(accuracies) == 3
+    assert all(row["images_per_second"] > 0 for row in rows if "loss" in row)
+    shutil.copytree(recipe.parent / "whole", recipe.parent / "again")
+    shutil.rmtree(recipe.parent / "again" / "checkpoints" / "6")
+    again, _, _ = rows_of(recipe, "run.name=again", "data.workers=2")
+    assert again == whole
+    spread, _, _ = rows_of(
+        recipe, "run.name=mesh", "mesh.fsdp=4", "mesh.tensor=2", "run.virtual_devices=8"
+    )
+    np.testing.assert_allclose([*spread.values()], [*whole.values()], rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective={kind: next_token}"], "next_token is for model.kind=decoder"),
+        (["model.classes=null"], "classify needs a number of classes"),
+        (["data.seq_len=9"], "an image of model.image_size=8 is 16 tokens"),
+        (["data.packing=fit"], "an image is a row of its own"),
+        (["data.image.mean=[0.5, 0.4, 0.3]"], "holds 3 numbers, and model.channels=1"),
+        (["data.sources=[{kind: text, files: ['*.md']}]"], "learns from records"),
+        (["mesh.stage=2"], "the pattern of blocks repeats 1 times"),
+    ],
+)
+def test_a_mistake_is_named(recipe, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(recipe, overrides)
+
+
+def test_what_is_for_language_models_refuses_others(recipe, capsys):
+    rows_of(recipe, "run.name=short", "train.steps=3")
+    run = str(recipe.parent / "short")
+    for words in (
+        ["generate", run, "--prompt", "a"],
+        ["serve", run, "--port", "0"],
+    ):
+        assert cli.main(words) == 1
+        assert "model.kind=encoder" in capsys.readouterr().err

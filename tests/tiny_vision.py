@@ -1,0 +1,54 @@
+"""Tiny vision transformers for tests, and images for them."""
+
+from typing import Any
+
+import numpy as np
+import tiny
+
+from maxstack.schema.config import Config
+
+SIDE, CLASSES = 8, 6
+
+
+def model(**changes: Any) -> dict[str, Any]:
+    """Four patches a side, no class token, so that sequences are 16 tokens."""
+    mixer = {"kind": "attention", "causal": False, "heads": 4, "kv_heads": 2, "head_dim": 8}
+    block = {
+        "mixer": mixer | {"rope": None},
+        "mlp": {"kind": "dense", "hidden": 64, "bias": True},
+        "norm": {"kind": "layer", "bias": True},
+    }
+    return {
+        "kind": "encoder",
+        "image_size": SIDE,
+        "patch": 2,
+        "channels": 1,
+        "classes": CLASSES,
+        "cls": False,
+        "pool": {"kind": "mean"},
+        "embed": 32,
+        "layers": 2,
+        "dtype": "float32",
+        "blocks": {"block": block},
+    } | changes
+
+
+def config(**sections: Any) -> Config:
+    """A classifier of made-up images."""
+    source = {"kind": "synthetic", "documents": 64, "vocab": CLASSES, "length": 1}
+    data = {"sources": [source], "packing": "none", "image": {"crop": "none", "flip": False}}
+    given = sections.pop("model", model())
+    patches = (given["image_size"] // given["patch"]) ** 2
+    data["seq_len"] = patches + given["cls"] + given.get("registers", 0)
+    for key, value in {"data": data, "objective": {"kind": "classify"}}.items():
+        sections[key] = value | sections.get(key, {})
+    return tiny.config(model=given, **sections)
+
+
+def batch(cfg: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Images, the last of which is none."""
+    rng, rows = np.random.default_rng(seed), cfg.train.batch_size
+    image = rng.integers(0, 256, (rows, SIDE, SIDE, 1)).astype(np.uint8)
+    real = np.ones(rows, np.float32)
+    real[-1] = 0.0
+    return {"image": image, "label": rng.integers(0, CLASSES, rows).astype(np.int32), "real": real}
