@@ -59,6 +59,7 @@ LATER = (
     "maxstack generate runs/dpo",
     "maxstack generate runs/grpo-sort",
     "maxstack train configs/recipes/grpo-",
+    "maxstack train recipes/grpo-",
     "maxstack train configs/recipes/dpo.yml",
     "maxstack train configs/recipes/reward.yml",
     "maxstack score runs/sft",
