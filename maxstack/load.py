@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
+from pydantic import TypeAdapter
 
 from maxstack import config
 from maxstack.config import storage
@@ -18,9 +19,8 @@ from maxstack.config.spelling import did_you_mean
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
 from maxstack.schema import rules
-from maxstack.schema.config import Config
+from maxstack.schema.config import Config, Model
 from maxstack.schema.data import holds_text
-from maxstack.schema.encoder import EncoderConfig
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +94,10 @@ def _completed(tree: Node) -> Node:
 def _with_rows(tree: Node) -> Node:
     """The tree with the length of rows, one document each, where the model's own sizes say it."""
     model, kind = tree.at("model"), tree.at("model", "kind")
-    if model is None or kind is None or kind.value != "encoder":
+    if model is None or kind is None or kind.value not in ("encoder", "dit"):
         return tree
     try:
-        tokens = EncoderConfig.model_validate(plain(model)).tokens
+        tokens = TypeAdapter(Model).validate_python(plain(model)).tokens
     except pydantic.ValidationError:  # which is told of the whole configuration
         return tree
     for path in (("data",), ("eval", "data")):

@@ -56,6 +56,7 @@ LATER = (
     "maxstack train runs/quickstart-int4/config.yml",
     "maxstack train planned.yml",
     "maxstack sample runs/masked-diffusion",
+    "maxstack sample runs/dit-digits",
     "maxstack generate runs/dpo",
     "maxstack generate runs/grpo-sort",
     "maxstack train configs/recipes/grpo-",

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import tiny
 
@@ -39,7 +40,7 @@ def config(**sections: Any) -> Config:
     data = {"sources": [source], "packing": "none", "image": {"crop": "none", "flip": False}}
     given = sections.pop("model", model())
     patches = (given["image_size"] // given["patch"]) ** 2
-    data["seq_len"] = patches + given["cls"] + given.get("registers", 0)
+    data["seq_len"] = patches + given.get("cls", 0) + given.get("registers", 0)
     for key, value in {"data": data, "objective": {"kind": "classify"}}.items():
         sections[key] = value | sections.get(key, {})
     return tiny.config(model=given, **sections)
@@ -52,3 +53,11 @@ def batch(cfg: Config, seed: int = 0) -> dict[str, np.ndarray]:
     real = np.ones(rows, np.float32)
     real[-1] = 0.0
     return {"image": image, "label": rng.integers(0, CLASSES, rows).astype(np.int32), "real": real}
+
+
+def spread(params, seed=0):
+    """Weights with noise, so that the head, which begins at zero, says something."""
+    leaves, tree = jax.tree.flatten(params)
+    rng = np.random.default_rng(seed)
+    noisy = [leaf + 0.3 * rng.normal(size=leaf.shape).astype(leaf.dtype) for leaf in leaves]
+    return jax.tree.unflatten(tree, noisy)

@@ -4,6 +4,7 @@ one at a time or into shards."""
 import itertools
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from maxstack.errors import ConfigError
 Index = tuple[slice, ...]
 Made = Callable[[Iterable[tuple[str, jax.Array]]], dict[str, jax.Array]]
 PREFIX = "params/"
+AVERAGE = re.compile(r"opt/(?:.*/)?average/(.*)")
+"""Key of a weight's moving average."""
 CHUNK = 64 << 20
 
 
@@ -95,7 +98,8 @@ class WeightsReader:
     """The weights of a checkpoint's step, whatever else it holds; ConfigError where its files were
     lost or changed."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, average: bool = False):
+        """`average`: their moving averages, where the optimizer's state holds some."""
         folder, self.step = step_of(path, f"{path}:")
         self._path = folder / f"{self.step}"
         if damages := list(manifest.damages(self._path)):
@@ -104,11 +108,13 @@ class WeightsReader:
             )
         parts = ocp.checkpointables_metadata(self._path).metadata
         self.weights_only = "meta" not in parts
-        self._leaves = {
-            key.removeprefix(PREFIX): leaf
-            for key, leaf in parts["state"].items()
-            if key.startswith(PREFIX)
+        self._keys = {
+            key.removeprefix(PREFIX): key for key in parts["state"] if key.startswith(PREFIX)
         }
+        if average:
+            found = (AVERAGE.fullmatch(key) for key in parts["state"])
+            self._keys |= {names[1]: names[0] for names in found if names}
+        self._leaves = {path: parts["state"][key] for path, key in self._keys.items()}
         self.shapes: dict[str, tuple[int, ...]] = {
             path: tuple(leaf.shape) for path, leaf in self._leaves.items()
         }
@@ -165,9 +171,8 @@ class WeightsReader:
         context = ocp.Context()
         context.pytree.loading.partial_load = True
         with context:
-            return ocp.load_checkpointables(self._path, {"state": {PREFIX + path: wanted}})[
-                "state"
-            ][PREFIX + path]
+            key = self._keys[path]
+            return ocp.load_checkpointables(self._path, {"state": {key: wanted}})["state"][key]
 
 
 def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:

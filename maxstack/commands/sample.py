@@ -1,8 +1,11 @@
-"""`maxstack sample`: texts from a model trained by masked diffusion."""
+"""`maxstack sample`: texts from a model trained by masked diffusion, images from one trained by
+flow."""
 
 import argparse
 import json
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from maxstack.command import (
     ALLOW_NONFINITE,
@@ -19,16 +22,32 @@ from maxstack.command import (
 )
 from maxstack.errors import ConfigError
 
+if TYPE_CHECKING:
+    from maxstack.run import Run
+
+
+def classes(text: str) -> list[int]:
+    """The numbers in `0-9,12`."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not dash)):
+            raise argparse.ArgumentTypeError(f"{text!r}: give numbers and ranges, such as 0-9,12")
+        found += range(int(first), int(last if dash else first) + 1)
+    return found
+
 
 @command(
     "sample",
-    "Write texts by a model that was trained by masked diffusion.",
-    "sample runs/masked-diffusion --count 2 --length 256",
+    "Write texts by a model that was trained by masked diffusion, or draw images by one that was "
+    "trained by flow.",
+    "sample runs/masked-diffusion --count 2 --length 256\n"
+    "         maxstack sample runs/dit-digits --classes 0-9 --count 100 --out digits.png",
     MODEL,
     OVERRIDES,
-    argument("--count", type=positive, default=4, help="texts (default: 4)"),
+    argument("--count", type=positive, default=4, help="texts or images (default: 4)"),
     argument("--length", type=positive, help="tokens of a text (default: data.seq_len)"),
-    argument("--steps", type=positive, help="steps (default: one a token)"),
+    argument("--steps", type=positive, help="steps (default: one a token; of images 50)"),
     argument(
         "--order",
         choices=("random", "confidence", "margin", "entropy"),
@@ -43,22 +62,96 @@ from maxstack.errors import ConfigError
     ),
     argument("--seed", type=int, default=0, help="of all random numbers (default: 0)"),
     argument("--prompt", default="", metavar="TEXT", help="how every text begins"),
-    argument("--out", metavar="FILE.jsonl", help='write {"text", "tokens"} a line instead'),
+    argument(
+        "--out",
+        metavar="FILE",
+        help='for texts a .jsonl of {"text", "tokens"} a line; for images a grid as .png (default: '
+        "images.png), or a folder, where images that are there are not made again",
+    ),
+    argument(
+        "--classes",
+        type=classes,
+        metavar="0-9,12",
+        help="of images, in turn (default: all of the model)",
+    ),
+    argument(
+        "--guidance",
+        type=float,
+        default=1.0,
+        metavar="W",
+        help="of images: without class + W (with class - without) (default: 1)",
+    ),
+    argument(
+        "--solver", choices=("euler", "heun"), default="euler", help="of images (default: euler)"
+    ),
     ALLOW_NONFINITE,
 )
 def main(args: argparse.Namespace) -> None:
     """Sample; ConfigError for a model that was not trained so, or a prompt that does not fit."""
-    check_writable("--out", args.out)
+    if args.out and Path(args.out).suffix:
+        check_writable("--out", args.out)
     for override in args.overrides:
         if override.startswith("objective"):
             raise ConfigError(f"{override}: a trained model's objective cannot be changed")
+    from maxstack.inference.opened import config_of, open_model
+
+    cfg, _ = config_of(args.model, ["run.virtual_devices=null"])
+    pictures = cfg.objective.kind == "flow"
+    average = pictures and cfg.optimizer.ema is not None and cfg.optimizer.ema.eval
+    run, params = open_model(args.model, model_overrides(args), average)
+    if pictures:
+        _draw(args, run, params)
+    else:
+        _write(args, run, params)
+
+
+def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
+    """Images into a grid or a folder. ConfigError for classes that the model does not have."""
+    import numpy as np
+    from PIL import Image
+
+    from maxstack.data.images import grid
+    from maxstack.inference.images import Sampler
+    from maxstack.report.progress import progress
+    from maxstack.schema.dit import DiTConfig
+
+    model = run.cfg.model
+    assert isinstance(model, DiTConfig)
+    known = model.classes
+    wanted = args.classes or [*range(known)]
+    if max(wanted) >= known:
+        raise ConfigError(f"--classes: {max(wanted)} is none of the model's {known}, from 0")
+    labels = np.array([wanted[i % len(wanted)] for i in range(args.count)], np.int32)
+    out = Path(args.out or "images.png")
+    done = 0
+    if out.suffix != ".png":
+        out.mkdir(parents=True, exist_ok=True)
+        while done < args.count and (out / f"{done:06}.png").exists():
+            done += 1
+    sampler = Sampler(run, params, args.steps or 50, args.solver, args.guidance)
+    made = []
+    with progress(args.count, "sampling", "images", done) as shown:
+        for i, image in enumerate(sampler(labels[done:], done, args.seed), done):
+            if out.suffix == ".png":
+                made.append(image)
+            else:
+                part = out / f".{i:06}.png"
+                Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(part)
+                part.rename(out / f"{i:06}.png")
+            shown.update()
+    if made:
+        columns = len(wanted) if 1 < len(wanted) <= 20 else 10
+        grid(np.stack(made), min(columns, args.count)).save(out)
+    print(out)
+
+
+def _write(args: argparse.Namespace, run: "Run", params: Any) -> None:
+    """Texts, to the console or a file."""
     import numpy as np
 
     from maxstack.data.tokenizers import open_prompt_tokenizer
     from maxstack.inference.diffusion import sample
-    from maxstack.inference.opened import open_model
 
-    run, params = open_model(args.model, model_overrides(args))
     shift = getattr(run.cfg.objective, "shift", False)
     tokenizer = open_prompt_tokenizer(
         run.cfg.data.tokenizer, bos=shift

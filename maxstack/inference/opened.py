@@ -53,11 +53,11 @@ def with_adapter(adapted: "Run", params: Any, folder: str) -> Any:
     return tree(adapted.weights.with_adapter(adapted.weights.beside(flat(params)), folder))
 
 
-def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
+def open_model(model: str, overrides: Sequence[str], average: bool = False) -> tuple["Run", Any]:
     """A run's folder, one of its checkpoints, or a Hugging Face folder -> the assembled run and its
-    weights, spread over all devices (fsdp)."""
+    weights, spread over all devices (fsdp); `average`: their moving average, where there is one."""
     run, own = assembled(model, overrides)
-    return run, read_weights(model, run, own)
+    return run, read_weights(model, run, own, average)
 
 
 def assembled(model: str, overrides: Sequence[str]) -> tuple["Run", Path | None]:
@@ -71,14 +71,15 @@ def assembled(model: str, overrides: Sequence[str]) -> tuple["Run", Path | None]
     return assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False), own
 
 
-def read_weights(model: str, run: "Run", own: Path | None) -> Any:
+def read_weights(model: str, run: "Run", own: Path | None, average: bool = False) -> Any:
     """The weights of an assembled run."""
     from maxstack.checkpoint.weights import WeightsReader
     from maxstack.hf.contents import opened
     from maxstack.hf.reader import load_params
 
     if own is not None:
-        return tree(WeightsReader(Path(model)).load(run.weights.shapes, run.weights.sources))
+        reader = WeightsReader(Path(model), average)
+        return tree(reader.load(run.weights.shapes, run.weights.sources))
     assert run.cfg.model.weights
     finite = not run.cfg.checkpoint.allow_nonfinite
     contents = opened(run.cfg.model.weights)

@@ -41,6 +41,14 @@ class Context:
     """uint32 [B, T, 2]: random keys of row and position, with the repetition of the pattern folded
     in; None: nothing is drawn."""
 
+    condition_BD: Array | None = None
+    """What adaptive norms read; None: there are none, or each block makes its own of a time and a
+    class."""
+    time_B1: Array | None = None
+    """float32: times from 0 to 1000."""
+    label_B1: Array | None = None
+    """int32: classes."""
+
     def drawing(self) -> contextlib.AbstractContextManager[None]:
         """Context in which random numbers are drawn by these keys."""
         return holding(_keys, self.keys_BT2)
@@ -82,13 +90,16 @@ def _flat(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         context.kept,
         context.real_BT,
         context.keys_BT2,
+        context.condition_BD,
+        context.time_B1,
+        context.label_B1,
     ), tuple(tables)
 
 
 def _whole(keys: tuple[Any, ...], parts: tuple[Any, ...]) -> Context:
-    positions_BT, segments_BT, tables, kept, real_BT, keys_BT2 = parts
+    positions_BT, segments_BT, tables, kept, real_BT, *others = parts
     named = dict(zip(keys, tables, strict=True))
-    return Context(positions_BT, segments_BT, named, kept, real_BT, keys_BT2=keys_BT2)
+    return Context(positions_BT, segments_BT, named, kept, real_BT, None, *others)
 
 
 jax.tree_util.register_pytree_node(Context, _flat, _whole)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 from jax import Array
@@ -10,12 +10,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.kernels.backends import config_scope
 from maxstack.layers.attention import Attention
+from maxstack.layers.condition import Condition
 from maxstack.layers.context import Context
 from maxstack.layers.layer import layer_of
 from maxstack.layers.mlp import ACTIVATIONS
 from maxstack.layers.norm import Norm
 from maxstack.layers.weight import project, weight
 from maxstack.schema.decoder import PerLayerConfig
+from maxstack.schema.dit import ConditionConfig, DiTConfig
 from maxstack.schema.stack import StackConfig
 from maxstack.sharding import constrain
 
@@ -27,7 +29,7 @@ class Block(nnx.Module):
     """x + mixer(x), then x + mlp(x), each with norms where the placement has them."""
 
     def __init__(self, name: str, model: StackConfig, per_layer: PerLayerConfig | None = None):
-        self.name, cfg = name, model.blocks[name]
+        self.name, cfg, self.dtype = name, model.blocks[name], model.dtype
         size, dtype, scale = model.embed, model.param_dtype, model.init_scale
         stds = {"std": scale, "out_std": scale / (2 * model.layers) ** 0.5, "dtype": dtype}
         before, after = cfg.placement != "post", cfg.placement != "pre"
@@ -43,6 +45,12 @@ class Block(nnx.Module):
             weight((size,), "norm", dtype=dtype, fill=cfg.layer_scale) if cfg.layer_scale else None
             for _ in range(2)
         )
+        if cfg.modulation:
+            shape, axes = (size, 6, size), "embed latent norm"
+            self.modulation = weight(shape, axes, dtype=dtype, use="matmul")
+            self.modulation_bias = weight((6, size), "latent norm", dtype=dtype)
+        self.condition = _own_condition(model, dtype) if cfg.modulation == "own" else None
+        self.modulated = cfg.modulation is not None
         self.out_scalar = weight((), "", dtype=dtype, fill=1.0) if cfg.out_scalar else None
         if extra := per_layer:
             self.act = ACTIVATIONS[extra.activation]
@@ -57,13 +65,14 @@ class Block(nnx.Module):
     ) -> tuple[Array, Aux]:
         """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
         x_BTD, scope = checkpoint_name(x_BTD, "input"), f"model.blocks.{self.name}"
+        before, after = self._moved(context) if self.modulated else (NOT_MOVED, NOT_MOVED)
         with context.drawing(), config_scope(f"{scope}.mixer"):
-            mixed_BTD = self.mixer(_apply(self.mixer_norm, x_BTD), context)
-        mixed_BTD = _scaled(_apply(self.mixer_out_norm, mixed_BTD), self.mixer_scale)
+            mixed_BTD = self.mixer(before.into(_apply(self.mixer_norm, x_BTD)), context)
+        mixed_BTD = before.out(_scaled(_apply(self.mixer_out_norm, mixed_BTD), self.mixer_scale))
         x_BTD = constrain(x_BTD + mixed_BTD, "batch residual embed")
         with context.drawing(), config_scope(f"{scope}.mlp"):
-            out_BTD, aux = self.mlp(_apply(self.mlp_norm, x_BTD), x_BTD, context)
-        out_BTD = _scaled(_apply(self.mlp_out_norm, out_BTD), self.mlp_scale)
+            out_BTD, aux = self.mlp(after.into(_apply(self.mlp_norm, x_BTD)), x_BTD, context)
+        out_BTD = after.out(_scaled(_apply(self.mlp_out_norm, out_BTD), self.mlp_scale))
         x_BTD = constrain(x_BTD + out_BTD, "batch residual embed")
         if extra_BTP is not None:
             with context.drawing():
@@ -74,11 +83,52 @@ class Block(nnx.Module):
             x_BTD = x_BTD * self.out_scalar[...].astype(x_BTD.dtype)
         return x_BTD, {"mlp": aux} if aux else {}
 
+    def _moved(self, context: Context) -> tuple["Moved", "Moved"]:
+        """How the condition moves what mixer and MLP read, and scales what they add."""
+        condition_BD = context.condition_BD
+        if self.condition is not None:
+            assert context.time_B1 is not None and context.label_B1 is not None
+            time_B, label_B = context.time_B1[:, 0], context.label_B1[:, 0]
+            condition_BD = self.condition(time_B, label_B, self.dtype)
+        assert condition_BD is not None
+        with context.drawing():
+            all_B6D = project(condition_BD, self.modulation, self.modulation_bias)
+        parts = [all_B6D[:, i : i + 1] for i in range(6)]
+        return Moved(*parts[:3]), Moved(*parts[3:])
+
     def keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
         """Keys and values for later layers that have none of their own."""
         assert isinstance(self.mixer, Attention)
         with context.drawing():
             return self.mixer.keys_values(_apply(self.mixer_norm, x_BTD), context)
+
+
+class Moved(NamedTuple):
+    """Shift and scale of what a part reads, and a gate on what it adds, each [B, 1, D]; None:
+    nothing is changed."""
+
+    shift: Array | None
+    scale: Array | None
+    gate: Array | None
+
+    def into(self, x_BTD: Array) -> Array:
+        """What the part reads."""
+        if self.shift is None or self.scale is None:
+            return x_BTD
+        return x_BTD * (1 + self.scale) + self.shift
+
+    def out(self, x_BTD: Array) -> Array:
+        """What is added."""
+        return x_BTD if self.gate is None else x_BTD * self.gate
+
+
+NOT_MOVED = Moved(None, None, None)
+
+
+def _own_condition(model: StackConfig, dtype: str) -> Condition:
+    assert isinstance(model, DiTConfig)
+    section, scale = ConditionConfig(classes=model.classes), model.init_scale
+    return Condition(section, model.embed, std=scale, out_std=scale, dtype=dtype)
 
 
 def _apply(norm: Norm | None, x: Array) -> Array:

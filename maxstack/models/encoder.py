@@ -10,6 +10,7 @@ from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.context import Context, Table, keys_of
+from maxstack.layers.patches import patch_weight, patches, sincos2d
 from maxstack.layers.pool import MapPool
 from maxstack.layers.rope import frequencies
 from maxstack.layers.weight import project, weight
@@ -29,15 +30,7 @@ class Encoder(Stack):
     def __init__(self, cfg: EncoderConfig):
         super().__init__(cfg)
         dtype, std, size = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5, cfg.embed
-        inputs = cfg.patch**2 * cfg.channels
-        self.patch = weight(
-            (cfg.patch, cfg.patch, cfg.channels, size),
-            "latent latent latent embed",
-            std=cfg.init_scale / inputs**0.5,
-            dtype=dtype,
-            use="matmul",
-            contract=3,
-        )
+        self.patch = patch_weight(cfg.patch, cfg.channels, size, cfg.init_scale, dtype)
         self.patch_bias = weight((size,), "norm", dtype=dtype)
         if cfg.cls:
             self.cls = weight((size,), "norm", dtype=dtype)
@@ -77,10 +70,8 @@ class Encoder(Stack):
     def embedded(self, pixels_BSSC: Array) -> Array:
         """Pixels -> tokens [B, T, D] with their positions, in natural order."""
         cfg, rows = self.cfg, pixels_BSSC.shape[0]
-        side, patch, dtype = cfg.image_size // cfg.patch, cfg.patch, jnp.dtype(cfg.dtype)
-        x = pixels_BSSC.astype(dtype).reshape(rows, side, patch, side, patch, cfg.channels)
-        x = x.swapaxes(2, 3).reshape(rows, side * side, patch, patch, cfg.channels)
-        x_BTD = project(x, self.patch, self.patch_bias)
+        side, dtype = cfg.image_size // cfg.patch, jnp.dtype(cfg.dtype)
+        x_BTD = project(patches(pixels_BSSC.astype(dtype), cfg.patch), self.patch, self.patch_bias)
         before = []
         if cfg.cls:
             before.append(self.cls[...][None])
@@ -137,12 +128,3 @@ class Encoder(Stack):
         """Features -> float32 [B, K]."""
         logits_BK = project(features_BF, self.head).astype(jnp.float32)
         return logits_BK + self.head_bias[...].astype(jnp.float32)
-
-
-def sincos2d(side: int, size: int) -> np.ndarray:
-    """Fixed positions [side * side, size]: sines and cosines of columns, then of rows, with rates
-    from 1 to 1 / 10000 (Beyer et al. 2022, arXiv:2205.01580)."""
-    rates = 10000.0 ** -(np.arange(size // 4) / (size // 4 - 1))
-    rows, columns = np.divmod(np.arange(side * side), side)
-    turns = [places[:, None] * rates for places in (columns, rows)]
-    return np.concatenate([wave(turn) for turn in turns for wave in (np.sin, np.cos)], axis=1)

@@ -1,43 +1,22 @@
 """Cross-entropy of images' classes. Shapes: B batch  S side of an image  C channels  K classes."""
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 
 from maxstack.models.stack import losses_and_reports
-from maxstack.objectives.objective import Batch, Loss, Models, Objective
-from maxstack.schema.encoder import EncoderConfig
+from maxstack.objectives.images import ImageObjective
+from maxstack.objectives.objective import Batch, Loss, Models
 from maxstack.schema.objective import ClassifyConfig
-from maxstack.schema.objective import RowField as Field
 
 
-class Classify(Objective):
+class Classify(ImageObjective):
     """Sum over images of the cross-entropy of their classes, with smoothing and mixup."""
-
-    counted = "images"
 
     @property
     def section(self) -> ClassifyConfig:
         """The keys of the objective."""
         assert isinstance(self.cfg.objective, ClassifyConfig)
         return self.cfg.objective
-
-    @property
-    def model(self) -> EncoderConfig:
-        """The keys of the model."""
-        assert isinstance(self.cfg.model, EncoderConfig)
-        return self.cfg.model
-
-    @property
-    def fields(self) -> Mapping[str, Field]:
-        """`image` uint8 [B, S, S, C], `label` int32 [B], `real` float32 [B]: 0 for what is none."""
-        side = self.model.image_size
-        return {
-            "image": Field("batch", "uint8", (side, side, self.model.channels)),
-            "label": Field("batch", "int32", below=self.model.classes),
-            "real": Field("batch", "float32"),
-        }
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
         """With mixup: `image` float32, mixed with that of another row, `other`, int32 [B], the
@@ -81,10 +60,8 @@ class Classify(Objective):
         self, models: Models, batch: Batch
     ) -> tuple[jax.Array, dict[tuple[str, ...], jax.Array], dict[str, jax.Array]]:
         """float32 [B, K], reports of the blocks, and what they add to the loss."""
-        model, image = models.policy, self.cfg.data.image
-        pixels = batch["image"].astype(jnp.float32) / 255.0
-        pixels = (pixels - jnp.asarray(image.mean)) / jnp.asarray(image.std)
-        x_BTD, aux, _ = model.trunk({**batch, "pixels": pixels})
+        model = models.policy
+        x_BTD, aux, _ = model.trunk({**batch, "pixels": self.pixels(batch["image"])})
         added, reports = losses_and_reports(aux)
         return model.logits(model.features(x_BTD)), reports, added
 

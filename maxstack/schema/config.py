@@ -21,6 +21,7 @@ from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig
 from maxstack.schema.data import DataConfig
 from maxstack.schema.decoder import DecoderConfig
+from maxstack.schema.dit import DiTConfig
 from maxstack.schema.encoder import EncoderConfig
 from maxstack.schema.faults import FaultsConfig
 from maxstack.schema.foreign import equivalent
@@ -29,6 +30,7 @@ from maxstack.schema.mesh import MeshConfig
 from maxstack.schema.objective import (
     ClassifyConfig,
     DistillConfig,
+    FlowConfig,
     MaskedDiffusionConfig,
     NextTokenConfig,
     PreferenceConfig,
@@ -173,11 +175,12 @@ Objective = Annotated[
     | DistillConfig
     | MaskedDiffusionConfig
     | ClassifyConfig
+    | FlowConfig
     | PolicyGradientConfig,
     Field(discriminator="kind"),
 ]
 
-Model = Annotated[DecoderConfig | EncoderConfig, Field(discriminator="kind")]
+Model = Annotated[DecoderConfig | EncoderConfig | DiTConfig, Field(discriminator="kind")]
 
 
 class Config(Section):

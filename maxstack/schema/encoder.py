@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from maxstack.config import Fault, NonNegativeInt, PositiveInt, Section
-from maxstack.schema.data import SyntheticSource
+from maxstack.schema.image_rows import image_faults
 from maxstack.schema.mixers import NormConfig
 from maxstack.schema.mlps import DenseMLPConfig
 from maxstack.schema.parts import Dim, Inner, Part, Parts, matrix, vector
@@ -95,30 +95,7 @@ class EncoderConfig(StackConfig):
     """Classes of the head; null: no head."""
 
     def faults(self, cfg: "Config") -> Iterator[Fault]:
-        for key, data in cfg.data_sections.items():
-            if data.seq_len != self.tokens:
-                yield (
-                    f"{key}.seq_len",
-                    f"seq_len={data.seq_len}, but an image of model.image_size={self.image_size} "
-                    f"is {self.tokens} tokens; leave it out",
-                )
-            if data.packing != "none":
-                yield f"{key}.packing", "an image is a row of its own: set none, or leave it out"
-            for name in ("mean", "std"):
-                if len(getattr(data.image, name)) not in (1, self.channels):
-                    yield (
-                        f"{key}.image.{name}",
-                        f"holds {len(getattr(data.image, name))} numbers, and "
-                        f"model.channels={self.channels}; give as many, or one for all",
-                    )
-            for index, source in enumerate(data.sources):
-                classes = self.classes or source.vocab if source.kind == "synthetic" else 0
-                if isinstance(source, SyntheticSource) and source.vocab > classes:
-                    yield (
-                        f"{key}.sources.{index}.vocab",
-                        f"vocab={source.vocab} makes classes that model.classes={self.classes} "
-                        f"does not have; use {self.classes} or less",
-                    )
+        yield from image_faults(self, cfg, self.classes)
 
     @property
     def tokens(self) -> int:

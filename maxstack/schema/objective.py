@@ -155,6 +155,39 @@ class ClassifyConfig(ObjectivePart):
             yield "model.classes", "classify needs a number of classes; set model.classes"
 
 
+class FlowConfig(ObjectivePart):
+    """Flow matching (Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003): on
+    the line x_t = (1 - t) x + t e from an image x to noise e, the mean squared error of what is
+    predicted at a random t."""
+
+    OBJECTIVE = "maxstack.objectives.flow:Flow"
+    MODELS = ("dit",)
+    RECORDS = ("image",)
+    FORWARD = False
+    RANDOM = True
+
+    kind: Literal["flow"]
+    """The objective."""
+    prediction: Literal["velocity", "x0", "eps"] = "velocity"
+    """What the model predicts: e - x, x or e."""
+    times: Literal["uniform", "logit_normal"] = "uniform"
+    """Distribution of t: uniform, or the logistic function of a normal variable (Esser et al. 2024,
+    arXiv:2403.03206)."""
+    shift: PositiveFloat = 1.0
+    """s: t becomes s t / (1 + (s - 1) t), more noise for larger images (the same, section 5.3.2);
+    in training and sampling."""
+    drop: float = Field(0.1, ge=0, le=1)
+    """Share of images whose class is hidden, for classifier-free guidance (Ho & Salimans 2022,
+    arXiv:2207.12598)."""
+    eval_times: PositiveInt = 8
+    """Evaluation takes the mean of the loss over so many fixed t, the middles of equal parts, with
+    noise of each image's own."""
+
+    def causal_faults(self, cfg: "Config") -> Iterator[Fault]:
+        """None."""
+        yield from ()
+
+
 class NextTokenConfig(ObjectivePart):
     """Next-token cross-entropy."""
 

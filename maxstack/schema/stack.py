@@ -39,6 +39,11 @@ class BlockConfig(Section):
     """Initial value of learned factors, one a channel, on what each part adds (CaiT, Touvron et al.
     2021, arXiv:2103.17239); null: none."""
 
+    modulation: Literal["shared", "own"] | None = None
+    """Norms shifted and scaled, and what is added scaled, by a time and a class (adaLN-zero, of
+    model.kind=dit). shared: by one vector of the model; own: each block makes its own, as diffusers
+    stores it; null: not."""
+
     @property
     def experts(self) -> MoEConfig | None:
         """The mixture of experts, wherever it stands in the block."""

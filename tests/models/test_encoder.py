@@ -96,7 +96,7 @@ def test_a_mistake_is_named(changes, message):
 
 def test_fixed_positions_tell_rows_from_columns():
     """The two halves are of columns and of rows, the first place being the origin."""
-    from maxstack.models.encoder import sincos2d
+    from maxstack.layers.patches import sincos2d
 
     table = sincos2d(3, 8)
     assert table.shape == (9, 8) and len({tuple(row) for row in table.round(6)}) == 9

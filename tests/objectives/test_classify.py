@@ -28,18 +28,10 @@ def log_p_of(logits):
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def spread(params, seed=0):
-    """Weights with noise, so that the head, which begins at zero, says something."""
-    leaves, tree = jax.tree.flatten(params)
-    rng = np.random.default_rng(seed)
-    noisy = [leaf + 0.3 * rng.normal(size=leaf.shape).astype(leaf.dtype) for leaf in leaves]
-    return jax.tree.unflatten(tree, noisy)
-
-
 def test_the_loss_is_cross_entropy_with_smoothing_and_mixup():
     cfg = tiny_vision.config(objective={"smoothing": 0.1, "mixup": 0.4})
     run, rows = tiny.make_run(cfg), tiny_vision.batch(cfg)
-    params = spread(run.init().params)
+    params = tiny_vision.spread(run.init().params)
     prepared = run.objective.prepare(rows, jax.random.key(1))
     share = float(prepared["share"])
     assert 0.5 <= share < 1
@@ -58,7 +50,7 @@ def test_the_loss_is_cross_entropy_with_smoothing_and_mixup():
 def test_evaluation_counts_images_that_are_right():
     cfg = tiny_vision.config(objective={"smoothing": 0.1})
     run, rows = tiny.make_run(cfg), tiny_vision.batch(cfg, 3)
-    params = spread(run.init().params)
+    params = tiny_vision.spread(run.init().params)
     log_p, real = log_p_of(logits_of(run, params, rows)), rows["real"] > 0
     own = np.take_along_axis(log_p, rows["label"][:, None], 1)
     placed = run.batches.place(rows, cfg.train.batch_size)

@@ -1,0 +1,102 @@
+"""Images from a diffusion transformer. Shapes: N images  S side of an image  C channels."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from maxstack.errors import ConfigError
+from maxstack.hardware.compiling import in_order
+from maxstack.objectives.flow import UNITS, Flow
+from maxstack.schema.mesh import parts
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+
+Solver = Literal["euler", "heun"]
+AT_ONCE = 64
+"""Images of a step of the solver."""
+
+
+class Sampler:
+    """Follows the velocity from noise, at t = 1, to images; image n of a seed is the same whatever
+    else is made."""
+
+    def __init__(self, run: "Run", params: Any, steps: int, solver: Solver, guidance: float):
+        """`guidance` w: the velocity is u + w (c - u), c with the class and u without (Ho &
+        Salimans 2022, arXiv:2207.12598); 1: c alone. ConfigError for a model that was not trained
+        so."""
+        if not isinstance(run.objective, Flow):
+            raise ConfigError(
+                f"objective.kind={run.cfg.objective.kind}: only a model trained by flow makes "
+                "images"
+            )
+        self._run, self._flow, self._params = run, run.objective, params
+        self._guidance = guidance
+        over = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
+        self._rows = -(-AT_ONCE // over) * over
+        times = 1.0 - np.arange(steps + 1) / steps
+        self._times = np.asarray(self._flow.shifted(times), np.float32)  # type: ignore[arg-type]
+        step = jax.jit(
+            run.within(self._heun if solver == "heun" else self._euler),
+            compiler_options=in_order(run.mesh),
+        )
+        self._step: Callable[..., jax.Array] = step
+        self._placed: NamedSharding = run.batches.of_rows
+        self._begin = jax.jit(run.within(self._noise), compiler_options=in_order(run.mesh))
+
+    def __call__(self, labels: np.ndarray, first: int, seed: int) -> Iterator[np.ndarray]:
+        """Images uint8 [S, S, C] of these classes, in order; they are numbered from `first`."""
+        for begin in range(0, len(labels), self._rows):
+            some = labels[begin : begin + self._rows]
+            padded = np.zeros(self._rows, np.int32)
+            padded[: len(some)] = some
+            label = jax.device_put(padded, self._placed)
+            numbers = np.arange(self._rows, dtype=np.uint32) + np.uint32(first + begin)
+            x = self._begin(jax.device_put(numbers, self._placed), seed)
+            for now, after in zip(self._times, self._times[1:], strict=False):
+                x = self._step(self._params, x, label, now, after)
+            yield from self._values(np.asarray(x))[: len(some)]
+
+    def _noise(self, numbers_N: jax.Array, seed: int) -> jax.Array:
+        model = self._flow.model
+        shape = model.image_size, model.image_size, model.channels
+        key = jax.random.key(seed, impl="threefry2x32")
+        return jax.vmap(lambda n: jax.random.normal(jax.random.fold_in(key, n), shape))(numbers_N)
+
+    def _velocity(self, params: Any, x: jax.Array, label: jax.Array, time: jax.Array) -> jax.Array:
+        model, flow = nnx.merge(self._run.graph, nnx.State(params)), self._flow
+
+        def by_class(label: jax.Array) -> jax.Array:
+            times = jnp.full((x.shape[0],), UNITS * time)
+            made, _ = model({"pixels": x, "time": times, "label": label})
+            return flow.velocity(made[..., : flow.model.channels], x, time)
+
+        wanted = by_class(label)
+        if self._guidance == 1:
+            return wanted
+        without = by_class(jnp.full_like(label, flow.model.classes))
+        return without + self._guidance * (wanted - without)
+
+    def _euler(self, params: Any, x: Any, label: Any, now: Any, after: Any) -> jax.Array:
+        return x + (after - now) * self._velocity(params, x, label, now)
+
+    def _heun(self, params: Any, x: Any, label: Any, now: Any, after: Any) -> jax.Array:
+        """The mean of the velocities at both ends; at the last step, which ends at 0, the first
+        alone."""
+        first = self._velocity(params, x, label, now)
+        there = x + (after - now) * first
+        second = jax.lax.cond(
+            after > 0, lambda: self._velocity(params, there, label, after), lambda: first
+        )
+        return x + (after - now) * (first + second) / 2
+
+    def _values(self, x: np.ndarray) -> np.ndarray:
+        """Pixels as values from 0 to 255."""
+        section = self._run.cfg.data.image
+        scaled = x * np.asarray(section.std) + np.asarray(section.mean)
+        return np.round(np.clip(scaled, 0, 1) * 255).astype(np.uint8)

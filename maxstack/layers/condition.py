@@ -1,0 +1,36 @@
+"""A time and a class as a vector. Shapes: B batch  D embed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from maxstack.layers.layer import Layer
+from maxstack.layers.weight import lookup, project
+from maxstack.schema.dit import FREQUENCIES, ConditionConfig
+
+LONGEST = 10000.0
+"""The longest wave, in steps."""
+
+
+class Condition(Layer):
+    """SiLU(MLP(waves of the time) + a row of the table of classes), which every adaptive norm
+    reads (Peebles & Xie 2023, arXiv:2212.09748)."""
+
+    cfg: ConditionConfig
+
+    def __call__(self, time_B: Array, label_B: Array, dtype: str) -> Array:
+        """`time_B` float32, from 0 to 1000; `label_B` int32, `classes` for none -> [B, D]."""
+        waves = waves_of(time_B).astype(dtype)
+        hidden = jax.nn.silu(project(waves, self.time_in, self.time_in_bias))
+        time_BD = project(hidden, self.time_out, self.time_out_bias)
+        return jax.nn.silu(time_BD + lookup(self.table, label_B, dtype))
+
+
+def waves_of(time_B: Array) -> Array:
+    """Cosines, then sines, with rates from 1 to 1 / 10000, as diffusers' DiT has them: float32
+    [B, FREQUENCIES]."""
+    half = FREQUENCIES // 2
+    rates = (LONGEST ** -(np.arange(half) / (half - 1))).astype(np.float32)
+    turns = time_B.astype(jnp.float32)[:, None] * rates
+    return jnp.concatenate([jnp.cos(turns), jnp.sin(turns)], axis=-1)

@@ -1,0 +1,89 @@
+"""Diffusion transformers. Shapes: B batch  S side of an image in pixels  C channels  T tokens  D
+embed."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from maxstack.kernels.sequences import arrange, natural
+from maxstack.layers.condition import Condition
+from maxstack.layers.context import Context, keys_of
+from maxstack.layers.patches import patch_weight, patches, pixels, sincos2d
+from maxstack.layers.weight import project, weight
+from maxstack.models.block import Aux, Batch
+from maxstack.models.stack import Stack
+from maxstack.schema.dit import ConditionConfig, DiTConfig
+from maxstack.sharding import constrain
+
+
+class DiT(Stack):
+    """Patches and fixed positions, blocks and a last norm that a condition shifts and scales, a
+    projection back to pixels, which begins at zero."""
+
+    cfg: DiTConfig
+
+    def __init__(self, cfg: DiTConfig):
+        super().__init__(cfg)
+        dtype, scale, size = cfg.param_dtype, cfg.init_scale, cfg.embed
+        self.patch = patch_weight(cfg.patch, cfg.channels, size, scale, dtype)
+        self.patch_bias = weight((size,), "norm", dtype=dtype)
+        self.condition = (
+            None
+            if cfg.own_conditions
+            else Condition(
+                ConditionConfig(classes=cfg.classes), size, std=scale, out_std=scale, dtype=dtype
+            )
+        )
+        self.modulation = weight((size, 2, size), "embed latent norm", dtype=dtype, use="matmul")
+        self.modulation_bias = weight((2, size), "latent norm", dtype=dtype)
+        shape = cfg.patch, cfg.patch, cfg.made
+        axes = "latent latent latent"
+        self.out = weight((size, *shape), f"embed {axes}", dtype=dtype, use="matmul")
+        self.out_bias = weight(shape, axes, dtype=dtype)
+
+    def __call__(self, batch: Batch) -> tuple[Array, Aux]:
+        """What the objective asks for of each pixel, float32 [B, S, S, made], and what the blocks
+        report. `batch` holds `pixels`, float [B, S, S, C], `time`, float32 [B], from 0 to 1000,
+        `label`, int32 [B], `classes` for none, and in training with dropout `keys`."""
+        cfg, given = self.cfg, batch["pixels"]
+        x_BTD = project(patches(given.astype(cfg.dtype), cfg.patch), self.patch, self.patch_bias)
+        side = cfg.image_size // cfg.patch
+        x_BTD = x_BTD + jnp.asarray(sincos2d(side, cfg.embed, whole=False), x_BTD.dtype)
+        x_BTD = constrain(arrange(x_BTD), "batch residual embed")
+        context = self._context(batch)
+        x_BTD, aux, _ = self.through(x_BTD, context)
+        condition_BD = context.condition_BD
+        if condition_BD is None:
+            assert context.time_B1 is not None and context.label_B1 is not None
+            condition_BD = self._first_condition()(
+                context.time_B1[:, 0], context.label_B1[:, 0], cfg.dtype
+            )
+        moved_B2D = project(condition_BD, self.modulation, self.modulation_bias)
+        shift_B1D, scale_B1D = moved_B2D[:, :1], moved_B2D[:, 1:]
+        normed_BTD = self.norm(x_BTD) * (1 + scale_B1D) + shift_B1D
+        made = natural(project(normed_BTD, self.out, self.out_bias))
+        return pixels(made.astype(jnp.float32)), aux
+
+    def _context(self, batch: Batch) -> Context:
+        cfg = self.cfg
+        keys_BT2 = arrange(keys_of(batch["keys"], cfg.tokens)) if "keys" in batch else None
+        places_1T = arrange(jnp.arange(cfg.tokens)[None])
+        time_B, label_B = batch["time"], batch["label"]
+        if self.condition is None:
+            return Context(
+                places_1T, keys_BT2=keys_BT2, time_B1=time_B[:, None], label_B1=label_B[:, None]
+            )
+        condition_BD = self.condition(time_B, label_B, cfg.dtype)
+        return Context(places_1T, keys_BT2=keys_BT2, condition_BD=condition_BD)
+
+    def _first_condition(self) -> Condition:
+        """That of the first block, which the last norm reads too, as diffusers has it."""
+        if self.cfg.prefix:
+            first = self.prefix["0"].condition
+            assert first is not None
+            return first
+        stacked = self.blocks[next(iter(self.cfg.stacks))].condition
+        assert stacked is not None
+        graph, state = nnx.split(stacked)
+        return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], state))

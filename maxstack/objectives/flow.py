@@ -1,0 +1,106 @@
+"""Flow matching. Shapes: B batch  S side of an image  C channels."""
+
+import jax
+import jax.numpy as jnp
+
+from maxstack.models.stack import losses_and_reports
+from maxstack.objectives.images import ImageObjective
+from maxstack.objectives.objective import Batch, Loss, Models, row_keys
+from maxstack.schema.dit import DiTConfig
+from maxstack.schema.objective import FlowConfig
+
+UNITS = 1000.0
+"""Times of the model between clean and noise."""
+NEAREST = 1e-3
+"""Distance of a time from 0 and 1 where a prediction becomes a velocity by a division."""
+
+
+class Flow(ImageObjective):
+    """Sum over images of the mean squared error, over their pixels, of what is predicted."""
+
+    @property
+    def section(self) -> FlowConfig:
+        """The keys of the objective."""
+        assert isinstance(self.cfg.objective, FlowConfig)
+        return self.cfg.objective
+
+    @property
+    def model(self) -> DiTConfig:
+        """The keys of the model."""
+        assert isinstance(self.cfg.model, DiTConfig)
+        return self.cfg.model
+
+    def prepare(self, batch: Batch, key: jax.Array) -> Batch:
+        """With `time` float32 [B], `noise` float32 [B, S, S, C], and in `label` the number of
+        classes where an image's is hidden; all of the row alone."""
+        section, shape = self.section, batch["image"].shape
+        keys_B = jax.random.wrap_key_data(row_keys(key, shape[0]), impl="threefry2x32")
+
+        def drawn(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            first, second, third = jax.random.split(key, 3)
+            if section.times == "uniform":
+                time = jax.random.uniform(first)
+            else:
+                time = jax.nn.sigmoid(jax.random.normal(first))
+            return time, jax.random.normal(second, shape[1:]), jax.random.uniform(third)
+
+        time_B, noise, hidden_B = jax.vmap(drawn)(keys_B)
+        label_B = jnp.where(hidden_B < section.drop, self.model.classes, batch["label"])
+        return {**batch, "time": self.shifted(time_B), "noise": noise, "label": label_B}
+
+    def shifted(self, time: jax.Array) -> jax.Array:
+        """Times moved by objective.shift."""
+        shift = self.section.shift
+        return shift * time / (1.0 + (shift - 1.0) * time)
+
+    def loss(self, models: Models, batch: Batch) -> Loss:
+        """Metrics: loss."""
+        errors_B, reports, added = self._errors(models, batch)
+        total = (errors_B * batch["real"]).sum()
+        metrics = {"loss": total} | added
+        return Loss(sum(added.values(), total), batch["real"].sum(), metrics, reports)
+
+    def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
+        """The mean of the loss over eval_times fixed times; noise follows from an image alone."""
+        times, total = self.section.eval_times, jnp.zeros((), jnp.float32)
+        rows = batch["image"].shape[0]
+        for part in range(times):
+            middle = jnp.full((rows,), (part + 0.5) / times)
+            noise = self._noise_by_content(batch["image"], part)
+            at = {**batch, "time": self.shifted(middle), "noise": noise}
+            errors_B, _, _ = self._errors(models, at)
+            total += (errors_B * batch["real"]).sum() / times
+        return {"nll": total, "weight": batch["real"].sum(), "bytes": jnp.zeros(())}
+
+    def _errors(
+        self, models: Models, batch: Batch
+    ) -> tuple[jax.Array, dict[tuple[str, ...], jax.Array], dict[str, jax.Array]]:
+        """Mean squared errors float32 [B], reports of the blocks, and what they add to the loss."""
+        x, noise, time_B = self.pixels(batch["image"]), batch["noise"], batch["time"]
+        time = time_B[:, None, None, None]
+        given = {**batch, "pixels": (1.0 - time) * x + time * noise, "time": UNITS * time_B}
+        made, aux = models.policy(given)
+        wanted = {"velocity": noise - x, "x0": x, "eps": noise}[self.section.prediction]
+        added, reports = losses_and_reports(aux)
+        made = made[..., : self.model.channels]
+        return jnp.square(made - wanted).mean(axis=(1, 2, 3)), reports, added
+
+    def velocity(self, made: jax.Array, x: jax.Array, time: jax.Array) -> jax.Array:
+        """The velocity that a prediction at x and a time says."""
+        near = jnp.clip(time, NEAREST, 1.0 - NEAREST)
+        if self.section.prediction == "velocity":
+            return made
+        if self.section.prediction == "x0":
+            return (x - made) / near
+        return (made - x) / (1.0 - near)
+
+    @staticmethod
+    def _noise_by_content(image: jax.Array, part: int) -> jax.Array:
+        """Noise [B, S, S, C] by a hash of each image's values, whatever batch it is in."""
+        flat = image.reshape(image.shape[0], -1).astype(jnp.uint32)
+        places = jnp.arange(flat.shape[1], dtype=jnp.uint32) * 2 + 1
+        hash_B = ((flat + 1) * places * jnp.uint32(2654435761)).sum(axis=1, dtype=jnp.uint32)
+        first = jax.random.key(part, impl="threefry2x32")
+        return jax.vmap(
+            lambda seed: jax.random.normal(jax.random.fold_in(first, seed), image.shape[1:])
+        )(hash_B)

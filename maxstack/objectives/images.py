@@ -1,0 +1,33 @@
+"""What objectives of images have in common. Shapes: B batch  S side of an image  C channels."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxstack.objectives.objective import Objective
+from maxstack.schema.objective import RowField as Field
+
+
+class ImageObjective(Objective):
+    """A loss over images and their classes."""
+
+    counted = "images"
+
+    @property
+    def fields(self) -> Mapping[str, Field]:
+        """`image` uint8 [B, S, S, C], `label` int32 [B], `real` float32 [B]: 0 for what is none."""
+        model: Any = self.cfg.model
+        side = model.image_size
+        return {
+            "image": Field("batch", "uint8", (side, side, model.channels)),
+            "label": Field("batch", "int32", below=model.classes),
+            "real": Field("batch", "float32"),
+        }
+
+    def pixels(self, image: jax.Array) -> jax.Array:
+        """Values from 0 to 255 [B, S, S, C] -> float32, by data.image.mean and std."""
+        section = self.cfg.data.image
+        scaled = image.astype(jnp.float32) / 255.0
+        return (scaled - jnp.asarray(section.mean)) / jnp.asarray(section.std)

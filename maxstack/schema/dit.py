@@ -1,0 +1,121 @@
+"""The diffusion transformer's configuration: blocks whose norms a time and a class shift and
+scale."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from maxstack.config import Fault, PositiveInt
+from maxstack.schema.image_rows import image_faults
+from maxstack.schema.parts import Dim, Part, Parts, Weight, matrix, vector
+from maxstack.schema.stack import StackConfig
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+FREQUENCIES = 256
+"""Sines and cosines of a time."""
+
+
+class ConditionConfig(Part):
+    """From a time and a class to a vector: an MLP of the time's sines and cosines, plus a row of a
+    table, whose last row stands for no class."""
+
+    LAYER = "maxstack.layers.condition:Condition"
+    COMPONENT = "condition"
+
+    classes: PositiveInt
+    """Classes."""
+
+    def parts(self, width: Dim) -> Parts:
+        """Two projections with biases, and the table."""
+        waves, hidden = Dim("latent", FREQUENCIES), width._replace(axis="norm")
+        rows = Dim("latent", self.classes + 1)
+        return {
+            "time_in": matrix(waves, width),
+            "time_in_bias": vector(hidden),
+            "time_out": matrix(width, hidden),
+            "time_out_bias": vector(hidden),
+            "table": Weight((rows, width), "rows", std=0.02, scaled="in"),
+        }
+
+
+class DiTConfig(StackConfig):
+    """A diffusion transformer with adaptive norms that begin as the identity (adaLN-zero, Peebles &
+    Xie 2023, arXiv:2212.09748)."""
+
+    MODEL = "maxstack.models.dit:DiT"
+    OBJECTIVE = "flow"
+
+    kind: Literal["dit"]
+    """The topology."""
+    image_size: PositiveInt
+    """Height and width of an image, or of a latent."""
+    patch: PositiveInt
+    """Height and width of a patch."""
+    channels: PositiveInt = 3
+    """Numbers of a pixel."""
+    out_channels: PositiveInt | None = None
+    """Numbers of a pixel that come out, of which the first `channels` count; null: as many."""
+    classes: PositiveInt
+    """Classes; one more row of the table stands for none."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image."""
+        return (self.image_size // self.patch) ** 2
+
+    @property
+    def own_conditions(self) -> bool:
+        """True where blocks make their conditions themselves."""
+        return any(block.modulation == "own" for block in self.blocks.values())
+
+    @property
+    def made(self) -> int:
+        """Numbers of a pixel that come out."""
+        return self.out_channels or self.channels
+
+    @property
+    def outputs(self) -> int:
+        return self.patch**2 * self.made
+
+    def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:
+        size, images = self.embed, 1 / seq_len
+        yield "patches", self.patch**2 * self.channels * size
+        conditions = self.layers if self.own_conditions else 1
+        yield "condition", conditions * (FREQUENCIES + size) * size * images
+        yield "condition", (6 * self.layers + 2) * size**2 * images
+        yield "head", size * self.outputs
+
+    def faults(self, cfg: "Config") -> Iterator[Fault]:
+        yield from image_faults(self, cfg, self.classes)
+
+    def placeholder(self, length: int) -> dict[str, Any]:
+        return {"sources": [{"kind": "synthetic", "vocab": max(self.classes, 2)}]}
+
+    def own_faults(self) -> Iterator[Fault]:
+        yield from super().own_faults()
+        if self.image_size % self.patch:
+            near = max(self.image_size // self.patch, 1) * self.patch
+            yield (
+                "image_size",
+                f"image_size={self.image_size} is not a multiple of patch={self.patch}; use {near}",
+            )
+        if self.embed % 4:
+            yield "embed", f"embed={self.embed} must be a multiple of 4, for positions in two ways"
+        if self.made < self.channels:
+            yield "out_channels", f"must be at least channels={self.channels}"
+        if len({block.modulation for block in self.blocks.values()}) > 1:
+            yield "blocks", "modulation must be the same in all"
+        for name, block in self.blocks.items():
+            if block.modulation is None:
+                yield (
+                    f"blocks.{name}.modulation",
+                    "is how a time and a class reach a block: set shared, or own",
+                )
+            if not block.mixer.two_sided:
+                yield (
+                    f"blocks.{name}.mixer.causal",
+                    "patches have no order in which one could hide the next; set causal: false",
+                )
+            if block.mixer.ropes:
+                yield f"blocks.{name}.mixer.rope", "positions are added; set rope: null"

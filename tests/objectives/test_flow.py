@@ -1,0 +1,256 @@
+"""Flow matching of images: the loss, its random numbers, meshes, resume, samples."""
+
+import json
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny
+import tiny_vision
+from flax import nnx
+from PIL import Image
+
+from maxstack import cli, train
+from maxstack.config import dump
+from maxstack.errors import ConfigError
+from maxstack.inference.images import Sampler
+from maxstack.load import load
+from maxstack.objectives.objective import Models
+
+SIDE, CLASSES = tiny_vision.SIDE, tiny_vision.CLASSES
+
+
+def config(modulation="shared", **sections):
+    model = tiny_vision.model(kind="dit", norm={"kind": "layer", "scale": False})
+    for key in ("cls", "pool"):
+        del model[key]
+    model["blocks"]["block"] |= {"modulation": modulation, "norm": model["norm"]}
+    objective = {"kind": "flow"} | sections.pop("objective", {})
+    return tiny_vision.config(model=model, objective=objective, **sections)
+
+
+def model_of(run, seed=0):
+    params = tiny_vision.spread(run.init().params, seed)
+    return nnx.merge(run.graph, nnx.State(params)), params
+
+
+@pytest.mark.parametrize("prediction", ["velocity", "x0", "eps"])
+def test_the_loss_is_the_mean_squared_error_on_a_line_to_noise(prediction):
+    run = tiny.make_run(config(objective={"prediction": prediction}))
+    rows, (model, _) = tiny_vision.batch(run.cfg), model_of(run)
+    prepared = run.objective.prepare(rows, jax.random.key(5))
+    time, noise = (np.asarray(prepared[name], np.float64) for name in ("time", "noise"))
+    x = (rows["image"] / 255 - 0.5) / 0.5
+    t = time[:, None, None, None]
+    given = {"pixels": (1 - t) * x + t * noise, "time": 1000 * time, "label": prepared["label"]}
+    made = np.asarray(model({k: np.asarray(v) for k, v in given.items()})[0])
+    wanted = {"velocity": noise - x, "x0": x, "eps": noise}[prediction]
+    errors = ((made - wanted) ** 2).mean((1, 2, 3))
+    found = run.objective.loss(Models(model), prepared)
+    assert float(found.total) == pytest.approx((errors * rows["real"]).sum(), rel=1e-4)
+    assert float(found.weight) == rows["real"].sum()
+    at = np.asarray(given["pixels"])
+    velocity = run.objective.velocity(wanted, at, t)  # of the right prediction: the right velocity
+    np.testing.assert_allclose(velocity, noise - x, rtol=1e-3, atol=1e-3)
+
+
+def test_times_classes_and_noise_are_drawn_as_the_keys_say():
+    base = {"objective": {"drop": 0.25}, "train": {"batch_size": 512}}
+    run = tiny.make_run(config(**base))
+    rows = tiny_vision.batch(run.cfg)
+    drawn = run.objective.prepare(rows, jax.random.key(0))
+    time, label = np.asarray(drawn["time"]), np.asarray(drawn["label"])
+    assert np.histogram(time, 4, (0, 1))[0].min() > 90
+    hidden = label == CLASSES
+    assert 0.18 < hidden.mean() < 0.32 and (label[~hidden] == rows["label"][~hidden]).all()
+    assert abs(np.asarray(drawn["noise"]).std() - 1) < 0.02
+    moved = {"times": "logit_normal", "shift": 3.0}
+    other = tiny.make_run(config(objective=moved, train=base["train"]))
+    time = np.asarray(other.objective.prepare(rows, jax.random.key(0))["time"])
+    assert np.median(time) == pytest.approx(0.75, abs=0.03)  # 3 t / (1 + 2 t) at t = 1/2
+    assert time.std() < 0.2
+
+
+def test_evaluation_is_on_fixed_times_with_noise_of_the_images_alone():
+    run = tiny.make_run(config(objective={"eval_times": 3}))
+    rows, (_, params) = tiny_vision.batch(run.cfg), model_of(run)
+    order = np.random.default_rng(0).permutation(8)
+    sums = []
+    for given in (rows, {name: array[order] for name, array in rows.items()}):
+        placed = run.batches.place(given, 8)
+        sums.append({k: float(v) for k, v in run.eval_step(params, placed).items()})
+    assert sums[0]["nll"] == pytest.approx(sums[1]["nll"], rel=1e-5)
+    assert sums[0]["weight"] == rows["real"].sum()
+
+
+MESHES = {
+    "fsdp": ({"mesh": {"fsdp": 8}}, 8),
+    "tensor": ({"mesh": {"tensor": 2, "fsdp": 2}}, 4),
+    "context": ({"mesh": {"context": 4, "data": 2}}, 8),
+    "stages": ({"mesh": {"stage": 2}}, 2),
+    "accumulated": ({"train": {"accumulate": 4}}, 1),
+}
+
+
+@pytest.mark.parametrize("modulation", ["shared", "own"])
+@pytest.mark.parametrize("name", MESHES)
+def test_a_mesh_gives_what_one_device_does(name, modulation):
+    sections, devices = MESHES[name]
+    alone, spread = (
+        three_steps(config(modulation, **more), number)
+        for more, number in (({}, 1), (sections, devices))
+    )
+    for one, other in zip(alone, spread, strict=True):
+        for figure in ("loss", "grad_norm", "weight"):
+            assert other[figure] == pytest.approx(one[figure], rel=2e-5, abs=1e-6), figure
+
+
+def three_steps(cfg, devices):
+    run, rows = tiny.make_run(cfg, devices), []
+    state = run.init()
+    for i in range(3):
+        placed = run.batches.place(tiny_vision.batch(cfg, i), cfg.train.batch_size)
+        state, scalars = run.step(state, placed)
+        rows.append({name: float(value) for name, value in scalars.items()})
+    return rows
+
+
+@pytest.mark.parametrize("modulation", ["shared", "own"])
+def test_a_fresh_model_changes_nothing_and_says_nothing(modulation):
+    """Gates and the last projection begin at zero (adaLN-zero)."""
+    run = tiny.make_run(config(modulation))
+    model = nnx.merge(run.graph, nnx.State(run.init().params))
+    given = {
+        "pixels": np.ones((2, SIDE, SIDE, 1), np.float32),
+        "time": np.array([1.0, 900.0], np.float32),
+        "label": np.array([0, CLASSES], np.int32),
+    }
+    made, _ = model(given)
+    assert made.shape == (2, SIDE, SIDE, 1) and not np.asarray(made).any()
+
+
+def test_a_sample_is_the_same_alone_and_follows_the_velocity():
+    run = tiny.make_run(config())
+    model, params = model_of(run)
+    labels = np.arange(5, dtype=np.int32)
+    sampler = Sampler(run, params, 3, "euler", 1.0)
+    together = [*sampler(labels, 0, seed=7)]
+    (alone,) = sampler(labels[3:4], 3, seed=7)
+    np.testing.assert_array_equal(alone, together[3])
+    key = jax.random.fold_in(jax.random.key(7, impl="threefry2x32"), 3)
+    x = np.asarray(jax.random.normal(key, (SIDE, SIDE, 1)))[None]
+    for now in (1.0, 2 / 3, 1 / 3):
+        at = {"pixels": x, "time": np.array([1000 * now], np.float32), "label": labels[3:4]}
+        x = x - np.asarray(model(at)[0]) / 3
+    values = np.clip(x[0] * 0.5 + 0.5, 0, 1) * 255
+    assert np.abs(values - alone).max() <= 1
+
+
+def test_guidance_is_a_line_through_the_velocities_with_and_without_a_class():
+    run = tiny.make_run(config())
+    model, params = model_of(run)
+    x = np.random.default_rng(0).normal(size=(3, SIDE, SIDE, 1)).astype(np.float32)
+
+    def velocity(label):
+        given = {"pixels": x, "time": np.full(3, 400.0, np.float32)}
+        return np.asarray(model({**given, "label": np.array(label, np.int32)})[0])
+
+    own, without = velocity([0, 1, 2]), velocity([CLASSES] * 3)
+    assert np.abs(own - without).max() > 0.1
+    for guidance in (0.0, 1.0, 3.0):
+        sampler = Sampler(run, params, 1, "euler", guidance)
+        made = run.within(sampler._velocity)(params, x, np.arange(3), np.float32(0.4))
+        wanted = without + guidance * (own - without)
+        np.testing.assert_allclose(made, wanted, rtol=1e-4, atol=1e-4 * np.abs(own).max())
+
+
+def test_heun_is_of_second_order(monkeypatch):
+    """With the velocity x the image is the noise over e."""
+    run = tiny.make_run(config())
+    monkeypatch.setattr(Sampler, "_velocity", lambda self, params, x, label, time: x)
+    errors = {}
+    for solver in ("euler", "heun"):
+        for steps in (4, 8):
+            (image,) = Sampler(run, {}, steps, solver, 1.0)(np.zeros(1, np.int32), 0, seed=1)
+            key = jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), 0)
+            exact = np.asarray(jax.random.normal(key, (SIDE, SIDE, 1))) / np.e
+            off = image / 255 - np.clip(exact * 0.5 + 0.5, 0, 1)
+            errors[solver, steps] = np.abs(off).mean()
+    assert errors["heun", 4] < 0.3 * errors["euler", 4]
+    assert errors["euler", 8] == pytest.approx(errors["euler", 4] / 2, rel=0.2)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """A file of a few steps on scikit-learn's digits."""
+    folder = tmp_path_factory.mktemp("dit")
+    cfg = load(
+        "recipes/dit-digits.yml",
+        [
+            *("train.steps=6", "train.batch_size=16", "eval.every=3", "eval.steps=2"),
+            *("checkpoint.every=3", "model.layers=1", "model.unroll=1", "model.embed=32"),
+            *("model.blocks.block.mixer.head_dim=8", "model.blocks.block.mlp.hidden=32"),
+            *(f"run.output_dir={folder}", "run.tensorboard=false"),
+        ],
+    )
+    (folder / "dit.yml").write_text(dump(cfg))
+    return folder / "dit.yml"
+
+
+def figures(recipe, *overrides):
+    assert cli.run(train.main, [str(recipe), *overrides]) == 0
+    name = next(word.partition("=")[2] for word in overrides if word.startswith("run.name"))
+    text = (recipe.parent / name / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
+
+
+def test_a_run_goes_on_bit_for_bit_and_draws(recipe, capsys, monkeypatch):
+    whole = figures(recipe, "run.name=whole")
+    shutil.copytree(recipe.parent / "whole", recipe.parent / "again")
+    shutil.rmtree(recipe.parent / "again" / "checkpoints" / "6")
+    assert figures(recipe, "run.name=again") == whole and len(whole) == 6
+    run, out = str(recipe.parent / "whole"), recipe.parent / "drawn"
+    words = ["sample", run, "--classes", "0-2,7", "--steps", "2", "--seed", "3"]
+    assert cli.main([*words, "--count", "3", "--out", str(out)]) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    monkeypatch.setattr(sys.modules["maxstack.inference.images"], "AT_ONCE", 1)
+    assert cli.main([*words, "--count", "8", "--out", str(out)]) == 0
+    after = {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+    assert [*after] == [f"{i:06}.png" for i in range(8)]
+    assert before.items() <= after.items()
+    assert cli.main([*words, "--count", "8", "--out", str(recipe.parent / "grid.png")]) == 0
+    assert Image.open(recipe.parent / "grid.png").size == (4 * 33 - 1, 2 * 33 - 1)
+    capsys.readouterr()
+    for wrong, said in {
+        ("--classes", "9-12"): "--classes: 12 is none of the model's 10",
+        ("--classes", "a"): "give numbers and ranges",
+    }.items():
+        assert cli.main(["sample", run, *wrong]) != 0
+        assert said in capsys.readouterr().err
+
+
+def test_samples_are_by_the_moving_average(recipe):
+    """Which the checkpoint's optimizer state holds."""
+    from maxstack.checkpoint.weights import WeightsReader
+
+    figures(recipe, "run.name=average")
+    folder = recipe.parent / "average"
+    own, average = (WeightsReader(folder, wanted).read("patch") for wanted in (False, True))
+    assert own.shape == average.shape and np.abs(own - average).max() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective={kind: classify}"], "classify is for model.kind=encoder"),
+        (["model.blocks.block.modulation=null"], "how a time and a class reach a block"),
+        (["model.out_channels=1", "model.channels=3"], "must be at least channels=3"),
+        (["model.embed=30"], "must be a multiple of 4"),
+    ],
+)
+def test_a_mistake_is_named(recipe, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(recipe, overrides)
