@@ -4,7 +4,9 @@ import jax
 import pytest
 import tiny
 
+from maxstack import sharding
 from maxstack.errors import ConfigError
+from maxstack.hardware import compiling
 from maxstack.plan.step import TooLarge, check_mesh, compile_step, too_large
 from maxstack.plan.topology import parse
 
@@ -98,6 +100,7 @@ def test_a_compiler_s_refusal_is_a_step_without_a_program_and_its_other_faults_a
         monkeypatch.setattr(jax.stages.Lowered, "compile", compile_)
 
     cfg, here = tiny.config(mesh={"fsdp": 8, "data": 1}), parse("here")
+    compiling.in_order(sharding.make_mesh(cfg.mesh, jax.devices()))  # which asks the compiler once
     refuse(HBM)
     found = compile_step(cfg, here)
     assert found.compiled is None and found.too_large == too_large(HBM)
