@@ -1,9 +1,12 @@
 """Eight virtual CPU devices and one folder of compiled programs for the whole session."""
 
 import collections
+import ctypes
+import gc
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -33,6 +36,8 @@ ALONE = {
 MAPPED = 25_000
 """Mappings of memory, of which Linux allows a process 65,530; each compiled program takes some, and
 XLA aborts where it gets no more."""
+RESIDENT = 3 << 30
+"""Bytes of memory."""
 
 
 def pytest_configure(config):
@@ -95,10 +100,19 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(autouse=True, scope="module")
 def _room_for_programs():
-    """Forget compiled programs after a module, where they have become many."""
+    """Forget compiled programs after a module, where they have become many, or large: three workers
+    share a machine's memory."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MAPPED:
+    maps, pages = Path("/proc/self/maps"), Path("/proc/self/statm")
+    if not maps.exists():
+        return
+    resident = int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    if maps.read_bytes().count(b"\n") > MAPPED or resident > RESIDENT:
         import jax
 
+        if tiny := sys.modules.get("tiny"):
+            tiny._RUNS.clear()
         jax.clear_caches()
+        gc.collect()
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+            trim(0)
