@@ -33,7 +33,7 @@ def test_two_processes_sample_what_one_does(tmp_path):
     for name, words in (("one", ["train"]), ("two", ["submit"])):
         command = [sys.executable, "-m", "maxstack.cli", *words, str(tmp_path / "rl.yml")]
         command += [f"run.name={name}", *(several if name == "two" else [])]
-        subprocess.run(command, env=environment, check=True, timeout=300, capture_output=True)
+        subprocess.run(command, env=environment, check=True, timeout=900, capture_output=True)
     one, two = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "two")
