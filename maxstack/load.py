@@ -53,6 +53,16 @@ def run_folder(path: str) -> Path | None:
     return own if (own / "config.yml").is_file() else None
 
 
+def check_no_run_beside(path: str) -> None:
+    """ConfigError, for a path at which nothing is, if runs lie where it points."""
+    beside = Path(path).parent
+    if runs := sorted(file.parent.name for file in beside.glob("*/config.yml")):
+        raise ConfigError(
+            f"{shortened(path, 200)}: no such run; {beside} has {listed(runs)}"
+            f"{did_you_mean(Path(path).name, runs)}"
+        )
+
+
 def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     """The folder at `path`, or else the model of the hub, pinned, that `name` is; and the model
     section for it: the architecture that its config.json says, computed in float32 if its weights
@@ -67,12 +77,8 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     of_hub = hub.NAME.fullmatch(name) is not None and not is_path
     if not of_hub and not is_path:
         raise ConfigError(f"{shortened(path, 200)}: {hub.NOWHERE}")
-    if of_hub and (runs := [file.parent.name for file in Path(path).parent.glob("*/config.yml")]):
-        beside = Path(path).parent
-        raise ConfigError(
-            f"{shortened(path, 200)}: no such run; {beside} has {listed(sorted(runs))}"
-            f"{did_you_mean(Path(path).name, runs)}"
-        )
+    if of_hub:
+        check_no_run_beside(path)
     folder = hub.pinned(name) if of_hub else path
     contents = Contents(folder, weights=False) if of_hub else opened(folder)
     dtype = "float32" if contents.dtype == "float32" else "bfloat16"
@@ -94,11 +100,13 @@ def _completed(tree: Node) -> Node:
 def _with_rows(tree: Node) -> Node:
     """The tree with the length of rows, one document each, where the model's own sizes say it."""
     model, kind = tree.at("model"), tree.at("model", "kind")
-    if model is None or kind is None or kind.value not in ("encoder", "dit"):
+    if model is None or kind is None or kind.value == "decoder":
         return tree
     try:
         tokens = TypeAdapter(Model).validate_python(plain(model)).tokens
     except pydantic.ValidationError:  # which is told of the whole configuration
+        return tree
+    if tokens is None:
         return tree
     for path in (("data",), ("eval", "data")):
         for key, value in {"seq_len": tokens, "packing": "none"}.items():

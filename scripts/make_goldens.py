@@ -26,6 +26,7 @@ import shutil
 import sys
 import tempfile
 import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,23 @@ FAMILIES: dict[str, dict[str, Any]] = TABLE["families"]
 
 def main() -> int:
     """Make or check the families; returns the exit code."""
-    parser = arguments.parser(__doc__)
+    return write_or_check(__doc__, FAMILIES, make)
+
+
+def write_or_check(
+    doc: str | None,
+    families: Mapping[str, Mapping[str, Any]],
+    make: Callable[[str, Path], tuple[int, int]],
+) -> int:
+    """Make the folders of the families that the command line names, or compare them; `make`
+    writes a family's files -> (tensors, numbers in them). Returns the exit code."""
+    parser = arguments.parser(doc)
     parser.add_argument(
         "--family",
         action="append",
-        choices=FAMILIES,
+        choices=families,
         metavar="NAME",
-        help=f"only this one; may be repeated: {', '.join(FAMILIES)}",
+        help=f"only this one; may be repeated: {', '.join(families)}",
     )
     parser.add_argument(
         "--check",
@@ -83,7 +94,7 @@ def main() -> int:
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
     wrong, total = 0, 0
-    for family in args.family or FAMILIES:
+    for family in args.family or families:
         with tempfile.TemporaryDirectory() as temporary:
             made = Path(temporary) / family
             made.mkdir()

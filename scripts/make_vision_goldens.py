@@ -10,16 +10,13 @@ transformers.
 example: python scripts/make_vision_goldens.py --family dinov3 --check
 """
 
-import shutil
 import sys
-import tempfile
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import arguments
-from make_goldens import GOLDENS, TABLE, differences, perturb
+from make_goldens import TABLE, perturb, write_or_check
 
 FAMILIES: dict[str, dict[str, Any]] = TABLE["vision"]
 IMAGES = 3
@@ -27,48 +24,11 @@ IMAGES = 3
 
 def main() -> int:
     """Make or check the families; returns the exit code."""
-    parser = arguments.parser(__doc__)
-    parser.add_argument(
-        "--family",
-        action="append",
-        choices=FAMILIES,
-        metavar="NAME",
-        help=f"only this one; may be repeated: {', '.join(FAMILIES)}",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="make them anew elsewhere and compare; write nothing; exit 1 where one differs",
-    )
-    args = parser.parse_args()
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        sys.exit(
-            f"goldens are made by torch and transformers, and {error.name} is not installed; pip "
-            "install torch transformers"
-        )
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    wrong = 0
-    for family in args.family or FAMILIES:
-        with tempfile.TemporaryDirectory() as temporary:
-            made = Path(temporary) / family
-            made.mkdir()
-            make(family, made)
-            faults = differences(made, GOLDENS / family) if args.check else []
-            if not args.check:
-                shutil.rmtree(GOLDENS / family, ignore_errors=True)
-                shutil.copytree(made, GOLDENS / family)
-        wrong += bool(faults)
-        print(f"{family:18} {'; '.join(faults) or ('same' if args.check else 'written')}")
-    return 1 if wrong else 0
+    return write_or_check(__doc__, FAMILIES, make)
 
 
-def make(family: str, folder: Path) -> None:
-    """Write the files of a family."""
+def make(family: str, folder: Path) -> tuple[int, int]:
+    """Write the files of a family -> (tensors, numbers in them)."""
     import torch
     import transformers
 
@@ -102,6 +62,8 @@ def make(family: str, folder: Path) -> None:
         output=output.detach().numpy(),
         patch_grad=patches.grad.numpy(),
     )
+    tensors = [*model.state_dict().values()]
+    return len(tensors), sum(tensor.numel() for tensor in tensors)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,15 @@ example: python scripts/measure_rl.py --out measured
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import arguments
 from bench.metrics import rows
+from bench.runs import ROOT, trained
 from bench.svg import Panel, line_chart
 
-ROOT = Path(__file__).resolve().parent.parent
 PICTURES, PAGE = ROOT / "docs" / "pictures", ROOT / "docs" / "RL.md"
 BEGIN, END = "<!-- written by scripts/measure_rl.py -->", "<!-- end -->"
 SEEDS = 1, 2, 3, 4, 5
@@ -71,14 +69,6 @@ def measured(
         run = trained(out, "grpo-code", "grpo-code", f"model.from={quickstart.absolute()}")
         found[CODE] = curve(run, MEAN_OF_CODE)
     return found
-
-
-def trained(out: Path, name: str, recipe: str, *overrides: str) -> Path:
-    """The folder of a run that is done."""
-    words = [f"configs/recipes/{recipe}.yml", f"run.output_dir={out.absolute()}", *overrides]
-    command = [sys.executable, "-m", "maxstack.train", *words, f"run.name={name}"]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    return out.absolute() / name
 
 
 def curve(run: Path, mean: int = MEAN) -> dict[str, Any]:

@@ -1,11 +1,15 @@
 """Tiny vision transformers for tests, and images for them."""
 
+import json
 from typing import Any
 
 import jax
 import numpy as np
 import tiny
 
+from maxstack import cli, train
+from maxstack.config import dump
+from maxstack.load import load
 from maxstack.schema.config import Config
 
 SIDE, CLASSES = 8, 6
@@ -61,3 +65,36 @@ def spread(params, seed=0):
     rng = np.random.default_rng(seed)
     noisy = [leaf + 0.3 * rng.normal(size=leaf.shape).astype(leaf.dtype) for leaf in leaves]
     return jax.tree.unflatten(tree, noisy)
+
+
+def three_steps(cfg, devices):
+    """The scalars of three steps."""
+    run, rows = tiny.make_run(cfg, devices), []
+    state = run.init()
+    for i in range(3):
+        placed = run.batches.place(batch(cfg, i), cfg.train.batch_size)
+        state, scalars = run.step(state, placed)
+        rows.append({name: float(value) for name, value in scalars.items()})
+    return rows
+
+
+def recipe(name, folder, *overrides):
+    """A file of a few steps of a recipe on scikit-learn's digits."""
+    cfg = load(
+        f"recipes/{name}.yml",
+        [
+            *("train.steps=6", "train.batch_size=16", "eval.every=3", "eval.steps=2"),
+            *("checkpoint.every=3", f"run.output_dir={folder}", "run.tensorboard=false"),
+            *overrides,
+        ],
+    )
+    (folder / "run.yml").write_text(dump(cfg))
+    return folder / "run.yml"
+
+
+def trained(recipe, *overrides):
+    """The rows of metrics of a run of the file, which has a name."""
+    assert cli.run(train.main, [str(recipe), *overrides]) == 0
+    name = next(word.partition("=")[2] for word in overrides if word.startswith("run.name"))
+    text = (recipe.parent / name / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]

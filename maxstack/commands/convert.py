@@ -262,7 +262,7 @@ def _check_tokenizer(contents: "Contents") -> None:
 
     if settings := tokenizer_of(contents.folder.path):
         tokenizer = open_tokenizer(pydantic.TypeAdapter(Tokenizer).validate_python(settings))
-        check_fits(tokenizer, contents.model.outputs)
+        check_fits(tokenizer, contents.model.ids)
 
 
 def _progress(

@@ -93,12 +93,12 @@ def main(args: argparse.Namespace) -> None:
     for override in args.overrides:
         if override.startswith("objective"):
             raise ConfigError(f"{override}: a trained model's objective cannot be changed")
-    from maxstack.inference.opened import config_of, open_model
+    from maxstack.inference.opened import assembled, read_weights
 
-    cfg, _ = config_of(args.model, ["run.virtual_devices=null"])
-    pictures = cfg.objective.kind == "flow"
-    average = pictures and cfg.optimizer.ema is not None and cfg.optimizer.ema.eval
-    run, params = open_model(args.model, model_overrides(args), average)
+    run, own = assembled(args.model, model_overrides(args))
+    pictures, ema = run.cfg.objective.kind == "flow", run.cfg.optimizer.ema
+    average = pictures and ema is not None and ema.eval
+    params = read_weights(args.model, run, own, average)
     if pictures:
         _draw(args, run, params)
     else:

@@ -132,6 +132,22 @@ def rows(text: str) -> tuple[Row, ...]:
     return tuple(_row(line) for line in text.splitlines() if line.strip())
 
 
+def modules(text: str) -> tuple[Row, ...]:
+    """The rows of modules that have a weight and a bias: `NAME | OURS | LAYOUT`, the weight's; for
+    a norm LAYOUT is one axis."""
+    table = ""
+    for line in filter(str.strip, text.splitlines()):
+        name, ours, layout = (column.strip() for column in line.split("|"))
+        if "->" in layout:
+            (out,) = re.findall(r"^(?:\([^)]*\)|\S+)", layout)
+            biases = re.sub(r"[\w/]+(?=:|$)", r"\g<0>_bias", ours)
+            weight, bias = f"{ours} | {layout}", f"{biases} | {out} -> {out.strip('()')}"
+        else:
+            weight, bias = f"{ours}/scale | {layout}", f"{ours}/bias | {layout}"
+        table += f"{name}.weight | {weight}\n{name}.bias | {bias}\n"
+    return rows(table)
+
+
 def only(where: str, table: tuple[Row, ...]) -> tuple[Row, ...]:
     """Rows for those blocks alone that have the weight `PATH: AXES`."""
     path, axes = where.split(": ")

@@ -132,7 +132,7 @@ def step_bytes(cfg: "Config", sizes: Mapping[str, int]) -> float:
         for block in model.blocks.values()
     )
     width = 4 if model.dtype == "float32" else 2
-    return min(rows, OUTPUTS) * 4 * model.outputs + rows * widest * width / sizes["tensor"]
+    return min(rows, OUTPUTS) * 4 * model.ids + rows * widest * width / sizes["tensor"]
 
 
 def usable_bytes(topology: Topology) -> int:

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack import sharding
 from maxstack.config import storage
-from maxstack.config.spelling import did_you_mean
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
-from maxstack.load import load
+from maxstack.load import check_no_run_beside, load
 from maxstack.schema.mesh import AXES
 from maxstack.state import flat, tree
 
@@ -53,11 +52,11 @@ def with_adapter(adapted: "Run", params: Any, folder: str) -> Any:
     return tree(adapted.weights.with_adapter(adapted.weights.beside(flat(params)), folder))
 
 
-def open_model(model: str, overrides: Sequence[str], average: bool = False) -> tuple["Run", Any]:
+def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
     """A run's folder, one of its checkpoints, or a Hugging Face folder -> the assembled run and its
-    weights, spread over all devices (fsdp); `average`: their moving average, where there is one."""
+    weights, spread over all devices (fsdp)."""
     run, own = assembled(model, overrides)
-    return run, read_weights(model, run, own, average)
+    return run, read_weights(model, run, own)
 
 
 def assembled(model: str, overrides: Sequence[str]) -> tuple["Run", Path | None]:
@@ -72,7 +71,7 @@ def assembled(model: str, overrides: Sequence[str]) -> tuple["Run", Path | None]
 
 
 def read_weights(model: str, run: "Run", own: Path | None, average: bool = False) -> Any:
-    """The weights of an assembled run."""
+    """The weights of an assembled run, or their moving average."""
     from maxstack.checkpoint.weights import WeightsReader
     from maxstack.hf.contents import opened
     from maxstack.hf.reader import load_params
@@ -94,12 +93,8 @@ def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | No
     """The configuration of a model, and the run's folder, None for a Hugging Face folder."""
 
     kind = storage.kind(model)
-    runs = [path.parent.name for path in Path(model).parent.glob("*/config.yml")]
-    if kind is None and runs:
-        raise ConfigError(
-            f"{shortened(model, 200)}: no such run beside {', '.join(sorted(runs)[:8])}"
-            f"{did_you_mean(Path(model).name, runs)}"
-        )
+    if kind is None:
+        check_no_run_beside(model)
     if kind != "directory" and not hub.named(model):
         raise ConfigError(
             f"{shortened(model, 200)}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, "

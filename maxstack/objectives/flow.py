@@ -1,11 +1,13 @@
 """Flow matching. Shapes: B batch  S side of an image  C channels."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.images import ImageObjective
-from maxstack.objectives.objective import Batch, Loss, Models, row_keys
+from maxstack.objectives.objective import Batch, Loss, Models, content_keys, row_keys
 from maxstack.schema.dit import DiTConfig
 from maxstack.schema.objective import FlowConfig
 
@@ -66,7 +68,8 @@ class Flow(ImageObjective):
         rows = batch["image"].shape[0]
         for part in range(times):
             middle = jnp.full((rows,), (part + 0.5) / times)
-            noise = self._noise_by_content(batch["image"], part)
+            normal = functools.partial(jax.random.normal, shape=batch["image"].shape[1:])
+            noise = jax.vmap(normal)(content_keys(batch["image"], part))
             at = {**batch, "time": self.shifted(middle), "noise": noise}
             errors_B, _, _ = self._errors(models, at)
             total += (errors_B * batch["real"]).sum() / times
@@ -93,14 +96,3 @@ class Flow(ImageObjective):
         if self.section.prediction == "x0":
             return (x - made) / near
         return (made - x) / (1.0 - near)
-
-    @staticmethod
-    def _noise_by_content(image: jax.Array, part: int) -> jax.Array:
-        """Noise [B, S, S, C] by a hash of each image's values, whatever batch it is in."""
-        flat = image.reshape(image.shape[0], -1).astype(jnp.uint32)
-        places = jnp.arange(flat.shape[1], dtype=jnp.uint32) * 2 + 1
-        hash_B = ((flat + 1) * places * jnp.uint32(2654435761)).sum(axis=1, dtype=jnp.uint32)
-        first = jax.random.key(part, impl="threefry2x32")
-        return jax.vmap(
-            lambda seed: jax.random.normal(jax.random.fold_in(first, seed), image.shape[1:])
-        )(hash_B)

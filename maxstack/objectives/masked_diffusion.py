@@ -1,19 +1,27 @@
 """Masked diffusion on a language model that sees both sides. Shapes: B batch  T time  V vocab."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.sequences import arrange
 from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.next_token import following, head_losses
-from maxstack.objectives.objective import Batch, Loss, Models, Objective, row_keys
+from maxstack.objectives.objective import (
+    Batch,
+    Loss,
+    Models,
+    Objective,
+    content_keys,
+    row_keys,
+)
 from maxstack.schema.objective import MaskedDiffusionConfig
 
 EXCLUDED = -1e9
 """Added to the logit of the mask token, which is never predicted; finite, so that gradients are."""
 ACCURACY_AT = 0.15
 """Share of tokens that evaluation hides to count which are filled right."""
-SAMPLE = 0x9E3779B9
 
 
 class MaskedDiffusion(Objective):
@@ -69,7 +77,9 @@ class MaskedDiffusion(Objective):
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
         """The bound, its mean over eval_times fixed t, and hidden_accuracy: how many of 15 % hidden
         tokens are the likeliest. What is hidden follows from a row's tokens alone."""
-        draw_BT = self._draw_by_content(batch)
+        targets_BT = batch["targets"]
+        uniform = functools.partial(jax.random.uniform, shape=targets_BT.shape[1:])
+        draw_BT = jax.vmap(uniform)(content_keys(targets_BT))
         rows, times = draw_BT.shape[0], self.section.eval_times
         total = jnp.zeros((), jnp.float32)
         for part in range(times):
@@ -121,16 +131,3 @@ class MaskedDiffusion(Objective):
 
     def _excluded(self) -> jax.Array:
         return jnp.zeros(self.cfg.decoder.vocab).at[self.mask_token].set(EXCLUDED)
-
-    @staticmethod
-    def _draw_by_content(batch: Batch) -> jax.Array:
-        """Uniform numbers [B, T] by a hash of each row's tokens, whatever batch the row is in."""
-        targets_BT = batch["targets"].astype(jnp.uint32)
-        places_T = jnp.arange(targets_BT.shape[1], dtype=jnp.uint32) * 2 + 1
-        hash_B = ((targets_BT + 1) * places_T * jnp.uint32(SAMPLE)).sum(axis=1, dtype=jnp.uint32)
-        return jax.vmap(
-            lambda seed: jax.random.uniform(
-                jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed),
-                targets_BT.shape[1:],
-            )
-        )(hash_B)

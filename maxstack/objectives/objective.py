@@ -129,3 +129,14 @@ def row_keys(key: jax.Array, rows: int) -> jax.Array:
     any microbatch."""
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jax.numpy.arange(rows))
     return jax.random.key_data(keys)
+
+
+def content_keys(values: jax.Array, seed: int = 0) -> jax.Array:
+    """Random keys [B] of a seed by a hash of each row's integers [B, ...], whatever batch it is
+    in."""
+    rows = values.reshape(values.shape[0], -1).astype(jax.numpy.uint32)
+    places = jax.numpy.arange(rows.shape[1], dtype=jax.numpy.uint32) * 2 + 1
+    products = (rows + 1) * places * jax.numpy.uint32(0x9E3779B9)
+    hashes = products.sum(axis=1, dtype=jax.numpy.uint32)
+    first = jax.random.key(seed, impl="threefry2x32")
+    return jax.vmap(lambda hashed: jax.random.fold_in(first, hashed))(hashes)

@@ -163,7 +163,7 @@ def _memory(
     blocks = [model.blocks[name] for name in model.order]
     saved = sum(_saved(block, model.embed, model.remat) for block in blocks)
     layers = saved / tensor / stages * at_once * width
-    vocab = model.outputs // tensor
+    vocab = -(-model.ids // tensor)
     rows = min(at_once / stages, rows_of(vocab, {"cuda": "gpu"}.get(platform, platform)))
     widest = max(_saved(block, model.embed, RematConfig()) for block in blocks)
     recomputed = widest / tensor * at_once / (mesh.microbatches or stages) * width

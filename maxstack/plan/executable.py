@@ -75,7 +75,7 @@ def _made_for(run: Run) -> dict[str, Any]:
     cfg, device = run.cfg, run.mesh.devices.flat[0]
     shape = {name: list(leaf.shape) for name, leaf in run.batches.abstract().items()}
     program = "".join(dump(section) if (section := getattr(cfg, name)) else "" for name in SECTIONS)
-    random = cfg.objective.RANDOM or (cfg.lora and cfg.lora.dropout)
+    random = cfg.objective.draws or (cfg.lora and cfg.lora.dropout)
     seed = cfg.train.seed if random else None
     return {
         "configuration": hashlib.sha256(program.encode()).hexdigest()[:16],

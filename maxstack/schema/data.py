@@ -2,14 +2,12 @@
 is imported."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
 from maxstack.config import Fault, Items, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
-PICTURES = "images", "tar", "digits", "mnist"
-"""Kinds of sources of pictures."""
 BYTE_IDS = 257
 """Ids of the tokenizer of kind bytes."""
 
@@ -273,6 +271,9 @@ class MnistSource(PictureSource):
     """The source."""
 
 
+PICTURES = ImagesSource, TarSource, DigitsSource, MnistSource
+
+
 class RandAugmentConfig(Section):
     """Random changes of a picture (Cubuk et al. 2020, arXiv:1909.13719)."""
 
@@ -334,8 +335,9 @@ def holds_text(source: Mapping[str, Any]) -> bool:
     """True if a source, as plain data, gives text and not tokens."""
     record = source.get("record")
     kind = record.get("kind") if isinstance(record, Mapping) else getattr(record, "kind", None)
+    pictures = {get_args(cls.model_fields["kind"].annotation)[0] for cls in PICTURES}
     return (
-        source.get("kind") not in ("synthetic", *PICTURES)
+        source.get("kind") not in ("synthetic", *pictures)
         and kind != "image"
         and source.get("content", "text") == "text"
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from maxstack.config import Fault, PositiveInt
-from maxstack.schema.image_rows import image_faults
+from maxstack.schema.image_rows import image_faults, patch_faults
 from maxstack.schema.parts import Dim, Part, Parts, Weight, matrix, vector
 from maxstack.schema.stack import StackConfig
 
@@ -94,12 +94,7 @@ class DiTConfig(StackConfig):
 
     def own_faults(self) -> Iterator[Fault]:
         yield from super().own_faults()
-        if self.image_size % self.patch:
-            near = max(self.image_size // self.patch, 1) * self.patch
-            yield (
-                "image_size",
-                f"image_size={self.image_size} is not a multiple of patch={self.patch}; use {near}",
-            )
+        yield from patch_faults(self)
         if self.embed % 4:
             yield "embed", f"embed={self.embed} must be a multiple of 4, for positions in two ways"
         if self.made < self.channels:
@@ -111,11 +106,6 @@ class DiTConfig(StackConfig):
                 yield (
                     f"blocks.{name}.modulation",
                     "is how a time and a class reach a block: set shared, or own",
-                )
-            if not block.mixer.two_sided:
-                yield (
-                    f"blocks.{name}.mixer.causal",
-                    "patches have no order in which one could hide the next; set causal: false",
                 )
             if block.mixer.ropes:
                 yield f"blocks.{name}.mixer.rope", "positions are added; set rope: null"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from maxstack.config import Fault, NonNegativeInt, PositiveInt, Section
-from maxstack.schema.image_rows import image_faults
+from maxstack.schema.image_rows import image_faults, patch_faults
 from maxstack.schema.mixers import NormConfig
 from maxstack.schema.mlps import DenseMLPConfig
 from maxstack.schema.parts import Dim, Inner, Part, Parts, matrix, vector
@@ -147,12 +147,7 @@ class EncoderConfig(StackConfig):
 
     def own_faults(self) -> Iterator[Fault]:
         yield from super().own_faults()
-        if self.image_size % self.patch:
-            near = max(self.image_size // self.patch, 1) * self.patch
-            yield (
-                "image_size",
-                f"image_size={self.image_size} is not a multiple of patch={self.patch}; use {near}",
-            )
+        yield from patch_faults(self)
         if self.pool.kind in ("cls", "cls_mean") and not self.cls:
             yield "pool", f"kind {self.pool.kind} reads the class token: set cls: true, or use mean"
         if isinstance(self.pool, MapPool) and self.embed % self.pool.heads:
@@ -168,9 +163,4 @@ class EncoderConfig(StackConfig):
                     if not rotates
                     else f"rotates, and positions={self.positions}: set rope: null, or "
                     "positions: rope2d",
-                )
-            if not block.mixer.two_sided:
-                yield (
-                    f"blocks.{name}.mixer.causal",
-                    "patches have no order in which one could hide the next; set causal: false",
                 )

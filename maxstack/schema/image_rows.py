@@ -1,10 +1,11 @@
 """Rules between models of images and their data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from maxstack.config import Fault
 from maxstack.schema.data import SyntheticSource
+from maxstack.schema.stack import BlockConfig
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -17,10 +18,32 @@ class ImageModel(Protocol):
     def image_size(self) -> int: ...
 
     @property
+    def patch(self) -> int: ...
+
+    @property
+    def blocks(self) -> Mapping[str, BlockConfig]: ...
+
+    @property
     def channels(self) -> int: ...
 
     @property
     def tokens(self) -> int: ...
+
+
+def patch_faults(model: ImageModel) -> Iterator[Fault]:
+    """(key in the model, what is wrong and what to do) of patches and their order."""
+    if model.image_size % model.patch:
+        near = max(model.image_size // model.patch, 1) * model.patch
+        yield (
+            "image_size",
+            f"image_size={model.image_size} is not a multiple of patch={model.patch}; use {near}",
+        )
+    for name, block in model.blocks.items():
+        if not block.mixer.two_sided:
+            yield (
+                f"blocks.{name}.mixer.causal",
+                "patches have no order in which one could hide the next; set causal: false",
+            )
 
 
 def image_faults(model: ImageModel, cfg: "Config", classes: int | None) -> Iterator[Fault]:

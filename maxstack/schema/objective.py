@@ -42,7 +42,7 @@ class ObjectivePart(Section):
     OBJECTIVE: ClassVar[str] = ""
     """module:class that computes it."""
     RANDOM: ClassVar[bool] = False
-    """True where a step draws random numbers."""
+    """True where every step draws random numbers."""
     MODELS: ClassVar[tuple[str, ...]] = ("decoder",)
     """Kinds of models that it can train."""
     RECORDS: ClassVar[tuple[str | None, ...]] = (None,)
@@ -55,6 +55,11 @@ class ObjectivePart(Section):
     """True where it may learn from a teacher."""
     ROLLOUTS: ClassVar[Literal["never", "may", "always"]] = "never"
     """Whether it learns from samples of the model."""
+
+    @property
+    def draws(self) -> bool:
+        """True where a step draws random numbers with these settings."""
+        return self.RANDOM
 
     def records(self, cfg: "Config") -> tuple[str | None, ...]:
         """Kinds of records that it learns from with these settings."""
@@ -145,7 +150,7 @@ class ClassifyConfig(ObjectivePart):
     big_vision draws it. 0: none."""
 
     @property
-    def RANDOM(self) -> bool:  # type: ignore[override]  # noqa: N802
+    def draws(self) -> bool:
         return self.mixup > 0
 
     def causal_faults(self, cfg: "Config") -> Iterator[Fault]:

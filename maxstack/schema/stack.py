@@ -249,6 +249,11 @@ class StackConfig(ModelPart):
         """Numbers that the head makes of a hidden state."""
         raise NotImplementedError
 
+    @property
+    def ids(self) -> int:
+        """Ids that a model of tokens knows; of another model, the outputs."""
+        return self.vocabulary.size if self.vocabulary else self.outputs
+
     def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:
         """(component, multiplications by weights a token) of what stands outside of the blocks."""
         raise NotImplementedError

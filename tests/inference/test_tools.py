@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxstack.data.tokenizers import open_tokenizer
+from maxstack.data.tokenizers import Bytes
 from maxstack.errors import DataError
 from maxstack.inference.tools import (
     FORMATS,
@@ -239,10 +239,7 @@ def test_the_format_is_guessed_from_the_template_where_it_shows_one(template, na
 
 
 def test_marks_that_are_special_tokens_are_named():
-    tokenizer = open_tokenizer(BytesTokenizer(kind="bytes"))
+    tokenizer = Bytes(BytesTokenizer(kind="bytes"))  # one of its own: an opened one is shared
     tokenizer.special = {300: "[TOOL_CALLS]", 301: "</s>"}
-    try:
-        assert marker_tokens(tokenizer, FORMATS["mistral"]) == {300}
-        assert marker_tokens(tokenizer, FORMATS["hermes"]) == set()
-    finally:
-        tokenizer.special = {}
+    assert marker_tokens(tokenizer, FORMATS["mistral"]) == {300}
+    assert marker_tokens(tokenizer, FORMATS["hermes"]) == set()

@@ -1,7 +1,6 @@
 """Classification of images: the loss, mixup, figures; the same on every mesh; bit for bit after a
 kill."""
 
-import json
 import shutil
 
 import jax
@@ -11,8 +10,7 @@ import tiny
 import tiny_vision
 from flax import nnx
 
-from maxstack import cli, train
-from maxstack.config import dump
+from maxstack import cli
 from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.objectives.objective import Models
@@ -75,48 +73,26 @@ MESHES = {
 def test_a_mesh_gives_what_one_device_does(name):
     """Mixup's numbers too are those of the step, whatever the mesh."""
     sections, devices = MESHES[name]
-    alone = three_steps(tiny_vision.config(objective={"mixup": 0.4}), 1)
-    spread = three_steps(tiny_vision.config(objective={"mixup": 0.4}, **sections), devices)
+    alone = tiny_vision.three_steps(tiny_vision.config(objective={"mixup": 0.4}), 1)
+    cfg = tiny_vision.config(objective={"mixup": 0.4}, **sections)
+    spread = tiny_vision.three_steps(cfg, devices)
     for one, other in zip(alone, spread, strict=True):
         for figure in ("loss", "accuracy", "grad_norm", "weight"):
             assert other[figure] == pytest.approx(one[figure], rel=1e-5, abs=1e-6), figure
-
-
-def three_steps(cfg, devices):
-    cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"batch_size": 8})})
-    run, rows = tiny.make_run(cfg, devices), []
-    state = run.init()
-    for i in range(3):
-        placed = run.batches.place(tiny_vision.batch(cfg, i), 8)
-        state, scalars = run.step(state, placed)
-        rows.append({name: float(value) for name, value in scalars.items()})
-    return rows
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
     """A file of a few steps on scikit-learn's digits."""
     folder = tmp_path_factory.mktemp("vit")
-    cfg = load(
-        "recipes/vit-digits.yml",
-        [
-            *("train.steps=6", "train.batch_size=16", "eval.every=3", "eval.steps=2"),
-            *("checkpoint.every=3", "model.layers=1", "model.unroll=1", "objective.mixup=0.2"),
-            *(f"run.output_dir={folder}", "run.tensorboard=false"),
-        ],
+    return tiny_vision.recipe(
+        "vit-digits", folder, "model.layers=1", "model.unroll=1", "objective.mixup=0.2"
     )
-    (folder / "vit.yml").write_text(dump(cfg))
-    return folder / "vit.yml"
 
 
 def rows_of(recipe, *overrides):
     """The figures of steps, without times, and the accuracies of evaluations."""
-    assert cli.run(train.main, [str(recipe), *overrides]) == 0
-    name = next(word.partition("=")[2] for word in overrides if word.startswith("run.name"))
-    rows = [
-        json.loads(line)
-        for line in (recipe.parent / name / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = tiny_vision.trained(recipe, *overrides)
     kept = ("loss", "accuracy", "grad_norm")
     return (
         {row["step"]: [row[key] for key in kept] for row in rows if "loss" in row},

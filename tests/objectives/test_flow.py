@@ -1,6 +1,5 @@
 """Flow matching of images: the loss, its random numbers, meshes, resume, samples."""
 
-import json
 import shutil
 import sys
 
@@ -12,8 +11,7 @@ import tiny_vision
 from flax import nnx
 from PIL import Image
 
-from maxstack import cli, train
-from maxstack.config import dump
+from maxstack import cli
 from maxstack.errors import ConfigError
 from maxstack.inference.images import Sampler
 from maxstack.load import load
@@ -99,22 +97,12 @@ MESHES = {
 def test_a_mesh_gives_what_one_device_does(name, modulation):
     sections, devices = MESHES[name]
     alone, spread = (
-        three_steps(config(modulation, **more), number)
+        tiny_vision.three_steps(config(modulation, **more), number)
         for more, number in (({}, 1), (sections, devices))
     )
     for one, other in zip(alone, spread, strict=True):
         for figure in ("loss", "grad_norm", "weight"):
             assert other[figure] == pytest.approx(one[figure], rel=2e-5, abs=1e-6), figure
-
-
-def three_steps(cfg, devices):
-    run, rows = tiny.make_run(cfg, devices), []
-    state = run.init()
-    for i in range(3):
-        placed = run.batches.place(tiny_vision.batch(cfg, i), cfg.train.batch_size)
-        state, scalars = run.step(state, placed)
-        rows.append({name: float(value) for name, value in scalars.items()})
-    return rows
 
 
 @pytest.mark.parametrize("modulation", ["shared", "own"])
@@ -186,24 +174,16 @@ def test_heun_is_of_second_order(monkeypatch):
 def recipe(tmp_path_factory):
     """A file of a few steps on scikit-learn's digits."""
     folder = tmp_path_factory.mktemp("dit")
-    cfg = load(
-        "recipes/dit-digits.yml",
-        [
-            *("train.steps=6", "train.batch_size=16", "eval.every=3", "eval.steps=2"),
-            *("checkpoint.every=3", "model.layers=1", "model.unroll=1", "model.embed=32"),
-            *("model.blocks.block.mixer.head_dim=8", "model.blocks.block.mlp.hidden=32"),
-            *(f"run.output_dir={folder}", "run.tensorboard=false"),
-        ],
+    return tiny_vision.recipe(
+        "dit-digits",
+        folder,
+        *("model.layers=1", "model.unroll=1", "model.embed=32"),
+        *("model.blocks.block.mixer.head_dim=8", "model.blocks.block.mlp.hidden=32"),
     )
-    (folder / "dit.yml").write_text(dump(cfg))
-    return folder / "dit.yml"
 
 
 def figures(recipe, *overrides):
-    assert cli.run(train.main, [str(recipe), *overrides]) == 0
-    name = next(word.partition("=")[2] for word in overrides if word.startswith("run.name"))
-    text = (recipe.parent / name / "metrics.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = tiny_vision.trained(recipe, *overrides)
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
 
 

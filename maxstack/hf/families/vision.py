@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any
 
 from maxstack.hf.blocks import Layers
+from maxstack.hf.families import parts
 from maxstack.hf.families.parts import SILU, Table, Times, block
 from maxstack.hf.family import CLASSIFYING, Family
-from maxstack.hf.rows import only, rows, without
+from maxstack.hf.rows import Row, modules, only, rows, without
 from maxstack.hf.table import Case, Derived, Key, Mismatch, Sink, Source
 from maxstack.schema.encoder import EncoderConfig
 
@@ -122,24 +123,38 @@ def dense(hidden: Any = "intermediate_size", activation: str = "gelu") -> Table:
     }
 
 
-EMBEDDED = """
-{body}embeddings.cls_token                          | cls        | 1 1 d -> d
-{body}embeddings.position_embeddings                | positions  | 1 t d -> t d
-{body}embeddings.patch_embeddings.projection.weight | patch      | d c p q -> p q c d
-{body}embeddings.patch_embeddings.projection.bias   | patch_bias | d
-{body}layernorm.weight                              | norm/scale | d
-{body}layernorm.bias                                | norm/bias  | d
-classifier.weight                                   | head       | k f -> f k
-classifier.bias                                     | head_bias  | k
-{layer}.attention.attention.query.weight | mixer/query      | (n h) d -> d n h
-{layer}.attention.attention.query.bias   | mixer/query_bias | (n h) -> n h
-{layer}.attention.attention.key.weight   | mixer/key        | (n h) d -> d n h
-{layer}.attention.attention.key.bias     | mixer/key_bias   | (n h) -> n h
-{layer}.attention.attention.value.weight | mixer/value      | (n h) d -> d n h
-{layer}.attention.attention.value.bias   | mixer/value_bias | (n h) -> n h
-{layer}.attention.output.dense.weight    | mixer/out        | d (n h) -> n h d
-{layer}.attention.output.dense.bias      | mixer/out_bias   | d
-"""
+LAYER_MODULES = modules("""
+{layer}.attention.attention.query | mixer/query | (n h) d -> d n h
+{layer}.attention.attention.key   | mixer/key   | (n h) d -> d n h
+{layer}.attention.attention.value | mixer/value | (n h) d -> d n h
+{layer}.attention.output.dense    | mixer/out   | d (n h) -> n h d
+""")
+FC = modules("""
+{layer}.mlp.fc1 | mlp/up   | f d -> d f
+{layer}.mlp.fc2 | mlp/down | d f -> f d
+""")
+SCALED = modules("""
+{layer}.norm1 | mixer_norm | d
+{layer}.norm2 | mlp_norm   | d
+""") + rows("""
+{layer}.layer_scale1.lambda1 | mixer_scale | d
+{layer}.layer_scale2.lambda1 | mlp_scale   | d
+""")
+
+
+def outer(body: str) -> tuple[Row, ...]:
+    """Patches, positions, the last norm and the classifier of ViT and DINOv2."""
+    tables = rows(f"""
+{body}.embeddings.cls_token           | cls       | 1 1 d -> d
+{body}.embeddings.position_embeddings | positions | 1 t d -> t d
+""")
+    return tables + modules(f"""
+{body}.embeddings.patch_embeddings.projection | patch | d c p q -> p q c d
+{body}.layernorm                              | norm  | d
+classifier                                    | head  | k f -> f k
+""")
+
+
 DROPOUT = """
 attention_probs_dropout_prob hidden_dropout_prob drop_path_rate encoder_stride pooler_act
 pooler_output_size out_features out_indices stage_names apply_layernorm reshape_hidden_states
@@ -152,19 +167,14 @@ VIT = Family(
     "vit",
     encoder(1e-12),
     Layers({"block": block(attention(qkv_bias=Key("qkv_bias", True)), dense(), norm(1e-12))}),
-    rows(
-        EMBEDDED.replace("{body}", "vit.")
-        + """
-{layer}.layernorm_before.weight    | mixer_norm/scale | d
-{layer}.layernorm_before.bias      | mixer_norm/bias  | d
-{layer}.layernorm_after.weight     | mlp_norm/scale   | d
-{layer}.layernorm_after.bias       | mlp_norm/bias    | d
-{layer}.intermediate.dense.weight  | mlp/up           | f d -> d f
-{layer}.intermediate.dense.bias    | mlp/up_bias      | f
-{layer}.output.dense.weight        | mlp/down         | d f -> f d
-{layer}.output.dense.bias          | mlp/down_bias    | d
-"""
-    ),
+    outer("vit")
+    + LAYER_MODULES
+    + modules("""
+{layer}.layernorm_before   | mixer_norm | d
+{layer}.layernorm_after    | mlp_norm   | d
+{layer}.intermediate.dense | mlp/up     | f d -> d f
+{layer}.output.dense       | mlp/down   | d f -> f d
+"""),
     silent=DROPOUT,
     layer="vit.encoder.layer.{}",
     body="vit.",
@@ -172,14 +182,6 @@ VIT = Family(
     unused=(r"vit\.pooler\..*",),
     schema=EncoderConfig,
 )
-SCALED = """
-{layer}.norm1.weight         | mixer_norm/scale | d
-{layer}.norm1.bias           | mixer_norm/bias  | d
-{layer}.norm2.weight         | mlp_norm/scale   | d
-{layer}.norm2.bias           | mlp_norm/bias    | d
-{layer}.layer_scale1.lambda1 | mixer_scale      | d
-{layer}.layer_scale2.lambda1 | mlp_scale        | d
-"""
 GATED = {
     "kind": "gated",
     "hidden": SwiGLU(),
@@ -208,27 +210,16 @@ DINOV2 = Family(
             )
         }
     ),
-    rows(
-        EMBEDDED.replace("{body}", "dinov2.")
-        + SCALED
-        + "dinov2.embeddings.mask_token | mask_token | 1 d -> d"
-    )
-    + without(
-        "mlp/gate",
-        rows("""
-{layer}.mlp.fc1.weight | mlp/up        | f d -> d f
-{layer}.mlp.fc1.bias   | mlp/up_bias   | f
-{layer}.mlp.fc2.weight | mlp/down      | d f -> f d
-{layer}.mlp.fc2.bias   | mlp/down_bias | d
-"""),
-    )
+    outer("dinov2")
+    + LAYER_MODULES
+    + SCALED
+    + rows("dinov2.embeddings.mask_token | mask_token | 1 d -> d")
+    + without("mlp/gate", FC)
     + only(
         "mlp/gate: d f",
-        rows("""
-{layer}.mlp.weights_in.weight  | mlp/gate: f, mlp/up: f           | (+) d -> d +
-{layer}.mlp.weights_in.bias    | mlp/gate_bias: f, mlp/up_bias: f | (+) -> +
-{layer}.mlp.weights_out.weight | mlp/down                         | d f -> f d
-{layer}.mlp.weights_out.bias   | mlp/down_bias                    | d
+        modules("""
+{layer}.mlp.weights_in  | mlp/gate: f, mlp/up: f | (+) d -> d +
+{layer}.mlp.weights_out | mlp/down               | d f -> f d
 """),
     ),
     silent=[*DROPOUT, "hidden_act"],  # which gated MLPs of DINOv2 do not read
@@ -270,32 +261,21 @@ DINOV3 = Family(
             )
         }
     ),
-    rows(
-        """
-embeddings.cls_token                     | cls              | 1 1 d -> d
-embeddings.register_tokens               | registers        | 1 r d -> r d
-embeddings.mask_token                    | mask_token       | 1 1 d -> d
-embeddings.patch_embeddings.weight       | patch            | d c p q -> p q c d
-embeddings.patch_embeddings.bias         | patch_bias       | d
-norm.weight                              | norm/scale       | d
-norm.bias                                | norm/bias        | d
-{layer}.attention.q_proj.weight          | mixer/query      | (n h) d -> d n h
-{layer}.attention.q_proj.bias            | mixer/query_bias | (n h) -> n h
-{layer}.attention.k_proj.weight          | mixer/key        | (n h) d -> d n h
-{layer}.attention.k_proj.bias            | mixer/key_bias   | (n h) -> n h
-{layer}.attention.v_proj.weight          | mixer/value      | (n h) d -> d n h
-{layer}.attention.v_proj.bias            | mixer/value_bias | (n h) -> n h
-{layer}.attention.o_proj.weight          | mixer/out        | d (n h) -> n h d
-{layer}.attention.o_proj.bias            | mixer/out_bias   | d
-{layer}.mlp.gate_proj.weight             | mlp/gate         | f d -> d f
-{layer}.mlp.gate_proj.bias               | mlp/gate_bias    | f
-{layer}.mlp.up_proj.weight               | mlp/up           | f d -> d f
-{layer}.mlp.up_proj.bias                 | mlp/up_bias      | f
-{layer}.mlp.down_proj.weight             | mlp/down         | d f -> f d
-{layer}.mlp.down_proj.bias               | mlp/down_bias    | d
-"""
-        + SCALED
-    ),
+    rows("""
+embeddings.cls_token       | cls        | 1 1 d -> d
+embeddings.register_tokens | registers  | 1 r d -> r d
+embeddings.mask_token      | mask_token | 1 1 d -> d
+""")
+    + modules("""
+embeddings.patch_embeddings | patch       | d c p q -> p q c d
+norm                        | norm        | d
+{layer}.attention.q_proj    | mixer/query | (n h) d -> d n h
+{layer}.attention.k_proj    | mixer/key   | (n h) d -> d n h
+{layer}.attention.v_proj    | mixer/value | (n h) d -> d n h
+{layer}.attention.o_proj    | mixer/out   | d (n h) -> n h d
+""")
+    + SCALED
+    + parts.GATED,
     fixed={"query_bias": True, "value_bias": True, "mlp_bias": True},
     silent=[*DROPOUT, "pos_embed_jitter", "pos_embed_rescale", "pos_embed_shift"],
     layer="layer.{}",
@@ -303,6 +283,7 @@ norm.bias                                | norm/bias        | d
     bare="DINOv3ViTModel",
     schema=EncoderConfig,
 )
+MAP_IN = "vision_model.head.attention.in_proj"
 MAP = {
     "kind": "map",
     "heads": Key("num_attention_heads"),
@@ -320,39 +301,28 @@ SIGLIP = Family(
     ),
     Layers({"block": block(attention(), dense(activation="gelu_pytorch_tanh"), norm(1e-6))}),
     rows("""
-vision_model.embeddings.patch_embedding.weight    | patch      | d c p q -> p q c d
-vision_model.embeddings.patch_embedding.bias      | patch_bias | d
 vision_model.embeddings.position_embedding.weight | positions  | t d
-vision_model.post_layernorm.weight                | norm/scale | d
-vision_model.post_layernorm.bias                  | norm/bias  | d
 vision_model.head.probe                           | pool/probe | 1 1 d -> d
-vision_model.head.attention.in_proj_weight        | pool/query: n h, pool/key: n h, pool/value: n h | (+) d -> d +
-vision_model.head.attention.in_proj_bias          | pool/query_bias: n h, pool/key_bias: n h, pool/value_bias: n h | (+) -> +
-vision_model.head.attention.out_proj.weight       | pool/out        | d (n h) -> n h d
-vision_model.head.attention.out_proj.bias         | pool/out_bias   | d
-vision_model.head.layernorm.weight                | pool/norm/scale | d
-vision_model.head.layernorm.bias                  | pool/norm/bias  | d
-vision_model.head.mlp.fc1.weight                  | pool/mlp/up        | f d -> d f
-vision_model.head.mlp.fc1.bias                    | pool/mlp/up_bias   | f
-vision_model.head.mlp.fc2.weight                  | pool/mlp/down      | d f -> f d
-vision_model.head.mlp.fc2.bias                    | pool/mlp/down_bias | d
-{layer}.layer_norm1.weight        | mixer_norm/scale | d
-{layer}.layer_norm1.bias          | mixer_norm/bias  | d
-{layer}.layer_norm2.weight        | mlp_norm/scale   | d
-{layer}.layer_norm2.bias          | mlp_norm/bias    | d
-{layer}.self_attn.q_proj.weight   | mixer/query      | (n h) d -> d n h
-{layer}.self_attn.q_proj.bias     | mixer/query_bias | (n h) -> n h
-{layer}.self_attn.k_proj.weight   | mixer/key        | (n h) d -> d n h
-{layer}.self_attn.k_proj.bias     | mixer/key_bias   | (n h) -> n h
-{layer}.self_attn.v_proj.weight   | mixer/value      | (n h) d -> d n h
-{layer}.self_attn.v_proj.bias     | mixer/value_bias | (n h) -> n h
-{layer}.self_attn.out_proj.weight | mixer/out        | d (n h) -> n h d
-{layer}.self_attn.out_proj.bias   | mixer/out_bias   | d
-{layer}.mlp.fc1.weight            | mlp/up           | f d -> d f
-{layer}.mlp.fc1.bias              | mlp/up_bias      | f
-{layer}.mlp.fc2.weight            | mlp/down         | d f -> f d
-{layer}.mlp.fc2.bias              | mlp/down_bias    | d
-"""),  # noqa: E501
+""")
+    + rows(f"""
+{MAP_IN}_weight | pool/query: n h, pool/key: n h, pool/value: n h                | (+) d -> d +
+{MAP_IN}_bias   | pool/query_bias: n h, pool/key_bias: n h, pool/value_bias: n h | (+) -> +
+""")
+    + modules("""
+vision_model.embeddings.patch_embedding | patch         | d c p q -> p q c d
+vision_model.post_layernorm             | norm          | d
+vision_model.head.attention.out_proj    | pool/out      | d (n h) -> n h d
+vision_model.head.layernorm             | pool/norm     | d
+vision_model.head.mlp.fc1               | pool/mlp/up   | f d -> d f
+vision_model.head.mlp.fc2               | pool/mlp/down | d f -> f d
+{layer}.layer_norm1                     | mixer_norm    | d
+{layer}.layer_norm2                     | mlp_norm      | d
+{layer}.self_attn.q_proj                | mixer/query   | (n h) d -> d n h
+{layer}.self_attn.k_proj                | mixer/key     | (n h) d -> d n h
+{layer}.self_attn.v_proj                | mixer/value   | (n h) d -> d n h
+{layer}.self_attn.out_proj              | mixer/out     | d (n h) -> n h d
+""")
+    + FC,
     silent=DROPOUT,
     layer="vision_model.encoder.layers.{}",
     body="vision_model.",
