@@ -172,6 +172,8 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         return State(jnp.zeros((), jnp.int32), params, opt, guard.fresh(), behind)
 
     objective = objective_of(cfg)
+    if trains:
+        objective.check_trains()
     others = {"teacher": assemble(of_teacher(cfg), mesh, trains=False)} if cfg.teacher else {}
     moves = Moves(shardings, abstract, info, mesh, cfg.mesh)
 

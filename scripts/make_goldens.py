@@ -173,7 +173,8 @@ def perturb(model: Any) -> None:
     """
     import torch
 
-    embed = getattr(model.get_input_embeddings(), "weight", None)
+    of_tokens = hasattr(model, "get_input_embeddings")
+    embed = getattr(model.get_input_embeddings(), "weight", None) if of_tokens else None
     with torch.no_grad():
         for name, tensor in {
             **dict(model.named_parameters()),

@@ -78,6 +78,7 @@ def import_model(args: Namespace) -> None:
     from maxstack.hf.contents import Contents
 
     contents = Contents(args.folder, ignore_unsafe=args.ignore_unsafe)
+    contents.model.check_said(args.overrides)
     dtype = args.dtype or contents.dtype
     text = _configuration(contents, args.out, dtype, args.overrides)
     progress = _progress(args.out, contents, args.dtype)

@@ -90,11 +90,12 @@ def main(args: argparse.Namespace) -> None:
     """Sample; ConfigError for a model that was not trained so, or a prompt that does not fit."""
     if args.out and Path(args.out).suffix:
         check_writable("--out", args.out)
-    for override in args.overrides:
-        if override.startswith("objective"):
-            raise ConfigError(f"{override}: a trained model's objective cannot be changed")
     from maxstack.inference.opened import assembled, read_weights
+    from maxstack.load import run_folder
 
+    for override in args.overrides:
+        if override.startswith("objective") and run_folder(args.model):
+            raise ConfigError(f"{override}: a trained model's objective cannot be changed")
     run, own = assembled(args.model, model_overrides(args))
     pictures, ema = run.cfg.objective.kind == "flow", run.cfg.optimizer.ema
     average = pictures and ema is not None and ema.eval

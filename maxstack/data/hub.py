@@ -39,7 +39,9 @@ TOKENIZER = (
     "chat_template.json",
 )
 GENERATION = "generation_config.json"
-SMALL = "config.json", INDEX, GENERATION, *TOKENIZER
+DIFFUSERS = "diffusion_pytorch_model"
+"""Beginning of the names of diffusers' files, where others have `model`."""
+SMALL = "config.json", INDEX, f"{DIFFUSERS}.safetensors.index.json", GENERATION, *TOKENIZER
 """Files that are read of a model beside its weights."""
 READ = "*.json", "model*.safetensors", "tokenizer*", "merges.txt"
 """Patterns of the files that are read of nearly every model; without consolidated.safetensors,

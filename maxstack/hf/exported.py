@@ -16,7 +16,7 @@ import numpy as np
 from maxstack.config.spelling import did_you_mean
 from maxstack.data import byte_level
 from maxstack.data.chat import JINJA
-from maxstack.data.hub import GENERATION, TOKENIZER
+from maxstack.data.hub import DIFFUSERS, GENERATION, TOKENIZER
 from maxstack.errors import ConfigError
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import VALUE, Contents, check_tensors
@@ -29,6 +29,7 @@ from maxstack.schema.mixers import LongRopeScaling
 from maxstack.schema.stack import StackConfig
 
 RECORD = "tensors.json"
+CONDITION, MODULATION = "condition/", "modulation"
 PREPROCESSOR = "preprocessor_config.json"
 """How pictures are made pixels."""
 
@@ -72,6 +73,7 @@ def export(
     tokens = model.tokens is None
     model = model.as_exported
     shapes = {path: shape for path, shape in shapes.items() if path != VALUE}
+    shapes, read = _with_own_conditions(shapes, read)
     family, config = choose(
         model,
         architecture or next(iter(came_with.get("architectures") or []), None),
@@ -90,8 +92,9 @@ def export(
         **{key: value for key, value in came_with.items() if key in kept},
         **(_lengths(model, came_with, length or 0) if tokens else {}),
         **config,
-        "dtype": max({*names}, key=names.count),
     }
+    if family.model_type:
+        config["dtype"] = max({*names}, key=names.count)
     with new_folder(out) as folder:
         write_json(folder / "config.json", dict(sorted(config.items())))
         if tokens:
@@ -101,9 +104,34 @@ def export(
             _write_generation(source, folder, config, answers.ends)
         elif source:
             _copy(source, (PREPROCESSOR,), folder)
-        write_tensors(folder, bound, dtypes, read, shard_size, done)
+        stem = "model" if family.model_type else DIFFUSERS
+        write_tensors(folder, bound, dtypes, read, shard_size, done, stem)
         check_tensors(Contents(folder), bound)
     return family
+
+
+def _with_own_conditions(
+    shapes: Mapping[str, Shape], read: Read
+) -> tuple[Mapping[str, Shape], Read]:
+    """Shapes, and how weights are read, with the one condition of a diffusion transformer in every
+    block, where diffusers has it."""
+    one = {path: shape for path, shape in shapes.items() if path.startswith(CONDITION)}
+    if not one:
+        return shapes, read
+    own = {
+        path.removesuffix(MODULATION) + weight: (*shape[:-3], *one[weight])
+        for path, shape in shapes.items()
+        if path.endswith(f"/{MODULATION}")
+        for weight in one
+    }
+
+    def read_own(path: str) -> np.ndarray:
+        if path not in own:
+            return read(path)
+        _, _, weight = path.rpartition(CONDITION)
+        return np.broadcast_to(read(CONDITION + weight), own[path])
+
+    return {path: shape for path, shape in shapes.items() if path not in one} | own, read_own
 
 
 def _lengths(model: StackConfig, came_with: Mapping[str, Any], length: int) -> dict[str, int]:
@@ -161,7 +189,7 @@ def _recorded_dtypes(source: Path) -> dict[str, np.dtype]:
     """Tensor -> dtype in the folder that the model once came in; empty where that is not known."""
     if (source / RECORD).is_file():
         return {name: _dtype(dtype) for name, dtype in byte_level.read(source / RECORD).items()}
-    if any(source.glob("model*.safetensors*")):
+    if any(file for stem in ("model", DIFFUSERS) for file in source.glob(f"{stem}*.safetensors*")):
         tensors = Contents(source, ignore_unsafe=True).tensors
         return {name: tensor.dtype for name, tensor in tensors.items()}
     return {}

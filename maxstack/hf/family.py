@@ -11,6 +11,7 @@ from maxstack.config.spelling import did_you_mean
 from maxstack.errors import ConfigError, quoted
 from maxstack.hf import table
 from maxstack.hf.blocks import Layers
+from maxstack.hf.folder import CLASS_NAME
 from maxstack.hf.rows import Row
 from maxstack.hf.table import Mismatch, Sink, Source
 from maxstack.schema.decoder import DecoderConfig
@@ -60,9 +61,9 @@ class Family:
     """An architecture of transformers in our words."""
 
     architecture: str
-    """First of `architectures` in config.json."""
+    """First of `architectures` in config.json, or diffusers' `_class_name`."""
     model_type: str
-    """`model_type` in config.json."""
+    """`model_type` in config.json; empty: the architecture is of diffusers."""
     model: Mapping[str, Any]
     """Table of the DecoderConfig, without its layers."""
     layers: Layers
@@ -111,7 +112,8 @@ class Family:
         if model.scores:
             architecture = architecture.replace(CAUSAL, SCORING)
             sink |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        config = {"architectures": [architecture], "model_type": self.model_type, **sink}
+        named = {"architectures": [architecture], "model_type": self.model_type}
+        config = {**(named if self.model_type else {CLASS_NAME: architecture}), **sink}
         mtp = model.depth if self.further else 0
         again = meaning(self.schema.model_validate(self.read(config, architecture, mtp)))
         if different := sorted(_different(wanted, again, "")):
@@ -188,7 +190,8 @@ def _block(block: dict[str, Any]) -> dict[str, Any]:
         mixer["scale"] = mixer["scale"] or mixer["head_dim"] ** -0.5
         if mixer["key_bias"] is None:
             mixer["key_bias"] = mixer["qkv_bias"]
-    return block | {"mixer": mixer, "mlp": _mlp(block["mlp"])}
+    norms = {"mlp_norm": block["mlp_norm"] or block["norm"]}
+    return block | norms | {"mixer": mixer, "mlp": _mlp(block["mlp"])}
 
 
 def _mlp(mlp: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +225,8 @@ def of_config(config: Mapping[str, Any], families: Mapping[str, Family], where: 
     """The family that a config.json names; ConfigError lists those that are supported, or says that
     `architectures` and `model_type` name two, or that `model_type` is not known. Unknown
     `architectures` beside a known `model_type` are other heads on the same body."""
-    architectures, model_type = config.get("architectures") or [], config.get("model_type")
+    architectures = config.get("architectures") or config.get(CLASS_NAME) or []
+    model_type = config.get("model_type")
     names = [*(architectures if isinstance(architectures, list) else [architectures]), model_type]
     said = f"{where}: architectures={quoted(architectures)}, model_type={quoted(model_type)}"
     if not all(isinstance(name, str | None) for name in names):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from maxstack.config import storage
 from maxstack.data import hub
-from maxstack.data.hub import GENERATION, INDEX, SINGLE
+from maxstack.data.hub import GENERATION
 from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf import limits
@@ -18,6 +18,8 @@ from maxstack.hf.safetensors_file import SafetensorsFile, check_name
 from maxstack.hf.tensors import Plain, Tensor
 
 T = TypeVar("T")
+CLASS_NAME = "_class_name"
+"""Key of diffusers' config.json with the name of a class."""
 UNSAFE = {
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), "pickled weights"),
     **dict.fromkeys((".pkl", ".pickle", ".joblib"), "a pickle"),
@@ -75,6 +77,8 @@ class Folder:
             own = {**inner, "architectures": inner.get("architectures") or []}
             self.config = shared | own
         self.where = str(self.path / "config.json")
+        self.stem = hub.DIFFUSERS if CLASS_NAME in outer else "model"
+        """Beginning of the names of files with weights."""
         method = self.config.pop("quantization_config", None) or outer.get("quantization_config")
         self._unpack = unpacking(method, self.where)
         self.quantized: str | None = method["quant_method"] if method else None
@@ -82,20 +86,23 @@ class Folder:
 
     def raw(self) -> dict[str, Plain]:
         """Name -> tensor, as the files have them."""
-        index, shards = self.path / INDEX, self.shards()
+        index, shards = self.path / self._index, self.shards()
+        single = f"{self.stem}.safetensors"
         names = sorted(
             entry.name for entry in self.path.iterdir() if entry.name.endswith(".safetensors")
         )
-        if not shards and SINGLE not in names:
+        if not shards and single not in names:
             only = f" (only {', '.join(names[:3])})" if names else ""
-            raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}{only}. {INSTEAD}")
-        if shards and SINGLE in names and SINGLE not in shards:
+            raise ConfigError(
+                f"{self.path}: has neither {single} nor {self._index}{only}. {INSTEAD}"
+            )
+        if shards and single in names and single not in shards:
             raise DataError(
-                f"{index}: does not name {SINGLE}, which lies beside it; delete the one "
+                f"{index}: does not name {single}, which lies beside it; delete the one "
                 "that is stale"
             )
         tensors: dict[str, Plain] = {}
-        for shard in sorted(shards) or [SINGLE]:
+        for shard in sorted(shards) or [single]:
             file = SafetensorsFile(self.file(shard))
             held, listed = file.entries.keys(), shards.get(shard, file.entries.keys())
             if absent := sorted(listed - held):
@@ -106,7 +113,7 @@ class Folder:
             if unlisted := sorted(held - listed):
                 raise DataError(
                     f"{file.path}: tensor {unlisted[0]}{and_more(unlisted)} is not listed "
-                    f"in {INDEX} as being in this file"
+                    f"in {self._index} as being in this file"
                 )
             tensors |= {name: Plain(file, name) for name in held}
         return tensors
@@ -127,9 +134,9 @@ class Folder:
     def shards(self) -> dict[str, set[str]]:
         """The index: file -> names of its tensors; empty where there is no index."""
         shards: dict[str, set[str]] = {}
-        if not os.path.lexists(self.path / INDEX):
+        if not os.path.lexists(self.path / self._index):
             return shards
-        index = self.file(INDEX)
+        index = self.file(self._index)
         for name, shard in hub.weight_map(index).items():
             check_name(name, str(index))
             if not hub.SHARD.fullmatch(shard):
@@ -139,6 +146,10 @@ class Folder:
                 )
             shards.setdefault(shard, set()).add(name)
         return shards
+
+    @property
+    def _index(self) -> str:
+        return f"{self.stem}.safetensors.index.json"
 
     def check_generation(self) -> None:
         """ConfigError where generation_config.json, which is copied into exports, has special
@@ -154,7 +165,9 @@ class Folder:
         the hub's cache that the folder is part of."""
         path = self.path / name
         if not os.path.lexists(path) and name == "config.json":
-            raise ConfigError(f"{path}: no such file; give the folder of a model")
+            inner = self.path / "transformer"
+            which = f"{inner}, of the pipeline" if inner.is_dir() else "the folder of a model"
+            raise ConfigError(f"{path}: no such file; give {which}")
         if not path.is_file():
             leads = "is a link that leads nowhere" if path.is_symlink() else "is no file"
             raise DataError(f"{path}: {leads if os.path.lexists(path) else 'no such file'}")

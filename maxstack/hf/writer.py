@@ -14,7 +14,6 @@ import numpy as np
 from maxstack.config import atomic
 from maxstack.errors import ConfigError
 from maxstack.hf.binding import Bound, Target
-from maxstack.hf.folder import INDEX, SINGLE
 from maxstack.hf.rows import Shape
 from maxstack.hf.safetensors_file import NAMES
 
@@ -78,14 +77,15 @@ def write_tensors(
     read: Read,
     shard_size: int,
     done: Callable[[int], object],
+    stem: str = "model",
 ) -> None:
     """Write all tensors into shards of at most `shard_size` bytes (one tensor at least) and, where
-    there are several, their index.
+    there are several, their index; `stem` begins the names of all.
 
     `read` gives a weight of ours by its path and is called once for each; `done` is called with the
     size of each weight that is written.
     """
-    shards = _shards(folder, bound, dtypes, shard_size)
+    shards = _shards(folder, bound, dtypes, shard_size, stem)
     by_path: dict[str, list[tuple[Bound, Target]]] = {}
     for tensor in bound:
         for target in tensor.targets:
@@ -108,7 +108,11 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _shards(
-    folder: Path, bound: Sequence[Bound], dtypes: Mapping[str, np.dtype], shard_size: int
+    folder: Path,
+    bound: Sequence[Bound],
+    dtypes: Mapping[str, np.dtype],
+    shard_size: int,
+    stem: str,
 ) -> dict[str, Shard]:
     """The shard of each tensor; the index is written where there are several."""
     groups: list[dict[str, tuple[np.dtype, Shape]]] = [{}]
@@ -122,9 +126,9 @@ def _shards(
         groups[-1][tensor.name] = (dtype, tensor.shape)
         filled, total = filled + size, total + size
     count = len(groups)
-    files = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    files = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     if count == 1:
-        files = [SINGLE]
+        files = [f"{stem}.safetensors"]
     else:
         weight_map = {
             name: file for file, group in zip(files, groups, strict=True) for name in group
@@ -133,7 +137,7 @@ def _shards(
             "metadata": {"total_size": total},
             "weight_map": dict(sorted(weight_map.items())),
         }
-        write_json(folder / INDEX, index)
+        write_json(folder / f"{stem}.safetensors.index.json", index)
     return {
         name: shard
         for file, group in zip(files, groups, strict=True)

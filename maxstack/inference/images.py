@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from maxstack.errors import ConfigError
 from maxstack.hardware.compiling import in_order
-from maxstack.objectives.flow import UNITS, Flow
+from maxstack.objectives.flow import Flow
 from maxstack.schema.mesh import parts
 
 if TYPE_CHECKING:
@@ -23,18 +23,21 @@ AT_ONCE = 64
 
 
 class Sampler:
-    """Follows the velocity from noise, at t = 1, to images; image n of a seed is the same whatever
-    else is made."""
+    """Follows what the model predicts from noise, at t = 1, to images; image n of a seed is the
+    same whatever else is made. Euler's steps with path=vp are those of DDIM (Song et al. 2021,
+    arXiv:2010.02502, eq. 12 without noise)."""
 
     def __init__(self, run: "Run", params: Any, steps: int, solver: Solver, guidance: float):
-        """`guidance` w: the velocity is u + w (c - u), c with the class and u without (Ho &
+        """`guidance` w: the prediction is u + w (c - u), c with the class and u without (Ho &
         Salimans 2022, arXiv:2207.12598); 1: c alone. ConfigError for a model that was not trained
-        so."""
+        so, or whose path the solver does not follow."""
         if not isinstance(run.objective, Flow):
             raise ConfigError(
                 f"objective.kind={run.cfg.objective.kind}: only a model trained by flow makes "
                 "images"
             )
+        if solver == "heun" and run.objective.section.path != "line":
+            raise ConfigError("--solver heun: follows objective.path=line alone; use euler")
         self._run, self._flow, self._params = run, run.objective, params
         self._guidance = guidance
         over = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
@@ -68,31 +71,39 @@ class Sampler:
         key = jax.random.key(seed, impl="threefry2x32")
         return jax.vmap(lambda n: jax.random.normal(jax.random.fold_in(key, n), shape))(numbers_N)
 
-    def _velocity(self, params: Any, x: jax.Array, label: jax.Array, time: jax.Array) -> jax.Array:
+    def _ends(
+        self, params: Any, x: jax.Array, label: jax.Array, time: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The image and the noise that lead through x."""
         model, flow = nnx.merge(self._run.graph, nnx.State(params)), self._flow
 
         def by_class(label: jax.Array) -> jax.Array:
-            times = jnp.full((x.shape[0],), UNITS * time)
+            times = jnp.full((x.shape[0],), flow.units(time))
             made, _ = model({"pixels": x, "time": times, "label": label})
-            return flow.velocity(made[..., : flow.model.channels], x, time)
+            return made[..., : flow.model.channels]
 
-        wanted = by_class(label)
-        if self._guidance == 1:
-            return wanted
-        without = by_class(jnp.full_like(label, flow.model.classes))
-        return without + self._guidance * (wanted - without)
+        made = by_class(label)
+        if self._guidance != 1:
+            without = by_class(jnp.full_like(label, flow.model.classes))
+            made = without + self._guidance * (made - without)
+        return flow.ends(made, x, time)
 
     def _euler(self, params: Any, x: Any, label: Any, now: Any, after: Any) -> jax.Array:
-        return x + (after - now) * self._velocity(params, x, label, now)
+        image, noise = self._ends(params, x, label, now)
+        of_image, of_noise = self._flow.shares(after)
+        return of_image * image + of_noise * noise
 
     def _heun(self, params: Any, x: Any, label: Any, now: Any, after: Any) -> jax.Array:
         """The mean of the velocities at both ends; at the last step, which ends at 0, the first
         alone."""
-        first = self._velocity(params, x, label, now)
+
+        def velocity(x: jax.Array, time: jax.Array) -> jax.Array:
+            image, noise = self._ends(params, x, label, time)
+            return noise - image
+
+        first = velocity(x, now)
         there = x + (after - now) * first
-        second = jax.lax.cond(
-            after > 0, lambda: self._velocity(params, there, label, after), lambda: first
-        )
+        second = jax.lax.cond(after > 0, lambda: velocity(there, after), lambda: first)
         return x + (after - now) * (first + second) / 2
 
     def _values(self, x: np.ndarray) -> np.ndarray:

@@ -4,12 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from maxstack import sharding
 from maxstack.config import storage
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
-from maxstack.load import check_no_run_beside, load
+from maxstack.load import check_no_run_beside, load, model_of_folder
+from maxstack.schema.config import Model
 from maxstack.schema.mesh import AXES
+from maxstack.schema.stack import StackConfig
 from maxstack.state import flat, tree
 
 if TYPE_CHECKING:
@@ -108,6 +112,11 @@ def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | No
     for own in (folder, folder.parent, folder.parent.parent) if folder.is_dir() else ():
         if (own / "config.yml").is_file():
             return load(own / "config.yml", overrides), own
-    source = {"kind": "synthetic", "vocab": 2}
-    data = {"sources": [source], "seq_len": 1}  # rows have lengths of their own
-    return load({"model": {"from": model}, "data": data}, overrides), None
+    _, section = model_of_folder(model, model)
+    described = TypeAdapter[StackConfig](Model).validate_python(section)
+    described.check_said(overrides)
+    data = described.placeholder(1)
+    if described.tokens is None:
+        data |= {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 1}  # rows are as given
+    objective = {"kind": described.OBJECTIVE}
+    return load({"model": {"from": model}, "data": data, "objective": objective}, overrides), None

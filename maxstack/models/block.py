@@ -18,6 +18,7 @@ from maxstack.layers.norm import Norm
 from maxstack.layers.weight import project, weight
 from maxstack.schema.decoder import PerLayerConfig
 from maxstack.schema.dit import ConditionConfig, DiTConfig
+from maxstack.schema.mixers import NormConfig
 from maxstack.schema.stack import StackConfig
 from maxstack.sharding import constrain
 
@@ -34,10 +35,10 @@ class Block(nnx.Module):
         stds = {"std": scale, "out_std": scale / (2 * model.layers) ** 0.5, "dtype": dtype}
         before, after = cfg.placement != "post", cfg.placement != "pre"
 
-        def norm(wanted: bool) -> Norm | None:
-            return Norm(cfg.norm, size, dtype=dtype) if wanted else None
+        def norm(wanted: bool, section: NormConfig = cfg.norm) -> Norm | None:
+            return Norm(section, size, dtype=dtype) if wanted else None
 
-        self.mixer_norm, self.mlp_norm = norm(before), norm(before)
+        self.mixer_norm, self.mlp_norm = norm(before), norm(before, cfg.mlp_norm or cfg.norm)
         self.mixer = layer_of(cfg.mixer)(cfg.mixer, size, **stds)
         self.mlp = layer_of(cfg.mlp)(cfg.mlp, size, **stds)
         self.mixer_out_norm, self.mlp_out_norm = norm(after), norm(after)

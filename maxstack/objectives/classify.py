@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from maxstack.errors import ConfigError
 from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.images import ImageObjective
 from maxstack.objectives.objective import Batch, Loss, Models
@@ -17,6 +18,12 @@ class Classify(ImageObjective):
         """The keys of the objective."""
         assert isinstance(self.cfg.objective, ClassifyConfig)
         return self.cfg.objective
+
+    def check_trains(self) -> None:
+        if not self.cfg.model.has_head:
+            raise ConfigError(
+                "model.classes: classify needs a number of classes; set model.classes"
+            )
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
         """With mixup: `image` float32, mixed with that of another row, `other`, int32 [B], the

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.images import ImageObjective
@@ -11,10 +12,12 @@ from maxstack.objectives.objective import Batch, Loss, Models, content_keys, row
 from maxstack.schema.dit import DiTConfig
 from maxstack.schema.objective import FlowConfig
 
-UNITS = 1000.0
+UNITS = 1000
 """Times of the model between clean and noise."""
-NEAREST = 1e-3
-"""Distance of a time from 0 and 1 where a prediction becomes a velocity by a division."""
+BETAS = 1e-4, 0.02
+"""The first and last variance of noise that a step of path=vp adds."""
+LEAST = 1e-3
+"""Smallest share of image or noise by which a prediction of the other is divided."""
 
 
 class Flow(ImageObjective):
@@ -55,6 +58,36 @@ class Flow(ImageObjective):
         shift = self.section.shift
         return shift * time / (1.0 + (shift - 1.0) * time)
 
+    def shares(self, time: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """How much of the image and of the noise there is at times from 0, where all is image, to
+        1."""
+        if self.section.path == "line":
+            return 1.0 - time, time
+        betas = np.linspace(*BETAS, UNITS)
+        kept = jnp.asarray(np.concatenate([[1.0], np.cumprod(1.0 - betas)]), jnp.float32)
+        image = kept[self._steps(time).astype(jnp.int32)]
+        return jnp.sqrt(image), jnp.sqrt(1.0 - image)
+
+    def units(self, time: jax.Array) -> jax.Array:
+        """Times as the model reads them."""
+        if self.section.path == "line":
+            return UNITS * time
+        return jnp.maximum(self._steps(time) - 1, 0)
+
+    @staticmethod
+    def _steps(time: jax.Array) -> jax.Array:
+        """Steps up to a time, whatever the last bit of it is."""
+        return jnp.ceil(jnp.maximum(UNITS * time - 1e-3, 0))
+
+    def ends(self, made: jax.Array, x: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The image and the noise that a prediction at x and a time says."""
+        image, noise = self.shares(time)
+        if self.section.prediction == "velocity":
+            return x - noise * made, x + image * made
+        if self.section.prediction == "x0":
+            return made, (x - image * made) / jnp.maximum(noise, LEAST)
+        return (x - noise * made) / jnp.maximum(image, LEAST), made
+
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Metrics: loss."""
         errors_B, reports, added = self._errors(models, batch)
@@ -80,19 +113,11 @@ class Flow(ImageObjective):
     ) -> tuple[jax.Array, dict[tuple[str, ...], jax.Array], dict[str, jax.Array]]:
         """Mean squared errors float32 [B], reports of the blocks, and what they add to the loss."""
         x, noise, time_B = self.pixels(batch["image"]), batch["noise"], batch["time"]
-        time = time_B[:, None, None, None]
-        given = {**batch, "pixels": (1.0 - time) * x + time * noise, "time": UNITS * time_B}
+        of_image, of_noise = self.shares(time_B[:, None, None, None])
+        pixels = of_image * x + of_noise * noise
+        given = {**batch, "pixels": pixels, "time": self.units(time_B)}
         made, aux = models.policy(given)
         wanted = {"velocity": noise - x, "x0": x, "eps": noise}[self.section.prediction]
         added, reports = losses_and_reports(aux)
         made = made[..., : self.model.channels]
         return jnp.square(made - wanted).mean(axis=(1, 2, 3)), reports, added
-
-    def velocity(self, made: jax.Array, x: jax.Array, time: jax.Array) -> jax.Array:
-        """The velocity that a prediction at x and a time says."""
-        near = jnp.clip(time, NEAREST, 1.0 - NEAREST)
-        if self.section.prediction == "velocity":
-            return made
-        if self.section.prediction == "x0":
-            return (x - made) / near
-        return (made - x) / (1.0 - near)

@@ -57,6 +57,9 @@ class Objective:
     def __init__(self, cfg: "Config"):
         self.cfg = cfg
 
+    def check_trains(self) -> None:
+        """ConfigError where the model cannot be trained so."""
+
     @property
     def forward_passes(self) -> int:
         """Forward passes of a step beside that of the model that is trained."""

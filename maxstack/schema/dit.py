@@ -1,10 +1,11 @@
 """The diffusion transformer's configuration: blocks whose norms a time and a class shift and
 scale."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from maxstack.config import Fault, PositiveInt
+from maxstack.errors import ConfigError
 from maxstack.schema.image_rows import image_faults, patch_faults
 from maxstack.schema.parts import Dim, Part, Parts, Weight, matrix, vector
 from maxstack.schema.stack import StackConfig
@@ -70,6 +71,14 @@ class DiTConfig(StackConfig):
         return any(block.modulation == "own" for block in self.blocks.values())
 
     @property
+    def as_exported(self) -> Self:
+        blocks = {
+            name: block.model_copy(update={"modulation": "own"})
+            for name, block in self.blocks.items()
+        }
+        return self.model_copy(update={"blocks": blocks})
+
+    @property
     def made(self) -> int:
         """Numbers of a pixel that come out."""
         return self.out_channels or self.channels
@@ -77,6 +86,14 @@ class DiTConfig(StackConfig):
     @property
     def outputs(self) -> int:
         return self.patch**2 * self.made
+
+    def check_said(self, overrides: Sequence[str]) -> None:
+        if not any(override.startswith("objective.prediction=") for override in overrides):
+            raise ConfigError(
+                "objective.prediction: a folder does not say what its model predicts; give it with "
+                "the command: objective.prediction=eps objective.path=vp for the published DiT, "
+                "objective.prediction=velocity for a model of maxstack"
+            )
 
     def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:
         size, images = self.embed, 1 / seq_len

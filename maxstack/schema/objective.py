@@ -17,7 +17,6 @@ from maxstack.config.annotations import listed
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
 from maxstack.schema.data import BYTE_IDS, SyntheticSource
-from maxstack.schema.encoder import EncoderConfig
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -154,10 +153,8 @@ class ClassifyConfig(ObjectivePart):
         return self.mixup > 0
 
     def causal_faults(self, cfg: "Config") -> Iterator[Fault]:
-        """A model without classes."""
-        assert isinstance(cfg.model, EncoderConfig)
-        if cfg.model.classes is None:
-            yield "model.classes", "classify needs a number of classes; set model.classes"
+        """None: whether there is a head is asked when it is trained."""
+        yield from ()
 
 
 class FlowConfig(ObjectivePart):
@@ -175,6 +172,10 @@ class FlowConfig(ObjectivePart):
     """The objective."""
     prediction: Literal["velocity", "x0", "eps"] = "velocity"
     """What the model predicts: e - x, x or e."""
+    path: Literal["line", "vp"] = "line"
+    """line: x_t above; vp: sqrt(a) x + sqrt(1 - a) e, where a is the product of 1 - b over the
+    steps up to 1000 t and b grows from 1e-4 to 0.02 (DDPM, Ho et al. 2020, arXiv:2006.11239), as
+    the published DiT have it; the model reads the number of the step, from 0."""
     times: Literal["uniform", "logit_normal"] = "uniform"
     """Distribution of t: uniform, or the logistic function of a normal variable (Esser et al. 2024,
     arXiv:2403.03206)."""
@@ -189,8 +190,9 @@ class FlowConfig(ObjectivePart):
     noise of each image's own."""
 
     def causal_faults(self, cfg: "Config") -> Iterator[Fault]:
-        """None."""
-        yield from ()
+        """A velocity of another path."""
+        if self.path == "vp" and self.prediction == "velocity":
+            yield "objective.prediction", "velocity is of path: line; use eps or x0, or that path"
 
 
 class NextTokenConfig(ObjectivePart):

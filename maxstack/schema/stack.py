@@ -1,7 +1,7 @@
 """What kinds of models have in common: blocks in a repeated pattern, their types, what is
 recomputed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
@@ -30,6 +30,8 @@ class BlockConfig(Section):
     """The part that transforms each position."""
     norm: NormConfig = NormConfig()
     """Norm of both parts."""
+    mlp_norm: NormConfig | None = None
+    """Norm before the MLP; null: as `norm`."""
     placement: Literal["pre", "post", "sandwich"] = "pre"
     """Norms before each part, after it (OLMo 2), or both (Gemma 2); the residual stream itself is
     never normed."""
@@ -207,6 +209,10 @@ class StackConfig(ModelPart):
     def as_exported(self) -> Self:
         """The model without what no folder of transformers holds."""
         return self
+
+    def check_said(self, overrides: Sequence[str]) -> None:
+        """ConfigError where a folder does not say what its model was trained to do, and the
+        overrides of the command that reads it do not either."""
 
     def exchanged(self, source: "StackConfig") -> tuple[set[str], set[str]]:
         """Weights of this model that are drawn anew where it starts from those of `source`, and

@@ -20,7 +20,7 @@ from maxstack.schema.decoder import DecoderConfig
 
 GOLDENS = {
     path.parent.name: path.parent
-    for path in sorted((Path(__file__).parents[1] / "goldens").glob("*/model.safetensors"))
+    for path in sorted((Path(__file__).parents[1] / "goldens").glob("*/*model.safetensors"))
 }
 
 

@@ -5,12 +5,13 @@ import shutil
 
 import jax
 import numpy as np
+import parity
 import pytest
 import tiny
 import tiny_vision
 from flax import nnx
 
-from maxstack import cli
+from maxstack import cli, train
 from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.objectives.objective import Models
@@ -120,7 +121,6 @@ def test_a_run_goes_on_bit_for_bit_whatever_reads_its_images(recipe):
     ("overrides", "message"),
     [
         (["objective={kind: next_token}"], "next_token is for model.kind=decoder"),
-        (["model.classes=null"], "classify needs a number of classes"),
         (["data.seq_len=9"], "an image of model.image_size=8 is 16 tokens"),
         (["data.packing=fit"], "an image is a row of its own"),
         (["data.image.mean=[0.5, 0.4, 0.3]"], "holds 3 numbers, and model.channels=1"),
@@ -131,6 +131,14 @@ def test_a_run_goes_on_bit_for_bit_whatever_reads_its_images(recipe):
 def test_a_mistake_is_named(recipe, overrides, message):
     with pytest.raises(ConfigError, match=message):
         load(recipe, overrides)
+
+
+def test_a_model_without_a_head_is_read_and_not_trained(recipe, tmp_path, capsys):
+    folder = parity.GOLDENS / "dinov2_gated"
+    assert cli.main(["import", str(folder), "--out", str(tmp_path / "run")]) == 0
+    assert cli.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
+    assert cli.run(train.main, [str(recipe), "model.classes=null", "run.name=none"]) == 1
+    assert "classify needs a number of classes; set model.classes" in capsys.readouterr().err
 
 
 def test_what_is_for_language_models_refuses_others(recipe, capsys):

@@ -49,9 +49,9 @@ def test_the_loss_is_the_mean_squared_error_on_a_line_to_noise(prediction):
     found = run.objective.loss(Models(model), prepared)
     assert float(found.total) == pytest.approx((errors * rows["real"]).sum(), rel=1e-4)
     assert float(found.weight) == rows["real"].sum()
-    at = np.asarray(given["pixels"])
-    velocity = run.objective.velocity(wanted, at, t)  # of the right prediction: the right velocity
-    np.testing.assert_allclose(velocity, noise - x, rtol=1e-3, atol=1e-3)
+    ends = run.objective.ends(wanted, given["pixels"], t)  # of the right prediction: the right ones
+    for found, right in zip(ends, (x, noise), strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-3, atol=2e-3)
 
 
 def test_times_classes_and_noise_are_drawn_as_the_keys_say():
@@ -136,7 +136,7 @@ def test_a_sample_is_the_same_alone_and_follows_the_velocity():
     assert np.abs(values - alone).max() <= 1
 
 
-def test_guidance_is_a_line_through_the_velocities_with_and_without_a_class():
+def test_guidance_is_a_line_through_what_is_predicted_with_and_without_a_class():
     run = tiny.make_run(config())
     model, params = model_of(run)
     x = np.random.default_rng(0).normal(size=(3, SIDE, SIDE, 1)).astype(np.float32)
@@ -149,15 +149,19 @@ def test_guidance_is_a_line_through_the_velocities_with_and_without_a_class():
     assert np.abs(own - without).max() > 0.1
     for guidance in (0.0, 1.0, 3.0):
         sampler = Sampler(run, params, 1, "euler", guidance)
-        made = run.within(sampler._velocity)(params, x, np.arange(3), np.float32(0.4))
+        image, noise = run.within(sampler._ends)(params, x, np.arange(3), np.float32(0.4))
         wanted = without + guidance * (own - without)
-        np.testing.assert_allclose(made, wanted, rtol=1e-4, atol=1e-4 * np.abs(own).max())
+        np.testing.assert_allclose(noise - image, wanted, rtol=1e-4, atol=1e-4 * np.abs(own).max())
 
 
 def test_heun_is_of_second_order(monkeypatch):
     """With the velocity x the image is the noise over e."""
     run = tiny.make_run(config())
-    monkeypatch.setattr(Sampler, "_velocity", lambda self, params, x, label, time: x)
+
+    def ends(self, params, x, label, time):
+        return x - time * x, x + (1 - time) * x
+
+    monkeypatch.setattr(Sampler, "_ends", ends)
     errors = {}
     for solver in ("euler", "heun"):
         for steps in (4, 8):
@@ -168,6 +172,34 @@ def test_heun_is_of_second_order(monkeypatch):
             errors[solver, steps] = np.abs(off).mean()
     assert errors["heun", 4] < 0.3 * errors["euler", 4]
     assert errors["euler", 8] == pytest.approx(errors["euler", 4] / 2, rel=0.2)
+
+
+def test_the_path_of_ddpm_is_trained_and_followed_by_ddim():
+    """arXiv:2006.11239 eq. 4 and 12, arXiv:2010.02502 eq. 12 with sigma = 0, in numpy."""
+    run = tiny.make_run(config(objective={"prediction": "eps", "path": "vp"}))
+    rows, (model, params) = tiny_vision.batch(run.cfg), model_of(run)
+    kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    prepared = run.objective.prepare(rows, jax.random.key(5))
+    steps = np.ceil(1000 * np.asarray(prepared["time"], np.float64)).astype(int) - 1
+    x, noise = (rows["image"] / 255 - 0.5) / 0.5, np.asarray(prepared["noise"])
+    a = kept[steps][:, None, None, None]
+    given = {"pixels": np.sqrt(a) * x + np.sqrt(1 - a) * noise, "time": steps.astype(np.float32)}
+    made, _ = model({**given, "label": np.asarray(prepared["label"])})
+    errors = ((np.asarray(made) - noise) ** 2).mean((1, 2, 3))
+    found = run.objective.loss(Models(model), prepared)
+    assert float(found.total) == pytest.approx((errors * rows["real"]).sum(), rel=1e-4)
+    (drawn,) = Sampler(run, params, 4, "euler", 1.0)(np.zeros(1, np.int32), 0, seed=1)
+    key = jax.random.fold_in(jax.random.key(1, impl="threefry2x32"), 0)
+    x = np.asarray(jax.random.normal(key, (SIDE, SIDE, 1)))[None]
+    for step, after in zip((999, 749, 499, 249), (749, 499, 249, None), strict=True):
+        at = {"time": np.array([step], np.float32), "label": np.zeros(1, np.int32)}
+        made = np.asarray(model({"pixels": x, **at})[0])
+        image = (x - np.sqrt(1 - kept[step]) * made) / np.sqrt(kept[step])
+        then = 1.0 if after is None else kept[after]
+        x = (np.sqrt(then) * image + np.sqrt(1 - then) * made).astype(np.float32)
+    assert np.abs(np.clip(x[0] * 0.5 + 0.5, 0, 1) * 255 - drawn).max() <= 1
+    with pytest.raises(ConfigError, match="follows objective.path=line alone"):
+        Sampler(run, params, 4, "heun", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +261,7 @@ def test_samples_are_by_the_moving_average(recipe):
         (["model.blocks.block.modulation=null"], "how a time and a class reach a block"),
         (["model.out_channels=1", "model.channels=3"], "must be at least channels=3"),
         (["model.embed=30"], "must be a multiple of 4"),
+        (["objective.path=vp"], "velocity is of path: line"),
     ],
 )
 def test_a_mistake_is_named(recipe, overrides, message):

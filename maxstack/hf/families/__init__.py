@@ -2,6 +2,7 @@
 
 from maxstack.hf.families import (
     deepseek,
+    dit,
     gemma,
     gpt2,
     gpt_oss,
@@ -27,6 +28,7 @@ _MODULES = (
     phi3,
     smollm3,
     vision,
+    dit,
 )
 ALL: tuple[Family, ...] = tuple(
     value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)
@@ -36,5 +38,5 @@ _OTHER_TYPES = {"kimi_k2": deepseek.DEEPSEEK_V3}
 """Further values of model_type: Kimi K2 is published with the architecture of DeepSeek V3 and a
 type of its own."""
 FAMILIES: dict[str, Family] = {
-    name: family for family in ALL for name in (family.architecture, family.model_type)
+    name: family for family in ALL for name in (family.architecture, family.model_type) if name
 } | _OTHER_TYPES

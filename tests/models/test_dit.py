@@ -1,0 +1,112 @@
+"""Diffusion transformers: parity with diffusers, folders both ways."""
+
+import json
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import parity
+import pytest
+from flax import nnx
+
+from maxstack import cli
+from maxstack.errors import ConfigError
+from maxstack.hf.contents import Contents
+from maxstack.hf.exported import export
+from maxstack.load import load
+from maxstack.models.model import abstract, weights_of
+
+GOLDEN = parity.GOLDENS / "dit"
+
+
+def computed(folder, golden):
+    """(what the folder's model makes, the gradient of half its square for the patches)."""
+    _, graph, params = parity.model_and_params(folder)
+    given = {
+        "pixels": jnp.asarray(golden["pixels"]),
+        "time": jnp.asarray(golden["time"], jnp.float32),
+        "label": jnp.asarray(golden["label"]),
+    }
+
+    def half(params):
+        made, _ = nnx.merge(graph, nnx.State(params))(given)
+        return (made**2).sum() / 2, made
+
+    (_, made), grads = jax.value_and_grad(half, has_aux=True)(params)
+    return made, grads["patch"]
+
+
+def test_output_and_gradients_are_those_of_diffusers():
+    """The output to 1e-5 of its deviation, the gradient of the patches to 1e-3."""
+    golden = np.load(GOLDEN / "dit.npz")
+    made, grad = computed(GOLDEN, golden)
+    assert np.abs(made - golden["output"]).max() < 1e-5 * golden["output"].std()
+    wanted = np.moveaxis(golden["patch_grad"], (0, 1), (3, 2))
+    assert np.abs(grad - wanted).max() < 1e-3 * np.abs(wanted).max()
+
+
+def test_one_condition_is_exported_into_every_block(tmp_path):
+    golden, own = np.load(GOLDEN / "dit.npz"), Contents(GOLDEN).model
+    blocks = {
+        name: block.model_copy(update={"modulation": "shared"})
+        for name, block in own.blocks.items()
+    }
+    model = own.model_copy(update={"blocks": blocks, "out_channels": None, "dtype": "float32"})
+    weights, rng = weights_of(model), np.random.default_rng(0)
+    ours = {
+        path: 0.2 * rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in weights.items()
+    }
+    shapes = {path: leaf.shape for path, leaf in weights.items()}
+    export(model, shapes, ours.__getitem__, tmp_path / "out", shard_size=20_000)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    made, _ = computed(tmp_path / "out", golden)
+    graph, _ = abstract(model)
+    given = {name: jnp.asarray(golden[name]) for name in ("pixels", "label")}
+    given["time"] = jnp.asarray(golden["time"], jnp.float32)
+    params = nnx.traversals.unflatten_mapping(ours, sep="/")
+    wanted, _ = nnx.merge(graph, nnx.State(params))(given)
+    np.testing.assert_allclose(made, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm_type": "layer_norm"}, "norm_type='layer_norm' (supported: 'ada_norm_zero')"),
+        ({"caption_channels": 8}, "unknown keys: caption_channels"),
+        ({"_class_name": "DiTTransformer3DModel"}, "did you mean DiTTransformer2DModel"),
+    ],
+)
+def test_another_model_of_diffusers_is_refused(change, message, tmp_path):
+    folder = shutil.copytree(GOLDEN, tmp_path / "dit")
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Contents(folder)
+
+
+def test_a_pipelines_folder_names_the_one_inside(tmp_path):
+    shutil.copytree(GOLDEN, tmp_path / "pipeline" / "transformer")
+    with pytest.raises(ConfigError, match=r"give .*transformer, of the pipeline"):
+        Contents(tmp_path / "pipeline")
+
+
+def test_a_folder_is_drawn_from_once_it_is_said_what_it_predicts(tmp_path, capsys):
+    out = tmp_path / "grid.png"
+    words = ["sample", str(GOLDEN), "--classes", "1,3", "--count", "2", "--steps", "2"]
+    for command in ([*words, "--out", str(out)], ["import", str(GOLDEN), "--out", str(tmp_path)]):
+        assert cli.main(command) == 1
+        assert "does not say what its model predicts" in capsys.readouterr().err
+    said = "objective.prediction=eps", "objective.path=vp"
+    run = tmp_path / "run"
+    assert cli.main(["import", str(GOLDEN), "--out", str(run), *said]) == 0
+    assert load(run / "config.yml").objective.path == "vp"
+    for model in (words[1], str(run)):
+        assert (
+            cli.main(
+                [words[0], model, *words[2:], *said[: 2 * (model == words[1])], "--out", str(out)]
+            )
+            == 1
+        )
+        assert "channels" in capsys.readouterr().err
