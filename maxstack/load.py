@@ -21,6 +21,7 @@ from maxstack.errors import ConfigError, shortened
 from maxstack.schema import rules
 from maxstack.schema.config import Config, Model
 from maxstack.schema.data import holds_text
+from maxstack.schema.stack import StackConfig
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def _completed(tree: Node) -> Node:
     """The tree with the tokenizer of the folder that the weights come from, unless the same file or
     the command line gives another, and with that for eval.data too. ConfigError where the folder
     has none to be read and there is text: tokens of another would spoil the weights."""
-    tree = _with_rows(_with_tokenizer(_with_head(tree)))
+    tree = _with_images(_with_tokenizer(_with_head(tree)))
     path = "eval", "data", "tokenizer"
     tokenizer = tree.at("data", "tokenizer")
     if tokenizer is None or tokenizer.mapping is None or tree.at(*path):
@@ -97,19 +98,23 @@ def _completed(tree: Node) -> Node:
     return supply(tree, path, plain(tokenizer), tokenizer.where)
 
 
-def _with_rows(tree: Node) -> Node:
-    """The tree with the length of rows, one document each, where the model's own sizes say it."""
+def _with_images(tree: Node) -> Node:
+    """The tree of a model of images with its objective, and the length of rows, one image each."""
     model, kind = tree.at("model"), tree.at("model", "kind")
     if model is None or kind is None or kind.value == "decoder":
         return tree
     try:
-        tokens = TypeAdapter(Model).validate_python(plain(model)).tokens
+        section: StackConfig = TypeAdapter(Model).validate_python(plain(model))
     except pydantic.ValidationError:  # which is told of the whole configuration
         return tree
-    if tokens is None:
+    if section.tokens is None:
         return tree
+    if tree.at("objective") is None:
+        tree = supply(tree, ("objective",), {}, model.where)
+    if tree.at("objective", "kind") is None:
+        tree = supply(tree, ("objective", "kind"), section.OBJECTIVE, model.where)
     for path in (("data",), ("eval", "data")):
-        for key, value in {"seq_len": tokens, "packing": "none"}.items():
+        for key, value in {"seq_len": section.tokens, "packing": "none"}.items():
             if tree.at(*path) is not None and tree.at(*path, key) is None:
                 tree = supply(tree, (*path, key), value, model.where)
     return tree

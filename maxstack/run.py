@@ -171,15 +171,13 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         opt = tx.init(only(trained, params))
         return State(jnp.zeros((), jnp.int32), params, opt, guard.fresh(), behind)
 
-    objective = objective_of(cfg)
-    if trains:
-        objective.check_trains()
+    objective = objective_of(cfg, trains)
     others = {"teacher": assemble(of_teacher(cfg), mesh, trains=False)} if cfg.teacher else {}
     moves = Moves(shardings, abstract, info, mesh, cfg.mesh)
 
     def models(params: Tree, frozen: Tree) -> Models:
         second = {}
-        for name, given in ({} if frozen is None else frozen).items():
+        for name, given in (frozen or {}).items():
             if name in others:
                 second[name] = nnx.merge(others[name].graph, nnx.State(given))
             else:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import pkgutil
 import signal
 import sys
 import threading
@@ -189,9 +190,7 @@ def train(
     evaluator = startup.evaluator(run, log, writer, frozen, maker) if cfg.eval.every else None
     samples = None
     if cfg.eval.samples:
-        from maxstack.inference.samples import Samples  # every other run starts without it
-
-        samples = Samples(run, log, writer)
+        samples = pkgutil.resolve_name(cfg.objective.SAMPLES)(run, log, writer)
     with ledger.spent("compile"):
         compiled, seconds = compiling.result()
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")

@@ -123,6 +123,7 @@ def make_folder(folder: Path) -> None:
         Image.new("RGB", (40, 30), (80 * (i % 3), i, 0)).save(path)
     shutil.copytree(parity.GOLDENS / "vit", folder / "vit")
     (folder / "vit" / "vision.npz").unlink()
+    shutil.copytree(parity.GOLDENS / "dit", folder / "dit" / "transformer")
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "scripts").symlink_to(ROOT / "scripts")
     model = shutil.copytree(parity.GOLDENS / "qwen3", folder / "Qwen3-0.6B")

@@ -43,10 +43,9 @@ def loaded(path, folder) -> Config:
     section = SECTIONS[str(path.parent.relative_to(presets_dir()))]
     if not section:
         return load(path)
-    if section == "model" and "kind: encoder" in path.read_text():
+    if section == "model" and re.search("^kind: ", path.read_text(), re.M):
         source = {"kind": "synthetic", "vocab": 2}
-        objective = {"kind": "classify"}
-        return load({section: path.stem, "data": {"sources": [source]}, "objective": objective})
+        return load({section: path.stem, "data": {"sources": [source]}})
     sizes = {"model": WIDE} if section == "quantization" else {}
     cfg = tiny.with_rollouts() if section == "objective" else tiny.config(**sizes)
     (folder / "tiny.yml").write_text(config.dump(cfg))

@@ -228,7 +228,6 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
         "model": contents.mapping
         | {"dtype": "float32" if dtype == "float32" else "bfloat16", "param_dtype": dtype},
         "data": data,
-        "objective": {"kind": contents.model.OBJECTIVE},
         "checkpoint": {"restore": str(out.resolve())},
     }
     cfg = load(tree, overrides)

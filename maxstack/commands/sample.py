@@ -66,7 +66,8 @@ def classes(text: str) -> list[int]:
         "--out",
         metavar="FILE",
         help='for texts a .jsonl of {"text", "tokens"} a line; for images a grid as .png (default: '
-        "images.png), or a folder, where images that are there are not made again",
+        "images.png), or a folder, where images that are there are not made again; for latents a "
+        ".npz",
     ),
     argument(
         "--classes",
@@ -109,10 +110,9 @@ def main(args: argparse.Namespace) -> None:
 def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
     """Images into a grid or a folder. ConfigError for classes that the model does not have."""
     import numpy as np
-    from PIL import Image
 
-    from maxstack.data.images import grid
-    from maxstack.inference.images import Sampler
+    from maxstack.data.images import as_picture
+    from maxstack.inference.images import COLOURS, Sampler, tiled
     from maxstack.report.progress import progress
     from maxstack.schema.dit import DiTConfig
 
@@ -123,26 +123,31 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
     if max(wanted) >= known:
         raise ConfigError(f"--classes: {max(wanted)} is none of the model's {known}, from 0")
     labels = np.array([wanted[i % len(wanted)] for i in range(args.count)], np.int32)
-    out = Path(args.out or "images.png")
-    done = 0
-    if out.suffix != ".png":
-        out.mkdir(parents=True, exist_ok=True)
-        while done < args.count and (out / f"{done:06}.png").exists():
+    latents = model.channels not in COLOURS
+    out = Path(args.out or ("latents.npz" if latents else "images.png"))
+    if latents != (out.suffix == ".npz"):
+        kind = "latents: give a .npz" if latents else "pictures: give a .png or a folder"
+        raise ConfigError(f"--out {out}: a model of {model.channels} channels makes {kind}")
+    folder, done = None if out.suffix in (".png", ".npz") else out, 0
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        while done < args.count and (folder / f"{done:06}.png").exists():
             done += 1
     sampler = Sampler(run, params, args.steps or 50, args.solver, args.guidance)
     made = []
     with progress(args.count, "sampling", "images", done) as shown:
         for i, image in enumerate(sampler(labels[done:], done, args.seed), done):
-            if out.suffix == ".png":
-                made.append(image)
+            if folder:
+                part = folder / f".{i:06}.png"
+                as_picture(image).save(part)
+                part.rename(folder / f"{i:06}.png")
             else:
-                part = out / f".{i:06}.png"
-                Image.fromarray(image[:, :, 0] if image.shape[2] == 1 else image).save(part)
-                part.rename(out / f"{i:06}.png")
+                made.append(image)
             shown.update()
-    if made:
-        columns = len(wanted) if 1 < len(wanted) <= 20 else 10
-        grid(np.stack(made), min(columns, args.count)).save(out)
+    if latents:
+        np.savez(out, latents=np.stack(made).astype(np.float16), label=labels)
+    elif made:
+        tiled(made, len(wanted)).save(out)
     print(out)
 
 

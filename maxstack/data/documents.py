@@ -9,7 +9,7 @@ import numpy as np
 
 from maxstack.data.files import File, brief, digest
 from maxstack.errors import DataError
-from maxstack.schema.data import ImageRecord, Record
+from maxstack.schema.data import ImageRecord, LatentsRecord, Record
 
 Split = Literal["train", "eval", "all"]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -122,19 +122,26 @@ def record_hashes(file: np.uint64, count: int) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def picture_of(row: Mapping[str, Any], record: ImageRecord) -> Picture:
-    """The picture of a row of Parquet. DataError where a column is missing or holds none."""
-    for name in (record.image, record.label):
+def picture_of(row: Mapping[str, Any], record: ImageRecord | LatentsRecord) -> Picture:
+    """The picture, or the latents, of a row of Parquet or a tf.train.Example. DataError where a
+    column is missing or holds none."""
+    where = record.image if isinstance(record, ImageRecord) else record.latents
+    for name in (where, record.label):
         if name not in row:
             raise DataError(f"no column '{name}'; it has {brief(', '.join(map(repr, row)))}")
-    content = row[record.image]
+    content, label = row[where], whole_number(row[record.label], f"'{record.label}'")
+    if isinstance(record, LatentsRecord):
+        of_bytes = isinstance(content, bytes)
+        return Picture(
+            np.frombuffer(content, "<f2") if of_bytes else np.asarray(content, np.float16), label
+        )
     if isinstance(content, Mapping):
         content = content.get("bytes")
     if not isinstance(content, bytes):
         raise DataError(
             f"'{record.image}' is a {type(content).__name__}, not the bytes of a picture"
         )
-    return Picture(content, whole_number(row[record.label], f"'{record.label}'"))
+    return Picture(content, label)
 
 
 def whole_number(value: Any, of: str) -> int:

@@ -4,6 +4,7 @@ Shapes: H height  W width  C channels  S side of the model's images.
 """
 
 import io
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,7 +34,7 @@ class Sample(NamedTuple):
     """What a row holds."""
 
     pixels: np.ndarray
-    """uint8 [S, S, C]."""
+    """[S, S, C], uint8, or float16 of latents."""
     label: int
 
 
@@ -47,8 +48,7 @@ class ImageLane(Lane):
         """Arrays of a row, by name, with their shapes."""
         if "image" not in fields:
             return {}
-        kinds = {"image": np.uint8, "label": np.int32, "real": np.float32}
-        return {name: np.dtype((kinds[name], fields[name].size)) for name in FIELDS}
+        return {name: np.dtype((fields[name].dtype, fields[name].size)) for name in FIELDS}
 
     def fill(self, row: Batch) -> None:
         """Write the next picture into the arrays of a row; nothing at the end of an evaluation."""
@@ -93,11 +93,27 @@ class ImageLane(Lane):
                 f"{where}: is of class {document.label}, but model.classes={classes} counts from "
                 "0; set model.classes"
             )
+        if mixture.cfg.has_latents:
+            return Sample(latents(document.content, size, where), document.label)
         try:
             picture = opened(document.content, size[2])
             return Sample(pixels_of(picture, size, cfg.image, random), document.label)
         except (OSError, ValueError, SyntaxError) as error:  # of Pillow, over damaged bytes
             raise DataError(f"{where}: no picture that can be read: {error}") from error
+
+
+def latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str) -> np.ndarray:
+    """What an encoder made of a picture, as the model takes it. DataError for another shape, or
+    what is not finite."""
+    assert isinstance(content, np.ndarray)
+    if content.shape != size and content.shape != (math.prod(size),):
+        raise DataError(
+            f"{where}: latents of shape {list(content.shape)}, but model.image_size and "
+            f"model.channels make them {list(size)}"
+        )
+    if not np.isfinite(content).all():
+        raise DataError(f"{where}: latents hold a number that is not finite")
+    return content.reshape(size)
 
 
 def opened(content: bytes | np.ndarray, channels: int) -> "Image":
@@ -147,8 +163,6 @@ def pixels_of(
 def grid(images: np.ndarray, columns: int) -> "Image":
     """Images uint8 [N, S, S, C] in rows of so many, each at least SHOWN pixels high, with a line
     between them."""
-    from PIL import Image
-
     times = -(-SHOWN // images.shape[1])
     images = images.repeat(times, axis=1).repeat(times, axis=2)
     side, channels = images.shape[1] + 1, images.shape[3]
@@ -157,7 +171,14 @@ def grid(images: np.ndarray, columns: int) -> "Image":
     for i, image in enumerate(images):
         top, left = i // columns * side, i % columns * side
         whole[top : top + side - 1, left : left + side - 1] = image
-    return Image.fromarray(whole[:, :, 0] if channels == 1 else whole)
+    return as_picture(whole)
+
+
+def as_picture(pixels: np.ndarray) -> "Image":
+    """Pixels uint8 [S, S, C]."""
+    from PIL import Image
+
+    return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
 def resized(picture: "Image", box: tuple[float, ...], side: int) -> "Image":

@@ -2,6 +2,7 @@
 
 import functools
 import tarfile
+import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -91,6 +92,34 @@ class Tar(Records):
 
     def _where(self, file: int, record: int) -> str:
         return f"{self.files[file].path}: {self._members[file][record][0]}"
+
+
+class Npz(Records):
+    """Latents in .npz files, each array in memory from when it is first read."""
+
+    def _count(self, file: int) -> int:
+        latents, labels = self._reader(file)
+        if latents.ndim != 4 or labels.shape != latents.shape[:1]:
+            raise DataError(
+                f"latents of shape {list(latents.shape)} and label of {list(labels.shape)}; they "
+                "must be [N, S, S, C] and [N]"
+            )
+        return len(latents)
+
+    def _open(self, file: int) -> Any:
+        path = self._paths[file]
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                latents = arrays["latents"].astype(np.float16)
+                return latents, arrays["label"].astype(np.int64)
+        except KeyError as error:
+            raise DataError(f"{path}: {error}; it must hold latents and label") from error
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            raise DataError(f"{path}: not a readable .npz file: {brief(error)}") from error
+
+    def _read(self, opened: Any, file: int, record: int) -> Any:
+        latents, labels = opened
+        return Picture(latents[record], int(labels[record]))
 
 
 class Shipped(Documents):

@@ -41,6 +41,7 @@ from maxstack.data.files import (
     text_of,
 )
 from maxstack.data.shards import check_size, refuse_as_text, unpack
+from maxstack.data.tf_example import features
 from maxstack.errors import DataError
 from maxstack.schema.data import Files, JsonlSource, ParquetSource, TextSource
 
@@ -295,7 +296,7 @@ class Parquet(Records):
         self._decoded.move_to_end((file, group))
         if self._cfg.record:
             (value,) = self._decoded[file, group].slice(row, 1).to_pylist()
-            if self._cfg.record.kind == "image":
+            if self._cfg.holds == "image":
                 return picture_of(value, self._cfg.record)
             return json.dumps(value, ensure_ascii=False, default=str).encode()
         return self._utf8(self._decoded[file, group][row].as_py())
@@ -346,6 +347,8 @@ class ArrayRecords(Records):
             raise DataError(f"corrupt: {error}") from error
         if not data:  # the library's answer for what lies past the end of the file
             self._refuse_shorter(file)
+        if self._cfg.holds in ("image", "latents"):
+            return picture_of(features(data), self._cfg.record)
         return data if self._cfg.content == "text" else unpack(data, self.files[file].path)
 
 

@@ -132,6 +132,7 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
         "synthetic": Synthetic,
         "images": pictures.Images,
         "tar": pictures.Tar,
+        "npz": pictures.Npz,
         "digits": pictures.Shipped,
         "mnist": pictures.Shipped,
     }

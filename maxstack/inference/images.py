@@ -1,25 +1,60 @@
 """Images from a diffusion transformer. Shapes: N images  S side of an image  C channels."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from maxstack import optim
+from maxstack.data.images import grid
 from maxstack.errors import ConfigError
 from maxstack.hardware.compiling import in_order
 from maxstack.objectives.flow import Flow
 from maxstack.schema.mesh import parts
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from maxstack.report.log import Log
+    from maxstack.report.metrics import Writer
     from maxstack.run import Run
+    from maxstack.state import State
 
 Solver = Literal["euler", "heun"]
+COLOURS = 1, 3
+"""Channels of a picture; others are latents."""
 AT_ONCE = 64
 """Images of a step of the solver."""
+
+
+def tiled(images: Sequence[np.ndarray], classes: int) -> "Image":
+    """A grid of images of so many classes in turn, a class a column where there are few."""
+    columns = classes if 1 < classes <= 20 else 10
+    return grid(np.stack(images), min(columns, len(images)))
+
+
+class ImageSamples:
+    """Grids of images by the weights of a step, or their moving average, on the mesh of the run."""
+
+    def __init__(self, run: "Run", log: "Log", writer: "Writer"):
+        settings = run.cfg.eval.samples
+        assert settings
+        self._run, self._log, self._writer, self._settings = run, log, writer, settings
+        self._sampler = Sampler(run, None, settings.steps, "euler", settings.guidance)
+
+    def __call__(self, step: int, state: "State") -> None:
+        """Draw; the noise is of train.seed at every step, so that images can be compared."""
+        cfg, classes = self._run.cfg, self._sampler.classes
+        self._sampler.params = optim.eval_params(cfg.optimizer, state.opt, state.params)
+        labels = (np.arange(self._settings.count) % classes).astype(np.int32)
+        images = [*self._sampler(labels, 0, cfg.train.seed)]
+        self._sampler.params = None
+        path = self._writer.image("samples", step, tiled(images, classes))
+        self._log.say(f"samples at step {step}: {path}")
 
 
 class Sampler:
@@ -38,7 +73,7 @@ class Sampler:
             )
         if solver == "heun" and run.objective.section.path != "line":
             raise ConfigError("--solver heun: follows objective.path=line alone; use euler")
-        self._run, self._flow, self._params = run, run.objective, params
+        self._run, self._flow, self.params = run, run.objective, params
         self._guidance = guidance
         over = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         self._rows = -(-AT_ONCE // over) * over
@@ -50,10 +85,18 @@ class Sampler:
         )
         self._step: Callable[..., jax.Array] = step
         self._placed: NamedSharding = run.batches.of_rows
+        everywhere = NamedSharding(run.mesh, PartitionSpec())
+        self._whole = jax.jit(lambda x: x, out_shardings=everywhere)
         self._begin = jax.jit(run.within(self._noise), compiler_options=in_order(run.mesh))
 
+    @property
+    def classes(self) -> int:
+        """Classes of the model."""
+        return self._flow.model.classes
+
     def __call__(self, labels: np.ndarray, first: int, seed: int) -> Iterator[np.ndarray]:
-        """Images uint8 [S, S, C] of these classes, in order; they are numbered from `first`."""
+        """Images [S, S, C] of these classes, in order, uint8 or of latents float32; they are
+        numbered from `first`."""
         for begin in range(0, len(labels), self._rows):
             some = labels[begin : begin + self._rows]
             padded = np.zeros(self._rows, np.int32)
@@ -62,8 +105,8 @@ class Sampler:
             numbers = np.arange(self._rows, dtype=np.uint32) + np.uint32(first + begin)
             x = self._begin(jax.device_put(numbers, self._placed), seed)
             for now, after in zip(self._times, self._times[1:], strict=False):
-                x = self._step(self._params, x, label, now, after)
-            yield from self._values(np.asarray(x))[: len(some)]
+                x = self._step(self.params, x, label, now, after)
+            yield from self._values(np.asarray(self._whole(x)))[: len(some)]
 
     def _noise(self, numbers_N: jax.Array, seed: int) -> jax.Array:
         model = self._flow.model
@@ -107,7 +150,9 @@ class Sampler:
         return x + (after - now) * (first + second) / 2
 
     def _values(self, x: np.ndarray) -> np.ndarray:
-        """Pixels as values from 0 to 255."""
+        """Pixels as values from 0 to 255, or latents as the data has them."""
         section = self._run.cfg.data.image
         scaled = x * np.asarray(section.std) + np.asarray(section.mean)
+        if self._run.cfg.data.has_latents or x.shape[-1] not in COLOURS:
+            return scaled.astype(np.float32)
         return np.round(np.clip(scaled, 0, 1) * 255).astype(np.uint8)

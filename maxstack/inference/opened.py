@@ -118,5 +118,4 @@ def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | No
     data = described.placeholder(1)
     if described.tokens is None:
         data |= {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 1}  # rows are as given
-    objective = {"kind": described.OBJECTIVE}
-    return load({"model": {"from": model}, "data": data, "objective": objective}, overrides), None
+    return load({"model": {"from": model}, "data": data}, overrides), None

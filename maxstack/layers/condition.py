@@ -8,6 +8,7 @@ from jax import Array
 from maxstack.layers.layer import Layer
 from maxstack.layers.weight import lookup, project
 from maxstack.schema.dit import FREQUENCIES, ConditionConfig
+from maxstack.sharding import constrain
 
 LONGEST = 10000.0
 """The longest wave, in steps."""
@@ -22,9 +23,11 @@ class Condition(Layer):
     def __call__(self, time_B: Array, label_B: Array, dtype: str) -> Array:
         """`time_B` float32, from 0 to 1000; `label_B` int32, `classes` for none -> [B, D]."""
         waves = waves_of(time_B).astype(dtype)
-        hidden = jax.nn.silu(project(waves, self.time_in, self.time_in_bias))
+        hidden = constrain(project(waves, self.time_in, self.time_in_bias), "batch embed")
+        hidden = jax.nn.silu(hidden)
         time_BD = project(hidden, self.time_out, self.time_out_bias)
-        return jax.nn.silu(time_BD + lookup(self.table, label_B, dtype))
+        summed_BD = time_BD + lookup(self.table, label_B, dtype)
+        return jax.nn.silu(constrain(summed_BD, "batch embed"))
 
 
 def waves_of(time_B: Array) -> Array:

@@ -17,17 +17,19 @@ class ImageObjective(Objective):
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """`image` uint8 [B, S, S, C], `label` int32 [B], `real` float32 [B]: 0 for what is none."""
+        """`image` uint8 [B, S, S, C], of latents float16, `label` int32 [B], `real` float32 [B]: 0
+        for what is none."""
         model: Any = self.cfg.model
-        side = model.image_size
+        side, dtype = model.image_size, "float16" if self.cfg.data.has_latents else "uint8"
         return {
-            "image": Field("batch", "uint8", (side, side, model.channels)),
+            "image": Field("batch", dtype, (side, side, model.channels)),
             "label": Field("batch", "int32", below=model.classes),
             "real": Field("batch", "float32"),
         }
 
     def pixels(self, image: jax.Array) -> jax.Array:
-        """Values from 0 to 255 [B, S, S, C] -> float32, by data.image.mean and std."""
+        """Values from 0 to 255, or latents, [B, S, S, C] -> float32, by data.image.mean and
+        std."""
         section = self.cfg.data.image
-        scaled = image.astype(jnp.float32) / 255.0
+        scaled = image.astype(jnp.float32) / (1.0 if self.cfg.data.has_latents else 255.0)
         return (scaled - jnp.asarray(section.mean)) / jnp.asarray(section.std)

@@ -108,9 +108,13 @@ class Objective:
         return sums
 
 
-def objective_of(cfg: "Config") -> Objective:
-    """The objective of a configuration."""
-    return pkgutil.resolve_name(cfg.objective.OBJECTIVE)(cfg)
+def objective_of(cfg: "Config", trains: bool = False) -> Objective:
+    """The objective of a configuration. ConfigError where a model that `trains` cannot be trained
+    so."""
+    objective: Objective = pkgutil.resolve_name(cfg.objective.OBJECTIVE)(cfg)
+    if trains:
+        objective.check_trains()
+    return objective
 
 
 def token_fields(cfg: "Config") -> dict[str, Field]:
@@ -135,8 +139,10 @@ def row_keys(key: jax.Array, rows: int) -> jax.Array:
 
 
 def content_keys(values: jax.Array, seed: int = 0) -> jax.Array:
-    """Random keys [B] of a seed by a hash of each row's integers [B, ...], whatever batch it is
+    """Random keys [B] of a seed by a hash of each row's numbers [B, ...], whatever batch it is
     in."""
+    if jax.numpy.issubdtype(values.dtype, jax.numpy.floating):
+        values = jax.lax.bitcast_convert_type(values.astype(jax.numpy.float32), jax.numpy.uint32)
     rows = values.reshape(values.shape[0], -1).astype(jax.numpy.uint32)
     places = jax.numpy.arange(rows.shape[1], dtype=jax.numpy.uint32) * 2 + 1
     products = (rows + 1) * places * jax.numpy.uint32(0x9E3779B9)

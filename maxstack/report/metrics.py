@@ -2,9 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from maxstack.report.append import Appender
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class Writer:
@@ -12,6 +17,7 @@ class Writer:
     TensorBoard's file beside it. Processes other than the first write nothing."""
 
     def __init__(self, folder: Path, tensorboard: bool, first: bool):
+        self._folder = folder
         self._file = Appender(folder / "metrics.jsonl") if first else None
         self._board = None
         if first and tensorboard:
@@ -31,6 +37,17 @@ class Writer:
                 elif isinstance(value, list):
                     texts = "\n\n---\n\n".join(map(str, value))
                     self._board.add_text(name, texts, row["step"])
+
+    def image(self, name: str, step: int, picture: "Image") -> str:
+        """Write a picture to NAME/STEP.png in the run's folder, and to TensorBoard; its path."""
+        path = self._folder / name / f"{step:08}.png"
+        if self._file:
+            path.parent.mkdir(exist_ok=True)
+            picture.save(path)
+        if self._board:
+            pixels = np.asarray(picture.convert("RGB"))
+            self._board.add_image(name, pixels, step, dataformats="HWC")
+        return str(path)
 
     def close(self) -> None:
         """Flush and close TensorBoard's file."""

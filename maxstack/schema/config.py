@@ -136,14 +136,20 @@ class XlaConfig(Section):
 
 
 class SamplesConfig(Section):
-    """Texts that a model writes while it is trained."""
+    """Texts that a model writes, or images that it draws, while it is trained."""
 
-    prompts: Items[str] = Field(min_length=1)
+    prompts: Items[str] = ()
     """How the texts begin."""
     tokens: PositiveInt = 64
     """Tokens of each, after its prompt."""
     temperature: NonNegativeFloat = 0.8
     """Divides the logits; 0: the likeliest token."""
+    count: PositiveInt = 40
+    """Images, of all classes in turn."""
+    steps: PositiveInt = 20
+    """Euler's steps of an image."""
+    guidance: float = 1.0
+    """Of images: without class + guidance x (with class - without)."""
 
 
 class EvalConfig(Section):
@@ -162,8 +168,8 @@ class EvalConfig(Section):
     baselines: bool = False
     """At the end, print what gzip -9 and an order-2 byte model reach on the same documents."""
     samples: SamplesConfig | None = None
-    """Texts that the model writes at each evaluation, to the log, metrics.jsonl and TensorBoard;
-    null: none."""
+    """What the model writes at each evaluation: texts to the log, metrics.jsonl and TensorBoard;
+    images as a grid to samples/ in the run's folder and TensorBoard. null: none."""
 
 
 Objective = Annotated[

@@ -86,14 +86,28 @@ class LabelledRecord(Section):
 
 class ImageRecord(Section):
     """A picture and its class: a row of Parquet whose column `image` holds the bytes of a file, or
-    a mapping with `bytes`, as Hugging Face's datasets have it."""
+    a mapping with `bytes`, as Hugging Face's datasets have it; or a record of ArrayRecord that is a
+    tf.train.Example, as TFDS writes it."""
 
     kind: Literal["image"]
     """The record."""
     image: str = "image"
-    """Column of the picture."""
+    """Column or feature of the picture."""
     label: str = "label"
-    """Column of its class, a whole number."""
+    """Column or feature of its class, a whole number."""
+
+
+class LatentsRecord(Section):
+    """What an encoder made of a picture, and its class: a record of ArrayRecord that is a
+    tf.train.Example."""
+
+    kind: Literal["latents"]
+    """The record."""
+    latents: str = "latents"
+    """Feature with the numbers, by rows, columns and channels: a list of floats, or the bytes of
+    little-endian float16."""
+    label: str = "label"
+    """Feature of the class, a whole number."""
 
 
 class PromptsRecord(Section):
@@ -105,7 +119,7 @@ class PromptsRecord(Section):
 
 
 Record = Annotated[
-    ChatRecord | PairsRecord | LabelledRecord | PromptsRecord | ImageRecord,
+    ChatRecord | PairsRecord | LabelledRecord | PromptsRecord | ImageRecord | LatentsRecord,
     Field(discriminator="kind"),
 ]
 
@@ -179,7 +193,8 @@ class ParquetSource(Files):
 
 
 class ArrayRecordSource(Files):
-    """ArrayRecord files of UTF-8 text, or of tokens as `maxstack data prepare` writes them."""
+    """ArrayRecord files of UTF-8 text, of tokens as `maxstack data prepare` writes them, or with
+    `record` of tf.train.Example."""
 
     kind: Literal["array_record"]
     """The source."""
@@ -271,7 +286,19 @@ class MnistSource(PictureSource):
     """The source."""
 
 
-PICTURES = ImagesSource, TarSource, DigitsSource, MnistSource
+class NpzSource(PictureSource, Files):
+    """Files of numpy's .npz with `latents`, numbers [N, S, S, C] that an encoder made of pictures,
+    and `label`, whole numbers [N]."""
+
+    kind: Literal["npz"]
+    """The source."""
+
+    @property
+    def holds(self) -> str | None:
+        return "latents"
+
+
+PICTURES = ImagesSource, TarSource, DigitsSource, MnistSource, NpzSource
 
 
 class RandAugmentConfig(Section):
@@ -308,9 +335,6 @@ class ImageConfig(Section):
     """Divides them after that."""
 
     def own_faults(self) -> Iterator[Fault]:
-        for key in ("mean", "std"):
-            if len(getattr(self, key)) not in (1, 3):
-                yield key, "give one number, or one for each of three channels"
         if any(value <= 0 for value in self.std):
             yield "std", "must be above 0"
 
@@ -324,6 +348,7 @@ AnySource = Annotated[
     | FunctionSource
     | ImagesSource
     | TarSource
+    | NpzSource
     | DigitsSource
     | MnistSource
     | SyntheticSource,
@@ -378,6 +403,11 @@ class DataConfig(Section):
     """Batches made ahead."""
 
     @property
+    def has_latents(self) -> bool:
+        """True where what an encoder made of pictures is learned from."""
+        return any(source.holds == "latents" for source in self.sources)
+
+    @property
     def has_records(self) -> bool:
         """True where a source holds records."""
         return any(source.holds for source in self.sources)
@@ -395,9 +425,13 @@ class DataConfig(Section):
                 "concat splits documents where a row ends, which records are not; set fit, several "
                 "in a row, or none, one in a row",
             )
+        if self.has_latents and (self.image.crop != "none" or self.image.flip):
+            yield "image", "changes pictures, and these are latents: set crop: none and flip: false"
         for index, source in enumerate(self.sources):
             if isinstance(source, ArrayRecordSource) and source.record and source.content != "text":
                 yield f"sources.{index}.record", "is of JSON: set content: text, or leave it out"
+            if self.has_latents and source.holds not in ("latents", None):
+                yield f"sources.{index}", "latents and pictures cannot be mixed"
             keeps = isinstance(source, Files) and source.encoding_errors == "keep"
             if keeps and self.tokenizer.kind != "bytes":
                 yield (

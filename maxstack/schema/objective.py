@@ -34,6 +34,9 @@ class RowField(NamedTuple):
     """All numbers are from 0 to below this; None: not known."""
 
 
+TEXTS = "maxstack.inference.samples:Samples"
+
+
 class ObjectivePart(Section):
     """The section of a kind of objective."""
 
@@ -48,6 +51,8 @@ class ObjectivePart(Section):
     """Kinds of records that it learns from; None: text."""
     FORWARD: ClassVar[bool] = True
     """True where the model gives a token a probability, or a score, by those before it alone."""
+    SAMPLES: ClassVar[str] = TEXTS
+    """module:class of what writes eval.samples; empty: nothing does."""
     SCORES: ClassVar[bool] = False
     """True where the model gives a score a position, and no logits."""
     TEACHER: ClassVar[bool] = False
@@ -137,6 +142,7 @@ class ClassifyConfig(ObjectivePart):
     MODELS = ("encoder",)
     RECORDS = ("image",)
     FORWARD = False
+    SAMPLES = ""
 
     kind: Literal["classify"]
     """The objective."""
@@ -164,8 +170,9 @@ class FlowConfig(ObjectivePart):
 
     OBJECTIVE = "maxstack.objectives.flow:Flow"
     MODELS = ("dit",)
-    RECORDS = ("image",)
+    RECORDS = ("image", "latents")
     FORWARD = False
+    SAMPLES = "maxstack.inference.images:ImageSamples"
     RANDOM = True
 
     kind: Literal["flow"]
@@ -493,6 +500,7 @@ class MaskedDiffusionConfig(ObjectivePart):
 
     OBJECTIVE = "maxstack.objectives.masked_diffusion:MaskedDiffusion"
     FORWARD = False
+    SAMPLES = ""
     RANDOM = True
 
     kind: Literal["masked_diffusion"]

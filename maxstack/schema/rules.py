@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from maxstack.config import Fault, storage
 from maxstack.errors import ConfigError
 from maxstack.schema import mesh_rules
+from maxstack.schema.objective import TEXTS
 from maxstack.schema.optimizer import schedule_faults
 
 if TYPE_CHECKING:
@@ -92,12 +93,22 @@ def _samples(cfg: "Config") -> Iterator[Fault]:
         return
     if not cfg.eval.every:
         yield "eval.samples", "samples are written at evaluations, but eval.every is 0"
-    if not cfg.objective.FORWARD or cfg.model.scores:
+    if not cfg.objective.SAMPLES or cfg.model.scores:
         yield (
             "eval.samples",
             f"objective.kind={cfg.objective.kind} gives no model that goes on from a prompt; leave "
             "it out",
         )
+    if "params" in cfg.mesh.offload:
+        yield "eval.samples", "weights in the host's memory cannot generate; leave it out"
+    if cfg.objective.SAMPLES != TEXTS:
+        if cfg.eval.samples.prompts:
+            yield "eval.samples.prompts", "are of texts; leave them out"
+        if cfg.data.has_latents:
+            yield "eval.samples", "latents are no pictures; leave it out"
+        return
+    if not cfg.eval.samples.prompts:
+        yield "eval.samples.prompts", "texts go on from prompts: give some"
     for axis in ("stage", "context"):
         if getattr(cfg.mesh, axis) > 1:
             yield (
@@ -105,8 +116,6 @@ def _samples(cfg: "Config") -> Iterator[Fault]:
                 f"weights on a mesh with {axis}={getattr(cfg.mesh, axis)} cannot generate; leave "
                 "it out, and use `maxstack generate` on a checkpoint",
             )
-    if "params" in cfg.mesh.offload:
-        yield "eval.samples", "weights in the host's memory cannot generate; leave it out"
 
 
 def _evaluation(cfg: "Config") -> Iterator[Fault]:

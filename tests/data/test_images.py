@@ -68,14 +68,49 @@ def parquet():
     return {"kind": "parquet", "files": ["a.parquet"], "record": {"kind": "image"}}
 
 
-SOURCES = {"images": folders, "tar": tar, "parquet": parquet}
+def part(number, kind, content):
+    """A field of protobuf's wire format: bytes, or a number."""
+    if kind == 0:
+        return bytes([number << 3, content])
+    size = len(content)
+    length = bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])
+    return bytes([number << 3 | 2]) + length + content
+
+
+def example(**features):
+    """A tf.train.Example, written by hand."""
+    entries = b""
+    for name, value in features.items():
+        if isinstance(value, bytes):
+            feature = part(1, 2, part(1, 2, value))
+        elif isinstance(value, int):
+            feature = part(3, 2, part(1, 2, bytes([value])))
+        else:
+            feature = part(2, 2, part(1, 2, np.asarray(value, "<f4").tobytes()))
+        entries += part(1, 2, part(1, 2, name.encode()) + part(2, 2, feature))
+    return part(1, 2, entries)
+
+
+def array_record(records=None, kind="image"):
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    if records is None:
+        records = [example(image=picture(i), label=i % 3) for i in range(NUMBER)]
+    writer = ArrayRecordWriter("a.array_record", "group_size:1")
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return {"kind": "array_record", "files": ["a.array_record"], "record": {"kind": kind}}
+
+
+SOURCES = {"images": folders, "tar": tar, "parquet": parquet, "array_record": array_record}
 
 
 def opened(source):
     return open_source(TypeAdapter(AnySource).validate_python(source))
 
 
-def feed(source, lanes=range(4), batch=4, evaluation=False, classes=3, **changes):
+def feed(source, lanes=range(4), batch=4, evaluation=False, classes=3, dtype="uint8", **changes):
     cfg = DataConfig.model_validate(
         {
             "sources": [source],
@@ -86,7 +121,7 @@ def feed(source, lanes=range(4), batch=4, evaluation=False, classes=3, **changes
         | changes
     )
     fields = {
-        "image": RowField("batch", "uint8", (SIDE, SIDE, 3)),
+        "image": RowField("batch", dtype, (SIDE, SIDE, 3)),
         "label": RowField("batch", "int32", below=classes),
         "real": RowField("batch", "float32"),
     }
@@ -100,7 +135,8 @@ def test_a_source_gives_pictures_and_their_classes(kind):
     for i in range(NUMBER):
         content, label = documents[i]
         number = np.asarray(Image.open(io.BytesIO(content)))[0, 0, 0] // 10
-        assert label == number % 3 and str(number if kind != "parquet" else i) in documents.where(i)
+        by_row = kind in ("parquet", "array_record")
+        assert label == number % 3 and str(i if by_row else number) in documents.where(i)
 
 
 def test_an_epoch_holds_each_picture_once():
@@ -174,6 +210,65 @@ def test_a_broken_picture_is_named_and_passed_over_where_it_may(damage, message)
         assert any(message in line for line in made.damaged())
     finally:
         made.close()
+
+
+def numbers(shape=(SIDE, SIDE, 3)):
+    """Latents of every document."""
+    return np.random.default_rng(0).normal(size=(NUMBER, *shape)).astype(np.float16)
+
+
+def npz(shape=(SIDE, SIDE, 3)):
+    made = numbers(shape)
+    np.savez("a.npz", latents=made[:5], label=np.arange(5) % 3)
+    np.savez("b.npz", latents=made[5:].astype(np.float32), label=np.arange(5, NUMBER) % 3)
+    return {"kind": "npz", "files": ["*.npz"]}
+
+
+def of_bytes():
+    records = [example(latents=x.tobytes(), label=i % 3) for i, x in enumerate(numbers())]
+    return array_record(records, "latents")
+
+
+def of_floats():
+    records = [example(latents=x.ravel(), label=i % 3) for i, x in enumerate(numbers())]
+    return array_record(records, "latents")
+
+
+@pytest.mark.parametrize("source", [npz, of_bytes, of_floats])
+def test_latents_are_rows_as_they_are(source):
+    made = feed(source(), dtype="float16")
+    try:
+        batches = [next(made) for _ in range(NUMBER // 4)]
+    finally:
+        made.close()
+    wanted = {row.tobytes(): i % 3 for i, row in enumerate(numbers())}
+    rows = {
+        row.tobytes(): label
+        for batch in batches
+        for row, label in zip(batch["image"], batch["label"], strict=True)
+    }
+    assert rows == wanted
+
+
+def test_latents_of_another_shape_are_named():
+    made = feed(npz((4, 4, 3)), dtype="float16")
+    with pytest.raises(DataError, match=r"a.npz: record .: latents of shape \[4, 4, 3\]"):
+        next(made)
+    made.close()
+    for arrays, message in (
+        ({"latents": numbers()}, "must hold latents and label"),
+        ({"latents": numbers(), "label": np.arange(3)}, r"must be \[N, S, S, C\] and \[N\]"),
+        ({"latents": np.array([{}]), "label": np.arange(1)}, "not a readable .npz file"),
+    ):
+        np.savez("a.npz", **arrays)
+        with pytest.raises(DataError, match=message):
+            opened({"kind": "npz", "files": ["a.npz"]})
+
+
+def test_a_record_that_is_no_example_is_named():
+    documents = opened(array_record([b"no example"]))
+    with pytest.raises(DataError, match="record 0: not a tf.train.Example"):
+        documents[0]
 
 
 def test_a_class_that_the_model_does_not_have_is_named():

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from maxstack.data.hub import INDEX
 from maxstack.errors import ConfigError, DataError
 from maxstack.hf.contents import Contents
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import of_config
-from maxstack.hf.folder import INDEX
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

@@ -102,11 +102,12 @@ def test_a_folder_is_drawn_from_once_it_is_said_what_it_predicts(tmp_path, capsy
     run = tmp_path / "run"
     assert cli.main(["import", str(GOLDEN), "--out", str(run), *said]) == 0
     assert load(run / "config.yml").objective.path == "vp"
-    for model in (words[1], str(run)):
-        assert (
-            cli.main(
-                [words[0], model, *words[2:], *said[: 2 * (model == words[1])], "--out", str(out)]
-            )
-            == 1
-        )
-        assert "channels" in capsys.readouterr().err
+    npz = tmp_path / "made.npz"
+    for model, more in ((str(GOLDEN), said), (str(run), ())):
+        command = [words[0], model, *words[2:], *more]
+        assert cli.main([*command, "--out", str(out)]) == 1
+        assert "a model of 4 channels makes latents: give a .npz" in capsys.readouterr().err
+        assert cli.main([*command, "--out", str(npz)]) == 0
+        assert np.load(npz)["latents"].shape == (2, 8, 8, 4)
+    assert cli.main(["sample", str(run), *said]) == 1
+    assert "objective cannot be changed" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from flax import nnx
 from PIL import Image
 
 from maxstack import cli
+from maxstack.config import dump
 from maxstack.errors import ConfigError
 from maxstack.inference.images import Sampler
 from maxstack.load import load
@@ -254,6 +255,52 @@ def test_samples_are_by_the_moving_average(recipe):
     assert own.shape == average.shape and np.abs(own - average).max() > 1e-5
 
 
+def test_evaluations_draw(recipe):
+    """The same noise at every step, the weights' moving average, in the run's folder and
+    TensorBoard."""
+    settings = "eval.samples={count: 20, steps: 2}"
+    words = "run.name=drawing", settings, "run.tensorboard=true", "run.virtual_devices=8"
+    figures(recipe, *words, "mesh.fsdp=4", "mesh.context=2")
+    folder = recipe.parent / "drawing"
+    drawn = sorted((folder / "samples").iterdir())
+    assert [path.name for path in drawn] == [f"{step:08}.png" for step in (3, 6)]
+    assert Image.open(drawn[1]).size == (10 * 33 - 1, 2 * 33 - 1)
+    assert drawn[0].read_bytes() != drawn[1].read_bytes()
+    (events,) = (folder / "tensorboard").iterdir()
+    assert events.read_bytes().count(b"\x89PNG") == 2
+    out = recipe.parent / "again.png"
+    words = ["--count", "20", "--steps", "2", "--seed", str(load(recipe).train.seed)]
+    assert cli.main(["sample", str(folder), *words, "--out", str(out)]) == 0
+    one, other = (np.asarray(Image.open(path), np.int32) for path in (out, drawn[1]))
+    assert np.abs(one - other).max() <= 1
+
+
+def test_latents_are_learned_from_and_made(recipe):
+    """The recipe of DiT-B/2 on latents, tiny: 4 channels, in .npz files."""
+    folder, rng = recipe.parent, np.random.default_rng(0)
+    latents = rng.normal(3.0, 2.0, (24, 8, 8, 4)).astype(np.float16)
+    np.savez(folder / "latents.npz", latents=latents, label=np.arange(24) % 10)
+    cfg = load(
+        "recipes/dit-b2-latents.yml",
+        [
+            *("model.image_size=8", "model.classes=10", "model.layers=1", "model.embed=32"),
+            "model.blocks.block.mixer={heads: 4, head_dim: 8}",
+            *("model.blocks.block.mlp.hidden=32", "model.dtype=float32", "mesh={data: -1}"),
+            f"data.sources=[{{kind: npz, files: [{folder}/latents.npz], holdout: 0.3}}]",
+            *("train.steps=3", "train.batch_size=8", "eval.every=3", "checkpoint.every=3"),
+            *(f"run.output_dir={folder}", "run.name=latents", "run.tensorboard=false"),
+        ],
+    )
+    (folder / "latents.yml").write_text(dump(cfg))
+    assert len(tiny_vision.trained(folder / "latents.yml", "run.name=latents")) >= 3
+    out = folder / "made.npz"
+    words = ["sample", str(folder / "latents"), "--count", "3", "--steps", "2"]
+    assert cli.main([*words, "--out", str(out)]) == 0
+    made = np.load(out)
+    assert made["latents"].shape == (3, 8, 8, 4) and [*made["label"]] == [0, 1, 2]
+    assert cli.main([*words, "--out", str(folder / "made.png")]) == 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -262,6 +309,8 @@ def test_samples_are_by_the_moving_average(recipe):
         (["model.out_channels=1", "model.channels=3"], "must be at least channels=3"),
         (["model.embed=30"], "must be a multiple of 4"),
         (["objective.path=vp"], "velocity is of path: line"),
+        (["eval.samples={prompts: [a]}"], "are of texts; leave them out"),
+        (["data.sources=[{kind: npz, files: [a.npz]}]", "data.image.flip=true"], "are latents"),
     ],
 )
 def test_a_mistake_is_named(recipe, overrides, message):
