@@ -113,7 +113,8 @@ def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | No
         if (own / "config.yml").is_file():
             return load(own / "config.yml", overrides), own
     _, section = model_of_folder(model, model)
-    described = TypeAdapter[StackConfig](Model).validate_python(section)
+    named = {"kind": "decoder"} | section
+    described = TypeAdapter[StackConfig](Model).validate_python(named)
     described.check_said(overrides)
     data = described.placeholder(1)
     if described.tokens is None:
