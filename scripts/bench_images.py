@@ -79,7 +79,11 @@ def ours(model: str, steps: int, tiny: bool) -> float:
         "model": {"preset": model, "dtype": "float32"},
         "data": {"sources": [{"kind": "synthetic", "vocab": 1000, "length": 1}]},
         "objective": {"kind": "classify"},
-        "optimizer": {"learning_rate": 0.001, "schedule": {"kind": "constant"}, "chain": []},
+        "optimizer": {
+            "learning_rate": 0.001,
+            "schedule": {"kind": "constant"},
+            "chain": [{"kind": "sgd"}],
+        },
         "train": {"steps": steps, "batch_size": 2 if tiny else 32},
     }
     if tiny:

@@ -50,6 +50,16 @@ def config(**sections: Any) -> Config:
     return tiny.config(model=given, **sections)
 
 
+def dit(modulation: str = "shared", **sections: Any) -> Config:
+    """A diffusion transformer of made-up images."""
+    given = model(kind="dit", norm={"kind": "layer", "scale": False})
+    for key in ("cls", "pool"):
+        del given[key]
+    given["blocks"]["block"] |= {"modulation": modulation, "norm": given["norm"]}
+    objective = {"kind": "flow"} | sections.pop("objective", {})
+    return config(model=given, objective=objective, **sections)
+
+
 def batch(cfg: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Images, the last of which is none."""
     rng, rows = np.random.default_rng(seed), cfg.train.batch_size

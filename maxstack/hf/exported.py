@@ -105,7 +105,8 @@ def export(
         elif source:
             _copy(source, (PREPROCESSOR,), folder)
         stem = "model" if family.model_type else DIFFUSERS
-        write_tensors(folder, bound, dtypes, read, shard_size, done, stem)
+        body = "" if model.has_head else family.body  # which files of the bare body lack
+        write_tensors(folder, bound, dtypes, read, shard_size, done, stem, body)
         check_tensors(Contents(folder), bound)
     return family
 

@@ -23,14 +23,14 @@ Read = Callable[[str], np.ndarray]
 class Shard:
     """A safetensors file with its header written and its tensors as views to be filled."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, Shape]]):
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, Shape]], body: str):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         starts, size = {}, 0
         for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
             dtype, shape = tensors[name]
             starts[name] = size
             size += math.prod(shape) * dtype.itemsize
-            header[name] = {
+            header[name.removeprefix(body)] = {
                 "dtype": NAMES[dtype],
                 "shape": list(shape),
                 "data_offsets": [starts[name], size],
@@ -78,14 +78,16 @@ def write_tensors(
     shard_size: int,
     done: Callable[[int], object],
     stem: str = "model",
+    body: str = "",
 ) -> None:
     """Write all tensors into shards of at most `shard_size` bytes (one tensor at least) and, where
-    there are several, their index; `stem` begins the names of all.
+    there are several, their index; `stem` begins the names of all files. `body` is left out of the
+    beginnings of tensors' names.
 
     `read` gives a weight of ours by its path and is called once for each; `done` is called with the
     size of each weight that is written.
     """
-    shards = _shards(folder, bound, dtypes, shard_size, stem)
+    shards = _shards(folder, bound, dtypes, shard_size, stem, body)
     by_path: dict[str, list[tuple[Bound, Target]]] = {}
     for tensor in bound:
         for target in tensor.targets:
@@ -113,6 +115,7 @@ def _shards(
     dtypes: Mapping[str, np.dtype],
     shard_size: int,
     stem: str,
+    body: str,
 ) -> dict[str, Shard]:
     """The shard of each tensor; the index is written where there are several."""
     groups: list[dict[str, tuple[np.dtype, Shape]]] = [{}]
@@ -131,7 +134,9 @@ def _shards(
         files = [f"{stem}.safetensors"]
     else:
         weight_map = {
-            name: file for file, group in zip(files, groups, strict=True) for name in group
+            name.removeprefix(body): file
+            for file, group in zip(files, groups, strict=True)
+            for name in group
         }
         index = {
             "metadata": {"total_size": total},
@@ -141,6 +146,6 @@ def _shards(
     return {
         name: shard
         for file, group in zip(files, groups, strict=True)
-        for shard in [Shard(folder / file, group)]
+        for shard in [Shard(folder / file, group, body)]
         for name in group
     }

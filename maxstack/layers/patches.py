@@ -21,10 +21,11 @@ def patch_weight(patch: int, channels: int, size: int, scale: float, dtype: str)
 
 
 def patches(pixels_BSSC: Array, patch: int) -> Array:
-    """[B, T, P, P, C], row by row."""
+    """[B, T, P, P, C], row by row; what no whole patch covers is left out."""
     rows, side, _, channels = pixels_BSSC.shape
     count = side // patch
-    x = pixels_BSSC.reshape(rows, count, patch, count, patch, channels).swapaxes(2, 3)
+    covered = pixels_BSSC[:, : count * patch, : count * patch]
+    x = covered.reshape(rows, count, patch, count, patch, channels).swapaxes(2, 3)
     return x.reshape(rows, count * count, patch, patch, channels)
 
 

@@ -64,6 +64,8 @@ class Plan:
     """Seconds that making the plan took, by part."""
     rollout: Rollout | None = None
     """None for a run without rollouts."""
+    counted: str = "tokens"
+    """What the objective counts: tokens, or images of seq_len tokens."""
 
     @property
     def fits(self) -> bool | None:
@@ -81,6 +83,12 @@ class Plan:
         seconds = self.roofline.seconds if self.roofline else None
         return self.tokens / seconds if seconds else None
 
+    @property
+    def images_per_second(self) -> float | None:
+        """The same bound in images; None where tokens are counted."""
+        rate = self.tokens_per_second
+        return rate / self.seq_len if rate and self.counted == "images" else None
+
     def mfu(self, kind: str = "causal") -> float | None:
         """The bound on MFU, of the FLOPs that `causal` or `full` attention has."""
         if not (self.roofline and self.roofline.seconds and self.peak):
@@ -94,6 +102,7 @@ class Plan:
             "flops": {name: count._asdict() for name, count in self.flops.items()},
             "fits": self.fits,
             "tokens_per_second": self.tokens_per_second,
+            "images_per_second": self.images_per_second,
             "mfu_causal": self.mfu(),
             "mfu_full": self.mfu("full"),
         }
@@ -132,6 +141,7 @@ def read(
         mesh={axis: size for axis, size in sizes.items() if size > 1},
         batch_size=cfg.train.batch_size,
         seq_len=cfg.data.seq_len,
+        counted=run.objective.counted,
         parameters=run.weights.parameters,
         usable=fit.usable(run.mesh.devices.flat[0], topology.size),
         flops={
@@ -337,8 +347,9 @@ def _speed(plan: Plan) -> Iterator[str]:
     )
     rate, causal, full = plan.tokens_per_second, plan.mfu(), plan.mfu("full")
     assert rate and causal and full
+    images = f"{plan.images_per_second:,.0f} images/s, " if plan.images_per_second else ""
     yield (
-        f"at most {rate:,.0f} tokens/s ({rate / plan.devices:,.0f} a device), MFU "
+        f"at most {images}{rate:,.0f} tokens/s ({rate / plan.devices:,.0f} a device), MFU "
         f"{causal:.1%} causal, {full:.1%} full; "
         f"{bound.seconds:.3f} s a step, limited by {bound.limit}"
     )

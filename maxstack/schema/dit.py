@@ -111,7 +111,7 @@ class DiTConfig(StackConfig):
 
     def own_faults(self) -> Iterator[Fault]:
         yield from super().own_faults()
-        yield from patch_faults(self)
+        yield from patch_faults(self, whole=True)
         if self.embed % 4:
             yield "embed", f"embed={self.embed} must be a multiple of 4, for positions in two ways"
         if self.made < self.channels:

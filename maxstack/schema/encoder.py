@@ -76,7 +76,8 @@ class EncoderConfig(StackConfig):
     image_size: PositiveInt
     """Height and width of an image in pixels."""
     patch: PositiveInt
-    """Height and width of a patch."""
+    """Height and width of a patch; where it does not divide image_size, the rest at the right and
+    lower edge is not seen, as in SigLIP's So400m/14 at 384."""
     channels: PositiveInt = 3
     """Numbers of a pixel."""
     cls: bool = True
@@ -147,7 +148,7 @@ class EncoderConfig(StackConfig):
 
     def own_faults(self) -> Iterator[Fault]:
         yield from super().own_faults()
-        yield from patch_faults(self)
+        yield from patch_faults(self, whole=False)
         if self.pool.kind in ("cls", "cls_mean") and not self.cls:
             yield "pool", f"kind {self.pool.kind} reads the class token: set cls: true, or use mean"
         if isinstance(self.pool, MapPool) and self.embed % self.pool.heads:

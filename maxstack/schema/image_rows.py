@@ -30,9 +30,10 @@ class ImageModel(Protocol):
     def tokens(self) -> int: ...
 
 
-def patch_faults(model: ImageModel) -> Iterator[Fault]:
-    """(key in the model, what is wrong and what to do) of patches and their order."""
-    if model.image_size % model.patch:
+def patch_faults(model: ImageModel, whole: bool) -> Iterator[Fault]:
+    """(key in the model, what is wrong and what to do) of patches and their order. `whole`: they
+    must cover an image; else what is left at its right and lower edge is not seen."""
+    if model.image_size < model.patch or (whole and model.image_size % model.patch):
         near = max(model.image_size // model.patch, 1) * model.patch
         yield (
             "image_size",

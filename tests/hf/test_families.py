@@ -56,6 +56,7 @@ def test_import_and_export_give_every_tensor_back(name, tmp_path):
         shard_size=int(rng.integers(10_000, 100_000)),
     )
     again = Contents(tmp_path / "out")
+    assert again.folder.raw().keys() == contents.folder.raw().keys()
     assert again.family is contents.family
     assert meaning(again.model) == meaning(contents.model)
     assert again.tensors.keys() == contents.tensors.keys()

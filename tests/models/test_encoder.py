@@ -77,7 +77,7 @@ def test_a_new_head_leaves_the_folders_own():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image_size": 10, "patch": 4}, "is not a multiple of patch=4; use 8"),
+        ({"image_size": 3, "patch": 4}, "is not a multiple of patch=4; use 4"),
         ({"pool": {"kind": "cls"}, "cls": False}, "reads the class token"),
         ({"pool": {"kind": "map", "heads": 3, "hidden": 8}}, "heads=3 does not divide embed=16"),
         ({"positions": "rope2d"}, "needs a rope in every block"),

@@ -1,6 +1,7 @@
 """Classification of images: the loss, mixup, figures; the same on every mesh; bit for bit after a
 kill."""
 
+import json
 import shutil
 
 import jax
@@ -12,6 +13,7 @@ import tiny_vision
 from flax import nnx
 
 from maxstack import cli, train
+from maxstack.checkpoint.weights import WeightsReader
 from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.objectives.objective import Models
@@ -150,3 +152,53 @@ def test_what_is_for_language_models_refuses_others(recipe, capsys):
     ):
         assert cli.main(words) == 1
         assert "model.kind=encoder" in capsys.readouterr().err
+
+
+def test_adapters_and_a_new_head_alone_are_trained(tmp_path):
+    """From a folder, for other classes and images of another size."""
+    settings = {
+        "run": {"name": "run", "output_dir": str(tmp_path), "tensorboard": False},
+        "model": {"from": str(parity.GOLDENS / "vit"), "image_size": 16, "classes": 10},
+        "data": {"sources": [{"kind": "synthetic", "vocab": 10, "length": 1}]},
+        "lora": {"rank": 2},
+        "optimizer": {"preset": "adamw", "learning_rate": 0.01},
+        "train": {"steps": 3, "batch_size": 8},
+        "checkpoint": {"every": 1},
+    }
+    (tmp_path / "run.yml").write_text(json.dumps(settings))
+    rows = tiny_vision.trained(tmp_path / "run.yml", "run.name=run")
+    assert len([row for row in rows if "loss" in row]) == 3
+    start, end = (
+        {path: reader.read(path) for path in reader.shapes}
+        for reader in (WeightsReader(tmp_path / "run" / "checkpoints" / step) for step in "13")
+    )
+    moved = {path for path in end if not np.array_equal(start[path], end[path])}
+    assert {"head", "head_bias"} <= moved
+    assert all("lora" in path for path in moved - {"head", "head_bias"})
+
+
+@pytest.mark.parametrize("make", [tiny_vision.config, tiny_vision.dit])
+@pytest.mark.parametrize("mode", ["qt", "ptq"])
+def test_low_precision_learns(make, mode):
+    """int8 products, and adapters on weights kept in nf4 (of a head that is not zero)."""
+    rule = {"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "int8", "act_qtype": "int8"}
+    more = {"quantization": {"rules": [rule]}}
+    if mode == "ptq":
+        rule = {"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "nf4", "tile_size": 8}
+        more = {"quantization": {"mode": "ptq", "rules": [rule]}, "lora": {"rank": 2}}
+    cfg = make(**more)
+    run = tiny.make_run(cfg, 8)
+    state = run.init()
+    floats = jax.tree.map(lambda x: x.dtype == np.float32, state.params)
+    rng = np.random.default_rng(0)
+    noisy = jax.tree.map(
+        lambda x, is_float: x + 0.1 * rng.normal(size=x.shape).astype(x.dtype) if is_float else x,
+        state.params,
+        floats,
+    )
+    state = state._replace(params=noisy)
+    losses = []
+    for _ in range(6):
+        state, scalars = run.step(state, run.batches.place(tiny_vision.batch(cfg), 8))
+        losses.append(float(scalars["loss"]))
+    assert losses[-1] < losses[0]

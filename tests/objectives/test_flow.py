@@ -21,15 +21,6 @@ from maxstack.objectives.objective import Models
 SIDE, CLASSES = tiny_vision.SIDE, tiny_vision.CLASSES
 
 
-def config(modulation="shared", **sections):
-    model = tiny_vision.model(kind="dit", norm={"kind": "layer", "scale": False})
-    for key in ("cls", "pool"):
-        del model[key]
-    model["blocks"]["block"] |= {"modulation": modulation, "norm": model["norm"]}
-    objective = {"kind": "flow"} | sections.pop("objective", {})
-    return tiny_vision.config(model=model, objective=objective, **sections)
-
-
 def model_of(run, seed=0):
     params = tiny_vision.spread(run.init().params, seed)
     return nnx.merge(run.graph, nnx.State(params)), params
@@ -37,7 +28,7 @@ def model_of(run, seed=0):
 
 @pytest.mark.parametrize("prediction", ["velocity", "x0", "eps"])
 def test_the_loss_is_the_mean_squared_error_on_a_line_to_noise(prediction):
-    run = tiny.make_run(config(objective={"prediction": prediction}))
+    run = tiny.make_run(tiny_vision.dit(objective={"prediction": prediction}))
     rows, (model, _) = tiny_vision.batch(run.cfg), model_of(run)
     prepared = run.objective.prepare(rows, jax.random.key(5))
     time, noise = (np.asarray(prepared[name], np.float64) for name in ("time", "noise"))
@@ -57,7 +48,7 @@ def test_the_loss_is_the_mean_squared_error_on_a_line_to_noise(prediction):
 
 def test_times_classes_and_noise_are_drawn_as_the_keys_say():
     base = {"objective": {"drop": 0.25}, "train": {"batch_size": 512}}
-    run = tiny.make_run(config(**base))
+    run = tiny.make_run(tiny_vision.dit(**base))
     rows = tiny_vision.batch(run.cfg)
     drawn = run.objective.prepare(rows, jax.random.key(0))
     time, label = np.asarray(drawn["time"]), np.asarray(drawn["label"])
@@ -66,14 +57,14 @@ def test_times_classes_and_noise_are_drawn_as_the_keys_say():
     assert 0.18 < hidden.mean() < 0.32 and (label[~hidden] == rows["label"][~hidden]).all()
     assert abs(np.asarray(drawn["noise"]).std() - 1) < 0.02
     moved = {"times": "logit_normal", "shift": 3.0}
-    other = tiny.make_run(config(objective=moved, train=base["train"]))
+    other = tiny.make_run(tiny_vision.dit(objective=moved, train=base["train"]))
     time = np.asarray(other.objective.prepare(rows, jax.random.key(0))["time"])
     assert np.median(time) == pytest.approx(0.75, abs=0.03)  # 3 t / (1 + 2 t) at t = 1/2
     assert time.std() < 0.2
 
 
 def test_evaluation_is_on_fixed_times_with_noise_of_the_images_alone():
-    run = tiny.make_run(config(objective={"eval_times": 3}))
+    run = tiny.make_run(tiny_vision.dit(objective={"eval_times": 3}))
     rows, (_, params) = tiny_vision.batch(run.cfg), model_of(run)
     order = np.random.default_rng(0).permutation(8)
     sums = []
@@ -98,7 +89,7 @@ MESHES = {
 def test_a_mesh_gives_what_one_device_does(name, modulation):
     sections, devices = MESHES[name]
     alone, spread = (
-        tiny_vision.three_steps(config(modulation, **more), number)
+        tiny_vision.three_steps(tiny_vision.dit(modulation, **more), number)
         for more, number in (({}, 1), (sections, devices))
     )
     for one, other in zip(alone, spread, strict=True):
@@ -109,7 +100,7 @@ def test_a_mesh_gives_what_one_device_does(name, modulation):
 @pytest.mark.parametrize("modulation", ["shared", "own"])
 def test_a_fresh_model_changes_nothing_and_says_nothing(modulation):
     """Gates and the last projection begin at zero (adaLN-zero)."""
-    run = tiny.make_run(config(modulation))
+    run = tiny.make_run(tiny_vision.dit(modulation))
     model = nnx.merge(run.graph, nnx.State(run.init().params))
     given = {
         "pixels": np.ones((2, SIDE, SIDE, 1), np.float32),
@@ -121,7 +112,7 @@ def test_a_fresh_model_changes_nothing_and_says_nothing(modulation):
 
 
 def test_a_sample_is_the_same_alone_and_follows_the_velocity():
-    run = tiny.make_run(config())
+    run = tiny.make_run(tiny_vision.dit())
     model, params = model_of(run)
     labels = np.arange(5, dtype=np.int32)
     sampler = Sampler(run, params, 3, "euler", 1.0)
@@ -138,7 +129,7 @@ def test_a_sample_is_the_same_alone_and_follows_the_velocity():
 
 
 def test_guidance_is_a_line_through_what_is_predicted_with_and_without_a_class():
-    run = tiny.make_run(config())
+    run = tiny.make_run(tiny_vision.dit())
     model, params = model_of(run)
     x = np.random.default_rng(0).normal(size=(3, SIDE, SIDE, 1)).astype(np.float32)
 
@@ -157,7 +148,7 @@ def test_guidance_is_a_line_through_what_is_predicted_with_and_without_a_class()
 
 def test_heun_is_of_second_order(monkeypatch):
     """With the velocity x the image is the noise over e."""
-    run = tiny.make_run(config())
+    run = tiny.make_run(tiny_vision.dit())
 
     def ends(self, params, x, label, time):
         return x - time * x, x + (1 - time) * x
@@ -177,7 +168,7 @@ def test_heun_is_of_second_order(monkeypatch):
 
 def test_the_path_of_ddpm_is_trained_and_followed_by_ddim():
     """arXiv:2006.11239 eq. 4 and 12, arXiv:2010.02502 eq. 12 with sigma = 0, in numpy."""
-    run = tiny.make_run(config(objective={"prediction": "eps", "path": "vp"}))
+    run = tiny.make_run(tiny_vision.dit(objective={"prediction": "eps", "path": "vp"}))
     rows, (model, params) = tiny_vision.batch(run.cfg), model_of(run)
     kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
     prepared = run.objective.prepare(rows, jax.random.key(5))
@@ -308,6 +299,7 @@ def test_latents_are_learned_from_and_made(recipe):
         (["model.blocks.block.modulation=null"], "how a time and a class reach a block"),
         (["model.out_channels=1", "model.channels=3"], "must be at least channels=3"),
         (["model.embed=30"], "must be a multiple of 4"),
+        (["model.image_size=9"], "is not a multiple of patch=2; use 8"),
         (["objective.path=vp"], "velocity is of path: line"),
         (["eval.samples={prompts: [a]}"], "are of texts; leave them out"),
         (["data.sources=[{kind: npz, files: [a.npz]}]", "data.image.flip=true"], "are latents"),

@@ -9,7 +9,9 @@ import tiny
 
 from maxstack import cli
 from maxstack.config import dump
-from maxstack.models.flops import flops_per_token
+from maxstack.models.flops import Count, flops_per_token
+from maxstack.plan import report
+from maxstack.plan.roofline import Roofline
 
 MESH = {"data": 2, "context": 2, "tensor": 2}
 
@@ -103,3 +105,14 @@ def test_a_mistake_is_one_line(arguments, says, tmp_path, capsys):
     assert cli.main(["plan", str(tmp_path / "run.yml"), *arguments]) == 1
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+def test_images_are_counted_as_such():
+    plan = report.Plan(
+        config="vit", topology="v5e:2x2", chip="TPU v5 lite", devices=4, mesh={}, batch_size=8,
+        seq_len=16, parameters=1, memory={}, needed=1, usable=2, buffers=(),
+        flops={"all": Count(8e12, 8e12)}, products={}, flows=(),
+        roofline=Roofline(0.5, 0.0, 0.0, {}), peak=1e13, bubble=0.0, seconds={}, counted="images",
+    )  # fmt: skip
+    assert plan.json()["images_per_second"] == 16 and plan.tokens_per_second == 256
+    assert "at most 16 images/s, 256 tokens/s (64 a device)" in report.text(plan)
