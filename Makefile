@@ -61,7 +61,7 @@ clean:
 .venv-oracle/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "maxstack needs Python 3.11, 3.12 or 3.13 on the PATH, or: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv-oracle
-	.venv-oracle/bin/python -m pip install --quiet --editable . torch==2.13.0 'transformers>=5.23' 'peft>=0.21' trl==1.16.0 diffusers==0.42.1 'scikit-learn>=1.3'
+	.venv-oracle/bin/python -m pip install --quiet --editable . torch==2.13.0 'transformers>=5.23' 'peft>=0.21' trl==1.16.0 diffusers==0.42.1
 	@touch $@
 
 .venv-xpk/installed:
