@@ -27,6 +27,7 @@ from safetensors.numpy import load_file  # noqa: E402
 LIMIT = 1e-5
 """Largest difference of outputs, over their deviation."""
 TRAINED = (
+    "data.sources=[{kind: synthetic, vocab: 10, length: 1}]",
     "train.steps=5",
     "run.virtual_devices=8",
     "mesh.fsdp=4",
