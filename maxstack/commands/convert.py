@@ -124,6 +124,11 @@ def import_model(args: Namespace) -> None:
         help="bytes of a safetensors file at most (default: 5GB)",
     ),
     ARCHITECTURE,
+    argument(
+        "--average",
+        action="store_true",
+        help="the moving average of the weights (optimizer.ema) in place of themselves",
+    ),
     on_cpu=True,
 )
 def export_model(args: Namespace) -> None:
@@ -132,7 +137,7 @@ def export_model(args: Namespace) -> None:
     from maxstack.hf.exported import shard_bytes
 
     size = shard_bytes(args.shard_size)
-    write_folder(args.run, args.out, args.dtype, size, args.architecture)
+    write_folder(args.run, args.out, args.dtype, size, args.architecture, args.average)
 
 
 def write_folder(
@@ -141,9 +146,10 @@ def write_folder(
     dtype: str | None = None,
     shard_size: int = 5 * 10**9,
     architecture: str | None = None,
+    average: bool = False,
 ) -> None:
     """Export a run or checkpoint into a new folder, with a progress bar. `shard_size`: bytes of a
-    file at most."""
+    file at most; `average`: the weights' moving average."""
     if not run.is_dir():
         raise ConfigError(
             f"{run}: no such folder; give a run's folder, or one step inside its checkpoints folder"
@@ -156,8 +162,11 @@ def write_folder(
     from maxstack.hf.exported import export
     from maxstack.schema.config import Config
 
-    reader = WeightsReader(run)
+    reader = WeightsReader(run, average)
     data = configured(run, reader)
+    kept = bool(data.get("optimizer", {}).get("ema"))
+    if average and not kept:
+        raise ConfigError("--average: the run has no optimizer.ema; leave it out")
     model = Config.model_validate(data).model
     treated = data.get("lora") or data["quantization"]["rules"]
     shapes, read = _untreated(data, reader) if treated else (reader.shapes, reader.read)
@@ -178,7 +187,9 @@ def write_folder(
             done=bar.update,
         )
     left = ", without the estimate of rewards" if VALUE in shapes else ""
-    if not any((out / name).exists() for name in TOKENIZER):
+    if kept:
+        left += ", the moving average" if average else "; --average gives their moving average"
+    if model.tokens is None and not any((out / name).exists() for name in TOKENIZER):
         left += "; no tokenizer: the run has none that a folder can hold"
     print(f"{run} step {reader.step} -> {out}: {family.architecture}{left}")
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from maxstack.run import Run
 
 
+SETTINGS = "samples.json"
+"""File of a folder of images that says how they were made."""
+
+
 def classes(text: str) -> list[int]:
     """The numbers in `0-9,12`."""
     found: list[int] = []
@@ -77,7 +81,7 @@ def classes(text: str) -> list[int]:
     ),
     argument(
         "--guidance",
-        type=float,
+        type=up_to(100.0),
         default=1.0,
         metavar="W",
         help="of images: without class + W (with class - without) (default: 1)",
@@ -128,9 +132,11 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
     if latents != (out.suffix == ".npz"):
         kind = "latents: give a .npz" if latents else "pictures: give a .png or a folder"
         raise ConfigError(f"--out {out}: a model of {model.channels} channels makes {kind}")
+    settings = {"model": str(Path(args.model).absolute()), "classes": wanted, "seed": args.seed}
+    settings |= {"steps": args.steps or 50, "solver": args.solver, "guidance": args.guidance}
     folder, done = None if out.suffix in (".png", ".npz") else out, 0
     if folder:
-        folder.mkdir(parents=True, exist_ok=True)
+        _claim(folder, settings)
         while done < args.count and (folder / f"{done:06}.png").exists():
             done += 1
     sampler = Sampler(run, params, args.steps or 50, args.solver, args.guidance)
@@ -149,6 +155,26 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
     elif made:
         tiled(made, len(wanted)).save(out)
     print(out)
+
+
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Make the folder, or go on in it. ConfigError where it holds what was made otherwise, or
+    something else, or cannot be made."""
+    record = folder / SETTINGS
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not record.exists():
+            if any(folder.iterdir()):
+                raise ConfigError(f"--out {folder}: holds other files; give a new folder")
+            record.write_text(json.dumps(settings, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot be made: {error.strerror}") from error
+    before = json.loads(record.read_text())
+    changed = [f"{key}={before.get(key)}" for key in settings if before.get(key) != settings[key]]
+    if changed:
+        raise ConfigError(
+            f"--out {folder}: holds images made with {', '.join(changed)}; give another folder"
+        )
 
 
 def _write(args: argparse.Namespace, run: "Run", params: Any) -> None:

@@ -46,6 +46,8 @@ class Documents(ABC):
     files: Sequence[File] = ()
     record: Record | None = None
     """Kind of record that each document is, as the text of a JSON object."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes of pictures, by number, where folders name them."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -77,7 +79,7 @@ class Selection(Documents):
 
     def __init__(self, documents: Documents, indices: np.ndarray):
         self.name, self.files = documents.name, documents.files
-        self.record = documents.record
+        self.record, self.classes = documents.record, documents.classes
         self._documents, self._indices = documents, indices
 
     def __len__(self) -> int:

@@ -202,12 +202,17 @@ class Feed(BatchFeed):
             )
 
     def describe(self) -> list[str]:
-        """A line for each source: its name, number of documents, and byte order marks and CRLF in
-        them."""
+        """A line for each source: its name, number of documents, byte order marks and CRLF in
+        them, and their classes."""
         return [
-            f"{source.name}: {len(source)} documents{_marks(source)}"
+            f"{source.name}: {len(source)} documents{_marks(source)}{_classes(source)}"
             for source in self._mixture.sources
         ]
+
+    @property
+    def sources(self) -> Sequence[Documents]:
+        """The sources that are read."""
+        return self._mixture.sources
 
     def identity(self) -> str:
         """Changes when a source's documents change, and with them the meaning of saved
@@ -220,6 +225,13 @@ class Feed(BatchFeed):
         if self._mixture.evaluation:
             return EvaluationRows(self._mixture, lanes, self._batch_size, state)
         return Rows(self._mixture, lanes, state)
+
+
+def _classes(source: Documents) -> str:
+    """The first classes with their numbers."""
+    shown = [f"{i} {name}" for i, name in enumerate(source.classes[:10])]
+    more = ", ..." if len(source.classes) > len(shown) else ""
+    return f"; {len(source.classes)} classes: {', '.join(shown)}{more}" if shown else ""
 
 
 def _marks(source: Documents) -> str:

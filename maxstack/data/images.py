@@ -119,12 +119,17 @@ def latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str) -> n
 def opened(content: bytes | np.ndarray, channels: int) -> "Image":
     """A picture of as many channels, decoded. OSError or another of Pillow's errors where it
     cannot be."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     if isinstance(content, np.ndarray):
         picture = Image.fromarray(content)
     else:
-        picture = Image.open(io.BytesIO(content))
+        try:
+            picture = Image.open(io.BytesIO(content))
+        except UnidentifiedImageError:
+            raise ValueError("of no format that Pillow knows") from None
+    if picture.mode.startswith("I"):  # 16 bits a pixel, which convert() would cut off at 255
+        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     wanted = {1: "L", 3: "RGB"}
     if channels not in wanted:
         raise ValueError(f"model.channels={channels}: pictures have 1 or 3")

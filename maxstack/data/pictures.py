@@ -29,15 +29,15 @@ class Images(Documents):
 
     def __init__(self, cfg: ImagesSource):
         self.files = matched(cfg)
-        folders = sorted({Path(file.path).parent.name for file in self.files})
-        self.classes = {name: i for i, name in enumerate(folders)}
+        self.classes = tuple(sorted({Path(file.path).parent.name for file in self.files}))
+        self._numbers = {name: i for i, name in enumerate(self.classes)}
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> Picture:
         path = self.files[index].path
-        return Picture(read(path), self.classes[Path(path).parent.name])
+        return Picture(read(path), self._numbers[Path(path).parent.name])
 
     def where(self, index: int) -> str:
         return self.files[index].path
@@ -54,7 +54,7 @@ class Tar(Records):
     and their members read where they lie."""
 
     def __init__(self, cfg: Any):
-        self._members: list[list[tuple[str, tuple[int, int], tuple[int, int]]]] = []
+        self._members: list[list[tuple[str, tuple[int, int], tuple[int, int] | None]]] = []
         super().__init__(cfg)
 
     def _count(self, file: int) -> int:
@@ -73,8 +73,8 @@ class Tar(Records):
         samples = []
         for key, parts in found.items():
             picture = next((parts[suffix] for suffix in SUFFIXES if suffix in parts), None)
-            if picture and "cls" in parts:
-                samples.append((key, picture, parts["cls"]))
+            if picture:
+                samples.append((key, picture, parts.get("cls")))
         self._members.append(samples)
         return len(samples)
 
@@ -84,6 +84,8 @@ class Tar(Records):
     def _read(self, opened: Any, file: int, record: int) -> Any:
         self._refuse_shorter(file)
         _, picture, label = self._members[file][record]
+        if label is None:
+            raise DataError("has no .cls beside it")
         parts = []
         for offset, size in (picture, label):
             opened.seek(offset)
@@ -101,8 +103,8 @@ class Npz(Records):
         latents, labels = self._reader(file)
         if latents.ndim != 4 or labels.shape != latents.shape[:1]:
             raise DataError(
-                f"latents of shape {list(latents.shape)} and label of {list(labels.shape)}; they "
-                "must be [N, S, S, C] and [N]"
+                f"{self._paths[file]}: latents of shape {list(latents.shape)} and label of "
+                f"{list(labels.shape)}; they must be [N, S, S, C] and [N]"
             )
         return len(latents)
 
@@ -111,9 +113,12 @@ class Npz(Records):
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 latents = arrays["latents"].astype(np.float16)
-                return latents, arrays["label"].astype(np.int64)
+                labels = arrays["label"]
+                if not np.issubdtype(labels.dtype, np.integer):
+                    raise DataError(f"{path}: label is of {labels.dtype}, not of whole numbers")
+                return latents, labels.astype(np.int64)
         except KeyError as error:
-            raise DataError(f"{path}: {error}; it must hold latents and label") from error
+            raise DataError(f"{path}: must hold latents and label") from error
         except (OSError, ValueError, zipfile.BadZipFile) as error:
             raise DataError(f"{path}: not a readable .npz file: {brief(error)}") from error
 

@@ -4,11 +4,12 @@ many documents each: records.py."""
 import functools
 import json
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from maxstack.config.annotations import listed
 from maxstack.data.documents import (
     Documents,
     Selection,
@@ -173,7 +174,9 @@ def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False)
             if not evaluation:
                 refuse_held_out(paths)
     if not evaluation:
-        return [open_source(source, index) for index, source in enumerate(cfg.sources)]
+        opened = [open_source(source, index) for index, source in enumerate(cfg.sources)]
+        check_classes(opened)
+        return opened
     opened = [
         open_source(source, index, "eval" if source.holdout else "all")
         for index, source in enumerate(cfg.sources)
@@ -184,4 +187,17 @@ def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False)
             "nothing to evaluate on: no source holds documents out; set `holdout` in one "
             "of data.sources, or give eval.data"
         )
+    check_classes(opened)
     return opened
+
+
+def check_classes(sources: Sequence[Documents]) -> None:
+    """DataError where folders of two sources number their classes in two ways."""
+    named = [source for source in sources if source.classes]
+    for other in named[1:]:
+        if other.classes != named[0].classes:
+            raise DataError(
+                f"{named[0].name} has the folders {listed([*named[0].classes])} and {other.name} "
+                f"{listed([*other.classes])}, so the same number would mean two classes; give both "
+                "the same folders"
+            )

@@ -9,6 +9,7 @@ from typing import Any
 
 from maxstack import optim
 from maxstack.data.feed import Feed
+from maxstack.data.sources import check_classes, open_sources
 from maxstack.errors import DataError
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
@@ -34,6 +35,8 @@ class Evaluator:
             whole=cfg.eval.data is not None,
             fields=run.objective.fields,
         )
+        if any(source.classes for source in self._feed.sources):
+            check_classes([*open_sources(cfg.data), *self._feed.sources])
         self._start = self._feed.state()
         self._bits: float | None = None
 

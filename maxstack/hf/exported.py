@@ -166,7 +166,8 @@ def choose(model: StackConfig, wanted: str | None, must: bool) -> tuple[Family, 
         )
     first = [FAMILIES[wanted]] if wanted in FAMILIES else []
     reasons = []
-    for family in first if must else [*first, *(other for other in ALL if other not in first)]:
+    others = (other for other in ALL if other not in first and other.schema is type(model))
+    for family in first if must else [*first, *others]:
         try:
             return family, family.write(model)
         except (Mismatch, ConfigError) as error:

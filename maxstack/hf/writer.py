@@ -23,7 +23,7 @@ Read = Callable[[str], np.ndarray]
 class Shard:
     """A safetensors file with its header written and its tensors as views to be filled."""
 
-    def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, Shape]], body: str):
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, Shape]], body: str = ""):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         starts, size = {}, 0
         for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):

@@ -43,8 +43,8 @@ def sample(
     """
     if not isinstance(run.objective, MaskedDiffusion):
         raise ConfigError(
-            f"objective.kind={run.cfg.objective.kind}: only a model trained by masked_diffusion is "
-            "sampled so"
+            f"objective.kind={run.cfg.objective.kind}: only a model trained by masked_diffusion "
+            "or flow is sampled so"
         )
     everywhere = NamedSharding(run.mesh, PartitionSpec())
     rules, (rows, length) = run.cfg.mesh.rules, tokens_BT.shape

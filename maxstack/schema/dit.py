@@ -105,6 +105,11 @@ class DiTConfig(StackConfig):
 
     def faults(self, cfg: "Config") -> Iterator[Fault]:
         yield from image_faults(self, cfg, self.classes)
+        if self.weights and "prediction" not in cfg.objective.model_fields_set:
+            yield (
+                "objective.prediction",
+                "say what the weights of model.from were trained to predict, and objective.path",
+            )
 
     def placeholder(self, length: int) -> dict[str, Any]:
         return {"sources": [{"kind": "synthetic", "vocab": max(self.classes, 2)}]}

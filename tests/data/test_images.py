@@ -22,7 +22,8 @@ from maxstack.data.images import (
     pixels_of,
     shifted,
 )
-from maxstack.data.sources import open_source
+from maxstack.data.images import opened as decoded
+from maxstack.data.sources import open_source, open_sources
 from maxstack.errors import DataError
 from maxstack.schema.data import AnySource, DataConfig, ImageConfig
 from maxstack.schema.objective import RowField
@@ -250,6 +251,33 @@ def test_latents_are_rows_as_they_are(source):
     assert rows == wanted
 
 
+def test_two_sources_number_their_classes_alike():
+    folders()
+    named = [{"kind": "images", "files": [f"train/{name}/*.png"]} for name in ("cat", "dog")]
+    cfg = {"sources": named, "seq_len": 4, "packing": "none"}
+    with pytest.raises(DataError, match="the same number would mean two classes"):
+        open_sources(DataConfig.model_validate(cfg))
+    made = feed(folders())
+    assert made.describe() == ["images-0: 12 documents; 3 classes: 0 cat, 1 dog, 2 eel"]
+
+
+def test_a_picture_without_a_class_in_a_tar_is_named():
+    member = tarfile.TarInfo("lone.png")
+    member.size = len(picture(0))
+    with tarfile.open("b.tar", "w") as out:
+        out.addfile(member, io.BytesIO(picture(0)))
+    documents = opened({"kind": "tar", "files": ["b.tar"]})
+    with pytest.raises(DataError, match="lone: has no .cls beside it"):
+        documents[0]
+
+
+def test_sixteen_bits_keep_their_brightness():
+    out = io.BytesIO()
+    Image.fromarray(np.array([[0, 0x8000], [0x4000, 0xFFFF]], np.uint16)).save(out, "png")
+    found = np.asarray(decoded(out.getvalue(), 1))
+    np.testing.assert_array_equal(found, [[0, 128], [64, 255]])
+
+
 def test_latents_of_another_shape_are_named():
     made = feed(npz((4, 4, 3)), dtype="float16")
     with pytest.raises(DataError, match=r"a.npz: record .: latents of shape \[4, 4, 3\]"):
@@ -258,6 +286,7 @@ def test_latents_of_another_shape_are_named():
     for arrays, message in (
         ({"latents": numbers()}, "must hold latents and label"),
         ({"latents": numbers(), "label": np.arange(3)}, r"must be \[N, S, S, C\] and \[N\]"),
+        ({"latents": numbers(), "label": np.full(NUMBER, 0.5)}, "not of whole numbers"),
         ({"latents": np.array([{}]), "label": np.arange(1)}, "not a readable .npz file"),
     ):
         np.savez("a.npz", **arrays)

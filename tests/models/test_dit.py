@@ -18,6 +18,7 @@ from maxstack.hf.exported import export
 from maxstack.load import load
 from maxstack.models.model import abstract, weights_of
 
+SYNTHETIC = {"kind": "synthetic", "vocab": 10}
 GOLDEN = parity.GOLDENS / "dit"
 
 
@@ -102,6 +103,8 @@ def test_a_folder_is_drawn_from_once_it_is_said_what_it_predicts(tmp_path, capsy
     run = tmp_path / "run"
     assert cli.main(["import", str(GOLDEN), "--out", str(run), *said]) == 0
     assert load(run / "config.yml").objective.path == "vp"
+    with pytest.raises(ConfigError, match="say what the weights of model.from were trained to"):
+        load({"model": {"from": str(GOLDEN)}, "data": {"sources": [SYNTHETIC]}})
     npz = tmp_path / "made.npz"
     for model, more in ((str(GOLDEN), said), (str(run), ())):
         command = [words[0], model, *words[2:], *more]

@@ -6,6 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 import tiny
 import tiny_vision
 from flax import nnx
@@ -202,7 +203,7 @@ def recipe(tmp_path_factory):
         "dit-digits",
         folder,
         *("model.layers=1", "model.unroll=1", "model.embed=32"),
-        *("model.blocks.block.mixer.head_dim=8", "model.blocks.block.mlp.hidden=32"),
+        *("model.blocks.block.mixer.head_dim=8", "model.blocks.block.mlp.hidden=128"),
     )
 
 
@@ -223,7 +224,7 @@ def test_a_run_goes_on_bit_for_bit_and_draws(recipe, capsys, monkeypatch):
     monkeypatch.setattr(sys.modules["maxstack.inference.images"], "AT_ONCE", 1)
     assert cli.main([*words, "--count", "8", "--out", str(out)]) == 0
     after = {path.name: path.read_bytes() for path in sorted(out.iterdir())}
-    assert [*after] == [f"{i:06}.png" for i in range(8)]
+    assert [*after] == [*(f"{i:06}.png" for i in range(8)), "samples.json"]
     assert before.items() <= after.items()
     assert cli.main([*words, "--count", "8", "--out", str(recipe.parent / "grid.png")]) == 0
     assert Image.open(recipe.parent / "grid.png").size == (4 * 33 - 1, 2 * 33 - 1)
@@ -231,6 +232,10 @@ def test_a_run_goes_on_bit_for_bit_and_draws(recipe, capsys, monkeypatch):
     for wrong, said in {
         ("--classes", "9-12"): "--classes: 12 is none of the model's 10",
         ("--classes", "a"): "give numbers and ranges",
+        ("--guidance", "nan"): "nan is no number from 0 to 100",
+        ("--out", str(out)): "holds images made with classes=[0, 1, 2, 7]",
+        ("--out", str(recipe.parent)): "holds other files; give a new folder",
+        ("--out", str(recipe / "in")): "cannot be made",
     }.items():
         assert cli.main(["sample", run, *wrong]) != 0
         assert said in capsys.readouterr().err
@@ -244,6 +249,12 @@ def test_samples_are_by_the_moving_average(recipe):
     folder = recipe.parent / "average"
     own, average = (WeightsReader(folder, wanted).read("patch") for wanted in (False, True))
     assert own.shape == average.shape and np.abs(own - average).max() > 1e-5
+    for words, wanted in (([], own), (["--average"], average)):
+        out = recipe.parent / f"exported{len(words)}"
+        assert cli.main(["export", str(folder), "--out", str(out), *words]) == 0
+        (weights,) = out.glob("*.safetensors")
+        found = safetensors.numpy.load_file(weights)["pos_embed.proj.weight"]
+        np.testing.assert_array_equal(found.transpose(2, 3, 1, 0), wanted)
 
 
 def test_evaluations_draw(recipe):
