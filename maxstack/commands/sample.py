@@ -116,7 +116,7 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
     import numpy as np
 
     from maxstack.data.images import as_picture
-    from maxstack.inference.images import COLOURS, Sampler, tiled
+    from maxstack.inference.images import Sampler, tiled
     from maxstack.report.progress import progress
     from maxstack.schema.dit import DiTConfig
 
@@ -127,19 +127,19 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
     if max(wanted) >= known:
         raise ConfigError(f"--classes: {max(wanted)} is none of the model's {known}, from 0")
     labels = np.array([wanted[i % len(wanted)] for i in range(args.count)], np.int32)
-    latents = model.channels not in COLOURS
-    out = Path(args.out or ("latents.npz" if latents else "images.png"))
-    if latents != (out.suffix == ".npz"):
-        kind = "latents: give a .npz" if latents else "pictures: give a .png or a folder"
+    steps = args.steps or 50
+    sampler = Sampler(run, params, steps, args.solver, args.guidance)
+    out = Path(args.out or ("latents.npz" if sampler.latents else "images.png"))
+    if sampler.latents != (out.suffix == ".npz"):
+        kind = "latents: give a .npz" if sampler.latents else "pictures: give a .png or a folder"
         raise ConfigError(f"--out {out}: a model of {model.channels} channels makes {kind}")
     settings = {"model": str(Path(args.model).absolute()), "classes": wanted, "seed": args.seed}
-    settings |= {"steps": args.steps or 50, "solver": args.solver, "guidance": args.guidance}
+    settings |= {"steps": steps, "solver": args.solver, "guidance": args.guidance}
     folder, done = None if out.suffix in (".png", ".npz") else out, 0
     if folder:
         _claim(folder, settings)
         while done < args.count and (folder / f"{done:06}.png").exists():
             done += 1
-    sampler = Sampler(run, params, args.steps or 50, args.solver, args.guidance)
     made = []
     with progress(args.count, "sampling", "images", done) as shown:
         for i, image in enumerate(sampler(labels[done:], done, args.seed), done):
@@ -150,7 +150,7 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
             else:
                 made.append(image)
             shown.update()
-    if latents:
+    if sampler.latents:
         np.savez(out, latents=np.stack(made).astype(np.float16), label=labels)
     elif made:
         tiled(made, len(wanted)).save(out)

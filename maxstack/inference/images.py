@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from maxstack.state import State
 
 Solver = Literal["euler", "heun"]
-COLOURS = 1, 3
-"""Channels of a picture; others are latents."""
 AT_ONCE = 64
 """Images of a step of the solver."""
 
@@ -75,6 +73,8 @@ class Sampler:
             raise ConfigError("--solver heun: follows objective.path=line alone; use euler")
         self._run, self._flow, self.params = run, run.objective, params
         self._guidance = guidance
+        self.latents: bool = run.objective.section.makes_latents(run.cfg)
+        """True where what is made is no picture."""
         over = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         self._rows = -(-AT_ONCE // over) * over
         times = 1.0 - np.arange(steps + 1) / steps
@@ -153,6 +153,6 @@ class Sampler:
         """Pixels as values from 0 to 255, or latents as the data has them."""
         section = self._run.cfg.data.image
         scaled = x * np.asarray(section.std) + np.asarray(section.mean)
-        if self._run.cfg.data.has_latents or x.shape[-1] not in COLOURS:
+        if self.latents:
             return scaled.astype(np.float32)
         return np.round(np.clip(scaled, 0, 1) * 255).astype(np.uint8)

@@ -196,10 +196,16 @@ class FlowConfig(ObjectivePart):
     """Evaluation takes the mean of the loss over so many fixed t, the middles of equal parts, with
     noise of each image's own."""
 
+    def makes_latents(self, cfg: "Config") -> bool:
+        """True where what is drawn is no picture, which has 1 or 3 channels."""
+        return cfg.data.has_latents or getattr(cfg.model, "channels", 1) not in (1, 3)
+
     def causal_faults(self, cfg: "Config") -> Iterator[Fault]:
-        """A velocity of another path."""
+        """A velocity of another path; latents where pictures are to be seen."""
         if self.path == "vp" and self.prediction == "velocity":
             yield "objective.prediction", "velocity is of path: line; use eps or x0, or that path"
+        if cfg.eval.samples and self.makes_latents(cfg):
+            yield "eval.samples", "latents are no pictures; leave it out"
 
 
 class NextTokenConfig(ObjectivePart):

@@ -104,8 +104,6 @@ def _samples(cfg: "Config") -> Iterator[Fault]:
     if cfg.objective.SAMPLES != TEXTS:
         if cfg.eval.samples.prompts:
             yield "eval.samples.prompts", "are of texts; leave them out"
-        if cfg.data.has_latents:
-            yield "eval.samples", "latents are no pictures; leave it out"
         return
     if not cfg.eval.samples.prompts:
         yield "eval.samples.prompts", "texts go on from prompts: give some"

@@ -314,6 +314,7 @@ def test_latents_are_learned_from_and_made(recipe):
         (["objective.path=vp"], "velocity is of path: line"),
         (["eval.samples={prompts: [a]}"], "are of texts; leave them out"),
         (["data.sources=[{kind: npz, files: [a.npz]}]", "data.image.flip=true"], "are latents"),
+        (["model.channels=4", "eval.samples={count: 4}"], "latents are no pictures"),
     ],
 )
 def test_a_mistake_is_named(recipe, overrides, message):
