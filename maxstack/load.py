@@ -86,6 +86,12 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     return folder, contents.mapping | {"weights": folder, "dtype": dtype}
 
 
+def described(section: Any) -> StackConfig:
+    """The model of a section, checked by itself; a decoder where it names no kind. pydantic's
+    ValidationError where it is none."""
+    return TypeAdapter[StackConfig](Model).validate_python({"kind": "decoder"} | section)
+
+
 def _completed(tree: Node) -> Node:
     """The tree with the tokenizer of the folder that the weights come from, unless the same file or
     the command line gives another, and with that for eval.data too. ConfigError where the folder
@@ -104,7 +110,7 @@ def _with_images(tree: Node) -> Node:
     if model is None or kind is None or kind.value == "decoder":
         return tree
     try:
-        section: StackConfig = TypeAdapter(Model).validate_python(plain(model))
+        section = described(plain(model))
     except pydantic.ValidationError:  # which is told of the whole configuration
         return tree
     if section.tokens is None:

@@ -78,7 +78,6 @@ def import_model(args: Namespace) -> None:
     from maxstack.hf.contents import Contents
 
     contents = Contents(args.folder, ignore_unsafe=args.ignore_unsafe)
-    contents.model.check_said(args.overrides)
     dtype = args.dtype or contents.dtype
     text = _configuration(contents, args.out, dtype, args.overrides)
     progress = _progress(args.out, contents, args.dtype)
@@ -242,6 +241,8 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
         "checkpoint": {"restore": str(out.resolve())},
     }
     cfg = load(tree, overrides)
+    for key, message in cfg.model.unsaid(cfg):
+        raise ConfigError(f"{key}: {message}")
     if meaning(cfg.model) != meaning(contents.model):
         raise ConfigError(
             f"{' '.join(overrides)}: changes the architecture, and the weights in "

@@ -4,16 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter
-
 from maxstack import sharding
 from maxstack.config import storage
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
-from maxstack.load import check_no_run_beside, load, model_of_folder
-from maxstack.schema.config import Model
+from maxstack.load import check_no_run_beside, described, load, model_of_folder
 from maxstack.schema.mesh import AXES
-from maxstack.schema.stack import StackConfig
 from maxstack.state import flat, tree
 
 if TYPE_CHECKING:
@@ -113,10 +109,7 @@ def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | No
         if (own / "config.yml").is_file():
             return load(own / "config.yml", overrides), own
     _, section = model_of_folder(model, model)
-    named = {"kind": "decoder"} | section
-    described = TypeAdapter[StackConfig](Model).validate_python(named)
-    described.check_said(overrides)
-    data = described.placeholder(1)
-    if described.tokens is None:
-        data |= {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 1}  # rows are as given
-    return load({"model": {"from": model}, "data": data}, overrides), None
+    data = {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 1}  # rows are as given
+    if (images := described(section)).tokens:
+        data = images.placeholder(1)
+    return load({"model": section, "data": data}, overrides), None

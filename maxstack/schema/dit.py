@@ -1,11 +1,10 @@
 """The diffusion transformer's configuration: blocks whose norms a time and a class shift and
 scale."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from maxstack.config import Fault, PositiveInt
-from maxstack.errors import ConfigError
 from maxstack.schema.image_rows import image_faults, patch_faults
 from maxstack.schema.parts import Dim, Part, Parts, Weight, matrix, vector
 from maxstack.schema.stack import StackConfig
@@ -87,12 +86,14 @@ class DiTConfig(StackConfig):
     def outputs(self) -> int:
         return self.patch**2 * self.made
 
-    def check_said(self, overrides: Sequence[str]) -> None:
-        if not any(override.startswith("objective.prediction=") for override in overrides):
-            raise ConfigError(
-                "objective.prediction: a folder does not say what its model predicts; give it with "
-                "the command: objective.prediction=eps objective.path=vp for the published DiT, "
-                "objective.prediction=velocity for a model of maxstack"
+    def unsaid(self, cfg: "Config") -> Iterator[Fault]:
+        if "prediction" not in cfg.objective.model_fields_set:
+            yield (
+                "objective.prediction",
+                "a folder does not say what its model predicts; say what the weights of model.from "
+                "were trained to predict, or of `maxstack import` with the command: "
+                "objective.prediction=eps objective.path=vp for the published DiT, "
+                "objective.prediction=velocity for a model of maxstack",
             )
 
     def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:
@@ -105,11 +106,8 @@ class DiTConfig(StackConfig):
 
     def faults(self, cfg: "Config") -> Iterator[Fault]:
         yield from image_faults(self, cfg, self.classes)
-        if self.weights and "prediction" not in cfg.objective.model_fields_set:
-            yield (
-                "objective.prediction",
-                "say what the weights of model.from were trained to predict, and objective.path",
-            )
+        if self.weights:
+            yield from self.unsaid(cfg)
 
     def placeholder(self, length: int) -> dict[str, Any]:
         return {"sources": [{"kind": "synthetic", "vocab": max(self.classes, 2)}]}

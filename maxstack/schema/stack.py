@@ -1,7 +1,7 @@
 """What kinds of models have in common: blocks in a repeated pattern, their types, what is
 recomputed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
@@ -210,9 +210,10 @@ class StackConfig(ModelPart):
         """The model without what no folder of transformers holds."""
         return self
 
-    def check_said(self, overrides: Sequence[str]) -> None:
-        """ConfigError where a folder does not say what its model was trained to do, and the
-        overrides of the command that reads it do not either."""
+    def unsaid(self, cfg: "Config") -> Iterator[Fault]:
+        """(key from the root, what to say) of what a folder with weights does not say of them, and
+        the configuration does not either."""
+        yield from ()
 
     def exchanged(self, source: "StackConfig") -> tuple[set[str], set[str]]:
         """Weights of this model that are drawn anew where it starts from those of `source`, and
