@@ -23,7 +23,10 @@ NOWHERE = (
 )
 SHARD = re.compile(r"(?!.*\.\.)\w[\w.-]*\.safetensors", re.ASCII)
 """Name of a file with tensors, which is never a path."""
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE = "{}.safetensors.index.json", "{}.safetensors"
+"""Names of the files with weights, by their beginning."""
+MODEL, DIFFUSERS = "model", "diffusion_pytorch_model"
+"""Beginnings, of transformers' files and of diffusers'."""
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -39,9 +42,7 @@ TOKENIZER = (
     "chat_template.json",
 )
 GENERATION = "generation_config.json"
-DIFFUSERS = "diffusion_pytorch_model"
-"""Beginning of the names of diffusers' files, where others have `model`."""
-SMALL = "config.json", INDEX, f"{DIFFUSERS}.safetensors.index.json", GENERATION, *TOKENIZER
+SMALL = "config.json", INDEX.format(MODEL), INDEX.format(DIFFUSERS), GENERATION, *TOKENIZER
 """Files that are read of a model beside its weights."""
 READ = "*.json", "model*.safetensors", "tokenizer*", "merges.txt"
 """Patterns of the files that are read of nearly every model; without consolidated.safetensors,
@@ -143,7 +144,7 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         folder = Path([*pool.map(get, files.intersection(SMALL))][0]).parent
         if weights:
-            if not {INDEX, SINGLE} & files:
+            if not {INDEX.format(MODEL), SINGLE.format(MODEL)} & files:
                 raise ConfigError(
                     f"{repo}: has no safetensors on the hub, and maxstack reads "
                     "nothing else; choose another version of the model"
@@ -155,8 +156,8 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
 def _absent(folder: Path) -> list[str]:
     """The files with weights that are not in the folder yet; names that are no shard's are refused
     by those who read the folder."""
-    index = folder / INDEX
-    names = sorted({*weight_map(index).values()}) if index.is_file() else [SINGLE]
+    index = folder / INDEX.format(MODEL)
+    names = sorted({*weight_map(index).values()}) if index.is_file() else [SINGLE.format(MODEL)]
     return [name for name in names if SHARD.fullmatch(name) and not (folder / name).is_file()]
 
 

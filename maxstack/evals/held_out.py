@@ -35,7 +35,7 @@ class Evaluator:
             whole=cfg.eval.data is not None,
             fields=run.objective.fields,
         )
-        if any(source.classes for source in self._feed.sources):
+        if cfg.eval.data and any(source.classes for source in self._feed.sources):
             check_classes([*open_sources(cfg.data), *self._feed.sources])
         self._start = self._feed.state()
         self._bits: float | None = None

@@ -16,7 +16,7 @@ import numpy as np
 from maxstack.config.spelling import did_you_mean
 from maxstack.data import byte_level
 from maxstack.data.chat import JINJA
-from maxstack.data.hub import DIFFUSERS, GENERATION, TOKENIZER
+from maxstack.data.hub import DIFFUSERS, GENERATION, MODEL, TOKENIZER
 from maxstack.errors import ConfigError
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import VALUE, Contents, check_tensors
@@ -104,7 +104,7 @@ def export(
             _write_generation(source, folder, config, answers.ends)
         elif source:
             _copy(source, (PREPROCESSOR,), folder)
-        stem = "model" if family.model_type else DIFFUSERS
+        stem = MODEL if family.model_type else DIFFUSERS
         body = "" if model.has_head else family.body  # which files of the bare body lack
         write_tensors(folder, bound, dtypes, read, shard_size, done, stem, body)
         check_tensors(Contents(folder), bound)
@@ -191,7 +191,7 @@ def _recorded_dtypes(source: Path) -> dict[str, np.dtype]:
     """Tensor -> dtype in the folder that the model once came in; empty where that is not known."""
     if (source / RECORD).is_file():
         return {name: _dtype(dtype) for name, dtype in byte_level.read(source / RECORD).items()}
-    if any(file for stem in ("model", DIFFUSERS) for file in source.glob(f"{stem}*.safetensors*")):
+    if any(file for stem in (MODEL, DIFFUSERS) for file in source.glob(f"{stem}*.safetensors*")):
         tensors = Contents(source, ignore_unsafe=True).tensors
         return {name: tensor.dtype for name, tensor in tensors.items()}
     return {}

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from maxstack.config import storage
 from maxstack.data import hub
-from maxstack.data.hub import GENERATION
+from maxstack.data.hub import GENERATION, INDEX, SINGLE
 from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf import limits
@@ -77,7 +77,7 @@ class Folder:
             own = {**inner, "architectures": inner.get("architectures") or []}
             self.config = shared | own
         self.where = str(self.path / "config.json")
-        self.stem = hub.DIFFUSERS if CLASS_NAME in outer else "model"
+        self.stem = hub.DIFFUSERS if CLASS_NAME in outer else hub.MODEL
         """Beginning of the names of files with weights."""
         method = self.config.pop("quantization_config", None) or outer.get("quantization_config")
         self._unpack = unpacking(method, self.where)
@@ -87,7 +87,7 @@ class Folder:
     def raw(self) -> dict[str, Plain]:
         """Name -> tensor, as the files have them."""
         index, shards = self.path / self._index, self.shards()
-        single = f"{self.stem}.safetensors"
+        single = SINGLE.format(self.stem)
         names = sorted(
             entry.name for entry in self.path.iterdir() if entry.name.endswith(".safetensors")
         )
@@ -149,7 +149,7 @@ class Folder:
 
     @property
     def _index(self) -> str:
-        return f"{self.stem}.safetensors.index.json"
+        return INDEX.format(self.stem)
 
     def check_generation(self) -> None:
         """ConfigError where generation_config.json, which is copied into exports, has special

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxstack.config import atomic
+from maxstack.data.hub import INDEX, MODEL, SINGLE
 from maxstack.errors import ConfigError
 from maxstack.hf.binding import Bound, Target
 from maxstack.hf.rows import Shape
@@ -77,7 +78,7 @@ def write_tensors(
     read: Read,
     shard_size: int,
     done: Callable[[int], object],
-    stem: str = "model",
+    stem: str = MODEL,
     body: str = "",
 ) -> None:
     """Write all tensors into shards of at most `shard_size` bytes (one tensor at least) and, where
@@ -131,7 +132,7 @@ def _shards(
     count = len(groups)
     files = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     if count == 1:
-        files = [f"{stem}.safetensors"]
+        files = [SINGLE.format(stem)]
     else:
         weight_map = {
             name.removeprefix(body): file
@@ -142,7 +143,7 @@ def _shards(
             "metadata": {"total_size": total},
             "weight_map": dict(sorted(weight_map.items())),
         }
-        write_json(folder / f"{stem}.safetensors.index.json", index)
+        write_json(folder / INDEX.format(stem), index)
     return {
         name: shard
         for file, group in zip(files, groups, strict=True)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter
 
-from maxstack import cli
+from maxstack import cli, train
 from maxstack.data.feed import Feed
 from maxstack.data.images import (
     CHANGES,
@@ -69,10 +69,8 @@ def parquet():
     return {"kind": "parquet", "files": ["a.parquet"], "record": {"kind": "image"}}
 
 
-def part(number, kind, content):
-    """A field of protobuf's wire format: bytes, or a number."""
-    if kind == 0:
-        return bytes([number << 3, content])
+def part(number, content):
+    """A field of bytes in protobuf's wire format."""
     size = len(content)
     length = bytes([size]) if size < 128 else bytes([size & 127 | 128, size >> 7])
     return bytes([number << 3 | 2]) + length + content
@@ -83,13 +81,13 @@ def example(**features):
     entries = b""
     for name, value in features.items():
         if isinstance(value, bytes):
-            feature = part(1, 2, part(1, 2, value))
+            feature = part(1, part(1, value))
         elif isinstance(value, int):
-            feature = part(3, 2, part(1, 2, bytes([value])))
+            feature = part(3, part(1, bytes([value])))
         else:
-            feature = part(2, 2, part(1, 2, np.asarray(value, "<f4").tobytes()))
-        entries += part(1, 2, part(1, 2, name.encode()) + part(2, 2, feature))
-    return part(1, 2, entries)
+            feature = part(2, part(1, np.asarray(value, "<f4").tobytes()))
+        entries += part(1, part(1, name.encode()) + part(2, feature))
+    return part(1, entries)
 
 
 def array_record(records=None, kind="image"):
@@ -259,6 +257,16 @@ def test_two_sources_number_their_classes_alike():
         open_sources(DataConfig.model_validate(cfg))
     made = feed(folders())
     assert made.describe() == ["images-0: 12 documents; 3 classes: 0 cat, 1 dog, 2 eel"]
+
+
+def test_evaluation_data_number_their_classes_as_training_does(capsys):
+    folders()
+    own = "eval.data={sources: [{kind: images, files: ['train/dog/*.png']}]}"
+    words = ["model.image_size=8", "model.channels=3", "model.classes=3", own]
+    words += ["data.sources=[{kind: images, files: ['train/*/*.png']}]", "train.steps=1"]
+    words += ["train.batch_size=8", "run.output_dir=runs", "run.tensorboard=false"]
+    assert cli.run(train.main, ["recipes/vit-digits.yml", *words]) == 2
+    assert "the same number would mean two classes" in capsys.readouterr().err
 
 
 def test_a_picture_without_a_class_in_a_tar_is_named():

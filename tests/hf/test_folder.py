@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from maxstack.data.hub import INDEX
+from maxstack.data import hub
 from maxstack.errors import ConfigError, DataError
 from maxstack.hf.contents import Contents
 from maxstack.hf.families import FAMILIES
@@ -51,7 +51,9 @@ def sharded(folder):
 
 
 def write_index(folder, where):
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / hub.INDEX.format(hub.MODEL)).write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
 
 
 def test_shards_are_read_as_one(folder):
