@@ -58,11 +58,7 @@ def main() -> None:
         help="one round, at sizes that only show that everything runs",
     )
     arguments.takes_json(parser)
-    parser.add_argument(
-        "--peer-python",
-        default=sys.executable,
-        help="the interpreter that has torch and transformers, if another",
-    )
+    arguments.takes_peer_python(parser)
     args = parser.parse_args()
     rounds, dtypes = (1, ("f32",)) if args.tiny else (args.rounds, tuple(DTYPES))
     found = (

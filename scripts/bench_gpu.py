@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.arguments import parser as parser_of
+from bench.arguments import takes_peer_python
 from bench.gpu_processes import Outcome, events, lacks, work
 from bench.gpu_tables import line, report
 
@@ -154,11 +155,7 @@ def arguments() -> argparse.Namespace:
         default=200.0,
         help="seconds after which a job that says nothing is given up",
     )
-    parser.add_argument(
-        "--peer-python",
-        default=sys.executable,
-        help="the interpreter that has torch and transformers, if another",
-    )
+    takes_peer_python(parser)
     args = parser.parse_args()
     args.size = args.size or "full"
     args.budget = args.budget or BUDGETS[args.size]

@@ -35,11 +35,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=STEPS, default=[*STEPS])
     parser.add_argument("--tiny", action="store_true", help="one round, to show that it runs")
     arguments.takes_json(parser)
-    parser.add_argument(
-        "--peer-python",
-        default=sys.executable,
-        help="the interpreter that has torch and transformers, if another",
-    )
+    arguments.takes_peer_python(parser)
     args = parser.parse_args()
     if missing := lacks(args.peer_python, ["torch", "transformers"]):
         print(f"torch is left out: {', '.join(missing)} not installed", file=sys.stderr)

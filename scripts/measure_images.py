@@ -32,12 +32,7 @@ COMPONENTS = 20
 def main() -> None:
     """Train, sample and write."""
     parser = arguments.parser(__doc__)
-    parser.add_argument("--out", type=Path, help="a folder for the runs; none: the page alone")
-    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS, help="(default: 1 to 3)")
-    parser.add_argument("--pictures", type=Path, default=PICTURES, help="the folder")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; 1 if the page is not up to date"
-    )
+    arguments.takes_runs(parser, SEEDS, PICTURES)
     arguments.takes_overrides(parser, "all three recipes")
     args = parser.parse_args()
     data = args.pictures / "images.json"

@@ -31,13 +31,8 @@ MEAN, MEAN_OF_CODE = 5, 2
 def main() -> None:
     """Train, and draw."""
     parser = arguments.parser(__doc__)
-    parser.add_argument("--out", type=Path, help="a folder for the runs; none: draw alone")
-    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS, help="(default: 1 to 5)")
+    arguments.takes_runs(parser, SEEDS, PICTURES)
     parser.add_argument("--quickstart", type=Path, help="a run of it, for grpo-code.yml")
-    parser.add_argument("--pictures", type=Path, default=PICTURES, help="the folder")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; 1 if the picture is not up to date"
-    )
     arguments.takes_overrides(parser, "grpo-sort.yml")
     args = parser.parse_args()
     data = args.pictures / "rl.json"

@@ -26,6 +26,28 @@ def takes_overrides(parser: argparse.ArgumentParser, of: str) -> None:
     )
 
 
+def takes_peer_python(parser: argparse.ArgumentParser) -> None:
+    """Add --peer-python."""
+    parser.add_argument(
+        "--peer-python",
+        default=sys.executable,
+        help="the interpreter that has torch and transformers, if another",
+    )
+
+
+def takes_runs(parser: argparse.ArgumentParser, seeds: tuple[int, ...], pictures: Path) -> None:
+    """Add --out, --seeds, --pictures and --check of programs that train recipes and write what
+    they found into pages."""
+    parser.add_argument("--out", type=Path, help="a folder for the runs; none: the pages alone")
+    parser.add_argument(
+        "--seeds", type=int, nargs="*", default=seeds, help=f"(default: {seeds[0]} to {seeds[-1]})"
+    )
+    parser.add_argument("--pictures", type=Path, default=pictures, help="the folder")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; 1 if the pages are not up to date"
+    )
+
+
 def takes_json(parser: argparse.ArgumentParser) -> None:
     """Add --json."""
     parser.add_argument("--json", type=Path, help="also write every figure here")

@@ -4,19 +4,9 @@ changes.
 example: python scripts/bench/feed_images.py photos --workers 2 --batches 20
 """
 
-import argparse
-import json
-import time
+import feeding
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-parser.add_argument("folder")
-parser.add_argument("--workers", type=int, default=0)
-parser.add_argument("--batch", type=int, default=32)
-parser.add_argument("--batches", type=int, default=20)
-parser.add_argument("--size", type=int, default=224)
-args = parser.parse_args()
+args = feeding.parser(__doc__).parse_args()
 
 from maxstack.data.feed import Feed  # noqa: E402
 from maxstack.schema.data import DataConfig  # noqa: E402
@@ -40,14 +30,8 @@ def main() -> None:
         "real": RowField("batch", "float32"),
     }
     feed = Feed(cfg, [*range(args.batch)], args.batch, evaluation=False, fields=fields)
-    for _ in range(2):
-        next(feed)
-    start = time.perf_counter()
-    for _ in range(args.batches):
-        next(feed)
-    seconds = time.perf_counter() - start
+    feeding.measure(lambda: next(feed), args)
     feed.close()
-    print(json.dumps({"images_per_second": args.batches * args.batch / seconds}))
 
 
 if __name__ == "__main__":

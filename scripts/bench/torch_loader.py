@@ -6,26 +6,15 @@ Needs torch==2.13.0 (CPU build).
 example: python scripts/bench/torch_loader.py photos --workers 2 --batches 20
 """
 
-import argparse
-import json
-import time
-from pathlib import Path
 from typing import Any
 
+import feeding
 import numpy as np
 
 from maxstack.data.images import opened, pixels_of
 from maxstack.schema.data import ImageConfig
 
-parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-parser.add_argument("folder", type=Path)
-parser.add_argument("--workers", type=int, default=0)
-parser.add_argument("--batch", type=int, default=32)
-parser.add_argument("--batches", type=int, default=20)
-parser.add_argument("--size", type=int, default=224)
-args = parser.parse_args()
+args = feeding.parser(__doc__).parse_args()
 
 import torch  # noqa: E402
 
@@ -64,10 +53,4 @@ loader = forever(
         persistent_workers=args.workers > 0,
     )
 )
-for _ in range(2):
-    next(loader)
-start = time.perf_counter()
-for _ in range(args.batches):
-    next(loader)
-seconds = time.perf_counter() - start
-print(json.dumps({"images_per_second": args.batches * args.batch / seconds}))
+feeding.measure(lambda: next(loader), args)

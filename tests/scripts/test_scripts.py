@@ -1,8 +1,9 @@
 """Every program of scripts/: its --help, a refusal, and a real run at its smallest size.
 
-Of these only the arguments are tried: what needs torch, transformers, peft or trl (make_goldens,
-make_adapter_goldens, make_preset_goldens, make_trl_goldens, oracle, oracle_trl, torch_*, post_trl,
-trl_sort with bench_rl; `make oracle` runs them), another package (make_jobset_schema: kubeflow;
+Of these only the arguments are tried: what needs torch, transformers, diffusers, peft or trl
+(make_goldens, make_adapter_goldens, make_preset_goldens, make_trl_goldens, make_vision_goldens,
+oracle, oracle_trl, oracle_vision, torch_*, post_trl, trl_sort with bench_rl; `make oracle` runs
+them), another package (make_jobset_schema: kubeflow;
 record_xpk_options: xpk), or hours (drills; tests/drills runs each). bench_gpu with its worker,
 plot_performance, generate_docs and make_optax_signatures have tests of their own.
 """
@@ -370,3 +371,18 @@ def test_measure_rl_trains_a_seed_and_its_control_and_draws_them(tmp_path):
     assert found.keys() == {"seed 3", "rewards permuted"}
     assert all(len(run["held_out"]) == 2 and len(run["training"]) == 1 for run in found.values())
     assert (tmp_path / "rl.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.slow
+def test_bench_images_measures_steps_and_the_feed(tmp_path):
+    process("bench_images.py", "--tiny", "--json", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["vit-ti16"]["maxstack"][0] > 0 and found["feed"]["maxstack, 0 workers"][0] > 0
+
+
+def test_measure_images_judges_held_out_digits_as_the_page_says(monkeypatch):
+    """The page is up to date, and the classifier and distances give what it says of real digits."""
+    assert run(monkeypatch, SCRIPTS / "measure_images.py", "--check") == 0
+    measure = runpy.run_path(str(SCRIPTS / "measure_images.py"))
+    kept = json.loads((ROOT / "docs/pictures/images.json").read_text())
+    assert measure["real_digits"]() == pytest.approx(kept["real"], rel=1e-6)
