@@ -4,7 +4,11 @@ changes.
 example: python scripts/bench/feed_images.py photos --workers 2 --batches 20
 """
 
-import feeding
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench import feeding  # noqa: E402
 
 args = feeding.parser(__doc__).parse_args()
 

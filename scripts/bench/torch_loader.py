@@ -6,13 +6,17 @@ Needs torch==2.13.0 (CPU build).
 example: python scripts/bench/torch_loader.py photos --workers 2 --batches 20
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
-import feeding
 import numpy as np
 
-from maxstack.data.images import opened, pixels_of
-from maxstack.schema.data import ImageConfig
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from bench import feeding  # noqa: E402
+
+from maxstack.data.images import opened, pixels_of  # noqa: E402
+from maxstack.schema.data import ImageConfig  # noqa: E402
 
 args = feeding.parser(__doc__).parse_args()
 
