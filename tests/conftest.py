@@ -98,6 +98,18 @@ def pytest_unconfigure(config):
         shutil.rmtree(os.environ.pop(COMPILED), ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def _no_kept_programs():
+    """Forget the folder of compiled programs that a command in this process may have set: what is
+    read from there is not compiled, so that the compiler says nothing of it."""
+    yield
+    if (jax := sys.modules.get("jax")) and jax.config.jax_compilation_cache_dir:
+        from jax.experimental.compilation_cache import compilation_cache
+
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _room_for_programs():
     """Forget compiled programs after a module, where they have become many, or large: three workers

@@ -44,8 +44,10 @@ def loaded(path, folder) -> Config:
     if not section:
         return load(path)
     if section == "model" and re.search("^kind: ", path.read_text(), re.M):
-        source = {"kind": "synthetic", "vocab": 2}
-        return load({section: path.stem, "data": {"sources": [source]}})
+        data = {"sources": [{"kind": "synthetic", "vocab": 2}]}
+        cfg = load({section: path.stem, "data": data})
+        headless = cfg.objective.kind == "classify" and not cfg.model.classes
+        return load({section: path.stem, "data": data}, ["model.classes=2"] * headless)
     sizes = {"model": WIDE} if section == "quantization" else {}
     cfg = tiny.with_rollouts() if section == "objective" else tiny.config(**sizes)
     (folder / "tiny.yml").write_text(config.dump(cfg))

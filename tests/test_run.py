@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tiers
 import tiny
-from jax.experimental.compilation_cache import compilation_cache
 
 MESHES = {
     "data": {"data": 8},
@@ -35,8 +34,6 @@ def test_twenty_steps_agree_with_one_device():
 def test_only_a_known_bad_mesh_makes_xla_rematerialize_what_was_sharded(mesh, warns, capfd):
     sizes = MESHES.get(mesh, MESHES["fsdp-tensor"] | {"rules": {"embed": ["fsdp", "tensor"]}})
     run = tiny.make_run(tiny.config(mesh=sizes), 8)
-    jax.config.update("jax_compilation_cache_dir", None)  # a run before may have set one, and what
-    compilation_cache.reset_cache()  # is read from there is not compiled, so that nothing is said
     run.step.lower(run.abstract, run.batches.abstract()).compile(
         compiler_options={"xla_backend_optimization_level": 0}
     )

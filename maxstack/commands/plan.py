@@ -300,9 +300,11 @@ def _make(
 
 def _save(cfg: "Config", topology: "Topology", path: str) -> int:
     """Write the step, compiled with all effort, to a file; its bytes."""
+    from maxstack.hardware import compiling
     from maxstack.plan import executable, step
 
-    compiled = step.compile_step(cfg, topology, exact=True)
+    with compiling.afresh():
+        compiled = step.compile_step(cfg, topology, exact=True)
     if compiled.compiled is None:
         raise ConfigError(
             f"--save-executable {path}: the step does not fit {topology.name}, so there is "

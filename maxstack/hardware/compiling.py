@@ -1,15 +1,17 @@
 """Compiler options of a run's programs, and XLA's errors for flags that it does not know."""
 
+import contextlib
 import functools
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxstack.errors import ConfigError
@@ -36,6 +38,20 @@ def keep_programs(folder: str | None) -> None:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextlib.contextmanager
+def afresh() -> Iterator[None]:
+    """Compile what is compiled inside; do not read it from the folder of `keep_programs`. A CPU
+    program that was read cannot be saved again, and the compiler says nothing of it."""
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # type: ignore[no-untyped-call]  # it keeps its answer
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()  # type: ignore[no-untyped-call]
 
 
 def flags_for(cfg: "Config", platform: str) -> dict[str, Any]:

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import tiny
 
+from maxstack.commands import plan
 from maxstack.errors import ConfigError
 from maxstack.hardware import compiling
-from maxstack.plan import executable
+from maxstack.plan import executable, step, topology
 
 CONFIG = {"model": tiny.model(layers=1, pattern=["local"]), "mesh": {"data": 2, "fsdp": 4}}
 
@@ -31,6 +32,18 @@ def test_a_loaded_step_gives_what_the_compiled_one_gave(saved):
         name: float(value) for name, value in theirs.items()
     }
     assert int(state.step) == 1 and np.isfinite(float(ours["loss"]))
+
+
+def test_a_step_that_a_run_before_compiled_is_compiled_again_to_be_saved(tmp_path):
+    """What is read from the folder of programs and saved again has lost its functions."""
+    compiling.keep_programs(str(tmp_path / "programs"))
+    cfg, here = tiny.config(**CONFIG, train={"steps": 7}), topology.parse("here")
+    step.compile_step(cfg, here)
+    assert any((tmp_path / "programs").iterdir())
+    plan._save(cfg, here, str(tmp_path / "step"))
+    run = tiny.make_run(cfg, 8)
+    loaded = executable.load(run, str(tmp_path / "step"))
+    assert int(loaded(run.init(), run.batches.place(tiny.batch(cfg), 8))[0].step) == 1
 
 
 def test_a_step_of_another_configuration_is_refused_with_what_differs(saved):
