@@ -39,6 +39,7 @@ COMMANDS = {
         "answer requests of OpenAI's API over HTTP by a trained model",
     ),
     "sample": ("maxstack.commands.sample:main", "texts by a model trained by masked diffusion"),
+    "eval": ("maxstack.commands.eval:main", "what a model is worth, by tasks or held-out data"),
     "score": (
         "maxstack.commands.score:main",
         "log-probabilities and perplexity of texts under a run or a Hugging Face folder",

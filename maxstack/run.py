@@ -66,6 +66,9 @@ class Run:
     """jitted (params, batch[, frozen]) -> sums, as Objective.evaluate gives them."""
     annotate: Any
     """jitted (params, batch[, frozen]) -> the objective's annotations of a batch."""
+    of_models: Callable[[Callable[[Models, Batch], Batch]], Any]
+    """A function of models and a batch -> jitted (params, batch[, frozen]) -> its arrays, whole on
+    every device."""
 
     @functools.cached_property
     def trained(self) -> int:
@@ -197,7 +200,6 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
 
     step = functools.partial(training_step, cfg, tx, trained, changed, objective, models, moves)
     options, ordered = compiling.options_for(cfg, mesh), compiling.in_order(mesh)
-    quick = compiling.QUICK if mesh.devices.flat[0].platform == "cpu" else {}
     return Run(
         cfg=cfg,
         mesh=mesh,
@@ -218,7 +220,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         init=jax.jit(
             traced_within(mesh, cfg, lambda: start(rewrite.initial(cfg.train.seed))),
             out_shardings=shardings,
-            compiler_options=ordered | quick,
+            compiler_options=compiling.quickly(mesh),
         ),
         step=jax.jit(
             traced_within(mesh, cfg, step),
@@ -234,4 +236,5 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         ),
         eval_step=of_models(objective.evaluate),
         annotate=of_models(objective.annotate),
+        of_models=of_models,
     )

@@ -34,12 +34,11 @@ from maxstack.step import only
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
     from maxstack.data.feed import BatchFeed
-    from maxstack.evals.held_out import Evaluator
+    from maxstack.evals.evaluation import Evaluation
     from maxstack.faults.heartbeat import Heartbeat
     from maxstack.faults.policy import Policy
     from maxstack.faults.replicas import Recompute
     from maxstack.report.metrics import Writer
-    from maxstack.rollouts.evaluation import RewardEvaluator
     from maxstack.rollouts.maker import Maker
     from maxstack.schema.config import Config
 
@@ -128,15 +127,28 @@ def evaluator(
     writer: "Writer",
     frozen: tuple[dict[str, Any], ...],
     maker: "Maker | None",
-) -> "Evaluator | RewardEvaluator":
-    """The evaluation of a run: by rewards where `maker` makes samples, else by the loss."""
-    from maxstack.evals.held_out import Evaluator
+) -> "Evaluation | None":
+    """The evaluation of a run: by rewards where `maker` makes samples, else by the loss, and by
+    tasks; None where there is to be none."""
+    if not run.cfg.eval.every:
+        return None
+    from maxstack.evals.evaluation import Evaluation, Part
 
+    parts, compare = list[Part](), lambda: None
     if maker:
         from maxstack.rollouts.evaluation import RewardEvaluator
 
-        return RewardEvaluator(run, maker, log, writer)
-    return Evaluator(run, log, writer, frozen)
+        parts.append(RewardEvaluator(run, maker, log, writer))
+    elif run.cfg.eval.data or any(source.holdout for source in run.cfg.data.sources):
+        from maxstack.evals.held_out import Evaluator
+
+        held_out = Evaluator(run, log, writer, frozen)
+        parts, compare = [held_out], held_out.compare
+    if run.cfg.eval.tasks:
+        from maxstack.evals.tasks import TaskEvaluator
+
+        parts.append(TaskEvaluator(run, log, writer))
+    return Evaluation(run.cfg, parts, compare)
 
 
 def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> None:

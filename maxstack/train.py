@@ -128,6 +128,7 @@ def train(
     from maxstack.checks import Checks
     from maxstack.cluster import joining
     from maxstack.data import fits
+    from maxstack.evals.evaluation import StopEarly
     from maxstack.faults.policy import Policy, refusal
     from maxstack.faults.preemption import Preemption
     from maxstack.hardware.compiling import keep_programs
@@ -162,7 +163,8 @@ def train(
         if saves:
             ending.callback(saves.wait)
         state = saves.restore(feed) if saves else None
-    policy = Policy(cfg.faults, saves.notes if saves else None)
+    notes = saves.notes if saves else {}
+    policy, stopping = Policy(cfg.faults, notes), StopEarly(cfg.train.stop_early, notes)
     begin = int(state.step) if state else 0
     startup.check_steps(cfg, begin)
 
@@ -171,10 +173,11 @@ def train(
         log.say(saves.summary)
         if moved := startup.moved_rate(saves.saved_config, cfg, int(state.guard.updates)):
             log.say(moved)
-    if begin == cfg.train.steps:
-        log.say(f"nothing left to do: train.steps={begin} are done")
+    if begin == cfg.train.steps or stopping.over:
+        done_before = stopping.why if stopping.over else f"train.steps={begin} are done"
+        log.say(f"nothing left to do: {done_before}")
         if saves:
-            saves.complete(begin, state, feed, policy.to_json())
+            saves.complete(begin, state, feed, policy.to_json() | stopping.to_json())
         _close(feed, saves, writer, log)
         ledger.close()
         return 0
@@ -187,7 +190,7 @@ def train(
         state = startup.fresh(run)
     if first:
         run_folder.write_records(run.cfg, run.kernels, folder)
-    evaluator = startup.evaluator(run, log, writer, frozen, maker) if cfg.eval.every else None
+    evaluator = startup.evaluator(run, log, writer, frozen, maker)
     samples = None
     if cfg.eval.samples:
         samples = pkgutil.resolve_name(cfg.objective.SAMPLES)(run, log, writer)
@@ -200,10 +203,11 @@ def train(
     several = cfg.faults.check_every and run.mesh.size > 1
     checks = Checks(run, meter, log, writer) if several else None
     profiler = Profiler(cfg.train.profile, folder, log)
-    eval_loss = None
+    evaluated: dict[str, float] = {}
     if evaluator and begin == 0:
         with ledger.spent("evaluation"):
-            eval_loss = evaluator(0, state)
+            evaluated = evaluator(0, state)
+            stopping.read(0, evaluated)
 
     def report(row: dict[str, Any] | None) -> "Rewind | None":
         """Write a step's row -> where the policy for faults goes back to. ConfigError where it ends
@@ -224,7 +228,7 @@ def train(
     back: Rewind | Recompute | None
     ledger.begin_steps()
     meter.restart()
-    while step < cfg.train.steps and not preempted:
+    while step < cfg.train.steps and not preempted and not stopping.over:
         step += 1
         feed.refresh(state, frozen)
         batch = next(feed)
@@ -255,23 +259,29 @@ def train(
             jax.tree.map(lambda leaf: leaf.delete(), state)  # else the devices would hold two
             with ledger.spent("restore"):
                 state = startup.go_back(back, run, saves, feed, start, policy, log)
+            stopping.restore(saves.notes if saves else {})
             step = int(state.step)
             ledger.resume(step)
             meter.restart()
         elif evaluate or save or compare:
             if evaluator and evaluate:
                 with ledger.spent("evaluation"):
-                    eval_loss = evaluator(step, state)
+                    evaluated = evaluator(step, state)
                     if samples:
                         samples(step, state)
+                if why := stopping.read(step, evaluated):
+                    log.say(f"the run ends at step {step}: {why}")
+                    save = saves and saves.due(step, last=True)
             if saves and save:
+                last = done or preempted or stopping.over
+                past = policy.to_json() | stopping.to_json()
                 with ledger.spent("save"):
-                    saves.save(step, state, feed, policy.to_json(), eval_loss, done or preempted)
-                eval_loss = None
+                    saves.save(step, state, feed, past, evaluated, last)
+                evaluated = {}
             meter.restart()
     with ledger.spent("save"):
         _close(feed, saves)
-    finished = step == cfg.train.steps
+    finished = step == cfg.train.steps or stopping.over
     if summary := meter.summary(finished):
         log.say(summary)
     if finished and evaluator and cfg.eval.baselines:

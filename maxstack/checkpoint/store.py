@@ -5,6 +5,7 @@ import contextlib
 import errno
 import functools
 import json
+import math
 import os
 import threading
 import zlib
@@ -25,6 +26,7 @@ from maxstack.cluster.peers import Peers
 from maxstack.config import atomic
 from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig, TierConfig
+from maxstack.schema.metrics import bare, direction
 
 if TYPE_CHECKING:
     from maxstack.data.feed import BatchFeed
@@ -133,13 +135,14 @@ class Checkpoints:
         state: Tree,
         feed: "BatchFeed",
         notes: Mapping[str, Any],
-        eval_loss: float | None = None,
+        evaluated: Mapping[str, float] | None = None,
         last: bool = False,
         tiers: Sequence[Tier] | None = None,
     ) -> None:
         """Copy the arrays off the devices for `tiers`, by default those that are due, then write in
         the background; a step counts where all of it is on disk, with its checksums. `notes` are
-        plain data that `restore` leaves in `self.notes`."""
+        plain data that `restore` leaves in `self.notes`; `evaluated` are figures of the last
+        evaluation."""
         self.wait()
         if tiers is None:
             tiers = [tier for tier in self._tiers if tier.due(step, last)]
@@ -153,9 +156,11 @@ class Checkpoints:
             "data": {"position": self._global_position(feed.state())},
             "meta": {"format": FORMAT, "json": json.dumps(meta)},
         }
+        evaluated = dict(evaluated or {})
+        facts = {"eval_loss": evaluated.get("eval_loss"), "evaluated": evaluated}
         begun = [(tier, tier.storage.begin(step, parts)) for tier in tiers]
         self._saving = threading.Thread(
-            target=self._finish, args=(step, begun, {"eval_loss": eval_loss}), name="checkpoint"
+            target=self._finish, args=(step, begun, facts), name="checkpoint"
         )
         self._saving.start()
 
@@ -413,16 +418,22 @@ def _local_position(position: jax.Array) -> np.ndarray:
 
 def removable(storage: Any, cfg: CheckpointConfig | TierConfig, steps: list[int]) -> list[int]:
     """The finished steps that no rule keeps; kept are the newest, multiples of keep_every, and
-    those of the lowest eval_loss."""
+    the best by each metric of keep_best, the earlier of equals."""
     stay = {*steps[-cfg.keep :]}
     if isinstance(cfg, CheckpointConfig):  # the rule of the run's own folder, a Shared
         stay |= {step for step in steps if cfg.keep_every and step % cfg.keep_every == 0}
-        losses: dict[int, float] = {}
-        for step in steps if cfg.keep_best else ():
+        figures: dict[int, dict[str, float | None]] = {}
+        for step in steps if cfg.best else ():
             with contextlib.suppress(Damage):  # reported when it is restored or verified
-                if (loss := storage.facts(step).get("eval_loss")) is not None:
-                    losses[step] = loss
-        stay |= {*sorted(losses, key=losses.__getitem__)[: cfg.keep_best]}
+                facts = storage.facts(step)
+                figures[step] = {"eval_loss": facts.get("eval_loss"), **facts.get("evaluated", {})}
+        for metric, count in cfg.best.items():
+            found = {
+                step: -direction(metric) * value
+                for step, figure in figures.items()
+                if (value := figure.get(bare(metric))) is not None and not math.isnan(value)
+            }
+            stay |= {*sorted(found, key=found.__getitem__)[:count]}
     return [step for step in steps if step not in stay]
 
 

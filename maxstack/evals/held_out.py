@@ -7,13 +7,13 @@ import sys
 import time
 from typing import Any
 
-from maxstack import optim
 from maxstack.data.feed import Feed
 from maxstack.data.sources import check_classes, open_sources
 from maxstack.errors import DataError
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
-from maxstack.run import Run, State
+from maxstack.run import Run
+from maxstack.state import Tree
 
 
 class Evaluator:
@@ -40,16 +40,14 @@ class Evaluator:
         self._start = self._feed.state()
         self._bits: float | None = None
 
-    def __call__(self, step: int, state: State) -> float:
+    def __call__(self, step: int, params: Tree) -> dict[str, float]:
         """Mean loss in nats a token, or whatever the objective counts, over at most eval.steps
-        batches; written and said."""
+        batches, and other figures; written and said."""
         begin = time.perf_counter()
-        params = optim.eval_params(self._run.cfg.optimizer, state.opt, state.params)
         self._feed.restore(self._start)
         total: dict[str, float] = collections.defaultdict(float)
         with contextlib.closing(self._feed):
             for _ in range(self._run.cfg.eval.steps or sys.maxsize):
-                self._feed.refresh(state)
                 batch = self._run.batches.place(next(self._feed), self._batch_size)
                 sums = self._run.eval_step(params, batch, *self._frozen)
                 if not float(sums["weight"]):
@@ -86,7 +84,7 @@ class Evaluator:
             f"eval at step {step}: loss {loss:.4f}{bits}{more} over {int(total['weight']):,} "
             f"held-out {self._run.objective.counted}"
         )
-        return loss
+        return row
 
     def compare(self) -> None:
         """Say what gzip -9 and an order-2 byte model reach on the same documents, beside the last

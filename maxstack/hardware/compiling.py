@@ -75,6 +75,12 @@ def in_order(mesh: Mesh) -> dict[str, Any]:
     return {IN_ORDER: False} if several and _knows(IN_ORDER, False, told) else {}
 
 
+def quickly(mesh: Mesh) -> dict[str, Any]:
+    """Options for a program that runs once: `in_order`, and on a CPU little effort."""
+    here = mesh.devices.flat[0].platform == "cpu"
+    return in_order(mesh) | (QUICK if here else {})
+
+
 def sparing(mesh: Mesh) -> dict[str, Any]:
     """Options by which a CPU makes each intermediate array just before it is needed, while it is in
     its caches, and not as early as it can; else none."""

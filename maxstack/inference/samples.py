@@ -42,16 +42,7 @@ class Samples:
             self._tokenizer.encode(text.encode()).tolist() for text in settings.prompts
         ]
         length = max(map(len, self._prompts)) + settings.tokens
-        rules = {**run.cfg.mesh.rules, "seq": (), "residual": ()}
-        serve = run.cfg.serve.model_copy(
-            update={"max_requests": len(self._prompts), "max_length": length, "prefix_cache": False}
-        )
-        mesh = run.cfg.mesh.model_copy(update={"rules": rules})
-        cfg = serving(run.cfg.model_copy(update={"mesh": mesh, "serve": serve}))
-        limits, length = limits_of(
-            cfg, Layout.of(cfg.decoder, cfg.serve, run.mesh.devices.flat[0].platform), length, None
-        )
-        self._engine = Engine(assemble(cfg, run.mesh, trains=False), None, limits, length)
+        self._engine = engine_beside(run, len(self._prompts), length)
 
     def __call__(self, step: int, state: State) -> None:
         """Write a text for each prompt to the log, metrics.jsonl and TensorBoard; the random
@@ -82,3 +73,17 @@ class Samples:
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(np.array(tokens, np.int32)).decode(errors="replace")
+
+
+def engine_beside(run: "Run", requests: int, length: int) -> Engine:
+    """An engine on the mesh of a run of one process, for so many requests at a time of `length`
+    tokens at most; it is given weights, and forgets them, by `load`."""
+    rules = {**run.cfg.mesh.rules, "seq": (), "residual": ()}
+    serve = run.cfg.serve.model_copy(
+        update={"max_requests": requests, "max_length": length, "prefix_cache": False}
+    )
+    mesh = run.cfg.mesh.model_copy(update={"rules": rules})
+    cfg = serving(run.cfg.model_copy(update={"mesh": mesh, "serve": serve}))
+    platform = run.mesh.devices.flat[0].platform
+    limits, length = limits_of(cfg, Layout.of(cfg.decoder, cfg.serve, platform), length, None)
+    return Engine(assemble(cfg, run.mesh, trains=False), None, limits, length)

@@ -79,7 +79,7 @@ def start(
     folder = files_of(cfg, own)
     layout = Layout.of(cfg.decoder, cfg.serve, jax.devices()[0].platform)
     longest = longest_of(cfg, own, folder)
-    tokenizer, stop_tokens = _tokenizer(cfg, own, folder)
+    tokenizer, stop_tokens = tokenizer_of(cfg, own, folder)
     check(tokenizer, cfg.decoder.vocab)
 
     from maxstack import sharding
@@ -252,10 +252,10 @@ def longest_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
     return cfg.decoder.positions or max(lengths) or USUAL
 
 
-def _tokenizer(
+def tokenizer_of(
     cfg: "Config", own: Path | None, folder: Path | None
 ) -> tuple["Tokenizer | None", frozenset[int]]:
-    """The model's tokenizer, and the tokens that end its answers."""
+    """The model's tokenizer, None where it has none, and the tokens that end its answers."""
     from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 
     stops: set[int] = set()

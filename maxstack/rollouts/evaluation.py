@@ -4,14 +4,13 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxstack import optim
 from maxstack.data.prompts import Prompts
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
 from maxstack.rollouts.figures import of_rewards
 from maxstack.rollouts.maker import Maker
 from maxstack.rollouts.sample import Group, Sample
-from maxstack.state import State
+from maxstack.state import Tree
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -41,12 +40,11 @@ class RewardEvaluator:
         )
         self._start = self._prompts.state()
 
-    def __call__(self, step: int, state: State) -> float:
-        """The mean reward, negated as a loss is, over at most eval.steps batches; written and
-        said."""
+    def __call__(self, step: int, params: Tree) -> dict[str, float]:
+        """The mean reward over at most eval.steps batches, its components, and `eval_loss`: the
+        reward negated; written and said."""
         began, samples = time.perf_counter(), list[Sample]()
-        weights = optim.eval_params(self._run.cfg.optimizer, state.opt, state.params)
-        with self._maker.by(weights, temperature=self._temperature):
+        with self._maker.by(params, temperature=self._temperature):
             for groups in self._batches():
                 self._maker.complete("evaluation", groups)
                 samples += [sample for group in groups for sample in group.samples]
@@ -69,7 +67,7 @@ class RewardEvaluator:
             f"eval at step {step}: reward {found['reward']:.4f}{parts} over {len(samples):,} "
             "held-out prompts"
         )
-        return -found["reward"]
+        return {**row, "eval_loss": -found["reward"]}
 
     def _batches(self) -> Iterator[list[Group]]:
         self._prompts.restore(self._start)
@@ -81,6 +79,3 @@ class RewardEvaluator:
                 return
             yield groups
             left = None if left is None else left - 1
-
-    def compare(self) -> None:
-        """Nothing to compare rewards with."""

@@ -1,10 +1,12 @@
 """The checkpoints' configuration."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from maxstack.config import Items, NonNegativeInt, PositiveInt, Section
+from maxstack.config import Fault, Items, NonNegativeInt, PositiveInt, Section
+from maxstack.schema.metrics import direction_fault
 
 
 class TierConfig(Section):
@@ -39,8 +41,10 @@ class CheckpointConfig(Section):
     """The newest checkpoints that stay."""
     keep_every: PositiveInt | None = None
     """Checkpoints at multiples of this step stay for good; null: none."""
-    keep_best: NonNegativeInt = 0
-    """This many checkpoints with the lowest eval_loss stay too."""
+    keep_best: NonNegativeInt | str | dict[str, PositiveInt] = 0
+    """Checkpoints that stay for their evaluation: so many with the lowest eval_loss; or the best by
+    a metric, as in tasks/pairs/acc; or so many by each of several, as in {eval_loss: 2,
+    tasks/pairs/acc: 1}. A sign says which way is better where the name does not: -eval_x."""
     on_failure: Literal["continue", "stop"] = "continue"
     """Consequence of a save that fails, for want of room or a lost disk: it is logged and the run
     goes on, or it stops where the next one is due. The last save of a run, at its end or on a
@@ -53,6 +57,20 @@ class CheckpointConfig(Section):
     allow_nonfinite: bool = False
     """Take NaN and infinities among the weights of a model folder or an adapter that a fresh run
     starts from; false: such a tensor is refused by name."""
+
+    def own_faults(self) -> Iterator[Fault]:
+        for metric in self.best:
+            if wrong := direction_fault(metric):
+                yield "keep_best", wrong
+
+    @property
+    def best(self) -> dict[str, int]:
+        """How many checkpoints stay, by metric."""
+        if isinstance(self.keep_best, dict):
+            return self.keep_best
+        if isinstance(self.keep_best, str):
+            return {self.keep_best: 1}
+        return {"eval_loss": self.keep_best} if self.keep_best else {}
 
     @property
     def elsewhere(self) -> str | None:

@@ -27,6 +27,7 @@ from maxstack.schema.faults import FaultsConfig
 from maxstack.schema.foreign import equivalent
 from maxstack.schema.lora import LoraConfig
 from maxstack.schema.mesh import MeshConfig
+from maxstack.schema.metrics import direction_fault
 from maxstack.schema.objective import (
     ClassifyConfig,
     DistillConfig,
@@ -91,6 +92,22 @@ class ProfileConfig(Section):
     """Number of steps in the trace."""
 
 
+class StopEarlyConfig(Section):
+    """An end of the run where evaluations get no better."""
+
+    metric: str = "eval_loss"
+    """A figure of evaluation, as in tasks/pairs/acc. A sign says which way is better where the name
+    does not: -eval_x."""
+    patience: PositiveInt = 3
+    """Evaluations in a row without a better one, after which the run ends."""
+    min_delta: NonNegativeFloat = 0.0
+    """A better one is better by more than this."""
+
+    def own_faults(self) -> Iterator[Fault]:
+        if wrong := direction_fault(self.metric):
+            yield "metric", wrong
+
+
 class TrainConfig(Section):
     """The loop."""
 
@@ -106,6 +123,8 @@ class TrainConfig(Section):
     """Seed of the initial weights and of all random numbers in steps."""
     profile: ProfileConfig | None = None
     """Write a profiler trace into the run's folder; null: none."""
+    stop_early: StopEarlyConfig | None = None
+    """End before train.steps where evaluations get no better; null: never."""
 
 
 class XlaConfig(Section):
@@ -167,6 +186,9 @@ class EvalConfig(Section):
     data.sources hold out."""
     baselines: bool = False
     """At the end, print what gzip -9 and an order-2 byte model reach on the same documents."""
+    tasks: Items[str] = ()
+    """Tasks that the model is asked at each evaluation: names of shipped ones (pairs, cloze), or
+    files in lm-evaluation-harness's format."""
     samples: SamplesConfig | None = None
     """What the model writes at each evaluation: texts to the log, metrics.jsonl and TensorBoard;
     images as a grid to samples/ in the run's folder and TensorBoard. null: none."""

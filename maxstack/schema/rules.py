@@ -119,11 +119,17 @@ def _samples(cfg: "Config") -> Iterator[Fault]:
 def _evaluation(cfg: "Config") -> Iterator[Fault]:
     held_out = any(source.holdout > 0 for source in cfg.data.sources)
     if cfg.eval.every:
-        if cfg.eval.data is None and not held_out:
+        if cfg.eval.data is None and not held_out and not cfg.eval.tasks:
             yield (
                 "eval.every",
                 "evaluation has no documents: give one of data.sources a holdout above 0, or "
                 "eval.data, or eval.every: 0",
+            )
+        if cfg.eval.tasks and not cfg.objective.FORWARD:
+            yield (
+                "eval.tasks",
+                f"objective.kind={cfg.objective.kind} trains a model that gives no token a "
+                "probability by those before it, which tasks need; leave them out",
             )
         return
     if cfg.eval.baselines:
@@ -135,9 +141,13 @@ def _evaluation(cfg: "Config") -> Iterator[Fault]:
     if cfg.checkpoint.keep_best:
         yield (
             "checkpoint.keep_best",
-            f"keep_best={cfg.checkpoint.keep_best} needs eval_loss, but eval.every "
+            f"keep_best={cfg.checkpoint.keep_best} needs evaluations, but eval.every "
             "is 0; give it a number of steps",
         )
+    needing = {"eval.tasks": cfg.eval.tasks, "train.stop_early": cfg.train.stop_early}
+    for key, value in needing.items():
+        if value:
+            yield key, "is of evaluations, but eval.every is 0; give it a number of steps"
 
 
 def _folder(cfg: "Config") -> Iterator[Fault]:

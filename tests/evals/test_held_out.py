@@ -27,7 +27,8 @@ def test_an_evaluation_reads_the_same_each_time_and_leaves_nothing_running(tmp_p
         run.init(),
     )
     before = {*threading.enumerate()}
-    assert evaluator(1, state) == evaluator(2, state)
+    first, second = (evaluator(1, state.params) for _ in "12")
+    assert first | {"eval_seconds": 0} == second | {"eval_seconds": 0}
     assert not [thread for thread in {*threading.enumerate()} - before if "prefetch" in thread.name]
 
 
@@ -43,7 +44,7 @@ def test_bytes_that_are_not_known_leave_bits_per_byte_out_and_say_why(tmp_path, 
         "__next__",
         lambda feed: plain(feed) | {"bytes": np.full((8, 48), np.nan, np.float32)},
     )
-    evaluator(1, state)
+    evaluator(1, state.params)
     writer.close()
     assert (
         "eval_loss" in (row := (tmp_path / "metrics.jsonl").read_text())

@@ -1,0 +1,159 @@
+"""`maxstack eval`: what a model is worth, on held-out data or by tasks."""
+
+import contextlib
+import json
+from argparse import Namespace
+from typing import TYPE_CHECKING, Any
+
+from maxstack.command import (
+    ALLOW_NONFINITE,
+    BATCH_SIZE,
+    JSON,
+    MODEL,
+    OVERRIDES,
+    argument,
+    check_writable,
+    command,
+    model_overrides,
+    positive,
+    write,
+    write_json,
+)
+from maxstack.errors import ConfigError
+
+if TYPE_CHECKING:
+    from maxstack.evals.tasks import Results
+
+
+@command(
+    "eval",
+    "Evaluate a model: by tasks in lm-evaluation-harness's format, or without --tasks, a run on "
+    "its own held-out data by its own objective.",
+    "eval runs/quickstart --tasks pairs,cloze",
+    MODEL,
+    OVERRIDES,
+    argument(
+        "--tasks",
+        metavar="A,B.yaml",
+        help="shipped tasks (pairs, cloze) and files; see docs/EVALUATION.md",
+    ),
+    argument(
+        "--lm-eval",
+        action="store_true",
+        help="by lm-evaluation-harness itself (the extra eval), whose own tasks --tasks may name",
+    ),
+    argument("--limit", type=positive, metavar="N", help="the first N questions of each task"),
+    argument(
+        "--length",
+        type=positive,
+        metavar="N",
+        help="tokens of a request at most; longer ones lose their beginning (default: data.seq_len "
+        "of a run, else what the model allows, up to 4096)",
+    ),
+    argument("--num-fewshot", type=int, metavar="N", help="with --lm-eval: examples, for all"),
+    BATCH_SIZE,
+    argument("--out", metavar="FILE.jsonl", help="write each question with its answer"),
+    JSON,
+    ALLOW_NONFINITE,
+)
+def main(args: Namespace) -> None:
+    """Print a table of figures."""
+    check_writable("--out", args.out)
+    check_writable("--json", args.json)
+    if args.tasks:
+        _by_tasks(args)
+        return
+    wanted = {
+        "--lm-eval": args.lm_eval,
+        "--out": args.out,
+        "--limit": args.limit,
+        "--length": args.length,
+    }
+    if given := [name for name, value in wanted.items() if value]:
+        raise ConfigError(f"{', '.join(given)}: of tasks; name some by --tasks")
+    figures = _held_out(args.model, model_overrides(args))
+    from maxstack.report.table import table
+
+    print(table("lr", [(name, f"{value:,.6g}") for name, value in figures.items()]))
+    write_json(args.json, {"model": args.model, "figures": figures})
+
+
+def _by_tasks(args: Namespace) -> None:
+    names = [name for name in args.tasks.split(",") if name]
+    if args.num_fewshot is not None and not args.lm_eval:
+        raise ConfigError("--num-fewshot: with --lm-eval; a task's file says num_fewshot itself")
+    if args.out and args.lm_eval:
+        raise ConfigError("--out: is of tasks that are asked without --lm-eval")
+    from maxstack.evals.opened import ask
+    from maxstack.evals.task_files import open_tasks
+
+    opened = [] if args.lm_eval else open_tasks(names)
+    tasks, params = ask(
+        args.model, model_overrides(args), opened, args.batch_size, args.length, args.limit
+    )
+    for task in tasks.tasks:
+        if cut := tasks.too_long(task):
+            print(
+                f"task {task.name}: {cut} requests have more than {tasks.scorer.length} tokens, "
+                "and lose their beginning; --length gives more"
+            )
+    if args.lm_eval:
+        from maxstack.evals.harness import evaluate
+
+        found = evaluate(tasks, params, names, args.limit, args.num_fewshot)
+    else:
+        found, records = tasks.results(params, progress=True)
+        if args.out:
+            write("--out", args.out, "".join(json.dumps(each) + "\n" for each in records))
+    _print(found)
+    facts = {"model": args.model, "length": tasks.scorer.length, "questions": tasks.sizes}
+    write_json(args.json, {**facts, "tasks": found})
+
+
+def _print(found: "Results") -> None:
+    from maxstack.evals.task_metrics import error_of, is_error
+    from maxstack.evals.tasks import centered
+    from maxstack.report.table import table
+
+    rows = []
+    for name, metrics in found.items():
+        for metric, value in metrics.items():
+            if metric != "centered" and not is_error(metric):
+                error = metrics.get(error_of(metric))
+                rows.append((name, metric, f"{value:.4f}", f"± {error:.4f}" if error else ""))
+                name = ""
+    if (mean := centered(found)) is not None:
+        rows.append(("all", "centered", f"{mean:.4f}", ""))
+    print(table("llrr", rows, ("task", "metric", "value", "")))
+
+
+def _held_out(model: str, overrides: list[str]) -> dict[str, Any]:
+    """Figures of a run by its own objective, data and tasks."""
+    from maxstack.load import run_folder
+
+    own = run_folder(model)
+    if own is None:
+        raise ConfigError(
+            f"{model}: is no run, so it names no held-out data; give --tasks, or train.steps=... "
+            "of a run that starts from it"
+        )
+    import jax
+
+    from maxstack import sharding, startup
+    from maxstack.evals.opened import averaged
+    from maxstack.inference.opened import config_of, read_weights
+    from maxstack.report.log import Log
+    from maxstack.report.metrics import Writer
+    from maxstack.run import assemble
+    from maxstack.schema.mesh import AXES
+
+    placed = [f"mesh.{axis}=1" for axis in AXES]
+    every = ["run.virtual_devices=null", *placed, "mesh.fsdp=-1", "eval.every=1"]
+    cfg, _ = config_of(model, [*every, *overrides])
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
+    with contextlib.ExitStack() as ending:
+        _, maker = startup.open_feed(run, own, ending)
+        silent = Log(own, cfg.train.steps, False), Writer(own, False, False)
+        evaluation = startup.evaluator(run, *silent, startup.frozen(run), maker)
+        assert evaluation
+        return evaluation.figures(0, read_weights(model, run, own, averaged(run)))

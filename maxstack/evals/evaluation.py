@@ -1,0 +1,91 @@
+"""All that is evaluated of a run in training, and its end where that gets no better."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from maxstack import optim
+from maxstack.errors import ConfigError
+from maxstack.schema.metrics import bare, direction
+from maxstack.state import State, Tree
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config, StopEarlyConfig
+
+Part = Callable[[int, Tree], Mapping[str, Any]]
+"""A function of step and weights that writes and says figures, and returns them by name."""
+
+
+class Evaluation:
+    """The parts of an evaluation, by the weights that the optimizer says are to be evaluated."""
+
+    def __init__(self, cfg: "Config", parts: Sequence[Part], compare: Callable[[], None]):
+        """`compare` says what others reach, beside the last evaluation."""
+        self._cfg, self._parts, self.compare = cfg, parts, compare
+
+    def __call__(self, step: int, state: State) -> dict[str, float]:
+        """Figures by name. ConfigError where a metric that something is chosen by is not among
+        them."""
+        cfg = self._cfg
+        row = self.figures(step, optim.eval_params(cfg.optimizer, state.opt, state.params))
+        chosen_by = {bare(metric): "checkpoint.keep_best" for metric in cfg.checkpoint.best}
+        if cfg.train.stop_early:
+            chosen_by[bare(cfg.train.stop_early.metric)] = "train.stop_early.metric"
+        for metric, key in chosen_by.items():
+            if metric not in row:
+                raise ConfigError(
+                    f"{key}: evaluations give no {metric}; they give {', '.join(row)}"
+                )
+        return row
+
+    def figures(self, step: int, params: Tree) -> dict[str, float]:
+        """Figures by name of these weights."""
+        row: dict[str, float] = {}
+        for part in self._parts:
+            row |= part(step, params)
+        row.pop("step", None)
+        return row
+
+
+class StopEarly:
+    """Decides that a run ends, by its evaluations in their order: every process, and every replay,
+    alike. `saved`: what `to_json` returned before."""
+
+    def __init__(self, cfg: "StopEarlyConfig | None", saved: Mapping[str, Any]):
+        self._cfg = cfg
+        self._best: float | None = None
+        self._at = self._since = 0
+        self.restore(saved)
+
+    @property
+    def over(self) -> bool:
+        """True where the run is to end."""
+        return self._cfg is not None and self._since >= self._cfg.patience
+
+    def read(self, step: int, figures: Mapping[str, float]) -> str:
+        """Take note of an evaluation -> why the run ends after it, or ""."""
+        if self._cfg is None:
+            return ""
+        name = self._cfg.metric
+        sign, value = direction(name), figures[bare(name)]
+        if self._best is None or sign * (value - self._best) > self._cfg.min_delta:
+            self._best, self._at, self._since = value, step, 0
+        else:
+            self._since += 1
+        return self.why if self.over else ""
+
+    @property
+    def why(self) -> str:
+        """The reason, for people."""
+        assert self._cfg
+        return (
+            f"{bare(self._cfg.metric)} has got no better than {self._best:.4g} of step {self._at} "
+            f"in {self._since} evaluations (train.stop_early)"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Its past as plain JSON values, for a checkpoint."""
+        return {"stop_early": [self._best, self._at, self._since]} if self._cfg else {}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go back to when `to_json` returned `saved`; to the beginning, where that has nothing."""
+        self._best, self._at, self._since = saved.get("stop_early", (None, 0, 0))

@@ -1,0 +1,85 @@
+"""Answers of a run's model to the prompts of tasks."""
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import tqdm
+
+from maxstack.errors import ConfigError
+from maxstack.evals.scoring import Texts
+from maxstack.inference.bursts import STEPS
+from maxstack.inference.request import Sampling
+from maxstack.inference.samples import engine_beside
+from maxstack.inference.text import TextStream
+from maxstack.schema.tasks import GenerationConfig
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+
+
+class Generator:
+    """Generates by the engine, on the mesh of the run."""
+
+    def __init__(
+        self, run: "Run", texts: Texts, requests: int, length: int, stop_tokens: Collection[int]
+    ):
+        """`length`: tokens of prompt and answer at most. ConfigError where the run has several
+        processes."""
+        if jax.process_count() > 1:
+            raise ConfigError(
+                "output_type=generate_until: is for a run of one process; leave such tasks out, "
+                "and use `maxstack eval` on a checkpoint"
+            )
+        self._texts, self._length, self._stops = texts, length, frozenset(stop_tokens)
+        self._engine = engine_beside(run, requests, length)
+        self._seed = run.cfg.train.seed
+
+    def __call__(
+        self,
+        params: Any,
+        prompts: Sequence[str],
+        cfg: GenerationConfig,
+        until: Sequence[str],
+        progress: str = "",
+    ) -> list[str]:
+        """The answer to each prompt, up to the first of the strings `until`. Of a prompt that is
+        too long, its beginning is left out. ConfigError where an answer leaves no room for one."""
+        room = self._length - cfg.max_gen_toks
+        if room < 1:
+            raise ConfigError(
+                f"max_gen_toks={cfg.max_gen_toks}: leaves no room for a prompt in the "
+                f"{self._length} tokens of a request; give less, or more tokens a request"
+            )
+        engine, found = self._engine, [""] * len(prompts)
+        engine.load(params)
+        running: dict[int, tuple[int, TextStream]] = {}
+        for number, text in enumerate(prompts):
+            tokens = self._texts.prompt(text)[-room:]
+            sampling = Sampling(
+                max_tokens=cfg.max_gen_toks,
+                seed=self._seed,
+                choice=number,
+                stop_tokens=self._stops,
+                temperature=cfg.temperature if cfg.do_sample else 0.0,
+                top_k=cfg.top_k,
+                top_p=cfg.top_p,
+            )
+            stream = TextStream(self._texts.tokenizer, tokens, until)
+            running[engine.add(tokens, sampling)] = number, stream
+        with tqdm.tqdm(
+            total=len(prompts), desc=progress, unit=" answers", disable=not progress or None
+        ) as bar:
+            while engine.busy:
+                for output in engine.step(many=STEPS):
+                    number, stream = running[output.request]
+                    for token in output.tokens:
+                        found[number] += stream.feed(token.token)
+                    if output.finish:
+                        found[number] += stream.flush()
+                    elif stream.stopped is not None:
+                        engine.abort(output.request)
+                    if output.finish or stream.stopped is not None:
+                        bar.update()
+        engine.load(None)
+        return found

@@ -1,0 +1,49 @@
+"""Tasks asked of a model that was trained: a run, one of its checkpoints, or a model folder."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from maxstack.errors import ConfigError
+from maxstack.evals.task import Task
+from maxstack.evals.tasks import Tasks
+from maxstack.inference.opened import assembled, read_weights
+from maxstack.inference.started import files_of, longest_of, tokenizer_of
+from maxstack.schema.tasks import GroupConfig
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+
+USUAL = 4096
+"""Tokens of a row at most, where a model folder allows more and nobody asks for more."""
+
+
+def ask(
+    model: str,
+    overrides: Sequence[str],
+    opened: Sequence[Task | GroupConfig],
+    batch_size: int,
+    length: int | None,
+    limit: int | None,
+) -> tuple[Tasks, Any]:
+    """Tasks ready to be asked, and the model's weights. `length`: tokens of a request at most;
+    None: data.seq_len of a run, or what a model folder allows. ConfigError where the model cannot
+    be asked, or has no tokenizer."""
+    run, own = assembled(model, overrides)
+    folder = files_of(run.cfg, own)
+    tokenizer, ends = tokenizer_of(run.cfg, own, folder)
+    if tokenizer is None:
+        raise ConfigError(
+            f"{model}: no tokenizer in it that can be read; give data.tokenizer, as in "
+            "'data.tokenizer={kind: huggingface, path: tokenizer.json}'"
+        )
+    most = longest_of(run.cfg, own, folder)
+    if length and run.cfg.decoder.positions and length > most:
+        raise ConfigError(f"--length {length}: the model has positions for {most} tokens alone")
+    length = length or (run.cfg.data.seq_len if own else min(most, USUAL))
+    tasks = Tasks(run, opened, batch_size, length, ends, limit)
+    return tasks, read_weights(model, run, own, averaged(run))
+
+
+def averaged(run: "Run") -> bool:
+    """True where evaluation is by the moving average of the weights."""
+    return bool(run.cfg.optimizer.ema and run.cfg.optimizer.ema.eval)

@@ -1,0 +1,31 @@
+"""Directions of the metrics of evaluations, for what chooses by them."""
+
+import re
+
+_WORSE = re.compile(r"loss|perplexity|bits_per_byte|_kl$|^kl$")
+_BETTER = re.compile(r"^(acc|exact_match|centered|top\d|reward|margin|agreement|goodput)")
+
+
+def direction(metric: str) -> int:
+    """1 where more of a metric is better, -1 where less is, 0 where its name does not say. A sign
+    before the name says it."""
+    if metric[:1] in "+-":
+        return 1 if metric[:1] == "+" else -1
+    name = metric.rpartition("/")[2].removeprefix("eval_").partition(",")[0]
+    if metric.startswith(("eval_reward/", "reward/")):
+        return 1
+    return -1 if _WORSE.search(name) else int(bool(_BETTER.match(name)))
+
+
+def direction_fault(metric: str) -> str | None:
+    """What is wrong with a metric that something is to be chosen by."""
+    if not metric or direction(metric):
+        return None
+    return (
+        f"{metric}: whether more or less of it is better is not known; write +{metric} or -{metric}"
+    )
+
+
+def bare(metric: str) -> str:
+    """The name without a sign."""
+    return metric.lstrip("+-")
