@@ -203,11 +203,9 @@ def train(
     several = cfg.faults.check_every and run.mesh.size > 1
     checks = Checks(run, meter, log, writer) if several else None
     profiler = Profiler(cfg.train.profile, folder, log)
-    evaluated: dict[str, float] = {}
     if evaluator and begin == 0:
         with ledger.spent("evaluation"):
-            evaluated = evaluator(0, state)
-            stopping.read(0, evaluated)
+            stopping.read(0, evaluator(0, state))
 
     def report(row: dict[str, Any] | None) -> "Rewind | None":
         """Write a step's row -> where the policy for faults goes back to. ConfigError where it ends
@@ -264,6 +262,7 @@ def train(
             ledger.resume(step)
             meter.restart()
         elif evaluate or save or compare:
+            evaluated: dict[str, float] = {}
             if evaluator and evaluate:
                 with ledger.spent("evaluation"):
                     evaluated = evaluator(step, state)
@@ -277,7 +276,6 @@ def train(
                 past = policy.to_json() | stopping.to_json()
                 with ledger.spent("save"):
                     saves.save(step, state, feed, past, evaluated, last)
-                evaluated = {}
             meter.restart()
     with ledger.spent("save"):
         _close(feed, saves)

@@ -9,10 +9,13 @@ from maxstack.evals import harness
 
 BOOTSTRAPPED = {"perplexity_stderr"}
 """Standard errors that the harness draws, and we compute."""
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None,
-    reason="lm_eval is not installed, as `make test-all` does it",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("lm_eval") is None,
+        reason="lm_eval is not installed, as `make test-all` does it",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

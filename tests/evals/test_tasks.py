@@ -1,0 +1,275 @@
+"""Tasks asked of tiny models: scoring on meshes, packing, metrics and files."""
+
+import json
+import math
+
+import asked
+import jax
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxstack.errors import ConfigError, DataError
+from maxstack.evals.scoring import Scored, Texts, packed
+from maxstack.evals.task import Likelihood, Question
+from maxstack.evals.task_files import open_tasks
+from maxstack.evals.task_metrics import results, values
+from maxstack.evals.tasks import flat
+from maxstack.inference.score import Rows, logprobs_of
+from maxstack.schema.data import BytesTokenizer
+
+MESHES = {
+    "fsdp": {"fsdp": 8},
+    "tensor": {"data": 2, "tensor": 4, "rules": {"heads": "tensor", "kv_heads": None}},
+    "ring": {"data": 2, "context": 4},
+    "stages": {"stage": 2, "data": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Task files but for generation, which is the engine's."""
+    folder = tmp_path_factory.mktemp("tasks")
+    return [name for name in asked.write_tasks(folder) if "generate" not in name]
+
+
+@pytest.fixture(scope="module")
+def alone(files):
+    """Weights, and the results and records of one device."""
+    run = asked.run_of()
+    params = run.init().params
+    return params, *asked.asked(run, files).results(params)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_scores_as_one_device_does(mesh, files, alone):
+    params, found, records = alone
+    devices = math.prod(size for size in MESHES[mesh].values() if isinstance(size, int))
+    run = asked.run_of(devices, mesh=MESHES[mesh])
+    placed = jax.tree.map(
+        lambda leaf, like: jax.device_put(np.asarray(leaf), like.sharding),
+        params,
+        run.abstract.params,
+    )
+    there, others = asked.asked(run, files).results(placed)
+    for name, metrics in found.items():
+        for metric, value in metrics.items():
+            assert there[name][metric] == pytest.approx(value, rel=3e-5), f"{name} {metric}"
+    for ours, theirs in zip(records, others, strict=True):
+        np.testing.assert_allclose(ours["answer"], theirs["answer"], rtol=2e-5)
+
+
+def test_a_request_has_the_score_that_maxstack_score_gives_it(files, alone):
+    params, _, records = alone
+    run = asked.run_of()
+    texts, (record, *_) = (
+        Texts(run.cfg.data.tokenizer),
+        (each for each in records if each["task"] == "choice"),
+    )
+    pairs = [texts.pair(*pair) for pair in record["requests"]]
+    tokens = np.zeros((len(pairs), 64), np.int32)
+    for row, pair in zip(tokens, pairs, strict=True):
+        row[: len(pair.tokens)] = pair.tokens
+    rows = Rows(tokens, np.array([len(pair.tokens) for pair in pairs], np.int32))
+    found = logprobs_of(run, params, rows, 8)
+    sums = [row[pair.begin :].sum() for row, pair in zip(found, pairs, strict=True)]
+    np.testing.assert_allclose(record["answer"], sums, rtol=1e-5)
+
+
+def test_logits_in_pieces_give_the_same_scores(files, alone, monkeypatch):
+    params, _, records = alone
+    monkeypatch.setattr("maxstack.evals.scoring.LOGITS", 8 * tiny.VOCAB * 4 * 16)
+    run = asked.run_of()
+    _, others = asked.asked(run, files).results(params)
+    for ours, theirs in zip(records, others, strict=True):
+        np.testing.assert_allclose(ours["answer"], theirs["answer"], rtol=1e-6)
+
+
+@given(st.lists(st.integers(1, 9), max_size=40))
+def test_rows_hold_every_request_once_and_none_over_another(lengths):
+    rows = packed(lengths, 9)
+    assert sorted(number for row in rows for number, _ in row) == [*range(len(lengths))]
+    for row in rows:
+        ends = [start + lengths[number] for number, start in row]
+        assert [start for _, start in row] == [0, *ends[:-1]] and ends[-1] <= 9
+    assert sum(sum(lengths[n] for n, _ in row) <= 4 for row in rows) <= 1
+
+
+def test_windows_of_a_long_text_score_each_token_once_with_what_fits_before_it():
+    texts = Texts(BytesTokenizer(kind="bytes"))
+    pieces = texts.windows("abcdefghij", 4)
+    assert pieces == [
+        Scored([256, *b"abcd"], 1),
+        Scored([*b"defgh"], 1),
+        Scored([*b"fghij"], 3),
+    ]
+    assert texts.windows("", 4) == []
+
+
+def test_white_space_at_the_end_of_a_context_is_scored_with_what_follows():
+    texts = Texts(BytesTokenizer(kind="bytes"))
+    assert texts.pair("ab \n", "c") == Scored([256, *b"ab \nc"], 3)
+    assert texts.pair("", "c") == Scored([256, *b"c"], 1)
+    with pytest.raises(DataError, match="'' after 'ab': adds no token"):
+        texts.pair("ab", "")
+
+
+def test_without_a_token_to_begin_with_an_empty_context_is_refused():
+    texts = Texts(BytesTokenizer(kind="bytes", bos=False, eos=False))
+    assert texts.pair("ab", "c") == Scored([*b"abc"], 2)
+    with pytest.raises(DataError, match="neither BOS nor EOS"):
+        texts.pair("", "c")
+
+
+def test_metrics_are_those_of_their_definitions(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    choice = Question({}, choices=("é", "long"), right=(0,))
+    answer = [Likelihood(-2.0, False, 2), Likelihood(-3.0, True, 1)]
+    names = ["acc", "acc_norm", "acc_bytes", "acc_tokens", "exact_match"]
+    task = one(tmp_path, "multiple_choice", names)
+    assert values(task, choice, answer) == {
+        "acc": 1.0,  # -2 is more than -3
+        "acc_norm": 0.0,  # -2 / 1 character against -3 / 4
+        "acc_bytes": 0.0,  # -2 / 2 bytes against -3 / 4
+        "acc_tokens": 1.0,  # -2 / 2 tokens against -3 / 1
+        "exact_match": 0.0,
+    }
+    found = results(task, [choice] * 4, [{"acc": 1.0}] * 3 + [{"acc": 0.0}])
+    assert found == {
+        "acc": 0.75,
+        "acc_stderr": pytest.approx(math.sqrt(0.75 / 3) / 2),
+        "centered": pytest.approx(0.5),  # of 0.75 where chance is 0.5
+    }
+
+
+def test_standard_errors_of_ratios_are_those_of_the_jackknife(tmp_path):
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(5, 50, 400)
+    sums = -sizes * rng.normal(2.0, 0.3, 400)
+    task = one(tmp_path, "loglikelihood_rolling", ["bits_per_byte"])
+    items = [{"bits_per_byte": (float(a), int(b))} for a, b in zip(sums, sizes, strict=True)]
+    found = results(task, [], items)
+    left_out = -(sums.sum() - sums) / (sizes.sum() - sizes) / math.log(2)
+    jackknife = math.sqrt(399 / 400 * ((left_out - left_out.mean()) ** 2).sum())
+    assert found["bits_per_byte"] == pytest.approx(-sums.sum() / sizes.sum() / math.log(2))
+    assert found["bits_per_byte_stderr"] == pytest.approx(jackknife, rel=0.01)
+
+
+def one(folder, kind, metrics, **fields):
+    """A task of a file."""
+    fields = {"doc_to_choice": ["a", "b"]} | fields if kind == "multiple_choice" else fields
+    files = {"test": f"{folder}/rows.jsonl"}
+    (folder / "rows.jsonl").write_text(json.dumps({"a": "x", "b": "y"}) + "\n")
+    path = asked.write_task(
+        folder,
+        "one",
+        output_type=kind,
+        doc_to_text="a",
+        doc_to_target="b",
+        metric_list=[{"metric": metric} for metric in metrics],
+        dataset_kwargs={"data_files": files},
+        **fields,
+    )
+    return open_tasks([path])[0]
+
+
+def test_centred_scores_are_put_together_as_core_does():
+    found = {
+        "a": {"acc": 0.5, "centered": 0.25},
+        "b": {"acc": 1.0, "centered": 1.0},
+        "g": {"acc": 1.0},
+    }
+    row = flat(found)
+    assert row["tasks/centered"] == 0.625 and row["tasks/g/acc"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        (
+            {"doc_to_text": "{{nothing}}"},
+            DataError,
+            "document 0: 'nothing' is undefined; its fields",
+        ),
+        (
+            {"doc_to_target": "9", "doc_to_choice": ["a"]},
+            DataError,
+            "right choice is 9, and there are 1",
+        ),
+        ({"test_split": "dev"}, ConfigError, "test_split: no split dev; its data has test, train"),
+        ({"metric_list": [{"metric": "f1"}]}, ConfigError, "f1 is no metric of .*--lm-eval"),
+        ({"process_docs": "x"}, ConfigError, "process_docs"),
+        ({"output_type": "multiple_choice", "doc_to_choice": None}, ConfigError, "needs choices"),
+        ({"num_fewshot": 9, "fewshot_split": "train"}, DataError, "num_fewshot=9, and there are 5"),
+        ({"num_fewshot": 9, "fewshot_split": None}, ConfigError, "nothing to draw examples from"),
+        ({"dataset_kwargs": {"data_files": "no.jsonl"}}, ConfigError, "no.jsonl: no such file"),
+        ({"dataset_path": "org/set"}, ConfigError, "dataset_path"),
+    ],
+)
+def test_a_task_that_cannot_be_asked_says_what_is_wrong(tmp_path, changes, error, says):
+    asked.write_tasks(tmp_path)
+    path = asked.write_task(
+        tmp_path, "odd", **{**asked.TASKS["choice"], "num_fewshot": 0, **changes}
+    )
+    with pytest.raises(error, match=says):
+        [task.questions for task in open_tasks([path])]
+
+
+def test_documents_that_are_broken_are_named(tmp_path):
+    asked.write_tasks(tmp_path)
+    for content, says in (
+        ("[1]", "document 0 is no JSON object"),
+        ("{}\n{", "test.jsonl:2: not JSON"),
+    ):
+        (tmp_path / "test.jsonl").write_text(content)
+        with pytest.raises(DataError, match=says):
+            open_tasks([f"{tmp_path}/choice.yaml"])
+    (tmp_path / "test.jsonl").write_text("")
+    with pytest.raises(DataError, match="no document in it"):
+        open_tasks([f"{tmp_path}/choice.yaml"])
+
+
+def test_groups_are_means_by_size_and_may_hold_files_beside_them(tmp_path):
+    asked.write_tasks(tmp_path)
+    (tmp_path / "both.yaml").write_text(
+        "group: both\ntask: [choice.yaml, contexts.yaml]\naggregate_metric_list: [{metric: acc}]\n"
+    )
+    run = asked.run_of()
+    found, _ = asked.asked(run, [f"{tmp_path}/both.yaml"], limit=4).results(run.init().params)
+    assert found["both"]["acc"] == (found["choice"]["acc"] + found["contexts"]["acc"]) / 2
+    (tmp_path / "both.yaml").write_text("group: both\ntask: [both.yaml]\n")
+    with pytest.raises(ConfigError, match="more than 8 groups inside one another"):
+        open_tasks([f"{tmp_path}/both.yaml"])
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path):
+    asked.write_tasks(tmp_path)
+    (tmp_path / "more").mkdir()
+    other = asked.write_task(tmp_path, "choice", **asked.TASKS["choice"])
+    copy = tmp_path / "more" / "choice.yaml"
+    copy.write_text((tmp_path / "choice.yaml").read_text() + "task_alias: x\n")
+    with pytest.raises(ConfigError, match="two files have this name"):
+        open_tasks([other, str(copy)])
+
+
+def test_generation_needs_room_and_one_process(tmp_path, monkeypatch):
+    asked.write_tasks(tmp_path)
+    run = asked.run_of()
+    tasks = asked.asked(run, [f"{tmp_path}/generate.yaml"], length=6)
+    with pytest.raises(ConfigError, match="max_gen_toks=6: leaves no room"):
+        tasks.results(run.init().params)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="for a run of one process"):
+        asked.asked(run, [f"{tmp_path}/generate.yaml"])
+
+
+def test_shipped_questions_have_one_right_answer_at_no_fixed_place():
+    tasks = [part for part in open_tasks(["pairs", "cloze"]) if hasattr(part, "questions")]
+    assert [len(task.questions) for task in tasks] == [50] * 5
+    for task in tasks:
+        positions = {question.right for question in task.questions}
+        assert len(positions) > 1 and all(
+            len({*q.choices}) == len(q.choices) for q in task.questions
+        )
