@@ -1,8 +1,8 @@
-"""The pictures of README.md, from the data beside them in docs/pictures.
+"""The pictures of README.md and docs/EVALUATION.md, from the data beside them in docs/pictures.
 
-loss.svg: the quickstart's loss, from loss.json. plan.svg: a screen of `maxstack plan`, from
-plan.txt. --metrics makes loss.json anew of a run's metrics.jsonl, --plan runs the plan again into
-plan.txt.
+loss.svg: the quickstart's loss, from loss.json. tasks.svg: its shipped tasks, from tasks.json.
+plan.svg: a screen of `maxstack plan`, from plan.txt. --metrics makes loss.json anew of a run's
+metrics.jsonl, --tasks tasks.json; --plan runs the plan again into plan.txt.
 example: python scripts/plot_readme.py --metrics runs/quickstart/metrics.jsonl
          python scripts/plot_readme.py --check
 """
@@ -33,6 +33,7 @@ def main() -> None:
     """Take new data where some is given, and draw what changed."""
     parser = arguments.parser(__doc__)
     parser.add_argument("--metrics", type=Path, metavar="FILE", help="of a run of the quickstart")
+    parser.add_argument("--tasks", type=Path, metavar="FILE", help="of one with more evaluations")
     parser.add_argument("--plan", action="store_true", help="run the plan again (extra plan-tpu)")
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="the folder")
     parser.add_argument(
@@ -41,6 +42,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.metrics:
         (args.pictures / "loss.json").write_text(json.dumps(thinned(args.metrics)) + "\n")
+    if args.tasks:
+        (args.pictures / "tasks.json").write_text(json.dumps(by_task(args.tasks)) + "\n")
     if args.plan:
         (args.pictures / "plan.txt").write_text(planned())
     arguments.write_or_check(drawn(args.pictures), args.check)
@@ -56,6 +59,19 @@ def thinned(metrics: Path) -> dict[str, Any]:
         "held_out": [
             (row["step"], round(row["eval_loss"], 4)) for row in rows(metrics, "eval_loss")
         ],
+    }
+
+
+def by_task(metrics: Path) -> dict[str, Any]:
+    """The share of right answers by task, acc_norm where it has that, as (step, share)."""
+    found = rows(metrics, "tasks_seconds")
+    shares = {
+        key.split("/")[1]: key for key in found[0] if key.endswith(("/acc", "/acc_norm"))
+    }  # of a task's two the later
+    return {
+        name: [(row["step"], row[key]) for row in found]
+        for name, key in shares.items()
+        if name != "pairs"
     }
 
 
@@ -79,8 +95,25 @@ def drawn(pictures: Path) -> dict[Path, str]:
         f"loss, nats a byte; {found['machine']}, CPU",
         [Panel("Python's standard library", "step", "nats", series, linear=True)],
     )
+    tasks = line_chart(
+        "The quickstart's tasks",
+        "chance: 0.5, of cloze 0.25",
+        [
+            Panel(
+                "50 questions each",
+                "step",
+                "share",
+                json.loads((pictures / "tasks.json").read_text()),
+                linear=True,
+            )
+        ],
+    )
     plan = screen("maxstack plan", (pictures / "plan.txt").read_text().splitlines())
-    return {pictures / "loss.svg": loss, pictures / "plan.svg": plan}
+    return {
+        pictures / "loss.svg": loss,
+        pictures / "tasks.svg": tasks,
+        pictures / "plan.svg": plan,
+    }
 
 
 if __name__ == "__main__":

@@ -110,6 +110,10 @@ def make_folder(folder: Path) -> None:
             rows if name == "mine" else rows[:2000].rpartition("\n")[0] + "\n"
         )
     (folder / "prompts.jsonl").write_text('{"id": "a", "prompt": "alpha"}\n{"tokens": [3, 4]}\n')
+    animals = {"question": "What has feathers?", "choices": ["a hen", "a cat"], "right": 0}
+    (folder / "animals.jsonl").write_text(
+        "".join(json.dumps(animals | {"question": line[:30]}) + "\n" for line in text[:9])
+    )
     asked = "".join(
         json.dumps({"prompt": f"{line[:40]}?", "limit": 9}) + "\n" for line in text[:100]
     )

@@ -19,7 +19,7 @@ from maxstack.schema.mesh import AXES, RULES
 FILES = sorted(
     path
     for path in presets_dir().rglob("*.yml")
-    if path.name != "defaults.yml" and path.parent.name != "clusters"
+    if path.name != "defaults.yml" and path.parent.name not in ("clusters", "tasks")
 )  # which are no runs
 KINDS = re.compile(r"kind: \w+|placement: \w+|scaling|prefix|per_layer|share_kv")
 WIDE = tiny.model(

@@ -55,6 +55,8 @@ LATER = (
     "maxstack score runs/quickstart-int4",
     "maxstack train runs/quickstart-int4/config.yml",
     "maxstack train planned.yml",
+    "maxstack eval runs/quickstart --tasks pairs,animals.yml --lm-eval",
+    "maxstack train watched.yml",
     "maxstack sample runs/masked-diffusion",
     "maxstack sample runs/dit",
     "maxstack export runs/dit ",
@@ -92,6 +94,7 @@ PAGES = {
     "POSTTRAINING.md": ("maxstack train quickstart",),
     "RL.md": ("maxstack train quickstart",),
     "IMAGES.md": (),
+    "EVALUATION.md": ("maxstack train quickstart",),
     "70B.md": (),
 }
 """Pages whose commands are run one after the other, and what comes before them."""

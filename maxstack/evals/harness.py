@@ -11,7 +11,6 @@ from typing import Any
 import pydantic
 
 from maxstack.config import storage
-from maxstack.config.compose import presets_dir
 from maxstack.errors import ConfigError, shortened
 from maxstack.evals.scoring import Scored
 from maxstack.evals.task import Likelihood, Task
@@ -36,18 +35,19 @@ def evaluate(
     except ImportError as error:
         raise ConfigError(MISSING) from error
     with tempfile.TemporaryDirectory() as made:
-        folders, asked = {made}, []
+        folders, asked, defaults = {made}, [], False
         for name in names:
-            if storage.kind(name) == "file":
+            path = storage.kind(name) == "file"
+            if own := _read_here(name):
+                exported(own, Path(made))
+                last = own[-1]
+                asked.append(last.name if isinstance(last, Task) else last.group)
+            elif path and (found := _NAME.search(storage.read(name))):
                 folders.add(os.path.dirname(os.path.abspath(name)))
-                found = _NAME.search(storage.read(name))
-                asked.append(found[1].decode() if found else name)
-            elif shipped := _shipped(name):
-                exported(shipped, Path(made))
-                asked.append(name)
+                asked.append(found[1].decode())
             else:
                 asked.append(name)
-        defaults = any(storage.kind(name) != "file" and not _shipped(name) for name in names)
+                defaults = True
         manager = TaskManager(include_path=sorted(folders), include_defaults=defaults)
         if unknown := [name for name in asked if not manager.match_tasks([name])]:
             raise ConfigError(f"--lm-eval: the harness knows no task {', '.join(unknown)}")
@@ -69,10 +69,14 @@ def evaluate(
     return {name: _plain(metrics) for name, metrics in found["results"].items()}
 
 
-def _shipped(name: str) -> list[Task | GroupConfig]:
-    """The tasks of a shipped name, and its group; none where it is no such name."""
-    shipped = presets_dir() / "tasks" / f"{name}.yml"
-    return open_tasks([name]) if shipped.is_file() else []
+def _read_here(name: str) -> list[Task | GroupConfig]:
+    """The tasks of a name, where it is a shipped one or a file of the subset that is read here."""
+    try:
+        return open_tasks([name])
+    except ConfigError:
+        if storage.kind(name) == "file" and not name.endswith(".yaml"):
+            raise  # the harness reads no file of another name
+        return []
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, float]:

@@ -19,7 +19,7 @@ MOST = 240
 """Bytes of both together at most: a row of quickstart.yml holds 256."""
 KEYWORDS = ("self", "return", "None", "def", "not", "in", "if", "for", "else")
 CHOICES = 4
-"""Lines to choose the next one from."""
+"""Words to choose the next one from."""
 
 Line = tuple[str, str]
 """The lines before it, and itself."""
@@ -28,15 +28,15 @@ Line = tuple[str, str]
 def documents(kind: str, count: int = 50, seed: int = 0) -> list[dict[str, Any]]:
     """`count` questions: `context`, `choices` and the number of the `right` one. ConfigError for a
     kind that there is not, and where the held-out files do not give as many."""
-    if kind not in (*CHANGES, "next_line"):
+    if kind not in (*CHANGES, "next_word"):
         raise ConfigError(
             f"dataset_name: {kind}: no such documents; there are "
-            f"{', '.join((*CHANGES, 'next_line'))}"
+            f"{', '.join((*CHANGES, 'next_word'))}"
         )
     rng = random.Random(f"{seed} {kind}")
     lines = list(_lines())
     rng.shuffle(lines)
-    made = _next_lines(lines, rng) if kind == "next_line" else _pairs(lines, CHANGES[kind], rng)
+    made = _next_words(lines, rng) if kind == "next_word" else _pairs(lines, CHANGES[kind], rng)
     questions = [question for question, _ in zip(made, range(count), strict=False)]
     if len(questions) < count:
         raise ConfigError(
@@ -66,19 +66,27 @@ def _pairs(
 ) -> Iterator[dict[str, Any]]:
     for context, line in lines:
         if (wrong := change(line, rng)) and wrong != line:
-            yield _question(context, line, [wrong], rng)
+            yield _question(context, f"{line}\n", [f"{wrong}\n"], rng)
 
 
-def _next_lines(lines: list[Line], rng: random.Random) -> Iterator[dict[str, Any]]:
+def _next_words(lines: list[Line], rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Which word goes on a line; the others go on other lines."""
+    begun = []
     for context, line in lines:
-        others = [other for _, other in rng.sample(lines, CHOICES) if other != line]
-        if len(others) >= CHOICES - 1:
-            yield _question(context, line, others[: CHOICES - 1], rng)
+        if words := [*re.finditer(r"(?<=\S) \S+", line)]:
+            word = rng.choice(words)
+            end = "\n" if word.end() == len(line) else ""
+            begun.append((context + line[: word.start()], word[0] + end))
+    for context, word in begun:
+        others = dict.fromkeys(other for _, other in rng.sample(begun, 2 * CHOICES))
+        wrong = [other for other in others if other != word][: CHOICES - 1]
+        if len(wrong) == CHOICES - 1:
+            yield _question(context, word, wrong, rng)
 
 
-def _question(context: str, line: str, wrong: list[str], rng: random.Random) -> dict[str, Any]:
+def _question(context: str, text: str, wrong: list[str], rng: random.Random) -> dict[str, Any]:
     right = rng.randrange(len(wrong) + 1)
-    choices = [f"{each}\n" for each in (*wrong[:right], line, *wrong[right:])]
+    choices = [*wrong[:right], text, *wrong[right:]]
     return {"context": context, "choices": choices, "right": right}
 
 

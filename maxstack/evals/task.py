@@ -58,8 +58,8 @@ class Task:
     cfg: TaskConfig
     documents: Sequence[Document]
     examples: Sequence[Document]
-    files: tuple[str, ...]
-    """The files that its documents were read from."""
+    files: Mapping[str, list[str]]
+    """By split, the files that its documents were read from."""
 
     @property
     def name(self) -> str:

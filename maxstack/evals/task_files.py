@@ -60,15 +60,15 @@ def _task(cfg: TaskConfig, folder: str) -> Task:
 
     documents = split(cfg.split, "test_split" if cfg.test_split else "validation_split")
     if not documents:
-        raise DataError(f"task {cfg.task}: {', '.join(files)}: no document in it")
+        raise DataError(f"task {cfg.task}: {', '.join(files[cfg.split])}: no document in it")
     examples: Sequence[Document] = cfg.fewshot_config.samples or ()
     if cfg.num_fewshot and cfg.examples and cfg.examples != "samples":
         examples = split(cfg.examples, "fewshot_split")
     return Task(cfg, documents, examples, files)
 
 
-def _splits(cfg: TaskConfig, folder: str) -> tuple[dict[str, list[Document]], tuple[str, ...]]:
-    """Documents by split, and the files that they lie in."""
+def _splits(cfg: TaskConfig, folder: str) -> tuple[dict[str, list[Document]], dict[str, list[str]]]:
+    """Documents by split, and the files that they lie in by split."""
     given = dict(cfg.dataset_kwargs)
     if cfg.dataset_path == GENERATED:
         from maxstack.evals import minimal_pairs
@@ -80,7 +80,7 @@ def _splits(cfg: TaskConfig, folder: str) -> tuple[dict[str, list[Document]], tu
                 f"task {cfg.task}: dataset_kwargs: {', '.join(given)}; maxstack's documents take "
                 "count and seed"
             ) from error
-        return {cfg.split: [*made]}, ()
+        return {cfg.split: [*made]}, {}
     named = given.pop("data_files", None)
     if named is None or given:
         more = f" {', '.join(given)} is not read;" if given else ""
@@ -100,7 +100,7 @@ def _splits(cfg: TaskConfig, folder: str) -> tuple[dict[str, list[Document]], tu
         split: [document for path in paths for document in _read(cfg, path)]
         for split, paths in files.items()
     }
-    return documents, tuple(path for paths in files.values() for path in paths)
+    return documents, files
 
 
 def _found(cfg: TaskConfig, path: str, folder: str) -> str:
@@ -129,19 +129,25 @@ def _read(cfg: TaskConfig, path: str) -> list[Document]:
     return rows
 
 
+def _absolute(path: str) -> str:
+    return path if storage.is_url(path) else os.path.abspath(path)
+
+
 def exported(parts: Sequence[Task | GroupConfig], folder: Path) -> None:
-    """Write tasks and groups as files NAME.yaml that lm-evaluation-harness reads, and documents
-    that maxstack makes as JSON lines beside them."""
+    """Write tasks and groups as files NAME.yaml that lm-evaluation-harness reads from any folder,
+    and documents that maxstack makes as JSON lines beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         if isinstance(part, GroupConfig):
             name, fields = part.group, part.model_dump(mode="json", exclude_unset=True)
         else:
             name, fields = part.name, part.cfg.model_dump(mode="json", exclude_unset=True)
+            files = {split: [*map(_absolute, paths)] for split, paths in part.files.items()}
             if part.cfg.dataset_path == GENERATED:
                 rows = folder / f"{name}.jsonl"
                 rows.write_text("".join(json.dumps(each) + "\n" for each in part.documents))
-                files = {"data_files": {part.cfg.split: str(rows)}}
-                fields |= {"dataset_path": "json", "dataset_kwargs": files}
+                files = {part.cfg.split: [str(rows)]}
+                fields["dataset_path"] = "json"
                 del fields["dataset_name"]
+            fields["dataset_kwargs"] = {"data_files": files}
         (folder / f"{name}.yaml").write_text(config.dump(fields))

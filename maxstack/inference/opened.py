@@ -1,11 +1,12 @@
 """A trained model opened for use: a run, one of its checkpoints, or a Hugging Face folder."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack import sharding
-from maxstack.config import storage
+from maxstack.config import Fault, storage
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
 from maxstack.load import check_no_run_beside, described, load, model_of_folder
@@ -15,6 +16,11 @@ from maxstack.state import flat, tree
 if TYPE_CHECKING:
     from maxstack.run import Run
     from maxstack.schema.config import Config
+
+
+log = logging.getLogger(__name__)
+PLACED = (["mesh.fsdp=-1"], ["mesh.fsdp=-1", "mesh.rules.vocab=null"], ["mesh.data=-1"])
+"""Arrangements of all devices, the first that fits a model's sizes."""
 
 
 def adapted_run(run: "Run", folder: str) -> "Run":
@@ -60,14 +66,29 @@ def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
 
 
 def assembled(model: str, overrides: Sequence[str]) -> tuple["Run", Path | None]:
-    """The run of a model over all devices, and its folder, None for a Hugging Face folder."""
-    placed = [f"mesh.{axis}=1" for axis in AXES]
-    cfg, own = config_of(model, ["run.virtual_devices=null", *placed, "mesh.fsdp=-1", *overrides])
+    """The run of a model over all devices, and its folder, None for a Hugging Face folder: its
+    weights in shards, but for what the devices do not divide. ConfigError where the overrides say
+    otherwise, and that does not fit."""
     import jax
 
     from maxstack.run import assemble
+    from maxstack.schema import rules
 
-    return assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False), own
+    faults: list[Fault] = []
+    alone = [f"mesh.{axis}=1" for axis in AXES]
+    for more in PLACED:
+        placed = ["run.virtual_devices=null", *alone, *more, *overrides]
+        cfg, own = config_of(model, placed)
+        mesh = sharding.make_mesh(cfg.mesh, jax.devices())
+        wrong = [
+            each for each in rules.device_faults(cfg, mesh.size) if each[0].startswith("model")
+        ]
+        if not wrong:
+            if faults:
+                log.warning("%s: so %s", faults[0][1].partition(";")[0], " ".join(more))
+            return assemble(cfg, mesh, trains=False), own
+        faults = faults or wrong
+    raise ConfigError("\n".join(f"{key}: {message}" for key, message in faults))
 
 
 def read_weights(model: str, run: "Run", own: Path | None, average: bool = False) -> Any:

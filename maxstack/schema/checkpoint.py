@@ -42,8 +42,8 @@ class CheckpointConfig(Section):
     keep_every: PositiveInt | None = None
     """Checkpoints at multiples of this step stay for good; null: none."""
     keep_best: NonNegativeInt | str | dict[str, PositiveInt] = 0
-    """Checkpoints that stay for the evaluation of their step: so many with the lowest eval_loss; or the best by
-    a metric, as in tasks/pairs/acc; or so many by each of several, as in {eval_loss: 2,
+    """Checkpoints that stay for the evaluation of their step: so many with the lowest eval_loss; or
+    the best by a metric, as in tasks/pairs/acc; or so many by each of several, as in {eval_loss: 2,
     tasks/pairs/acc: 1}. A sign says which way is better where the name does not: -eval_x."""
     on_failure: Literal["continue", "stop"] = "continue"
     """Consequence of a save that fails, for want of room or a lost disk: it is logged and the run

@@ -3,7 +3,7 @@
 import re
 
 _WORSE = re.compile(r"loss|perplexity|bits_per_byte|_kl$|^kl$")
-_BETTER = re.compile(r"^(acc|exact_match|centered|top\d|reward|margin|agreement|goodput)")
+_BETTER = re.compile(r"acc|exact_match|centered|top\d|reward|margin|agreement|goodput")
 
 
 def direction(metric: str) -> int:
@@ -14,7 +14,7 @@ def direction(metric: str) -> int:
     name = metric.rpartition("/")[2].removeprefix("eval_").partition(",")[0]
     if metric.startswith(("eval_reward/", "reward/")):
         return 1
-    return -1 if _WORSE.search(name) else int(bool(_BETTER.match(name)))
+    return -1 if _WORSE.search(name) else int(bool(_BETTER.search(name)))
 
 
 def direction_fault(metric: str) -> str | None:

@@ -144,10 +144,11 @@ def _evaluation(cfg: "Config") -> Iterator[Fault]:
             f"keep_best={cfg.checkpoint.keep_best} needs evaluations, but eval.every "
             "is 0; give it a number of steps",
         )
-    needing = {"eval.tasks": cfg.eval.tasks, "train.stop_early": cfg.train.stop_early}
-    for key, value in needing.items():
-        if value:
-            yield key, "is of evaluations, but eval.every is 0; give it a number of steps"
+    if cfg.train.stop_early:
+        yield (
+            "train.stop_early",
+            "is decided by evaluations, but eval.every is 0; give it a number of steps",
+        )
 
 
 def _folder(cfg: "Config") -> Iterator[Fault]:

@@ -126,7 +126,7 @@ class TaskConfig(Section):
     """json: files of dataset_kwargs.data_files; maxstack: documents that dataset_name names, made
     of the standard library's files that quickstart.yml holds out."""
     dataset_name: str | None = None
-    """Of maxstack: letters, keywords, brackets, indentation or next_line."""
+    """Of maxstack: letters, keywords, brackets, indentation or next_word."""
     dataset_kwargs: dict[str, Any] = {}
     """Of json: data_files, a path, several, or a mapping of splits to them; JSON lines or a list,
     found from the current folder or beside the task's file. Of maxstack: count and seed."""

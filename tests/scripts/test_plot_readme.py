@@ -43,6 +43,7 @@ def test_the_pictures_are_up_to_date_and_readme_shows_them(plot):
     assert plot("--check") == 0
     for name in ("loss", "plan"):
         assert f"(docs/pictures/{name}.svg)" in (ROOT / "README.md").read_text()
+    assert "(pictures/tasks.svg)" in (ROOT / "docs" / "EVALUATION.md").read_text()
 
 
 def test_new_metrics_make_a_new_curve(plot, tmp_path):
@@ -53,6 +54,14 @@ def test_new_metrics_make_a_new_curve(plot, tmp_path):
     found = json.loads((tmp_path / "pictures" / "loss.json").read_text())
     assert found["training"] == [[10, 11.0], [20, 31.0], [30, 51.0]]
     assert found["held_out"] == [[30, 1.5]]
+
+
+def test_tasks_are_drawn_by_step(plot, tmp_path):
+    rows = [{"step": n, "tasks_seconds": 1, "tasks/a/acc": n / 9, "tasks/a/x": 1} for n in (0, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plot("--tasks", tmp_path / "metrics.jsonl") == 0 and plot("--check") == 0
+    found = json.loads((tmp_path / "pictures" / "tasks.json").read_text())
+    assert found == {"a": [[0, 0.0], [9, 1.0]]}
 
 
 def test_a_changed_screen_is_drawn_line_by_line(plot, tmp_path):

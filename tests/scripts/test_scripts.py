@@ -24,6 +24,7 @@ from flags import flags
 from served import make
 
 from maxstack.data import people
+from maxstack.evals import task_files
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -193,6 +194,14 @@ def test_recipes_of_post_training_are_measured_from_a_run_on(tmp_path):
     )
     rows = dict(re.findall(r"^\| (\w+) \|(.*)\|$", said, re.M))
     assert {"quickstart", "sft", "dpo"} <= rows.keys()
+
+
+def test_tasks_that_ship_are_written_as_files_that_are_read(tmp_path):
+    process("make_tasks.py", "--out", tmp_path / "tasks")
+    written = task_files.open_tasks([f"{tmp_path}/tasks/pairs.yaml"])
+    shipped = task_files.open_tasks(["pairs"])
+    assert [part.questions for part in written[:-1]] == [part.questions for part in shipped[:-1]]
+    assert written[-1] == shipped[-1]
 
 
 def test_made_up_people_are_records_of_every_kind(tmp_path):

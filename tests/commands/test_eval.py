@@ -1,0 +1,136 @@
+"""`maxstack eval`: runs, checkpoints and model folders; by tasks and by a run's own objective."""
+
+import json
+
+import asked
+import pytest
+import tiny
+from served import make
+
+from maxstack import cli, train
+from maxstack.config import dump
+
+ONE = "mesh.fsdp=1", "mesh.data=1"
+
+
+def trained(folder, cfg, name, *words):
+    """A short run, in this process; its folder."""
+    path = folder / f"{name}.yml"
+    path.write_text(dump(cfg))
+    where = f"run.output_dir={folder}", f"run.name={name}", "run.tensorboard=false"
+    more = "run.compilation_cache=null", "checkpoint.every=2", "train.steps=4", *words
+    assert cli.run(train.main, [str(path), *where, *more]) == 0
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with tasks, the folder with them and their names."""
+    folder = tmp_path_factory.mktemp("run")
+    names = asked.write_tasks(folder)
+    text = {"kind": "text", "files": ["{stdlib}/[a-f]*.py"], "holdout": 0.2}
+    cfg = tiny.config(
+        data=asked.DATA | {"sources": [text]}, eval={"every": 2, "steps": 2, "tasks": names}
+    )
+    return trained(folder, cfg, "run"), names
+
+
+def figures(capsys, *words):
+    assert cli.main(["eval", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_and_its_checkpoints_have_the_figures_that_training_wrote(run, tmp_path, capsys):
+    folder, _ = run
+    rows = {}
+    for row in tiny.metrics(folder):
+        rows.setdefault(row["step"], {}).update(row)
+    for model, step in ((folder, 4), (folder / "checkpoints" / "2", 2)):
+        out = figures(capsys, model, "--json", tmp_path / "figures.json")
+        found = json.loads((tmp_path / "figures.json").read_text())["figures"]
+        assert "eval_bits_per_byte" in out and "tasks/rolling/bits_per_byte" in out
+        timed = {name for name in found if name.endswith("seconds")}
+        for name in found.keys() - timed:
+            assert found[name] == pytest.approx(rows[step][name], rel=2e-4), name
+
+
+def test_tasks_are_asked_of_a_run_and_every_answer_is_written(run, tmp_path, capsys):
+    folder, names = run
+    files = "--out", tmp_path / "answers.jsonl", "--json", tmp_path / "figures.json"
+    out = figures(capsys, folder, "--tasks", ",".join(names), "--limit", 3, *files)
+    found = json.loads((tmp_path / "figures.json").read_text())
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 3 * len(names) and found["questions"] == dict.fromkeys(asked.TASKS, 3)
+    own = [each for each in answers if each["task"] == "choice"]
+    assert found["tasks"]["choice"]["acc"] == sum(each["acc"] for each in own) / 3
+    assert all(len(each["answer"]) == 3 and each["right"] for each in own)
+    assert "rolling" in out and "±" in out and "centered" in out
+
+
+def test_a_model_folder_is_asked_by_its_own_tokenizer(run, tmp_path, capsys):
+    _, names = run
+    choice = next(name for name in names if name.endswith("choice.yaml"))
+    model = make(tmp_path / "model")
+    out = figures(capsys, model, "--tasks", choice, "--limit", 2, "--length", 256)
+    assert "acc_norm" in out and "lose their beginning" not in out
+    out = figures(capsys, model, "--tasks", choice, "--limit", 2, "--length", 8)
+    assert "task choice: 6 requests have more than 8 tokens, and lose their beginning" in out
+
+
+def test_what_cannot_be_evaluated_says_why(run, tmp_path, capsys):
+    folder, names = run
+    model = make(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    for words, says in (
+        ([model], "is no run, so it names no held-out data; give --tasks"),
+        ([folder, "--limit", "3"], "--limit: of tasks; name some by --tasks"),
+        ([folder, "--tasks", "pairz"], "pairs"),
+        ([folder, "--tasks", names[0], "--num-fewshot", "2"], "--num-fewshot: with --lm-eval"),
+        ([folder, "--tasks", names[0], "--out", "/no/such/file"], "--out /no/such/file"),
+        ([model, "--tasks", names[0]], "tokenizer"),
+        ([tmp_path / "none", "--tasks", names[0]], "none"),
+    ):
+        assert cli.main(["eval", *map(str, words)]) in (1, 2)
+        said = capsys.readouterr().err
+        assert says in said and "Traceback" not in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("objective", "figure"),
+    [
+        ({"kind": "preference"}, "eval_rewards_accuracies"),
+        ({"kind": "reward"}, "eval_accuracy"),
+        ({"kind": "masked_diffusion"}, "eval_hidden_accuracy"),
+        ({"kind": "policy_gradient"}, "eval_reward/exact"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_objectives_are_evaluated_by_their_own_figures(tmp_path, capsys, objective, figure):
+    evaluation = {"every": 4, "steps": 2}
+    kind = objective["kind"]
+    source = {"kind": "function", "documents": 64, "holdout": 0.25}
+    source |= {"call": "maxstack.data.people:pairs", "record": {"kind": "pairs"}}
+    data = {"tokenizer": {"kind": "bytes"}, "template": "plain", "packing": "fit", "seq_len": 96}
+    if kind == "policy_gradient":
+        cfg = tiny.with_rollouts(eval=evaluation)
+    elif kind == "masked_diffusion":
+        text = {"kind": "text", "files": ["{stdlib}/[a-f]*.py"], "holdout": 0.2}
+        data = asked.DATA | {"sources": [text]}
+        model = tiny.model()
+        for block in model["blocks"].values():
+            block["mixer"] = block["mixer"] | {"causal": False}
+        cfg = tiny.config(objective=objective, data=data, eval=evaluation, model=model)
+    else:
+        cfg = tiny.config(
+            objective=objective,
+            data=data | {"sources": [source]},
+            eval=evaluation,
+            model=tiny.model(head={"scores": kind == "reward"}),
+        )
+    folder = trained(tmp_path, cfg, "other")
+    out = figures(capsys, folder)
+    assert figure in out
+    wanted = next(row[figure] for row in tiny.metrics(folder)[::-1] if figure in row)
+    line = next(line for line in out.splitlines() if line.split()[:1] == [figure])
+    assert float(line.split()[1]) == pytest.approx(wanted, rel=1e-3, abs=1e-4)
