@@ -84,7 +84,7 @@ def _by_tasks(args: Namespace) -> None:
         raise ConfigError("--num-fewshot: with --lm-eval; a task's file says num_fewshot itself")
     if args.out and args.lm_eval:
         raise ConfigError("--out: is of tasks that are asked without --lm-eval")
-    from maxstack.evals.opened import ask
+    from maxstack.evals.opened import ask, check_finite
     from maxstack.evals.task_files import open_tasks
 
     opened = [] if args.lm_eval else open_tasks(names)
@@ -103,6 +103,7 @@ def _by_tasks(args: Namespace) -> None:
         found = evaluate(tasks, params, names, args.limit, args.num_fewshot)
     else:
         found, records = tasks.results(params, progress=True)
+        check_finite(tasks.run, records)
         if args.out:
             write("--out", args.out, "".join(json.dumps(each) + "\n" for each in records))
     _print(found)

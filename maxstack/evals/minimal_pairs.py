@@ -77,11 +77,11 @@ def _next_words(lines: list[Line], rng: random.Random) -> Iterator[dict[str, Any
             word = rng.choice(words)
             end = "\n" if word.end() == len(line) else ""
             begun.append((context + line[: word.start()], word[0] + end))
-    for context, word in begun:
+    for context, right in begun:
         others = dict.fromkeys(other for _, other in rng.sample(begun, 2 * CHOICES))
-        wrong = [other for other in others if other != word][: CHOICES - 1]
+        wrong = [other for other in others if other != right][: CHOICES - 1]
         if len(wrong) == CHOICES - 1:
-            yield _question(context, word, wrong, rng)
+            yield _question(context, right, wrong, rng)
 
 
 def _question(context: str, text: str, wrong: list[str], rng: random.Random) -> dict[str, Any]:

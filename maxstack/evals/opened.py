@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from maxstack.errors import ConfigError
+import numpy as np
+
+from maxstack.errors import ConfigError, DataError
 from maxstack.evals.task import Task
 from maxstack.evals.tasks import Tasks
 from maxstack.inference.opened import assembled, read_weights
@@ -42,6 +44,19 @@ def ask(
     length = length or (run.cfg.data.seq_len if own else min(most, USUAL))
     tasks = Tasks(run, opened, batch_size, length, ends, limit)
     return tasks, read_weights(model, run, own, averaged(run))
+
+
+def check_finite(run: "Run", records: Sequence[dict[str, Any]]) -> None:
+    """DataError where a log-probability is NaN, unless weights that are not finite are allowed."""
+    answers = [(each, np.asarray(each["answer"])) for each in records]
+    odd = [each for each, found in answers if found.dtype.kind == "f" and np.isnan(found).any()]
+    if odd and not run.cfg.checkpoint.allow_nonfinite:
+        raise DataError(
+            f"{len(odd)} of {len(records)} questions have log-probabilities that are NaN, the "
+            f"first is document {odd[0]['document']} of task {odd[0]['task']}; the weights are "
+            "damaged, or too large for model.dtype: try model.dtype=float32, or take it as it is "
+            "with --allow-nonfinite"
+        )
 
 
 def averaged(run: "Run") -> bool:

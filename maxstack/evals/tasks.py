@@ -42,12 +42,13 @@ class Tasks:
         `limit`: questions of each task at most. ConfigError where the model gives no token a
         probability; DataError for a document that does not fit its task."""
         check_can_be_asked(run)
+        self.run = run
         self.tasks = [part for part in opened if isinstance(part, Task)]
         self._groups = [part for part in opened if isinstance(part, GroupConfig)]
         self.questions = {task.name: task.questions[:limit] for task in self.tasks}
         self.texts = Texts(run.cfg.data.tokenizer)
         self.scorer = Scorer(run, batch_size, length)
-        self._made = run, self.texts, AT_ONCE, length, stop_tokens
+        self._answers = AT_ONCE, length, stop_tokens
         if any(task.cfg.output_type == "generate_until" for task in self.tasks):
             _ = self.generator
         self.requests = {task.name: [*self._asked(task)] for task in self.tasks}
@@ -55,7 +56,7 @@ class Tasks:
     @functools.cached_property
     def generator(self) -> Generator:
         """What writes answers. ConfigError where the run has several processes."""
-        return Generator(*self._made)
+        return Generator(self.run, self.texts, *self._answers)
 
     def _asked(self, task: Task) -> Iterator[list[Scored]]:
         """What is scored of each question."""

@@ -3,12 +3,15 @@
 import json
 
 import asked
+import jax
+import numpy as np
 import pytest
 import tiny
 from served import make
 
 from maxstack import cli, train
 from maxstack.config import dump
+from maxstack.inference.opened import read_weights
 
 ONE = "mesh.fsdp=1", "mesh.data=1"
 
@@ -93,6 +96,18 @@ def test_what_cannot_be_evaluated_says_why(run, tmp_path, capsys):
         assert cli.main(["eval", *map(str, words)]) in (1, 2)
         said = capsys.readouterr().err
         assert says in said and "Traceback" not in said, said
+
+
+def test_weights_that_are_not_finite_are_no_model(run, capsys, monkeypatch):
+    folder, names = run
+    monkeypatch.setattr(
+        "maxstack.evals.opened.read_weights",
+        lambda *args: jax.tree.map(lambda leaf: leaf * np.nan, read_weights(*args)),
+    )
+    words = ["eval", str(folder), "--tasks", names[0], "--limit", "2"]
+    assert cli.main(words) == 2
+    assert "2 of 2 questions have log-probabilities that are NaN" in capsys.readouterr().err
+    assert cli.main([*words, "--allow-nonfinite"]) == 0
 
 
 @pytest.mark.slow
