@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from maxstack.plan.hlo import Instruction, Program
+from maxstack.plan.hlo import Instruction, Program, within
 
 KINDS = (
     "all-gather",
@@ -70,7 +70,7 @@ class Collective:
 def collectives(
     program: Program, mesh: Mapping[str, int], without: Sequence[str] = ()
 ) -> list[Collective]:
-    """Every collective that leaves the device, but those with one of `without` in their op_name.
+    """Every collective that leaves the device, but those within one of the scopes `without`.
     `mesh`: axis -> size; devices are numbered row-major over its axes, as in `jax.sharding.Mesh`.
 
     An all-reduce of a TPU fusion that keeps only this device's piece is a reduce-scatter. A ragged
@@ -85,10 +85,7 @@ def collectives(
     return [
         row
         for row in rows
-        if row.axes
-        and row.size > 1
-        and row.payload
-        and not any(scope in row.op_name for scope in without)
+        if row.axes and row.size > 1 and row.payload and not within(row.op_name, without)
     ]
 
 
