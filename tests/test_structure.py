@@ -35,7 +35,7 @@ LEVELS = (
     ("startup",),
     ("rollouts",),
     ("inference", "evals", "checks"),
-    ("starting_weights",),
+    ("starting_weights", "profile"),
     ("meter", "plan"),
     ("run",),
     ("weights.placed", "step"),

@@ -65,6 +65,8 @@ class Collective:
     between_slices: bool = False
     """libtpu sends it over the data-centre network; the others of a multi-slice TPU program stay
     within a slice."""
+    instruction: str = ""
+    """Name of the instruction that begins it."""
 
 
 def collectives(
@@ -126,6 +128,7 @@ def _collective(program: Program, instruction: Instruction, mesh: Mapping[str, i
         sent=times * sent(kind, payload, size),
         op_name=_scope(instruction),
         name=instruction.attribute("_xla_host_transfer_rendezvous") or instruction.name,
+        instruction=instruction.name,
         between_slices=between_slices,
     )
 
