@@ -196,7 +196,7 @@ class Program:
 
 def within(op_name: str, scopes: Iterable[str]) -> bool:
     """True where jax's scopes of an operation, `a/jvp(b)/c`, hold one of `scopes` whole."""
-    return not {*scopes}.isdisjoint(re.split(r"[/()]", op_name))
+    return not {*scopes}.isdisjoint(re.split(r"[/():]", op_name))
 
 
 @functools.lru_cache(maxsize=65536)

@@ -398,6 +398,11 @@ def _metrics(path: Path) -> Iterator[Mapping[str, Any]]:
 def _remarks(facts: saved.Facts, spent: _Spent, chip: Chip | None) -> Iterator[str]:
     if chip is None:
         yield f"chips.yml has no {facts.device_kind}, so there are no bounds and no MFU"
+    if facts.device_kind == "cpu" and facts.devices > 1:
+        yield (
+            "CPU devices of one machine share its cores: the time of an operation holds what it "
+            "waits for one"
+        )
     named = spent.mean(row.own for row in spent.rows if row.origin.layer)
     if named < spent.busy / 2:
         yield (

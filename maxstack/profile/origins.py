@@ -3,6 +3,7 @@ metadata of the program's text says."""
 
 import dataclasses
 import functools
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -13,7 +14,7 @@ from maxstack.profile import timeline
 DIRECTIONS = ("forward", "backward", "recomputed", "optimizer", "other")
 """In which pass of the step an operation runs; `recomputed` is the forward pass again, within the
 backward pass, for remat."""
-OPTIMIZER = "optimizer"
+OPTIMIZER, SEVERAL = "optimizer", "(several layers)"
 CONTAINERS = {*CALLS} - {*WRAPPERS}
 STRUCTURE = re.compile(
     r"(jit|pjit)\(.*|closed_call|checkpoint|rematted_computation|remat\d*|while|body|cond|scan|"
@@ -114,23 +115,40 @@ def _two(sources: Iterable[str]) -> Iterator[str]:
 
 
 def layer_of(op_name: str) -> str:
-    """The named scopes in an op_name, outermost first, without what jax adds by itself."""
+    """The named scopes in an op_name, outermost first and each once, without what jax adds by
+    itself; of operations that XLA merged the scopes that all share, or SEVERAL."""
+    all_scopes = [_scopes(name) for name in merged(op_name)]
+    first, *others = [scopes for scopes in all_scopes if scopes] or [[]]
+    if not all(scopes[:1] == first[:1] for scopes in others):
+        return SEVERAL
+    return "/".join(os.path.commonprefix([first, *others]))
+
+
+def direction_of(op_name: str) -> str:
+    """One of DIRECTIONS; of operations that XLA merged that of the first."""
+    layer, first = layer_of(op_name), merged(op_name)[0]
+    if layer.partition("/")[0] == OPTIMIZER:
+        return "optimizer"
+    if "rematted_computation" in first:
+        return "recomputed"
+    if "transpose(" in first:
+        return "backward"
+    return "forward" if layer or "jvp(" in first else "other"
+
+
+def merged(op_name: str) -> list[str]:
+    """The op_names of the operations that XLA made one of, which it writes as a/(b/c:d)."""
+    shared, bracket, rest = f"/{op_name}".partition("/(")
+    if not bracket or not rest.endswith(")"):
+        return [op_name]
+    return [f"{shared}/{each}"[1:] for each in rest[:-1].split(":")]
+
+
+def _scopes(op_name: str) -> list[str]:
     scopes: list[str] = []
     for part in op_name.split("/")[:-1]:
         while wrapped := _TRANSFORM.fullmatch(part):
             part = wrapped[1]
         if part and not STRUCTURE.fullmatch(part):
             scopes.append(part)
-    return "/".join(scopes)
-
-
-def direction_of(op_name: str) -> str:
-    """One of DIRECTIONS."""
-    layer = layer_of(op_name)
-    if layer.partition("/")[0] == OPTIMIZER:
-        return "optimizer"
-    if "rematted_computation" in op_name:
-        return "recomputed"
-    if "transpose(" in op_name:
-        return "backward"
-    return "forward" if layer or "jvp(" in op_name else "other"
+    return [*dict.fromkeys(scopes)]

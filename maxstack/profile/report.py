@@ -138,7 +138,7 @@ def _operations(profile: Summary) -> Iterator[str]:
             f"{row.times:,.0f}",
             *_speeds(row),
             *([_of_bound(row)] if bounded else []),
-            " ".join(filter(None, (row.layer, row.direction))),
+            " ".join(dict.fromkeys(filter(None, (row.layer, row.direction)))),
         )
         for row in profile.operations[:SHOWN]
     ]
