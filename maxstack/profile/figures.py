@@ -94,7 +94,8 @@ class Summary:
     platform: str
     device_kind: str
     devices: int
-    """Devices in this trace, of those of `processes` processes."""
+    """Devices in this trace, which are those of `process`, of `processes`."""
+    process: int
     processes: int
     unproven: bool
     """True where traces of this platform were read by their documented form alone."""
@@ -165,6 +166,7 @@ def summary(run: Path, trace: int | None = None, process: int = 0) -> Summary:
         platform=recorded.platform,
         device_kind=facts.device_kind,
         devices=len({run.device for run in steps.runs}),
+        process=process,
         processes=facts.processes,
         unproven=recorded.platform != "cpu",
         step_seconds=seconds,

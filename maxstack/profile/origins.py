@@ -133,7 +133,7 @@ def direction_of(op_name: str) -> str:
         return "recomputed"
     if "transpose(" in first:
         return "backward"
-    return "forward" if layer or "jvp(" in first else "other"
+    return "forward" if "/" in first and (layer or "jvp(" in first) else "other"
 
 
 def merged(op_name: str) -> list[str]:
@@ -145,10 +145,15 @@ def merged(op_name: str) -> list[str]:
 
 
 def _scopes(op_name: str) -> list[str]:
+    """The scopes of one operation; of what only copies an argument, the tree that it is in."""
+    if "/" not in op_name:
+        return [op_name.partition("[")[0]] if "[" in op_name else []
     scopes: list[str] = []
     for part in op_name.split("/")[:-1]:
         while wrapped := _TRANSFORM.fullmatch(part):
             part = wrapped[1]
         if part and not STRUCTURE.fullmatch(part):
+            # model.blocks says nothing around model.blocks.block.mlp
+            scopes = [scope for scope in scopes if not part.startswith(f"{scope}.")]
             scopes.append(part)
     return [*dict.fromkeys(scopes)]

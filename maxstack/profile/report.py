@@ -54,7 +54,7 @@ def _ms(seconds: float) -> str:
 def _title(profile: Summary) -> str:
     first, last = profile.steps[0], profile.steps[-1]
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    of = f", process 0 of {profile.processes}" if profile.processes > 1 else ""
+    of = f", process {profile.process} of {profile.processes}" if profile.processes > 1 else ""
     return f"{profile.run}, {steps}, {profile.devices} x {profile.device_kind}{of}"
 
 

@@ -93,19 +93,20 @@ def _program(events: Iterable[Event], known: Collection[str]) -> Program:
 
 def _runs(events: list[Event], places: dict[str, int]) -> dict[int, list[Event]]:
     """Runs of a program on one device by number. Where the trace does not number them, a run begins
-    where the entry begins anew, and the last is 0, the one before it -1."""
+    with the first instruction of the entry that is in the trace, and the last is 0, the one before
+    it -1."""
     runs: dict[int, list[Event]] = collections.defaultdict(list)
     if all(event.run is not None for event in events):
         for event in events:
             runs[event.run or 0].append(event)
         return runs
-    events, number, furthest = sorted(events, key=lambda event: event.begin), 0, 0
-    for event in events:
-        place = places.get(event.name, furthest)
-        if furthest - place > len(places) / 2:
-            number, furthest = number + 1, place
-        furthest = max(furthest, place)
+    there = {event.name for event in events} & places.keys()
+    first, number, before = min(there, key=places.__getitem__, default=""), 0, ""
+    for event in sorted(events, key=lambda event: event.begin):
+        if event.name == first and before not in ("", first):
+            number += 1
         runs[number].append(event)
+        before = event.name
     return {of - number: run for of, run in runs.items()}
 
 

@@ -1,10 +1,13 @@
 """Traces of a run's steps by jax's profiler, in the run's folder: those that train.profile names,
 and those that are asked for while it runs."""
 
+import collections
 import contextlib
 import dataclasses
 import json
 import math
+import operator
+import statistics
 import threading
 import time
 from pathlib import Path
@@ -24,6 +27,9 @@ EVERY = 1.0
 """Seconds between looks for a request, by a thread: no step waits for a file."""
 AHEAD = 3.0
 """Seconds until the first step of a trace of several processes, so that all hear of it before."""
+FEW = 10
+"""Steps that have begun before several processes take a request: the first ones are dispatched
+faster than they run, and say nothing of the speed."""
 VALUES = 300
 """Values of a block of memory that are kept, the largest."""
 
@@ -42,23 +48,22 @@ class Tracer:
 
     def __init__(self, run: Run, compiled: Any, folder: Path, log: Log):
         self._run, self._compiled, self._folder, self._log = run, compiled, folder, log
-        self._peers, self._step, self._seconds = Peers(), 0, AHEAD
+        self._peers, self._step, self._requests = Peers(), 0, 0
+        self._begins: collections.deque[float] = collections.deque(maxlen=32)
         profile = run.cfg.train.profile
         self._planned = Wanted(profile.start, profile.steps) if profile else None
         self._wanted: Wanted | None = None
         self._taking: Wanted | None = None
         self._ran: list[int] = []
         self._annotation: Any = contextlib.nullcontext()
-        self._begun, self._requests = time.monotonic(), 0
         self._stop = threading.Event()
         self._writing: threading.Thread | None = None
         threading.Thread(target=self._listen, daemon=True, name="trace requests").start()
 
     def before(self, step: int) -> None:
         """Begin a step, and where one is wanted from it on, a trace."""
-        now = time.monotonic()
-        self._seconds, self._begun = min(self._seconds, now - self._begun), now
         self._step = step
+        self._begins.append(time.monotonic())
         for wanted in (self._planned, self._wanted):
             if wanted and wanted.first in (None, step):
                 self._begin(wanted, step)
@@ -198,8 +203,8 @@ class Tracer:
             if trace_requests.signalled():
                 with contextlib.suppress(OSError):
                     trace_requests.ask(self._folder, trace_requests.STEPS)
-            if not self._step:
-                continue  # no step has begun yet
+            if len(self._begins) < (FEW if self._peers.count > 1 else 1):
+                continue
             if self._peers.number:
                 try:
                     self._hear()
@@ -224,7 +229,9 @@ class Tracer:
         assert isinstance(steps, int)
         first = None
         if self._peers.count > 1:
-            first = self._step + 2 + math.ceil(AHEAD / max(self._seconds, 1e-3))
+            begins = [*self._begins]
+            seconds = statistics.median(map(operator.sub, begins[1:], begins))
+            first = self._step + 2 + math.ceil(AHEAD / max(seconds, 1e-3))
             if first > self._run.cfg.train.steps:
                 self._answer(name, "refused", why="the run ends before all processes could begin")
                 return
