@@ -12,8 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from maxstack.config import atomic
-
 FOLDER = "profile"
 """Folder of a run's traces."""
 STEPS = 3
@@ -70,6 +68,8 @@ def answered(run: Path, name: str) -> dict[str, Any]:
 
 
 def _write(path: Path, row: dict[str, Any]) -> None:
+    from maxstack.config import atomic  # it brings pydantic, which no supervisor needs to start
+
     with atomic.writing(path, shared=True) as unfinished:
         unfinished.write_text(json.dumps(row))
 
