@@ -89,22 +89,25 @@ class Tracer:
     def end(self) -> None:
         """End the trace, and write it with what is needed to read it."""
         assert self._taking
-        first, request = self._taking.first, self._taking.request
-        jax.profiler.stop_trace()
-        trace, ran = self._folder / trace_requests.FOLDER / str(first), self._ran
+        taken, ran = self._taking, self._ran
         self._clear()
-        if self._peers.number == 0:
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, RuntimeError) as error:  # a full disk must not end the job
+            self._refuse(taken, f"jax's profiler could not write it: {error}")
+            return
+        if not ran:
+            self._refuse(taken, "all its batches were passed over")
+        elif self._peers.number == 0:
             self.wait()
-            arguments = trace, ran, request
-            self._writing = threading.Thread(target=self._write, args=arguments, name="trace")
+            self._writing = threading.Thread(target=self._write, args=(taken, ran), name="trace")
             self._writing.start()
 
     def drop(self) -> None:
-        """End a trace whose steps are undone, without a word of it in the run's folder."""
+        """End a trace whose steps are undone, without its text in the run's folder."""
         if self._taking:
             jax.profiler.stop_trace()
-            self._answer(self._taking.request, "refused", why="the run went back before its steps")
-            self._log.say("the trace under way is dropped: its steps are undone")
+            self._refuse(self._taking, "the run went back before its steps")
             self._clear()
 
     def wait(self) -> None:
@@ -127,32 +130,39 @@ class Tracer:
         if wanted is self._wanted:
             self._wanted = None
         if self._taking:
-            self._log.say(
-                f"train.profile: no trace begins at step {step}, because one that began at step "
-                f"{self._taking.first} is under way"
-            )
+            self._refuse(wanted, f"one that began at step {self._taking.first} is under way")
             return
         steps = min(wanted.steps, self._run.cfg.train.steps - step + 1)
         self._taking = Wanted(step, steps, wanted.request)
         options = jax.profiler.ProfileOptions()
         options.session_id = saved.session(self._peers.number)
         folder = self._folder / trace_requests.FOLDER / str(step)
-        jax.profiler.start_trace(str(folder), profiler_options=options)
+        try:
+            jax.profiler.start_trace(str(folder), profiler_options=options)
+        except (OSError, RuntimeError) as error:
+            self._clear()
+            self._refuse(wanted, f"jax's profiler does not begin: {error}")
+            return
         self._answer(wanted.request, "tracing", first=step, last=step + steps - 1)
+
+    def _refuse(self, wanted: Wanted, why: str) -> None:
+        """Say that a trace is not there."""
+        self._log.warn(f"no trace from step {wanted.first or self._step} on: {why}")
+        self._answer(wanted.request, "refused", why=why)
 
     def _answer(self, request: str, state: str, **more: Any) -> None:
         if request and self._peers.number == 0:
             trace_requests.answer(self._folder, request, state, **more)
 
-    def _write(self, trace: Path, ran: list[int], request: str) -> None:
+    def _write(self, taken: Wanted, ran: list[int]) -> None:
+        trace = self._folder / trace_requests.FOLDER / str(taken.first)
         try:
             saved.write(trace, self._compiled.as_text(), self._facts(ran))
         except OSError as error:
-            self._log.warn(f"{trace}: {error.strerror}; the trace is there without its text")
-            self._answer(request, "refused", why=f"{trace}: {error.strerror}")
+            self._refuse(taken, f"{trace}: {error.strerror}")
             return
         self._log.say(f"trace of steps {ran[0]} to {ran[-1]}: maxstack profile {self._folder}")
-        self._answer(request, "done", first=int(trace.name))
+        self._answer(taken.request, "done", first=taken.first)
 
     def _facts(self, ran: list[int]) -> saved.Facts:
         run, cfg, stats = self._run, self._run.cfg, self._compiled.memory_analysis()
@@ -201,8 +211,10 @@ class Tracer:
         says from which step on."""
         while not self._stop.wait(EVERY):
             if trace_requests.signalled():
-                with contextlib.suppress(OSError):
+                try:
                     trace_requests.ask(self._folder, trace_requests.STEPS)
+                except OSError as error:
+                    self._log.warn(f"{self._folder}: no trace can be asked for: {error.strerror}")
             if len(self._begins) < (FEW if self._peers.count > 1 else 1):
                 continue
             if self._peers.number:
@@ -223,8 +235,7 @@ class Tracer:
         else:
             why = ""
         if why:
-            self._log.say(f"a trace is asked for, and not taken: {why}")
-            self._answer(name, "refused", why=why)
+            self._refuse(Wanted(None, 0, name), why)
             return
         assert isinstance(steps, int)
         first = None

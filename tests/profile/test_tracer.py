@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import jax
 import processes
 import pytest
 import tiny
@@ -88,7 +89,8 @@ def test_a_trace_of_steps_that_are_undone_is_dropped(tracer, tmp_path):
     tracer.before(3)
     assert tracer.tracing and not tracer.after(3, True)
     tracer.drop()
-    assert not tracer.tracing and "is dropped" in (tmp_path / "run" / "log.txt").read_text()
+    told = (tmp_path / "run" / "log.txt").read_text()
+    assert not tracer.tracing and "the run went back before its steps" in told
     assert saved.traces(tmp_path / "run") == {}
     tracer.before(3)  # and taken when the steps are done again
     assert tracer.tracing
@@ -103,6 +105,21 @@ def test_a_step_that_passes_its_batch_over_is_no_step_of_a_trace(tracer, tmp_pat
     tracer.wait()
     _, facts = saved.read(saved.traces(tmp_path / "run")[3])
     assert facts.steps == [4] and facts.memory["needed"] > 0 and facts.allocations
+
+
+def test_a_profiler_that_fails_does_not_end_the_job(tracer, tmp_path, monkeypatch):
+    stop = jax.profiler.stop_trace
+
+    def fails():
+        stop()
+        raise RuntimeError("no space left")
+
+    tracer.before(3)
+    tracer.after(3, True)
+    monkeypatch.setattr(jax.profiler, "stop_trace", fails)
+    tracer.end()
+    told = (tmp_path / "run" / "log.txt").read_text()
+    assert not tracer.tracing and "could not write it: no space left" in told
 
 
 def test_a_request_waits_until_steps_run_and_may_be_withdrawn(tracer, tmp_path):
