@@ -18,6 +18,10 @@ _DEVICE = re.compile(r"/device:(GPU|TPU):(\d+)")
 _TPU_OP = re.compile(r"%?([\w.-]+)")
 _SKIPPED = ("ThreadpoolListener::", "$")
 """Beginnings of names in a host's threads: of its pools, and calls of Python."""
+HIDDEN = (
+    "on a GPU, XLA's command buffers hide them: xla.flags={xla_gpu_enable_command_buffer: ''} runs "
+    "without"
+)
 STEP = "train step"
 """Name of the annotation of a step, whose number is its `step_num`."""
 
@@ -89,10 +93,7 @@ def read(path: Path) -> Trace:
             of_host = [*_of_host(plane, spans)]
             events += of_host if platform == "cpu" else []
     if not events:
-        raise DataError(
-            f"{path}: no operation of a device is in this trace; on a GPU, XLA's command buffers "
-            "hide them: xla.flags={xla_gpu_enable_command_buffer: ''} runs without"
-        )
+        raise DataError(f"{path}: no operation of a device is in this trace; {HIDDEN}")
     return Trace(platform, events, sorted(spans, key=lambda span: span.begin))
 
 

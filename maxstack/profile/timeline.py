@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 
 from maxstack.errors import DataError
-from maxstack.profile.planes import Event, Program, Trace
+from maxstack.profile.planes import HIDDEN, Event, Program, Trace
 
 OUTER, BESIDE, OWN = range(3)
 """Levels of operations: a loop or call around others; what runs beside the device's work, such as a
@@ -44,7 +44,9 @@ class Timeline:
         return sorted({run.step for run in self.runs})
 
 
-def timeline(trace: Trace, entry: Sequence[str], known: Collection[str], steps: Sequence[int]):
+def timeline(
+    trace: Trace, entry: Sequence[str], known: Collection[str], steps: Sequence[int]
+) -> Timeline:
     """The whole steps among `steps`, the numbers of those that ran while the trace was taken, the
     last of which ended before it did.
 
@@ -87,7 +89,9 @@ def _program(events: Iterable[Event], known: Collection[str]) -> Program:
         if event.name in known and event.program.module:
             spent[event.program] += event.end - event.begin
     if not spent:
-        raise DataError("the trace holds no operation of the step whose text lies beside it")
+        raise DataError(
+            f"the trace holds no operation of the step whose text lies beside it; {HIDDEN}"
+        )
     return max(spent, key=lambda program: spent[program])
 
 

@@ -158,8 +158,8 @@ class Tracer:
         trace = self._folder / trace_requests.FOLDER / str(taken.first)
         try:
             saved.write(trace, self._compiled.as_text(), self._facts(ran))
-        except OSError as error:
-            self._refuse(taken, f"{trace}: {error.strerror}")
+        except (OSError, RuntimeError, ValueError) as error:  # of a disk, or of what XLA tells
+            self._refuse(taken, f"{trace}: {error}")
             return
         self._log.say(f"trace of steps {ran[0]} to {ran[-1]}: maxstack profile {self._folder}")
         self._answer(taken.request, "done", first=taken.first)

@@ -174,6 +174,13 @@ def test_a_trace_without_operations_names_command_buffers(tmp_path):
         read(path)
 
 
+def test_kernels_without_the_names_of_operations_are_told(tmp_path):
+    bare = {"Stream #1": [Event("kernel", 0, 5), Event("kernel", 9, 5)]}
+    run = write(tmp_path / "run", "NVIDIA H100 80GB HBM3", {"/device:GPU:0": bare})
+    with pytest.raises(DataError, match="no operation of the step.*xla_gpu_enable_command_buffer"):
+        figures.summary(run)
+
+
 def test_a_file_that_is_no_trace_is_refused(tmp_path):
     path = tmp_path / "x.xplane.pb"
     path.write_bytes(b"\xff\xff no trace")
