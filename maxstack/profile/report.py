@@ -63,7 +63,7 @@ def _head(profile: Summary) -> Iterator[str]:
     if profile.unproven:
         yield f"unproven: no {profile.platform.upper()} has been at hand to check this reading with"
     if profile.dropped:
-        yield f"left out: {profile.dropped} more, in the trace in part or before what was asked for"
+        yield f"left out: {profile.dropped} in the trace in part, or before those asked for"
     yield ""
     rows = [(name, _ms(s), _share(s, profile)) for name, s in _parts(profile).items()]
     yield table("lrr", rows, ("", "ms a step", ""))
