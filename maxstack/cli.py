@@ -65,6 +65,10 @@ COMMANDS = {
         "maxstack.commands.goodput:main",
         "where the time of a run went, over all its restarts",
     ),
+    "profile": (
+        "maxstack.commands.profile:main",
+        "where the time of a run's steps goes, of a trace or of the running job",
+    ),
     "data": (
         "maxstack.commands.data:main",
         "train a tokenizer, prepare token shards, show what the model is fed",

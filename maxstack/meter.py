@@ -51,7 +51,8 @@ class Meter:
         if self._pending is None:
             return None
         (step, scalars, waited, dispatched, ready), self._pending = self._pending, None
-        now = ready.result()
+        with jax.profiler.TraceAnnotation("wait for the step before"):
+            now = ready.result()
         values = {name: float(value) for name, value in jax.device_get(scalars).items()}
         del values["weight"]
         late = min(max(0.0, dispatched - self._ready), now - self._ready)

@@ -3,7 +3,6 @@ compilation."""
 
 import concurrent.futures
 import contextlib
-import json
 import math
 import os
 import time
@@ -24,6 +23,7 @@ from maxstack.load import run_folder
 from maxstack.models.pipeline import bubble
 from maxstack.plan import executable
 from maxstack.report.log import Log
+from maxstack.report.metrics import last_step
 from maxstack.report.run_folder import folder_of
 from maxstack.run import Run, State
 from maxstack.schema import rules
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from maxstack.report.metrics import Writer
     from maxstack.rollouts.maker import Maker
     from maxstack.schema.config import Config
-
-TAIL = 1 << 16
-"""Bytes at the end of metrics.jsonl that hold a row."""
 
 
 def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
@@ -214,20 +211,6 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
         log.say(f"tokenizer: {getattr(cfg.data.tokenizer, 'path', 'none, bytes are the tokens')}")
     if begins and cfg.model.weights:
         log.say(f"weights: those of {cfg.model.weights}")
-
-
-def last_step(folder: Path) -> int:
-    """The step of the last whole row in metrics.jsonl; 0 where there is none."""
-    try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            return int(json.loads(line)["step"])
-    return 0
 
 
 def check_steps(cfg: "Config", begin: int) -> None:

@@ -61,17 +61,18 @@ def training_step(
         cfg.train.accumulate,
     )
     assert "loss" in summed.metrics, f"objective.kind={cfg.objective.kind}: no metrics['loss']"
-    weight = jnp.maximum(summed.weight, 1.0)
-    grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
-    value = summed.total / weight
-    norm = optax.tree.norm(grads)
-    skipped, guarded = guard.judge(cfg.faults, state.guard, value, norm, summed.weight)
-    accepted = skipped == guard.ACCEPTED
-    updates, opt = tx.update(grads, state.opt, params, value=value, grad=grads)
-    opt = guard.where(accepted, opt, state.opt)
-    params = joined(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), rest)
-    carried, reported = model_of(cfg.model).after_step(cfg.model, params, summed.reports)
-    params = guard.where(accepted, params if cfg.lora else carried, state.params)
+    with jax.named_scope("optimizer"):
+        weight = jnp.maximum(summed.weight, 1.0)
+        grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
+        value = summed.total / weight
+        norm = optax.tree.norm(grads)
+        skipped, guarded = guard.judge(cfg.faults, state.guard, value, norm, summed.weight)
+        accepted = skipped == guard.ACCEPTED
+        updates, opt = tx.update(grads, state.opt, params, value=value, grad=grads)
+        opt = guard.where(accepted, opt, state.opt)
+        params = joined(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), rest)
+        carried, reported = model_of(cfg.model).after_step(cfg.model, params, summed.reports)
+        params = guard.where(accepted, params if cfg.lora else carried, state.params)
     scalars = _means(summed.metrics, weight) | reported
     scalars |= {
         "weight": summed.weight,

@@ -20,6 +20,7 @@ from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
 from maxstack.errors import ConfigError
 from maxstack.faults import supervise
 from maxstack.hardware import devices
+from maxstack.report import trace_requests
 from maxstack.report.console import tell
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def program(argv: Sequence[str]) -> int:
         return main(argv)
     _use_huge_pages()
     signal.signal(signal.SIGTERM, _leave)
+    trace_requests.listen()
     supervise.follow_parent()
     try:
         return main(argv)
@@ -123,6 +125,7 @@ def train(
         pathways.environment()
     devices.environment(cfg.run.virtual_devices)
     import jax
+    from jax.profiler import TraceAnnotation
 
     from maxstack import startup
     from maxstack.checks import Checks
@@ -134,16 +137,16 @@ def train(
     from maxstack.hardware.compiling import keep_programs
     from maxstack.meter import Meter
     from maxstack.plan import fit
+    from maxstack.profile.tracer import Tracer
     from maxstack.report import goodput, run_folder
     from maxstack.report.ledger import Ledger
     from maxstack.report.log import Log
     from maxstack.report.metrics import Writer
-    from maxstack.report.profiler import Profiler
     from maxstack.run import assemble
 
     joining.join(cfg)
     heart = startup.watched(cfg, ending)
-    keep_programs(cfg.run.compilation_cache)
+    keep_programs(cfg.run.compilation_cache, named=cfg.train.profile is not None)
     if cfg.model.tokens is None:
         fits(cfg.data, cfg.objective.token_ids(cfg.decoder.vocab))
     run = assemble(cfg, startup.make_mesh(cfg, left))
@@ -202,7 +205,8 @@ def train(
     meter = Meter(run, feed)
     several = cfg.faults.check_every and run.mesh.size > 1
     checks = Checks(run, meter, log, writer) if several else None
-    profiler = Profiler(cfg.train.profile, folder, log)
+    tracer = Tracer(run, compiled, folder, log)
+    ending.callback(tracer.close)
     if evaluator and begin == 0:
         with ledger.spent("evaluation"):
             stopping.read(0, evaluator(0, state))
@@ -228,32 +232,37 @@ def train(
     meter.restart()
     while step < cfg.train.steps and not preempted and not stopping.over:
         step += 1
+        tracer.before(step)
         feed.refresh(state, frozen)
-        batch = next(feed)
+        with TraceAnnotation("next batch"):
+            batch = next(feed)
         for line in feed.damaged():
             log.warn(line)
-        if policy.skips(step):
+        passed_over = policy.skips(step)
+        if passed_over:
             back = report(meter.flush())
             state = run.skip_batch(state)
             writer.write({"step": step, "passed_over": 1})
             ledger.passed_over(step)
             meter.restart()
         else:
-            profiler.before(step)
-            state, scalars = compiled(state, run.batches.place(batch, size), *frozen)
+            with TraceAnnotation("place batch, start step"):
+                state, scalars = compiled(state, run.batches.place(batch, size), *frozen)
             back = report(meter.add(step, {**scalars, **feed.metrics()}))
-            profiler.after(step, scalars)
+        traced = tracer.after(step, not passed_over)
         done, preempted = step == cfg.train.steps, stop.requested(step)
         evaluate = evaluator and (done or step % cfg.eval.every == 0)
         save = saves and saves.due(step, done or preempted)
         compare = checks and checks.due(step, bool(save))
-        if evaluate or save or compare or done or preempted:
+        traced = traced or (tracer.tracing and (done or preempted))
+        if evaluate or save or compare or traced or done or preempted:
             back = report(meter.flush()) or back
         if checks and compare and not back:
             with ledger.spent("check"):
                 back = checks.compare(step, state, bool(save))
         if back:
             meter.drop()
+            tracer.drop()
             jax.tree.map(lambda leaf: leaf.delete(), state)  # else the devices would hold two
             with ledger.spent("restore"):
                 state = startup.go_back(back, run, saves, feed, start, policy, log)
@@ -261,8 +270,11 @@ def train(
             step = int(state.step)
             ledger.resume(step)
             meter.restart()
-        elif evaluate or save or compare:
+        elif evaluate or save or compare or traced:
             evaluated: dict[str, float] = {}
+            if traced:
+                with ledger.spent("trace"):
+                    tracer.end()
             if evaluator and evaluate:
                 with ledger.spent("evaluation"):
                     evaluated = evaluator(step, state)

@@ -34,6 +34,7 @@ COMMIT = "a" * 40
 NOT_RUN = {
     "docker": "there is no Docker here; the file that it builds must exist",
     "gcloud": "there is no cloud here",
+    "xprof": "a server of its own, which pip install '.[xprof]' brings",
     "lm_eval": "tests/inference/test_lm_eval.py runs it where it is installed",
 }
 """Programs that are no part of the project, and why they are not run."""
@@ -43,6 +44,7 @@ LATER = (
     "maxstack plan 70b.yml --topology v5p:8x8x8 --search",
     "maxstack score ./Qwen3-0.6B --adapter",
     "maxstack goodput runs/tuned",
+    "maxstack profile",
     "maxstack lora export",
     "maxstack score runs/tuned-lora",
     "maxstack lora merge",
@@ -88,6 +90,7 @@ PAGES = {
     "README.md": ("maxstack train quickstart",),
     "CLUSTER.md": (),
     "KERNELS.md": (),
+    "PROFILE.md": (),
     "QUANTIZATION.md": (),
     "RELIABILITY.md": ("maxstack train mine.yml train.steps=500 checkpoint.every=100",),
     "FINE_TUNING.md": (),

@@ -28,6 +28,9 @@ class Losing:
     def __init__(self, compiled, run):
         self._compiled, self._run = compiled, run
 
+    def __getattr__(self, name):
+        return getattr(self._compiled, name)
+
     def __call__(self, state, batch):
         step = int(state.step) + 1
         if new := self.losses.pop(step, None):

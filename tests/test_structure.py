@@ -36,7 +36,7 @@ LEVELS = (
     ("rollouts",),
     ("evals",),
     ("inference", "checks"),
-    ("starting_weights",),
+    ("starting_weights", "profile"),
     ("meter", "plan"),
     ("run",),
     ("weights.placed", "step"),

@@ -26,15 +26,20 @@ class Peers:
         self.number, self.count = jax.process_index(), jax.process_count()
         self._turns: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
+    @property
+    def _client(self) -> Any:
+        from jax._src import distributed
+
+        client = distributed.global_state.client
+        assert client is not None, "several processes have joined"
+        return client
+
     def exchange(self, topic: str, value: Any, wait_ms: int = WAIT_MS) -> list[Any]:
         """Every process's `value`, plain data, in their order. A topic belongs to one thread.
         RuntimeError where a process stays away."""
         if self.count == 1:
             return [json.loads(json.dumps(value))]
-        from jax._src import distributed
-
-        client, turn = distributed.global_state.client, next(self._turns[topic])
-        assert client is not None, "several processes have joined"
+        client, turn = self._client, next(self._turns[topic])
         path = f"maxstack/{topic}"
         client.key_value_set(f"{path}/{turn}/{self.number}", json.dumps(value))
         client.wait_at_barrier(path, wait_ms)
@@ -45,6 +50,19 @@ class Peers:
         if turn:  # all have set this turn's value, so all have read the one before
             client.key_value_delete(f"{path}/{turn - 1}/{self.number}")
         return [json.loads(texts[number]) for number in range(self.count)]
+
+    def post(self, topic: str, number: int, value: Any) -> None:
+        """Say something to all, without waiting: message `number` of a topic, from 0 on."""
+        self._client.key_value_set(f"maxstack/{topic}/{number}", json.dumps(value))
+
+    def posted(self, topic: str, number: int) -> Any:
+        """Message `number` of a topic; None where nobody has posted it yet."""
+        try:
+            return json.loads(self._client.key_value_try_get(f"maxstack/{topic}/{number}"))
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("NOT_FOUND"):
+                raise
+            return None
 
     def barrier(self, topic: str) -> None:
         """Wait until all processes are here."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from maxstack.cluster.exit_codes import CRASHED, RETRY
-from maxstack.report import goodput
+from maxstack.report import goodput, trace_requests
 from maxstack.report.console import Lasting
 
 PARENT = "MAXSTACK_SUPERVISED"
@@ -47,8 +47,8 @@ def run(command: Sequence[str], folder: Path, most: int = 10, pause: float = PAU
     A child that leaves with 1 or 2 is not started again: a mistake does not go away by itself.
     After any other code but 0 it is, in `pause` seconds, twice as long each time up to a minute,
     and at most `most` times in a row without progress, which is steps beyond all earlier ones.
-    SIGTERM and SIGINT are passed on, and end it; a second SIGINT kills the child. Call it from the
-    main thread.
+    SIGTERM and SIGINT are passed on, and end it; a second SIGINT kills the child. SIGUSR1 asks for
+    a trace of the next steps. Call it from the main thread.
     """
     return Supervisor(command, folder, most, pause).run()
 
@@ -88,6 +88,7 @@ class Supervisor:
         before = {
             number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)
         }
+        before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_for_trace)
         follow_parent()
         try:
             while True:
@@ -126,6 +127,11 @@ class Supervisor:
         again, self._asked = number in self._asked, [*self._asked, number]
         if self._child and (not again or number == signal.SIGINT):
             self._child.send_signal(signal.SIGKILL if again else number)
+
+    def _ask_for_trace(self, number: int, frame: FrameType | None) -> None:
+        """Pass SIGUSR1 on as a file, which waits for a child that is not there yet."""
+        with contextlib.suppress(OSError):
+            trace_requests.ask(self._folder, trace_requests.STEPS)
 
     def _progressed(self, size: int, lived: float) -> bool:
         """True where the child that ended came further than any before it. `size`: bytes of

@@ -32,9 +32,11 @@ _REFUSED = re.compile(
 )
 
 
-def keep_programs(folder: str | None) -> None:
-    """Keep compiled programs in `folder`, for the next start."""
+def keep_programs(folder: str | None, named: bool = False) -> None:
+    """Keep compiled programs in `folder`, for the next start. `named`: a program is taken from
+    there only where the names and lines of its source are the same too, which a profile shows."""
     if folder:
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", named)
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -216,10 +216,12 @@ def recording() -> Iterator[list[Choice]]:
         yield choices
 
 
-def config_scope(part: str) -> contextlib.AbstractContextManager[None]:
-    """Choices made inside are for the part of the configuration that `part` names, within that of
-    the `config_scope` around it."""
-    return sharding.holding(_scope, (*_scope.get(), part))
+@contextlib.contextmanager
+def config_scope(part: str) -> Iterator[None]:
+    """What is traced inside is for the part of the configuration that `part` names, within that of
+    the `config_scope` around it: choices say so, and so do operations in profiles."""
+    with sharding.holding(_scope, (*_scope.get(), part)), jax.named_scope(part):
+        yield
 
 
 def _add(choices: list[Choice], choice: Choice) -> None:

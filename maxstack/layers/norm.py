@@ -20,6 +20,7 @@ class Norm(Layer):
 
     cfg: NormConfig
 
+    @jax.named_scope("norm")
     def __call__(self, x: Array) -> Array:
         """[..., size] -> the same shape and dtype."""
         scale = None

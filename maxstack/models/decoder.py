@@ -4,6 +4,7 @@ vocab  P per-layer embedding  L layers."""
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -138,6 +139,7 @@ class Decoder(Stack):
         """The normed residual stream that the head reads [B, T, D], in natural order."""
         return natural(self.norm(self.trunk(batch)[0]))
 
+    @jax.named_scope("model.embed")
     def embedded(self, tokens_BT: Array) -> Array:
         """Tokens -> [B, T, D] in the compute dtype."""
         x_BTD = constrain(lookup(self.embed, tokens_BT, self.cfg.dtype), "batch residual embed")

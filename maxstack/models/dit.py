@@ -46,12 +46,8 @@ class DiT(Stack):
         """What the objective asks for of each pixel, float32 [B, S, S, made], and what the blocks
         report. `batch` holds `pixels`, float [B, S, S, C], `time`, float32 [B], from 0 to 1000,
         `label`, int32 [B], `classes` for none, and in training with dropout `keys`."""
-        cfg, given = self.cfg, batch["pixels"]
-        x_BTD = project(patches(given.astype(cfg.dtype), cfg.patch), self.patch, self.patch_bias)
-        side = cfg.image_size // cfg.patch
-        x_BTD = x_BTD + jnp.asarray(sincos2d(side, cfg.embed, whole=False), x_BTD.dtype)
-        x_BTD = constrain(arrange(x_BTD), "batch residual embed")
-        context = self._context(batch)
+        cfg, context = self.cfg, self._context(batch)
+        x_BTD = constrain(arrange(self.embedded(batch["pixels"])), "batch residual embed")
         x_BTD, aux, _ = self.through(x_BTD, context)
         condition_BD = context.condition_BD
         if condition_BD is None:
@@ -62,8 +58,17 @@ class DiT(Stack):
         moved_B2D = project(condition_BD, self.modulation, self.modulation_bias)
         shift_B1D, scale_B1D = moved_B2D[:, :1], moved_B2D[:, 1:]
         normed_BTD = self.norm(x_BTD) * (1 + scale_B1D) + shift_B1D
-        made = natural(project(normed_BTD, self.out, self.out_bias))
+        with jax.named_scope("model.head"):
+            made = natural(project(normed_BTD, self.out, self.out_bias))
         return pixels(made.astype(jnp.float32)), aux
+
+    @jax.named_scope("model.embed")
+    def embedded(self, pixels_BSSC: Array) -> Array:
+        """Pixels -> [B, T, D] in the compute dtype, with positions."""
+        cfg, side = self.cfg, self.cfg.image_size // self.cfg.patch
+        cells = patches(pixels_BSSC.astype(cfg.dtype), cfg.patch)
+        x_BTD = project(cells, self.patch, self.patch_bias)
+        return x_BTD + jnp.asarray(sincos2d(side, cfg.embed, whole=False), x_BTD.dtype)
 
     def _context(self, batch: Batch) -> Context:
         cfg = self.cfg

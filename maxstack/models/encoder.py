@@ -4,6 +4,7 @@ Shapes: B batch  S side of an image in pixels  G side in patches  C channels  T 
 features  K classes.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -67,6 +68,7 @@ class Encoder(Stack):
         x_BTD = constrain(x_BTD, "batch residual embed")
         return self.through(x_BTD, self._context(batch))
 
+    @jax.named_scope("model.embed")
     def embedded(self, pixels_BSSC: Array) -> Array:
         """Pixels -> tokens [B, T, D] with their positions, in natural order."""
         cfg, rows = self.cfg, pixels_BSSC.shape[0]
@@ -110,6 +112,7 @@ class Encoder(Stack):
         angles = np.pad(angles, ((self.cfg.before, 0), (0, 0)))[None, :, None]
         return jnp.cos(jnp.asarray(angles, jnp.float32)), jnp.sin(jnp.asarray(angles, jnp.float32))
 
+    @jax.named_scope("model.pool")
     def features(self, x_BTD: Array) -> Array:
         """The residual stream after the last block -> features of images [B, F]."""
         x_BTD = natural(self.norm(x_BTD))
@@ -124,6 +127,7 @@ class Encoder(Stack):
         }
         return jnp.concatenate(parts[self.cfg.pool.kind], axis=-1)
 
+    @jax.named_scope("model.head")
     def logits(self, features_BF: Array) -> Array:
         """Features -> float32 [B, K]."""
         logits_BK = project(features_BF, self.head).astype(jnp.float32)

@@ -66,6 +66,7 @@ class Stack(Model):
             scalars["dropped"] = sum(dropped) / sum(load.sum() for load in loads.values())
         return nnx.traversals.unflatten_mapping(flat), scalars
 
+    @jax.named_scope("model.blocks")
     def through(
         self, x_BTD: Array, context: Context, extra_LBTP: Array | None = None
     ) -> tuple[Array, Aux, Context]:

@@ -4,7 +4,7 @@ assigned them."""
 import bisect
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,15 +97,12 @@ def memory(compiled: Any) -> Memory:
     return Memory(arguments, code, code + arguments + runs)
 
 
-def largest(program: Program, count: int, folder: Path | None = None) -> list[Buffer]:
-    """The `count` biggest buffers of a device's memory, the biggest first.
-
-    `folder`: XLA's dump of the compilation, with `compiler_options={DUMP: folder}`. Without an
-    assignment of buffers there the list is made from the program's text, and says so.
-    """
+def largest(program: Program, count: int, assigned: Sequence[Allocation] = ()) -> list[Buffer]:
+    """The `count` biggest buffers of a device's memory, the biggest first. Without the compiler's
+    assignment of memory the list is made from the program's text, and says so."""
     rows = [
         (size, allocation.kind, names)
-        for allocation in (allocations(folder) if folder else ())
+        for allocation in assigned
         if program.in_device_memory(allocation.space)
         for size, names in _stretches(allocation, count)
     ]
@@ -121,7 +118,8 @@ def largest(program: Program, count: int, folder: Path | None = None) -> list[Bu
 
 def allocations(folder: Path) -> list[Allocation]:
     """The compiler's assignment of values to memory, from the text that XLA writes beside the
-    optimized module: of several modules, that with the most in it. Empty where there is none."""
+    optimized module where `compiler_options={DUMP: folder}`: of several modules, that with the most
+    in it. Empty where there is none."""
     texts = sorted(
         folder.glob("*after_optimizations-buffer-assignment.txt"),
         key=lambda path: path.stat().st_size,

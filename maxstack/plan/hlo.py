@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 PLAIN, HOST = 0, 5
 """Memory spaces as XLA numbers them: a device's main memory, pinned host memory."""
@@ -167,14 +167,24 @@ class Program:
         return space == PLAIN or (space != HOST and not self.tiled)
 
     def source(self, instruction: Instruction) -> str:
-        """`file:line` of the innermost caller outside installed packages; empty where XLA kept
-        none."""
+        """`file:line` of the innermost caller that is maxstack's or in no installed package; empty
+        where XLA kept none."""
+        return next(self.sources(instruction), "")
+
+    def sources(self, instruction: Instruction) -> Iterator[str]:
+        """That line, then the callers of it outwards; where all are in packages, the innermost of
+        them alone."""
         number = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         innermost = frame = int(number[1]) if number else 0
-        while frame in self.frames and "-packages/" in self.frames[frame][0]:
-            frame = self.frames[frame][2]
-        frame = frame if frame in self.frames else innermost
-        return "{}:{}".format(*self.frames[frame]) if frame in self.frames else ""
+        known = False
+        while frame in self.frames:
+            file, line, caller = self.frames[frame]
+            if "-packages/" not in file or "-packages/maxstack/" in file:
+                known = True
+                yield f"{file}:{line}"
+            frame = caller
+        if not known and innermost in self.frames:
+            yield "{}:{}".format(*self.frames[innermost])
 
     def running(self) -> Iterator[tuple[Computation, float]]:
         """(computation, times that it runs), without those inside fusions: computations whose
@@ -182,6 +192,11 @@ class Program:
         for computation in self.computations.values():
             if self.times.get(computation.name) and not computation.wrapper:
                 yield computation, self.times[computation.name]
+
+
+def within(op_name: str, scopes: Iterable[str]) -> bool:
+    """True where jax's scopes of an operation, `a/jvp(b)/c`, hold one of `scopes` whole."""
+    return not {*scopes}.isdisjoint(re.split(r"[/():]", op_name))
 
 
 @functools.lru_cache(maxsize=65536)

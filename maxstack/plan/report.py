@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from maxstack.hardware import chips
 from maxstack.models.flops import Count
 from maxstack.plan.activations import activations
-from maxstack.plan.buffers import Buffer, Memory, largest, memory
+from maxstack.plan.buffers import Buffer, Memory, allocations, largest, memory
 from maxstack.plan.program import parse
 from maxstack.plan.rollout import Rollout, lines, phases
 from maxstack.plan.roofline import ATTENTION, OVERFLOW, Flow, Roofline, flows, roofline
@@ -185,7 +185,7 @@ def _compiled(
     return {
         "memory": state | _rest(total, sum(state.values()), activations(program)),
         "needed": total.needed,
-        "buffers": tuple(largest(program, SHOWN, dump)),
+        "buffers": tuple(largest(program, SHOWN, allocations(dump) if dump else ())),
         "products": {dtype: flops for dtype, flops in products.items() if flops},
         "flows": sent,
         "roofline": roofline(cfg, chip, topology.size, work, sent) if chip else None,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from maxstack.plan.hlo import Instruction, Program
+from maxstack.plan.hlo import Instruction, Program, within
 
 KINDS = (
     "all-gather",
@@ -65,12 +65,14 @@ class Collective:
     between_slices: bool = False
     """libtpu sends it over the data-centre network; the others of a multi-slice TPU program stay
     within a slice."""
+    instruction: str = ""
+    """Name of the instruction that begins it."""
 
 
 def collectives(
     program: Program, mesh: Mapping[str, int], without: Sequence[str] = ()
 ) -> list[Collective]:
-    """Every collective that leaves the device, but those with one of `without` in their op_name.
+    """Every collective that leaves the device, but those within one of the scopes `without`.
     `mesh`: axis -> size; devices are numbered row-major over its axes, as in `jax.sharding.Mesh`.
 
     An all-reduce of a TPU fusion that keeps only this device's piece is a reduce-scatter. A ragged
@@ -85,10 +87,7 @@ def collectives(
     return [
         row
         for row in rows
-        if row.axes
-        and row.size > 1
-        and row.payload
-        and not any(scope in row.op_name for scope in without)
+        if row.axes and row.size > 1 and row.payload and not within(row.op_name, without)
     ]
 
 
@@ -129,6 +128,7 @@ def _collective(program: Program, instruction: Instruction, mesh: Mapping[str, i
         sent=times * sent(kind, payload, size),
         op_name=_scope(instruction),
         name=instruction.attribute("_xla_host_transfer_rendezvous") or instruction.name,
+        instruction=instruction.name,
         between_slices=between_slices,
     )
 

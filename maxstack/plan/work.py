@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from maxstack.plan.hlo import PLAIN, Instruction, Program, Shape
+from maxstack.plan.hlo import PLAIN, Instruction, Program, Shape, within
 from maxstack.plan.traffic import KINDS
 
 FREE = set(
@@ -62,14 +62,14 @@ class Operation:
 
 
 def operations(program: Program, without: Sequence[str] = ()) -> list[Operation]:
-    """Operations that run, in the program's order, but collectives and what costs nothing; leaves
-    out what has one of `without` in its op_name."""
+    """Operations that run, in the program's order, but collectives, what costs nothing and what is
+    within one of the scopes `without`."""
     rows = (
         _operation(program, instruction, times)
         for computation, times in program.running()
         for instruction in computation.instructions.values()
     )
-    return [row for row in rows if row and not any(scope in row.op_name for scope in without)]
+    return [row for row in rows if row and not within(row.op_name, without)]
 
 
 def _operation(program: Program, instruction: Instruction, times: float) -> Operation | None:
@@ -82,49 +82,49 @@ def _operation(program: Program, instruction: Instruction, times: float) -> Oper
         or kind.removesuffix("-start") in KINDS
     ):
         return None
-    products = sorted(_products(instruction), reverse=True)
-    _, dtype, op_name = products[0] if products else (0, "", "")
+    products = [*_products(instruction)]
     moved = [*_reads(instruction), *_writes(instruction)]
     return Operation(
         name=instruction.name,
         opcode=kind,
-        op_name=op_name
-        or instruction.op_name
-        or _op_name_inside(instruction)
-        or _op_name_near(instruction),
+        op_name=origin(instruction).op_name,
         times=times,
-        flops=times * sum(flops for flops, _, _ in products),
+        flops=times * sum(flops for flops, *_ in products),
         bytes=times * sum(size for space, size in moved if program.in_device_memory(space)),
-        dtype=dtype,
+        dtype=_largest(products)[1] if products else "",
         kernel=target,
     )
 
 
-def _op_name_inside(instruction: Instruction) -> str:
-    """The op_name nearest to the result of a fusion that has none."""
-    called = instruction.inside
-    names = [inner.op_name for inner in reversed(called.instructions.values())] if called else []
-    return next(filter(None, names), "")
-
-
-def _op_name_near(instruction: Instruction) -> str:
-    """The op_name of what makes its operands, or else of what takes its result, a few steps away:
-    for copies that the compiler put in."""
+def origin(instruction: Instruction) -> Instruction:
+    """The instruction that says where one comes from: the largest product in it; itself, where it
+    has an op_name; what is inside, nearest to the result; what makes its operands, or else takes
+    its result, a few steps away, for copies that the compiler put in. Itself where none says."""
+    if products := [*_products(instruction)]:
+        maker = _largest(products)[2]
+        if maker.op_name:
+            return maker
+    candidates = [instruction]
+    if called := instruction.inside:
+        candidates += reversed(called.instructions.values())
     for towards_users in (False, True):
         near = [instruction]
         for _ in range(4):
-            near = [x for made in near for x in _neighbours(made, towards_users)]
-            if op_name := next(filter(None, (made.op_name for made in near[:8])), ""):
-                return op_name
-    return ""
+            near = [x for made in near for x in _neighbours(made, towards_users)][:8]
+            candidates += near
+    return next((made for made in candidates if made.op_name), instruction)
+
+
+def _largest(products: list[tuple[float, str, Instruction]]) -> tuple[float, str, Instruction]:
+    return max(products, key=lambda product: product[0])
 
 
 def _neighbours(made: Instruction, towards_users: bool) -> list[Instruction]:
     return [user for user, _ in made.users] if towards_users else made.inputs
 
 
-def _products(instruction: Instruction) -> Iterator[tuple[float, str, str]]:
-    """(FLOPs, element type, op_name) of every product in an instruction."""
+def _products(instruction: Instruction) -> Iterator[tuple[float, str, Instruction]]:
+    """(FLOPs, element type, the product itself) of every product in an instruction."""
     kind = instruction.opcode
     if called := instruction.inside:
         for inner in called.instructions.values():
@@ -138,7 +138,7 @@ def _products(instruction: Instruction) -> Iterator[tuple[float, str, str]]:
         declared = DECLARED.search(instruction.attributes)
         if declared and int(declared[1]):
             dtypes = [x.dtype for x in sorted(operands, key=lambda x: -x.bytes)]
-            yield float(declared[1]), dtypes[0] if dtypes else "", instruction.op_name
+            yield float(declared[1]), dtypes[0] if dtypes else "", instruction
         return
     left, right, out = operands[0], operands[1], instruction.shapes[0]
     if kind == "dot":
@@ -150,7 +150,7 @@ def _products(instruction: Instruction) -> Iterator[tuple[float, str, str]]:
     # columns
     else:
         count = math.prod(left.dims) * out.dims[-1]
-    yield 2.0 * count, left.dtype, instruction.op_name
+    yield 2.0 * count, left.dtype, instruction
 
 
 def _convolution(instruction: Instruction, left: Shape, right: Shape, out: Shape) -> int:

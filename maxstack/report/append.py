@@ -1,11 +1,18 @@
 """Text files that grow by whole lines, on disks that may be full: lines that cannot be written are
 reported once, kept, and written later."""
 
+import contextlib
 import errno
+import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+TAIL = 1 << 16
+"""Bytes at the end of a file that hold a row."""
 
 
 class Appender:
@@ -30,6 +37,22 @@ class Appender:
                         file=sys.stderr,
                     )
                 self._failing = True
+
+
+def newest(path: Path) -> Iterator[dict[str, Any]]:
+    """The last rows of a file of JSON objects, one a line, the newest first, as far as its last
+    TAIL bytes hold them; none where it cannot be read. Lines that are no objects are passed
+    over."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            if isinstance(row := json.loads(line), dict):
+                yield row
 
 
 def _append(path: Path, data: bytes) -> None:

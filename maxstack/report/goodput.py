@@ -32,6 +32,7 @@ SPENT = {
     "save": "steps held up by a save",
     "evaluation": "held-out documents",
     "check": "comparing what devices hold alike, and the processes' speeds",
+    "trace": "steps held up by the end of a profiler's trace",
 }
 CAUSES = {
     "useful": "steps that count",

@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxstack.report.append import Appender
+from maxstack.report.append import Appender, newest
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+def last_step(folder: Path) -> int:
+    """The step of the last whole row in metrics.jsonl; 0 where there is none."""
+    rows = newest(folder / "metrics.jsonl")
+    return next((row["step"] for row in rows if isinstance(row.get("step"), int)), 0)
 
 
 class Writer:

@@ -84,7 +84,8 @@ class DistributedConfig(Section):
 
 
 class ProfileConfig(Section):
-    """A jax profiler trace of some steps."""
+    """A trace of some steps by jax's profiler, with the text of the step's program, for `maxstack
+    profile`."""
 
     start: PositiveInt = 10
     """First step in the trace."""
@@ -122,7 +123,8 @@ class TrainConfig(Section):
     seed: int = 0
     """Seed of the initial weights and of all random numbers in steps."""
     profile: ProfileConfig | None = None
-    """Write a profiler trace into the run's folder; null: none."""
+    """Write a trace into the run's folder; null: none, but `maxstack profile --live` takes one of a
+    running job."""
     stop_early: StopEarlyConfig | None = None
     """End before train.steps where evaluations get no better; null: never."""
 

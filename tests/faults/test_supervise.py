@@ -14,6 +14,7 @@ import pytest
 from processes import command, environment, numbers, rows, train, write_config
 
 from maxstack.faults.supervise import run
+from maxstack.report import trace_requests
 from maxstack.report.goodput import FILE
 
 CHILD = """
@@ -186,6 +187,18 @@ def test_a_signal_is_passed_on_once_and_no_restart_follows(number, parent, tmp_p
     assert (tmp_path / "signals").read_text().split() == [signal.Signals(number).name] and started(
         tmp_path
     ) == 1
+
+
+def test_a_signal_for_a_trace_becomes_a_request_that_waits_for_a_child(parent, tmp_path):
+    process = parent({})
+    process.send_signal(signal.SIGUSR1)
+    request = tmp_path / trace_requests.FOLDER / "request.json"
+    deadline = time.monotonic() + 20
+    while not request.exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    assert (trace_requests.take(tmp_path) or {})["steps"] == trace_requests.STEPS
+    assert not (tmp_path / "signals").exists()
 
 
 def test_a_second_interrupt_kills_the_child(parent, tmp_path):

@@ -40,7 +40,7 @@ def compiled(lowered, folder):
 
 @pytest.fixture(scope="module")
 def buffers(compiled, folder):
-    return largest(parse(compiled.as_text()), 10_000, folder)
+    return largest(parse(compiled.as_text()), 10_000, allocations(folder))
 
 
 def total_of(kind, rows):
@@ -122,7 +122,7 @@ def scan(tmp_path_factory):
 
 
 def test_what_a_scan_saves_is_named_after_what_made_it(scan):
-    saved = [x for x in largest(scan[0], 4, scan[1]) if x.bytes >= 8 * 512 * 64 * 4]
+    saved = [x for x in largest(scan[0], 4, allocations(scan[1])) if x.bytes >= 8 * 512 * 64 * 4]
     lines = {int(x.source.rsplit(":", 1)[1]) - loss.__code__.co_firstlineno for x in saved}
     assert len(saved) == 2 and lines == {
         2,
@@ -131,6 +131,6 @@ def test_what_a_scan_saves_is_named_after_what_made_it(scan):
 
 
 def test_without_an_assignment_buffers_are_read_from_the_text_and_say_so(scan, tmp_path):
-    guessed = largest(scan[0], 20, tmp_path)
+    guessed = largest(scan[0], 20, allocations(tmp_path))
     assert {x.name for x in guessed if x.kind == "argument"} == {"w_LEF", "x"}
     assert not any(x.exact for x in guessed)

@@ -7,7 +7,8 @@ import tiny
 from maxstack.commands import plan
 from maxstack.errors import ConfigError
 from maxstack.hardware import compiling
-from maxstack.plan import executable, step, topology
+from maxstack.plan import executable, step, topology, work
+from maxstack.plan.program import parse
 
 CONFIG = {"model": tiny.model(layers=1, pattern=["local"]), "mesh": {"data": 2, "fsdp": 4}}
 
@@ -32,6 +33,15 @@ def test_a_loaded_step_gives_what_the_compiled_one_gave(saved):
         name: float(value) for name, value in theirs.items()
     }
     assert int(state.step) == 1 and np.isfinite(float(ours["loss"]))
+
+
+def test_a_loaded_step_keeps_the_names_and_lines_that_a_profile_needs(saved):
+    run, compiled, path = saved
+    loaded = executable.load(run, str(path))
+    program = parse(loaded.as_text())
+    products = [row.op_name for row in work.operations(program) if row.flops]
+    assert products and all("model." in name or "optimizer" in name for name in products)
+    assert {*program.frames} and "buffer_assignment" in "".join(dir(loaded.memory_analysis()))
 
 
 def test_a_step_that_a_run_before_compiled_is_compiled_again_to_be_saved(tmp_path):

@@ -46,6 +46,23 @@ def test_the_pictures_are_up_to_date_and_readme_shows_them(plot):
     assert "(pictures/tasks.svg)" in (ROOT / "docs" / "EVALUATION.md").read_text()
 
 
+def test_the_page_about_profiles_shows_its_pictures():
+    page = (ROOT / "docs" / "PROFILE.md").read_text()
+    assert "(pictures/profile.svg)" in page and "(pictures/layers.svg)" in page
+
+
+def test_a_trace_makes_new_pictures_of_a_profile(plot, tmp_path):
+    from processes import train, write_config
+
+    traced = ("train.profile={start: 2, steps: 2}", "train.steps=4", "checkpoint.every=0")
+    train(write_config(tmp_path), *traced)
+    assert plot("--profile", tmp_path / "run") == 0 and plot("--check") == 0
+    assert f"$ maxstack profile {tmp_path / 'run'}" in "".join(
+        words(tmp_path / "pictures" / "profile.svg")
+    ).replace("    ", " ")
+    assert {"forward", "backward", "optimizer"} <= {*words(tmp_path / "pictures" / "layers.svg")}
+
+
 def test_new_metrics_make_a_new_curve(plot, tmp_path):
     rows = [{"step": n, "loss": 2.0 * n} for n in range(1, 31)]
     rows += [{"step": 1, "goodput": 0.5}, {"step": 30, "eval_loss": 1.5}]

@@ -1,0 +1,422 @@
+"""The profile of a run: figures of a trace, for people and programs."""
+
+import collections
+import dataclasses
+import functools
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxstack.hardware.chips import Chip, by_kind
+from maxstack.plan.buffers import Buffer, largest
+from maxstack.plan.program import parse
+from maxstack.profile import planes, saved
+from maxstack.profile.origins import Origin, Origins
+from maxstack.profile.timeline import BESIDE, OUTER, OWN, Run, Timeline, covered, shared, timeline
+
+BUFFERS = 8
+SMALL = 0.01
+"""Share of the host's time below which a part of it has no row."""
+NONE = "(no layer)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Seconds of a layer by direction."""
+
+    name: str
+    seconds: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Seconds in all directions."""
+        return sum(self.seconds.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Seconds of the operations that come from a line of source, called by another."""
+
+    source: str
+    caller: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One instruction of the program, `times` in a step. FLOPs and bytes are those of plan."""
+
+    name: str
+    opcode: str
+    layer: str
+    direction: str
+    source: str
+    times: float
+    seconds: float
+    elapsed: float
+    """Seconds from its beginnings to its ends, whatever else ran then."""
+    shown: float
+    """Seconds that a viewer of the trace adds up for it."""
+    flops: float
+    bytes: float
+    bound: float | None
+    """The least seconds on this chip; None where chips.yml has no such chip."""
+    limit: str
+    """compute or memory: what that bound is of."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Collectives of one kind over the same axes: how many in a step, bytes that a device sends,
+    seconds that they take, and those of them in which the device does nothing else."""
+
+    kind: str
+    axes: tuple[str, ...]
+    times: float
+    bytes: float
+    seconds: float
+    exposed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """Seconds are of one step, and of a device their mean over the devices of the trace. Each
+    moment in which a device works belongs to the operations that run then, in equal parts; a
+    collective, a copy beside the work and a loop have those in which nothing else runs."""
+
+    run: str
+    steps: tuple[int, ...]
+    dropped: int
+    """Runs of the step that the trace holds in part, or that nobody asked for."""
+    platform: str
+    device_kind: str
+    devices: int
+    """Devices in this trace, which are those of `process`, of `processes`."""
+    process: int
+    processes: int
+    unproven: bool
+    """True where traces of this platform were read by their documented form alone."""
+    step_seconds: float
+    busy: float
+    waiting: float | None
+    """Idle seconds for want of a batch; None where metrics.jsonl does not say."""
+    attributed: float
+    """Share of the busy time of which the program's text says where it comes from."""
+    layers: tuple[Layer, ...]
+    lines: tuple[Line, ...]
+    operations: tuple[Operation, ...]
+    collectives: tuple[Collective, ...]
+    host: dict[str, float]
+    """Seconds of a step of the loop's thread, by what it does."""
+    tokens: int
+    flops: float
+    """FLOPs of a step on all devices, as MFU counts them."""
+    mfu: float | None
+    bound: float | None
+    """Sum of the operations' bounds."""
+    memory: dict[str, int]
+    usable: int | None
+    peak: int | None
+    buffers: tuple[Buffer, ...]
+    remarks: tuple[str, ...]
+
+    @property
+    def idle(self) -> float:
+        """Seconds in which the device does nothing."""
+        return max(0.0, self.step_seconds - self.busy)
+
+    @property
+    def directions(self) -> dict[str, float]:
+        """Direction -> seconds of all layers."""
+        sums: dict[str, float] = collections.defaultdict(float)
+        for layer in self.layers:
+            for direction, seconds in layer.seconds.items():
+                sums[direction] += seconds
+        return dict(sums)
+
+    def json(self) -> dict[str, Any]:
+        """All figures as plain data."""
+        return dataclasses.asdict(self) | {"idle": self.idle, "directions": self.directions}
+
+
+def summary(run: Path, trace: int | None = None, process: int = 0) -> Summary:
+    """The profile of a run from the trace that begins at step `trace`, or its newest. ConfigError
+    where there is none, DataError where it is damaged or holds no whole step."""
+    folder = saved.choose(run, trace)
+    text, facts = saved.read(folder)
+    program, recorded = parse(text), planes.read(saved.planes(folder, process))
+    origins = Origins(program, facts.mesh)
+    steps = timeline(recorded, [*program.entry.instructions], origins.names, facts.steps)
+    spent = _Spent(steps, origins)
+    chip = by_kind(facts.device_kind)
+    operations = tuple(_operations(spent, chip))
+    bounds = [row.bound for row in operations if row.bound is not None]
+    seconds = spent.mean(run.end - run.begin for run in steps.runs)
+    peak = chip.peak_flops * facts.devices * seconds if chip else None
+    waiting, remarks = _waiting(run, steps), [*_remarks(facts, spent, chip)]
+    if waiting is None:
+        remarks.append("metrics.jsonl has no rows of these steps: waiting for input is not known")
+    return Summary(
+        run=str(run),
+        steps=tuple(steps.steps),
+        dropped=steps.dropped,
+        platform=recorded.platform,
+        device_kind=facts.device_kind,
+        devices=len({run.device for run in steps.runs}),
+        process=process,
+        processes=facts.processes,
+        unproven=recorded.platform != "cpu",
+        step_seconds=seconds,
+        busy=spent.busy,
+        waiting=waiting,
+        attributed=spent.known / spent.busy,
+        layers=tuple(_layers(spent)),
+        lines=tuple(_lines(spent)),
+        operations=operations,
+        collectives=tuple(_collectives(spent)),
+        host=_host(recorded.spans, steps.steps),
+        tokens=facts.tokens,
+        flops=facts.flops,
+        mfu=facts.flops / peak if peak else None,
+        bound=sum(bounds) if bounds else None,
+        memory=facts.memory,
+        usable=facts.usable,
+        peak=facts.peak,
+        buffers=tuple(largest(program, BUFFERS, facts.allocations)),
+        remarks=tuple(remarks),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """Sums over all events of one instruction, in ns."""
+
+    origin: Origin
+    times: int
+    own: float
+    elapsed: float
+    shown: float
+
+
+class _Spent:
+    """The time of whole steps by instruction."""
+
+    def __init__(self, steps: Timeline, origins: Origins):
+        self.runs, self.program, self.origins = steps.runs, steps.program, origins
+        sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * 4)
+        for _, runs in self.by_device():
+            events = [event for run in runs for event in run.events]
+            begins, ends = (np.array([getattr(e, at) for e in events]) for at in ("begin", "end"))
+            own = shared(begins, ends, np.array([self.level(event) for event in events]))
+            for event, mine in zip(events, own.tolist(), strict=True):
+                row = sums[self.origin(event).name]
+                for i, x in enumerate((1, mine, event.end - event.begin, event.shown)):
+                    row[i] += x
+        self._named = {origin.name: origin for origin in self._others.values()}
+        self.rows = [
+            _Row(self._named.get(name) or origins.of(name), int(times), *rest)
+            for name, (times, *rest) in sums.items()
+        ]
+        self.busy = self.mean(row.own for row in self.rows)
+        self.known = self.mean(row.own for row in self.rows if row.origin.known)
+
+    @functools.cached_property
+    def _others(self) -> dict[planes.Program, Origin]:
+        """Origins of what belongs to other programs, one each."""
+        found = {event.program for run in self.runs for event in run.events} - {self.program}
+        return {
+            program: Origin(
+                f"other program: {program.module or 'none'}", "", "", "other", (), OWN, ""
+            )
+            for program in found
+        }
+
+    def by_device(self) -> Iterator[tuple[int, list[Run]]]:
+        """Devices and their runs."""
+        for device in sorted({run.device for run in self.runs}):
+            yield device, [run for run in self.runs if run.device == device]
+
+    def origin(self, event: planes.Event) -> Origin:
+        """Where an event comes from."""
+        if event.program != self.program:
+            return self._others[event.program]
+        return self.origins.of(event.name)
+
+    def level(self, event: planes.Event) -> int:
+        """Its level in the sense of timeline.py."""
+        return min(self.origin(event).level, BESIDE if event.beside else OWN)
+
+    def mean(self, ns: Iterable[float]) -> float:
+        """Seconds of a step of a device, from the ns of all."""
+        return float(sum(ns)) * 1e-9 / len(self.runs)
+
+
+def _layers(spent: _Spent) -> list[Layer]:
+    sums: dict[str, dict[str, float]] = collections.defaultdict(
+        lambda: collections.defaultdict(float)
+    )
+    for row in spent.rows:
+        name = row.origin.layer or (row.origin.name if not row.origin.opcode else NONE)
+        sums[name][row.origin.direction] += spent.mean([row.own])
+    rows = [Layer(name, dict(seconds)) for name, seconds in sums.items()]
+    return sorted(rows, key=lambda row: -row.total)
+
+
+def _lines(spent: _Spent) -> list[Line]:
+    sums: dict[tuple[str, str], float] = collections.defaultdict(float)
+    for row in spent.rows:
+        source, caller, *_ = (*row.origin.sources, "", "")
+        sums[source, caller] += spent.mean([row.own])
+    return sorted((Line(*key, seconds) for key, seconds in sums.items()), key=lambda x: -x.seconds)
+
+
+def _operations(spent: _Spent, chip: Chip | None) -> list[Operation]:
+    rows = []
+    for row in spent.rows:
+        origin, done = row.origin, row.origin.cost
+        flops, moved = (done.flops, done.bytes) if done else (0.0, 0.0)
+        bound, limit = None, ""
+        if chip and done:
+            by_flops = flops / chip.flops(done.dtype)
+            by_bytes = moved / chip.memory_bandwidth_per_device
+            bound, limit = max((by_flops, "compute"), (by_bytes, "memory"))
+        rows.append(
+            Operation(
+                name=origin.name,
+                opcode=origin.opcode,
+                layer=origin.layer,
+                direction=origin.direction,
+                source=next(iter(origin.sources), ""),
+                times=row.times / len(spent.runs),
+                seconds=spent.mean([row.own]),
+                elapsed=spent.mean([row.elapsed]),
+                shown=spent.mean([row.shown]),
+                flops=flops,
+                bytes=moved,
+                bound=bound,
+                limit=limit,
+            )
+        )
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _collectives(spent: _Spent) -> list[Collective]:
+    """Rows by kind and axes, those that take longest first."""
+    sums: dict[tuple[str, tuple[str, ...]], list[float]] = collections.defaultdict(lambda: [0, 0])
+    parts: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = collections.defaultdict(dict)
+    for _, runs in spent.by_device():
+        intervals: dict[Any, list[tuple[float, float]]] = collections.defaultdict(list)
+        works = np.array(
+            [(e.begin, e.end) for run in runs for e in run.events if spent.level(e) == OWN]
+        )
+        for run in runs:
+            for name, events in _by_collective(spent, run.events).items():
+                sent = spent.origins.of(name).collective
+                assert sent
+                parts[sent.kind, sent.axes][sent.instruction] = sent
+                intervals[sent.kind, sent.axes] += [*_stretches(spent, events)]
+        for key, stretches in intervals.items():
+            for i, ns in enumerate(covered(stretches, works)):
+                sums[key][i] += ns
+    rows = [
+        Collective(
+            *key,
+            times=sum(each.times for each in parts[key].values()),
+            bytes=sum(each.sent for each in parts[key].values()),
+            seconds=spent.mean([whole]),
+            exposed=spent.mean([exposed]),
+        )
+        for key, (whole, exposed) in sums.items()
+    ]
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _by_collective(spent: _Spent, events: Iterable[planes.Event]) -> dict[str, list[planes.Event]]:
+    """Events of each collective, by the instruction that begins it."""
+    found = collections.defaultdict(list)
+    for event in events:
+        if sent := spent.origin(event).collective:
+            found[sent.instruction].append(event)
+    return found
+
+
+def _stretches(spent: _Spent, events: list[planes.Event]) -> Iterator[tuple[float, float]]:
+    """The time of a collective: that of its events, and between its beginning and its end where
+    these are two."""
+    begun = None
+    for event in sorted(events, key=lambda event: event.begin):
+        yield event.begin, event.end
+        opcode = spent.origin(event).opcode
+        if opcode.endswith("-start"):
+            begun = event.begin if begun is None else begun
+        elif opcode.endswith("-done") and begun is not None:
+            yield begun, event.end
+            begun = None
+
+
+def _host(spans: list[planes.Span], steps: list[int]) -> dict[str, float]:
+    """Seconds of a step of the loop's thread: the outermost stretches that have a name, and the
+    rest."""
+    sums: dict[str, float] = collections.defaultdict(float)
+    whole = [span for span in spans if span.name == planes.STEP and span.step in steps]
+    for step in whole:
+        until = step.begin
+        for span in spans:
+            if step.begin <= span.begin < step.end and span is not step and span.begin >= until:
+                sums[span.name], until = sums[span.name] + span.end - span.begin, span.end
+    if not whole:
+        return {}
+    every = sum(step.end - step.begin for step in whole)
+    large = {name: ns for name, ns in sums.items() if ns >= SMALL * every}
+    large = dict(sorted(large.items(), key=lambda item: -item[1]))
+    rest = every - sum(large.values())
+    return {name: ns * 1e-9 / len(whole) for name, ns in {**large, "other": rest}.items()}
+
+
+def _waiting(run: Path, steps: Timeline) -> float | None:
+    """Idle seconds of a step for want of a batch: as metrics.jsonl says, and no more than the
+    device was idle before it."""
+    starved = {
+        row["step"]: row["data_wait"] * row["step_seconds"]
+        for row in _metrics(run / "metrics.jsonl")
+        if row.get("step") in steps.steps and "data_wait" in row
+    }
+    if not starved.keys() >= {*steps.steps}:
+        return None
+    waits = [min(starved[each.step], (each.started - each.begin) * 1e-9) for each in steps.runs]
+    return sum(waits) / len(waits)
+
+
+def _metrics(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Rows of metrics.jsonl, without a last one that is still being written."""
+    if path.is_file():
+        with path.open(encoding="utf-8") as lines:
+            yield from (json.loads(line) for line in lines if line.endswith("}\n"))
+
+
+def _remarks(facts: saved.Facts, spent: _Spent, chip: Chip | None) -> Iterator[str]:
+    if chip is None:
+        yield f"chips.yml has no {facts.device_kind}, so there are no bounds and no MFU"
+    if facts.device_kind == "cpu" and facts.devices > 1:
+        yield (
+            "CPU devices of one machine share its cores: the time of an operation holds what it "
+            "waits for one"
+        )
+    named = spent.mean(row.own for row in spent.rows if row.origin.layer)
+    if named < spent.busy / 2:
+        yield (
+            "the program's text names few layers: it was compiled before maxstack named them, or "
+            "its metadata is stripped"
+        )
+    if facts.kept:
+        yield (
+            "the step may come from a file or folder of compiled programs (run.executable, "
+            "run.compilation_cache): names and lines are those of the source that it was first "
+            "compiled from; train.profile compiles anew where they changed"
+        )
+    outer = spent.mean(row.own for row in spent.rows if row.origin.level == OUTER)
+    if outer > 0.1 * spent.busy:
+        yield f"{outer / spent.busy:.0%} of the busy time is that of loops and calls themselves"

@@ -1,0 +1,159 @@
+"""Where the operations of a compiled step come from: layer, direction and line of source, as the
+metadata of the program's text says."""
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from maxstack.plan import traffic, work
+from maxstack.plan.hlo import CALLS, WRAPPERS, Instruction, Program
+from maxstack.profile import timeline
+
+DIRECTIONS = ("forward", "backward", "recomputed", "optimizer", "other")
+"""In which pass of the step an operation runs; `recomputed` is the forward pass again, within the
+backward pass, for remat."""
+OPTIMIZER, SEVERAL = "optimizer", "(several layers)"
+CONTAINERS = {*CALLS} - {*WRAPPERS}
+STRUCTURE = re.compile(
+    r"(jit|pjit)\(.*|closed_call|checkpoint|rematted_computation|remat\d*|while|body|cond|scan|"
+    r"branch_\d+_fun|custom_[jv][vj]p_call(_jaxpr)?|shard_map|shmap_body|pallas_call|.*->.*"
+)
+"""Parts of an op_name that jax adds by itself: they name no layer."""
+_TRANSFORM = re.compile(r"(?!p?jit\()\w+\((.*)\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """An instruction of the program. `layer`: the scopes that it was traced in, such as
+    model.blocks.block.mixer/attention; empty where there were none. `sources`: the line of the
+    program that it comes from, then the line in another file that called that; empty where XLA kept
+    none."""
+
+    name: str
+    opcode: str
+    layer: str
+    direction: str
+    sources: tuple[str, ...]
+    level: int
+    op_name: str
+    collective: traffic.Collective | None = None
+    """None where it sends nothing."""
+    cost: work.Operation | None = None
+    """FLOPs and bytes; None where it computes nothing."""
+
+    @property
+    def known(self) -> bool:
+        """True where the text says where it comes from."""
+        return bool(self.op_name or self.sources)
+
+
+class Origins:
+    """Origins by the names of instructions. `mesh`: axis -> size."""
+
+    def __init__(self, program: Program, mesh: Mapping[str, int]):
+        self._program = program
+        self._made = {
+            instruction.name: instruction
+            for computation in program.computations.values()
+            for instruction in computation.instructions.values()
+        }
+        self._work = {row.name: row for row in work.operations(program)}
+        self._sent = {row.instruction: row for row in traffic.collectives(program, mesh)}
+        self._of = functools.cache(self._origin)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._made
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all instructions."""
+        return {*self._made}
+
+    def of(self, name: str) -> Origin:
+        """The origin of an instruction. One that the text does not hold has no layer."""
+        return self._of(name)
+
+    def _origin(self, name: str) -> Origin:
+        made = self._made.get(name)
+        if made is None:
+            return Origin(name, "", "", "other", (), timeline.OWN, "")
+        maker, collective = work.origin(made), self._collective(made)
+        level = timeline.OUTER if made.opcode in CONTAINERS else timeline.OWN
+        return Origin(
+            name=name,
+            opcode=made.opcode,
+            layer=layer_of(maker.op_name),
+            direction=direction_of(maker.op_name),
+            sources=tuple(_two(self._program.sources(maker))),
+            level=timeline.BESIDE if collective else level,
+            op_name=maker.op_name,
+            collective=collective,
+            cost=self._work.get(name),
+        )
+
+    def _collective(self, made: Instruction) -> traffic.Collective | None:
+        """The collective that an instruction is, starts, or waits for."""
+        while made.opcode.endswith(("-done", "-update")) and made.operands:
+            made = made.inputs[0]
+        within = made.inside
+        names = [made.name, *(within.instructions if within else ())]
+        return next((self._sent[name] for name in names if name in self._sent), None)
+
+
+def _two(sources: Iterable[str]) -> Iterator[str]:
+    """The innermost line, and the innermost in another file."""
+    innermost = ""
+    for source in sources:
+        if not innermost:
+            innermost = source
+            yield source
+        elif source.rpartition(":")[0] != innermost.rpartition(":")[0]:
+            yield source
+            return
+
+
+def layer_of(op_name: str) -> str:
+    """The named scopes in an op_name, outermost first and each once, without what jax adds by
+    itself; of operations that XLA merged the scopes that all share, or SEVERAL."""
+    all_scopes = [_scopes(name) for name in merged(op_name)]
+    first, *others = [scopes for scopes in all_scopes if scopes] or [[]]
+    if not all(scopes[:1] == first[:1] for scopes in others):
+        return SEVERAL
+    return "/".join(os.path.commonprefix([first, *others]))
+
+
+def direction_of(op_name: str) -> str:
+    """One of DIRECTIONS; of operations that XLA merged that of the first."""
+    layer, first = layer_of(op_name), merged(op_name)[0]
+    if layer.partition("/")[0] == OPTIMIZER:
+        return "optimizer"
+    if "rematted_computation" in first:
+        return "recomputed"
+    if "transpose(" in first:
+        return "backward"
+    return "forward" if "/" in first and (layer or "jvp(" in first) else "other"
+
+
+def merged(op_name: str) -> list[str]:
+    """The op_names of the operations that XLA made one of, which it writes as a/(b/c:d)."""
+    shared, bracket, rest = f"/{op_name}".partition("/(")
+    if not bracket or not rest.endswith(")"):
+        return [op_name]
+    return [f"{shared}/{each}"[1:] for each in rest[:-1].split(":")]
+
+
+def _scopes(op_name: str) -> list[str]:
+    """The scopes of one operation; of what only copies an argument, the tree that it is in."""
+    if "/" not in op_name:
+        return [op_name.partition("[")[0]] if "[" in op_name else []
+    scopes: list[str] = []
+    for part in op_name.split("/")[:-1]:
+        while wrapped := _TRANSFORM.fullmatch(part):
+            part = wrapped[1]
+        if part and not STRUCTURE.fullmatch(part):
+            # model.blocks says nothing around model.blocks.block.mlp
+            scopes = [scope for scope in scopes if not part.startswith(f"{scope}.")]
+            scopes.append(part)
+    return [*dict.fromkeys(scopes)]

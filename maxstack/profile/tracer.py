@@ -1,0 +1,265 @@
+"""Traces of a run's steps by jax's profiler, in the run's folder: those that train.profile names,
+and those that are asked for while it runs."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import operator
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxstack.cluster.peers import Peers
+from maxstack.plan import buffers, fit
+from maxstack.profile import saved
+from maxstack.profile.planes import STEP
+from maxstack.report import trace_requests
+from maxstack.report.log import Log
+from maxstack.run import Run
+
+EVERY = 1.0
+"""Seconds between looks for a request, by a thread: no step waits for a file."""
+AHEAD = 3.0
+"""Seconds until the first step of a trace of several processes, so that all hear of it before."""
+FEW = 10
+"""Steps that have begun before several processes take a request: the first ones are dispatched
+faster than they run, and say nothing of the speed."""
+VALUES = 300
+"""Values of a block of memory that are kept, the largest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A trace to take: its first step, None for the next one, and how many."""
+
+    first: int | None
+    steps: int
+    request: str = ""
+
+
+class Tracer:
+    """Takes traces of the steps between `before` and `after`, one at a time."""
+
+    def __init__(self, run: Run, compiled: Any, folder: Path, log: Log):
+        self._run, self._compiled, self._folder, self._log = run, compiled, folder, log
+        self._peers, self._step, self._requests = Peers(), 0, 0
+        self._begins: collections.deque[float] = collections.deque(maxlen=32)
+        profile = run.cfg.train.profile
+        self._planned = Wanted(profile.start, profile.steps) if profile else None
+        self._wanted: Wanted | None = None
+        self._taking: Wanted | None = None
+        self._ran: list[int] = []
+        self._annotation: Any = contextlib.nullcontext()
+        self._stop = threading.Event()
+        self._writing: threading.Thread | None = None
+        threading.Thread(target=self._listen, daemon=True, name="trace requests").start()
+
+    def before(self, step: int) -> None:
+        """Begin a step, and where one is wanted from it on, a trace."""
+        self._step = step
+        self._begins.append(time.monotonic())
+        for wanted in (self._planned, self._wanted):
+            if wanted and wanted.first in (None, step):
+                self._begin(wanted, step)
+        if self._taking:
+            self._annotation = jax.profiler.StepTraceAnnotation(STEP, step_num=step)
+            self._annotation.__enter__()
+
+    def after(self, step: int, ran: bool) -> bool:
+        """End a step, which ran the program or passed its batch over. True where a trace ends with
+        it, once its results are there."""
+        if not self._taking:
+            return False
+        self._annotation.__exit__(None, None, None)
+        self._ran += [step] if ran else []
+        assert self._taking.first is not None
+        return step >= self._taking.first + self._taking.steps - 1
+
+    @property
+    def tracing(self) -> bool:
+        """True while a trace is being taken."""
+        return self._taking is not None
+
+    def end(self) -> None:
+        """End the trace, and write it with what is needed to read it."""
+        assert self._taking
+        taken, ran = self._taking, self._ran
+        self._clear()
+        try:
+            jax.profiler.stop_trace()
+        except (OSError, RuntimeError) as error:  # a full disk must not end the job
+            self._refuse(taken, f"jax's profiler could not write it: {error}")
+            return
+        if not ran:
+            self._refuse(taken, "all its batches were passed over")
+        elif self._peers.number == 0:
+            self.wait()
+            self._writing = threading.Thread(target=self._write, args=(taken, ran), name="trace")
+            self._writing.start()
+
+    def drop(self) -> None:
+        """End a trace whose steps are undone, without its text in the run's folder."""
+        if self._taking:
+            jax.profiler.stop_trace()
+            self._refuse(self._taking, "the run went back before its steps")
+            self._clear()
+
+    def wait(self) -> None:
+        """Wait for a trace that is being written."""
+        if self._writing:
+            self._writing.join()
+
+    def close(self) -> None:
+        """Listen no more, and leave no trace under way."""
+        self._stop.set()
+        if self._taking:
+            jax.profiler.stop_trace()
+            self._clear()
+        self.wait()
+
+    def _clear(self) -> None:
+        self._taking, self._ran, self._annotation = None, [], contextlib.nullcontext()
+
+    def _begin(self, wanted: Wanted, step: int) -> None:
+        if wanted is self._wanted:
+            self._wanted = None
+        if self._taking:
+            self._refuse(wanted, f"one that began at step {self._taking.first} is under way")
+            return
+        steps = min(wanted.steps, self._run.cfg.train.steps - step + 1)
+        self._taking = Wanted(step, steps, wanted.request)
+        options = jax.profiler.ProfileOptions()
+        options.session_id = saved.session(self._peers.number)
+        folder = self._folder / trace_requests.FOLDER / str(step)
+        try:
+            jax.profiler.start_trace(str(folder), profiler_options=options)
+        except (OSError, RuntimeError) as error:
+            self._clear()
+            self._refuse(wanted, f"jax's profiler does not begin: {error}")
+            return
+        self._answer(wanted.request, "tracing", first=step, last=step + steps - 1)
+
+    def _refuse(self, wanted: Wanted, why: str) -> None:
+        """Say that a trace is not there."""
+        self._log.warn(f"no trace from step {wanted.first or self._step} on: {why}")
+        self._answer(wanted.request, "refused", why=why)
+
+    def _answer(self, request: str, state: str, **more: Any) -> None:
+        if request and self._peers.number == 0:
+            trace_requests.answer(self._folder, request, state, **more)
+
+    def _write(self, taken: Wanted, ran: list[int]) -> None:
+        trace = self._folder / trace_requests.FOLDER / str(taken.first)
+        try:
+            saved.write(trace, self._compiled.as_text(), self._facts(ran))
+        except (OSError, RuntimeError, ValueError) as error:  # of a disk, or of what XLA tells
+            self._refuse(taken, f"{trace}: {error}")
+            return
+        self._log.say(f"trace of steps {ran[0]} to {ran[-1]}: maxstack profile {self._folder}")
+        self._answer(taken.request, "done", first=taken.first)
+
+    def _facts(self, ran: list[int]) -> saved.Facts:
+        run, cfg, stats = self._run, self._run.cfg, self._compiled.memory_analysis()
+        device = run.mesh.local_devices[0]
+        tokens = cfg.train.batch_size * cfg.data.seq_len
+        used = (device.memory_stats() or {}).get("peak_bytes_in_use")
+        return saved.Facts(
+            steps=ran,
+            device_kind=device.device_kind,
+            devices=run.mesh.size,
+            processes=self._peers.count,
+            mesh=dict(run.mesh.shape),
+            tokens=tokens,
+            flops=run.flops_per_token * tokens,
+            memory=self._memory(stats),
+            usable=fit.usable(device, run.mesh.size),
+            peak=used,
+            allocations=self._allocations(stats),
+            kept=bool(cfg.run.executable or (cfg.run.compilation_cache and not cfg.train.profile)),
+        )
+
+    def _memory(self, stats: Any) -> dict[str, int]:
+        if stats is None:
+            return {}
+        total = buffers.memory(self._compiled)
+        return {
+            "arguments": total.arguments,
+            "code": total.code,
+            "temporaries": stats.temp_size_in_bytes,
+            "needed": total.needed,
+        }
+
+    def _allocations(self, stats: Any) -> list[buffers.Allocation]:
+        """The compiler's assignment of memory, where it gives one."""
+        assignment = getattr(stats, "serialized_buffer_assignment_proto", b"")
+        if not assignment:
+            return []
+        (module,) = self._compiled.runtime_executable().hlo_modules()
+        rows = saved.allocations(assignment, module.as_serialized_hlo_module_proto())
+        for row in rows:
+            row.values = sorted(row.values, key=lambda value: -value[2])[:VALUES]
+        return rows
+
+    def _listen(self) -> None:
+        """Look for requests until the run ends. Process 0 takes one, and with several processes
+        says from which step on."""
+        while not self._stop.wait(EVERY):
+            if trace_requests.signalled():
+                try:
+                    trace_requests.ask(self._folder, trace_requests.STEPS)
+                except OSError as error:
+                    self._log.warn(f"{self._folder}: no trace can be asked for: {error.strerror}")
+            if len(self._begins) < (FEW if self._peers.count > 1 else 1):
+                continue
+            if self._peers.number:
+                try:
+                    self._hear()
+                except jax.errors.JaxRuntimeError:
+                    return  # process 0 is gone, and the run with it
+            elif request := trace_requests.take(self._folder):
+                self._take(request)
+
+    def _take(self, request: dict[str, Any]) -> None:
+        name, steps = str(request.get("request")), request.get("steps")
+        busy = self._taking or self._wanted
+        if busy:
+            why = f"a trace from step {busy.first} on is under way" if busy.first else "one waits"
+        elif not isinstance(steps, int) or steps < 1:
+            why = f"{json.dumps(steps)} is no number of steps"
+        else:
+            why = ""
+        if why:
+            self._refuse(Wanted(None, 0, name), why)
+            return
+        assert isinstance(steps, int)
+        first = None
+        if self._peers.count > 1:
+            begins = [*self._begins]
+            seconds = statistics.median(map(operator.sub, begins[1:], begins))
+            first = self._step + 2 + math.ceil(AHEAD / max(seconds, 1e-3))
+            if first > self._run.cfg.train.steps:
+                self._answer(name, "refused", why="the run ends before all processes could begin")
+                return
+            self._peers.post("trace", self._requests, [first, steps])
+            self._requests += 1
+            self._answer(name, "waiting", first=first)
+        self._wanted = Wanted(first, steps, name)
+
+    def _hear(self) -> None:
+        """What process 0 said."""
+        if (said := self._peers.posted("trace", self._requests)) is None:
+            return
+        self._requests += 1
+        first, steps = said
+        if first <= self._step:
+            self._log.warn(
+                f"process {self._peers.number} heard too late of a trace at step {first}"
+            )
+        else:
+            self._wanted = Wanted(int(first), int(steps))
