@@ -255,7 +255,7 @@ def test_every_file_of_a_step_is_in_its_manifest(saved):
     assert {
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
     } == {*files, manifest.NAME}
-    assert facts == {"eval_loss": None} and list(manifest.damages(folder)) == []
+    assert facts == {"eval_loss": None, "evaluated": {}} and list(manifest.damages(folder)) == []
 
 
 def test_a_manifest_that_is_damaged_itself_is_damage(saved):
@@ -273,10 +273,13 @@ def test_the_newest_the_multiples_and_the_best_stay():
     def facts(step):
         if step == 1:
             raise manifest.Damage("its manifest cannot be read")
-        return {"eval_loss": losses[step]}
+        return {"eval_loss": losses[step], "evaluated": {} if step == 2 else {"acc": -step}}
 
+    stored = SimpleNamespace(facts=facts)
     cfg = CheckpointConfig(keep=1, keep_every=6, keep_best=2)
-    assert removable(SimpleNamespace(facts=facts), cfg, [*losses]) == [1, 2]
+    assert removable(stored, cfg, [*losses]) == [1, 2]
+    cfg = CheckpointConfig(keep=1, keep_best={"eval_loss": 1, "-acc": 1, "acc": 1})
+    assert removable(stored, cfg, [*losses]) == [1, 2, 6, 8]
 
 
 FULL = """

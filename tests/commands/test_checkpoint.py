@@ -25,7 +25,7 @@ def made(tmp_path_factory):
     feed, state = Feed(cfg.data, made.batches.rows(8), 8), made.init()
     saves = Checkpoints(made, folder / "checkpoints", print)
     for step in (1, 2, 3):
-        saves.save(step, state, feed, {"skipped": [[4, 6]]}, 2.5)
+        saves.save(step, state, feed, {"skipped": [[4, 6]]}, {"eval_loss": 2.5})
     saves.close()
     return top
 
