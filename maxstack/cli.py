@@ -64,6 +64,10 @@ COMMANDS = {
         "maxstack.commands.goodput:main",
         "where the time of a run went, over all its restarts",
     ),
+    "report": (
+        "maxstack.commands.report:main",
+        "one HTML page about runs: curves, where the time went, faults, samples, differences",
+    ),
     "data": (
         "maxstack.commands.data:main",
         "train a tokenizer, prepare token shards, show what the model is fed",

@@ -138,6 +138,7 @@ def train(
     from maxstack.report.log import Log
     from maxstack.report.metrics import Writer
     from maxstack.report.profiler import Profiler
+    from maxstack.report.trackers import Trackers
     from maxstack.run import assemble
 
     joining.join(cfg)
@@ -166,7 +167,7 @@ def train(
     begin = int(state.step) if state else 0
     startup.check_steps(cfg, begin)
 
-    writer = Writer(folder, cfg.run.tensorboard, first)
+    writer = Writer(folder, first, Trackers(folder, cfg) if first and cfg.run.trackers else None)
     if saves and state is not None:
         log.say(saves.summary)
         if moved := startup.moved_rate(saves.saved_config, cfg, int(state.guard.updates)):
