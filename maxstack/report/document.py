@@ -22,8 +22,8 @@ FILES = {
 def page(data: Mapping[str, Any], live: bool = False) -> str:
     """The page with the data. Its policy lets it run its own scripts alone and load nothing, or,
     where it is `live`, ask its own server."""
-    parts = {name: _read(file) for name, file in FILES.items()}
-    text = string.Template(_read("page.html"))
+    parts = {name: read(file) for name, file in FILES.items()}
+    text = string.Template(read("page.html"))
     title = "maxstack: " + ", ".join(run["name"] for run in data["runs"])
     return text.substitute(parts, policy=policy(live), title=html.escape(title), data=encoded(data))
 
@@ -38,8 +38,8 @@ def policy(live: bool) -> str:
     scripts, styles = ("uplot", "script"), ("uplot_css", "css")
     rules = [
         "default-src 'none'",
-        f"script-src {' '.join(source(_read(FILES[name])) for name in scripts)}",
-        f"style-src {' '.join(source(_read(FILES[name])) for name in styles)}",
+        f"script-src {' '.join(source(read(FILES[name])) for name in scripts)}",
+        f"style-src {' '.join(source(read(FILES[name])) for name in styles)}",
         "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",
@@ -55,5 +55,6 @@ def source(content: str) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def _read(name: str) -> str:
+def read(name: str) -> str:
+    """A file of the folder page/."""
     return resources.files(__package__).joinpath("page", name).read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ import numpy as np
 from maxstack.report.append import Appender
 
 FILE, INDEX = "metrics.jsonl", "metrics.index.jsonl"
-ROWS = 512
+ROWS = 1024
 """Rows of a block."""
 SMALL = 64 << 20
 """Bytes that are read row by row, without an index."""
@@ -28,8 +28,8 @@ STRETCHES, STRETCH = 1000, 64
 """Places at which a file is sampled, and rows that are read at each."""
 TAIL = 256 << 10
 """Bytes at the end of a file that hold the latest rows."""
-POINTS = 2000
-"""Points of a series at most."""
+POINTS, MEANS = 2000, 400
+"""Points of a series at most, and means of one that is thinned."""
 REFUSED = {1: "not finite", 2: "spike"}
 """By the values of `skipped`."""
 Points = tuple[list[int], list[float]]
@@ -54,6 +54,8 @@ class Block:
     damaged: int = 0
     """Lines that are no row."""
     points: dict[str, Points] = dataclasses.field(default_factory=dict)
+    means: dict[str, tuple[float, float, int]] = dataclasses.field(default_factory=dict)
+    """Mean step, mean value and count by key, where `points` are not all."""
     events: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     texts: list[int] = dataclasses.field(default_factory=list)
     """Where rows with texts begin."""
@@ -95,14 +97,24 @@ class History:
         """The share of the bytes that were read or indexed."""
         return 1 - self._gaps / max(self._end, 1)
 
-    def series(self) -> dict[str, Points]:
+    def series(self) -> tuple[dict[str, Points], dict[str, Points]]:
         """Steps and values of every figure, at most POINTS of each, with the smallest and the
-        largest of what was left out; values that are not finite are left out."""
-        parts = collections.defaultdict(list)
+        largest of what was left out; and means over equal spans of steps, where any was. Values
+        that are not finite are left out."""
+        points = collections.defaultdict(list)
+        means = collections.defaultdict[str, list[Sequence[Sequence[float]]]](list)
         for block in self._blocks:
-            for key, points in block.points.items():
-                parts[key].append(points)
-        return {key: _thinned(points) for key, points in parts.items()}
+            for key, (steps, values) in block.points.items():
+                points[key].append((steps, values))
+                if key in block.means:
+                    step, value, count = block.means[key]
+                    means[key].append(([step], [value], [count]))
+                else:
+                    means[key].append((steps, values, [1] * len(steps)))
+        thinned = {key: _thinned(parts) for key, parts in points.items()}
+        few = {key: len(steps) < POINTS // 2 for key, (steps, _) in thinned.items()}
+        averaged = {key: _averaged(means[key]) for key in thinned if not few[key]}
+        return thinned, averaged
 
     def texts(self, count: int) -> list[tuple[int, str]]:
         """(step, text) of the last `count` rows that hold texts."""
@@ -115,7 +127,7 @@ class History:
             found += [(row["step"], str(text)) for texts in lists for text in texts]
         return found
 
-    def recent(self, count: int = 100) -> list[dict[str, Any]]:
+    def recent(self, count: int = 20) -> list[dict[str, Any]]:
         """The last rows of steps that were trained, `count` at most."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
@@ -263,41 +275,58 @@ def _filled(block: Block, rows: Sequence[tuple[int, dict[str, Any]]], whole: boo
     for key, parts in columns.items():
         steps, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         order = np.argsort(steps, kind="stable")
-        if points := _kept(steps[order], values[order], whole):
-            block.points[key] = points
-    return block
-
-
-def _kept(steps: np.ndarray, values: np.ndarray, whole: bool) -> Points | None:
-    """The finite values, or the first smallest and largest, and the last, with their steps; None
-    where there is none."""
-    finite = np.isfinite(values)
-    if not finite.all():
+        steps, values = steps[order], values[order]
+        finite = np.isfinite(values)
+        if not finite.any():
+            continue
         steps, values = steps[finite], values[finite]
-    if not len(values):
-        return None
-    if not whole:
-        kept = sorted({int(values.argmin()), int(values.argmax()), len(values) - 1})
-        steps, values = steps[kept], values[kept]
-    return steps.tolist(), values.tolist()
+        if not whole:
+            block.means[key] = float(steps.mean()), float(values.mean()), len(values)
+            kept = sorted({int(values.argmin()), int(values.argmax()), len(values) - 1})
+            steps, values = steps[kept], values[kept]
+        block.points[key] = steps.tolist(), values.tolist()
+    return block
 
 
 def _thinned(parts: Sequence[Points]) -> Points:
     """The points of all parts, the last of each step: all of POINTS or fewer, else the smallest and
     largest in each of many equal spans of steps, the first and the last."""
-    steps = np.array([step for part in parts for step in part[0]])
-    values = np.array([value for part in parts for value in part[1]])
+    steps, values = _concatenated(parts)
     last = np.append(steps[1:] != steps[:-1], True)
     steps, values = steps[last], values[last]
     if len(steps) > POINTS:
-        spans = POINTS // 2 - 1
-        span = (steps - steps[0]) * spans // (steps[-1] - steps[0] + 1)
+        span = _spans(steps, POINTS // 2 - 1)
         order = np.lexsort((values, span))
         begins = np.flatnonzero(np.append(True, np.diff(span[order]) > 0))
         ends = np.append(begins[1:], len(order)) - 1
         kept = np.unique(np.concatenate([order[begins], order[ends], [0, len(steps) - 1]]))
         steps, values = steps[kept], values[kept]
     return steps.tolist(), values.tolist()
+
+
+def _averaged(parts: Sequence[Sequence[Sequence[float]]]) -> Points:
+    """The mean step and value of all parts in each of MEANS equal spans of steps, by their
+    counts."""
+    steps, values, counts = _concatenated(parts)
+    span = _spans(steps, MEANS)
+    total = np.bincount(span, counts)
+    some = total > 0
+    mean_steps, mean_values = (
+        np.bincount(span, counts * column)[some] / total[some] for column in (steps, values)
+    )
+    return np.round(mean_steps).astype(int).tolist(), mean_values.tolist()
+
+
+def _concatenated(parts: Sequence[Sequence[Sequence[float]]]) -> Iterator[np.ndarray]:
+    return (
+        np.array([*itertools.chain.from_iterable(column)]) for column in zip(*parts, strict=True)
+    )
+
+
+def _spans(steps: np.ndarray, count: int) -> np.ndarray:
+    """The number of the span that each step is in, of `count` equal ones."""
+    first, last = steps[0], steps[-1]
+    return ((steps - first) * count // (last - first + 1)).astype(int)
 
 
 def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any] | None]:

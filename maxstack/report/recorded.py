@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import yaml
 from maxstack.config import difference
 from maxstack.config.writer import inline
 from maxstack.report import goodput
-from maxstack.report.history import History
+from maxstack.report.history import History, Points
 
 LINE = re.compile(r"^([0-9-]{10} [0-9:]{8}) (.*)$", re.M)
 ROUTINE = re.compile(
@@ -24,7 +25,7 @@ ROUTINE = re.compile(
 BEGINS, ENDED, SLOW = "devices: ", "ended by ", " is slow: "
 LOG, LINES = 4 << 20, 200
 """Bytes of log.txt that are read, and lines that are shown."""
-TEXTS, PICTURES = 20, 6
+TEXTS, PICTURES = 5, 6
 """Rows of texts, and pictures, that are shown at most: the last."""
 LARGEST = 2 << 20
 """Bytes of a picture."""
@@ -39,12 +40,12 @@ class Recorded:
 
     def __init__(self, folder: Path, history: History):
         self.folder, self._history = folder, history
-        self._series: dict[str, Any] = {}
+        self._series = self._means = dict[str, Points]()
 
     def data(self, checkpoints: Sequence[tuple[int, Sequence[str]]]) -> dict[str, Any]:
         """All that the page shows of the run. `checkpoints`: (step, cells of the table)."""
         if self._history.update():
-            self._series = self._history.series()
+            self._series, self._means = self._history.series()
         config, spent, lines = self.config(), goodput.so_far(self.folder), self._log()
         events = [(step, kind) for step, kind in self._history.events]
         events += [(step, kind) for _, step, kind in spent.resumes]
@@ -56,13 +57,14 @@ class Recorded:
             **self._progress(config, spent, lines),
             "unit": "nats a token" if objective.get("kind") in OBJECTIVES else "",
             "series": self._series,
+            "means": self._means,
             "events": events,
             "goodput": _shares(spent),
             "checkpoints": [cells for _, cells in checkpoints],
             "stragglers": [line for line in lines if SLOW in line[1]],
             "log": lines[-LINES:],
             "texts": self._history.texts(TEXTS),
-            "pictures": _pictures(self.folder / "samples"),
+            "pictures": pictures(self.folder / "samples"),
             "remarks": [*self._remarks(), *spent.remarks],
         }
 
@@ -98,6 +100,7 @@ class Recorded:
         """How far the run is, how fast, and whether it runs."""
         recent = self._history.recent()
         last = recent[-1] if recent else {}
+        recent = [row for row in recent if not row.get("skipped")]
         step, steps = last.get("step", 0), (config.get("train") or {}).get("steps", 0)
         quiet = time.time() - spent.seen
         begun = max((i for i, (_, line) in enumerate(lines) if line.startswith(BEGINS)), default=0)
@@ -115,8 +118,8 @@ class Recorded:
             state, words = "killed", "without a word; the same command goes on"
         means = {
             key: sum(values) / len(values)
-            for key in ("step_seconds", "mfu", *COUNTED)
-            if (values := [row[key] for row in recent if isinstance(row.get(key), int | float)])
+            for key in ("loss", "step_seconds", "mfu", *COUNTED)
+            if (values := [row[key] for row in recent if _is_finite(row.get(key))])
         }
         rate = next((key for key in COUNTED if key in means), "")
         return {
@@ -127,20 +130,26 @@ class Recorded:
             "steps": steps,
             "tokens": last.get("tokens"),
             "rate": [means[rate], COUNTED[rate]] if rate else None,
+            "loss": means.get("loss"),
             "mfu": means.get("mfu"),
             "left": (steps - step) * means.get("step_seconds", 0.0) if state == "running" else None,
         }
 
     def _remarks(self) -> list[str]:
         history = self._history
-        remarks = []
+        remarks = [
+            f"{name} cannot be read"
+            for name, content in (("config.yml", self.config()), ("versions.json", self.versions()))
+            if not content and (self.folder / name).exists()
+        ]
         if not (self.folder / "metrics.jsonl").exists():
             remarks.append("metrics.jsonl is not there: no step has been done")
         elif not history.rows:
             remarks.append("metrics.jsonl holds no row")
         if history.damaged:
-            lines = f"{history.damaged:,} line{'s' * (history.damaged > 1)}"
-            remarks.append(f"{lines} of metrics.jsonl cannot be read and are left out")
+            lines = "1 line" if history.damaged == 1 else f"{history.damaged:,} lines"
+            verb = "is" if history.damaged == 1 else "are"
+            remarks.append(f"{lines} of metrics.jsonl cannot be read and {verb} left out")
         if history.sampled < 1:
             remarks.append(
                 f"figures are sampled: {history.sampled:.1%} of metrics.jsonl was read, so that "
@@ -165,6 +174,10 @@ def compared(runs: Sequence[Recorded]) -> dict[str, Any]:
     }
 
 
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
 def _shares(spent: goodput.Goodput) -> dict[str, Any] | None:
     """Seconds by cause, with the meaning of each; None for a run without a ledger."""
     if not spent.began:
@@ -173,7 +186,7 @@ def _shares(spent: goodput.Goodput) -> dict[str, Any] | None:
     return {"sentence": goodput.sentence(spent), "wall": spent.wall, "causes": causes}
 
 
-def _pictures(folder: Path) -> list[tuple[str, str]]:
+def pictures(folder: Path) -> list[tuple[str, str]]:
     """(file's name, data URL) of the last pictures in a folder, by name."""
     found: list[tuple[str, str]] = []
     paths = sorted(folder.glob("*.png"), reverse=True) if folder.is_dir() else []

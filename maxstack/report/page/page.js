@@ -39,17 +39,23 @@ function make(tag, attributes = {}, ...children) {
     if (name.startsWith(".")) element[name.slice(1)] = value;
     else element.setAttribute(name, value);
   }
-  element.append(...children.flat().filter((child) => child !== null));
+  element.append(...children.flat(9).filter((child) => child !== null));
   return element;
 }
 
 function number(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en");
+  if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en");
   if (size >= 1e6) return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 }).format(value);
   if (size < 1e-3) return value.toExponential(2);
   return new Intl.NumberFormat("en", { maximumSignificantDigits: 4 }).format(value);
+}
+
+/** As `number`, short enough for an axis. */
+function tick(value) {
+  if (value === null || Math.abs(value) < 1e4) return value === null ? "" : number(value);
+  return new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 }).format(value);
 }
 
 function duration(seconds) {
@@ -60,14 +66,21 @@ function duration(seconds) {
 
 function table(headings, rows, mark = () => "") {
   const body = rows.map((cells) => make("tr", { class: mark(cells) }, cells.map((cell) => {
-    const isNumber = typeof cell === "number" || /^[+-]?[0-9][0-9.,e+-]*( ?(s|%|[KMGT]?i?B))?$/.test(cell);
+    const isNumber = typeof cell === "number" || /^[+-]?[0-9][0-9,]*(\.[0-9]+)?(e[+-][0-9]+)?( (s|%|[KMGT]?i?B))?$/.test(cell);
     return make("td", isNumber ? { class: "number" } : {}, typeof cell === "number" ? number(cell) : `${cell ?? ""}`);
   })));
   const head = make("tr", {}, headings.map((text) => make("th", { scope: "col" }, text)));
   return make("div", { class: "wide" }, make("table", { class: "data" }, make("thead", {}, head), make("tbody", {}, body)));
 }
 
-const section = (title, ...children) => make("section", { "aria-label": title }, make("h2", {}, title), children);
+/** What may be long, in a box of its own that the keyboard scrolls. */
+function long(content, label) {
+  for (const [name, value] of Object.entries({ tabindex: 0, role: "region", "aria-label": label })) content.setAttribute(name, value);
+  content.classList.add("long");
+  return content;
+}
+
+const section = (title, ...children) => make("section", { "aria-label": title }, make("h2", {}, title), ...children);
 
 /** A section that is closed at first; `fill` makes its content once it is open. */
 function closed(title, fill) {
@@ -93,14 +106,13 @@ function cards(run) {
   const percent = (value) => `${(100 * value).toFixed(1)} %`;
   const found = [["State", run.state, run.why, run.state]];
   found.push(["Step", number(run.step), run.steps ? `of ${number(run.steps)}, ${percent(run.step / run.steps)}` : ""]);
-  const loss = extremes(run, "loss");
-  if (loss) found.push(["Training loss", number(loss.last.value), `least ${number(loss.least.value)} at step ${number(loss.least.step)}`]);
+  if (run.loss !== null) found.push(["Training loss", number(run.loss), "mean of the last steps"]);
   for (const [key, best] of [["eval_loss", "least"], ["eval_reward", "most"], ["eval_accuracy", "most"], ["tasks/core", "most"]]) {
     const held = extremes(run, key);
     if (held) found.push([titled(run, key).title, number(held.last.value * titled(run, key).factor),
       `last; best ${number(held[best].value * titled(run, key).factor)} at step ${number(held[best].step)}`]);
   }
-  if (run.rate) found.push(["Speed", `${number(run.rate[0])} ${run.rate[1]}`, "mean of the last steps"]);
+  if (run.rate) found.push(["Speed", number(run.rate[0]), `${run.rate[1]}, mean of the last steps`]);
   if (run.mfu !== null) found.push(["MFU", percent(run.mfu), "mean of the last steps"]);
   if (run.tokens) found.push(["Tokens", number(run.tokens), "since the start of the run"]);
   if (run.left !== null) found.push(["Time left", duration(run.left), "at this speed"]);
@@ -164,7 +176,9 @@ function setZoom(range) {
 function chart(key) {
   const { title, unit, factor } = titled(data.runs[0], key);
   const runs = data.runs.map((run, i) => ({ run, i })).filter(({ run }) => run.series[key]);
-  const columns = uPlot.join(runs.map(({ run }) => [run.series[key][0], run.series[key][1].map((value) => value * factor)]));
+  // A figure that is thinned is drawn twice: its smallest and largest values faintly, its means over them.
+  const lines = runs.flatMap(({ run, i }) => [[run.series[key], run.means[key] ? "80" : "", i], ...(run.means[key] ? [[run.means[key], "", i]] : [])]);
+  const columns = uPlot.join(lines.map(([[steps, values]]) => [steps, values.map((value) => value * factor)]));
   const positive = columns.slice(1).every((values) => values.every((value) => value === null || value === undefined || value > 0));
   const words = runs.map(({ run }) => {
     const found = extremes(run, key);
@@ -180,14 +194,15 @@ function chart(key) {
     width: 400, height: 230,
     cursor: { sync: { key: "steps" }, drag: { setScale: false }, points: { size: 7 } },
     scales: { x: { time: false, range: () => zoom ?? (ends[0] < ends[1] ? ends : [ends[0] - 1, ends[0] + 1]) }, y: { distr: log ? 3 : 1 } },
-    axes: [{ ...axis, size: 34, values: (u, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? number(tick) : "")) },
-      { ...axis, size: 60, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) }],
-    series: [{ label: "step", value: (u, value) => number(value) }, ...runs.map(({ run, i }) => ({
-      label: run.name, stroke: COLORS[i % COLORS.length], width: 1.5, spanGaps: true,
+    axes: [{ ...axis, size: 34, values: (u, ticks) => ticks.map((step) => (Number.isInteger(step) ? tick(step) : "")) },
+      { ...axis, size: 60, values: (u, ticks) => ticks.map(tick) }],
+    series: [{ label: "step", value: (u, value) => number(value) }, ...lines.map(([, faint, i]) => ({
+      label: `${data.runs[i].name}${faint ? ", extremes" : data.runs[i].means[key] ? ", mean" : ""}`,
+      stroke: COLORS[i % COLORS.length] + faint, width: faint ? 1 : 1.5, spanGaps: true,
       dash: i < COLORS.length ? undefined : [6, 3], value: (u, value) => number(value),
       points: { show: columns[0].length <= 60, size: 5 },
     }))],
-    padding: [14, 10, null, null],
+    padding: [14, 18, null, null],
     hooks: {
       drawAxes: [drawMarks],
       setSelect: [(u) => {
@@ -252,7 +267,7 @@ function time(run) {
     swatch.style.background = TIME[spent[i][0]];
     cell.prepend(swatch);
   });
-  return [data.runs.length > 1 ? make("h3", {}, run.name) : null, make("p", {}, sentence), bar, rows];
+  return [make("p", {}, sentence), bar, rows];
 }
 
 /** What each run has of something, with its name above where there are several; null where none has any. */
@@ -276,12 +291,12 @@ function overview() {
       make("div", {}, make("dt", {}, label), make("dd", { class: style ?? "" }, value, make("small", {}, more)))));
   }
   const labels = [...new Set(found.flat().map(([label]) => label))];
-  const rows = data.runs.map((run, i) => [run.name, ...labels.map((label) => {
-    const card = found[i].find(([other]) => other === label);
-    return card ? `${card[1]}${card[2] ? `; ${card[2]}` : ""}` : "";
+  const rows = labels.map((label) => [label, ...found.map((own) => {
+    const card = own.find(([other]) => other === label);
+    return card ? card.slice(1, 3).filter(Boolean).join("; ") : "";
   })]);
-  const cells = table(["run", ...labels], rows);
-  cells.querySelectorAll("tbody tr td:first-child").forEach((cell, i) => {
+  const cells = table(["", ...data.runs.map((run) => run.name)], rows);
+  [...cells.querySelectorAll("th")].slice(1).forEach((cell, i) => {
     const swatch = make("span", { class: "swatch" });
     swatch.style.background = COLORS[i % COLORS.length];
     cell.prepend(swatch);
@@ -291,8 +306,8 @@ function overview() {
 
 function controls() {
   const check = (name, label) => {
-    const box = make("input", { type: "checkbox", id: name, ".checked": shown[name] });
-    box.addEventListener("change", () => { shown[name] = box.checked; render(); document.getElementById(name).focus(); });
+    const box = make("input", { type: "checkbox", id: `${name}-shown`, ".checked": shown[name] });
+    box.addEventListener("change", () => { shown[name] = box.checked; render(); });
     return make("label", {}, box, ` ${label}`);
   };
   const reset = make("button", { type: "button", id: "reset", ".hidden": zoom === null }, "All steps");
@@ -325,12 +340,12 @@ function render() {
     overview(), ...remarks, markKey(), ...sections,
     others.length ? closed(`Other figures (${others.length})`, () => drawn(others)) : null,
     each("Where the time went", time),
-    each("Checkpoints", (run) => run.checkpoints.length ? table(["step", "size", "eval loss", "saved", "where"], run.checkpoints) : null),
+    each("Checkpoints", (run) => run.checkpoints.length ? long(table(["step", "size", "eval loss", "saved", "where"], run.checkpoints), "checkpoints") : null),
     each("Samples", samples),
     ...data.tables.map(([title, headings, rows]) => section(title, table(headings, rows))),
     several ? section("What differs between the configurations", data.differences.length ? table(["key", ...names], data.differences) : make("p", {}, "Nothing.")) : null,
     data.versions.length ? section("Versions", table(["", ...names], data.versions, ([, first, ...rest]) => (rest.some((cell) => cell !== first) ? "differs" : ""))) : null,
-    each("Log, without progress", (run) => run.log.length ? closed(`${run.log.length} lines of ${run.name}`, () => table(["time", ""], run.log)) : null),
+    each("Log, without progress", (run) => run.log.length ? long(table(["time", ""], run.log), "log") : null),
   ].filter(Boolean));
   if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
 }
