@@ -167,7 +167,8 @@ def train(
     begin = int(state.step) if state else 0
     startup.check_steps(cfg, begin)
 
-    writer = Writer(folder, first, Trackers(folder, cfg) if first and cfg.run.trackers else None)
+    trackers = Trackers(folder, cfg) if first and cfg.run.trackers else None
+    writer = Writer(folder, first, trackers, begin)
     if saves and state is not None:
         log.say(saves.summary)
         if moved := startup.moved_rate(saves.saved_config, cfg, int(state.guard.updates)):

@@ -127,14 +127,6 @@ class History:
             found += [(row["step"], str(text)) for texts in lists for text in texts]
         return found
 
-    def recent(self, count: int = 20) -> list[dict[str, Any]]:
-        """The last rows of steps that were trained, `count` at most."""
-        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
-            rows = [row for line in file if (row := _row(line)) and "loss" in row]
-            return rows[-count:]
-        return []
-
     @property
     def _done(self) -> int:
         return self._blocks[-1].done if self._blocks else -1
@@ -165,6 +157,14 @@ class History:
                     self._add(block)
             end = _next_line(file, max(stop, self._end))
         self._gaps, self._end = self._gaps + end - self._end, end
+
+
+def last_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows in the last TAIL bytes; none where there is no file."""
+    with contextlib.suppress(FileNotFoundError), (folder / FILE).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        return [row for line in file if (row := _row(line))]
+    return []
 
 
 class Index:

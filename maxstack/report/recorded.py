@@ -14,7 +14,7 @@ import yaml
 from maxstack.config import difference
 from maxstack.config.writer import inline
 from maxstack.report import goodput
-from maxstack.report.history import History, Points
+from maxstack.report.history import History, Points, last_rows
 
 LINE = re.compile(r"^([0-9-]{10} [0-9:]{8}) (.*)$", re.M)
 ROUTINE = re.compile(
@@ -27,6 +27,8 @@ LOG, LINES = 4 << 20, 200
 """Bytes of log.txt that are read, and lines that are shown."""
 TEXTS, PICTURES = 5, 6
 """Rows of texts, and pictures, that are shown at most: the last."""
+RECENT = 20
+"""Steps in the means that say how the run is now."""
 LARGEST = 2 << 20
 """Bytes of a picture."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -98,9 +100,9 @@ class Recorded:
         self, config: dict[str, Any], spent: goodput.Goodput, lines: Sequence[tuple[str, str]]
     ) -> dict[str, Any]:
         """How far the run is, how fast, and whether it runs."""
-        recent = self._history.recent()
-        last = recent[-1] if recent else {}
-        recent = [row for row in recent if not row.get("skipped")]
+        trained = [row for row in last_rows(self.folder) if "loss" in row]
+        last = trained[-1] if trained else {}
+        recent = [row for row in trained if not row.get("skipped")][-RECENT:]
         step, steps = last.get("step", 0), (config.get("train") or {}).get("steps", 0)
         quiet = time.time() - spent.seen
         begun = max((i for i, (_, line) in enumerate(lines) if line.startswith(BEGINS)), default=0)

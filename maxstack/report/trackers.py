@@ -1,8 +1,8 @@
 """Experiment trackers, which get a run's metrics beside metrics.jsonl: a class each, under its name
 in run.trackers.
 
-A tracker's ids are kept in trackers.json of the run's folder, so that a resumed run goes on in the
-same run of the tracker. Steps that are done again after a restart or a rewind are written again.
+trackers.json of the run's folder keeps their ids, so that a resumed run goes on in the same run of
+each. Steps that are done again after a restart or a rewind are written again.
 """
 
 import importlib.util
@@ -99,7 +99,7 @@ class Trackio:
         import trackio
 
         self._api = trackio
-        name = f"{cfg.run.name}-{_kept(folder, 'trackio', _new_id)}"
+        name = f"{cfg.run.name}-{_id(folder, 'trackio')}"
         self._run = trackio.init(
             PROJECT, name=name, resume="allow", config=config.plain_data(cfg), embed=False
         )
@@ -132,7 +132,7 @@ class WandB:
         self._api = wandb
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            id=_kept(folder, "wandb", _new_id),
+            id=_id(folder, "wandb"),
             name=cfg.run.name,
             resume="allow",
             mode=mode,  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ class MLflow:
             client.log_dict(run, config.plain_data(cfg), "config.json")
             return run
 
-        self._id = _kept(folder, "mlflow", begin)
+        self._id = _id(folder, "mlflow", begin)
         client.update_run(self._id, "RUNNING")
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
@@ -214,7 +214,9 @@ class Trackers:
 
     def __init__(self, folder: Path, cfg: "Config"):
         """ConfigError where one cannot start."""
-        self._trackers: dict[str, Tracker] = {}
+        self._folder, self._trackers = folder, dict[str, Tracker]()
+        self.cut_short = bool(_kept(folder).get("open"))
+        """Those of the process before were not closed, and may have lost what they kept back."""
         self._failed: set[str] = set()
         for name in dict.fromkeys(cfg.run.trackers):
             try:
@@ -225,6 +227,7 @@ class Trackers:
                     f"run.trackers: {name} cannot start: {shortened(str(error), 500)}; mend that, "
                     "or leave it out"
                 ) from error
+        _keep(folder, "open", True)
         self._calls: queue.Queue[tuple[Any, ...] | None] = queue.Queue(WAITING)
         self._thread = threading.Thread(target=self._feed, daemon=True, name="trackers")
         self._thread.start()
@@ -238,6 +241,7 @@ class Trackers:
         self._calls.put(None)
         self._thread.join()
         self._each("close")
+        _keep(self._folder, "open", False)
 
     def _feed(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -267,16 +271,19 @@ def check_installed(names: Sequence[str]) -> None:
             )
 
 
-def _new_id() -> str:
-    return secrets.token_hex(4)
+def _id(folder: Path, name: str, make: Callable[[], str] = lambda: secrets.token_hex(4)) -> str:
+    """The id of the run in a tracker, made once."""
+    if name not in _kept(folder):
+        _keep(folder, name, make())
+    return _kept(folder)[name]
 
 
-def _kept(folder: Path, name: str, make: Callable[[], str]) -> str:
-    """The id of the run in a tracker, made once and kept in the run's folder."""
+def _kept(folder: Path) -> dict[str, Any]:
     path = folder / KEPT
-    ids = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if name not in ids:
-        ids[name] = make()
-        with atomic.writing(path) as unfinished:
-            unfinished.write_text(json.dumps(ids, indent=1) + "\n", encoding="utf-8")
-    return ids[name]
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _keep(folder: Path, name: str, value: Any) -> None:
+    with atomic.writing(folder / KEPT) as unfinished:
+        text = json.dumps(_kept(folder) | {name: value}, indent=1)
+        unfinished.write_text(f"{text}\n", encoding="utf-8")
