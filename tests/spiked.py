@@ -23,7 +23,7 @@ def make(folder: Path, name: str, *overrides: str, steps: int = 36, text: str = 
 def configuration(folder: Path, steps: int, text: str, batch: int = 8) -> Path:
     """Pieces of 64 bytes of the text, one batch after the other, some of them noise."""
     dice = random.Random(0)
-    noise = {steps * 5 // 9, steps * 3 // 4, steps * 3 // 4 + 1}
+    noise = {steps * 4 // 7, steps * 5 // 6, steps * 5 // 6 + 1}
     letters = [chr(code) for code in range(33, 127)]
 
     def line(step: int) -> str:
