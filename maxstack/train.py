@@ -169,6 +169,7 @@ def train(
 
     trackers = Trackers(folder, cfg) if first and cfg.run.trackers else None
     writer = Writer(folder, first, trackers, begin)
+    ending.callback(writer.close)
     if saves and state is not None:
         log.say(saves.summary)
         if moved := startup.moved_rate(saves.saved_config, cfg, int(state.guard.updates)):

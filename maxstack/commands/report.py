@@ -75,9 +75,9 @@ class Pages:
         self._runs = []
         for folder in folders:
             run = history.History(folder)
-            if exact:
-                file = folder / history.FILE
-                size = file.stat().st_size if file.exists() else 0
+            file = folder / history.FILE
+            size = file.stat().st_size if file.exists() else 0
+            if exact and size > history.SMALL:
                 with progress.progress(size, str(file), "bytes") as bar:
                     history.Index(folder).extend(read=bar.update)
             self._runs.append(recorded.Recorded(folder, run))

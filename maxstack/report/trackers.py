@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import queue
+import re
 import secrets
 import sys
 import threading
@@ -161,6 +162,9 @@ class MLflow:
     """A run of MLflow, in mlflow/ of the run's folder unless MLFLOW_TRACKING_URI names a server or
     another database; it keeps both values of a step that is done again."""
 
+    REFUSED = re.compile(r"[^\w\-. :/]")
+    """Characters that no name may have."""
+
     def __init__(self, folder: Path, cfg: "Config"):
         import mlflow
 
@@ -185,7 +189,10 @@ class MLflow:
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         now = round(time.time() * 1000)
-        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        metrics = [
+            self._metric(self.REFUSED.sub("_", name), value, now, step)
+            for name, value in values.items()
+        ]
         self._client.log_batch(self._id, metrics)
 
     def texts(self, step: int, name: str, texts: Sequence[str]) -> None:
@@ -237,7 +244,9 @@ class Trackers:
         self._calls.put((call, *arguments))
 
     def close(self) -> None:
-        """Wait until they have all, and end them."""
+        """Wait until they have all, and end them; once."""
+        if not self._thread.is_alive():
+            return
         self._calls.put(None)
         self._thread.join()
         self._each("close")

@@ -4,6 +4,7 @@ resumed."""
 import collections
 import importlib.util
 import json
+import math
 import sqlite3
 import struct
 import subprocess
@@ -30,7 +31,7 @@ from maxstack.report.trackers import Trackers
 folder = Path(sys.argv[1])
 writer = Writer(folder, True, Trackers(folder, load(folder / "config.yml")))
 writer.image("samples", 37, Image.new("RGB", (8, 8), "red"))
-writer.write({"step": 37, "tasks/arc/acc": 0.25, "samples": ["abab"]})
+writer.write({"step": 37, "tasks/arc/acc": 0.25, "f(x)": float("nan"), "samples": ["abab"]})
 writer.close()
 """
 """A third session of the same run."""
@@ -143,6 +144,7 @@ def test_mlflow_goes_on_in_one_run_of_a_database_in_the_runs_folder(run):
     history = client.get_metric_history(found.info.run_id, "train/loss")
     assert {point.step: point.value for point in history} == losses(run)
     assert found.info.status == "FINISHED" and found.data.metrics["tasks/arc/acc"] == 0.25
+    assert math.isnan(found.data.metrics["train/f_x_"])
     artifacts = {path.relative_to(run / "mlflow").name for path in (run / "mlflow").rglob("*.*")}
     assert {"config.json", f"{STEP:08}.txt", f"{STEP:08}.png"} <= artifacts
 
