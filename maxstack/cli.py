@@ -69,6 +69,10 @@ COMMANDS = {
         "maxstack.commands.profile:main",
         "where the time of a run's steps goes, of a trace or of the running job",
     ),
+    "report": (
+        "maxstack.commands.report:main",
+        "one HTML page about runs: curves, where the time went, faults, samples, differences",
+    ),
     "data": (
         "maxstack.commands.data:main",
         "train a tokenizer, prepare token shards, show what the model is fed",

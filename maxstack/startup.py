@@ -25,6 +25,7 @@ from maxstack.plan import executable
 from maxstack.report.log import Log
 from maxstack.report.metrics import last_step
 from maxstack.report.run_folder import folder_of
+from maxstack.report.trackers import check_installed
 from maxstack.run import Run, State
 from maxstack.schema import rules
 from maxstack.schema.data import holds_text
@@ -254,9 +255,12 @@ def longer_rows(weights: str, seq_len: int) -> str:
 
 def check_can_start(run: Run) -> None:
     """Check a run before anything is made. ConfigError where a kernel is asked for that cannot
-    serve, or a flag that the compiler does not know; for a run that has not begun, DataError where
-    model.weights are not of this model, and ConfigError where lora.adapter is not lora's."""
+    serve, a tracker that is not installed, or a flag that the compiler does not know; for a run
+    that has not begun, DataError where model.weights are not of this model, and ConfigError where
+    lora.adapter is not lora's."""
     cfg, _ = run.cfg, run.kernels
+    if jax.process_index() == 0:
+        check_installed(cfg.run.trackers)
     if (folder_of(cfg) / "quantization.json").is_file():
         raise ConfigError(
             f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack quantize "

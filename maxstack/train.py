@@ -142,6 +142,7 @@ def train(
     from maxstack.report.ledger import Ledger
     from maxstack.report.log import Log
     from maxstack.report.metrics import Writer
+    from maxstack.report.trackers import Trackers
     from maxstack.run import assemble
 
     joining.join(cfg)
@@ -171,7 +172,9 @@ def train(
     begin = int(state.step) if state else 0
     startup.check_steps(cfg, begin)
 
-    writer = Writer(folder, cfg.run.tensorboard, first)
+    trackers = Trackers(folder, cfg) if first and cfg.run.trackers else None
+    writer = Writer(folder, first, trackers, begin)
+    ending.callback(writer.close)
     if saves and state is not None:
         log.say(saves.summary)
         if moved := startup.moved_rate(saves.saved_config, cfg, int(state.guard.updates)):

@@ -21,7 +21,7 @@ FLAGS = (
     "--disable-gpu",
     "--disable-dev-shm-usage",
 )
-KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, "")}
+KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, ""), "ArrowRight": (39, "")}
 SHIFT = 8
 SECONDS = 60
 
@@ -41,7 +41,7 @@ class Tab:
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
-        for domain in ("Page", "Runtime", "Network", "Accessibility"):
+        for domain in ("Page", "Runtime", "Log", "Network", "Accessibility"):
             self.call(f"{domain}.enable")
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
@@ -108,6 +108,42 @@ class Tab:
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._read())
 
+    def requests(self):
+        """URLs that were asked for since the page was opened, its own first."""
+        self.run("0")
+        return [
+            event["params"]["request"]["url"]
+            for event in self.events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
+
+    def problems(self):
+        """Errors and warnings on the console since the page was opened, exceptions and violations
+        of its policy."""
+        self.run("0")
+        wrong = []
+        for event in self.events:
+            kind, found = event["method"], event.get("params", {})
+            if kind == "Runtime.exceptionThrown":
+                wrong.append(found["exceptionDetails"])
+            elif kind == "Log.entryAdded" and found["entry"]["level"] in ("error", "warning"):
+                wrong.append(found["entry"]["text"])
+            elif kind == "Runtime.consoleAPICalled" and found["type"] in ("error", "warning"):
+                wrong.append(found["args"])
+        return wrong
+
+    def contrast(self, selector):
+        """The ratio of WCAG 2.2, 1.4.3, of an element's text and what is behind it."""
+        colors = self.run(
+            "(() => { let at = document.querySelector(" + json.dumps(selector) + ");"
+            "const ink = getComputedStyle(at).color; const clear = 'rgba(0, 0, 0, 0)';"
+            "while (getComputedStyle(at).backgroundColor == clear) at = at.parentElement;"
+            "return [ink, getComputedStyle(at).backgroundColor]"
+            ".map((color) => color.match(/\\d+/g).map(Number)); })()"
+        )
+        low, high = sorted(map(_luminance, colors))
+        return (high + 0.05) / (low + 0.05)
+
     def text(self, selector):
         """The text of an element."""
         return self.run(f"document.querySelector({json.dumps(selector)}).textContent")
@@ -132,6 +168,11 @@ class Tab:
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+
+def _luminance(color):
+    linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in color]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @contextlib.contextmanager

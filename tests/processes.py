@@ -116,7 +116,7 @@ def write_config(folder: Path, **sections: Any) -> Path:
         "run": {
             "name": "run",
             "output_dir": str(folder),
-            "tensorboard": False,
+            "trackers": [],
             "compilation_cache": COMPILED or str(folder / "cache"),
         },
         "model": {

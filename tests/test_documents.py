@@ -73,6 +73,7 @@ LATER = (
     "maxstack export runs/dpo",
     "maxstack export runs/reward",
     "maxstack serve",
+    "maxstack report runs/quickstart --serve",
     "maxstack status",
     "maxstack logs",
     "maxstack stop",
@@ -98,6 +99,7 @@ PAGES = {
     "RL.md": ("maxstack train quickstart",),
     "IMAGES.md": (),
     "EVALUATION.md": ("maxstack train quickstart",),
+    "REPORT.md": ("maxstack train quickstart", "maxstack train quickstart run.name=tuned"),
     "70B.md": (),
 }
 """Pages whose commands are run one after the other, and what comes before them."""
@@ -107,7 +109,7 @@ SHORT = (
     "train.batch_size=8",
     "data.seq_len=32",
     "eval={every: 0, baselines: false}",
-    "run.tensorboard=false",
+    "run.trackers=[]",
     f"run.compilation_cache={processes.COMPILED}",
 )
 NARROW = (
@@ -286,7 +288,7 @@ def test_a_page_works_from_top_to_bottom(page, here):
             processes.run([sys.executable, *words[1:]], os.environ | ENVIRONMENT)
         if words[0] == "maxstack" and words[1:] and not needs_a_cluster(words):
             command = [sys.executable, "-m", "maxstack.cli", *words[1:]]
-            if words[1] == "serve":
+            if words[1] == "serve" or (words[1] == "report" and "--serve" in words):
                 serve(command, here / "serve.log")
             else:
                 processes.run(command, os.environ | ENVIRONMENT)

@@ -27,7 +27,7 @@ def base(tmp_path_factory):
         run={
             "name": "base",
             "output_dir": str(folder),
-            "tensorboard": True,
+            "trackers": ["tensorboard"],
             "compilation_cache": processes.COMPILED,
         },
     )

@@ -7,15 +7,19 @@ import time
 from argparse import Namespace
 from collections.abc import Sized
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from maxstack.command import argument, command, group, local_folder
 from maxstack.errors import ConfigError
 from maxstack.report.table import table
 
+if TYPE_CHECKING:
+    from maxstack.checkpoint.survey import Held
+
 RUN = argument(
     "run", metavar="RUN", type=local_folder, help="a run's folder, or where a step was copied to"
 )
+HEADINGS = "step", "size", "eval loss", "saved", "where"
 STEP = argument("--step", type=int, metavar="N", help="this step (default: the newest)")
 
 
@@ -27,22 +31,31 @@ STEP = argument("--step", type=int, metavar="N", help="this step (default: the n
 )
 def show_list(args: Namespace) -> None:
     """Print a table with a row for each folder of each step."""
+    from maxstack.checkpoint import survey
+
+    rows = [cells for _, cells in cells_of(survey.held_by(args.run))]
+    print(table("rrrll", rows, HEADINGS))
+
+
+def cells_of(held: "Held") -> list[tuple[int, tuple[str, ...]]]:
+    """(step, cells below HEADINGS) for each folder of each step."""
     from maxstack.checkpoint import manifest, survey
 
-    rows = []
-    for step, paths in survey.held_by(args.run).items():
+    rows: list[tuple[int, tuple[str, ...]]] = []
+    for step, paths in held.items():
         for path in paths:
             try:
                 facts, files = manifest.read(path)
             except manifest.Damage as error:
-                rows.append((f"{step}", "", "", "", f"DAMAGED: {survey.escaped(error)}"))
+                damage = f"DAMAGED: {survey.escaped(error)}"
+                rows.append((step, (f"{step}", "", "", "", damage)))
                 continue
             loss = "" if facts.get("eval_loss") is None else f"{facts['eval_loss']:.4f}"
             saved = time.localtime((path / manifest.NAME).stat().st_mtime)
             size = _size(sum(entry["bytes"] for entry in files.values()))
             date = time.strftime("%Y-%m-%d %H:%M:%S", saved)
-            rows.append((f"{step}", size, loss, date, survey.escaped(path)))
-    print(table("rrrll", rows, ("step", "size", "eval loss", "saved", "where")))
+            rows.append((step, (f"{step}", size, loss, date, survey.escaped(path))))
+    return rows
 
 
 @command(

@@ -154,7 +154,7 @@ def _held_out(model: str, overrides: list[str]) -> dict[str, Any]:
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
     with contextlib.ExitStack() as ending:
         _, maker = startup.open_feed(run, own, ending)
-        silent = Log(own, cfg.train.steps, False), Writer(own, False, False)
+        silent = Log(own, cfg.train.steps, False), Writer(own, first=False)
         evaluation = startup.evaluator(run, *silent, startup.frozen(run), maker)
         assert evaluation
         return evaluation.figures(0, read_weights(model, run, own, averaged(run)))

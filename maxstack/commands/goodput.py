@@ -28,13 +28,13 @@ WIDTH = max(map(len, CAUSES))
 def main(args: argparse.Namespace) -> None:
     """Print the goodput of each run, and write an object of all figures by run."""
     check_writable("--json", args.json)
-    runs = {name: summary(run_folder(name)) for name in args.runs}
+    runs = {name: summary(folder_of(name)) for name in args.runs}
     for name, goodput in runs.items():
         print(f"{name}: {text(goodput)}")
     write_json(args.json, {name: goodput.json() for name, goodput in runs.items()})
 
 
-def run_folder(name: str) -> Path:
+def folder_of(name: str) -> Path:
     """The folder of a run; ConfigError where there is none."""
     path = next((path for path in (Path(name), Path("runs") / name) if path.is_dir()), None)
     if path is None:

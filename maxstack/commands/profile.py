@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from maxstack.command import JSON, argument, check_writable, command, positive, write_json
-from maxstack.commands.goodput import run_folder
+from maxstack.commands.goodput import folder_of
 from maxstack.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ from maxstack.errors import ConfigError
 def main(args: argparse.Namespace) -> None:
     """Print the profile of a run, or of two side by side."""
     _check(args)
-    folders = [run_folder(name) for name in args.runs]
+    folders = [folder_of(name) for name in args.runs]
     from maxstack.profile import live, report
     from maxstack.profile.figures import summary
 

@@ -39,13 +39,13 @@ class Appender:
                 self._failing = True
 
 
-def newest(path: Path) -> Iterator[dict[str, Any]]:
+def newest(path: Path, tail: int = TAIL) -> Iterator[dict[str, Any]]:
     """The last rows of a file of JSON objects, one a line, the newest first, as far as its last
-    TAIL bytes hold them; none where it cannot be read. Lines that are no objects are passed
+    `tail` bytes hold them; none where it cannot be read. Lines that are no objects are passed
     over."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
             lines = file.read().splitlines()
     except OSError:
         return

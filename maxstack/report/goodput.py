@@ -62,6 +62,13 @@ class Goodput:
     does not count."""
     steps: int
     lost_steps: int
+    ended: bool
+    """The last process ended its ledger: it was not killed, and is not running."""
+    lived: float
+    """Seconds that the last process lived."""
+    resumes: tuple[tuple[float, int, str], ...]
+    """Unix seconds, step and `resume` or `rewind`, for each time that the run went on from a
+    checkpoint or began anew."""
     remarks: tuple[str, ...]
 
     @property
@@ -82,7 +89,8 @@ class Account:
         self._seconds = dict.fromkeys(CAUSES, 0.0)
         self._steps: list[tuple[int, int, float, float]] = []
         self._done = self._lost = self._processes = self._restarts = self._damaged = 0
-        self._resumed = False
+        self._resumed = self._ended = False
+        self._resumes: list[tuple[float, int, str]] = []
         self._first = self._begin = self._last = self._monotonic = self._claimed = self._past = 0.0
         self._boot = ""
         self._moved: list[float] = []
@@ -102,7 +110,7 @@ class Account:
         """Add the next row."""
         if row["event"] == "begin" or not self._processes:
             self._begin_process(row)
-        self._last = max(self._last, row["time"])
+        self._last, self._ended = max(self._last, row["time"]), row["event"] == "end"
         for cause, seconds in row.get("seconds", {}).items():
             self._spend(cause, seconds)
         self._spend("lost work", row.get("refusing", 0.0))
@@ -116,6 +124,9 @@ class Account:
             self._spend("useful", stepping - waited)
             self._spend("data wait", waited)
         if row["event"] == "resume":
+            if self._restarts:
+                kind = "rewind" if self._resumed else "resume"
+                self._resumes.append((row["time"], int(row.get("step", 0)), kind))
             self._restarts += not self._resumed
             self._resumed = True
             self._undo(row.get("step", math.inf))
@@ -139,6 +150,9 @@ class Account:
             max(0, self._restarts - 1),
             self._done,
             self._lost,
+            self._ended,
+            lived,
+            tuple(self._resumes),
             self._remarks(),
         )
 

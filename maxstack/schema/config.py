@@ -16,6 +16,7 @@ from maxstack.config import (
     NonNegativeInt,
     PositiveInt,
     Section,
+    fault,
 )
 from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig
@@ -59,8 +60,9 @@ class RunConfig(Section):
     them see."""
     virtual_devices: PositiveInt | None = None
     """Split the CPU into this many devices, to try a mesh; null: the real devices."""
-    tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
+    trackers: Items[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = ("tensorboard",)
+    """Trackers that get metrics, texts and images beside metrics.jsonl, each in the run's folder
+    unless its own variables of the environment say otherwise (docs/REPORT.md)."""
     executable: str | None = None
     """A compiled step to load instead of compiling, as `maxstack plan --save-executable` writes it;
     null: compile."""
@@ -69,6 +71,21 @@ class RunConfig(Section):
     ship; it need not exist. null: none."""
     compilation_cache: str | None = "~/.cache/maxstack/xla"
     """Folder that keeps compiled programs between runs; null: none."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _with_trackers(cls, data: Any) -> Any:
+        """`tensorboard: true` or `false`, as it was written once, in `trackers`."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("tensorboard"), bool):
+            return data
+        own = {key: value for key, value in data.items() if key != "tensorboard"}
+        names = ["tensorboard"] if data["tensorboard"] else []
+        given = own.setdefault("trackers", names)
+        if isinstance(given, list | tuple) and ("tensorboard" in given) != data["tensorboard"]:
+            raise fault(
+                "tensorboard", "is older than run.trackers, which says another thing; leave it out"
+            )
+        return own
 
 
 class DistributedConfig(Section):

@@ -91,7 +91,7 @@ FREE = (
     ["checkpoint.every=3"],
     ["optimizer.learning_rate=0.02"],
     ["faults.max_skips=3"],
-    ["run.tensorboard=true"],
+    ["run.trackers=[tensorboard]"],
     ["model.dtype=bfloat16"],
 )
 BOUND = (

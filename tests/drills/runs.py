@@ -96,7 +96,7 @@ def settings(folder: Path, **sections: Any) -> Path:
     run = {
         "name": "run",
         "output_dir": str(folder),
-        "tensorboard": False,
+        "trackers": [],
         "compilation_cache": processes.COMPILED or str(folder.parent / "cache"),
     }
     return processes.write_config(

@@ -23,7 +23,7 @@ def test_an_evaluation_reads_the_same_each_time_and_leaves_nothing_running(tmp_p
         tiny.config(data={"sources": [DOCUMENTS], "seq_len": 48}, eval={"every": 10, "steps": 1})
     )
     evaluator, state = (
-        Evaluator(run, Log(tmp_path, 20, True), Writer(tmp_path, False, True)),
+        Evaluator(run, Log(tmp_path, 20, True), Writer(tmp_path, first=True)),
         run.init(),
     )
     before = {*threading.enumerate()}
@@ -36,7 +36,7 @@ def test_bytes_that_are_not_known_leave_bits_per_byte_out_and_say_why(tmp_path, 
     run = tiny.make_run(
         tiny.config(data={"sources": [DOCUMENTS], "seq_len": 48}, eval={"every": 10, "steps": 1})
     )
-    log, writer = Log(tmp_path, 20, True), Writer(tmp_path, False, True)
+    log, writer = Log(tmp_path, 20, True), Writer(tmp_path, first=True)
     evaluator, state = Evaluator(run, log, writer), run.init()
     plain = type(evaluator._feed).__next__
     monkeypatch.setattr(

@@ -192,11 +192,7 @@ def test_clear_ends_the_answer_that_is_written(tab, server):
 def test_no_request_leaves_the_servers_origin(tab, server):
     answered(tab, "Hello")
     origin = origin_of(server)
-    asked = [
-        event["params"]["request"]["url"]
-        for event in tab.events
-        if event["method"] == "Network.requestWillBeSent"
-    ]
+    asked = tab.requests()
     assert f"{origin}/v1/chat/completions" in asked
     assert {url for url in asked if not url.startswith((f"{origin}/", "data:"))} == set()
     other = origin.replace("127.0.0.1", "localhost")
@@ -257,25 +253,7 @@ def test_text_stands_out_and_fits_a_phone(tab, scheme):
         element = f"document.querySelector('{selector}')"
         assert tab.run(f"{element}.scrollWidth <= Math.min(360, {element}.clientWidth)")
     for selector in ("article .text", "#status", "#send", "h2"):
-        assert contrast(tab, selector) >= 4.5
-
-
-def contrast(tab, selector):
-    """The ratio of WCAG 2.2, 1.4.3, of an element's text and what is behind it."""
-    colors = tab.run(
-        "(() => { let at = document.querySelector(" + json.dumps(selector) + ");"
-        "const ink = getComputedStyle(at).color; const clear = 'rgba(0, 0, 0, 0)';"
-        "while (getComputedStyle(at).backgroundColor == clear) at = at.parentElement;"
-        "return [ink, getComputedStyle(at).backgroundColor]"
-        ".map((color) => color.match(/\\d+/g).map(Number)); })()"
-    )
-    low, high = sorted(map(luminance, colors))
-    return (high + 0.05) / (low + 0.05)
-
-
-def luminance(color):
-    linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in color]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+        assert tab.contrast(selector) >= 4.5
 
 
 def test_a_model_without_template_completes_texts_for_those_with_a_key(browser, tmp_path):

@@ -26,7 +26,7 @@ def row(step):
 
 def test_metrics_keep_every_digit_and_survive_a_torn_last_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"ste')
-    writer = Writer(tmp_path, tensorboard=False, first=True)
+    writer = Writer(tmp_path, first=True)
     writer.write(row(2))
     writer.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -65,7 +65,7 @@ def test_elsewhere_the_first_and_last_step_are_plain_lines(tmp_path, monkeypatch
 
 
 def test_only_the_first_process_writes(tmp_path):
-    writer, log = Writer(tmp_path, tensorboard=True, first=False), Log(tmp_path, 3, first=False)
+    writer, log = Writer(tmp_path, first=False), Log(tmp_path, 3, first=False)
     writer.write(row(1))
     log.say("hello")
     assert not list(tmp_path.iterdir())

@@ -395,3 +395,11 @@ def test_measure_images_judges_held_out_digits_as_the_page_says(monkeypatch):
     measure = runpy.run_path(str(SCRIPTS / "measure_images.py"))
     kept = json.loads((ROOT / "docs/pictures/images.json").read_text())
     assert measure["real_digits"]() == pytest.approx(kept["real"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_plot_report_makes_a_run_and_draws_its_page(tmp_path):
+    words = "--out", tmp_path / "out", "--pictures", tmp_path, "--steps", 36
+    process("plot_report.py", *words)
+    for name in ("report", "report-time"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

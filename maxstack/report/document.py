@@ -1,0 +1,60 @@
+"""The report's page: one HTML file with its scripts, styles and data inside."""
+
+import base64
+import hashlib
+import html
+import json
+import string
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+FILES = {
+    "css": "page.css",
+    "script": "page.js",
+    "uplot_css": "uPlot.min.css",
+    "uplot": "uPlot.iife.min.js",
+    "licence": "uPlot.LICENSE",
+}
+"""By their names in page.html."""
+
+
+def page(data: Mapping[str, Any], live: bool = False) -> str:
+    """The page with the data. Its policy lets it run its own scripts alone and load nothing, or,
+    where it is `live`, ask its own server."""
+    parts = {name: read(file) for name, file in FILES.items()}
+    text = string.Template(read("page.html"))
+    title = "maxstack: " + ", ".join(run["name"] for run in data["runs"])
+    return text.substitute(parts, policy=policy(live), title=html.escape(title), data=encoded(data))
+
+
+def encoded(data: Mapping[str, Any]) -> str:
+    """The data as JSON that may stand inside HTML."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def policy(live: bool) -> str:
+    """The content security policy of the page."""
+    scripts, styles = ("uplot", "script"), ("uplot_css", "css")
+    rules = [
+        "default-src 'none'",
+        f"script-src {' '.join(source(read(FILES[name])) for name in scripts)}",
+        f"style-src {' '.join(source(read(FILES[name])) for name in styles)}",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+    return "; ".join(rules + ["connect-src 'self'"] * live)
+
+
+def source(content: str) -> str:
+    """The source expression of an inline element (Content Security Policy Level 3, 2.3.1)."""
+    digest = hashlib.sha256(content.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def read(name: str) -> str:
+    """A file of the folder page/."""
+    return resources.files(__package__).joinpath("page", name).read_text(encoding="utf-8")

@@ -1,0 +1,57 @@
+"""The report of a run that goes on: its page and data by HTTP, on this machine alone."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from maxstack.errors import ConfigError
+from maxstack.report.document import policy
+
+ADDRESS = "127.0.0.1"
+HEADERS = {
+    "Content-Security-Policy": f"{policy(live=True)}; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+def serve(page: Callable[[], str], data: Callable[[], str], port: int) -> None:
+    """Answer with the page at / and its data at /data, until SIGTERM or Ctrl-C. Requests by another
+    name than this machine's are refused, so that no other site's page can ask by a name that leads
+    here. ConfigError where the port cannot be had."""
+    lock, names = threading.Lock(), set[str | None]()
+    kinds = {"/": ("text/html", page), "/data": ("application/json", data)}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers.get("Host") not in names:
+                return self.send_error(421, "This server answers to 127.0.0.1 and localhost alone")
+            if self.path not in kinds:
+                return self.send_error(404)
+            kind, content = kinds[self.path]
+            with lock:
+                body = content().encode()
+            self.send_response(200)
+            headers = HEADERS | {"Content-Type": f"{kind}; charset=utf-8"}
+            for name, value in (headers | {"Content-Length": str(len(body))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing: a browser asks every few seconds."""
+
+    try:
+        server = ThreadingHTTPServer((ADDRESS, port), Handler)
+    except OSError as error:
+        raise ConfigError(f"--port {port}: {error.strerror}; give another port") from error
+    names |= {f"{name}:{server.server_port}" for name in (ADDRESS, "localhost")}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with server, contextlib.suppress(KeyboardInterrupt):
+        print(f"http://{ADDRESS}:{server.server_port}", flush=True)
+        server.serve_forever()
