@@ -59,6 +59,7 @@ LATER = (
     "maxstack train planned.yml",
     "maxstack eval runs/quickstart --tasks pairs,animals.yml --lm-eval",
     "maxstack train watched.yml",
+    "maxstack eval runs/quickstart eval.steps",
     "maxstack sample runs/masked-diffusion",
     "maxstack sample runs/dit",
     "maxstack export runs/dit ",
@@ -338,6 +339,8 @@ def in_small(words):
         configs = [word for word in words if "=" not in word]
         if any(word.endswith(("mine.yml", "quickstart", "quickstart.yml")) for word in configs):
             words += TINY if "model.from" not in " ".join(words) else TINY[-1:]
+        if "watched.yml" in words:
+            words += ["eval.every=12"]
         if "planned.yml" in words:
             words.append("run.virtual_devices=8")
     return words
