@@ -45,7 +45,7 @@ class Samples:
         self._engine = engine_beside(run, len(self._prompts), length)
 
     def __call__(self, step: int, state: State) -> None:
-        """Write a text for each prompt to the log, metrics.jsonl and TensorBoard; the random
+        """Write a text for each prompt to the log, metrics.jsonl and trackers; the random
         numbers are those of train.seed at every step, so that texts can be compared."""
         engine, settings = self._engine, self._settings
         engine.load(optim.eval_params(self._run.cfg.optimizer, state.opt, state.params))

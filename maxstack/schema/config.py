@@ -209,8 +209,8 @@ class EvalConfig(Section):
     """Tasks that the model is asked at each evaluation: names of shipped ones (pairs, cloze), or
     files in lm-evaluation-harness's format."""
     samples: SamplesConfig | None = None
-    """What the model writes at each evaluation: texts to the log, metrics.jsonl and TensorBoard;
-    images as a grid to samples/ in the run's folder and TensorBoard. null: none."""
+    """What the model writes at each evaluation: texts to the log, metrics.jsonl and run.trackers;
+    images as a grid to samples/ in the run's folder and to trackers. null: none."""
 
 
 Objective = Annotated[

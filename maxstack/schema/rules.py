@@ -125,7 +125,7 @@ def _evaluation(cfg: "Config") -> Iterator[Fault]:
                 "evaluation has no documents: give one of data.sources a holdout above 0, or "
                 "eval.data, or eval.every: 0",
             )
-        if cfg.eval.tasks and not cfg.objective.FORWARD:
+        if cfg.eval.tasks and (cfg.objective.SCORES or not cfg.objective.FORWARD):
             yield (
                 "eval.tasks",
                 f"objective.kind={cfg.objective.kind} trains a model that gives no token a "

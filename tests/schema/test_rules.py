@@ -205,6 +205,18 @@ BROKEN = {
         "eval.every is 0",
         ["eval.every=10", "data.sources.0.holdout=0.1"],
     ),
+    "early_end_without_evaluation": (
+        ["train.stop_early={}"],
+        "train.stop_early",
+        "eval.every is 0",
+        ["eval.every=10", "data.sources.0.holdout=0.1"],
+    ),
+    "best_checkpoint_by_what_has_no_direction": (
+        ["checkpoint.keep_best=eval_length", "eval.every=10", "data.sources.0.holdout=0.1"],
+        "checkpoint.keep_best",
+        "write +eval_length or -eval_length",
+        ["checkpoint.keep_best=+eval_length"],
+    ),
     "a_run_in_a_bucket": (
         ["run.output_dir=gs://bucket/runs"],
         "run.output_dir",
