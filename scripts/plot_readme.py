@@ -72,11 +72,12 @@ def thinned(metrics: Path) -> dict[str, Any]:
 
 
 def by_task(metrics: Path) -> dict[str, Any]:
-    """The share of right answers by task, acc_norm where it has that, as (step, share)."""
+    """The share of right answers by task, by its first metric, as (step, share)."""
     found = rows(metrics, "tasks_seconds")
-    shares = {
-        key.split("/")[1]: key for key in found[0] if key.endswith(("/acc", "/acc_norm"))
-    }  # of a task's two the later
+    shares = {}
+    for key in found[0]:
+        if key.endswith(("/acc", "/acc_norm")):
+            shares.setdefault(key.split("/")[1], key)
     return {
         name: [(row["step"], row[key]) for row in found]
         for name, key in shares.items()

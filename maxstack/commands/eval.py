@@ -24,6 +24,8 @@ from maxstack.errors import ConfigError
 if TYPE_CHECKING:
     from maxstack.evals.tasks import Results
 
+TOO_LONG = "have more than {} tokens, and lose their beginning; --length gives more"
+
 
 @command(
     "eval",
@@ -60,7 +62,7 @@ def main(args: Namespace) -> None:
     """Print a table of figures."""
     check_writable("--out", args.out)
     check_writable("--json", args.json)
-    if args.tasks:
+    if args.tasks is not None:
         _by_tasks(args)
         return
     wanted = {
@@ -79,7 +81,9 @@ def main(args: Namespace) -> None:
 
 
 def _by_tasks(args: Namespace) -> None:
-    names = [name for name in args.tasks.split(",") if name]
+    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--tasks: is empty; name some, as in --tasks pairs,cloze")
     if args.num_fewshot is not None and not args.lm_eval:
         raise ConfigError("--num-fewshot: with --lm-eval; a task's file says num_fewshot itself")
     if args.out and args.lm_eval:
@@ -93,14 +97,13 @@ def _by_tasks(args: Namespace) -> None:
     )
     for task in tasks.tasks:
         if cut := tasks.too_long(task):
-            print(
-                f"task {task.name}: {cut} requests have more than {tasks.scorer.length} tokens, "
-                "and lose their beginning; --length gives more"
-            )
+            print(f"task {task.name}: {cut} requests {TOO_LONG.format(tasks.scorer.length)}")
     if args.lm_eval:
         from maxstack.evals.harness import evaluate
 
         found = evaluate(tasks, params, names, args.limit, args.num_fewshot)
+        if tasks.scorer.cut:
+            print(f"{tasks.scorer.cut} requests {TOO_LONG.format(tasks.scorer.length)}")
     else:
         found, records = tasks.results(params, progress=True)
         check_finite(tasks.run, records)

@@ -99,7 +99,8 @@ class Pages:
     def _profile(self, folder: Path) -> list[Table]:
         """The table of the run's newest trace, read anew where there is another."""
         own = folder / "profile"
-        changed = max((path.stat().st_mtime for path in own.glob("*")), default=0.0)
+        traces = [path for path in own.glob("*") if path.name.isdecimal()]
+        changed = max((path.stat().st_mtime for path in traces), default=0.0)
         if folder not in self._profiles or self._profiles[folder][0] != changed:
             self._profiles[folder] = changed, [profiled(folder)] if changed else []
         return self._profiles[folder][1]

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxstack import optim
+from maxstack.config.spelling import did_you_mean
 from maxstack.errors import ConfigError
 from maxstack.schema.metrics import bare, direction
 from maxstack.state import State, Tree
@@ -19,18 +20,25 @@ class Evaluation:
     """The parts of an evaluation, by the weights that the optimizer says are to be evaluated."""
 
     def __init__(self, cfg: "Config", parts: Sequence[Part], compare: Callable[[], None]):
-        """`compare` says what others reach, beside the last evaluation."""
+        """`compare` says what others reach, beside the last evaluation. ConfigError where something
+        is chosen by a figure of tasks that they do not have."""
         self._cfg, self._parts, self.compare = cfg, parts, compare
+
+        self._chosen_by = {bare(metric): "checkpoint.keep_best" for metric in cfg.checkpoint.best}
+        if cfg.train.stop_early:
+            self._chosen_by[bare(cfg.train.stop_early.metric)] = "train.stop_early.metric"
+        names = [name for part in parts for name in getattr(part, "names", ())]
+        for metric, key in self._chosen_by.items():
+            if metric.startswith("tasks/") and metric not in names:
+                there = f"there are {', '.join(names)}" if names else "eval.tasks names none"
+                raise ConfigError(f"{key}: no {metric}; {there}{did_you_mean(metric, names)}")
 
     def __call__(self, step: int, state: State) -> dict[str, float]:
         """Figures by name. ConfigError where a metric that something is chosen by is not among
         them."""
         cfg = self._cfg
         row = self.figures(step, optim.eval_params(cfg.optimizer, state.opt, state.params))
-        chosen_by = {bare(metric): "checkpoint.keep_best" for metric in cfg.checkpoint.best}
-        if cfg.train.stop_early:
-            chosen_by[bare(cfg.train.stop_early.metric)] = "train.stop_early.metric"
-        for metric, key in chosen_by.items():
+        for metric, key in self._chosen_by.items():
             if metric not in row:
                 raise ConfigError(
                     f"{key}: evaluations give no {metric}; they give {', '.join(row)}"
@@ -77,9 +85,10 @@ class StopEarly:
     def why(self) -> str:
         """The reason, for people."""
         assert self._cfg
+        by = f" by more than {self._cfg.min_delta:g}" if self._cfg.min_delta else ""
         return (
-            f"{bare(self._cfg.metric)} has got no better than {self._best:.4g} of step {self._at} "
-            f"in {self._since} evaluations (train.stop_early)"
+            f"{bare(self._cfg.metric)} has got no better than {self._best:.4g} of step {self._at}"
+            f"{by} in {self._since} evaluations (train.stop_early)"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -50,12 +50,25 @@ class Scorer:
             vocab = run.cfg.decoder.vocab / parts(rules["vocab"], shape)
             chunk = _divisor(self.length, self.height / over * self.length * vocab * 4 / LOGITS)
         self._step = run.of_models(_scored(chunk))
+        self.cut = 0
+        """Requests so far that lost their beginning."""
+
+    def check(self, request: Scored) -> None:
+        """DataError where more is to be scored than a row holds."""
+        if (count := len(request.tokens) - request.begin) > self.length:
+            raise DataError(
+                f"{count:,} tokens are to be scored, and a row holds {self.length:,}: give more by "
+                "data.seq_len, or --length of maxstack eval, or leave the task out"
+            )
 
     def __call__(
         self, params: Any, requests: Sequence[Scored], progress: str = ""
     ) -> list[Likelihood]:
         """The likelihood of each request's continuation; of one that is too long, its beginning is
-        left out. `progress`: what a bar says; "" for none."""
+        left out. `progress`: what a bar says; "" for none. DataError as `check`."""
+        for request in requests:
+            self.check(request)
+            self.cut += len(request.tokens) > self.length + 1
         cut = [
             Scored(tokens[(lost := max(0, len(tokens) - self.length - 1)) :], max(begin - lost, 1))
             for tokens, begin in requests

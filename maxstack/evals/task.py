@@ -73,7 +73,7 @@ class Task:
         for number, document in enumerate(self.documents):
             try:
                 made.append(self._question(document, self._shots(document, rng)))
-            except (KeyError, jinja2.TemplateError, SyntaxError, ValueError, TypeError) as error:
+            except Exception as error:  # a template may do anything
                 what = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
                 raise DataError(
                     f"task {self.name}, document {number}: {shortened(str(what), 300)}; its fields "
@@ -99,9 +99,13 @@ class Task:
         else:
             pairs = [(shots + question, f"{cfg.target_delimiter}{each}") for each in choices]
         answers = answer if isinstance(answer, list | tuple) else (answer,)
-        numbers = [choices.index(each) if isinstance(each, str) else int(each) for each in answers]
-        if not numbers or not all(0 <= each < len(choices) for each in numbers):
-            raise ValueError(f"the right choice is {answer}, and there are {len(choices)} choices")
+        numbers = [choices.index(each) if each in choices else each for each in answers]
+        if not numbers or not all(
+            isinstance(each, int) and 0 <= each < len(choices) for each in numbers
+        ):
+            raise ValueError(
+                f"the right choice is {answer!r}, and there are {len(choices)} choices, 0 first"
+            )
         return Question(document, (*pairs,), choices=choices, right=(*numbers,))
 
     def _shots(self, document: Document, rng: random.Random) -> str:
@@ -168,16 +172,27 @@ class Task:
     def _choices(self, document: Document) -> tuple[str, ...]:
         choices = self.cfg.doc_to_choice
         if isinstance(choices, str):
-            given = document[choices] if choices in document else None
-            choices = given if given is not None else ast.literal_eval(_rendered(choices, document))
-        values = (*choices.values(),) if isinstance(choices, dict) else (*(choices or ()),)
-        if not all(isinstance(each, str) for each in values):
-            raise ValueError(f"doc_to_choice gives {shortened(str(values), 100)}, not texts")
-        return values
+            choices = document[choices] if choices in document else _listed(choices, document)
+        values = list(choices.values()) if isinstance(choices, dict) else choices
+        if not isinstance(values, list | tuple) or not all(isinstance(x, str) for x in values):
+            raise ValueError(
+                f"doc_to_choice gives {shortened(repr(values), 100)}, no list of texts"
+            )
+        return (*values,)
 
 
 def _field(name: str, document: Document) -> str:
     return str(document[name]) if name in document else _rendered(name, document)
+
+
+def _listed(template: str, document: Document) -> Any:
+    """The list that a template writes."""
+    text = _rendered(template, document)
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        what = "is no field" if text == template else f"gives {shortened(text, 100)}, no list"
+        raise ValueError(f"doc_to_choice: {shortened(template, 100)} {what}") from None
 
 
 def _rendered(template: str, document: Document) -> str:

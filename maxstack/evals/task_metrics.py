@@ -6,7 +6,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, DataError
 from maxstack.evals.task import Question, Task
 from maxstack.schema.tasks import METRICS, FilterConfig, FilterStep, GroupConfig, MetricConfig
 
@@ -26,7 +26,7 @@ def values(task: Task, question: Question, answer: Any) -> dict[str, Any]:
     if cfg.output_type == "generate_until":
         filters = cfg.filter_list or (FilterConfig(name="none", filter=()),)
         return {
-            each.metric + ("" if kept.name == "none" else f",{kept.name}"): float(
+            _named(each.metric, kept.name): float(
                 any(_same(each, _filtered(kept, answer), right) for right in question.right)
             )
             for kept in filters
@@ -101,10 +101,13 @@ def results(
     task: Task, questions: Sequence[Question], all_values: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
     """Metrics over the values of all questions, each with its standard error by the name
-    `error_of` where there are two or more, and `centered`."""
+    `error_of` where there are two or more, and of the first that is a share of questions,
+    `centered`. DataError where all texts are empty."""
     found: dict[str, float] = {}
     for metric in all_values[0]:
         items = [each[metric] for each in all_values]
+        if isinstance(items[0], tuple) and not sum(size for _, size in items):
+            raise DataError(f"task {task.name}: all its texts are empty")
         kind = METRICS[task.cfg.output_type][metric.partition(",")[0]]
         value, error = _aggregated(kind, items)
         found[metric] = value
@@ -117,7 +120,8 @@ def results(
             if task.cfg.output_type == "multiple_choice":
                 choices = [len(question.choices) for question in questions]
                 chance = sum(1 / count for count in choices) / len(choices)
-        found["centered"] = (found[share] - chance) / (1 - chance)
+        if chance < 1:
+            found["centered"] = (found[share] - chance) / (1 - chance)
     return found
 
 
@@ -132,6 +136,32 @@ def is_error(metric: str) -> bool:
     return metric.partition(",")[0].endswith("_stderr")
 
 
+def metric_names(opened: Sequence[Task | GroupConfig]) -> dict[str, list[str]]:
+    """Names of metrics by task and group. ConfigError where a group names one that a task of it
+    has not."""
+    found: dict[str, list[str]] = {}
+    for part in opened:
+        if isinstance(part, Task):
+            kept = [each.name for each in part.cfg.filter_list] or ["none"]
+            metrics = [each.metric for each in part.cfg.metrics]
+            found[part.name] = [_named(metric, name) for name in kept for metric in metrics]
+            continue
+        found[part.group] = [each.metric for each in part.aggregate_metric_list]
+        for metric in found[part.group]:
+            for task in part.task:
+                if metric not in found[task]:
+                    raise ConfigError(
+                        f"group {part.group}: aggregate_metric_list: {task} has no metric "
+                        f"{metric}; it has {', '.join(found[task])}"
+                    )
+    return found
+
+
+def _named(metric: str, kept: str) -> str:
+    """A metric of answers as a filter leaves them."""
+    return metric if kept == "none" else f"{metric},{kept}"
+
+
 def is_share(metric: str) -> bool:
     """True for a metric that is a share of questions."""
     return metric.startswith(("acc", "exact_match")) and not is_error(metric)
@@ -141,16 +171,10 @@ def group_results(
     group: GroupConfig, by_name: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int]
 ) -> dict[str, float]:
     """Metrics of a group: means over its tasks, with the pooled standard error of samples of these
-    sizes. ConfigError where a task lacks one."""
+    sizes."""
     found: dict[str, float] = {}
     for each in group.aggregate_metric_list:
         name, counts = each.metric, [sizes[task] for task in group.task]
-        for task in group.task:
-            if name not in by_name[task]:
-                raise ConfigError(
-                    f"group {group.group}: aggregate_metric_list: {task} has no metric {name}; it "
-                    f"has {', '.join(by_name[task])}"
-                )
         weights = counts if each.weight_by_size else [1] * len(counts)
         scores = [by_name[task][name] for task in group.task]
         found[name] = sum(s * w for s, w in zip(scores, weights, strict=True)) / sum(weights)

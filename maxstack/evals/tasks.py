@@ -12,7 +12,14 @@ from maxstack.evals.generation import Generator
 from maxstack.evals.scoring import Scored, Scorer, Texts
 from maxstack.evals.task import Likelihood, Question, Task
 from maxstack.evals.task_files import open_tasks
-from maxstack.evals.task_metrics import error_of, group_results, is_error, results, values
+from maxstack.evals.task_metrics import (
+    error_of,
+    group_results,
+    is_error,
+    metric_names,
+    results,
+    values,
+)
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
 from maxstack.schema.tasks import GroupConfig
@@ -45,6 +52,7 @@ class Tasks:
         self.run = run
         self.tasks = [part for part in opened if isinstance(part, Task)]
         self._groups = [part for part in opened if isinstance(part, GroupConfig)]
+        self.metrics = metric_names(opened)
         self.questions = {task.name: task.questions[:limit] for task in self.tasks}
         self.texts = Texts(run.cfg.data.tokenizer)
         self.scorer = Scorer(run, batch_size, length)
@@ -65,7 +73,10 @@ class Tasks:
                 if task.cfg.output_type == "loglikelihood_rolling":
                     yield self.texts.windows(question.text, self.scorer.length)
                 else:
-                    yield [self.texts.pair(*pair) for pair in question.pairs]
+                    pairs = [self.texts.pair(*pair) for pair in question.pairs]
+                    for pair in pairs:
+                        self.scorer.check(pair)
+                    yield pairs
             except DataError as error:
                 raise DataError(f"task {task.name}, document {number}: {error}") from error
 
@@ -127,6 +138,14 @@ class TaskEvaluator:
                     f"task {task.name}: {cut} requests have more than data.seq_len="
                     f"{self._tasks.scorer.length} tokens, and lose their beginning"
                 )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its figures, without those of errors."""
+        by_task = self._tasks.metrics.items()
+        names = [f"tasks/{task}/{metric}" for task, metrics in by_task for metric in metrics]
+        more = [f"tasks/{task.name}/centered" for task in self._tasks.tasks]
+        return [*names, *more, "tasks/centered"]
 
     def __call__(self, step: int, params: Any) -> dict[str, float]:
         """Metrics as tasks/NAME/METRIC; written and said."""

@@ -25,7 +25,7 @@ def take(run: Path, steps: int) -> int:
     ConfigError where no job runs, ends, or refuses."""
     _check_alive(run)
     try:
-        name = trace_requests.ask(run, steps)
+        name = trace_requests.ask(run, steps, waits=True)
     except OSError as error:
         raise ConfigError(f"{run}: cannot be written to: {error.strerror}") from error
     try:
@@ -39,6 +39,7 @@ def _wait(run: Path, name: str, steps: int) -> int:
     stamp = _stamp(run)
     with progress(steps, "trace", "steps") as bar:
         while True:
+            trace_requests.hold(run, name)
             answer = trace_requests.answered(run, name)
             state = answer["state"]
             if state == "done":

@@ -59,6 +59,8 @@ def write(folder: Path, text: str, facts: Facts) -> None:
 
 def read(folder: Path) -> tuple[str, Facts]:
     """Text and facts of a trace. DataError where they are damaged."""
+    if missing := [name for name in (TEXT, FACTS) if not (folder / name).is_file()]:
+        raise DataError(f"{folder}: {', '.join(missing)} was not saved, or was deleted")
     try:
         text = gzip.decompress((folder / TEXT).read_bytes()).decode()
         row = json.loads((folder / FACTS).read_text())

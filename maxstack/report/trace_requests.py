@@ -1,13 +1,15 @@
-"""Requests to trace the next steps of a job that runs: a file in its folder, which process 0 takes,
-and an answer beside it. SIGUSR1 asks for the same.
+"""Requests to trace the next steps of a job that runs: files in its folder, which process 0 takes
+one after the other, and an answer beside each. SIGUSR1 asks for the same.
 
 The file imports only the standard library, for the supervisor.
 """
 
 import contextlib
 import json
+import os
 import secrets
 import signal
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +18,8 @@ FOLDER = "profile"
 """Folder of a run's traces."""
 STEPS = 3
 """Steps that a signal asks for."""
+STALE = 60.0
+"""Seconds after which a request that nobody waits for any more is dropped."""
 
 _signals = 0
 
@@ -32,39 +36,63 @@ def signalled() -> bool:
     return before > 0
 
 
-def ask(run: Path, steps: int) -> str:
-    """Ask for a trace of `steps` steps -> the request's name, which its answers hold. OSError where
-    the run's folder cannot be written."""
+def ask(run: Path, steps: int, waits: bool = False) -> str:
+    """Ask for a trace of `steps` steps -> the request's name. With `waits` somebody waits for
+    answers, and calls `hold` meanwhile. OSError where the run's folder cannot be written."""
     name = secrets.token_hex(8)
-    _write(run / FOLDER / "request.json", {"request": name, "steps": steps})
+    _write(_request(run, name), {"request": name if waits else "", "steps": steps})
     return name
 
 
+def hold(run: Path, name: str) -> None:
+    """Say that somebody still waits for a request."""
+    with contextlib.suppress(OSError):  # it was taken
+        os.utime(_request(run, name))
+
+
 def withdraw(run: Path, name: str) -> None:
-    """Take a request back, if nobody has taken it."""
-    if (_read(run / FOLDER / "request.json") or {}).get("request") == name:
-        take(run)
+    """Take a request back, and its answer."""
+    for path in (_request(run, name), _answer(run, name)):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def take(run: Path) -> dict[str, Any] | None:
-    """The request that waits, which then waits no longer; None where there is none."""
-    path = run / FOLDER / "request.json"
-    request = _read(path)
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
-    return request
+    """The oldest request, which then waits no longer; None where there is none. Those whose asker
+    is gone are dropped."""
+    for path in sorted((run / FOLDER).glob("request-*.json"), key=_time):
+        request, age = _read(path), time.time() - _time(path)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        if request and not (request.get("request") and age > STALE):
+            return request
+    return None
 
 
 def answer(run: Path, name: str, state: str, **more: Any) -> None:
     """Say what became of a request: `waiting` until a step, `tracing`, `done` or `refused`."""
     with contextlib.suppress(OSError):  # a full disk must not end the job
-        _write(run / FOLDER / "answer.json", {"request": name, "state": state, **more})
+        _write(_answer(run, name), {"state": state, **more})
 
 
 def answered(run: Path, name: str) -> dict[str, Any]:
     """The last answer to a request; its `state` is `asked` where there is none yet."""
-    found = _read(run / FOLDER / "answer.json") or {}
-    return found if found.get("request") == name else {"state": "asked"}
+    return _read(_answer(run, name)) or {"state": "asked"}
+
+
+def _request(run: Path, name: str) -> Path:
+    return run / FOLDER / f"request-{name}.json"
+
+
+def _answer(run: Path, name: str) -> Path:
+    return run / FOLDER / f"answer-{name}.json"
+
+
+def _time(path: Path) -> float:
+    """When a file was last written or touched; 0 where it is gone."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
 
 
 def _write(path: Path, row: dict[str, Any]) -> None:

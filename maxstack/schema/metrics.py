@@ -2,6 +2,10 @@
 
 import re
 
+from maxstack.config.spelling import did_you_mean
+
+USUAL = "eval_loss", "eval_bits_per_byte", "eval_accuracy", "eval_reward", "eval_top5"
+"""Figures of evaluations, for suggestions."""
 _WORSE = re.compile(r"loss|perplexity|bits_per_byte|_kl$|^kl$")
 _BETTER = re.compile(r"acc|exact_match|centered|top\d|reward|margin|agreement|goodput")
 
@@ -12,6 +16,8 @@ def direction(metric: str) -> int:
     if metric[:1] in "+-":
         return 1 if metric[:1] == "+" else -1
     name = metric.rpartition("/")[2].removeprefix("eval_").partition(",")[0]
+    if name.endswith("_stderr"):
+        return 0
     if metric.startswith(("eval_reward/", "reward/")):
         return 1
     return -1 if _WORSE.search(name) else int(bool(_BETTER.search(name)))
@@ -19,10 +25,14 @@ def direction(metric: str) -> int:
 
 def direction_fault(metric: str) -> str | None:
     """What is wrong with a metric that something is to be chosen by."""
-    if not metric or direction(metric):
+    if not bare(metric).startswith(("eval_", "tasks/")):
+        usual = did_you_mean(bare(metric), USUAL)
+        return f"{metric}: no figure of an evaluation; these begin with eval_ or tasks/{usual}"
+    if direction(metric):
         return None
     return (
-        f"{metric}: whether more or less of it is better is not known; write +{metric} or -{metric}"
+        f"{metric}: whether more or less of it is better is not known; write +{metric} or "
+        f"-{metric}, if the name is right{did_you_mean(metric, USUAL)}"
     )
 
 

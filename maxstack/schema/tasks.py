@@ -2,7 +2,7 @@
 the runs that are evaluated by them."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -250,7 +250,7 @@ class GroupConfig(Section):
     """Its name."""
     group_alias: str | None = None
     """The name that tables show; null: `group`."""
-    task: Items[str]
+    task: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
     """Names of tasks or groups, or their files, found from this file's folder too."""
     aggregate_metric_list: Items[AggregateConfig] = ()
     """Metrics of the group: means over its tasks."""

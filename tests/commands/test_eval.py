@@ -20,7 +20,7 @@ def trained(folder, cfg, name, *words):
     """A short run, in this process; its folder."""
     path = folder / f"{name}.yml"
     path.write_text(dump(cfg))
-    where = f"run.output_dir={folder}", f"run.name={name}", "run.tensorboard=false"
+    where = f"run.output_dir={folder}", f"run.name={name}", "run.trackers=[]"
     more = "run.compilation_cache=null", "checkpoint.every=2", "train.steps=4", *words
     assert cli.run(train.main, [str(path), *where, *more]) == 0
     return folder / name
@@ -88,6 +88,7 @@ def test_what_cannot_be_evaluated_says_why(run, tmp_path, capsys):
         ([model], "is no run, so it names no held-out data; give --tasks"),
         ([folder, "--limit", "3"], "--limit: of tasks; name some by --tasks"),
         ([folder, "--tasks", "pairz"], "pairs"),
+        ([folder, "--tasks", ", "], "--tasks: is empty"),
         ([folder, "--tasks", names[0], "--num-fewshot", "2"], "--num-fewshot: with --lm-eval"),
         ([folder, "--tasks", names[0], "--out", "/no/such/file"], "--out /no/such/file"),
         ([model, "--tasks", names[0]], "tokenizer"),

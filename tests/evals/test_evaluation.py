@@ -76,10 +76,15 @@ def test_a_killed_run_ends_where_the_other_did(base):
     assert {step: found[step] for step in other} == other
 
 
-def test_a_metric_that_evaluations_do_not_give_is_named_at_the_first(base):
+def test_a_metric_that_evaluations_do_not_give_is_named_before_the_first_step(base):
     config, _, _ = base
-    said = train(config, "run.name=odd", "checkpoint.keep_best=tasks/x/acc", code=1)
-    assert "checkpoint.keep_best: evaluations give no tasks/x/acc; they give eval_loss" in said
+    for metric, says in (
+        ("tasks/roling/bits_per_byte", "did you mean tasks/rolling/bits_per_byte?"),
+        ("eval_accuracy", "evaluations give no eval_accuracy; they give eval_loss"),
+    ):
+        said = train(config, "run.name=odd", f"checkpoint.keep_best={metric}", code=1)
+        assert f"checkpoint.keep_best: no {metric}" in said or "give no" in said
+        assert says in said
 
 
 @pytest.mark.parametrize(
@@ -91,6 +96,7 @@ def test_a_metric_that_evaluations_do_not_give_is_named_at_the_first(base):
         "tasks/a/acc_norm": 1,
         "tasks/a/exact_match,strict": 1,
         "tasks/a/word_perplexity": -1,
+        "tasks/a/acc_stderr": 0,
         "eval_reward": 1,
         "eval_reward/format": 1,
         "eval_length": 0,
@@ -108,7 +114,7 @@ def test_early_stopping_goes_on_where_a_checkpoint_left_it():
     whole = StopEarly(cfg, {})
     said = [whole.read(step, {"eval_accuracy": value}) for step, value in enumerate(figures)]
     assert [bool(each) for each in said] == [False] * 4 + [True]
-    assert "eval_accuracy has got no better than 0.7 of step 2 in 2 evaluations" in said[-1]
+    assert "eval_accuracy has got no better than 0.7 of step 2 by more than 0.1 in 2" in said[-1]
     first = StopEarly(cfg, {})
     for step, value in enumerate(figures[:4]):
         first.read(step, {"eval_accuracy": value})

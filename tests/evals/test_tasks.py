@@ -198,6 +198,10 @@ def test_centred_scores_are_put_together_as_core_does():
             DataError,
             "right choice is 9, and there are 1",
         ),
+        ({"doc_to_text": "{{1 // 0}}"}, DataError, "document 0: ZeroDivisionError"),
+        ({"doc_to_choice": "nope"}, DataError, "doc_to_choice: nope is no field"),
+        ({"doc_to_choice": "a"}, DataError, "doc_to_choice gives .*, no list of texts"),
+        ({"doc_to_target": "x"}, DataError, "the right choice is 'x', and there are 3 choices"),
         ({"test_split": "dev"}, ConfigError, "test_split: no split dev; its data has test, train"),
         ({"metric_list": [{"metric": "f1"}]}, ConfigError, "f1 is no metric of .*--lm-eval"),
         ({"process_docs": "x"}, ConfigError, "process_docs"),
@@ -242,6 +246,42 @@ def test_groups_are_means_by_size_and_may_hold_files_beside_them(tmp_path):
     (tmp_path / "both.yaml").write_text("group: both\ntask: [both.yaml]\n")
     with pytest.raises(ConfigError, match="more than 8 groups inside one another"):
         open_tasks([f"{tmp_path}/both.yaml"])
+
+
+def test_what_is_scored_must_fit_a_row(tmp_path):
+    asked.write_tasks(tmp_path)
+    path = asked.write_task(
+        tmp_path,
+        "long",
+        output_type="loglikelihood",
+        doc_to_text="a",
+        doc_to_target="{{a[0] * 65}}",
+    )
+    with pytest.raises(DataError, match="task long, document 0: [0-9]+ tokens are to be scored"):
+        asked.asked(asked.run_of(), [path])
+
+
+def test_a_question_with_one_choice_has_no_score_beyond_chance(tmp_path):
+    task = one(tmp_path, "multiple_choice", ["acc"])
+    found = results(task, [Question({}, choices=("a",))] * 2, [{"acc": 1.0}] * 2)
+    assert found == {"acc": 1.0, "acc_stderr": 0.0}
+
+
+def test_texts_that_are_all_empty_are_named(tmp_path):
+    task = one(tmp_path, "loglikelihood_rolling", ["bits_per_byte"])
+    with pytest.raises(DataError, match="task one: all its texts are empty"):
+        results(task, [], [{"bits_per_byte": (0.0, 0)}])
+
+
+def test_a_group_names_only_metrics_that_its_tasks_have(tmp_path):
+    asked.write_tasks(tmp_path)
+    text = "group: g\ntask: [choice.yaml]\naggregate_metric_list: [{metric: accc}]\n"
+    (tmp_path / "g.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="group g: .*choice has no metric accc; it has acc, acc"):
+        asked.asked(asked.run_of(), [f"{tmp_path}/g.yaml"])
+    (tmp_path / "g.yaml").write_text("group: g\ntask: []\n")
+    with pytest.raises(ConfigError, match="task"):
+        open_tasks([f"{tmp_path}/g.yaml"])
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path):

@@ -62,13 +62,13 @@ def test_a_running_job_traces_when_it_is_asked_and_only_one_at_a_time(job, capsy
     profile = summary(run)
     assert profile.steps == (second, second + 1) and profile.attributed > 0.99
 
-    name = trace_requests.ask(run, 100_000)
+    name = trace_requests.ask(run, 100_000, waits=True)
     until(lambda: state_of(run, name) == "tracing")
     assert cli.main(["profile", str(run), "--live"]) == 1
     assert "is under way" in capsys.readouterr().err
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 42
-    third = json.loads((run / "profile" / "answer.json").read_text())["first"]
+    third = trace_requests.answered(run, name)["first"]
     assert summary(run, third).steps[-1] == rows(run)[-1]["step"]
     assert cli.main(["profile", str(run), "--live"]) == 1
     assert "no job trains this run now" in capsys.readouterr().err
@@ -124,16 +124,29 @@ def test_a_profiler_that_fails_does_not_end_the_job(tracer, tmp_path, monkeypatc
 
 def test_a_request_waits_until_steps_run_and_may_be_withdrawn(tracer, tmp_path):
     run = tmp_path / "run"
-    name = trace_requests.ask(run, 2)
+    name = trace_requests.ask(run, 2, waits=True)
     time.sleep(1.2)
     assert state_of(run, name) == "asked"  # no step has begun
     trace_requests.withdraw(run, name)
     assert trace_requests.take(run) is None
-    refused = trace_requests.ask(run, 0)
+    refused = trace_requests.ask(run, 0, waits=True)
     for step in (5, 6, 7, 8):
         tracer.before(step)
         tracer.after(step, True)
     until(lambda: state_of(run, refused) == "refused")
+
+
+def test_requests_wait_side_by_side_and_one_that_nobody_holds_is_dropped(tmp_path):
+    names = [trace_requests.ask(tmp_path, steps, waits=True) for steps in (1, 2, 3)]
+    trace_requests.ask(tmp_path, 4)  # as a signal does, which nobody waits for
+    folder = tmp_path / trace_requests.FOLDER
+    for file in folder.iterdir():
+        os.utime(file, (time.time() - trace_requests.STALE - 9,) * 2)
+    trace_requests.hold(tmp_path, names[1])
+    trace_requests.answer(tmp_path, names[1], "tracing", first=5)
+    assert trace_requests.answered(tmp_path, names[0]) == {"state": "asked"}
+    steps = [(trace_requests.take(tmp_path) or {}).get("steps") for _ in range(3)]
+    assert steps == [4, 2, None]
 
 
 def test_a_job_that_ends_or_dies_while_it_is_asked_is_told(tmp_path, monkeypatch, capsys):
@@ -144,7 +157,7 @@ def test_a_job_that_ends_or_dies_while_it_is_asked_is_told(tmp_path, monkeypatch
     monkeypatch.setattr("maxstack.profile.live.SILENT", 0.5)
     assert cli.main(["profile", str(run), "--live"]) == 1
     assert "no sign of life any more" in capsys.readouterr().err
-    assert not (run / "profile" / "request.json").exists()
+    assert not [*(run / "profile").glob("*.json")]
     time.sleep(0.1)
     assert cli.main(["profile", str(run), "--live"]) == 1
     assert "its last sign of life is" in capsys.readouterr().err
