@@ -123,21 +123,28 @@ def test_early_stopping_goes_on_where_a_checkpoint_left_it():
 
 
 @pytest.mark.slow
-def test_two_processes_score_tasks_as_one_does(tmp_path):
+def test_eight_devices_and_two_processes_score_tasks_in_training_as_one_device_does(tmp_path):
     names = [name for name in asked.write_tasks(tmp_path) if "generate" not in name]
     config = write_config(
         tmp_path,
-        mesh={"data": 1, "fsdp": -1},
         eval={"every": 2, "steps": 1, "tasks": names},
         train={"steps": 2, "batch_size": 8},
     )
     environment = processes.environment() | {"XDG_STATE_HOME": f"{tmp_path}/state"}
+    eight = "run.virtual_devices=8", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"
+    spread = "run.virtual_devices=2", "mesh.data=1", "mesh.fsdp=-1"
     several = "--target", "local", "--processes", "2"
-    found = []
-    for name, words in (("one", ["train"]), ("two", ["submit", *several])):
-        words = [*words, str(config), f"run.name={name}", "run.virtual_devices=2"]
-        processes.run([sys.executable, "-m", "maxstack.cli", *words], environment)
-        found.append(rows(tmp_path / name, "tasks_seconds"))
-    for one, two in zip(*found, strict=True):
-        for key in one.keys() - {"tasks_seconds"}:
-            assert two[key] == pytest.approx(one[key], rel=1e-5), key
+    found = {}
+    for name, words in (
+        ("one", ["train", str(config)]),
+        ("eight", ["train", str(config), *eight]),
+        ("two", ["submit", str(config), *several, *spread]),
+    ):
+        command = [sys.executable, "-m", "maxstack.cli", *words, f"run.name={name}"]
+        processes.run(command, environment)
+        found[name] = rows(tmp_path / name, "tasks_seconds")
+    assert len(found["one"]) == 2
+    for other in ("eight", "two"):
+        for ours, theirs in zip(found["one"], found[other], strict=True):
+            for key in ours.keys() - {"tasks_seconds"}:
+                assert theirs[key] == pytest.approx(ours[key], rel=1e-5), f"{other} {key}"
