@@ -16,7 +16,6 @@ from maxstack.config import (
     NonNegativeInt,
     PositiveInt,
     Section,
-    fault,
 )
 from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig
@@ -75,16 +74,15 @@ class RunConfig(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _with_trackers(cls, data: Any) -> Any:
-        """`tensorboard: true` or `false`, as it was written once, in `trackers`."""
+        """`tensorboard: true` or `false`, as it was written once, puts it among `trackers` or takes
+        it out."""
         if not isinstance(data, Mapping) or not isinstance(data.get("tensorboard"), bool):
             return data
         own = {key: value for key, value in data.items() if key != "tensorboard"}
-        names = ["tensorboard"] if data["tensorboard"] else []
-        given = own.setdefault("trackers", names)
-        if isinstance(given, list | tuple) and ("tensorboard" in given) != data["tensorboard"]:
-            raise fault(
-                "tensorboard", "is older than run.trackers, which says another thing; leave it out"
-            )
+        given = own.get("trackers", ())
+        if isinstance(given, list | tuple):
+            others = [name for name in given if name != "tensorboard"]
+            own["trackers"] = ["tensorboard"] * data["tensorboard"] + others
         return own
 
 

@@ -208,12 +208,9 @@ def test_a_tracker_that_cannot_start_is_a_mistake_of_the_configuration(tmp_path,
         (["run.tensorboard=false"], ()),
         (["run.tensorboard=true"], ("tensorboard",)),
         (["run.tensorboard=false", "run.trackers=[wandb]"], ("wandb",)),
+        (["run.tensorboard=true", "run.trackers=[wandb]"], ("tensorboard", "wandb")),
+        (["run.tensorboard=false", "run.trackers=[tensorboard]"], ()),
     ],
 )
 def test_the_older_key_goes_on_working(words, names):
     assert load.load("quickstart", words).run.trackers == names
-
-
-def test_the_older_key_may_not_say_another_thing():
-    with pytest.raises(trackers.ConfigError, match="run.tensorboard: is older than run.trackers"):
-        load.load("quickstart", ["run.tensorboard=true", "run.trackers=[wandb]"])
