@@ -14,7 +14,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -56,12 +56,12 @@ def matched(cfg: Files) -> list[File]:
         root = _rooted(_absolute(pattern))[0]
         for path in paths:
             files.setdefault(path, File(path, Path(os.path.relpath(path, root)).as_posix()))
-    excluded = {path for pattern in cfg.exclude for path in _expand(pattern)}
+    excludes = [_excludes(pattern) for pattern in cfg.exclude]
     anywhere = [pattern for pattern in cfg.exclude if pattern.startswith("**/")]
     remaining = [
         file
         for path, file in files.items()
-        if path not in excluded
+        if not any(holds(path) for holds in excludes)
         and not any(fnmatch.fnmatchcase(f"/{file.key}", pattern) for pattern in anywhere)
     ]
     if not remaining:
@@ -244,6 +244,28 @@ def _expand(pattern: str) -> list[str]:
         return [os.path.normpath(full)] if os.path.isfile(full) else []
     skipped = _INSTALLED if "{stdlib}" in pattern else ()
     return [os.path.normpath(path) for path in _walk(root, wanted, skipped)]
+
+
+def _excludes(pattern: str) -> Callable[[str], bool]:
+    """True for the paths that a pattern would match, as `_expand` gives them, by their names alone:
+    no folder is listed."""
+    full = _absolute(pattern)
+    if not glob.has_magic(full):
+        alone = full if storage.is_url(full) else os.path.normpath(full)
+        return lambda path: path == alone
+    root, wanted = _rooted(full)
+    if not storage.is_url(full):
+        root = os.path.normpath(root)
+    before = "" if root == "." else f"{root.rstrip('/')}/"
+    skipped = _INSTALLED if "{stdlib}" in pattern else ()
+
+    def holds(path: str) -> bool:
+        if not path.startswith(before) or (not before and (path[:1] == "/" or "://" in path)):
+            return False
+        parts = path[len(before) :].split("/")
+        return not {*parts[:-1]}.intersection(skipped) and _matches(parts, wanted)
+
+    return holds
 
 
 def _rooted(pattern: str) -> tuple[str, list[str]]:
