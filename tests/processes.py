@@ -6,7 +6,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +142,12 @@ def write_config(folder: Path, **sections: Any) -> Path:
         yaml.safe_dump({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
     )
     return path
+
+
+def until(true: Callable[[], Any], seconds: float = 240.0) -> Any:
+    """What `true` gives once that is true; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.02)
+    return found

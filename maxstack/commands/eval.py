@@ -141,23 +141,16 @@ def _held_out(model: str, overrides: list[str]) -> dict[str, Any]:
             f"{model}: is no run, so it names no held-out data; give --tasks, or train.steps=... "
             "of a run that starts from it"
         )
-    import jax
-
-    from maxstack import sharding, startup
+    from maxstack import startup
     from maxstack.evals.opened import averaged
-    from maxstack.inference.opened import config_of, read_weights
+    from maxstack.inference.opened import assembled, read_weights
     from maxstack.report.log import Log
     from maxstack.report.metrics import Writer
-    from maxstack.run import assemble
-    from maxstack.schema.mesh import AXES
 
-    placed = [f"mesh.{axis}=1" for axis in AXES]
-    every = ["run.virtual_devices=null", *placed, "mesh.fsdp=-1", "eval.every=1"]
-    cfg, _ = config_of(model, [*every, *overrides])
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()))
+    run, _ = assembled(model, ["eval.every=1", *overrides], trains=True)
     with contextlib.ExitStack() as ending:
         _, maker = startup.open_feed(run, own, ending)
-        silent = Log(own, cfg.train.steps, False), Writer(own, first=False)
+        silent = Log(own, run.cfg.train.steps, False), Writer(own, first=False)
         evaluation = startup.evaluator(run, *silent, startup.frozen(run), maker)
         assert evaluation
         return evaluation.figures(0, read_weights(model, run, own, averaged(run)))

@@ -29,7 +29,7 @@ def baselines(
     held_cfg = evaluation or train
     held = [
         text
-        for text in _texts(
+        for text in texts_of(
             held_cfg, open_sources(held_cfg, evaluation=True, whole=evaluation is not None)
         )
         if text
@@ -38,7 +38,7 @@ def baselines(
     if not total:
         raise DataError("the held-out documents are all empty: there is nothing to compare with")
     zipped = sum(len(gzip.compress(text, 9)) for text in held)
-    model = Order2(_limited(_texts(train, open_sources(train), shuffle=True), train_bytes))
+    model = Order2(_limited(texts_of(train, open_sources(train), shuffle=True), train_bytes))
     return {"gzip": 8 * zipped / total, "order2": sum(model.bits(text) for text in held) / total}
 
 
@@ -91,7 +91,9 @@ def _stretches(texts: Iterable[bytes]) -> Iterable[np.ndarray]:
         yield np.concatenate(waiting)
 
 
-def _texts(cfg: DataConfig, sources: list[Documents], shuffle: bool = False) -> Iterable[bytes]:
+def texts_of(cfg: DataConfig, sources: list[Documents], shuffle: bool = False) -> Iterable[bytes]:
+    """The texts of all documents as UTF-8, in their order or in one drawn by seed 0; those that
+    cannot be read count by data.quarantine."""
     tokenizer = open_tokenizer(cfg.tokenizer)
     places = [(source, index) for source in sources for index in range(len(source))]
     order = np.random.default_rng(0).permutation(len(places)) if shuffle else range(len(places))

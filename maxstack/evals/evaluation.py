@@ -23,7 +23,6 @@ class Evaluation:
         """`compare` says what others reach, beside the last evaluation. ConfigError where something
         is chosen by a figure of tasks that they do not have."""
         self._cfg, self._parts, self.compare = cfg, parts, compare
-
         self._chosen_by = {bare(metric): "checkpoint.keep_best" for metric in cfg.checkpoint.best}
         if cfg.train.stop_early:
             self._chosen_by[bare(cfg.train.stop_early.metric)] = "train.stop_early.metric"
@@ -50,7 +49,6 @@ class Evaluation:
         row: dict[str, float] = {}
         for part in self._parts:
             row |= part(step, params)
-        row.pop("step", None)
         return row
 
 
@@ -58,10 +56,14 @@ class StopEarly:
     """Decides that a run ends, by its evaluations in their order: every process, and every replay,
     alike. `saved`: what `to_json` returned before."""
 
+    _best: float | None
+    _at: int
+    """The step of the best."""
+    _since: int
+    """Evaluations after it."""
+
     def __init__(self, cfg: "StopEarlyConfig | None", saved: Mapping[str, Any]):
         self._cfg = cfg
-        self._best: float | None = None
-        self._at = self._since = 0
         self.restore(saved)
 
     @property

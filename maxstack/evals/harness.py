@@ -40,8 +40,7 @@ def evaluate(
             path = storage.kind(name) == "file"
             if own := _read_here(name):
                 exported(own, Path(made))
-                last = own[-1]
-                asked.append(last.name if isinstance(last, Task) else last.group)
+                asked.append(own[-1].name)
             elif path and (found := _NAME.search(storage.read(name))):
                 folders.add(os.path.dirname(os.path.abspath(name)))
                 asked.append(found[1].decode())

@@ -64,7 +64,6 @@ class Evaluator:
                 "large their texts were; make them again with `maxstack data prepare`"
             )
         row: dict[str, Any] = {
-            "step": step,
             "eval_loss": loss,
             f"eval_{self._run.objective.counted}": int(total["weight"]),
             "eval_seconds": time.perf_counter() - begin,
@@ -77,7 +76,7 @@ class Evaluator:
             if f"{name}/weight" in total
         }
         row |= {f"eval_{name}": share for name, share in shares.items()}
-        self._writer.write(row)
+        self._writer.write({"step": step, **row})
         bits = f", {self._bits:.4f} bits per byte" if self._bits is not None else ""
         more = "".join(f", {name} {share:.4f}" for name, share in shares.items())
         self._log.say(

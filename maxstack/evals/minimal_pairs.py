@@ -10,6 +10,7 @@ from typing import Any
 from maxstack import load
 from maxstack.data.sources import open_sources
 from maxstack.errors import ConfigError
+from maxstack.evals.baselines import texts_of
 
 BEFORE = 3
 """Lines of context before the one that is asked about."""
@@ -48,11 +49,11 @@ def documents(kind: str, count: int = 50, seed: int = 0) -> list[dict[str, Any]]
 @functools.cache
 def _lines() -> tuple[Line, ...]:
     """Lines of the files that quickstart.yml holds out."""
-    (source,) = open_sources(load.load("quickstart").data, evaluation=True)
+    data = load.load("quickstart").data
     found = (
         ("".join(f"{line}\n" for line in lines[i - BEFORE : i]), lines[i])
-        for number in range(len(source))
-        for lines in [bytes(source[number]).decode(errors="replace").split("\n")]  # type: ignore[arg-type]
+        for text in texts_of(data, open_sources(data, evaluation=True))
+        for lines in [text.decode(errors="replace").split("\n")]
         for i in range(BEFORE, len(lines))
         if SHORTEST < len(lines[i]) < LONGEST
         and lines[i].isascii()

@@ -53,6 +53,10 @@ class Scorer:
         self.cut = 0
         """Requests so far that lost their beginning."""
 
+    def too_long(self, request: Scored) -> bool:
+        """True for a request that loses its beginning."""
+        return len(request.tokens) > self.length + 1
+
     def check(self, request: Scored) -> None:
         """DataError where more is to be scored than a row holds."""
         if (count := len(request.tokens) - request.begin) > self.length:
@@ -68,7 +72,7 @@ class Scorer:
         left out. `progress`: what a bar says; "" for none. DataError as `check`."""
         for request in requests:
             self.check(request)
-            self.cut += len(request.tokens) > self.length + 1
+            self.cut += self.too_long(request)
         cut = [
             Scored(tokens[(lost := max(0, len(tokens) - self.length - 1)) :], max(begin - lost, 1))
             for tokens, begin in requests

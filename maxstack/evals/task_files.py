@@ -23,10 +23,12 @@ def open_tasks(names: Sequence[str], folder: str = "") -> list[Task | GroupConfi
     opened: dict[str, Task | GroupConfig] = {}
     for name in names:
         for part in _opened(name, folder, 0):
-            key = part.name if isinstance(part, Task) else part.group
-            if isinstance(part, Task) and part.cfg != getattr(opened.get(key, part), "cfg", None):
-                raise ConfigError(f"task {key}: two files have this name; give one of them another")
-            opened[key] = part
+            twin = opened.get(part.name, part)
+            if isinstance(part, Task) and part.cfg != getattr(twin, "cfg", None):
+                raise ConfigError(
+                    f"task {part.name}: two files have this name; give one of them another"
+                )
+            opened[part.name] = part
     return [*opened.values()]
 
 
@@ -44,8 +46,7 @@ def _opened(name: str, folder: str, depth: int) -> Iterator[Task | GroupConfig]:
         part for each in group.task for part in _opened(each, os.path.dirname(name), depth + 1)
     ]
     yield from members
-    names = [part.name if isinstance(part, Task) else part.group for part in members]
-    yield group.model_copy(update={"task": (*names,)})
+    yield group.model_copy(update={"task": tuple(part.name for part in members)})
 
 
 def _task(cfg: TaskConfig, folder: str) -> Task:
@@ -138,10 +139,9 @@ def exported(parts: Sequence[Task | GroupConfig], folder: Path) -> None:
     and documents that maxstack makes as JSON lines beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
-        if isinstance(part, GroupConfig):
-            name, fields = part.group, part.model_dump(mode="json", exclude_unset=True)
-        else:
-            name, fields = part.name, part.cfg.model_dump(mode="json", exclude_unset=True)
+        name, cfg = part.name, part if isinstance(part, GroupConfig) else part.cfg
+        fields = cfg.model_dump(mode="json", exclude_unset=True)
+        if isinstance(part, Task):
             files = {split: [*map(_absolute, paths)] for split, paths in part.files.items()}
             if part.cfg.dataset_path == GENERATED:
                 rows = folder / f"{name}.jsonl"

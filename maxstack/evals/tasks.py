@@ -82,8 +82,9 @@ class Tasks:
 
     def too_long(self, task: Task) -> int:
         """Requests of a task that lose their beginning."""
-        most = self.scorer.length + 1
-        return sum(len(each.tokens) > most for asked in self.requests[task.name] for each in asked)
+        return sum(
+            self.scorer.too_long(each) for asked in self.requests[task.name] for each in asked
+        )
 
     def answers(self, task: Task, params: Any, progress: bool = False) -> list[Any]:
         """What `values` takes, for each question."""
@@ -110,7 +111,7 @@ class Tasks:
                 record(task, number, *both)
                 for number, both in enumerate(zip(questions, answers, each, strict=True))
             ]
-        sizes = {name: len(questions) for name, questions in self.questions.items()}
+        sizes = self.sizes
         for group in self._groups:
             found[group.group] = group_results(group, found, sizes)
             sizes[group.group] = sum(sizes[name] for name in group.task)

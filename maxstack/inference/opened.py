@@ -65,7 +65,9 @@ def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
     return run, read_weights(model, run, own)
 
 
-def assembled(model: str, overrides: Sequence[str]) -> tuple["Run", Path | None]:
+def assembled(
+    model: str, overrides: Sequence[str], trains: bool = False
+) -> tuple["Run", Path | None]:
     """The run of a model over all devices, and its folder, None for a Hugging Face folder: its
     weights in shards, but for what the devices do not divide. ConfigError where the overrides say
     otherwise, and that does not fit."""
@@ -86,7 +88,7 @@ def assembled(model: str, overrides: Sequence[str]) -> tuple["Run", Path | None]
         if not wrong:
             if faults:
                 log.warning("%s: so %s", faults[0][1].partition(";")[0], " ".join(more))
-            return assemble(cfg, mesh, trains=False), own
+            return assemble(cfg, mesh, trains), own
         faults = faults or wrong
     raise ConfigError("\n".join(f"{key}: {message}" for key, message in faults))
 

@@ -257,5 +257,10 @@ class GroupConfig(Section):
     metadata: dict[str, Any] = {}
     """version and other facts, which nothing is done with."""
 
+    @property
+    def name(self) -> str:
+        """Its name, as a task has one."""
+        return self.group
+
 
 OTHERWISE = "`maxstack eval MODEL --lm-eval --tasks ...` runs any task of lm-evaluation-harness"

@@ -15,7 +15,7 @@ import processes
 import pytest
 import tiny
 from forked import Forked
-from processes import command, environment, rows, write_config
+from processes import command, environment, rows, until, write_config
 
 from maxstack import cli
 from maxstack.hardware import compiling
@@ -26,14 +26,6 @@ from maxstack.report import trace_requests
 from maxstack.report.log import Log
 
 ENDLESS = ("train.steps=1000000", "checkpoint.every=1000000")
-
-
-def until(true, seconds=120.0):
-    deadline = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.02)
-    return found
 
 
 def state_of(run, name):

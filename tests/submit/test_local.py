@@ -3,14 +3,13 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import processes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import environment, rows, write_config
+from processes import environment, rows, until, write_config
 
 from maxstack import cli
 from maxstack.submit import local
@@ -25,14 +24,6 @@ def records(tmp_path, monkeypatch):
 
 def maxstack(*words: object) -> list[str]:
     return [sys.executable, "-m", "maxstack.cli", *map(str, words)]
-
-
-def until(true, seconds=240.0):
-    deadline = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.05)
-    return found
 
 
 def test_a_run_in_the_background_is_looked_after_by_its_name(tmp_path, capsys):
