@@ -83,7 +83,7 @@ def run(recipe: str, steps: int, overrides: list[str]) -> dict[str, Any]:
                 "model.dtype=bfloat16",
                 f"quantization={recipe}",
                 f"train.steps={steps}",
-                f"eval={{every: {steps // 4}, baselines: false}}",
+                f"eval={{every: {steps // 4}, baselines: false, tasks: []}}",
                 "checkpoint.every=0",
                 *overrides,
             ],

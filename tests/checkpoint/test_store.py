@@ -273,12 +273,12 @@ def test_the_newest_the_multiples_and_the_best_stay():
     def facts(step):
         if step == 1:
             raise manifest.Damage("its manifest cannot be read")
-        return {"eval_loss": losses[step], "evaluated": {} if step == 2 else {"acc": -step}}
+        return {"eval_loss": losses[step], "evaluated": {} if step == 2 else {"tasks/acc": -step}}
 
     stored = SimpleNamespace(facts=facts)
     cfg = CheckpointConfig(keep=1, keep_every=6, keep_best=2)
     assert removable(stored, cfg, [*losses]) == [1, 2]
-    cfg = CheckpointConfig(keep=1, keep_best={"eval_loss": 1, "-acc": 1, "acc": 1})
+    cfg = CheckpointConfig(keep=1, keep_best={"eval_loss": 1, "-tasks/acc": 1, "tasks/acc": 1})
     assert removable(stored, cfg, [*losses]) == [1, 2, 6, 8]
 
 

@@ -9,6 +9,8 @@ from maxstack.evals import harness
 
 BOOTSTRAPPED = {"perplexity_stderr"}
 """Standard errors that the harness draws, and we compute."""
+LENGTH = 80
+"""Tokens of a row: an answer of the shipped tasks is a line of at most 72."""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -27,7 +29,7 @@ def both(tmp_path_factory):
     patch.setenv("HF_HOME", str(folder / "hub"))
     run = asked.run_of()
     names = [*asked.write_tasks(folder, asked.said_by(run)), "pairs"]
-    tasks, params = asked.asked(run, names, limit=10), run.init().params
+    tasks, params = asked.asked(run, names, limit=10, length=LENGTH), run.init().params
     ours, _ = tasks.results(params)
     theirs = harness.evaluate(tasks, params, names, 10, None)
     patch.undo()
