@@ -1,0 +1,1 @@
+"""Packages: a trained model as a folder of programs, weights and a manifest."""
