@@ -116,18 +116,18 @@ class Programs:
         if run.cfg.serve.identical == "any":
             self._group = None
         ordered = in_order(run.mesh)
-        self._made = jax.jit(self._empty, out_shardings=self._shardings(), compiler_options=ordered)
+        self._made = jax.jit(self.empty, out_shardings=self.shardings(), compiler_options=ordered)
         self.cache: Any = None
         everywhere = NamedSharding(run.mesh, PartitionSpec())
         self._forward = jax.jit(
-            run.within(self._step),
+            run.within(self.step),
             static_argnums=4,
             donate_argnums=1,
-            out_shardings=(everywhere, self._shardings()),
+            out_shardings=(everywhere, self.shardings()),
             compiler_options=ordered | sparing(run.mesh),
         )
         self._head = jax.jit(
-            run.within(self._outputs),
+            run.within(self.logits_of),
             static_argnums=3,
             out_shardings=everywhere,
             compiler_options=ordered,
@@ -136,20 +136,20 @@ class Programs:
             run.within(self._steps),
             static_argnums=5,
             donate_argnums=1,
-            out_shardings=(everywhere, self._shardings()),
+            out_shardings=(everywhere, self.shardings()),
             compiler_options=ordered | sparing(run.mesh),
         )
         self._copy = jax.jit(
             self._copied,
             donate_argnums=0,
-            out_shardings=self._shardings(),
+            out_shardings=self.shardings(),
             compiler_options=ordered,
         )
         self._copy_pages = jax.jit(
             self._with_copies,
             static_argnums=3,
             donate_argnums=0,
-            out_shardings=self._shardings(),
+            out_shardings=self.shardings(),
             compiler_options=ordered,
         )
 
@@ -160,9 +160,10 @@ class Programs:
         if self.cache is None:
             self.cache = self._made()
         if params is not None:
-            self._params = self._prepared(params, keep)
+            self._params = self.prepare(params, keep)
 
-    def _prepared(self, params: Any, keep: bool) -> Any:
+    def prepare(self, params: Any, keep: bool) -> Any:
+        """The weights of the run as steps read them; see `prepared`."""
         specs, weights = self._adapters.specs, self._adapters.weights
         if specs:
             params = tree({**beside(flat(params), specs), **weights})
@@ -174,10 +175,10 @@ class Programs:
         batch, _ = self.batch([])
         with recording() as choices:
             params = jax.eval_shape(
-                lambda params: self._prepared(params, keep=True), self._run.abstract.params
+                lambda params: self.prepare(params, keep=True), self._run.abstract.params
             )
-            cache = jax.eval_shape(self._empty)
-            step = self._run.within(functools.partial(self._step, x_RD=None, module=None))
+            cache = jax.eval_shape(self.empty)
+            step = self._run.within(functools.partial(self.step, x_RD=None, module=None))
             jax.eval_shape(step, params, cache, batch)
         return choices
 
@@ -262,9 +263,10 @@ class Programs:
                 ids[:, : len(some)] = np.transpose(some)
                 self.cache = self._copy_pages(self.cache, *ids, group)
 
-    def _step(
+    def step(
         self, params: Any, cache: Any, batch: Batch, x_RD: jax.Array | None, module: int | None
     ) -> tuple[jax.Array, Any]:
+        """`forward` as a function: what the last block gives, and the next cache."""
         model = nnx.merge(self._graph, nnx.State(params))
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
@@ -290,25 +292,27 @@ class Programs:
         whole = functools.partial(jax.lax.with_sharding_constraint, shardings=everywhere)
 
         def forward(rows: Rows, cache: Any) -> tuple[jax.Array, Any]:
-            x_RD, cache = self._step(params, cache, batch._replace(rows=rows), None, None)
+            x_RD, cache = self.step(params, cache, batch._replace(rows=rows), None, None)
             return whole(x_RD), cache
 
         def head(x_OD: jax.Array) -> jax.Array:
-            return whole(self._outputs(params, x_OD, jnp.arange(x_OD.shape[0]), None)[1])
+            return whole(self.logits_of(params, x_OD, jnp.arange(x_OD.shape[0]), None)[1])
 
         sizes = self.replicas, self.outputs[-1]
         return bursts.run(forward, head, batch.rows, cache, rules, bounds, top, sizes)
 
-    def _outputs(
+    def logits_of(
         self, params: Any, x_RD: jax.Array, wanted_O: jax.Array, module: int | None
     ) -> tuple[jax.Array, jax.Array]:
+        """`head` as a function."""
         model = nnx.merge(self._graph, nnx.State(params))
         norm = model.norm if module is None else model.mtp[f"{module}"].norm
         with by_rows(self._group):
             x_O1D = norm(x_RD[wanted_O][:, None])
             return x_O1D[:, 0], model.logits(x_O1D)[:, 0]
 
-    def _empty(self) -> list[dict[str, jax.Array]]:
+    def empty(self) -> list[dict[str, jax.Array]]:
+        """The cache before the first step."""
         layout = self._layout
         return [
             {
@@ -331,7 +335,8 @@ class Programs:
             return (self.replicas * self.slots,)
         return self.replicas * (1 + self.limits.pages[group]), self.limits.page
 
-    def _shardings(self) -> list[dict[str, Any]]:
+    def shardings(self) -> list[dict[str, Any]]:
+        """Where the arrays of the cache lie."""
         rules = self._run.cfg.mesh.rules
 
         def placed(array: Cached) -> Any:

@@ -13,6 +13,7 @@ run. A program is code; load packages of people whom you trust.
 import datetime
 import hashlib
 import json
+import math
 import warnings
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 
 FORMAT = "maxstack.package/1"
@@ -43,7 +45,8 @@ class Package:
             for name in self.manifest["files"]:
                 checked(self.folder, self.manifest, name)
         devices = jax.devices() if devices is None else devices
-        count, here = self.manifest["devices"], platform(devices[0])
+        mesh, here = self.manifest["mesh"] or {"devices": 1}, platform(devices[0])
+        count = math.prod(mesh.values())
         if here not in self.manifest["platforms"]:
             made = ", ".join(self.manifest["platforms"])
             raise PackageError(f"{folder}: made for {made}; the devices here are {here}")
@@ -55,7 +58,7 @@ class Package:
                 "refuse it: make it again by `maxstack package` from the model it came from",
                 stacklevel=2,
             )
-        self.mesh = jax.sharding.Mesh(np.array(devices[:count]), ("devices",))
+        self.mesh = Mesh(np.array(devices[:count]).reshape(*mesh.values()), (*mesh,))
         self.signatures = {name: Signature(self, name) for name in self.manifest["signatures"]}
         self._weights: dict[str, Any] | None = None
 
@@ -99,9 +102,10 @@ class Signature:
         given, sizes = self.arrays(inputs)
         program = self.program(sizes)
         padded = {name: self._padded(name, array, program) for name, array in given.items()}
-        call, places = self._loaded(program["file"])
+        call, places = self.loaded(program["file"])
         weights = self.package.weights(places[0])
-        results, after = call(weights, state or {}, jax.device_put(padded, places[2]))
+        given = jax.device_put((state or {}, padded), (places[1], places[2]))
+        results, after = call(weights, *given)
         whole = {
             name: np.asarray(array)[self._used(name, sizes)] for name, array in results.items()
         }
@@ -119,8 +123,10 @@ class Signature:
             if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
                 raise PackageError(f"{where}: {name} is {array.dtype}; it must be {dtype}")
             fits = array.ndim == len(spec["shape"])
-            for dim, size in zip(spec["shape"], array.shape) if fits else ():
-                fits &= sizes.setdefault(dim, size) == size and (isinstance(dim, str) or dim == size)
+            for dim, size in zip(spec["shape"], array.shape, strict=True) if fits else ():
+                fits &= sizes.setdefault(dim, size) == size and (
+                    isinstance(dim, str) or dim == size
+                )
             if not fits:
                 known = ", ".join(f"{key}={size}" for key, size in sizes.items() if key != size)
                 raise PackageError(
@@ -143,13 +149,13 @@ class Signature:
 
     def _padded(self, name: str, array: np.ndarray, program: dict[str, Any]) -> np.ndarray:
         shape = self.spec["inputs"][name]["shape"]
-        most = [program["sizes"].get(dim) or size for dim, size in zip(shape, array.shape)]
-        return np.pad(array, [(0, m - size) for m, size in zip(most, array.shape)])
+        dims = zip(shape, array.shape, strict=True)
+        return np.pad(array, [(0, (program["sizes"].get(dim) or n) - n) for dim, n in dims])
 
     def _used(self, name: str, sizes: dict[str, int]) -> tuple[slice, ...]:
         return tuple(slice(sizes.get(dim, dim)) for dim in self.spec["outputs"][name]["shape"])
 
-    def _loaded(self, file: str) -> tuple[Any, Any]:
+    def loaded(self, file: str) -> tuple[Any, Any]:
         """The function of a program, and where its arguments lie, as trees of shardings."""
         if file not in self._programs:
             package = self.package
@@ -163,8 +169,8 @@ class Signature:
                     f"{package.folder}/{file}: made by jax {made}; jax {jax.__version__} cannot "
                     f"read it: {error}; make it again by `maxstack package`"
                 ) from error
-            alone = jax.sharding.SingleDeviceSharding(package.mesh.devices.flat[0])
-            (places, _) = jax.tree.unflatten(exported.in_tree, [each or alone for each in flat])
+            whole = NamedSharding(package.mesh, PartitionSpec())
+            (places, _) = jax.tree.unflatten(exported.in_tree, [each or whole for each in flat])
             self._programs[file] = jax.jit(exported.call, donate_argnums=1), places
         return self._programs[file]
 
