@@ -72,6 +72,9 @@ class Contents:
     state: Arrays
     """The cache as shapes; empty where no signature has one."""
     text: Text | None = None
+    cache: dict[str, Any] | None = None
+    """Sizes of the cache: requests, rows of tables, pages in a row, and pages of a request by
+    table."""
 
 
 def open_contents(model: str, overrides: Sequence[str], options: Options) -> Contents:
@@ -145,7 +148,14 @@ def _texts(model: str, run: "Run", own: Path | None, options: Options) -> Conten
         *of_texts(run, weights, lengths, normalize),
         *of_requests(run, programs, weights, layout),
     ]
-    return Contents(run, signatures, weights.arrays, state, text)
+    cache = {
+        "page": limits.page,
+        "requests": limits.requests,
+        "slots": programs.slots,
+        "width": programs.width,
+        "pages": [count // limits.requests for count in limits.pages],
+    }
+    return Contents(run, signatures, weights.arrays, state, text, cache)
 
 
 def _text(model: str, cfg: "Config", own: Path | None, folder: Path | None) -> Text:

@@ -64,12 +64,15 @@ def write(
                 "jax": jax.__version__,
             },
             "platforms": [*platforms],
+            "devices": contents.run.mesh.size,
             "mesh": dict(contents.run.mesh.shape) if contents.run.mesh.size > 1 else {},
             "signatures": said,
             "states": {"cache": {k: _array(x) for k, x in state.items()}} if stateful else {},
             "weights": _write_weights(folder / "weights", contents.weights),
             "kernels": sorted({str(choice).partition(":")[0] for choice in kernels}),
         }
+        if stateful:
+            manifest["cache"] = contents.cache
         if contents.text:
             manifest["text"] = _write_text(folder, contents.text)
         shutil.copyfile(loader.__file__, folder / "loader.py")
