@@ -109,29 +109,44 @@ def _sizes(sizes: dict[str, int | None]) -> str:
 
 @command(
     "package verify",
-    "Check every file of a package, and that its programs can be read here.",
-    "package verify boxes/quickstart/1",
+    "Check every file of a package and that its programs can be read here; with --topology, that "
+    "the compiler of other hardware takes them too (extras plan-tpu, plan-cuda).",
+    "package verify boxes/quickstart/1 --topology v5e:1x1",
     argument("folder", type=local_folder, metavar="FOLDER"),
+    argument("--topology", help="v5e:1x1, h100:1x1, ...: also compile the programs for it"),
 )
 def verify(args: Namespace) -> None:
     """Check the package. ConfigError where it is damaged."""
     from maxstack.package import loader
 
+    folder: Path = args.folder
     try:
-        manifest = loader.read_manifest(args.folder)
+        manifest = loader.read_manifest(folder)
         for name in manifest["files"]:
-            loader.checked(args.folder, manifest, name)
-        package = loader.Package(args.folder, verify=False)
-        for signature in package.signatures.values():
-            for program in signature.spec["programs"]:
-                signature.loaded(program["file"])
+            loader.checked(folder, manifest, name)
+        if args.topology is None:
+            package = loader.Package(folder, verify=False)
+            for signature in package.signatures.values():
+                for program in signature.spec["programs"]:
+                    signature.loaded(program["file"])
+        else:
+            _compile(folder, args.topology)
     except loader.PackageError as error:
         raise ConfigError(str(error)) from None
     print(
-        f"{args.folder}: {manifest['name']}: {len(manifest['files'])} files are whole; "
+        f"{folder}: {manifest['name']}: {len(manifest['files'])} files are whole; "
         f"{', '.join(manifest['signatures'])} for {', '.join(manifest['platforms'])}; "
         f"good until {manifest['good_until']}"
     )
+
+
+def _compile(folder: Path, name: str) -> None:
+    """A line for each program as the compiler of a topology makes it."""
+    from maxstack.package.compiled import compiled
+    from maxstack.plan import topology
+
+    for file, memory, flops in compiled(folder, topology.parse(name)):
+        print(f"{file}: {flops / 1e6:,.1f} MFLOP, {memory / 2**20:,.1f} MiB beside arguments")
 
 
 def main(argv: Sequence[str]) -> int:

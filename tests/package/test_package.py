@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import alone
 import jax
 import numpy as np
 import parity
@@ -41,12 +43,15 @@ def small(monkeypatch):
     monkeypatch.setattr(programs, "sizes_of", lambda limits: (limits.rows,))
 
 
-def packaged(folder, family, monkeypatch, signatures="score,prefill,logits,decode"):
+ALL = ["--signature", "score,prefill,logits,decode"]
+
+
+def packaged(folder, family, monkeypatch, words=ALL):
     """A package of a family's golden folder, for this platform, beside what its run computes and
     what transformers answers."""
     small(monkeypatch)
     out, golden = folder / family, parity.GOLDENS / family
-    words = ["--platforms", "cpu", "--lengths", str(LENGTH), "--signature", signatures]
+    words = ["--platforms", "cpu", "--lengths", str(LENGTH), *words]
     sizes = ["serve.max_length=64", "serve.max_requests=4", "serve.rows=32", "serve.page=8"]
     where = ["package", str(golden), "--out", str(out), "model.dtype=float32"]
     assert cli.main([*where, *words, *sizes]) == 0
@@ -57,14 +62,15 @@ def packaged(folder, family, monkeypatch, signatures="score,prefill,logits,decod
     tokens = rng.integers(0, run.cfg.decoder.vocab, (4, LENGTH)).astype(np.int32)
     lengths = np.array([LENGTH, 20, 1, 7], np.int32)
     results = jax.device_get(jax.jit(scorer(run, True))(params, tokens, lengths))
+    folder.mkdir(exist_ok=True)
     np.savez(folder / f"{family}.score.npz", tokens=tokens, lengths=lengths, **results)
     shutil.copyfile(golden / "greedy.npz", folder / f"{family}-greedy.npz")
     return out
 
 
-def alone(*folders):
+def found_alone(*folders):
     """What tests/package/alone.py finds of packages."""
-    words = [sys.executable, "-I", str(Path(__file__).with_name("alone.py")), *map(str, folders)]
+    words = [sys.executable, "-I", str(alone.__file__), *map(str, folders)]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -82,14 +88,16 @@ def test_a_process_without_maxstack_computes_the_runs_bits_and_answers(
     """Logits and log-probabilities bit for bit, and transformers' greedy tokens through the paged
     cache: of windows, recurrence, latents, sinks and chunks."""
     folders = [packaged(tmp_path, family, monkeypatch) for family in families]
-    found = alone(*folders)
+    found = found_alone(*folders)
     assert found == {str(folder): {"score": True, "decode": True} for folder in folders}
 
 
 @pytest.mark.slow
 def test_logits_of_every_family_have_the_runs_bits(tmp_path, monkeypatch):
-    folders = [packaged(tmp_path, family, monkeypatch, "score") for family in FAMILIES]
-    assert alone(*folders) == {str(folder): {"score": True} for folder in folders}
+    folders = [
+        packaged(tmp_path, family, monkeypatch, ["--signature", "score"]) for family in FAMILIES
+    ]
+    assert found_alone(*folders) == {str(folder): {"score": True} for folder in folders}
 
 
 def test_images_are_classified_and_embedded_as_by_the_run(tmp_path):
@@ -197,3 +205,54 @@ def test_a_package_is_verified_and_says_when_its_time_is_over(package, tmp_path,
     (old / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(PackageError, match="made for 1 device.s. of tpu; there are 1 of cpu"):
         Package(old, jax.devices()[:1])
+
+
+@pytest.mark.slow
+def test_a_package_of_two_devices_answers_as_one_of_one(tmp_path, monkeypatch):
+    """Logits to 1e-5 of their deviation, transformers' greedy tokens; and in int8 it is written."""
+    family, golden = "llama", np.load(parity.GOLDENS / "llama/greedy.npz")
+    one = packaged(tmp_path / "one", family, monkeypatch, ["--signature", "score"])
+    two = packaged(tmp_path / "two", family, monkeypatch, ["--devices", "2"])
+    low = ["--signature", "score", "quantization=int8"]
+    int8 = packaged(tmp_path / "int8", family, monkeypatch, low)
+    kept = np.load(tmp_path / "one/llama.score.npz")
+    given = {"tokens": kept["tokens"], "lengths": kept["lengths"]}
+    logits = [
+        Package(folder, jax.devices()[:devices]).signatures["score"](**given)["logits"]
+        for folder, devices in ((one, 1), (two, 2), (int8, 1))
+    ]
+    deviation = kept["logits"].std()
+    assert np.abs(logits[1] - logits[0]).max() < 1e-5 * deviation
+    assert 1e-4 * deviation < np.abs(logits[2] - logits[0]).max() < 0.2 * deviation
+    prompts = [row[:size] for row, size in zip(golden["prompts"], golden["lengths"], strict=True)]
+    package = Package(two, jax.devices()[:2])
+    made = alone.answers(package, prompts, golden["tokens"].shape[1], **alone.GREEDY)
+    assert made == golden["tokens"].tolist()
+    with pytest.raises(PackageError, match="made for 2 device"):
+        Package(two, jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [pytest.param(name, marks=pytest.mark.compiler(name)) for name in ("v5e:1x1", "h100:1x1")],
+)
+def test_programs_compile_for_hardware_that_is_not_here(topology, tmp_path, monkeypatch, capsys):
+    out = packaged(tmp_path, "gpt_oss", monkeypatch, ["--platforms", "tpu,cuda"])
+    assert cli.main(["package", "verify", str(out), "--topology", topology]) == 0
+    said = capsys.readouterr().out
+    assert all(f"programs/{name}." in said for name in ("score", "prefill", "logits", "decode"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--signature", "scores"], "no such signature of this model.*did you mean score"),
+        (["--lengths", "9999"], "the model reads .* tokens at most"),
+        (["--devices", "9"], "there are 8 here; run.virtual_devices=9"),
+    ],
+)
+def test_mistakes_are_told(words, message, tmp_path, capsys):
+    model, out = str(parity.GOLDENS / "llama"), str(tmp_path / "out")
+    assert cli.main(["package", model, "--out", out, *words]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not Path(out).exists()
