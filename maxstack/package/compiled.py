@@ -42,14 +42,14 @@ def compiled(folder: Path, topology: Topology) -> Iterator[tuple[str, int, float
             ]
             given, _ = jax.tree.unflatten(exported.in_tree, shapes)
             try:
-                made = jax.jit(exported.call, donate_argnums=1).lower(*given).compile()
+                step = jax.jit(exported.call, donate_argnums=1).lower(*given).compile()
             except jax.errors.JaxRuntimeError as error:
                 raise ConfigError(
                     f"{folder}/{program['file']}: the compiler for {topology.name} refuses it: "
                     f"{error}"
                 ) from error
-            costs: Any = made.cost_analysis() or {}
-            memory = made.memory_analysis()
+            costs: Any = step.cost_analysis() or {}
+            memory: Any = step.memory_analysis()
             yield program["file"], memory.temp_size_in_bytes, float(costs.get("flops", 0.0))
 
 

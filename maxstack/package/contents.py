@@ -24,9 +24,10 @@ from maxstack.inference.started import (
     placed,
     tokenizer_of,
 )
+from maxstack.inference.steps import named
 from maxstack.package.pictures import of_images, of_noise
 from maxstack.package.signature import Arrays, Signature
-from maxstack.package.texts import Weights, lengths_of, named, of_requests, of_texts
+from maxstack.package.texts import Weights, lengths_of, of_requests, of_texts
 from maxstack.run import assemble
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.state import flat
@@ -73,8 +74,7 @@ class Contents:
     """The cache as shapes; empty where no signature has one."""
     text: Text | None = None
     cache: dict[str, Any] | None = None
-    """Sizes of the cache: requests, rows of tables, pages in a row, and pages of a request by
-    table."""
+    """Sizes of the cache and of steps."""
 
 
 def open_contents(model: str, overrides: Sequence[str], options: Options) -> Contents:
@@ -149,7 +149,11 @@ def _texts(model: str, run: "Run", own: Path | None, options: Options) -> Conten
         *of_requests(run, programs, weights, layout),
     ]
     cache = {
+        "rows": limits.rows,
         "page": limits.page,
+        "in_all": [*limits.pages],
+        "snapshots": limits.snapshots,
+        "max_length": length,
         "requests": limits.requests,
         "slots": programs.slots,
         "width": programs.width,

@@ -10,9 +10,10 @@ from flax import nnx
 
 from maxstack.inference import sampling
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import Batch, Programs
+from maxstack.inference.programs import Programs
 from maxstack.inference.sampler import GROUP, logprobs
 from maxstack.inference.score import scorer
+from maxstack.inference.steps import Batch, named, nested
 from maxstack.layers.by_rows import in_groups
 from maxstack.layers.cache import Rows
 from maxstack.package.signature import Array, Arrays, Signature
@@ -204,17 +205,3 @@ def of_requests(
             stateful=True,
         ),
     ]
-
-
-def named(cache: Sequence[Mapping[str, Any]]) -> Arrays:
-    """Arrays of all layers by name."""
-    return {f"{i}/{name}": array for i, own in enumerate(cache) for name, array in own.items()}
-
-
-def nested(arrays: Arrays, layers: int) -> list[dict[str, Any]]:
-    """The same by layer, of so many."""
-    cache: list[dict[str, Any]] = [{} for _ in range(layers)]
-    for path, array in arrays.items():
-        layer, _, name = path.partition("/")
-        cache[int(layer)][name] = array
-    return cache

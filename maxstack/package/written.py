@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
+from maxstack import config
 from maxstack.hf.writer import new_folder
 from maxstack.kernels.backends import recording
 from maxstack.package import loader
@@ -75,6 +76,7 @@ def write(
             manifest["cache"] = contents.cache
         if contents.text:
             manifest["text"] = _write_text(folder, contents.text)
+            (folder / "config.yml").write_text(config.dump(contents.run.cfg), encoding="utf-8")
         shutil.copyfile(loader.__file__, folder / "loader.py")
         manifest["files"] = dict(_files(folder))
         text = json.dumps(manifest, indent=1)

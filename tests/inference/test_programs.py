@@ -9,7 +9,7 @@ from topologies import needs
 from maxstack import sharding
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import Programs, serving
+from maxstack.inference.programs import Programs, serving, shardings_of
 from maxstack.inference.scheduler import Limits
 from maxstack.plan import topology
 from maxstack.run import assemble
@@ -40,7 +40,7 @@ def test_a_step_on_a_tpu_writes_pages_in_place_which_take_as_many_bytes_as_plan_
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
     params = jax.eval_shape(lambda x: programs.prepare(x, keep=True), run.abstract.params)
-    given = jax.tree.map(placed, params), jax.tree.map(placed, cache, programs.shardings())
+    given = jax.tree.map(placed, params), jax.tree.map(placed, cache, shardings_of(run, layout))
     batch = jax.tree.map(placed, programs.batch([])[0])
     compiled = programs._forward.lower(*given, batch, None, None).compile()
     memory = compiled.memory_analysis()

@@ -17,7 +17,7 @@ from flax import nnx
 from packaged import make
 
 from maxstack import cli, sharding
-from maxstack.inference import programs
+from maxstack.inference import steps
 from maxstack.inference.opened import config_of, read_weights
 from maxstack.inference.score import scorer
 from maxstack.package import signature
@@ -40,7 +40,7 @@ def package(tmp_path_factory):
 def small(monkeypatch):
     """Programs of one size."""
     monkeypatch.setattr(signature, "BATCHES", (4,))
-    monkeypatch.setattr(programs, "sizes_of", lambda limits: (limits.rows,))
+    monkeypatch.setattr(steps, "sizes_of", lambda limits: (limits.rows,))
 
 
 ALL = ["--signature", "score,prefill,logits,decode"]
