@@ -104,6 +104,8 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
         raise ConfigError(
             f"maxstack serve needs the {error.name} package: pip install 'maxstack[serve]'"
         ) from None
+    from maxstack.inference.server.access import Access
+    from maxstack.inference.server.app import make_app
     from maxstack.inference.server.process import bound_socket, serve
     from maxstack.inference.server.state import State
     from maxstack.inference.service import Service
@@ -124,11 +126,15 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
         name,
         template,
         _tool_parser(args, template),
-        keys,
-        LOOPBACK if args.host in LOOPBACK else (),
+        Access(keys, LOOPBACK if args.host in LOOPBACK else ()),
         int(time.time()),
     )
-    serve(state, sock)
+    serve(
+        make_app(state),
+        sock,
+        lambda origin: f"{name}: {origin}/v1, and in a browser {origin}",
+        service.drain,
+    )
 
 
 def _model_name(args: Namespace) -> str:
