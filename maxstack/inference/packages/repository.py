@@ -39,8 +39,8 @@ class Repository:
             version = check_start(model)
             if twice := {*version.queues} & {name for each in self.models for name in each.names}:
                 raise ConfigError(
-                    f"{folder}: another package is named {min(twice)} too; give it a process of its "
-                    "own"
+                    f"{folder}: another package is named {min(twice)} too; give it its own "
+                    "process"
                 )
             model.current = version
             self._answering.add(version)
