@@ -5,6 +5,7 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import documents
 import ml_dtypes
 import numpy as np
 import pytest
@@ -28,8 +29,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
+    digits = make(tmp_path_factory.mktemp("digits") / "1", name="digits")
     flags = ["--batch-sizes", SIZES, "--queue", str(QUEUE), "--batch-timeout", "300000"]
-    with serving(log, folder, *flags) as server:
+    with serving(log, folder, digits, *flags) as server:
         yield server
         assert "Traceback" not in log.read_text()
 
@@ -61,7 +63,7 @@ def test_the_server_and_its_models_are_ready(client, server):
     assert not client.is_model_ready("other") and not client.is_model_ready("toy", "2")
     assert client.get_server_metadata()["extensions"][0] == "binary_tensor_data"
     names = ["toy", "toy.classify", "toy.mean", "toy.same", "toy.root"]
-    assert server.http.get("/v2/models").json() == {"models": names}
+    assert server.http.get("/v2/models").json()["models"][:5] == names
     assert re.search(r"toy version 1: \d+ programs .* in \d", server.output.read_text())
 
 
@@ -246,6 +248,21 @@ def test_failures_and_latencies_are_counted(server):
     assert values(server.infer("toy", x=X), "logits").shape == (8, 4)
     after = [server.figure(name, "toy.classify") for name in names]
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 2]
+
+
+def test_the_pages_commands_and_program_get_answers(server):
+    page = documents.ROOT / "docs" / "SERVING.md"
+    program = next(block for block in documents.blocks(page, "python") if "triton" in block)
+    found = {}
+    exec(program.replace("127.0.0.1:8000", server.address), found)
+    np.testing.assert_allclose(found["logits"], np.ones((2, 16)) @ KERNEL, rtol=1e-5)
+    commands = [each.words for each in documents.commands() if each.words[0] == "curl"]
+    for _, address, *body in commands:
+        path = address.removeprefix("http://127.0.0.1:8000")
+        content = {"content": body[1]} if body else {}
+        answer = server.http.request("POST" if body else "GET", path, **content)
+        assert answer.status_code == 200 and "logits" in answer.text
+    assert len(commands) == 2
 
 
 def test_keys_and_the_end_by_a_signal(folder, tmp_path):
