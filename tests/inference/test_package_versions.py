@@ -1,15 +1,21 @@
 """Versions of packages behind a server that clients ask without a pause."""
 
+import asyncio
 import json
 import shutil
 import threading
+import weakref
 
+import jax
 import numpy as np
 import pytest
 import tritonclient.http as triton
 from packaged import KERNEL, make, serving, values
 from processes import until
 from tritonclient.utils import InferenceServerException
+
+from maxstack.inference.packages.batching import Settings
+from maxstack.inference.packages.repository import Repository
 
 X = np.random.default_rng(1).standard_normal((2, 16)).astype(np.float32)
 CLIENTS = 8
@@ -196,3 +202,22 @@ def test_a_client_loads_and_unloads(versions, folder, tmp_path):
             wrong = server.http.post(f"/v2/repository/{path}", content=b"[")
             assert wrong.status_code == 400 and "no JSON" in wrong.json()["error"]
         assert "Traceback" not in server.output.read_text()
+
+
+def test_a_version_that_was_replaced_leaves_no_weights(versions, folder):
+    async def replace():
+        repository, before = Repository([folder], Settings((1,)), 0), len(jax.live_arrays())
+        repository.start()
+        first = weakref.ref(repository.models[0].current)
+        publish(versions[2], folder, 2)
+        await repository.load("toy")
+        while first() is not None:
+            await asyncio.sleep(0.01)
+        after = len(jax.live_arrays())
+        await repository.unload("toy")
+        ended = len(jax.live_arrays())
+        await repository.stop()
+        return before - after, after - ended
+
+    kept, freed = asyncio.run(asyncio.wait_for(replace(), 60))
+    assert (kept, freed) == (0, 1)

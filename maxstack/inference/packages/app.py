@@ -45,6 +45,7 @@ def make_app(repository: Repository, access: Access) -> Starlette:
         await repository.stop()
 
     routes = [
+        *(Route(f"{path}/infer", infer, methods=["POST"]) for path in (MODEL, VERSION)),
         Route("/health", ready),
         Route("/metrics", metrics),
         Route("/v2", server),
@@ -60,7 +61,6 @@ def make_app(repository: Repository, access: Access) -> Starlette:
             Route(path, metadata),
             Route(f"{path}/ready", model_ready),
             Route(f"{path}/config", config),
-            Route(f"{path}/infer", infer, methods=["POST"]),
         ]
     handlers: dict[Any, Any] = {HTTPException: _http_error}
     app = Starlette(
@@ -196,7 +196,7 @@ def _repository(request: Request) -> Repository:
     another name of the host, and for a page of a site, which its browser says."""
     state = request.app.state
     state.access.check(request)
-    if state.access.hosts and not state.access.keys and "origin" in request.headers:
+    if not state.access.keys and "origin" in request.headers:
         raise Refusal(403, "Origin: pages of other sites may not ask; see --api-key-file")
     return state.repository
 

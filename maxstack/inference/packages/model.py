@@ -66,7 +66,7 @@ class Model:
             now = stamp(folder)
             if own and now == self._stamp:
                 return None
-            if not again and number in self.refused and self.refused[number][0] == now:
+            if not again and self.refused.get(number, (None,))[0] == now:
                 continue
             try:
                 version = self._opened(number, folder, taken)

@@ -1,8 +1,9 @@
 """The packages that a process serves: found by name, loaded, replaced by newer versions, let go."""
 
 import asyncio
+import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,13 @@ class Repository:
         """Versions that may have requests left."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.models: list[Model] = []
+        gc.freeze()  # modules, so that a collection looks at versions alone
         for folder in folders:
             model = Model(folder, settings, self.worker, self._figures_of)
             version = check_start(model)
             if twice := {*version.queues} & {name for each in self.models for name in each.names}:
                 raise ConfigError(
-                    f"{folder}: another package is named {min(twice)} too; give it its own "
-                    "process"
+                    f"{folder}: another package is named {min(twice)} too; give it its own process"
                 )
             model.current = version
             self._answering.add(version)
@@ -120,7 +121,9 @@ class Repository:
         async with self._loading:
             old, model.current, model.unloaded = model.current, None, True
             if old is not None:
-                await self._let_go(old)
+                task = self._begin(self._let_go(old))
+                del old
+                await task
 
     def text(self) -> str:
         """Figures for Prometheus."""
@@ -141,8 +144,12 @@ class Repository:
             await asyncio.sleep(self._poll)
             for model in self.models:
                 async with self._loading:
-                    if not self.closed and not model.unloaded:
+                    if self.closed or model.unloaded:
+                        continue
+                    try:
                         await self._replace(model)
+                    except Exception as error:
+                        log.error("%s: cannot be looked at", model.folder, exc_info=error)
 
     async def _replace(self, model: Model, again: bool = False) -> None:
         """Serve a newer version, if there is one; the old one answers what it has taken."""
@@ -157,13 +164,17 @@ class Repository:
             self._begin(self._let_go(old))
 
     async def _let_go(self, version: Version) -> None:
+        """Free a version's memory once it has answered what it has taken."""
         await version.idle()
         self._answering.discard(version)
+        del version
+        gc.collect()  # jax and signatures refer to it in circles; quick, for modules are frozen
 
-    def _begin(self, work: Any) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def _figures_of(self, name: str, version: str) -> Figures:
         return self._figures.setdefault((name, version), Figures(name, version))
