@@ -1,6 +1,7 @@
 """`maxstack serve` for packages: the Open Inference Protocol."""
 
 import argparse
+import gc
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,6 +102,7 @@ def serve_packages(
     )
     sock = bound_socket(args.host, args.port)
     poll = 2.0 if args.poll is None else args.poll
+    gc.freeze()  # modules, so that the collection after a version's end is quick
     repository = Repository([Path(folder) for folder in folders], settings, poll)
     serve(
         make_app(repository, Access(keys, hosts)),

@@ -119,6 +119,13 @@ def test_only_the_outputs_that_are_asked_for_come_each_as_it_is_asked_for(client
     ]
 
 
+def test_a_request_may_have_what_kserves_client_adds(server):
+    tensor = {"name": "x", "datatype": "FP32", "shape": [8, 16], "data": X.tolist()}
+    body = {"id": "a", "model_name": "toy", "parameters": None, "inputs": [tensor]}
+    answer = server.http.post("/v2/models/toy/infer", json=body)
+    np.testing.assert_allclose(values(answer, "logits"), X @ KERNEL, rtol=1e-5)
+
+
 def test_requests_that_come_together_share_a_batch(server):
     names = ("requests_total", "batches_total", "rows_total", "padded_rows_total")
     before = [server.figure(name, "toy.classify") for name in names]
@@ -190,6 +197,7 @@ def tensor(**fields):
         ("toy", tensor(parameters={"shared_memory_region": "a"}), 400, "does not know"),
         ("toy", tensor() | {"parameters": {"sequence_id": 3}}, 400, "know 'sequence_id'"),
         ("toy", tensor() | {"outputs": [{"name": "y"}]}, 400, "outputs: 'y' is none of logits"),
+        ("toy", tensor() | {"model_name": "a"}, 400, "model_name: 'a' is asked as toy"),
         ("toy", tensor() | {"id": 7}, 400, "id: must be a text"),
         ("toy.root", tensor(shape=[8], data=[-1] * 8), 400, "root: holds NaN or infinities"),
         ("toy.mean", {"inputs": [{"name": "tokens", "datatype": "INT32", "shape": [1, 2],

@@ -172,7 +172,7 @@ async def _answered(request: Request, body: bytes, version: Version, name: str) 
     header = request.headers.get(message.HEADER)
 
     def read() -> Any:
-        ask = message.read(body, header, queue.signature.spec)
+        ask = message.read(body, header, name, queue.signature.spec)
         return ask, queue.request(ask.inputs)
 
     ask, waiting = read() if len(body) <= SMALL else await asyncio.to_thread(read)

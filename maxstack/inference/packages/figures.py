@@ -45,8 +45,8 @@ def text(figures: Iterable[Figures], waiting: Mapping[tuple[str, str], int]) -> 
 
 def _lines(figures: list[Figures], waiting: Mapping[tuple[str, str], int]) -> Iterator[str]:
     for name, meaning in COUNTERS.items():
-        yield f"# HELP maxstack_package_{name} {meaning}"
-        yield f"# TYPE maxstack_package_{name} counter"
+        yield f"# HELP maxstack_package_{name}_total {meaning}"
+        yield f"# TYPE maxstack_package_{name}_total counter"
         for each in figures:
             yield f"maxstack_package_{name}_total{{{each.labels}}} {getattr(each, name)}"
     yield "# HELP maxstack_package_queue requests that wait for a batch"

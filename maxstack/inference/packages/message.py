@@ -15,7 +15,8 @@ HEADER = "Inference-Header-Content-Length"
 """Bytes of JSON at the beginning of a body; the rest is the binary data of its tensors."""
 MOST_JSON = 8 << 20
 """Bytes of JSON at most."""
-FIELDS = {"id", "parameters", "inputs", "outputs"}
+FIELDS = {"id", "model_name", "parameters", "inputs", "outputs"}
+"""The protocol's, and the name that KServe's client sends beside the path."""
 INPUT = {"name", "datatype", "shape", "data", "parameters"}
 OUTPUT = {"name", "parameters"}
 
@@ -32,14 +33,16 @@ class Ask:
     """Whether results are binary data where `outputs` does not say it."""
 
 
-def read(body: bytes, header: str | None, spec: Mapping[str, Any]) -> Ask:
-    """The request of a body, for a signature of a manifest. Refusal for what is wrong or unknown:
-    nothing is passed over."""
+def read(body: bytes, header: str | None, model: str, spec: Mapping[str, Any]) -> Ask:
+    """The request of a body, for a model with a signature of a manifest. Refusal for what is wrong
+    or unknown: nothing is passed over."""
     message, rest = _parts(body, header)
     _known("the request", message, FIELDS)
     number = message.get("id")
     if number is not None and not isinstance(number, str):
         raise Refusal(400, f"id: must be a text, not {quoted(number)}")
+    if message.get("model_name") not in (None, model):
+        raise Refusal(400, f"model_name: {quoted(message['model_name'])} is asked as {model}")
     own = _parameters("the request", message, {"binary_data_output"})
     binary = _flag("binary_data_output", own.get("binary_data_output", False))
     inputs: dict[str, np.ndarray] = {}
@@ -51,7 +54,7 @@ def read(body: bytes, header: str | None, spec: Mapping[str, Any]) -> Ask:
     if len(rest):
         raise Refusal(400, f"{len(rest)} bytes follow the binary data of the inputs")
     outputs: dict[str, bool] = {}
-    for each in _objects("outputs", message.get("outputs", [])):
+    for each in _objects("outputs", message.get("outputs") or []):
         name = _name("outputs", each, spec["outputs"], outputs)
         _known(name, each, OUTPUT)
         given = _parameters(name, each, {"binary_data"})
@@ -157,7 +160,9 @@ def _name(field: str, given: Mapping[str, Any], there: Mapping[str, Any], seen: 
 
 
 def _parameters(where: str, given: Mapping[str, Any], known: set[str]) -> Mapping[str, Any]:
-    parameters = given.get("parameters", {})
+    parameters = given.get("parameters")
+    if parameters is None:
+        return {}
     if not isinstance(parameters, dict):
         raise Refusal(400, f"{where}: parameters must be an object")
     _known(f"parameters of {where}", parameters, known)

@@ -35,7 +35,6 @@ class Repository:
         """Versions that may have requests left."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.models: list[Model] = []
-        gc.freeze()  # modules, so that a collection looks at versions alone
         for folder in folders:
             model = Model(folder, settings, self.worker, self._figures_of)
             version = check_start(model)
@@ -168,7 +167,7 @@ class Repository:
         await version.idle()
         self._answering.discard(version)
         del version
-        gc.collect()  # jax and signatures refer to it in circles; quick, for modules are frozen
+        gc.collect()  # jax and signatures refer to it in circles
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
