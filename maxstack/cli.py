@@ -36,7 +36,7 @@ COMMANDS = {
     "generate": ("maxstack.commands.generate:main", "go on from prompts by a trained model"),
     "serve": (
         "maxstack.commands.serve:main",
-        "answer requests of OpenAI's API over HTTP by a trained model",
+        "answer requests over HTTP by a trained model (OpenAI's API) or packages (Open Inference)",
     ),
     "sample": ("maxstack.commands.sample:main", "texts by a model trained by masked diffusion"),
     "eval": ("maxstack.commands.eval:main", "what a model is worth, by tasks or held-out data"),

@@ -35,6 +35,7 @@ NOT_RUN = {
     "docker": "there is no Docker here; the file that it builds must exist",
     "gcloud": "there is no cloud here",
     "xprof": "a server of its own, which pip install '.[xprof]' brings",
+    "curl": "tests/inference/test_packages.py sends what it sends",
     "lm_eval": "tests/inference/test_lm_eval.py runs it where it is installed",
 }
 """Programs that are no part of the project, and why they are not run."""

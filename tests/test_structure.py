@@ -35,6 +35,7 @@ LEVELS = (
     ("startup",),
     ("rollouts",),
     ("evals",),
+    ("package",),
     ("inference", "checks"),
     ("starting_weights", "profile"),
     ("meter", "plan"),
@@ -53,7 +54,7 @@ LEVELS = (
     ("hardware",),
     ("schema",),
     ("config",),
-    ("errors",),
+    ("errors", "package.loader"),
 )
 LEVEL = {f"maxstack.{name}": depth for depth, names in enumerate(LEVELS) for name in names}
 LONGEST_FILE, LONGEST_FUNCTION = 4400, 860

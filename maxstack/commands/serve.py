@@ -1,4 +1,4 @@
-"""`maxstack serve`: OpenAI's API for a trained model."""
+"""`maxstack serve`: OpenAI's API for a trained model, the Open Inference Protocol for packages."""
 
 import functools
 import logging
@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING
 
 from maxstack.command import (
     ALLOW_NONFINITE,
-    MODEL,
-    OVERRIDES,
     argument,
     command,
     local_folder,
     model_overrides,
+)
+from maxstack.commands.serve_packages import (
+    FLAGS,
+    OF_PACKAGES,
+    are_packages,
+    refuse_flags,
+    serve_packages,
 )
 from maxstack.errors import ConfigError
 
@@ -29,10 +34,17 @@ LOOPBACK = "127.0.0.1", "::1", "localhost"
 
 @command(
     "serve",
-    "Answer requests of OpenAI's API over HTTP, until SIGTERM or Ctrl-C.",
+    "Answer requests over HTTP, until SIGTERM or Ctrl-C: of OpenAI's API for a model, of the Open "
+    "Inference Protocol for packages.",
     "serve runs/quickstart --port 8000 serve.max_requests=16",
-    MODEL,
-    OVERRIDES,
+    argument(
+        "words",
+        nargs="+",
+        metavar="FOLDER",
+        help="a run's folder, one of its checkpoints, a Hugging Face model folder (a path or URL), "
+        "or Org/Name of the hub; or packages and folders of their versions, any number. A word "
+        "with = replaces a value of the run, as in model.dtype=float32; typed like YAML",
+    ),
     argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1, this machine only)"),
     argument("--port", type=int, default=8000, help="0: any that is free (default: 8000)"),
     argument(
@@ -65,6 +77,7 @@ LOOPBACK = "127.0.0.1", "::1", "localhost"
         type=local_folder,
         help="for vllm: the folder of the export (default: RUN-vllm beside the run)",
     ),
+    *FLAGS,
     ALLOW_NONFINITE,
 )
 def main(args: Namespace) -> None:
@@ -78,6 +91,17 @@ def main(args: Namespace) -> None:
         raise ConfigError(f"--tool-parser {args.tool_parser}: is none of {', '.join(FORMATS)}")
     if not keys and args.host not in LOOPBACK:
         log.warning("--host %s: everybody who can reach it may ask; see --api-key-file", args.host)
+    folders = [word for word in args.words if "=" not in word]
+    args.overrides = [word for word in args.words if "=" in word]
+    if not folders:
+        raise ConfigError(f"{args.words[0]}: a word with = is no folder; name one to serve")
+    if are_packages(folders):
+        _check_installed()
+        return serve_packages(folders, args, keys, LOOPBACK if args.host in LOOPBACK else ())
+    refuse_flags(args, OF_PACKAGES, "packages")
+    if len(folders) > 1:
+        raise ConfigError(f"{' '.join(folders)}: give one run, or any number of packages")
+    (args.model,) = folders
     if args.engine == "vllm":
         from maxstack.commands.serve_vllm import run_vllm
         from maxstack.data.chat import read_chat_template
@@ -95,8 +119,8 @@ def main(args: Namespace) -> None:
     _serve(args, keys)
 
 
-def _serve(args: Namespace, keys: list[bytes]) -> None:
-    """Serve by our own engine."""
+def _check_installed() -> None:
+    """ConfigError without the packages of a server."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -104,6 +128,13 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
         raise ConfigError(
             f"maxstack serve needs the {error.name} package: pip install 'maxstack[serve]'"
         ) from None
+
+
+def _serve(args: Namespace, keys: list[bytes]) -> None:
+    """Serve by our own engine."""
+    _check_installed()
+    from maxstack.inference.server.access import Access
+    from maxstack.inference.server.app import make_app
     from maxstack.inference.server.process import bound_socket, serve
     from maxstack.inference.server.state import State
     from maxstack.inference.service import Service
@@ -124,11 +155,15 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
         name,
         template,
         _tool_parser(args, template),
-        keys,
-        LOOPBACK if args.host in LOOPBACK else (),
+        Access(keys, LOOPBACK if args.host in LOOPBACK else ()),
         int(time.time()),
     )
-    serve(state, sock)
+    serve(
+        make_app(state),
+        sock,
+        lambda origin: f"{name}: {origin}/v1, and in a browser {origin}",
+        service.drain,
+    )
 
 
 def _model_name(args: Namespace) -> str:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import packaged
 import processes
 import pytest
 import yaml
@@ -338,6 +339,26 @@ def test_clients_soak_a_server_and_nothing_is_lost(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["lost"] == 0 and found["requests"] > 8 and found["exit code"] == 0
     assert found["all pages free at the end"] and found["seconds to first token"]["p50"] > 0
+
+
+@pytest.mark.slow
+def test_clients_load_a_server_of_packages_and_nothing_is_lost_or_wrong(tmp_path):
+    folder, found = packaged.make(tmp_path / "toy"), tmp_path / "found.json"
+    words = ["--package", folder, "--clients", "4", "--seconds", "9", "--json", found]
+    process("load_packages.py", *words)
+    found = json.loads(found.read_text())
+    assert found["sent"] == found["answered"] > 100 and {*found["answers by version"]} == {"1", "3"}
+    assert "is damaged" in found["the damaged version"][0]
+
+
+@pytest.mark.slow
+def test_joined_requests_are_measured_beside_single_ones_and_a_plain_loop(tmp_path):
+    folder = packaged.make(tmp_path / "toy")
+    for words in (["--batch", "8"], ["--signature", "mean"]):
+        words += ["--package", folder, "--rounds", "1", "--seconds", "0.5", "--clients", "4"]
+        said = process("bench/packages.py", *words)
+        assert re.search(r"joined: [\d,]+ rows/s .* joined / this 1.00", said)
+        assert re.search(r"loop of the largest batch: [\d,]+ rows/s", said)
 
 
 def test_plans_that_were_kept_are_written_into_the_page_and_not_made_again(tmp_path, monkeypatch):

@@ -3,26 +3,21 @@
 import asyncio
 import contextlib
 import json
-import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from maxstack.inference.server.body import read_bytes
 from maxstack.inference.server.choices import Choice
-from maxstack.inference.server.errors import Refusal, refusal_of
+from maxstack.inference.server.errors import refusal_of
+from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import AnyBody, parsed
 from maxstack.inference.server.state import BODY, State
 from maxstack.inference.server.writer import Writer
 from maxstack.inference.service import Answers, Ask
-
-BODY_SECONDS = 60
-"""How long a body may take to arrive."""
-DISCARDED = 16
-"""A body that is too large is read to its end, so that the client sees the refusal, up to so many
-times the size that is allowed."""
 
 
 def state_of(request: Request) -> State:
@@ -34,16 +29,8 @@ def check_access(request: Request) -> State:
     """The same, for a request that may be answered. Refusal for a wrong key; without keys, for a
     name of the host that another site could have given to this machine."""
     state = state_of(request)
-    if state.keys:
-        state.check_key(request.headers.get("authorization", ""))
-    elif state.hosts and _host(request) not in state.hosts:
-        raise Refusal(403, "Host: must name this machine; see --host and --api-key-file")
+    state.access.check(request)
     return state
-
-
-def _host(request: Request) -> str:
-    """The header's name, without port and brackets."""
-    return re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
 
 
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
@@ -54,22 +41,7 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
     if media != "application/json":
         # a page of another site cannot send this one without asking first
         raise Refusal(415, "Content-Type: must be application/json")
-    parts, size = [], 0
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                size += len(part)
-                if size <= BODY:
-                    parts.append(part)
-                elif size > BODY * DISCARDED:
-                    break
-    except ClientDisconnect:
-        raise Refusal(499, "the client left") from None
-    except TimeoutError:
-        raise Refusal(408, f"the body took more than {BODY_SECONDS} seconds") from None
-    if size > BODY:
-        raise Refusal(413, f"the body is larger than {BODY} bytes; send less at a time")
-    body = await asyncio.to_thread(parsed, kind, b"".join(parts))
+    body = await asyncio.to_thread(parsed, kind, await read_bytes(request, BODY))
     state.adapter_of(body.model)
     return body
 

@@ -17,8 +17,9 @@ from maxstack.inference.server.asks import decode, encode, encode_messages
 from maxstack.inference.server.chat import chat
 from maxstack.inference.server.completions import completions
 from maxstack.inference.server.embeddings import embeddings
-from maxstack.inference.server.errors import HANDLED, Refusal, refusal_of
+from maxstack.inference.server.errors import HANDLED, refusal_of
 from maxstack.inference.server.page import page
+from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import DetokenizeBody, TokenizeBody
 from maxstack.inference.server.state import State
 

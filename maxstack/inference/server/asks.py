@@ -11,7 +11,7 @@ from maxstack.data.chat import encode_chat, template_messages
 from maxstack.errors import ConfigError
 from maxstack.inference.request import Sampling
 from maxstack.inference.server.choices import Choice
-from maxstack.inference.server.errors import Refusal
+from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import Conversation, Prompts, Sampled, Structure, Tool
 from maxstack.inference.server.state import State
 from maxstack.inference.service import Ask

@@ -1,39 +1,14 @@
-"""Refusals of requests, as OpenAI's API writes them."""
+"""The refusals that errors become."""
 
 import logging
-from typing import Any
 
-from maxstack.errors import ConfigError, DataError, shortened
+from maxstack.errors import ConfigError, DataError
+from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.service import Closed, Failed, Full
 
 log = logging.getLogger(__name__)
 RETRY_AFTER = 1
 """Seconds after which a client may ask a full server again."""
-
-
-class Refusal(Exception):
-    """An answer with an HTTP status of 400 or more."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status, self.headers = status, headers or {}
-        self.body: dict[str, Any] = {
-            "error": {
-                "message": shortened(message, 1000),
-                "type": kind,
-                "param": param,
-                "code": code,
-            }
-        }
 
 
 def refusal_of(error: BaseException) -> Refusal:

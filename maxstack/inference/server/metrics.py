@@ -78,14 +78,15 @@ class Metrics:
             "request_queue_time_seconds": self.queued,
         }
         for name, histogram in histograms.items():
-            yield from _histogram(name, histogram, label)
+            yield from histogram_lines(f"vllm:{name}", histogram, label)
 
 
-def _histogram(name: str, histogram: Histogram, label: str) -> Iterator[str]:
-    yield f"# TYPE vllm:{name} histogram"
+def histogram_lines(name: str, histogram: Histogram, label: str) -> Iterator[str]:
+    """Lines of a histogram, with the type first."""
+    yield f"# TYPE {name} histogram"
     total = 0
     for bound, count in zip([*histogram.bounds, "+Inf"], histogram.counts, strict=True):
         total += count
-        yield f'vllm:{name}_bucket{{{label},le="{bound}"}} {total}'
-    yield f"vllm:{name}_sum{{{label}}} {histogram.total}"
-    yield f"vllm:{name}_count{{{label}}} {total}"
+        yield f'{name}_bucket{{{label},le="{bound}"}} {total}'
+    yield f"{name}_sum{{{label}}} {histogram.total}"
+    yield f"{name}_count{{{label}}} {total}"

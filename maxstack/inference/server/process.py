@@ -4,13 +4,14 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Callable, Coroutine
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
 
 from maxstack.errors import ConfigError
-from maxstack.inference.server.app import make_app
-from maxstack.inference.server.state import State
 
 log = logging.getLogger(__name__)
 GRACE = 30
@@ -36,18 +37,29 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(state: State, sock: socket.socket) -> None:
-    """Answer requests until SIGTERM or SIGINT; then refuse new ones, and end when those that run
-    have finished. A SIGINT meanwhile ends at once."""
-    Server(state).run([sock])
+def serve(
+    app: Starlette,
+    sock: socket.socket,
+    said: Callable[[str], str],
+    drain: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    """Answer requests until SIGTERM or SIGINT; then `drain`, which refuses new ones and returns
+    when those that run have finished, and end. A SIGINT meanwhile ends at once. `said` makes the
+    line that is printed at the start of the server's address."""
+    Server(app, said, drain).run([sock])
 
 
 class Server(uvicorn.Server):
     """uvicorn's server, which a signal drains before it ends."""
 
-    def __init__(self, state: State):
+    def __init__(
+        self,
+        app: Starlette,
+        said: Callable[[str], str],
+        drain: Callable[[], Coroutine[Any, Any, None]],
+    ):
         config = uvicorn.Config(
-            make_app(state),
+            app,
             http="h11",
             ws="none",
             log_config=None,
@@ -57,7 +69,7 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=GRACE,
         )
         super().__init__(config)
-        self._state = state
+        self._said, self._drained = said, drain
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -67,7 +79,7 @@ class Server(uvicorn.Server):
         host, port = sockets[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         origin = f"http://{shown}:{port}"
-        print(f"{self._state.name}: {origin}/v1, and in a browser {origin}", flush=True)
+        print(self._said(origin), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self._draining is not None and sig == signal.SIGINT
@@ -84,5 +96,5 @@ class Server(uvicorn.Server):
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        await self._state.service.drain()
+        await self._drained()
         self.should_exit = True

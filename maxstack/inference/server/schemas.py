@@ -8,7 +8,7 @@ import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from maxstack.errors import quoted
-from maxstack.inference.server.errors import Refusal
+from maxstack.inference.server.refusal import Refusal
 
 LOGPROBS = 20
 """Likeliest tokens that a request may ask for."""

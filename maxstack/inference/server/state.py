@@ -1,15 +1,14 @@
-"""What the routes of a server share: the model, its service, keys and limits."""
+"""What the routes of a server share: the model, its service and limits."""
 
 import dataclasses
 import functools
-import hmac
 import threading
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxstack.data.chat import ChatTemplate
 from maxstack.errors import quoted
-from maxstack.inference.server.errors import Refusal
+from maxstack.inference.server.access import Access
+from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.service import Service
 from maxstack.inference.started import Served
 from maxstack.inference.tools import FORMATS, ToolFormat
@@ -31,10 +30,7 @@ class State:
     template: ChatTemplate | None = None
     tool_parser: str | None = None
     """Name in `tools.FORMATS`; None: calls of tools are not read."""
-    keys: Sequence[bytes] = ()
-    """Those that clients may show; none: all clients may ask."""
-    hosts: Sequence[str] = ()
-    """Names of the host that requests may have; none: any."""
+    access: Access = Access()
     started: int = 0
     """Time of the start in seconds since 1970."""
 
@@ -64,19 +60,6 @@ class State:
                 param="tools",
             )
         return FORMATS[self.tool_parser]
-
-    def check_key(self, header: str) -> None:
-        """Refusal with status 401 for a request without a key. Takes as long for each wrong key."""
-        scheme, _, given = header.partition(" ")
-        key = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        if not any([hmac.compare_digest(key, own) for own in self.keys]):
-            raise Refusal(
-                401,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
-                kind="authentication_error",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
 
     @property
     def models(self) -> list[str]:

@@ -1,0 +1,1 @@
+"""A server of packages: the Open Inference Protocol, with requests computed in batches."""

@@ -1,0 +1,206 @@
+"""Batches of one signature: requests that wait, and what is run of them at a time.
+
+Requests share a batch where they are padded to the same program: its lengths, and the next of the
+allowed numbers of rows. Rows and lengths that were added are zeros, and are cut from the results.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from maxstack.inference.packages.figures import Figures
+from maxstack.inference.server.refusal import Refusal
+from maxstack.package.loader import PackageError, Signature
+
+BATCH = "batch"
+"""The dimension along which requests are joined."""
+FREE = 16
+"""The size in which a program is tried that takes any: its others are compiled when they come."""
+Bucket = tuple[tuple[str, int], ...]
+"""Sizes of the other named dimensions that a batch is padded to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How requests are joined."""
+
+    sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Rows that a batch may have where the program takes any number; ascending."""
+    timeout: float = 0.002
+    """Seconds that a request waits for others at most."""
+    queue: int = 250
+    """Requests of a signature that may wait."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The results of a request, and how they were computed."""
+
+    results: dict[str, np.ndarray]
+    rows: int
+    """Rows of its batch."""
+    padded: int
+    """Rows of the batch with those of zeros."""
+    waited: float
+    """Seconds before its batch began."""
+
+
+@dataclasses.dataclass(eq=False)
+class Waiting:
+    """A request that a program can answer."""
+
+    arrays: dict[str, np.ndarray]
+    sizes: dict[str, int]
+    bucket: Bucket
+    allowed: Sequence[int]
+    """Rows that its batch may have, ascending."""
+    arrived: float = 0.0
+    answer: "asyncio.Future[Answer] | None" = None
+
+    @property
+    def rows(self) -> int:
+        """Its part of the batch."""
+        return self.sizes.get(BATCH, 1)
+
+
+class Queue:
+    """The requests of a signature that wait. The worker's lock is held for `submit`, `due` and
+    `take`."""
+
+    def __init__(self, signature: Signature, settings: Settings, figures: Figures):
+        self.signature, self.settings, self.figures = signature, settings, figures
+        spec = signature.spec
+        shapes = [each["shape"] for kind in ("inputs", "outputs") for each in spec[kind].values()]
+        self.batched = all(shape[:1] == [BATCH] and BATCH not in shape[1:] for shape in shapes)
+        if self.batched and not all(BATCH in program["sizes"] for program in spec["programs"]):
+            raise PackageError(f"{signature.name}: a program does not say its batch")
+        self.length = 0
+        self._groups: dict[Bucket, collections.deque[Waiting]] = {}
+
+    def request(self, inputs: Mapping[str, np.ndarray]) -> Waiting:
+        """A request for these arguments. PackageError for what no program takes."""
+        arrays, sizes = self.signature.arrays(dict(inputs))
+        program = self.signature.program(sizes)
+        bucket = tuple(
+            (dim, program["sizes"].get(dim) or size) for dim, size in sizes.items() if dim != BATCH
+        )
+        allowed = self._allowed(bucket) if self.batched else [sizes.get(BATCH, 1)]
+        request = Waiting(arrays, sizes, bucket, allowed)
+        if request.rows > allowed[-1]:
+            raise PackageError(f"{request.rows} rows; a batch has {allowed[-1]} at most")
+        return request
+
+    def _allowed(self, bucket: Bucket) -> list[int]:
+        lengths, found = dict(bucket), set[int]()
+        for program in self.signature.spec["programs"]:
+            sizes = program["sizes"]
+            if all(sizes[dim] in (None, lengths[dim]) for dim in sizes if dim != BATCH):
+                found |= {*self.settings.sizes} if sizes[BATCH] is None else {sizes[BATCH]}
+        return sorted(found)
+
+    def submit(self, request: Waiting) -> bool:
+        """Put a request into the queue, on the event loop -> whether that changes what is due.
+        Refusal where as many wait as may."""
+        if self.length >= self.settings.queue:
+            raise Refusal(
+                503,
+                f"{self.length} requests wait, as many as may; try later",
+                headers={"Retry-After": "1"},
+            )
+        request.arrived = time.perf_counter()
+        request.answer = asyncio.get_running_loop().create_future()
+        group = self._groups.setdefault(request.bucket, collections.deque())
+        group.append(request)
+        self.length += 1
+        return len(group) == 1 or self._full(group)
+
+    def due(self) -> tuple[float, Bucket]:
+        """When the next batch is to be run, a time that is over for one that is full, and its
+        bucket. For a queue in which requests wait."""
+        return min(
+            (group[0].arrived + self.settings.timeout * (not self._full(group)), bucket)
+            for bucket, group in self._groups.items()
+        )
+
+    def _full(self, group: Sequence[Waiting]) -> bool:
+        return not self.batched or sum(each.rows for each in group) >= group[0].allowed[-1]
+
+    def take(self, bucket: Bucket) -> list[Waiting]:
+        """The requests of the next batch, which leave the queue."""
+        group = self._groups[bucket]
+        taken = [group.popleft()]
+        rows, most = taken[0].rows, taken[0].allowed[-1] if self.batched else 0
+        while group and rows + group[0].rows <= most:
+            taken.append(group.popleft())
+            rows += taken[-1].rows
+        if not group:
+            del self._groups[bucket]
+        self.length -= len(taken)
+        return taken
+
+    def run(self, batch: Sequence[Waiting]) -> list[Answer]:
+        """The answers to a batch."""
+        began = time.perf_counter()
+        rows, first = sum(each.rows for each in batch), batch[0]
+        padded = next(size for size in first.allowed if size >= rows)
+        inputs = self._joined(batch, padded) if self.batched else first.arrays
+        results = self.signature(**inputs)
+        self.figures.batches += 1
+        self.figures.rows += rows
+        self.figures.padded_rows += padded - rows
+        answers, place = [], 0
+        for each in batch:
+            own = self._cut(results, each, place) if self.batched else results
+            self.figures.waited.observe(began - each.arrived)
+            answers.append(Answer(own, rows, padded, began - each.arrived))
+            place += each.rows
+        return answers
+
+    def _joined(self, batch: Sequence[Waiting], padded: int) -> dict[str, np.ndarray]:
+        """The arguments of all requests, one after the other, and zeros."""
+        sizes = {**dict(batch[0].bucket), BATCH: padded}
+        joined = {}
+        for name, spec in self.signature.spec["inputs"].items():
+            shape = [sizes.get(dim, dim) for dim in spec["shape"]]
+            joined[name] = np.zeros(shape, jnp.dtype(spec["dtype"]))
+            place = 0
+            for each in batch:
+                array = each.arrays[name]
+                rest = [slice(size) for size in array.shape[1:]]
+                joined[name][(slice(place, place + each.rows), *rest)] = array
+                place += each.rows
+        return joined
+
+    def _cut(
+        self, results: Mapping[str, np.ndarray], request: Waiting, place: int
+    ) -> dict[str, np.ndarray]:
+        """The part of the results that belongs to a request."""
+        own = {}
+        for name, spec in self.signature.spec["outputs"].items():
+            rest = [slice(request.sizes.get(dim, dim)) for dim in spec["shape"][1:]]
+            own[name] = results[name][(slice(place, place + request.rows), *rest)]
+        return own
+
+    def sizes(self) -> list[dict[str, int]]:
+        """What requests are padded to: the named dimensions of every program, in every allowed
+        batch."""
+        found = []
+        for program in self.signature.spec["programs"]:
+            free = program["sizes"].get(BATCH, 0) is None and self.batched
+            for rows in self.settings.sizes if free else [0]:
+                sizes = {dim: size or FREE for dim, size in program["sizes"].items()}
+                found.append(sizes | ({BATCH: rows} if rows else {}))
+        return found
+
+    def warm(self, sizes: Mapping[str, int]) -> None:
+        """Compile for such a request, and run it."""
+        inputs = {
+            name: np.zeros([sizes.get(dim, dim) for dim in spec["shape"]], jnp.dtype(spec["dtype"]))
+            for name, spec in self.signature.spec["inputs"].items()
+        }
+        self.signature(**inputs)

@@ -1,0 +1,69 @@
+"""Figures of the packages that are served, in Prometheus' text format."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+
+from maxstack.inference.server.metrics import FIRST, Histogram, histogram_lines
+
+BOUNDS = (0.0005, *FIRST)
+"""Those of histograms, in seconds."""
+COUNTERS = {
+    "requests": "requests that named the model",
+    "failures": "of these, answered with an error",
+    "batches": "runs of a program",
+    "rows": "rows of requests in these",
+    "padded_rows": "rows of zeros beside them",
+}
+
+
+@dataclasses.dataclass
+class Figures:
+    """Those of one signature of one version."""
+
+    model: str
+    version: str
+    requests: int = 0
+    failures: int = 0
+    batches: int = 0
+    rows: int = 0
+    padded_rows: int = 0
+    waited: Histogram = dataclasses.field(default_factory=lambda: Histogram(BOUNDS))
+    """Seconds between a request's arrival and the begin of its batch."""
+    latency: Histogram = dataclasses.field(default_factory=lambda: Histogram(BOUNDS))
+    """Seconds between the end of a request's body and its answer."""
+
+    @property
+    def labels(self) -> str:
+        """Labels of each of its lines."""
+        return f'model="{_escaped(self.model)}",version="{self.version}"'
+
+
+def text(figures: Iterable[Figures], waiting: Mapping[tuple[str, str], int]) -> str:
+    """All figures; `waiting` are the lengths of queues by model and version."""
+    return "\n".join(_lines([*figures], waiting)) + "\n"
+
+
+def _lines(figures: list[Figures], waiting: Mapping[tuple[str, str], int]) -> Iterator[str]:
+    for name, meaning in COUNTERS.items():
+        yield f"# HELP maxstack_package_{name}_total {meaning}"
+        yield f"# TYPE maxstack_package_{name}_total counter"
+        for each in figures:
+            yield f"maxstack_package_{name}_total{{{each.labels}}} {getattr(each, name)}"
+    yield "# HELP maxstack_package_queue requests that wait for a batch"
+    yield "# TYPE maxstack_package_queue gauge"
+    for each in figures:
+        if (length := waiting.get((each.model, each.version))) is not None:
+            yield f"maxstack_package_queue{{{each.labels}}} {length}"
+    for name in ("waited", "latency"):
+        lines = (
+            line
+            for each in figures
+            for line in histogram_lines(
+                f"maxstack_package_{name}_seconds", getattr(each, name), each.labels
+            )
+        )
+        yield from dict.fromkeys(lines)  # a type stands once, before its lines
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,179 @@
+"""The packages that a process serves: found by name, loaded, replaced by newer versions, let go."""
+
+import asyncio
+import gc
+import logging
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from maxstack.errors import ConfigError, quoted
+from maxstack.inference.packages import figures
+from maxstack.inference.packages.batching import Queue, Settings
+from maxstack.inference.packages.figures import Figures
+from maxstack.inference.packages.model import Model, check_start
+from maxstack.inference.packages.version import Version
+from maxstack.inference.packages.worker import Worker
+from maxstack.inference.server.refusal import Refusal
+
+log = logging.getLogger(__name__)
+
+
+class Repository:
+    """The models of some folders. ConfigError for a folder with no version that can be served.
+    Everything else is for the event loop."""
+
+    def __init__(self, folders: Sequence[Path], settings: Settings, poll: float):
+        self.worker = Worker()
+        self.closed = False
+        """True once no request is taken any more."""
+        self._poll = poll
+        self._figures: dict[tuple[str, str], Figures] = {}
+        self._loading = asyncio.Lock()
+        """Held while a model is loaded or let go; one at a time, for compilers take all cores."""
+        self._answering: set[Version] = set()
+        """Versions that may have requests left."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.models: list[Model] = []
+        for folder in folders:
+            model = Model(folder, settings, self.worker, self._figures_of)
+            version = check_start(model)
+            if twice := {*version.queues} & {name for each in self.models for name in each.names}:
+                raise ConfigError(
+                    f"{folder}: another package is named {min(twice)} too; give it its own process"
+                )
+            model.current = version
+            self._answering.add(version)
+            self.models.append(model)
+
+    def start(self) -> None:
+        """Run programs, and look for newer versions."""
+        self.worker.start()
+        if self._poll:
+            self._begin(self._look())
+
+    async def drain(self) -> None:
+        """Take no more requests; returns when those that were taken are answered."""
+        self.closed = True
+        for version in [*self._answering]:
+            await version.idle()
+
+    async def stop(self) -> None:
+        """End the worker and what goes on beside it."""
+        self.closed = self.worker.stopped = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self.worker.stop)
+
+    def check(self) -> None:
+        """Refusal where no request is taken."""
+        if self.closed:
+            raise Refusal(503, "the server is shutting down")
+
+    def find(self, name: str, version: str | None) -> tuple[Version, Queue]:
+        """The version and signature of a name. Refusal for one that is not served."""
+        model = self.model(name)
+        current = model.current
+        if current is None:
+            raise Refusal(503, f"{name} is unloaded; POST /v2/repository/models/{name}/load")
+        if name in current.refused and name not in current.queues:
+            raise Refusal(400, f"{name} {current.refused[name]}; open the package by its loader")
+        if name not in current.queues:
+            raise Refusal(404, f"version {current.number} has no {name}")
+        if version not in (None, "", str(current.number)):
+            raise Refusal(
+                404, f"{name} version {quoted(version)} is not served; {current.number} is"
+            )
+        return current, current.queues[name]
+
+    def model(self, name: str) -> Model:
+        """The model that has a name, its package's or a signature's. Refusal with status 404."""
+        for model in self.models:
+            refused = model.current.refused if model.current else ()
+            if name in (model.name, *model.names, *refused):
+                return model
+        served = ", ".join(self.names)
+        raise Refusal(404, f"no model {quoted(name)} is served here; there are {served}")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all that is served."""
+        return [name for model in self.models if model.current for name in model.current.queues]
+
+    async def load(self, name: str) -> None:
+        """Serve the newest version that is there, tried anew. Refusal for one that cannot be."""
+        model = self.model(name)
+        async with self._loading:
+            self.check()
+            await self._replace(model, again=True)
+        number = model.current.number if model.current else None
+        if why := model.why(number):
+            left = f"version {number} answers" if number is not None else "none answers"
+            raise Refusal(400, f"{why}; {left}")
+        if number is None:
+            raise Refusal(400, f"{model.folder}: no version is there")
+
+    async def unload(self, name: str) -> None:
+        """Let a model go once it has answered what it has taken; until `load`."""
+        model = self.model(name)
+        async with self._loading:
+            old, model.current, model.unloaded = model.current, None, True
+            if old is not None:
+                task = self._begin(self._let_go(old))
+                del old
+                await task
+
+    def text(self) -> str:
+        """Figures for Prometheus."""
+        waiting = {
+            (queue.figures.model, queue.figures.version): queue.length
+            for version in self._answering
+            for queue in version.queues.values()
+        }
+        return figures.text(self._figures.values(), waiting)
+
+    def index(self) -> list[dict[str, Any]]:
+        """All versions that are served or were refused."""
+        return [row for model in self.models for row in model.index()]
+
+    async def _look(self) -> None:
+        """Look for other versions, again and again."""
+        while not self.closed:
+            await asyncio.sleep(self._poll)
+            for model in self.models:
+                async with self._loading:
+                    if self.closed or model.unloaded:
+                        continue
+                    try:
+                        await self._replace(model)
+                    except Exception as error:
+                        log.error("%s: cannot be looked at", model.folder, exc_info=error)
+
+    async def _replace(self, model: Model, again: bool = False) -> None:
+        """Serve a newer version, if there is one; the old one answers what it has taken."""
+        taken = {name for each in self.models if each is not model for name in each.names}
+        version = await asyncio.to_thread(model.look, taken, again)
+        if version is None:
+            return
+        old, model.current, model.unloaded = model.current, version, False
+        self._answering.add(version)
+        if old is not None:
+            print(f"{version.name}: version {version.number} instead of {old.number}", flush=True)
+            self._begin(self._let_go(old))
+
+    async def _let_go(self, version: Version) -> None:
+        """Free a version's memory once it has answered what it has taken."""
+        await version.idle()
+        self._answering.discard(version)
+        del version
+        gc.collect()  # jax and signatures refer to it in circles
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _figures_of(self, name: str, version: str) -> Figures:
+        return self._figures.setdefault((name, version), Figures(name, version))

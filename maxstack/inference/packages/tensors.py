@@ -1,0 +1,99 @@
+"""Tensors of the Open Inference Protocol: of JSON or raw bytes, to arrays and back."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from maxstack.errors import quoted
+from maxstack.inference.server.refusal import Refusal
+
+DATATYPES = {
+    "BOOL": "bool",
+    **{f"UINT{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    **{f"INT{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"FP{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    "BF16": "bfloat16",
+}
+"""Types of elements by the protocol's names."""
+NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+
+
+def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> np.ndarray:
+    """A tensor of JSON values, flat or nested by its shape. Refusal for values of another kind, and
+    for those that the type cannot hold."""
+    dtype = jnp.dtype(DATATYPES[datatype])
+    if datatype == "BF16":
+        raise Refusal(400, f"{name}: BF16 is sent as binary data alone; JSON has no such numbers")
+    if not isinstance(values, list):
+        raise Refusal(400, f"{name}: data must be a list")
+    try:
+        given = np.array(values)
+    except (ValueError, OverflowError) as error:
+        raise Refusal(400, f"{name}: data must be numbers, in lists of one length") from error
+    if not given.size:
+        given = given.astype(dtype)
+    if not _fits(given, dtype):
+        kind = {"b": "booleans", "f": "numbers"}.get(dtype.kind, "integers")
+        raise Refusal(400, f"{name}: data must be {kind} that {datatype} can hold")
+    if given.shape != tuple(shape) and (given.ndim != 1 or given.size != math.prod(shape)):
+        raise Refusal(
+            400, f"{name}: data has the shape {quoted(list(given.shape))}, not {quoted(shape)}"
+        )
+    return given.reshape(shape).astype(dtype)
+
+
+def _fits(given: np.ndarray, dtype: np.dtype) -> bool:
+    """True for values that a type can hold."""
+    if dtype.kind == "b":
+        return given.dtype.kind == "b"
+    if dtype.kind == "f":
+        if given.dtype.kind not in "iuf":
+            return False
+        with np.errstate(over="ignore"):
+            return bool(np.isfinite(given.astype(dtype)).all())
+    if given.dtype.kind not in "iu":
+        return False
+    range_ = np.iinfo(dtype)
+    return not given.size or (int(given.min()) >= range_.min and int(given.max()) <= range_.max)
+
+
+def from_bytes(name: str, datatype: str, shape: Sequence[int], data: memoryview) -> np.ndarray:
+    """A tensor of raw bytes, row by row, the lowest byte of an element first."""
+    dtype = jnp.dtype(DATATYPES[datatype])
+    if len(data) != (needed := math.prod(shape) * dtype.itemsize):
+        raise Refusal(
+            400,
+            f"{name}: binary_data_size is {len(data)}; {datatype} of the shape {quoted(shape)} "
+            f"needs {needed}",
+        )
+    if dtype.kind == "b":
+        return (np.frombuffer(data, np.uint8) != 0).reshape(shape)
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def to_values(name: str, array: np.ndarray) -> list[Any]:
+    """The elements of a tensor as JSON has them, row by row. Refusal for those that it has not."""
+    if array.dtype == jnp.bfloat16:
+        raise Refusal(400, f"{name}: BF16 is answered as binary data alone; ask for binary_data")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise Refusal(
+            400, f"{name}: holds NaN or infinities, which JSON has not; ask for binary_data"
+        )
+    return array.ravel().tolist()
+
+
+def to_bytes(array: np.ndarray) -> bytes:
+    """The elements of a tensor as raw bytes."""
+    return np.ascontiguousarray(array).tobytes()
+
+
+def shape_of(name: str, shape: Any) -> list[int]:
+    """A shape as a request gives it."""
+    if not isinstance(shape, list) or not all(
+        isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**40 for size in shape
+    ):
+        raise Refusal(400, f"{name}: shape must be a list of sizes, not {quoted(shape)}")
+    return shape
