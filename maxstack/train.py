@@ -205,6 +205,7 @@ def train(
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
 
     stop = Preemption(heart.interrupted) if heart else Preemption()
+    ending.callback(stop.close)
     meter = Meter(run, feed)
     several = cfg.faults.check_every and run.mesh.size > 1
     checks = Checks(run, meter, log, writer) if several else None

@@ -15,6 +15,7 @@ from orbax.checkpoint import v1 as ocp
 from processes import numbers, rows, train, write_config
 
 from maxstack import cli
+from maxstack.faults.preemption import Preemption
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,17 @@ def test_a_signal_before_the_first_step_leaves_at_once_with_42(base):
     config, folder, _ = base
     assert processes.interrupt(config, folder / "early", 0, signal.SIGTERM, "run.name=early") == 42
     assert rows(folder / "early") == []
+
+
+def test_a_process_that_has_trained_does_with_signals_what_it_did_before():
+    def handlers():
+        return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    before = handlers()
+    stop = Preemption()
+    assert handlers() != before
+    stop.close()
+    assert handlers() == before
 
 
 def test_a_batch_that_does_not_divide_over_the_devices_is_refused_once_they_are_known(base):

@@ -57,6 +57,7 @@ def evaluate(
             raise ConfigError(
                 f"--lm-eval: the harness cannot read {', '.join(asked)}: {what}"
             ) from error
+        os.environ["DISABLE_MULTIPROC"] = "1"  # its processes are forks, which jax's threads hang
         found = lm_eval.simple_evaluate(
             model=_model(tasks, params),
             tasks=asked,

@@ -24,9 +24,13 @@ class Preemption:
     def __init__(self, before_leaving: Callable[[], None] = lambda: None) -> None:
         self._asked, self._before_leaving = False, before_leaving
         self._several = jax.process_count() > 1
-        if not self._several:
-            signal.signal(signal.SIGTERM, self._ask)
-        signal.signal(signal.SIGINT, self._ask)
+        numbers = [signal.SIGINT] if self._several else [signal.SIGTERM, signal.SIGINT]
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+
+    def close(self) -> None:
+        """Put back what the signals did before."""
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
     def requested(self, step: int) -> bool:
         """True where to save after `step` and leave; the same in every process."""
