@@ -175,12 +175,18 @@ def _luminance(color):
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@contextlib.contextmanager
-def browsing(folder):
-    """A tab; skips the test where no browser is installed."""
+def installed():
+    """The program of a browser; skips the test where there is none."""
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
         pytest.skip(f"no browser: install one of {', '.join(PROGRAMS)} (apt-get install chromium)")
+    return program
+
+
+@contextlib.contextmanager
+def browsing(folder):
+    """A tab; skips the test where no browser is installed."""
+    program = installed()
     tab = Tab(program, folder)
     try:
         yield tab

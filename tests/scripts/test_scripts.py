@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import browser
 import packaged
 import processes
 import pytest
@@ -420,6 +421,7 @@ def test_measure_images_judges_held_out_digits_as_the_page_says(monkeypatch):
 
 @pytest.mark.slow
 def test_plot_report_makes_a_run_and_draws_its_page(tmp_path):
+    browser.installed()
     words = "--out", tmp_path / "out", "--pictures", tmp_path, "--steps", 36
     process("plot_report.py", *words)
     for name in ("report", "report-time"):
