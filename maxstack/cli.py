@@ -57,6 +57,10 @@ COMMANDS = {
         "maxstack.commands.convert:export_model",
         "a run or checkpoint as a Hugging Face folder",
     ),
+    "package": (
+        "maxstack.commands.package:main",
+        "a model as a folder of programs and weights that runs without maxstack",
+    ),
     "checkpoint": (
         "maxstack.commands.checkpoint:main",
         "list, verify, show, copy and prune what a run has saved",

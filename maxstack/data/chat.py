@@ -57,7 +57,7 @@ class ChatTemplate:
                 f"{DEFAULT}; write one of them to a file and give it: --chat-template FILE"
             )
         self.sources, self.where = sources, where
-        self._tokens = tokens
+        self.tokens = tokens
         self._templates = {name: self._parsed(text) for name, text in sources.items()}
 
     def render(
@@ -76,7 +76,7 @@ class ChatTemplate:
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            **self._tokens,
+            **self.tokens,
             **extra,
         }
         parts, size = [], 0

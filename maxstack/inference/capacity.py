@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from maxstack.errors import ConfigError
 from maxstack.inference.bound import Device, Speed, forward_flops, held
 from maxstack.inference.layout import Kept, Layout
-from maxstack.inference.programs import OUTPUTS
 from maxstack.inference.scheduler import Limits
 from maxstack.inference.started import GIB, SHARE, Opened, files_of, longest_of, placed
+from maxstack.inference.steps import OUTPUTS
 from maxstack.plan.report import bytes_text
 from maxstack.plan.topology import Topology
 from maxstack.report.table import table

@@ -16,14 +16,16 @@ from maxstack.inference import bursts
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.drafts import ngram
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import Batch, Programs, Rowed
+from maxstack.inference.programs import Programs
 from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.sampler import Sampler, Wanted
 from maxstack.inference.sampling import is_adjusted
 from maxstack.inference.scheduler import Limits, Piece, Scheduler, Task
+from maxstack.inference.steps import Batch, Rowed, Steps
 
 if TYPE_CHECKING:
     from maxstack.run import Run
+    from maxstack.schema.config import Config
 
 
 class Engine:
@@ -39,14 +41,33 @@ class Engine:
     ):
         """`run` is assembled from `programs.serving(cfg)`; `params` are taken over, and deleted
         where they are replaced; None: `load` brings them."""
-        self.cfg, self.max_length = run.cfg, max_length
-        self._layout = Layout.of(run.cfg.decoder, run.cfg.serve, run.mesh.devices.flat[0].platform)
-        self.adapters = adapters.names
-        self.programs = Programs(run, self._layout, limits, max_length, adapters)
-        self.programs.load(params)
-        self._sampler = Sampler(run.cfg.decoder.vocab, max_length)
-        draft = self._drafts if run.cfg.serve.speculate else None
-        self.scheduler = Scheduler(self._layout, limits, self.programs.replicas, draft, twins=True)
+        platform = run.mesh.devices.flat[0].platform
+        layout = Layout.of(run.cfg.decoder, run.cfg.serve, platform)
+        programs = Programs(run, layout, limits, max_length, adapters)
+        programs.load(params)
+        self._begin(run.cfg, layout, programs, max_length, adapters.names)
+
+    @classmethod
+    def on(cls, cfg: "Config", layout: Layout, programs: Steps, max_length: int) -> "Engine":
+        """An engine on programs that are there, with their weights."""
+        engine = cls.__new__(cls)
+        engine._begin(cfg, layout, programs, max_length)
+        return engine
+
+    def _begin(
+        self,
+        cfg: "Config",
+        layout: Layout,
+        programs: Steps,
+        max_length: int,
+        adapters: Sequence[str] = (),
+    ) -> None:
+        self.cfg, self.max_length = cfg, max_length
+        self._layout, self.programs, self.adapters = layout, programs, adapters
+        self._sampler = Sampler(cfg.decoder.vocab, max_length)
+        draft = self._drafts if cfg.serve.speculate else None
+        replicas, limits = programs.replicas, programs.limits
+        self.scheduler = Scheduler(layout, limits, replicas, draft, twins=True)
         self._tasks: dict[int, Task] = {}
         self._added = 0
         self.drafted = self.accepted = 0
@@ -141,7 +162,7 @@ class Engine:
 
     def _ahead(self, pieces: Sequence[Piece], many: int) -> int:
         """Steps that may be computed at once after these pieces were scheduled."""
-        if self.cfg.serve.speculate:
+        if self.cfg.serve.speculate or not self.programs.bursts:
             return 1
         for task, start, size, _ in pieces:
             if size > 1 or len(task.tokens) > start + 1 or not bursts.allows(task):

@@ -5,14 +5,14 @@ where each row is computed by the same instructions in the same order."""
 import numpy as np
 
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import Programs, Rowed
+from maxstack.inference.steps import Rowed, Steps
 from maxstack.report.progress import progress
 
 SMALL = 32
 """Rows up to which two steps are tried of a size, with more a single one."""
 
 
-def differing(programs: Programs, layout: Layout, vocab: int, max_length: int) -> list[int]:
+def differing(programs: Steps, layout: Layout, vocab: int, max_length: int) -> list[int]:
     """Sizes of steps in which bits of a request's logits, computed beside another request, are
     others than in the largest and alone; empty where none are. Uses the first pages of an empty
     cache."""

@@ -79,10 +79,8 @@ class Sampler:
         self._rows = -(-AT_ONCE // over) * over
         times = 1.0 - np.arange(steps + 1) / steps
         self._times = np.asarray(self._flow.shifted(times), np.float32)  # type: ignore[arg-type]
-        step = jax.jit(
-            run.within(self._heun if solver == "heun" else self._euler),
-            compiler_options=in_order(run.mesh),
-        )
+        self._move: Callable[..., jax.Array] = self._heun if solver == "heun" else self._euler
+        step = jax.jit(run.within(self._move), compiler_options=in_order(run.mesh))
         self._step: Callable[..., jax.Array] = step
         self._placed: NamedSharding = run.batches.of_rows
         everywhere = NamedSharding(run.mesh, PartitionSpec())
@@ -106,7 +104,18 @@ class Sampler:
             x = self._begin(jax.device_put(numbers, self._placed), seed)
             for now, after in zip(self._times, self._times[1:], strict=False):
                 x = self._step(self.params, x, label, now, after)
-            yield from self._values(np.asarray(self._whole(x)))[: len(some)]
+            yield from self._values(np.asarray(self._whole(x)), np)[: len(some)]
+
+    def images(self, params: Any, labels: Any, numbers: Any, seed: Any) -> jax.Array:
+        """Images of classes, int32 [N], with these numbers, uint32 [N], of a seed: all of it as one
+        function."""
+
+        def moved(x: jax.Array, times: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return self._move(params, x, labels, *times), None
+
+        times = jnp.asarray(self._times)
+        x, _ = jax.lax.scan(moved, self._noise(numbers, seed), (times[:-1], times[1:]))
+        return self._values(x, jnp)
 
     def _noise(self, numbers_N: jax.Array, seed: int) -> jax.Array:
         model = self._flow.model
@@ -149,10 +158,10 @@ class Sampler:
         second = jax.lax.cond(after > 0, lambda: velocity(there, after), lambda: first)
         return x + (after - now) * (first + second) / 2
 
-    def _values(self, x: np.ndarray) -> np.ndarray:
-        """Pixels as values from 0 to 255, or latents as the data has them."""
+    def _values(self, x: Any, library: Any) -> Any:
+        """Pixels as values from 0 to 255, or latents as the data has them, by numpy or jax's."""
         section = self._run.cfg.data.image
-        scaled = x * np.asarray(section.std) + np.asarray(section.mean)
+        scaled = x * library.asarray(section.std) + library.asarray(section.mean)
         if self.latents:
             return scaled.astype(np.float32)
-        return np.round(np.clip(scaled, 0, 1) * 255).astype(np.uint8)
+        return library.round(library.clip(scaled, 0, 1) * 255).astype(np.uint8)

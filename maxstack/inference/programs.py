@@ -3,7 +3,7 @@ request at most  D embed  V vocab."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from maxstack.hardware.compiling import in_order, sparing
 from maxstack.inference import bursts
 from maxstack.inference.bursts import Bounds, Made, Rules
 from maxstack.inference.layout import Layout
-from maxstack.inference.scheduler import Copy, Limits, PageCopy
+from maxstack.inference.scheduler import Limits
+from maxstack.inference.steps import Batch, Steps
 from maxstack.kernels.backends import Choice, recording
 from maxstack.kernels.paged_attention import BITS
 from maxstack.layers.by_rows import by_rows
@@ -49,40 +50,9 @@ def serving(cfg: "Config") -> "Config":
 
 GROUP = 16
 """Rows that experts and projections of latents compute at a time on a CPU."""
-OUTPUTS = 128
-"""Rows whose logits are computed at a time, at most; the rest of a step follows."""
-
-COPIES = 64
-"""Pages that are copied at a time."""
 
 
-def sizes_of(limits: Limits) -> tuple[int, ...]:
-    """Numbers of rows that steps may have: the most, and shares of it. Answers of a few requests
-    need few rows, which cost less on a CPU; each number is another program to compile."""
-    return tuple(sorted({max(1, limits.rows // share) for share in (128, 64, 32, 16, 4, 1)}))
-
-
-class Batch(NamedTuple):
-    """Rows of a step."""
-
-    rows: Rows
-    tables: tuple[Any, ...]
-    """By group: int32 [S, W]."""
-
-
-class Rowed(NamedTuple):
-    """Tokens of a request, to be rows of a step."""
-
-    replica: int
-    slot: int
-    start: int
-    tokens: Sequence[int]
-    pages: Sequence[Sequence[int]]
-    """By group."""
-    adapter: int = 0
-
-
-class Programs:
+class Programs(Steps):
     """Programs for the weights of a run on its mesh, and the cache that they read and replace."""
 
     def __init__(
@@ -93,13 +63,12 @@ class Programs:
         max_length: int,
         adapters: "Adapters",
     ):
-        self._run, self._layout, self.limits = run, layout, limits
-        self.replicas = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
-        self.width = -(-max_length // limits.page)
-        self.sizes = sizes_of(limits)
-        self._max_length = max_length
+        self._run = run
+        replicas, ordered = parts(run.cfg.mesh.rules["batch"], run.mesh.shape), in_order(run.mesh)
+        shardings = shardings_of(run, layout)
+        super().__init__(layout, limits, max_length, replicas, shardings, ordered)
         self._graph, self._state = run.graph, run.weights.rewrite.state
-        self._adapters = adapters
+        self._adapters, self.adapters = adapters, len(adapters.names)
         self._original = originals(run)
         self._params: Any = None
         if adapters.specs:
@@ -115,19 +84,17 @@ class Programs:
         self._group: int | None = GROUP if self._matrices else 0
         if run.cfg.serve.identical == "any":
             self._group = None
-        ordered = in_order(run.mesh)
-        self._made = jax.jit(self._empty, out_shardings=self._shardings(), compiler_options=ordered)
-        self.cache: Any = None
+        self._made = jax.jit(self.empty, out_shardings=shardings, compiler_options=ordered)
         everywhere = NamedSharding(run.mesh, PartitionSpec())
         self._forward = jax.jit(
-            run.within(self._step),
+            run.within(self.step),
             static_argnums=4,
             donate_argnums=1,
-            out_shardings=(everywhere, self._shardings()),
+            out_shardings=(everywhere, shardings),
             compiler_options=ordered | sparing(run.mesh),
         )
         self._head = jax.jit(
-            run.within(self._outputs),
+            run.within(self.logits_of),
             static_argnums=3,
             out_shardings=everywhere,
             compiler_options=ordered,
@@ -136,21 +103,8 @@ class Programs:
             run.within(self._steps),
             static_argnums=5,
             donate_argnums=1,
-            out_shardings=(everywhere, self._shardings()),
+            out_shardings=(everywhere, shardings),
             compiler_options=ordered | sparing(run.mesh),
-        )
-        self._copy = jax.jit(
-            self._copied,
-            donate_argnums=0,
-            out_shardings=self._shardings(),
-            compiler_options=ordered,
-        )
-        self._copy_pages = jax.jit(
-            self._with_copies,
-            static_argnums=3,
-            donate_argnums=0,
-            out_shardings=self._shardings(),
-            compiler_options=ordered,
         )
 
     def load(self, params: Any, keep: bool = False) -> None:
@@ -160,9 +114,10 @@ class Programs:
         if self.cache is None:
             self.cache = self._made()
         if params is not None:
-            self._params = self._prepared(params, keep)
+            self._params = self.prepare(params, keep)
 
-    def _prepared(self, params: Any, keep: bool) -> Any:
+    def prepare(self, params: Any, keep: bool) -> Any:
+        """The weights of the run as steps read them; see `prepared`."""
         specs, weights = self._adapters.specs, self._adapters.weights
         if specs:
             params = tree({**beside(flat(params), specs), **weights})
@@ -174,97 +129,34 @@ class Programs:
         batch, _ = self.batch([])
         with recording() as choices:
             params = jax.eval_shape(
-                lambda params: self._prepared(params, keep=True), self._run.abstract.params
+                lambda params: self.prepare(params, keep=True), self._run.abstract.params
             )
-            cache = jax.eval_shape(self._empty)
-            step = self._run.within(functools.partial(self._step, x_RD=None, module=None))
+            cache = jax.eval_shape(self.empty)
+            step = self._run.within(functools.partial(self.step, x_RD=None, module=None))
             jax.eval_shape(step, params, cache, batch)
         return choices
-
-    def batch(self, pieces: Sequence[Rowed]) -> tuple[Batch, list[int]]:
-        """Pieces as a step of the smallest size that holds them, each replica's from its own first
-        row on; and the first row of each piece."""
-        used = [0] * self.replicas
-        for piece in pieces:
-            used[piece.replica] += len(piece.tokens)
-        size = next(size for size in self.sizes if size >= max(used)) if pieces else self.sizes[-1]
-        rows = np.zeros((4, self.replicas * size), np.int32)
-        rows[1] = -1
-        tables = np.zeros(
-            (len(self._layout.reaches), self.replicas * self.slots, self.width), np.int32
-        )
-        filled, firsts = [size * replica for replica in range(self.replicas)], []
-        for replica, slot, start, tokens, pages, adapter in pieces:
-            first = filled[replica]
-            firsts.append(first)
-            filled[replica] += len(tokens)
-            own = slice(first, filled[replica])
-            rows[0, own], rows[1, own] = tokens, np.arange(start, start + len(tokens))
-            rows[2, own], rows[3, own] = slot, adapter
-            for table, held in zip(tables, pages, strict=True):
-                table[replica * self.slots + slot, : len(held)] = held
-        return Batch(Rows(*rows), tuple(tables)), firsts
-
-    @property
-    def adapters(self) -> int:
-        """Number of adapters."""
-        return len(self._adapters.names)
-
-    @property
-    def slots(self) -> int:
-        """Slots of a replica: nobody's, of requests, of snapshots."""
-        return 1 + self.limits.requests + self.limits.snapshots
 
     def forward(
         self, batch: Batch, x_RD: jax.Array | None = None, module: int | None = None
     ) -> jax.Array:
-        """What the last block gives for each row of a step [R, D], or with `x_RD`, which is that of
-        the model or the module before, a module of multi-token prediction, for which `batch` holds
-        the tokens as `Decoder.decode_further` reads them; keys and values go to the cache."""
         x_RD, self.cache = self._forward(self._params, self.cache, batch, x_RD, module)
         return x_RD
-
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """Numbers of rows whose logits are computed at a time."""
-        return tuple(size for size in self.sizes if size <= OUTPUTS) or (OUTPUTS,)
 
     def head(
         self, x_RD: jax.Array, rows: Sequence[int], module: int | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """(normed states [O, D], logits float32 [O, V]) of at most outputs[-1] rows, and of others
-        after them, of what `forward` or a module gave."""
         wanted_O = np.zeros(next(size for size in self.outputs if size >= len(rows)), np.int32)
         wanted_O[: len(rows)] = rows
         return self._head(self._params, x_RD, wanted_O, module)
 
     def burst(self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None) -> Made:
-        """Tokens of several steps, from a batch of the last known token of each request; `top`:
-        likeliest tokens to report, None: no log-probabilities."""
         made, self.cache = self._burst(self._params, self.cache, batch, rules, bounds, top)
         return jax.device_get(made)
 
-    def copy(self, copies: Sequence[Copy | PageCopy]) -> None:
-        """Copies of states between slots, one after the other, and of pages."""
-        pages = []
-        for copy in copies:
-            if isinstance(copy, PageCopy):
-                first = copy.replica * (1 + self.limits.pages[copy.group])
-                pages.append((copy.group, first + copy.source, first + copy.target))
-            else:
-                first = copy.replica * self.slots
-                self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
-        for group in range(len(self._layout.reaches)):
-            own = [ids for of, *ids in pages if of == group]
-            for start in range(0, len(own), COPIES):
-                ids = np.zeros((2, COPIES), np.int32)  # page 0 is nobody's
-                some = own[start : start + COPIES]
-                ids[:, : len(some)] = np.transpose(some)
-                self.cache = self._copy_pages(self.cache, *ids, group)
-
-    def _step(
+    def step(
         self, params: Any, cache: Any, batch: Batch, x_RD: jax.Array | None, module: int | None
     ) -> tuple[jax.Array, Any]:
+        """`forward` as a function: what the last block gives, and the next cache."""
         model = nnx.merge(self._graph, nnx.State(params))
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
@@ -290,25 +182,27 @@ class Programs:
         whole = functools.partial(jax.lax.with_sharding_constraint, shardings=everywhere)
 
         def forward(rows: Rows, cache: Any) -> tuple[jax.Array, Any]:
-            x_RD, cache = self._step(params, cache, batch._replace(rows=rows), None, None)
+            x_RD, cache = self.step(params, cache, batch._replace(rows=rows), None, None)
             return whole(x_RD), cache
 
         def head(x_OD: jax.Array) -> jax.Array:
-            return whole(self._outputs(params, x_OD, jnp.arange(x_OD.shape[0]), None)[1])
+            return whole(self.logits_of(params, x_OD, jnp.arange(x_OD.shape[0]), None)[1])
 
         sizes = self.replicas, self.outputs[-1]
         return bursts.run(forward, head, batch.rows, cache, rules, bounds, top, sizes)
 
-    def _outputs(
+    def logits_of(
         self, params: Any, x_RD: jax.Array, wanted_O: jax.Array, module: int | None
     ) -> tuple[jax.Array, jax.Array]:
+        """`head` as a function."""
         model = nnx.merge(self._graph, nnx.State(params))
         norm = model.norm if module is None else model.mtp[f"{module}"].norm
         with by_rows(self._group):
             x_O1D = norm(x_RD[wanted_O][:, None])
             return x_O1D[:, 0], model.logits(x_O1D)[:, 0]
 
-    def _empty(self) -> list[dict[str, jax.Array]]:
+    def empty(self) -> list[dict[str, jax.Array]]:
+        """The cache before the first step."""
         layout = self._layout
         return [
             {
@@ -331,40 +225,18 @@ class Programs:
             return (self.replicas * self.slots,)
         return self.replicas * (1 + self.limits.pages[group]), self.limits.page
 
-    def _shardings(self) -> list[dict[str, Any]]:
-        rules = self._run.cfg.mesh.rules
 
-        def placed(array: Cached) -> Any:
-            axes = ("batch", *("",) * (not array.per_request), *(dim.axis for dim in array.dims))
-            sharding = NamedSharding(self._run.mesh, spec(axes, rules))
-            order = self._layout.page_order(array)
-            return jax_layout.Format(jax_layout.Layout(order), sharding) if order else sharding
+def shardings_of(run: "Run", layout: Layout) -> list[dict[str, Any]]:
+    """Where the arrays of the cache lie."""
+    rules = run.cfg.mesh.rules
 
-        return [
-            {name: placed(array) for name, array in arrays.items()}
-            for arrays in self._layout.arrays
-        ]
+    def placed(array: Cached) -> Any:
+        axes = ("batch", *("",) * (not array.per_request), *(dim.axis for dim in array.dims))
+        sharding = NamedSharding(run.mesh, spec(axes, rules))
+        order = layout.page_order(array)
+        return jax_layout.Format(jax_layout.Layout(order), sharding) if order else sharding
 
-    def _with_copies(self, cache: Any, source: jax.Array, target: jax.Array, group: int) -> Any:
-        """The cache with pages of a group copied over others."""
-
-        def copied(array: jax.Array, per_request: bool, own: int) -> jax.Array:
-            return array if per_request or own != group else array.at[target].set(array[source])
-
-        layout = self._layout
-        return [
-            {name: copied(array, kept[name].per_request, own) for name, array in arrays.items()}
-            for arrays, kept, own in zip(cache, layout.arrays, layout.groups, strict=True)
-        ]
-
-    def _copied(self, cache: Any, source: jax.Array, target: jax.Array) -> Any:
-        return [
-            {
-                name: array.at[target].set(array[source]) if kept[name].per_request else array
-                for name, array in arrays.items()
-            }
-            for arrays, kept in zip(cache, self._layout.arrays, strict=True)
-        ]
+    return [{name: placed(array) for name, array in arrays.items()} for arrays in layout.arrays]
 
 
 def originals(run: "Run") -> set[str]:

@@ -160,7 +160,7 @@ def logprobs_of(
     from maxstack.hardware.compiling import in_order
     from maxstack.schema.mesh import parts
 
-    step = jax.jit(_scorer(run, logits is not None), compiler_options=in_order(run.mesh))
+    step = jax.jit(scorer(run, logits is not None), compiler_options=in_order(run.mesh))
     everywhere = NamedSharding(run.mesh, PartitionSpec())
     rules, shape = run.cfg.mesh.rules, run.mesh.shape
     over, pieces = parts(rules["batch"], shape), parts(rules["seq"], shape)
@@ -190,7 +190,9 @@ def mean_loss(logprobs: np.ndarray, rows: Rows) -> float:
     return -float(logprobs.sum(dtype=np.float64)) / rows.scored
 
 
-def _scorer(run: "Run", logits: bool) -> Any:
+def scorer(run: "Run", logits: bool) -> Any:
+    """The function (weights, tokens int32 [B, T], lengths int32 [B]) -> logprobs float32 [B, T],
+    and if asked for logits float32 [B, T, V], 0 beyond a row's length."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

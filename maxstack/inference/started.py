@@ -96,7 +96,7 @@ def start(
     free = _free(run, layout, adapters.weights)
     limits, max_length = limits_of(cfg, layout, longest, free)
     engine = Engine(run, params, limits, max_length, adapters)
-    _check_identical(engine, layout)
+    check_identical(engine, layout)
     return Served(model, cfg, engine, own, folder, tokenizer, stop_tokens)
 
 
@@ -166,7 +166,7 @@ def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> 
     return Limits(*sizes, snapshots, serve.snapshot, serve.prefix_cache), length
 
 
-def _check_identical(engine: "Engine", layout: Layout) -> None:
+def check_identical(engine: "Engine", layout: Layout) -> None:
     """ConfigError or a warning where a request's bits depend on its company. Sizes of steps in
     which they are others are given up."""
     from maxstack.inference.identity import differing

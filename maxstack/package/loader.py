@@ -1,13 +1,8 @@
-"""Loader of a package: a folder with the programs and weights of a trained model, and a manifest.
+"""Loader of a package: a folder of programs, weights and a manifest. It needs jax, numpy,
+flatbuffers and safetensors, nothing else: copy it to wherever the model is to run. A program is
+code; load packages of people whom you trust.
 
-It needs jax, numpy, flatbuffers and safetensors, nothing else: copy it to wherever the model is to
-run. A program is code; load packages of people whom you trust.
-
-    model = Package("digits")
-    model.signatures["classify"](images=images)["logits"]
-
-    decoder, cache = Package("code"), decoder.state("cache")
-    outputs, cache = decoder.signatures["prefill"](cache, tokens=..., positions=..., ...)
+    Package("digits").signatures["classify"](images=images)["logits"]
 """
 
 import datetime
@@ -21,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 
-FORMAT = "maxstack.package/1"
-LARGEST_MANIFEST = 64 << 20
+FORMAT, LARGEST_MANIFEST = "maxstack.package/1", 64 << 20
 
 
 class PackageError(ValueError):
@@ -32,55 +27,57 @@ class PackageError(ValueError):
 
 
 class Package:
-    """An opened package, its files checked by their hashes. PackageError where it is damaged, or
-    not made for the devices at hand; a warning where the time for which jax promises to read its
-    programs is over."""
+    """An opened package. PackageError where a file is not as its hash says, and where it is not
+    made for these devices; a warning after the day to which jax promises to read programs."""
 
     def __init__(self, folder: str | Path, devices: list[Any] | None = None, verify: bool = True):
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
-        if verify:
-            for name in self.manifest["files"]:
-                checked(self.folder, self.manifest, name)
+        for name in self.manifest["files"] if verify else ():
+            checked(self.folder, self.manifest, name)
         devices = jax.devices() if devices is None else devices
-        count, here = self.manifest["devices"], platform(devices[0])
-        if here not in self.manifest["platforms"]:
-            made = ", ".join(self.manifest["platforms"])
-            raise PackageError(f"{folder}: made for {made}; the devices here are {here}")
-        if len(devices) < count:
-            raise PackageError(f"{folder}: made for {count} devices; there are {len(devices)}")
-        if outdated(self.manifest):
-            warnings.warn(
-                f"{folder}: good until {self.manifest['good_until']}; newer versions of jax may "
-                "refuse it: make it again by `maxstack package` from the model it came from",
-                stacklevel=2,
-            )
-        self.mesh = jax.sharding.Mesh(np.array(devices[:count]), ("devices",))
+        count, here = self.manifest["devices"], devices[0].platform
+        if here == "gpu":
+            here = "rocm" if "rocm" in devices[0].client.platform_version.lower() else "cuda"
+        if here not in (platforms := self.manifest["platforms"]) or len(devices) < count:
+            made = f"{count} device(s) of {', '.join(platforms)}"
+            raise PackageError(f"{folder}: made for {made}; there are {len(devices)} of {here}")
+        until = self.manifest["good_until"]
+        if until < datetime.date.today().isoformat():
+            again = "make it again by `maxstack package` from the model it came from"
+            warnings.warn(f"{folder}: good until {until}; jax may refuse it: {again}", stacklevel=2)
+        axes = self.manifest.get("mesh") or {"devices": 1}
+        self.mesh = Mesh(np.array(devices[:count]).reshape(*axes.values()), (*axes,))
         self.signatures = {name: Signature(self, name) for name in self.manifest["signatures"]}
-        self._weights: dict[str, Any] | None = None
+        self._weights: dict[str, Any] = {}
 
     def weights(self, shardings: dict[str, Any]) -> dict[str, Any]:
         """The weights on the devices; read once."""
-        if self._weights is None:
-            self._weights = {}
-            opened: dict[str, Any] = {}
-            for name, spec in self.manifest["weights"].items():
-                if spec["file"] not in opened:
-                    path = path_of(self.folder, spec["file"])
-                    opened[spec["file"]] = safe_open(path, "np")
-                array, dtype = opened[spec["file"]].get_tensor(name), jnp.dtype(spec["dtype"])
-                array = array if array.dtype == dtype else array.view(dtype)
-                if list(array.shape) != spec["shape"]:
-                    raise PackageError(f"{self.folder}/{spec['file']}: {name} is {array.shape}")
-                self._weights[name] = jax.device_put(array, shardings[name])
+        opened: dict[str, Any] = {}
+        for name, spec in () if self._weights else self.manifest["weights"].items():
+            if spec["file"] not in opened:
+                opened[spec["file"]] = safe_open(path_of(self.folder, spec["file"]), "np")
+            array, dtype = opened[spec["file"]].get_tensor(name), jnp.dtype(spec["dtype"])
+            array = array if array.dtype == dtype else array.view(dtype)
+            if list(array.shape) != spec["shape"]:
+                raise PackageError(f"{self.folder}/{spec['file']}: {name} is {array.shape}")
+            self._weights[name] = jax.device_put(array, shardings[name])
         return self._weights
 
-    def state(self, name: str) -> dict[str, Any]:
-        """The arrays that the calls of some signatures read and replace, before the first call."""
-        specs = self.manifest["states"][name]
+    def state(self, name: str = "cache") -> dict[str, Any]:
+        """The arrays that calls of some signatures read and replace, before the first call."""
+        specs = self.manifest["states"][name].items()
+        return {key: jnp.zeros(spec["shape"], jnp.dtype(spec["dtype"])) for key, spec in specs}
+
+    def tables(self) -> dict[str, np.ndarray]:
+        """Pages of the cache for requests 1, 2, .., each of which has its own; windows of attention
+        use theirs in turn. Page 0 and request 0 are nobody's."""
+        sizes = self.manifest["cache"]
+        requests, pages = np.ogrid[: sizes["slots"], : sizes["width"]]
+        real = (requests > 0) & (requests <= sizes["requests"])
         return {
-            array: jnp.zeros(spec["shape"], jnp.dtype(spec["dtype"]))
-            for array, spec in specs.items()
+            f"tables.{group}": np.where(real, 1 + (requests - 1) * most + pages % most, 0)
+            for group, most in enumerate(sizes["pages"])
         }
 
 
@@ -96,16 +93,20 @@ class Signature:
         """Results, numpy arrays by name; for a signature with a state, (results, the next state):
         the state that is given is used up. Batches and lengths for which there is no program are
         padded with zeros, and the results cut."""
-        given, sizes = self.arrays(inputs)
+        arrays, sizes = self.arrays(inputs)
         program = self.program(sizes)
-        padded = {name: self._padded(name, array, program) for name, array in given.items()}
-        call, places = self._loaded(program["file"])
-        weights = self.package.weights(places[0])
-        results, after = call(weights, state or {}, jax.device_put(padded, places[2]))
-        whole = {
-            name: np.asarray(array)[self._used(name, sizes)] for name, array in results.items()
+        call, (weights, states, places) = self.loaded(program["file"])
+        for name, array in arrays.items():
+            dims = zip(self.spec["inputs"][name]["shape"], array.shape, strict=True)
+            pads = [(0, (program["sizes"].get(dim) or size) - size) for dim, size in dims]
+            arrays[name] = np.pad(array, pads) if pads else array
+        own, given = jax.device_put((state or {}, arrays), (states, places))
+        results, after = call(self.package.weights(weights), own, given)
+        used = {
+            name: np.asarray(results[name])[tuple(slice(sizes.get(d, d)) for d in spec["shape"])]
+            for name, spec in self.spec["outputs"].items()
         }
-        return (whole, after) if self.spec["state"] else whole
+        return (used, after) if self.spec["state"] else used
 
     def arrays(self, inputs: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """Arguments as arrays of their types, and the sizes of named dimensions. PackageError for
@@ -113,24 +114,23 @@ class Signature:
         wanted, where = self.spec["inputs"], f"{self.package.manifest['name']}.{self.name}"
         if inputs.keys() != wanted.keys():
             raise PackageError(f"{where}: takes {', '.join(wanted)}; not {', '.join(inputs)}")
-        given, sizes = {}, {}
+        given: dict[str, Any] = {}
+        sizes: dict[str, int] = {}
         for name, spec in wanted.items():
             array, dtype = np.asarray(inputs[name]), jnp.dtype(spec["dtype"])
-            if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
-                raise PackageError(f"{where}: {name} is {array.dtype}; it must be {dtype}")
-            fits = array.ndim == len(spec["shape"])
-            for dim, size in zip(spec["shape"], array.shape) if fits else ():
-                fits &= sizes.setdefault(dim, size) == size and (isinstance(dim, str) or dim == size)
-            if not fits:
-                known = ", ".join(f"{key}={size}" for key, size in sizes.items() if key != size)
-                raise PackageError(
-                    f"{where}: {name} is {list(array.shape)}; it must be {spec['shape']} ({known})"
-                )
             given[name] = array.astype(dtype)
-        return given, {dim: size for dim, size in sizes.items() if isinstance(dim, str)}
+            whole = array.dtype.kind in "iu" and np.array_equal(given[name], array)
+            if not whole and not np.can_cast(array.dtype, dtype, "same_kind"):
+                raise PackageError(f"{where}: {name} is {array.dtype}; it must be {dtype}")
+            dims = [*zip(spec["shape"], array.shape, strict=False)]
+            known = {dim: sizes.setdefault(dim, n) for dim, n in dims if isinstance(dim, str)}
+            if [*array.shape] != [known.get(dim, dim) for dim in spec["shape"]]:
+                shape, must = [*array.shape], spec["shape"]
+                raise PackageError(f"{where}: {name} is {shape}; it must be {must} ({known})")
+        return given, sizes
 
     def program(self, sizes: dict[str, int]) -> dict[str, Any]:
-        """The smallest program that takes these sizes."""
+        """The smallest program that takes these sizes. PackageError where there is none."""
         fitting = [
             program
             for program in self.spec["programs"]
@@ -141,16 +141,8 @@ class Signature:
             raise PackageError(f"{self.name}: {sizes}: no program takes these sizes: {there}")
         return min(fitting, key=lambda program: [size or 0 for size in program["sizes"].values()])
 
-    def _padded(self, name: str, array: np.ndarray, program: dict[str, Any]) -> np.ndarray:
-        shape = self.spec["inputs"][name]["shape"]
-        most = [program["sizes"].get(dim) or size for dim, size in zip(shape, array.shape)]
-        return np.pad(array, [(0, m - size) for m, size in zip(most, array.shape)])
-
-    def _used(self, name: str, sizes: dict[str, int]) -> tuple[slice, ...]:
-        return tuple(slice(sizes.get(dim, dim)) for dim in self.spec["outputs"][name]["shape"])
-
-    def _loaded(self, file: str) -> tuple[Any, Any]:
-        """The function of a program, and where its arguments lie, as trees of shardings."""
+    def loaded(self, file: str) -> tuple[Any, Any]:
+        """The function of a program, and the shardings of its arguments."""
         if file not in self._programs:
             package = self.package
             data = checked(package.folder, package.manifest, file)
@@ -158,13 +150,11 @@ class Signature:
                 exported = export.deserialize(bytearray(data))
                 flat = exported.in_shardings_jax(package.mesh)
             except Exception as error:
-                made = package.manifest["versions"]["jax"]
-                raise PackageError(
-                    f"{package.folder}/{file}: made by jax {made}; jax {jax.__version__} cannot "
-                    f"read it: {error}; make it again by `maxstack package`"
-                ) from error
-            alone = jax.sharding.SingleDeviceSharding(package.mesh.devices.flat[0])
-            (places, _) = jax.tree.unflatten(exported.in_tree, [each or alone for each in flat])
+                made = f"made by jax {package.manifest['versions']['jax']}, make it again"
+                reason = f"jax {jax.__version__} cannot read it ({error}): {made}"
+                raise PackageError(f"{package.folder}/{file}: {reason}") from error
+            whole = NamedSharding(package.mesh, PartitionSpec())
+            places, _ = jax.tree.unflatten(exported.in_tree, [each or whole for each in flat])
             self._programs[file] = jax.jit(exported.call, donate_argnums=1), places
         return self._programs[file]
 
@@ -172,29 +162,24 @@ class Signature:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a package."""
     file = folder / "manifest.json"
+    if not file.is_file():
+        raise PackageError(f"{folder}: is no package: it has no manifest.json")
+    if file.stat().st_size > LARGEST_MANIFEST:
+        raise PackageError(f"{file}: is larger than {LARGEST_MANIFEST:,} bytes")
     try:
-        if file.stat().st_size > LARGEST_MANIFEST:
-            raise PackageError(f"{file}: is larger than {LARGEST_MANIFEST:,} bytes")
-        manifest = json.loads(file.read_bytes())
-        if not str(manifest["format"]).startswith(FORMAT):
-            raise PackageError(f"{file}: format {manifest['format']}; this loader reads {FORMAT}")
-    except FileNotFoundError:
-        raise PackageError(f"{folder}: is no package: it has no manifest.json") from None
+        manifest: dict[str, Any] = json.loads(file.read_bytes())
+        if manifest["format"] == FORMAT:
+            return manifest
     except (OSError, ValueError, TypeError, KeyError) as error:
-        if isinstance(error, PackageError):
-            raise
         raise PackageError(f"{file}: cannot be read: {error!r}") from error
-    return manifest
+    raise PackageError(f"{file}: format {manifest['format']}; this loader reads {FORMAT}")
 
 
 def checked(folder: Path, manifest: dict[str, Any], name: str) -> bytes:
-    """The bytes of a file of the manifest; PackageError where they are not those that were
-    written."""
+    """The bytes of a file of the manifest; PackageError where they are not those that it names."""
     path, said = path_of(folder, name), manifest["files"].get(name)
-    if said is None:
-        raise PackageError(f"{path}: is not among the files of manifest.json")
-    if not path.is_file():
-        raise PackageError(f"{path}: is missing")
+    if said is None or not path.is_file():
+        raise PackageError(f"{path}: is {'missing' if said else 'not in manifest.json'}")
     if (size := path.stat().st_size) != said["bytes"]:
         raise PackageError(f"{path}: is {size:,} bytes; manifest.json says {said['bytes']:,}")
     data = path.read_bytes()
@@ -207,20 +192,8 @@ def path_of(folder: Path, name: str) -> Path:
     """The path of a file of a package. PackageError for one that leads out of the folder."""
     pure = PurePosixPath(name)
     parts = [folder.joinpath(*pure.parts[: i + 1]) for i in range(len(pure.parts))]
-    if pure.is_absolute() or {"..", ""} & {*pure.parts} or "\\" in name or not parts:
+    if pure.is_absolute() or ".." in pure.parts or "\\" in name or not parts:
         raise PackageError(f"{folder}/manifest.json: {name!r} is no path inside the package")
     if any(part.is_symlink() for part in parts):
         raise PackageError(f"{parts[-1]}: is a symbolic link; a package holds its own files")
     return parts[-1]
-
-
-def outdated(manifest: dict[str, Any]) -> bool:
-    """True after the day to which jax promises to read the programs."""
-    return datetime.date.fromisoformat(manifest["good_until"]) < datetime.date.today()
-
-
-def platform(device: Any) -> str:
-    """The name of a device's platform as jax.export has it."""
-    if device.platform != "gpu":
-        return device.platform
-    return "rocm" if "rocm" in str(device.client.platform_version).lower() else "cuda"

@@ -9,7 +9,7 @@ from topologies import needs
 from maxstack import sharding
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import Programs, serving
+from maxstack.inference.programs import Programs, serving, shardings_of
 from maxstack.inference.scheduler import Limits
 from maxstack.plan import topology
 from maxstack.run import assemble
@@ -34,13 +34,13 @@ def test_a_step_on_a_tpu_writes_pages_in_place_which_take_as_many_bytes_as_plan_
     limits = Limits(rows=64, page=16, pages=((1 << 14) - 1,), requests=8)
     run = assemble(cfg, mesh, trains=False)
     programs = Programs(run, layout, limits, 512, Adapters())
-    cache = jax.eval_shape(programs._empty)
+    cache = jax.eval_shape(programs.empty)
 
     def placed(x, where=NamedSharding(mesh, PartitionSpec())):  # noqa: B008
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    params = jax.eval_shape(lambda x: programs._prepared(x, keep=True), run.abstract.params)
-    given = jax.tree.map(placed, params), jax.tree.map(placed, cache, programs._shardings())
+    params = jax.eval_shape(lambda x: programs.prepare(x, keep=True), run.abstract.params)
+    given = jax.tree.map(placed, params), jax.tree.map(placed, cache, shardings_of(run, layout))
     batch = jax.tree.map(placed, programs.batch([])[0])
     compiled = programs._forward.lower(*given, batch, None, None).compile()
     memory = compiled.memory_analysis()

@@ -1,0 +1,106 @@
+"""The engine on the programs of a package. Shapes: R rows  O outputs  D embed  V vocab."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxstack.errors import ConfigError
+from maxstack.inference.engine import Engine
+from maxstack.inference.layout import Layout
+from maxstack.inference.programs import serving
+from maxstack.inference.scheduler import Limits
+from maxstack.inference.started import Served, check_identical
+from maxstack.inference.steps import Batch, Steps, named, nested
+from maxstack.load import load
+from maxstack.package.loader import Package
+
+NEEDED = "prefill", "logits"
+"""Signatures by which an engine computes."""
+CONFIG = "config.yml"
+
+
+def generates(package: Package) -> bool:
+    """True where a package has what an engine needs."""
+    return {*NEEDED} <= {*package.signatures}
+
+
+def start_package(package: Package) -> Served:
+    """An engine on the programs of a package, with the settings that it was made with. ConfigError
+    where this version cannot read them."""
+    folder = package.folder
+    text, sizes = package.manifest["text"], package.manifest["cache"]
+    own = folder / CONFIG
+    if not own.is_file():
+        raise ConfigError(f"{folder}: has no {CONFIG}; make the package again")
+    section = text["tokenizer"]
+    path = (
+        [f"data.tokenizer.path={folder / section['path']}"] if (section or {}).get("path") else []
+    )
+    cfg = serving(load(own, path))
+    layout = dataclasses.replace(Layout.of(cfg.decoder, cfg.serve), platform="any")
+    pages = tuple(sizes["in_all"])
+    fixed = sizes["rows"], sizes["page"], pages, sizes["requests"], sizes["snapshots"]
+    limits = Limits(*fixed, cfg.serve.snapshot, cfg.serve.prefix_cache)
+    programs = PackagedSteps(package, layout, limits, sizes["max_length"])
+    engine = Engine.on(cfg, layout, programs, sizes["max_length"])
+    check_identical(engine, layout)
+    from maxstack.data.tokenizers import open_prompt_tokenizer
+
+    tokenizer = open_prompt_tokenizer(cfg.data.tokenizer) if section else None
+    stops = frozenset(text["stop_tokens"])
+    return Served(str(folder), cfg, engine, folder, folder / "tokenizer", tokenizer, stops)
+
+
+class PackagedSteps(Steps):
+    """Steps by the programs of a package."""
+
+    bursts = False
+
+    def __init__(self, package: Package, layout: Layout, limits: Limits, max_length: int):
+        super().__init__(layout, limits, max_length)
+        self._package = package
+        self.sizes, self._outputs = (
+            tuple(program["sizes"]["rows"] for program in package.signatures[name].spec["programs"])
+            for name in NEEDED
+        )
+        self.cache = nested(package.state(), len(layout.arrays))
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        return self._outputs
+
+    def load(self, params: Any, keep: bool = False) -> None:
+        """The weights of a package cannot be changed."""
+        raise ConfigError("a package keeps its weights")
+
+    def forward(
+        self, batch: Batch, x_RD: jax.Array | None = None, module: int | None = None
+    ) -> jax.Array:
+        rows = batch.rows
+        tables = {f"tables.{i}": table for i, table in enumerate(batch.tables)}
+        given = {"tokens": rows.tokens_R, "positions": rows.positions_R, "requests": rows.slots_R}
+        cache = named(self.cache)
+        results, after = self._called("prefill", len(rows.tokens_R), cache, given | tables)
+        self.cache = nested(after, len(self.cache))
+        return results["states"]
+
+    def head(
+        self, x_RD: jax.Array, rows: Sequence[int], module: int | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        size = next(size for size in self.outputs if size >= len(rows))
+        wanted_O = np.zeros(size, np.int32)
+        wanted_O[: len(rows)] = rows
+        results, _ = self._called("logits", size, {}, {"states": jnp.take(x_RD, wanted_O, 0)})
+        return results["normed"], results["logits"]
+
+    def _called(self, name: str, rows: int, state: Any, inputs: Any) -> tuple[Any, Any]:
+        signature = self._package.signatures[name]
+        call, (weights, states, places) = signature.loaded(
+            signature.program({"rows": rows})["file"]
+        )
+        own, given = jax.device_put((state, inputs), (states, places))
+        return call(self._package.weights(weights), own, given)

@@ -1,0 +1,194 @@
+"""Steps of inference as the host prepares them, whatever computes them. Shapes: R rows of all
+replicas  O outputs  S slots  W pages of a request at most  D embed  V vocab."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from maxstack.inference.bursts import Bounds, Made, Rules
+from maxstack.inference.layout import Layout
+from maxstack.inference.scheduler import Copy, Limits, PageCopy
+from maxstack.layers.cache import Rows
+
+OUTPUTS = 128
+"""Rows whose logits are computed at a time, at most; the rest of a step follows."""
+
+COPIES = 64
+"""Pages that are copied at a time."""
+
+
+def sizes_of(limits: Limits) -> tuple[int, ...]:
+    """Numbers of rows that steps may have: the most, and shares of it. Answers of a few requests
+    need few rows, which cost less on a CPU; each number is another program to compile."""
+    return tuple(sorted({max(1, limits.rows // share) for share in (128, 64, 32, 16, 4, 1)}))
+
+
+class Batch(NamedTuple):
+    """Rows of a step."""
+
+    rows: Rows
+    tables: tuple[Any, ...]
+    """By group: int32 [S, W]."""
+
+
+class Rowed(NamedTuple):
+    """Tokens of a request, to be rows of a step."""
+
+    replica: int
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    pages: Sequence[Sequence[int]]
+    """By group."""
+    adapter: int = 0
+
+
+class Steps:
+    """Steps of an engine: their sizes, their rows, and the cache that they read and replace."""
+
+    adapters = 0
+    """Number of adapters."""
+    bursts = True
+    """True where `burst` can compute several steps at once."""
+    cache: Any = None
+
+    def __init__(
+        self,
+        layout: Layout,
+        limits: Limits,
+        max_length: int,
+        replicas: int = 1,
+        shardings: Any = None,
+        options: dict[str, Any] | None = None,
+    ):
+        """`shardings` are those of the cache, `options` those of its compiler."""
+        self._layout, self.limits, self.replicas = layout, limits, replicas
+        self.width = -(-max_length // limits.page)
+        self.sizes = sizes_of(limits)
+        self._max_length = max_length
+        self._copy = jax.jit(
+            self._copied,
+            donate_argnums=0,
+            out_shardings=shardings,
+            compiler_options=options,
+        )
+        self._copy_pages = jax.jit(
+            self._with_copies,
+            static_argnums=3,
+            donate_argnums=0,
+            out_shardings=shardings,
+            compiler_options=options,
+        )
+
+    def load(self, params: Any, keep: bool = False) -> None:
+        """Take other weights."""
+        raise NotImplementedError
+
+    def forward(
+        self, batch: Batch, x_RD: jax.Array | None = None, module: int | None = None
+    ) -> jax.Array:
+        """What the last block gives for each row of a step [R, D], or with `x_RD`, which is that of
+        the model or the module before, a module of multi-token prediction, for which `batch` holds
+        the tokens as `Decoder.decode_further` reads them; keys and values go to the cache."""
+        raise NotImplementedError
+
+    def head(
+        self, x_RD: jax.Array, rows: Sequence[int], module: int | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """(normed states [O, D], logits float32 [O, V]) of at most outputs[-1] rows, and of others
+        after them, of what `forward` or a module gave."""
+        raise NotImplementedError
+
+    def burst(self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None) -> Made:
+        """Tokens of several steps, from a batch of the last known token of each request; `top`:
+        likeliest tokens to report, None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def slots(self) -> int:
+        """Slots of a replica: nobody's, of requests, of snapshots."""
+        return 1 + self.limits.requests + self.limits.snapshots
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Numbers of rows whose logits are computed at a time."""
+        return tuple(size for size in self.sizes if size <= OUTPUTS) or (OUTPUTS,)
+
+    def batch(self, pieces: Sequence[Rowed]) -> tuple[Batch, list[int]]:
+        """Pieces as a step of the smallest size that holds them, each replica's from its own first
+        row on; and the first row of each piece."""
+        used = [0] * self.replicas
+        for piece in pieces:
+            used[piece.replica] += len(piece.tokens)
+        size = next(size for size in self.sizes if size >= max(used)) if pieces else self.sizes[-1]
+        rows = np.zeros((4, self.replicas * size), np.int32)
+        rows[1] = -1
+        tables = np.zeros(
+            (len(self._layout.reaches), self.replicas * self.slots, self.width), np.int32
+        )
+        filled, firsts = [size * replica for replica in range(self.replicas)], []
+        for replica, slot, start, tokens, pages, adapter in pieces:
+            first = filled[replica]
+            firsts.append(first)
+            filled[replica] += len(tokens)
+            own = slice(first, filled[replica])
+            rows[0, own], rows[1, own] = tokens, np.arange(start, start + len(tokens))
+            rows[2, own], rows[3, own] = slot, adapter
+            for table, held in zip(tables, pages, strict=True):
+                table[replica * self.slots + slot, : len(held)] = held
+        return Batch(Rows(*rows), tuple(tables)), firsts
+
+    def copy(self, copies: Sequence[Copy | PageCopy]) -> None:
+        """Copies of states between slots, one after the other, and of pages."""
+        pages = []
+        for copy in copies:
+            if isinstance(copy, PageCopy):
+                first = copy.replica * (1 + self.limits.pages[copy.group])
+                pages.append((copy.group, first + copy.source, first + copy.target))
+            else:
+                first = copy.replica * self.slots
+                self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
+        for group in range(len(self._layout.reaches)):
+            own = [ids for of, *ids in pages if of == group]
+            for start in range(0, len(own), COPIES):
+                ids = np.zeros((2, COPIES), np.int32)  # page 0 is nobody's
+                some = own[start : start + COPIES]
+                ids[:, : len(some)] = np.transpose(some)
+                self.cache = self._copy_pages(self.cache, *ids, group)
+
+    def _with_copies(self, cache: Any, source: jax.Array, target: jax.Array, group: int) -> Any:
+        """The cache with pages of a group copied over others."""
+
+        def copied(array: jax.Array, per_request: bool, own: int) -> jax.Array:
+            return array if per_request or own != group else array.at[target].set(array[source])
+
+        layout = self._layout
+        return [
+            {name: copied(array, kept[name].per_request, own) for name, array in arrays.items()}
+            for arrays, kept, own in zip(cache, layout.arrays, layout.groups, strict=True)
+        ]
+
+    def _copied(self, cache: Any, source: jax.Array, target: jax.Array) -> Any:
+        return [
+            {
+                name: array.at[target].set(array[source]) if kept[name].per_request else array
+                for name, array in arrays.items()
+            }
+            for arrays, kept in zip(cache, self._layout.arrays, strict=True)
+        ]
+
+
+def named(cache: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The cache as a package has it: arrays of all layers by name."""
+    return {f"{i}/{name}": array for i, own in enumerate(cache) for name, array in own.items()}
+
+
+def nested(arrays: Mapping[str, Any], layers: int) -> list[dict[str, Any]]:
+    """The same by layer, of so many."""
+    cache: list[dict[str, Any]] = [{} for _ in range(layers)]
+    for path, array in arrays.items():
+        layer, _, name = path.partition("/")
+        cache[int(layer)][name] = array
+    return cache

@@ -1,0 +1,173 @@
+"""What a package of a model holds: its signatures, the weights that they read, their cache."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from maxstack import sharding
+from maxstack.config.spelling import did_you_mean
+from maxstack.data.chat import ChatTemplate
+from maxstack.errors import ConfigError
+from maxstack.inference.layout import Layout
+from maxstack.inference.opened import config_of, read_weights
+from maxstack.inference.pooling import read_pooling
+from maxstack.inference.programs import Programs, serving
+from maxstack.inference.started import (
+    chat_template,
+    files_of,
+    limits_of,
+    longest_of,
+    placed,
+    tokenizer_of,
+)
+from maxstack.inference.steps import named
+from maxstack.package.pictures import of_images, of_noise
+from maxstack.package.signature import Arrays, Signature
+from maxstack.package.texts import Weights, lengths_of, of_requests, of_texts
+from maxstack.run import assemble
+from maxstack.schema.decoder import DecoderConfig
+from maxstack.state import flat
+
+if TYPE_CHECKING:
+    from maxstack.inference.images import Solver
+    from maxstack.run import Run
+    from maxstack.schema.config import Config
+
+PORTABLE = "any"
+"""Platform of a cache that no device in particular lays out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a model becomes functions."""
+
+    devices: int = 1
+    lengths: Sequence[int] = ()
+    """Of texts that programs take, padded; none: the longest and quarters of it."""
+    steps: int = 50
+    solver: "Solver" = "euler"
+    guidance: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """How texts become tokens and back."""
+
+    tokenizer: dict[str, Any] | None
+    """data.tokenizer; None for a model that brings none."""
+    stop_tokens: frozenset[int]
+    template: ChatTemplate | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """The functions of a model, and what they read."""
+
+    run: "Run"
+    signatures: Sequence[Signature]
+    weights: Arrays
+    state: Arrays
+    """The cache as shapes; empty where no signature has one."""
+    text: Text | None = None
+    cache: dict[str, Any] | None = None
+    """Sizes of the cache and of steps."""
+
+
+def open_contents(model: str, overrides: Sequence[str], options: Options) -> Contents:
+    """Read a run, one of its checkpoints or a Hugging Face folder. ConfigError for a model that has
+    no function that a package can hold."""
+    if (there := jax.device_count()) < options.devices:
+        raise ConfigError(
+            f"--devices {options.devices}: there are {there} here; run.virtual_devices="
+            f"{options.devices} makes as many of this CPU"
+        )
+    opened = functools.partial(config_of, model)
+    cfg, own = placed(opened, overrides, options.devices)
+    text = isinstance(cfg.model, DecoderConfig)
+    if text and not cfg.objective.FORWARD:
+        raise ConfigError(
+            f"{model}: was trained by masked diffusion, for which a package has no function; "
+            "`maxstack sample` is for it"
+        )
+    cfg = serving(cfg) if text else cfg
+    mesh = sharding.make_mesh(cfg.mesh, jax.devices()[: options.devices])
+    run = assemble(cfg, mesh, trains=False)
+    if not text:
+        return _pictures(model, run, own, options)
+    return _texts(model, run, own, options)
+
+
+def chosen(signatures: Sequence[Signature], names: Sequence[str]) -> Sequence[Signature]:
+    """Those of these names, all without names. ConfigError for one that there is not."""
+    known = [signature.name for signature in signatures]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"--signature {name}: no such signature of this model"
+                f"{did_you_mean(name, known)}; there are {', '.join(known)}"
+            )
+    return [signature for signature in signatures if not names or signature.name in names]
+
+
+def _pictures(model: str, run: "Run", own: Path | None, options: Options) -> Contents:
+    flow = run.cfg.objective.kind == "flow"
+    ema = run.cfg.optimizer.ema
+    params = read_weights(model, run, own, flow and ema is not None and ema.eval)
+    made = (
+        of_noise(run, options.steps, options.solver, options.guidance) if flow else of_images(run)
+    )
+    return Contents(run, [*made], flat(params), {})
+
+
+def _texts(model: str, run: "Run", own: Path | None, options: Options) -> Contents:
+    cfg = run.cfg
+    folder = files_of(cfg, own)
+    longest = longest_of(cfg, own, folder)
+    normalize = read_pooling(folder).normalize if folder else True
+    if too_long := [length for length in options.lengths if length > longest]:
+        raise ConfigError(f"--lengths: {too_long[0]}: the model reads {longest} tokens at most")
+    lengths = sorted({*options.lengths}) or lengths_of(cfg.serve.max_length or longest)
+    text = _text(model, cfg, own, folder)
+    if cfg.decoder.head.scores:
+        weights = Weights(read_weights(model, run, own))
+        return Contents(
+            run, [*of_texts(run, weights, lengths, normalize)], weights.arrays, {}, text
+        )
+    layout = dataclasses.replace(Layout.of(cfg.decoder, cfg.serve), platform=PORTABLE)
+    limits, length = limits_of(cfg, layout, longest, None)
+    from maxstack.inference.adapters import Adapters
+
+    programs = Programs(run, layout, limits, length, Adapters())
+    weights = Weights(programs.prepare(read_weights(model, run, own), keep=False))
+    state = named(jax.eval_shape(programs.empty))
+    signatures = [
+        *of_texts(run, weights, lengths, normalize),
+        *of_requests(run, programs, weights, layout),
+    ]
+    cache = {
+        "rows": limits.rows,
+        "page": limits.page,
+        "in_all": [*limits.pages],
+        "snapshots": limits.snapshots,
+        "max_length": length,
+        "requests": limits.requests,
+        "slots": programs.slots,
+        "width": programs.width,
+        "pages": [count // limits.requests for count in limits.pages],
+    }
+    return Contents(run, signatures, weights.arrays, state, text, cache)
+
+
+def _text(model: str, cfg: "Config", own: Path | None, folder: Path | None) -> Text:
+    tokenizer, stops = tokenizer_of(cfg, own, folder)
+    template = None
+    try:
+        template = chat_template(model, cfg, own)
+    except ConfigError:
+        pass
+    section = None if tokenizer is None else cfg.data.tokenizer.model_dump(mode="json")
+    return Text(section, stops, template)

@@ -1,0 +1,96 @@
+"""A function of a model as a package holds it: named arrays in, named arrays out."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import export
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+
+Dims = tuple[str | int, ...]
+Arrays = dict[str, Any]
+BATCHES = 1, 4, 16
+"""Rows of programs whose batch cannot be any number."""
+POLYMORPHISM = (
+    "InconclusiveDimensionOperation",
+    "UnexpectedDimVar",
+    "_DimExpr",
+    "KeyReuse",
+    "dynamic shape",
+)
+"""What jax says where a function needs to know a size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An argument: its shape, in which named dimensions are of any size, and its type."""
+
+    shape: Dims
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """A function (weights, state, inputs) -> (outputs, next state)."""
+
+    name: str
+    about: str
+    function: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+    inputs: Mapping[str, Array]
+    outputs: Mapping[str, Dims]
+    sizes: Sequence[Mapping[str, int | None]]
+    """Of its programs: a size for each named dimension, None for any."""
+    stateful: bool = False
+    """True where it reads and replaces the package's cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function for some sizes, ready to be written."""
+
+    sizes: Mapping[str, int | None]
+    exported: export.Exported
+
+
+def programs(
+    run: "Run", signature: Signature, weights: Arrays, state: Arrays, platforms: Sequence[str]
+) -> Iterator[Program]:
+    """The programs of a signature, of `weights` and `state` as shapes. One whose batch cannot be
+    any number has BATCHES in its place."""
+    own = state if signature.stateful else {}
+
+    def made(sizes: Mapping[str, int | None]) -> Program:
+        dims: dict[str | int, Any] = {
+            name: export.symbolic_shape(name)[0] if size is None else size
+            for name, size in sizes.items()
+        }
+        inputs = {
+            name: jax.ShapeDtypeStruct(
+                tuple(dims.get(dim, dim) for dim in array.shape), jnp.dtype(array.dtype)
+            )
+            for name, array in signature.inputs.items()
+        }
+        function = jax.jit(run.within(signature.function), donate_argnums=1)
+        return Program(
+            sizes, export.export(function, platforms=tuple(platforms))(weights, own, inputs)
+        )
+
+    any_batch = run.mesh.size == 1
+    for sizes in signature.sizes:
+        if sizes.get("batch", 0) is not None:
+            yield made(sizes)
+            continue
+        if any_batch:
+            try:
+                yield made(sizes)
+                continue
+            except Exception as error:
+                if not any(word in f"{type(error).__name__} {error}" for word in POLYMORPHISM):
+                    raise
+                any_batch = False
+        for batch in BATCHES:
+            yield made({**sizes, "batch": batch})

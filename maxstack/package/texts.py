@@ -1,0 +1,207 @@
+"""Signatures of decoders. Shapes: B batch  T time  R rows, each a token of a request  O outputs
+S requests  W pages of a request at most  D embed  V vocab."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxstack.inference import sampling
+from maxstack.inference.layout import Layout
+from maxstack.inference.programs import Programs
+from maxstack.inference.sampler import GROUP, logprobs
+from maxstack.inference.score import scorer
+from maxstack.inference.steps import Batch, named, nested
+from maxstack.layers.by_rows import in_groups
+from maxstack.layers.cache import Rows
+from maxstack.package.signature import Array, Arrays, Signature
+from maxstack.state import flat, tree
+
+if TYPE_CHECKING:
+    from maxstack.run import Run
+
+FEWEST = 16
+"""Tokens of the shortest length that has programs of its own."""
+
+
+def lengths_of(longest: int) -> list[int]:
+    """Lengths that have programs of their own: the longest, and quarters of it."""
+    lengths = [longest]
+    while len(lengths) < 4 and lengths[-1] // 4 >= FEWEST:
+        lengths.append(lengths[-1] // 4)
+    return lengths[::-1]
+
+
+class Weights:
+    """Weights as steps of inference read them, by name: those of the pattern's repetitions apart,
+    which `score` stacks again."""
+
+    def __init__(self, prepared: Any):
+        self.arrays: Arrays = {}
+        self._repeated: dict[str, int] = {}
+        for path, kept in flat(prepared).items():
+            if isinstance(kept, tuple):
+                self._repeated[path] = len(kept)
+                self.arrays |= {f"{path}/{i}": array for i, array in enumerate(kept)}
+            else:
+                self.arrays[path] = kept
+
+    def apart(self, arrays: Arrays) -> Any:
+        """As `Programs` take them."""
+        return self._tree(arrays, tuple)
+
+    def stacked(self, arrays: Arrays) -> Any:
+        """As the model's own graph takes them."""
+        return self._tree(arrays, jnp.stack)
+
+    def _tree(self, arrays: Arrays, joined: Callable[[list[Any]], Any]) -> Any:
+        together = {
+            path: joined([arrays[f"{path}/{i}"] for i in range(count)])
+            for path, count in self._repeated.items()
+        }
+        parts = {f"{path}/{i}" for path, count in self._repeated.items() for i in range(count)}
+        alone = {name: array for name, array in arrays.items() if name not in parts}
+        return tree(alone | together)
+
+
+def rows_of(inputs: Mapping[str, Any]) -> Rows:
+    """Rows of a step, of no adapter."""
+    tokens = inputs["tokens"]
+    return Rows(tokens, inputs["positions"], inputs["requests"], jnp.zeros_like(tokens))
+
+
+TEXTS = {"tokens": Array(("batch", "length"), "int32"), "lengths": Array(("batch",), "int32")}
+
+
+def of_texts(
+    run: "Run", weights: Weights, lengths: Sequence[int], normalize: bool
+) -> Iterator[Signature]:
+    """Signatures that read whole texts."""
+    sizes = [{"batch": None, "length": length} for length in lengths]
+
+    def hidden(arrays: Arrays, inputs: Arrays) -> tuple[Any, jax.Array, jax.Array]:
+        tokens_BT, lengths_B = inputs["tokens"], inputs["lengths"]
+        positions_T = jnp.arange(tokens_BT.shape[1])
+        real_BT = positions_T < lengths_B[:, None]
+        batch = {
+            "tokens": tokens_BT,
+            "positions": jnp.where(real_BT, positions_T, 0),
+            "segments": real_BT.astype(jnp.int32),
+        }
+        model: Any = nnx.merge(run.graph, nnx.State(weights.stacked(arrays)))
+        with run.weights.rewrite.counting(real_BT):
+            x_BTD = model.hidden(batch)
+        return model, x_BTD, jnp.maximum(lengths_B - 1, 0)[:, None]
+
+    def rewarded(arrays: Arrays, state: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        model, x_BTD, last_B1 = hidden(arrays, inputs)
+        return {"rewards": jnp.take_along_axis(model.scores(x_BTD), last_B1, 1)[:, 0]}, {}
+
+    if run.cfg.decoder.head.scores:
+        about = "The score of the last token of each text."
+        yield Signature("reward", about, rewarded, TEXTS, {"rewards": ("batch",)}, sizes)
+        return
+
+    def scored(arrays: Arrays, state: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        step = scorer(run, True)
+        return step(weights.stacked(arrays), inputs["tokens"], inputs["lengths"]), {}
+
+    def embedded(arrays: Arrays, state: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        _, x_BTD, last_B1 = hidden(arrays, inputs)
+        x_BD = jnp.take_along_axis(x_BTD, last_B1[..., None], 1)[:, 0].astype(jnp.float32)
+        if normalize:
+            x_BD = x_BD / jnp.maximum(jnp.linalg.norm(x_BD, axis=-1, keepdims=True), 1e-12)
+        return {"embedding": x_BD}, {}
+
+    vocab, embed = run.cfg.decoder.vocab, run.cfg.decoder.embed
+    about = "Logits at each token, and the log-probability of each token by those before it."
+    outputs = {"logprobs": ("batch", "length"), "logits": ("batch", "length", vocab)}
+    yield Signature("score", about, scored, TEXTS, outputs, sizes)
+    about = f"The state of the last token{', of length 1' * normalize}."
+    yield Signature("embed", about, embedded, TEXTS, {"embedding": ("batch", embed)}, sizes)
+
+
+def of_requests(
+    run: "Run", programs: Programs, weights: Weights, layout: Layout
+) -> list[Signature]:
+    """Signatures that make tokens, over a cache in pages: `prefill` writes rows into it, `logits`
+    reads some of what it gives, `decode` takes the last token of each request and gives the next,
+    by temperature, top_k, top_p, min_p and seed as `maxstack generate` does."""
+    slots, width = programs.slots, programs.width
+    tables = {f"tables.{i}": Array((slots, width), "int32") for i in range(len(layout.reaches))}
+    embed, vocab = run.cfg.decoder.embed, run.cfg.decoder.vocab
+    dtype = run.cfg.model.dtype
+
+    def stepped(arrays: Arrays, cache: Arrays, inputs: Arrays) -> tuple[jax.Array, Arrays]:
+        batch = Batch(rows_of(inputs), tuple(inputs[name] for name in tables))
+        kept = nested(cache, len(layout.arrays))
+        x_RD, kept = programs.step(weights.apart(arrays), kept, batch, None, None)
+        return x_RD, named(kept)
+
+    def prefill(arrays: Arrays, cache: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        x_RD, cache = stepped(arrays, cache, inputs)
+        return {"states": x_RD}, cache
+
+    def logits(arrays: Arrays, cache: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        x_RD = inputs["states"]
+        every = jnp.arange(x_RD.shape[0])
+        normed_RD, logits_RV = programs.logits_of(weights.apart(arrays), x_RD, every, None)
+        return {"normed": normed_RD, "logits": logits_RV}, {}
+
+    def decode(arrays: Arrays, cache: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        x_RD, cache = stepped(arrays, cache, inputs)
+        every = jnp.arange(x_RD.shape[0])
+        logits_RV = programs.logits_of(weights.apart(arrays), x_RD, every, None)[1]
+        one, none = jnp.ones_like(inputs["top_p"]), jnp.zeros_like(inputs["top_p"])
+        settings = sampling.Settings(
+            inputs["temperature"],
+            inputs["top_k"],
+            inputs["top_p"],
+            inputs["min_p"],
+            one,
+            none,
+            none,
+            inputs["seeds"],
+            inputs["choices"],
+            inputs["positions"] + 1,
+        )
+        next_R = in_groups(sampling.chosen, GROUP)(logits_RV, settings)
+        chosen = {"next": next_R, "logprobs": logprobs(logits_RV, next_R, one, 0)[0]}
+        return chosen, cache
+
+    rows = {name: Array(("rows",), "int32") for name in ("tokens", "positions", "requests")}
+    reals = {name: Array(("rows",), "float32") for name in ("temperature", "top_p", "min_p")}
+    numbers = {name: Array(("rows",), "int32") for name in ("top_k", "choices")}
+    seeds = {"seeds": Array(("rows", 2), "uint32")}
+    some = [{"rows": size} for size in programs.sizes]
+    few = [{"rows": size} for size in programs.sizes if size <= max(programs.outputs)]
+    return [
+        Signature(
+            "prefill",
+            "Tokens of requests into the cache; the state of each, for `logits`.",
+            prefill,
+            rows | tables,
+            {"states": ("rows", embed)},
+            some,
+            stateful=True,
+        ),
+        Signature(
+            "logits",
+            "Normed states and logits of states that `prefill` gave.",
+            logits,
+            {"states": Array(("rows", embed), dtype)},
+            {"normed": ("rows", embed), "logits": ("rows", vocab)},
+            few,
+        ),
+        Signature(
+            "decode",
+            "The last token of each request into the cache; the next token of each.",
+            decode,
+            rows | tables | reals | numbers | seeds,
+            {"next": ("rows",), "logprobs": ("rows",)},
+            few,
+            stateful=True,
+        ),
+    ]

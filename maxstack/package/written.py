@@ -1,0 +1,181 @@
+"""The folder of a package, written whole or not at all: programs, weights, tokenizer, the loader,
+manifest.json."""
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from maxstack import config
+from maxstack.hf.writer import new_folder
+from maxstack.kernels.backends import recording
+from maxstack.package import loader
+from maxstack.package.contents import Contents, Text
+from maxstack.package.signature import Arrays, Program, Signature, programs
+from maxstack.report.progress import progress
+
+log = logging.getLogger(__name__)
+GOOD_FOR = datetime.timedelta(days=180)
+"""For which newer versions of jax promise to read a program (jax.export, "Compatibility
+guarantees")."""
+SHARD = 2 << 30
+"""Bytes of a file of weights at most, but for a larger weight."""
+AS_BYTES = ("float8", "int4", "uint4", "int2", "uint2", "float4", "float6")
+"""Types, by their beginning, that safetensors' numpy reader does not know: kept as bytes."""
+
+
+def write(
+    out: Path,
+    name: str,
+    contents: Contents,
+    signatures: Sequence[Signature],
+    platforms: Sequence[str],
+) -> dict[str, Any]:
+    """Write the package `out` -> its manifest. ConfigError where something is there already."""
+    made = datetime.datetime.now(datetime.UTC)
+    weights, state = _shapes(contents), contents.state
+    with new_folder(out) as folder:
+        (folder / "programs").mkdir()
+        said = {}
+        with (
+            recording() as kernels,
+            progress(len(signatures), "exporting", "signatures") as bar,
+        ):
+            for signature in signatures:
+                done = [*programs(contents.run, signature, weights, state, platforms)]
+                said[signature.name] = _signature(folder, signature, done)
+                bar.update()
+        stateful = any(signature.stateful for signature in signatures)
+        manifest = {
+            "format": loader.FORMAT,
+            "name": name,
+            "made": made.isoformat(timespec="seconds"),
+            "good_until": (made + GOOD_FOR).date().isoformat(),
+            "versions": {
+                "maxstack": importlib.metadata.version("maxstack"),
+                "jax": jax.__version__,
+            },
+            "platforms": [*platforms],
+            "devices": contents.run.mesh.size,
+            "mesh": dict(contents.run.mesh.shape) if contents.run.mesh.size > 1 else {},
+            "signatures": said,
+            "states": {"cache": {k: _array(x) for k, x in state.items()}} if stateful else {},
+            "weights": _write_weights(folder / "weights", contents.weights),
+            "kernels": sorted({str(choice).partition(":")[0] for choice in kernels}),
+        }
+        if stateful:
+            manifest["cache"] = contents.cache
+        if contents.text:
+            manifest["text"] = _write_text(folder, contents.text)
+            (folder / "config.yml").write_text(config.dump(contents.run.cfg), encoding="utf-8")
+        shutil.copyfile(loader.__file__, folder / "loader.py")
+        manifest["files"] = dict(_files(folder))
+        text = json.dumps(manifest, indent=1)
+        (folder / "manifest.json").write_text(f"{text}\n", encoding="utf-8")
+    return manifest
+
+
+def _shapes(contents: Contents) -> Arrays:
+    """The weights as shapes, with shardings where there are several devices."""
+    several = contents.run.mesh.size > 1
+    return {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if several else None)
+        for name, x in contents.weights.items()
+    }
+
+
+def _signature(folder: Path, signature: Signature, made: Sequence[Program]) -> dict[str, Any]:
+    """Write the programs of a signature -> what the manifest says of it."""
+    written = []
+    for program in made:
+        fixed = [f"{dim}{size}" for dim, size in program.sizes.items() if size is not None]
+        file = f"programs/{'.'.join([signature.name, *fixed])}.bin"
+        (folder / file).write_bytes(program.exported.serialize())
+        written.append({"file": file, "sizes": dict(program.sizes)})
+    results = jax.tree.unflatten(made[0].exported.out_tree, made[0].exported.out_avals)[0]
+    return {
+        "about": signature.about,
+        "inputs": {
+            name: {"shape": [*array.shape], "dtype": array.dtype}
+            for name, array in signature.inputs.items()
+        },
+        "outputs": {
+            name: {"shape": [*dims], "dtype": str(results[name].dtype)}
+            for name, dims in signature.outputs.items()
+        },
+        "state": "cache" if signature.stateful else None,
+        "programs": written,
+    }
+
+
+def _array(array: Any) -> dict[str, Any]:
+    return {"shape": [*array.shape], "dtype": str(array.dtype)}
+
+
+def _write_weights(folder: Path, weights: Arrays) -> dict[str, Any]:
+    """Write the weights, in files of a limited size -> where each is."""
+    folder.mkdir()
+    said: dict[str, Any] = {}
+    with progress(sum(x.size for x in weights.values()), "writing", "weights") as bar:
+        for number, names in enumerate(_shards(weights), 1):
+            file, some = f"weights/{number:05}.safetensors", {}
+            for name in names:
+                some[name] = _plain(np.asarray(weights[name]))
+                said[name] = {"file": file, **_array(weights[name])}
+                bar.update(weights[name].size)
+            save_file(some, folder.parent / file)
+    return said
+
+
+def _shards(weights: Arrays) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, array in weights.items():
+        if names and size + array.nbytes > SHARD:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += array.nbytes
+    yield names
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """The array in a type that safetensors' numpy reader knows, of the same bytes."""
+    array = np.asarray(array, order="C")
+    return array.view(np.uint8) if str(array.dtype).startswith(AS_BYTES) else array
+
+
+def _write_text(folder: Path, text: Text) -> dict[str, Any]:
+    """Copy the files of the tokenizer -> what the manifest says of texts."""
+    section = text.tokenizer
+    if section and (path := section.get("path")):
+        own = folder / "tokenizer"
+        own.mkdir()
+        shutil.copyfile(path, own / Path(path).name)
+        section = section | {"path": f"tokenizer/{Path(path).name}"}
+    template = text.template
+    return {
+        "tokenizer": section,
+        "stop_tokens": sorted(text.stop_tokens),
+        "template": template
+        and {"sources": dict(template.sources), "tokens": dict(template.tokens)},
+    }
+
+
+def _files(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Size and hash of every file."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            name = path.relative_to(folder).as_posix()
+            yield name, {"bytes": path.stat().st_size, "sha256": digest}

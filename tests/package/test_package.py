@@ -1,0 +1,258 @@
+"""Packages of every family, opened where maxstack is not."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import alone
+import jax
+import numpy as np
+import parity
+import pytest
+from flax import nnx
+from packaged import make
+
+from maxstack import cli, sharding
+from maxstack.inference import steps
+from maxstack.inference.opened import config_of, read_weights
+from maxstack.inference.score import scorer
+from maxstack.package import signature
+from maxstack.package.loader import Package, PackageError
+from maxstack.run import assemble
+
+FAMILIES = sorted(path.parent.name for path in parity.GOLDENS.glob("*/greedy.npz"))
+FAST = ["gemma3", "qwen3_next"]
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A small package, made by hand."""
+    folder = tmp_path_factory.mktemp("made") / "toy"
+    make(folder)
+    return folder
+
+
+def small(monkeypatch):
+    """Programs of one size."""
+    monkeypatch.setattr(signature, "BATCHES", (4,))
+    monkeypatch.setattr(steps, "sizes_of", lambda limits: (limits.rows,))
+
+
+ALL = ["--signature", "score,prefill,logits,decode"]
+
+
+def packaged(folder, family, monkeypatch, words=ALL):
+    """A package of a family's golden folder, for this platform, beside what its run computes and
+    what transformers answers."""
+    small(monkeypatch)
+    out, golden = folder / family, parity.GOLDENS / family
+    words = ["--platforms", "cpu", "--lengths", str(LENGTH), *words]
+    sizes = ["serve.max_length=64", "serve.max_requests=4", "serve.rows=32", "serve.page=8"]
+    where = ["package", str(golden), "--out", str(out), "model.dtype=float32"]
+    assert cli.main([*where, *words, *sizes]) == 0
+    cfg, own = config_of(str(golden), ["model.dtype=float32"])
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:1]), trains=False)
+    params = read_weights(str(golden), run, own)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, run.cfg.decoder.vocab, (4, LENGTH)).astype(np.int32)
+    lengths = np.array([LENGTH, 20, 1, 7], np.int32)
+    results = jax.device_get(jax.jit(scorer(run, True))(params, tokens, lengths))
+    folder.mkdir(exist_ok=True)
+    np.savez(folder / f"{family}.score.npz", tokens=tokens, lengths=lengths, **results)
+    shutil.copyfile(golden / "greedy.npz", folder / f"{family}-greedy.npz")
+    return out
+
+
+def found_alone(*folders):
+    """What tests/package/alone.py finds of packages."""
+    words = [sys.executable, "-I", str(alone.__file__), *map(str, folders)]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "families",
+    [FAST, pytest.param(["deepseek_v3", "gpt_oss", "llama4"], marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
+def test_a_process_without_maxstack_computes_the_runs_bits_and_answers(
+    families, tmp_path, monkeypatch
+):
+    """Logits and log-probabilities bit for bit, and transformers' greedy tokens through the paged
+    cache: of windows, recurrence, latents, sinks and chunks."""
+    folders = [packaged(tmp_path, family, monkeypatch) for family in families]
+    found = found_alone(*folders)
+    assert found == {str(folder): {"score": True, "decode": True} for folder in folders}
+
+
+@pytest.mark.slow
+def test_logits_of_every_family_have_the_runs_bits(tmp_path, monkeypatch):
+    folders = [
+        packaged(tmp_path, family, monkeypatch, ["--signature", "score"]) for family in FAMILIES
+    ]
+    assert found_alone(*folders) == {str(folder): {"score": True} for folder in folders}
+
+
+def test_images_are_classified_and_embedded_as_by_the_run(tmp_path):
+    golden, out = np.load(parity.GOLDENS / "vit/vision.npz"), tmp_path / "vit"
+    assert cli.main(["package", str(parity.GOLDENS / "vit"), "--out", str(out)]) == 0
+    cfg, own = config_of(str(parity.GOLDENS / "vit"), [])
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:1]), trains=False)
+    params = read_weights(str(parity.GOLDENS / "vit"), run, own)
+    images = np.random.default_rng(0).integers(0, 256, golden["pixels"].shape).astype(np.uint8)
+
+    def computed(params, images):
+        model = nnx.merge(run.graph, nnx.State(params))
+        features = model.features(model.trunk({"pixels": run.objective.pixels(images)})[0])
+        return features, model.logits(features)
+
+    features, logits = jax.jit(computed)(params, images)
+    package = Package(out, jax.devices()[:1])
+    np.testing.assert_array_equal(package.signatures["embed"](images=images)["embedding"], features)
+    np.testing.assert_array_equal(package.signatures["classify"](images=images)["logits"], logits)
+    assert package.manifest["platforms"] == ["cpu", "tpu", "cuda"]
+
+
+def test_a_diffusion_transformer_makes_the_images_of_sample(tmp_path):
+    """As float16, in which `sample` keeps latents: a program of all steps is one of its own."""
+    model, said = str(parity.GOLDENS / "dit"), ["objective.prediction=eps", "objective.path=vp"]
+    out, folder = tmp_path / "dit", tmp_path / "images.npz"
+    words = ["--steps", "3", "--guidance", "2"]
+    assert cli.main(["package", model, "--out", str(out), *words, *said]) == 0
+    classes = ["--classes", "1,3", "--count", "4", "--seed", "5", "--out", str(folder)]
+    assert cli.main(["sample", model, *classes, *words, *said]) == 0
+    sampled = Package(out, jax.devices()[:1]).signatures["sample"](
+        labels=[1, 3, 1, 3], numbers=range(4), seed=5
+    )
+    wanted = np.load(folder)["latents"].astype(np.float32)
+    np.testing.assert_allclose(sampled["images"], wanted, rtol=1e-3, atol=1e-2)
+
+
+def test_damage_is_refused_by_the_name_of_the_file(package, tmp_path):
+    """Bits that changed, files that are cut, longer, missing or exchanged, paths that lead out."""
+    first, second = sorted(path.name for path in (package / "programs").iterdir())[:2]
+
+    def changed(name, change):
+        folder = tmp_path / name
+        shutil.copytree(package, folder)
+        change(folder)
+        return folder
+
+    def flipped(folder):
+        data = bytearray((folder / "programs" / first).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / "programs" / first).write_bytes(data)
+
+    def exchanged(folder):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        files = manifest["files"]
+        a, b = f"programs/{first}", f"programs/{second}"
+        files[a], files[b] = files[b], files[a]
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    def leading(path):
+        def change(folder):
+            manifest = json.loads((folder / "manifest.json").read_text())
+            manifest["files"][path] = {"bytes": 0, "sha256": "0" * 64}
+            (folder / "manifest.json").write_text(json.dumps(manifest))
+
+        return change
+
+    def linked(folder):
+        (folder / "programs" / first).rename(tmp_path / "elsewhere.bin")
+        (folder / "programs" / first).symlink_to(tmp_path / "elsewhere.bin")
+
+    weights = "weights/1.safetensors"
+    cases = {
+        "flipped": (flipped, f"{first}: is damaged"),
+        "cut": (lambda f: os.truncate(f / weights, 100), f"{weights}: is 100 bytes"),
+        "longer": (lambda f: (f / weights).open("ab").write(b"x"), f"{weights}: is .* manifest"),
+        "missing": (lambda f: (f / weights).unlink(), f"{weights}: is missing"),
+        "exchanged": (exchanged, "programs/.*: is "),
+        "above": (leading("../secret"), "is no path inside"),
+        "absolute": (leading("/etc/passwd"), "is no path inside"),
+        "backslash": (leading("..\\secret"), "is no path inside"),
+        "linked": (linked, "is a symbolic link"),
+        "json": (lambda f: (f / "manifest.json").write_text("{"), "manifest.json: cannot be read"),
+        "format": (lambda f: (f / "manifest.json").write_text('{"format": "x/9"}'), "format x/9"),
+        "none": (lambda f: (f / "manifest.json").unlink(), "is no package"),
+        "huge": (lambda f: os.truncate(f / "manifest.json", 65 << 20), "is larger than"),
+    }
+    for name, (change, message) in cases.items():
+        folder = changed(name, change)
+        with pytest.raises(PackageError, match=message):
+            Package(folder, jax.devices()[:1])
+        assert cli.main(["package", "verify", str(folder)]) == 1
+
+
+def test_a_package_is_verified_and_says_when_its_time_is_over(package, tmp_path, capsys):
+    assert cli.main(["package", "verify", str(package)]) == 0
+    assert "files are whole; classify" in capsys.readouterr().out
+    old = shutil.copytree(package, tmp_path / "old")
+    manifest = json.loads((old / "manifest.json").read_text())
+    manifest["good_until"] = "2020-01-01"
+    (old / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.warns(UserWarning, match="good until 2020-01-01.*`maxstack package`"):
+        Package(old, jax.devices()[:1])
+    manifest["platforms"] = ["tpu"]
+    (old / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(PackageError, match="made for 1 device.s. of tpu; there are 1 of cpu"):
+        Package(old, jax.devices()[:1])
+
+
+@pytest.mark.slow
+def test_a_package_of_two_devices_answers_as_one_of_one(tmp_path, monkeypatch):
+    """Logits to 1e-5 of their deviation, transformers' greedy tokens; and in int8 it is written."""
+    family, golden = "llama", np.load(parity.GOLDENS / "llama/greedy.npz")
+    one = packaged(tmp_path / "one", family, monkeypatch, ["--signature", "score"])
+    two = packaged(tmp_path / "two", family, monkeypatch, ["--devices", "2"])
+    low = ["--signature", "score", "quantization=int8"]
+    int8 = packaged(tmp_path / "int8", family, monkeypatch, low)
+    kept = np.load(tmp_path / "one/llama.score.npz")
+    given = {"tokens": kept["tokens"], "lengths": kept["lengths"]}
+    logits = [
+        Package(folder, jax.devices()[:devices]).signatures["score"](**given)["logits"]
+        for folder, devices in ((one, 1), (two, 2), (int8, 1))
+    ]
+    deviation = kept["logits"].std()
+    assert np.abs(logits[1] - logits[0]).max() < 1e-5 * deviation
+    assert 1e-4 * deviation < np.abs(logits[2] - logits[0]).max() < 0.2 * deviation
+    prompts = [row[:size] for row, size in zip(golden["prompts"], golden["lengths"], strict=True)]
+    package = Package(two, jax.devices()[:2])
+    made = alone.answers(package, prompts, golden["tokens"].shape[1], **alone.GREEDY)
+    assert made == golden["tokens"].tolist()
+    with pytest.raises(PackageError, match="made for 2 device"):
+        Package(two, jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [pytest.param(name, marks=pytest.mark.compiler(name)) for name in ("v5e:1x1", "h100:1x1")],
+)
+def test_programs_compile_for_hardware_that_is_not_here(topology, tmp_path, monkeypatch, capsys):
+    out = packaged(tmp_path, "gpt_oss", monkeypatch, ["--platforms", "tpu,cuda"])
+    assert cli.main(["package", "verify", str(out), "--topology", topology]) == 0
+    said = capsys.readouterr().out
+    assert all(f"programs/{name}." in said for name in ("score", "prefill", "logits", "decode"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--signature", "scores"], "no such signature of this model.*did you mean score"),
+        (["--lengths", "9999"], "the model reads .* tokens at most"),
+        (["--devices", "9"], "there are 8 here; run.virtual_devices=9"),
+    ],
+)
+def test_mistakes_are_told(words, message, tmp_path, capsys):
+    model, out = str(parity.GOLDENS / "llama"), str(tmp_path / "out")
+    assert cli.main(["package", model, "--out", out, *words]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not Path(out).exists()
