@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,11 +84,13 @@ def serve_packages(
 ) -> None:
     """Serve packages until SIGTERM or Ctrl-C, to clients with one of `keys`, by one of the names
     `hosts`."""
+    from maxstack.hardware.compiling import keep_programs
     from maxstack.inference.packages.app import make_app
     from maxstack.inference.packages.batching import Settings
     from maxstack.inference.packages.repository import Repository
     from maxstack.inference.server.access import Access
     from maxstack.inference.server.process import bound_socket, serve
+    from maxstack.schema.config import RunConfig
 
     refuse_flags(args, OF_RUNS, "a run or a Hugging Face folder")
     if args.engine != "maxstack":
@@ -100,6 +103,8 @@ def serve_packages(
         usual.timeout if args.batch_timeout is None else args.batch_timeout / 1e6,
         args.queue or usual.queue,
     )
+    kept = RunConfig.model_fields["compilation_cache"].default
+    keep_programs(os.environ.get("JAX_COMPILATION_CACHE_DIR", kept))
     sock = bound_socket(args.host, args.port)
     poll = 2.0 if args.poll is None else args.poll
     gc.freeze()  # modules, so that the collection after a version's end is quick
