@@ -1,6 +1,7 @@
 """`maxstack serve` for packages: the Open Inference Protocol."""
 
 import argparse
+import asyncio
 import gc
 import os
 from argparse import Namespace
@@ -87,6 +88,7 @@ def serve_packages(
     from maxstack.hardware.compiling import keep_programs
     from maxstack.inference.packages.app import make_app
     from maxstack.inference.packages.batching import Settings
+    from maxstack.inference.packages.language import languages, mount
     from maxstack.inference.packages.repository import Repository
     from maxstack.inference.server.access import Access
     from maxstack.inference.server.process import bound_socket, serve
@@ -107,11 +109,22 @@ def serve_packages(
     keep_programs(os.environ.get("JAX_COMPILATION_CACHE_DIR", kept))
     sock = bound_socket(args.host, args.port)
     poll = 2.0 if args.poll is None else args.poll
+    keep_programs(RunConfig().compilation_cache)
     gc.freeze()  # modules, so that the collection after a version's end is quick
     repository = Repository([Path(folder) for folder in folders], settings, poll)
-    serve(
-        make_app(repository, Access(keys, hosts)),
-        sock,
-        lambda origin: f"{', '.join(repository.names)}: {origin}/v2",
-        repository.drain,
-    )
+    access = Access(keys, hosts)
+    app, found = make_app(repository, access), languages(repository, settings.queue, access)
+    if found:
+        mount(app, found)
+
+    async def drain() -> None:
+        await asyncio.gather(repository.drain(), *(each.service.drain() for each in found))
+
+    def said(origin: str) -> str:
+        lines = [f"{', '.join(repository.names)}: {origin}/v2"]
+        if found:
+            lines.append(f"{found[0].name}: {origin}/v1, and in a browser {origin}")
+        lines += [f"{each.name}: {origin}/models/{each.name}/v1" for each in found[1:]]
+        return "\n".join(lines)
+
+    serve(app, sock, said, drain)

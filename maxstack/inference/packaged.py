@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxstack.data.chat import ChatTemplate
 from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
 from maxstack.inference.layout import Layout
@@ -33,14 +34,11 @@ def start_package(package: Package) -> Served:
     where this version cannot read them."""
     folder = package.folder
     text, sizes = package.manifest["text"], package.manifest["cache"]
-    own = folder / CONFIG
-    if not own.is_file():
+    if not (settings := folder / CONFIG).is_file():
         raise ConfigError(f"{folder}: has no {CONFIG}; make the package again")
     section = text["tokenizer"]
-    path = (
-        [f"data.tokenizer.path={folder / section['path']}"] if (section or {}).get("path") else []
-    )
-    cfg = serving(load(own, path))
+    file = section.get("path") if section else None
+    cfg = serving(load(settings, [f"data.tokenizer.path={folder / file}"] if file else []))
     layout = dataclasses.replace(Layout.of(cfg.decoder, cfg.serve), platform="any")
     pages = tuple(sizes["in_all"])
     fixed = sizes["rows"], sizes["page"], pages, sizes["requests"], sizes["snapshots"]
@@ -52,7 +50,10 @@ def start_package(package: Package) -> Served:
 
     tokenizer = open_prompt_tokenizer(cfg.data.tokenizer) if section else None
     stops = frozenset(text["stop_tokens"])
-    return Served(str(folder), cfg, engine, folder, folder / "tokenizer", tokenizer, stops)
+    said = text["template"]
+    template = ChatTemplate(**said, where=f"{folder}/manifest.json") if said else None
+    own = folder, folder / "tokenizer"
+    return Served(str(folder), cfg, engine, *own, tokenizer, stops, template)
 
 
 class PackagedSteps(Steps):

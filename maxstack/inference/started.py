@@ -54,6 +54,8 @@ class Served:
     """None for a model that brings none, whose prompts are tokens."""
     stop_tokens: frozenset[int]
     """Tokens that end an answer."""
+    template: ChatTemplate | None = None
+    """The chat template that a package brings."""
 
 
 def start(

@@ -14,19 +14,16 @@ import numpy as np
 import parity
 import pytest
 from flax import nnx
+from golden_packages import write
 from packaged import make
 
 from maxstack import cli, sharding
-from maxstack.inference import steps
 from maxstack.inference.opened import config_of, read_weights
-from maxstack.inference.score import scorer
-from maxstack.package import signature
 from maxstack.package.loader import Package, PackageError
 from maxstack.run import assemble
 
 FAMILIES = sorted(path.parent.name for path in parity.GOLDENS.glob("*/greedy.npz"))
 FAST = ["gemma3", "qwen3_next"]
-LENGTH = 32
 
 
 @pytest.fixture(scope="module")
@@ -35,37 +32,6 @@ def package(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made") / "toy"
     make(folder)
     return folder
-
-
-def small(monkeypatch):
-    """Programs of one size."""
-    monkeypatch.setattr(signature, "BATCHES", (4,))
-    monkeypatch.setattr(steps, "sizes_of", lambda limits: (limits.rows,))
-
-
-ALL = ["--signature", "score,prefill,logits,decode"]
-
-
-def packaged(folder, family, monkeypatch, words=ALL):
-    """A package of a family's golden folder, for this platform, beside what its run computes and
-    what transformers answers."""
-    small(monkeypatch)
-    out, golden = folder / family, parity.GOLDENS / family
-    words = ["--platforms", "cpu", "--lengths", str(LENGTH), *words]
-    sizes = ["serve.max_length=64", "serve.max_requests=4", "serve.rows=32", "serve.page=8"]
-    where = ["package", str(golden), "--out", str(out), "model.dtype=float32"]
-    assert cli.main([*where, *words, *sizes]) == 0
-    cfg, own = config_of(str(golden), ["model.dtype=float32"])
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:1]), trains=False)
-    params = read_weights(str(golden), run, own)
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, run.cfg.decoder.vocab, (4, LENGTH)).astype(np.int32)
-    lengths = np.array([LENGTH, 20, 1, 7], np.int32)
-    results = jax.device_get(jax.jit(scorer(run, True))(params, tokens, lengths))
-    folder.mkdir(exist_ok=True)
-    np.savez(folder / f"{family}.score.npz", tokens=tokens, lengths=lengths, **results)
-    shutil.copyfile(golden / "greedy.npz", folder / f"{family}-greedy.npz")
-    return out
 
 
 def found_alone(*folders):
@@ -87,7 +53,7 @@ def test_a_process_without_maxstack_computes_the_runs_bits_and_answers(
 ):
     """Logits and log-probabilities bit for bit, and transformers' greedy tokens through the paged
     cache: of windows, recurrence, latents, sinks and chunks."""
-    folders = [packaged(tmp_path, family, monkeypatch) for family in families]
+    folders = [write(tmp_path, family, monkeypatch) for family in families]
     found = found_alone(*folders)
     assert found == {str(folder): {"score": True, "decode": True} for folder in folders}
 
@@ -95,7 +61,7 @@ def test_a_process_without_maxstack_computes_the_runs_bits_and_answers(
 @pytest.mark.slow
 def test_logits_of_every_family_have_the_runs_bits(tmp_path, monkeypatch):
     folders = [
-        packaged(tmp_path, family, monkeypatch, ["--signature", "score"]) for family in FAMILIES
+        write(tmp_path, family, monkeypatch, ["--signature", "score"]) for family in FAMILIES
     ]
     assert found_alone(*folders) == {str(folder): {"score": True} for folder in folders}
 
@@ -211,10 +177,10 @@ def test_a_package_is_verified_and_says_when_its_time_is_over(package, tmp_path,
 def test_a_package_of_two_devices_answers_as_one_of_one(tmp_path, monkeypatch):
     """Logits to 1e-5 of their deviation, transformers' greedy tokens; and in int8 it is written."""
     family, golden = "llama", np.load(parity.GOLDENS / "llama/greedy.npz")
-    one = packaged(tmp_path / "one", family, monkeypatch, ["--signature", "score"])
-    two = packaged(tmp_path / "two", family, monkeypatch, ["--devices", "2"])
+    one = write(tmp_path / "one", family, monkeypatch, ["--signature", "score"])
+    two = write(tmp_path / "two", family, monkeypatch, ["--devices", "2"])
     low = ["--signature", "score", "quantization=int8"]
-    int8 = packaged(tmp_path / "int8", family, monkeypatch, low)
+    int8 = write(tmp_path / "int8", family, monkeypatch, low)
     kept = np.load(tmp_path / "one/llama.score.npz")
     given = {"tokens": kept["tokens"], "lengths": kept["lengths"]}
     logits = [
@@ -237,7 +203,7 @@ def test_a_package_of_two_devices_answers_as_one_of_one(tmp_path, monkeypatch):
     [pytest.param(name, marks=pytest.mark.compiler(name)) for name in ("v5e:1x1", "h100:1x1")],
 )
 def test_programs_compile_for_hardware_that_is_not_here(topology, tmp_path, monkeypatch, capsys):
-    out = packaged(tmp_path, "gpt_oss", monkeypatch, ["--platforms", "tpu,cuda"])
+    out = write(tmp_path, "gpt_oss", monkeypatch, ["--platforms", "tpu,cuda"])
     assert cli.main(["package", "verify", str(out), "--topology", topology]) == 0
     said = capsys.readouterr().out
     assert all(f"programs/{name}." in said for name in ("score", "prefill", "logits", "decode"))

@@ -1,0 +1,59 @@
+"""OpenAI's API for packages that generate: the engine on their programs, an application each."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from maxstack.inference.packaged import generates, start_package
+from maxstack.inference.packages.repository import Repository
+from maxstack.inference.server.access import Access
+from maxstack.inference.server.app import make_app
+from maxstack.inference.server.state import State
+from maxstack.inference.service import Service
+from maxstack.inference.tools import guess_format
+from maxstack.package.loader import Package
+
+
+class Language:
+    """A package that generates, behind OpenAI's API."""
+
+    def __init__(self, name: str, package: Package, queue: int, access: Access):
+        served = start_package(package)
+        self.name = name
+        self.service = Service(served.engine, queue)
+        self.service.warm()
+        template = served.template
+        tools = guess_format("\n".join(template.sources.values())) if template else None
+        parts = served, self.service, name, template, tools, access, int(time.time())
+        self.app = make_app(State(*parts))
+
+
+def languages(repository: Repository, queue: int, access: Access) -> list[Language]:
+    """Those of the packages that generate, as they are at the start."""
+    return [
+        Language(model.name, model.current.package, queue, access)
+        for model in repository.models
+        if model.current and generates(model.current.package)
+    ]
+
+
+def mount(app: Starlette, found: Sequence[Language]) -> None:
+    """Add their routes to the application of packages: the first one's under /v1, each under
+    /models/NAME/v1."""
+    inner = app.router.lifespan_context
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            for language in found:
+                await stack.enter_async_context(language.app.router.lifespan_context(language.app))
+            await stack.enter_async_context(inner(app))
+            yield
+
+    app.router.lifespan_context = lifespan
+    for language in found:
+        app.router.routes.append(Mount(f"/models/{language.name}", app=language.app))
+    app.router.routes.append(Mount("/", app=found[0].app))
