@@ -109,7 +109,6 @@ def serve_packages(
     keep_programs(os.environ.get("JAX_COMPILATION_CACHE_DIR", kept))
     sock = bound_socket(args.host, args.port)
     poll = 2.0 if args.poll is None else args.poll
-    keep_programs(RunConfig().compilation_cache)
     gc.freeze()  # modules, so that the collection after a version's end is quick
     repository = Repository([Path(folder) for folder in folders], settings, poll)
     access = Access(keys, hosts)
