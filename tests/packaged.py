@@ -144,7 +144,7 @@ class Packages:
         self.output = log
         self.process = subprocess.Popen(
             [sys.executable, "-m", "maxstack.cli", "serve", "--port", "0", *map(str, words)],
-            env=processes.environment(),
+            env=processes.environment() | {"JAX_COMPILATION_CACHE_DIR": processes.COMPILED},
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
         )

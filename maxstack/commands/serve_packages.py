@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import gc
+import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -104,9 +105,10 @@ def serve_packages(
         usual.timeout if args.batch_timeout is None else args.batch_timeout / 1e6,
         args.queue or usual.queue,
     )
+    kept = RunConfig.model_fields["compilation_cache"].default
+    keep_programs(os.environ.get("JAX_COMPILATION_CACHE_DIR", kept))
     sock = bound_socket(args.host, args.port)
     poll = 2.0 if args.poll is None else args.poll
-    keep_programs(RunConfig().compilation_cache)
     gc.freeze()  # modules, so that the collection after a version's end is quick
     repository = Repository([Path(folder) for folder in folders], settings, poll)
     access = Access(keys, hosts)

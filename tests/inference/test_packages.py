@@ -185,6 +185,8 @@ def tensor(**fields):
         ("toy", tensor(name="y"), 400, "inputs: 'y' is none of x"),
         ("toy", tensor(datatype="FP64"), 400, "x: datatype is 'FP64'; it must be FP32"),
         ("toy", tensor(shape=[1, -16]), 400, "x: shape must be a list of sizes"),
+        ("toy", tensor(shape=[1] * 33), 400, "x: shape must be a list of sizes"),
+        ("toy", tensor(shape=[0, 2**39, 2**39], data=[]), 400, "x: shape must be a list of sizes"),
         ("toy", tensor(shape=[2, 16]), 400, "x: data has the shape [16], not [2, 16]"),
         ("toy", tensor(shape=[16]), 400, "x is [16]; it must be ['batch', 16]"),
         ("toy", tensor(shape=[0, 16], data=[]), 400, "no program takes these sizes"),

@@ -62,7 +62,7 @@ def make_app(repository: Repository, access: Access) -> Starlette:
             Route(f"{path}/ready", model_ready),
             Route(f"{path}/config", config),
         ]
-    handlers: dict[Any, Any] = {HTTPException: _http_error}
+    handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _failed}
     app = Starlette(
         routes=routes,
         exception_handlers=handlers | dict.fromkeys((Refusal, PackageError), _refused),
@@ -160,7 +160,7 @@ async def infer(request: Request) -> Response:
     try:
         with version.use():
             return await _answered(request, body, version, name)
-    except (Refusal, PackageError):
+    except Exception:
         figures.failures += 1
         raise
     finally:
@@ -219,6 +219,11 @@ async def _refused(request: Request, error: Exception) -> Response:
     else:
         text, status, headers = str(error), 400, {}
     return JSONResponse({"error": shortened(text, 1000)}, status, headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A mistake of ours, which uvicorn writes into the log."""
+    return JSONResponse({"error": "the server failed; its log says why"}, 500)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

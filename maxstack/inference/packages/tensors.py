@@ -18,6 +18,8 @@ DATATYPES = {
     "BF16": "bfloat16",
 }
 """Types of elements by the protocol's names."""
+MOST_DIMS, MOST_ELEMENTS = 32, 2**40
+"""Bounds of a shape, before anything is computed with it."""
 NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 
 
@@ -92,8 +94,11 @@ def to_bytes(array: np.ndarray) -> bytes:
 
 def shape_of(name: str, shape: Any) -> list[int]:
     """A shape as a request gives it."""
-    if not isinstance(shape, list) or not all(
-        isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**40 for size in shape
+    if (
+        not isinstance(shape, list)
+        or len(shape) > MOST_DIMS
+        or not all(type(size) is int and 0 <= size < MOST_ELEMENTS for size in shape)
+        or math.prod(size or 1 for size in shape) > MOST_ELEMENTS
     ):
         raise Refusal(400, f"{name}: shape must be a list of sizes, not {quoted(shape)}")
     return shape
