@@ -338,7 +338,7 @@ def in_small(words):
         kept = ("data.seq_len",) * is_recipe + ("data.seq_len", "train.batch_size") * samples
         words += [word for word in SHORT if not word.startswith(kept)]
         if "train.steps" not in " ".join(words):
-            words += ["train.steps=3" if samples else "train.steps=12"]
+            words += ["train.steps=3" if samples or "planned.yml" in words else "train.steps=12"]
         configs = [word for word in words if "=" not in word]
         if any(word.endswith(("mine.yml", "quickstart", "quickstart.yml")) for word in configs):
             words += TINY if "model.from" not in " ".join(words) else TINY[-1:]
@@ -347,7 +347,11 @@ def in_small(words):
         if "watched.yml" in words:
             words += ["eval.every=12"]
         if "planned.yml" in words:
-            words.append("run.virtual_devices=8")
+            words += [
+                "run.virtual_devices=8",
+                "model.embed=64",
+                "model.blocks.block.mlp.hidden=256",
+            ]
     return words
 
 
