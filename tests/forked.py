@@ -114,6 +114,8 @@ def _program(command: list[str], env: dict[str, str], cwd: str, output: str, err
             runpy.run_path(command[1], run_name="__main__")
     except SystemExit as stop:
         code = stop.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1

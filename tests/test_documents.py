@@ -334,6 +334,8 @@ def in_small(words):
         words[-1] = str(int(words[-1]) // 50)
     if words[1] == "plan":
         return [*words, *NARROW, *["--finalists", "1"] * ("--search" in words)]
+    if words[1] == "sample" and "--length" in words:
+        words[words.index("--length") + 1] = "64"
     if words[1] == "tune":
         return [*words, "model.layers=1", "data.seq_len=64", "--rounds", "1"]
     local = words[1] == "submit" and "local" in words
@@ -342,14 +344,21 @@ def in_small(words):
         samples = any(word == "rl.yml" or "/grpo-" in word for word in words)
         kept = ("data.seq_len",) * is_recipe + ("data.seq_len", "train.batch_size") * samples
         words += [word for word in SHORT if not word.startswith(kept)]
-        words += ["train.steps=12"] if "train.steps" not in " ".join(words) else []
+        if "train.steps" not in " ".join(words):
+            words += ["train.steps=3" if samples or "planned.yml" in words else "train.steps=12"]
         configs = [word for word in words if "=" not in word]
         if any(word.endswith(("mine.yml", "quickstart", "quickstart.yml")) for word in configs):
             words += TINY if "model.from" not in " ".join(words) else TINY[-1:]
+        if any(word.endswith("masked-diffusion.yml") for word in configs):
+            words += TINY[:2]
         if "watched.yml" in words:
             words += ["eval.every=12"]
         if "planned.yml" in words:
-            words.append("run.virtual_devices=8")
+            words += [
+                "run.virtual_devices=8",
+                "model.embed=64",
+                "model.blocks.block.mlp.hidden=256",
+            ]
     return words
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import processes
 import pytest
 import tiny
 
@@ -65,6 +66,7 @@ def losing(monkeypatch):
 
 def write(folder, name, **sections):
     cfg = tiny.config(
+        model=tiny.model(**tiny.ONE_KIND),
         mesh={"slices": 4, "fsdp": 2, "data": 1},
         train={"steps": STEPS, "batch_size": 8} | sections.pop("train", {}),
         checkpoint={"every": 5},
@@ -73,7 +75,7 @@ def write(folder, name, **sections):
             "output_dir": str(folder),
             "name": name,
             "tensorboard": False,
-            "compilation_cache": None,
+            "compilation_cache": processes.COMPILED or None,
         },
         faults=sections.pop("faults", {}),
         **sections,

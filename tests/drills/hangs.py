@@ -227,7 +227,7 @@ def _lost(
     return wrong
 
 
-EVERY, WITHIN = 10, 30
+EVERY, WITHIN = 5, 15
 """Steps between comparisons, and the K of the promise: two comparisons in a row, and the one that
 was under way."""
 
@@ -249,7 +249,7 @@ def straggler(folder: Path, count: int, dice: random.Random) -> Outcome:
             faults={"check_every": EVERY},
             data={"seq_len": 64, "sources": [source]},
         )
-        slow = {"kind": "hang", "after": 400, "seconds": 0.4} if kind == "documents" else None
+        slow = {"kind": "hang", "after": 200, "seconds": 0.1} if kind == "documents" else None
         with Started(config, f"run-{number}", count=many, fault=slow, at=who) as started:
             wrong, others = _named(started, who, slow is None)
             found.add([f"{kind}, process {who} of {many}: {text}" for text in wrong])

@@ -48,11 +48,11 @@ was asked: a request may lose one process."""
 
 
 def samples(folder: Path, count: int, dice: random.Random) -> Outcome:
-    """18: in phase after phase of setting after setting; of five faults one is the death of
-    processes of rewards."""
+    """18: in phase after phase of setting after setting; of three faults one is the death
+    of processes of rewards."""
     found, names = outcome(folder), [*SETTINGS]
     configs = {name: _config(folder / name, name) for name in names}
-    kills = count - count // 5
+    kills = count - count // 3
     pairs = [
         (names[(i + i // 12) % len(names)], PHASES[i % len(PHASES)]) for i in range(kills)
     ]  # 24 in turn are all there are
@@ -83,7 +83,8 @@ def _config(folder: Path, name: str) -> Path:
     digits = {"kind": "huggingface", "path": "{configs}/recipes/digits.json"}
     path = settings(
         folder,
-        model={"vocab": 14},
+        model={"vocab": 14, "layers": 1},
+        serve={"rows": 16},
         data={
             "sources": [source],
             "tokenizer": digits | {"bos": "<s>", "eos": "</s>"},

@@ -127,12 +127,13 @@ class Started:
         name: str,
         *overrides: str,
         count: int = 1,
+        each: int = 1,
         fault: Fault | None = None,
         at: int | None = None,
         within: Sequence[str] = (),
     ):
-        """`fault` is in process `at`, None: in all; `within`: a command that runs the process as
-        its arguments, in the same process."""
+        """`each`: devices of a process; `fault` is in process `at`, None: in all; `within`: a
+        command that runs the process as its arguments, in the same process."""
         self.folder, self.began, self._killed, self.took = (
             config.parent / name,
             time.monotonic(),
@@ -150,6 +151,8 @@ class Started:
             command = processes.command(config, f"run.name={name}", *overrides)
             paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
             environment = processes.environment() | members[i] | paths
+            if each > 1:
+                environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={each}"
             if fault and at in (None, i):
                 command[1:3] = [str(Path(__file__).with_name("faulty.py"))]
                 environment |= {"DRILL_FAULT": json.dumps(fault), "GLIBC_TUNABLES": ""}
@@ -289,7 +292,7 @@ def whole(disk: Path, count: int) -> list[int]:
         ]
 
 
-def baseline(config: Path, *overrides: str, count: int = 1) -> Path:
+def baseline(config: Path, *overrides: str, count: int = 1, each: int = 1) -> Path:
     """The folder of an uninterrupted run that saves its last step alone, made once for all drills
     beside each other."""
     sections = yaml.safe_load(config.read_text())
@@ -299,7 +302,7 @@ def baseline(config: Path, *overrides: str, count: int = 1) -> Path:
         if name not in ("run", "checkpoint", "faults")
     }
     key = hashlib.blake2b(
-        json.dumps([wanted, overrides, count]).encode(), digest_size=6
+        json.dumps([wanted, overrides, count, each]).encode(), digest_size=6
     ).hexdigest()
     folder = config.parent.parent / "baselines" / key
     folder.mkdir(parents=True, exist_ok=True)
@@ -316,7 +319,7 @@ def baseline(config: Path, *overrides: str, count: int = 1) -> Path:
                     }
                 )
             )
-            complete(copied, "baseline", *overrides, count=count)
+            complete(copied, "baseline", *overrides, count=count, each=each)
             (folder / "done").touch()
     return folder / "baseline"
 
@@ -326,11 +329,12 @@ def complete(
     name: str,
     *overrides: str,
     count: int = 1,
+    each: int = 1,
     code: int = 0,
     fault: Fault | None = None,
 ) -> str:
     """Run to the end -> what process 0 printed. AssertionError unless all leave with `code`."""
-    with Started(config, name, *overrides, count=count, fault=fault) as started:
+    with Started(config, name, *overrides, count=count, each=each, fault=fault) as started:
         codes = started.wait()
         assert codes == [code] * count, f"exit {codes}\n" + "\n".join(
             started.output(i)[-3000:] for i in range(count)

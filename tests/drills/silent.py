@@ -103,16 +103,16 @@ def _written(folder: Path, kind: str, texts: list[str], bad: int, empty: bool) -
 
 
 def flipped(folder: Path, count: int, dice: random.Random) -> Outcome:
-    """14: any bit of any gradient, where one of four replicas computes its update: once, or each
-    time that this batch is computed. A flip that leaves no trace in the state, as in a gradient of
-    zero, is no fault."""
+    """14: any bit of any gradient, where one of four replicas, in 1, 2 or 4 processes, computes
+    its update: once, or each time that this batch is computed. A flip that leaves no trace in the
+    state, as in a gradient of zero, is no fault."""
     found, turn = outcome(folder), 0
     config = across(folder, mesh={"data": 4}, checkpoint={"every": 4}, faults={"check_every": 3})
     while found.injected < count:
         number, turn = found.injected, turn + 1
         name, often, who = f"run-{turn}", ("once", "always")[number % 2], dice.randrange(4)
-        many = (1, 4)[number // 2 % 2] if count > 2 else 1
-        shape = [] if many == 4 else ["run.virtual_devices=4"]
+        many = (1, 2, 4)[number // 2 % 3] if count > 2 else 1
+        each = 4 // many
         fault = {
             "kind": "flip",
             "step": dice.randrange(2, 22),
@@ -122,9 +122,9 @@ def flipped(folder: Path, count: int, dice: random.Random) -> Outcome:
             "element": dice.randrange(1 << 20),
             "bit": dice.randrange(8, 31),
         }
-        with Started(config, name, *shape, count=many, fault=fault) as started:
+        with Started(config, name, count=many, each=each, fault=fault) as started:
             codes, output = started.wait(), started.output()
-        base = baseline(config, *shape, count=many)
+        base = baseline(config, count=many, each=each)
         if (
             "SILENT" not in output
             and codes == [0] * many
@@ -132,9 +132,8 @@ def flipped(folder: Path, count: int, dice: random.Random) -> Outcome:
         ):
             assert turn < 3 * count + 5, "hardly any flip leaves a trace"
             continue
-        guilty = (
-            rf"device {who if many == 1 else 2048 * who} (cpu) of process {0 if many == 1 else who}"
-        )
+        process, device = divmod(who, each)
+        guilty = f"device {2048 * process + device} (cpu) of process {process}"
         words = [
             "SILENT DATA CORRUPTION",
             guilty,
@@ -145,7 +144,7 @@ def flipped(folder: Path, count: int, dice: random.Random) -> Outcome:
             codes != [0 if often == "once" else 1] * many or "Traceback" in output
         )
         if often == "always" and not wrong:
-            complete(config, name, *shape, count=many)
+            complete(config, name, count=many, each=each)
         found.add(
             [f"{fault}: {text}" for text in wrong or unlike(config.parent / name, base, last=True)]
         )

@@ -40,6 +40,6 @@ DRILLS = {
     15: Drill(hangs.straggler, 6, 2),
     16: Drill(tiers.tiers, 12, 5),
     17: Drill(changes.crowded, 10, 1),
-    18: Drill(learning.samples, 60, 15),
+    18: Drill(learning.samples, 60, 9),
     0: Drill(changes.clock, 6, 2),
 }

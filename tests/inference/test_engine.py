@@ -1,16 +1,18 @@
 """The engine against transformers, against itself and against `score`."""
 
 import dataclasses
+import functools
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import parity
+import processes
 import pytest
+from engines import fresh
 from flax import nnx
 
 from maxstack import sharding
@@ -41,28 +43,43 @@ STOPPING = Sampling(
 KINDS = ["llama", "gpt_oss", "llama4", "deepseek_v3", "qwen3_next"]
 """Models with full and windowed attention, sinks, chunks, latents, experts and recurrence."""
 
+SAMPLERS = {}
+"""By vocabulary and longest text."""
 
-def engine_of(name, max_length=LENGTH, overrides=(), **limits):
-    """An engine of 8 rows and pages of 4 tokens, for few requests. Its steps have all 8 rows, which
-    the start of an engine sets where bits ask for it."""
+
+@functools.cache
+def built(name, max_length, overrides):
+    """An engine of 8 rows and pages of 4 tokens, which others share the programs of, and its
+    limits. Its steps have all 8 rows, which the start of an engine sets where bits ask for it."""
     overrides = [*OVERRIDES, "mesh.tensor=1", "model.dtype=float32", *overrides]
     cfg, own = config_of(str(GOLDENS[name]), overrides)
     cfg = serving(cfg)
     devices = jax.devices()[: math.prod(getattr(cfg.mesh, axis) for axis in AXES)]
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices), trains=False)
     layout = Layout.of(cfg.model, cfg.serve)
-    sizes = {
-        "rows": 8,
-        "page": 4,
-        "pages": (100,) * len(layout.reaches),
-        "requests": 4,
-        "snapshots": 16 if layout.recurrent else 0,
-        "snapshot": 8,
-    }
-    params = read_weights(str(GOLDENS[name]), run, own)
-    engine = Engine(run, params, Limits(**{**sizes, **limits}), max_length)
+    limits = Limits(
+        rows=8,
+        page=4,
+        pages=(100,) * len(layout.reaches),
+        requests=8,
+        snapshots=16 if layout.recurrent else 0,
+        snapshot=8,
+    )
+    engine = Engine(run, read_weights(str(GOLDENS[name]), run, own), limits, max_length)
     engine.programs.sizes = engine.programs.sizes[-1:]
-    return engine
+    engine._sampler = SAMPLERS.setdefault((cfg.model.vocab, max_length), engine._sampler)
+    return engine, limits
+
+
+def engine_of(name, max_length=LENGTH, overrides=(), requests=4, **limits):
+    """An engine for few requests at a time."""
+    engine, most = built(name, max_length, (*overrides,))
+    return fresh(engine, most._replace(requests=requests, **limits))
+
+
+def cached_in(dtype):
+    """Overrides for a cache of that dtype."""
+    return [] if dtype == "null" else [f"serve.cache_dtype={dtype}"]
 
 
 def finish(engine):
@@ -130,7 +147,7 @@ def test_greedy_answers_to_prompts_of_unequal_length_are_those_of_transformers(n
     ],
 )
 def test_a_request_has_the_same_bits_alone_in_company_preempted_and_after_a_prefix_hit(name, dtype):
-    overrides = [f"serve.cache_dtype={dtype}"]
+    overrides = cached_in(dtype)
     sampling = Sampling(max_tokens=20, temperature=0.8, top_p=0.9, logprobs=3, seed=-5)
     prompts = random_prompts(19, 1, 26, 7, 30, 3)
     roomy = engine_of(name, overrides=overrides)
@@ -200,7 +217,7 @@ def test_a_cache_in_low_precision_gives_nearly_the_same_log_probabilities(name, 
     prompts, sampling = random_prompts(40), dataclasses.replace(GREEDY, prompt_logprobs=0)
 
     def scores(cache_dtype):
-        engine = engine_of(name, overrides=[f"serve.cache_dtype={cache_dtype}"])
+        engine = engine_of(name, overrides=cached_in(cache_dtype))
         engine.add(prompts[0], sampling)
         given = []
         while engine.busy:
@@ -213,7 +230,7 @@ def test_a_cache_in_low_precision_gives_nearly_the_same_log_probabilities(name, 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_the_start_finds_no_different_bits_with_a_cache_in_low_precision(dtype):
-    engine = engine_of("llama", overrides=[f"serve.cache_dtype={dtype}"])
+    engine = engine_of("llama", overrides=cached_in(dtype))
     layout = Layout.of(engine.cfg.model, engine.cfg.serve)
     assert differing(engine.programs, layout, engine.cfg.model.vocab, LENGTH) == []
 
@@ -226,14 +243,8 @@ def test_steps_of_all_sizes_have_equal_bits_on_a_cpu(name, tmp_path):
     prompts.write_text('{"tokens": [1, 2, 3]}\n')
     command = [sys.executable, "-m", "maxstack.cli", "generate", str(GOLDENS[name])]
     command += ["--prompts", str(prompts), "--out", str(tmp_path / "out.jsonl"), "serve.rows=128"]
-    ended = subprocess.run(
-        [*command, "model.dtype=float32", "serve.max_length=200", "serve.identical=strict"],
-        env=os.environ | {"XLA_FLAGS": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "bits depend" not in ended.stderr
+    command += ["model.dtype=float32", "serve.max_length=200", "serve.identical=strict"]
+    assert "bits depend" not in processes.run(command, os.environ | {"XLA_FLAGS": ""})
 
 
 @pytest.mark.parametrize(
@@ -257,7 +268,7 @@ def test_steps_of_all_sizes_have_equal_bits_on_a_cpu(name, tmp_path):
     ],
 )
 def test_a_mesh_of_devices_gives_the_tokens_of_one(name, dtype, mesh):
-    overrides = [f"serve.cache_dtype={dtype}"]
+    overrides = cached_in(dtype)
     prompts = random_prompts(11, 2, 21, 5, 13)
     sampling = dataclasses.replace(GREEDY, max_tokens=12)
     whole, split = (
@@ -347,7 +358,7 @@ def answers_and_ends(engine, prompts, sampling, many=1):
     ],
 )
 def test_many_steps_at_once_give_the_bits_of_one_at_a_time(name, dtype):
-    overrides, prompts = [f"serve.cache_dtype={dtype}"], random_prompts(19, 1, 26, 7, 30, 3)
+    overrides, prompts = cached_in(dtype), random_prompts(19, 1, 26, 7, 30, 3)
     single, steps = answers_and_ends(engine_of(name, overrides=overrides), prompts, STOPPING)
     assert {*single[1].values()} == {"stop", "length"}
     engine = engine_of(name, overrides=overrides)

@@ -13,8 +13,8 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import browser
@@ -23,6 +23,7 @@ import processes
 import pytest
 import yaml
 from flags import flags
+from forked import Forked
 from served import make
 
 from maxstack.data import people
@@ -55,7 +56,7 @@ def run(monkeypatch, path, *arguments):
 
 
 def process(*arguments, folder=ROOT):
-    """The output of a program in a process of its own, on one CPU device."""
+    """The output of a program in a fork, on one CPU device."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags(xla_backend_optimization_level="0"),
@@ -63,16 +64,12 @@ def process(*arguments, folder=ROOT):
         "GLIBC_TUNABLES": "",
     }
     name, *words = map(str, arguments)
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / name), *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = [sys.executable, str(SCRIPTS / name), *words]
+    with tempfile.TemporaryDirectory() as beside:
+        out, errors = Path(beside, "out"), Path(beside, "errors")
+        code = Forked(command, environment, out, errors, folder).wait(600)
+        assert code == 0, errors.read_text()
+        return out.read_text()
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)

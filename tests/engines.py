@@ -1,0 +1,21 @@
+"""Engines that share compiled programs, for tests."""
+
+import copy
+
+from maxstack.inference.engine import Engine
+from maxstack.inference.scheduler import Limits, Scheduler
+
+
+def fresh(engine: Engine, limits: Limits) -> Engine:
+    """An engine with the weights and compiled programs of another, an empty cache and no request.
+    It uses so many slots and pages of that cache as `limits` say, at most those of the other."""
+    own = copy.copy(engine)
+    own.programs = copy.copy(engine.programs)
+    own.programs.cache = None
+    own.programs.load(None)
+    own.programs._params = engine.programs._params
+    draft = own._drafts if own.cfg.serve.speculate else None
+    replicas = own.programs.replicas
+    own.scheduler = Scheduler(own._layout, limits, replicas, draft, twins=True)
+    own._tasks, own._added, own.drafted, own.accepted = {}, 0, 0, 0
+    return own
