@@ -113,7 +113,8 @@ def write_task(folder: Path, name: str, **fields) -> str:
 
 def run_of(devices=1, **changes):
     """A tiny run over bytes."""
-    return tiny.make_run(tiny.config(data=DATA, model=tiny.model(layers=4), **changes), devices)
+    model = tiny.model(**tiny.ONE_KIND)
+    return tiny.make_run(tiny.config(data=DATA, model=model, **changes), devices)
 
 
 def asked(run, names, **options):

@@ -33,6 +33,18 @@ ALONE = {
     "tests/test_documents.py::test_a_page_works_from_top_to_bottom",
 }
 """Tests that share nothing with their file, and may run on another worker than the rest of it."""
+KEPT = (
+    "tests/checkpoint/test_store.py",
+    "tests/commands/test_eval.py",
+    "tests/evals/",
+    "tests/hf/test_peft.py",
+    "tests/inference/test_adapters.py",
+    "tests/objectives/",
+    "tests/optim/",
+    "tests/rollouts/",
+    "tests/weights/",
+)
+"""Tests whose programs are compiled once for all workers: they ask nothing of the compiler."""
 MAPPED = 25_000
 """Mappings of memory, of which Linux allows a process 65,530; each compiled program takes some, and
 XLA aborts where it gets no more."""
@@ -98,15 +110,30 @@ def pytest_unconfigure(config):
         shutil.rmtree(os.environ.pop(COMPILED), ignore_errors=True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _kept_programs(request):
+    """Read compiled programs from the session's folder in the modules of KEPT."""
+    if request.node.nodeid.startswith(KEPT):
+        from maxstack.hardware.compiling import keep_programs
+
+        keep_programs(os.environ[COMPILED])
+    yield
+    _keep_in(None)
+
+
 @pytest.fixture(autouse=True)
-def _no_kept_programs():
+def _no_kept_programs(request):
     """Forget the folder of compiled programs that a command in this process may have set: what is
     read from there is not compiled, so that the compiler says nothing of it."""
     yield
-    if (jax := sys.modules.get("jax")) and jax.config.jax_compilation_cache_dir:
+    _keep_in(os.environ[COMPILED] if request.node.nodeid.startswith(KEPT) else None)
+
+
+def _keep_in(folder):
+    if (jax := sys.modules.get("jax")) and jax.config.jax_compilation_cache_dir != folder:
         from jax.experimental.compilation_cache import compilation_cache
 
-        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_compilation_cache_dir", folder)
         compilation_cache.reset_cache()
 
 

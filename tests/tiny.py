@@ -15,6 +15,8 @@ from maxstack.schema.checkpoint import CheckpointConfig
 from maxstack.schema.config import Config
 
 VOCAB = 320
+ONE_KIND = {"layers": 2, "pattern": ["local"]}
+"""Of layers, for `model`: half of what the others take to compile."""
 _RUNS: dict[tuple[str, int], Run] = {}
 
 
@@ -64,9 +66,12 @@ def config(**sections: Any) -> Config:
 
 
 def with_rollouts(**sections: Any) -> Config:
-    """The same model, learning from its own answers to made-up questions, 4 to each of 8."""
+    """A model of one kind of block, learning from its own answers to made-up questions, 4 to each
+    of 8, by an engine of few programs."""
     source = {"kind": "function", "call": "maxstack.data.people:prompts"}
     base: dict[str, Any] = {
+        "model": model(**ONE_KIND),
+        "serve": {"rows": 32},
         "data": {
             "sources": [source | {"record": {"kind": "prompts"}, "documents": 64, "holdout": 0.25}],
             "tokenizer": {"kind": "bytes", "eos": True},
@@ -82,7 +87,7 @@ def with_rollouts(**sections: Any) -> Config:
         base[key] = base.get(key, {}) | value if isinstance(value, dict) else value
     baseline = base["objective"].get("advantage", {}).get("baseline")
     if baseline == "value":
-        base["model"] = model(head={"value": True}) | base.get("model", {})
+        base["model"]["head"] = {"value": True} | base["model"].get("head", {})
     return config(**base)
 
 

@@ -33,7 +33,9 @@ def run(tmp_path_factory):
     names = asked.write_tasks(folder)
     text = {"kind": "text", "files": ["{stdlib}/[a-f]*.py"], "holdout": 0.2}
     cfg = tiny.config(
-        data=asked.DATA | {"sources": [text]}, eval={"every": 2, "steps": 2, "tasks": names}
+        data=asked.DATA | {"sources": [text]},
+        eval={"every": 2, "steps": 2, "tasks": names},
+        model=tiny.model(**tiny.ONE_KIND),
     )
     return trained(folder, cfg, "run"), names
 
@@ -133,7 +135,7 @@ def test_other_objectives_are_evaluated_by_their_own_figures(tmp_path, capsys, o
     elif kind == "masked_diffusion":
         text = {"kind": "text", "files": ["{stdlib}/[a-f]*.py"], "holdout": 0.2}
         data = asked.DATA | {"sources": [text]}
-        model = tiny.model()
+        model = tiny.model(**tiny.ONE_KIND)
         for block in model["blocks"].values():
             block["mixer"] = block["mixer"] | {"causal": False}
         cfg = tiny.config(objective=objective, data=data, eval=evaluation, model=model)
@@ -142,7 +144,7 @@ def test_other_objectives_are_evaluated_by_their_own_figures(tmp_path, capsys, o
             objective=objective,
             data=data | {"sources": [source]},
             eval=evaluation,
-            model=tiny.model(head={"scores": kind == "reward"}),
+            model=tiny.model(**tiny.ONE_KIND, head={"scores": kind == "reward"}),
         )
     folder = trained(tmp_path, cfg, "other")
     out = figures(capsys, folder)

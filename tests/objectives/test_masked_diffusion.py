@@ -22,7 +22,7 @@ MESH = {"data": 2, "context": 2, "tensor": 2, "context_kind": "ulysses"}
 
 
 def config(**changes):
-    model = tiny.model()
+    model = tiny.model(**tiny.ONE_KIND)
     for block in model["blocks"].values():
         block["mixer"] = block["mixer"] | {"causal": False}
     objective = {"kind": "masked_diffusion"} | changes.pop("objective", {})

@@ -45,7 +45,7 @@ QUICK = "sft of sequences", "sum", "kto", "reward"
 def config(objective, **changes):
     """A tiny model on made-up people, several records in a row."""
     record = RECORDS[objective["kind"]]
-    model = tiny.model(head={"scores": objective["kind"] == "reward"})
+    model = tiny.model(**tiny.ONE_KIND, head={"scores": objective["kind"] == "reward"})
     source = {
         "kind": "function",
         "call": f"{PEOPLE}:{record}",
@@ -60,7 +60,7 @@ def config(objective, **changes):
         "packing": "fit",
         "seq_len": 96,
     } | changes.pop("data", {})
-    teacher = {"teacher": model | {"layers": 2}} if objective["kind"] == "distill" else {}
+    teacher = {"teacher": model | {"layers": 1}} if objective["kind"] == "distill" else {}
     sections = {"model": model, "data": data, "objective": objective, "optimizer": SGD}
     return tiny.config(**sections | teacher | changes)
 

@@ -25,19 +25,14 @@ def reward(function, **more):
     return {"kind": "function", "call": f"letters:{function}"} | more
 
 
-def played(folder, steps=1, **sections):
-    """The batches of a run's first steps, the figures of each, and lines for the log."""
+def played(folder, **sections):
+    """The batch of a run's first step, its figures, and lines for the log."""
     cfg = tiny.with_rollouts(**{"rewards": [reward("vowels")]} | sections)
-    run, made = tiny.make_run(cfg), []
+    run = tiny.make_run(cfg)
     with contextlib.ExitStack() as ending:
         feed, _ = startup.open_feed(run, folder, ending)
-        state, frozen = run.init(), startup.frozen(run)
-        for _ in range(steps):
-            feed.refresh(state, frozen)
-            made.append((next(feed), feed.metrics()))
-            placed = run.batches.place(made[-1][0], cfg.train.batch_size)
-            state, _ = run.step(state, placed, *frozen)
-        return made, feed.damaged()
+        feed.refresh(run.init(), startup.frozen(run))
+        return next(feed), feed.metrics(), feed.damaged()
 
 
 def groups_of(batch):
@@ -53,8 +48,8 @@ def groups_of(batch):
 
 def test_a_group_may_fill_several_rows(tmp_path):
     """Thirty-two rows hold one sample each, eight rows four: the same samples."""
-    (wide, _), (narrow, _) = (
-        played(tmp_path, train={"batch_size": rows}, data={"seq_len": length})[0][0]
+    wide, narrow = (
+        played(tmp_path, train={"batch_size": rows}, data={"seq_len": length})[0]
         for rows, length in ((8, 256), (32, 64))
     )
     assert groups_of(wide) == groups_of(narrow)
@@ -65,12 +60,12 @@ def test_a_group_may_fill_several_rows(tmp_path):
 def test_groups_without_signal_are_replaced(tmp_path):
     """Dynamic sampling: half of the prompts have equal rewards, and other prompts are drawn."""
     rewards = [reward("even")]
-    ((batch, figures),), _ = played(tmp_path, rewards=rewards, rollout={"drop_equal": True})
+    batch, figures, _ = played(tmp_path, rewards=rewards, rollout={"drop_equal": True})
     assert figures["prompts"] > 8 and figures["groups_without_signal"] == 0
     assert all(len({*group}) > 1 for group in groups_of(batch).values())
-    ((_, figures),), _ = played(tmp_path, rewards=rewards)
+    _, figures, _ = played(tmp_path, rewards=rewards)
     assert figures["prompts"] == 8 and figures["groups_without_signal"] > 0
-    ((_, figures),), told = played(
+    _, figures, told = played(
         tmp_path,
         rewards=[{"kind": "exact", "field": "json"}],
         rollout={"drop_equal": True, "draws": 2},
@@ -80,15 +75,15 @@ def test_groups_without_signal_are_replaced(tmp_path):
 
 
 def test_answers_without_an_end_can_count_and_teach_nothing(tmp_path):
-    ((usual, figures),), _ = played(tmp_path)
-    ((masked, _),), _ = played(tmp_path, rollout={"truncated": "mask"})
+    usual, figures, _ = played(tmp_path)
+    masked, _, _ = played(tmp_path, rollout={"truncated": "mask"})
     assert figures["truncated"] > 0.5 and masked["mask"].sum() < usual["mask"].sum()
     assert groups_of(usual) == groups_of(masked)
 
 
 def test_components_and_weights_of_rewards_are_logged(tmp_path):
     rewards = [reward("parts", weight=2.0), {"kind": "length", "most": 16, "buffer": 4}]
-    ((_, figures),), _ = played(tmp_path, rewards=rewards)
+    _, figures, _ = played(tmp_path, rewards=rewards)
     assert figures["reward/parts"] == pytest.approx(
         figures["reward/parts/length"] + figures["reward/parts/prompt"]
     )
@@ -105,7 +100,7 @@ def test_a_reward_that_fails_is_named_and_counted(tmp_path, policy):
         with pytest.raises(DataError, match=r"reward picky, .*people:prompts\(\d+\), sample \d"):
             played(tmp_path, **sections)
         return
-    ((batch, figures),), told = played(tmp_path, **sections)
+    batch, figures, told = played(tmp_path, **sections)
     failed = int(figures["reward/picky/failed"])
     assert 0 < failed < 32 and failed % 4 == 0
     assert sum("such samples are counted" in line for line in told) == 1
@@ -120,14 +115,14 @@ def test_a_reward_that_fails_is_named_and_counted(tmp_path, policy):
 
 def test_a_rollout_of_which_nothing_counts_is_told(tmp_path):
     rewards = [{"kind": "exact", "field": "nowhere", "failure": "drop"}]
-    ((_, figures),), told = played(tmp_path, rewards=rewards)
+    _, figures, told = played(tmp_path, rewards=rewards)
     assert figures["reward/exact/failed"] == 32
     assert any("rollout 0: no sample counts" in line for line in told)
 
 
 def test_a_control_has_the_same_rewards_for_other_samples(tmp_path):
-    ((usual, _),), _ = played(tmp_path)
-    ((control, _),), _ = played(tmp_path, rollout={"permute": True})
+    usual, _, _ = played(tmp_path)
+    control, _, _ = played(tmp_path, rollout={"permute": True})
     one, other = (
         [value for group in groups_of(batch).values() for value in group]
         for batch in (usual, control)
@@ -163,8 +158,8 @@ def scorer(tmp_path_factory):
 def test_a_reward_model_scores_prompt_and_answer(tmp_path, scorer):
     """As `maxstack score` does: here, another score for each sample, the same each time."""
     rewards = [{"kind": "model", "path": str(scorer), "name": "judge"}]
-    ((batch, figures),), _ = played(tmp_path, rewards=rewards)
-    ((again, _),), _ = played(tmp_path, rewards=rewards)
+    batch, figures, _ = played(tmp_path, rewards=rewards)
+    again, _, _ = played(tmp_path, rewards=rewards)
     assert groups_of(batch) == groups_of(again)
     assert figures["reward/judge"] == figures["reward"] and figures["reward_std"] > 0
     with pytest.raises(ConfigError, match="rewards: path: .*nowhere"):

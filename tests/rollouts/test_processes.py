@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +21,12 @@ def test_two_processes_sample_what_one_does(tmp_path):
         mesh={"data": 1, "fsdp": -1},
         train={"steps": 2, "batch_size": 8},
         eval={"every": 2, "steps": 1, "baselines": False},
-        run={"output_dir": str(tmp_path), "tensorboard": False, "virtual_devices": 2},
+        run={
+            "output_dir": str(tmp_path),
+            "tensorboard": False,
+            "virtual_devices": 2,
+            "compilation_cache": processes.COMPILED or None,
+        },
     )
     (tmp_path / "rl.yml").write_text(dump(cfg))
     environment = processes.environment() | {
@@ -33,7 +37,7 @@ def test_two_processes_sample_what_one_does(tmp_path):
     for name, words in (("one", ["train"]), ("two", ["submit"])):
         command = [sys.executable, "-m", "maxstack.cli", *words, str(tmp_path / "rl.yml")]
         command += [f"run.name={name}", *(several if name == "two" else [])]
-        subprocess.run(command, env=environment, check=True, timeout=900, capture_output=True)
+        processes.run(command, environment)
     one, two = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "two")

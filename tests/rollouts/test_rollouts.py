@@ -45,7 +45,7 @@ KINDS = {
     },
     "distillation on its own samples": {
         "objective": {"distil": 1.0, "aggregate": "token"},
-        "teacher": tiny.model(layers=2),
+        "teacher": tiny.model(**tiny.ONE_KIND | {"layers": 1}),
         "rewards": [],
     },
 }
