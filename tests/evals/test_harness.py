@@ -27,6 +27,7 @@ def both(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setenv("HF_DATASETS_OFFLINE", "1")
     patch.setenv("HF_HOME", str(folder / "hub"))
+    patch.setenv("DISABLE_MULTIPROC", "1")  # it would fork this process, which has threads
     run = asked.run_of()
     names = [*asked.write_tasks(folder, asked.said_by(run)), "pairs"]
     tasks, params = asked.asked(run, names, limit=10, length=LENGTH), run.init().params
