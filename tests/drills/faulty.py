@@ -306,7 +306,7 @@ def learning(phase: str, updates: int, after: int) -> None:
 
     startup.compile_step = Update
     Engine.step = around("answering", Engine.step)
-    Programs._prepared = around("handing over", Programs._prepared)
+    Programs.prepare = around("handing over", Programs.prepare)
 
 
 LEARNING = ("answering", "handing over", "update")
