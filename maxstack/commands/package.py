@@ -95,7 +95,12 @@ def _write(args: Namespace) -> None:
     signatures = chosen(contents.signatures, args.signature)
     out: Path = args.out
     name = args.name or (out.resolve().parent if out.name.isdecimal() else out).name
-    manifest = write(out, name, contents, signatures, args.platforms)
+    try:
+        manifest = write(out, name, contents, signatures, args.platforms)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"--out {out}: {error.filename} went away meanwhile: does another command write there?"
+        ) from error
     count = sum(file["bytes"] for file in manifest["files"].values())
     for key, signature in manifest["signatures"].items():
         sizes = "; ".join(_sizes(program["sizes"]) for program in signature["programs"])

@@ -27,8 +27,8 @@ class PackageError(ValueError):
 
 
 class Package:
-    """An opened package. PackageError where a file is not as its hash says, and where it is not
-    made for these devices; a warning after the day to which jax promises to read programs."""
+    """An opened package. PackageError where a file is not as its hash says, or it is not for these
+    devices; a warning after the day to which jax promises to read programs."""
 
     def __init__(self, folder: str | Path, devices: list[Any] | None = None, verify: bool = True):
         self.folder = Path(folder)
@@ -40,12 +40,11 @@ class Package:
         if here == "gpu":
             here = "rocm" if "rocm" in devices[0].client.platform_version.lower() else "cuda"
         if here not in (platforms := self.manifest["platforms"]) or len(devices) < count:
-            made = f"{count} device(s) of {', '.join(platforms)}"
-            raise PackageError(f"{folder}: made for {made}; there are {len(devices)} of {here}")
-        until = self.manifest["good_until"]
-        if until < datetime.date.today().isoformat():
-            again = "make it again by `maxstack package` from the model it came from"
-            warnings.warn(f"{folder}: good until {until}; jax may refuse it: {again}", stacklevel=2)
+            there = f"there are {len(devices)} of {here}"
+            raise PackageError(f"{folder}: made for {count} of {', '.join(platforms)}; {there}")
+        if (until := self.manifest["good_until"]) < datetime.date.today().isoformat():
+            told = f"good until {until}, jax may refuse it: make it again by `maxstack package`"
+            warnings.warn(f"{folder}: {told}", stacklevel=2)
         axes = self.manifest.get("mesh") or {"devices": 1}
         self.mesh = Mesh(np.array(devices[:count]).reshape(*axes.values()), (*axes,))
         self.signatures = {name: Signature(self, name) for name in self.manifest["signatures"]}
@@ -53,30 +52,33 @@ class Package:
 
     def weights(self, shardings: dict[str, Any]) -> dict[str, Any]:
         """The weights on the devices; read once."""
-        opened: dict[str, Any] = {}
+        read: dict[str, Any] = {}
         for name, spec in () if self._weights else self.manifest["weights"].items():
-            if spec["file"] not in opened:
-                opened[spec["file"]] = safe_open(path_of(self.folder, spec["file"]), "np")
-            array, dtype = opened[spec["file"]].get_tensor(name), jnp.dtype(spec["dtype"])
-            array = array if array.dtype == dtype else array.view(dtype)
-            if list(array.shape) != spec["shape"]:
-                raise PackageError(f"{self.folder}/{spec['file']}: {name} is {array.shape}")
-            self._weights[name] = jax.device_put(array, shardings[name])
+            path, dtype = path_of(self.folder, spec["file"]), jnp.dtype(spec["dtype"])
+            try:
+                array = safe_open(path, "np").get_tensor(name)
+                array = array if array.dtype == dtype else array.view(dtype)
+                if [*array.shape] != spec["shape"]:
+                    raise ValueError(f"its shape is {array.shape}")
+            except Exception as error:
+                raise PackageError(f"{path}: {name} cannot be read: {error}") from error
+            read[name] = jax.device_put(array, shardings[name])
+        self._weights |= read  # all of them, or none
         return self._weights
 
     def state(self, name: str = "cache") -> dict[str, Any]:
         """The arrays that calls of some signatures read and replace, before the first call."""
-        specs = self.manifest["states"][name].items()
-        return {key: jnp.zeros(spec["shape"], jnp.dtype(spec["dtype"])) for key, spec in specs}
+        specs = self.manifest["states"][name]
+        return {key: jnp.zeros(specs[key]["shape"], specs[key]["dtype"]) for key in specs}
 
     def tables(self) -> dict[str, np.ndarray]:
         """Pages of the cache for requests 1, 2, .., each of which has its own; windows of attention
         use theirs in turn. Page 0 and request 0 are nobody's."""
         sizes = self.manifest["cache"]
-        requests, pages = np.ogrid[: sizes["slots"], : sizes["width"]]
-        real = (requests > 0) & (requests <= sizes["requests"])
+        row, page = np.ogrid[: sizes["slots"], : sizes["width"]]
+        real = (row > 0) & (row <= sizes["requests"])
         return {
-            f"tables.{group}": np.where(real, 1 + (requests - 1) * most + pages % most, 0)
+            f"tables.{group}": np.where(real, 1 + (row - 1) * most + page % most, 0)
             for group, most in enumerate(sizes["pages"])
         }
 
@@ -114,8 +116,7 @@ class Signature:
         wanted, where = self.spec["inputs"], f"{self.package.manifest['name']}.{self.name}"
         if inputs.keys() != wanted.keys():
             raise PackageError(f"{where}: takes {', '.join(wanted)}; not {', '.join(inputs)}")
-        given: dict[str, Any] = {}
-        sizes: dict[str, int] = {}
+        given, sizes = dict[str, Any](), dict[str, int]()
         for name, spec in wanted.items():
             array, dtype = np.asarray(inputs[name]), jnp.dtype(spec["dtype"])
             given[name] = array.astype(dtype)
@@ -144,8 +145,7 @@ class Signature:
     def loaded(self, file: str) -> tuple[Any, Any]:
         """The function of a program, and the shardings of its arguments."""
         if file not in self._programs:
-            package = self.package
-            data = checked(package.folder, package.manifest, file)
+            package, data = self.package, checked(self.package.folder, self.package.manifest, file)
             try:
                 exported = export.deserialize(bytearray(data))
                 flat = exported.in_shardings_jax(package.mesh)

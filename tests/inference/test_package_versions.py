@@ -93,8 +93,8 @@ def write(text):
 BROKEN = {
     "damaged": (flip, "is damaged: its sha256 is not that of manifest.json"),
     "truncated": (cut, "is 100 bytes; manifest.json says"),
-    "another platform": (change(platforms=["tpu"]), "device(s) of tpu; there are 1 of cpu"),
-    "more devices": (change(devices=2), "made for 2 device(s) of cpu"),
+    "another platform": (change(platforms=["tpu"]), "made for 1 of tpu; there are 1 of cpu"),
+    "more devices": (change(devices=2), "made for 2 of cpu"),
     "another name": (change(name="other"), "is named other; other versions toy"),
     "a name of a path": (change(name="a/b"), "names of packages and signatures"),
     "no JSON": (write('{"format": "maxstack.package/1"'), "manifest.json: cannot be read"),
