@@ -15,8 +15,10 @@ from maxstack.command import (
     local_folder,
     model_overrides,
     positive,
+    up_to,
 )
 from maxstack.errors import ConfigError
+from maxstack.hardware import devices
 
 PLATFORMS = "cpu", "tpu", "cuda", "rocm"
 
@@ -78,7 +80,7 @@ def lengths(text: str) -> list[int]:
     argument("--devices", type=positive, default=1, help="over which it is split (default: 1)"),
     argument("--steps", type=positive, default=50, help="of sample (default: 50)"),
     argument("--solver", choices=("euler", "heun"), default="euler", help="of sample"),
-    argument("--guidance", type=float, default=1.0, help="of sample (default: 1, none)"),
+    argument("--guidance", type=up_to(100), default=1.0, help="of sample (default: 1, none)"),
     ALLOW_NONFINITE,
 )
 def _write(args: Namespace) -> None:
@@ -87,14 +89,21 @@ def _write(args: Namespace) -> None:
         raise ConfigError(
             "maxstack package needs the flatbuffers package: pip install 'maxstack[package]'"
         )
+    if (Path(args.model) / "manifest.json").is_file():
+        raise ConfigError(f"{args.model}: is a package already; give what it was made of")
+    out: Path = args.out
+    name = args.name or (out.resolve().parent if out.name.isdecimal() else out).name
+    if "/" in name or name != name.strip():
+        raise ConfigError(f"--name {name}: stands in addresses; leave out / and spaces around it")
+    said = "run.virtual_devices="
+    for count in [word.removeprefix(said) for word in args.overrides if word.startswith(said)]:
+        devices.environment(int(count) if count.isdecimal() else None)
     from maxstack.package.contents import Options, chosen, open_contents
     from maxstack.package.written import write
 
     options = Options(args.devices, args.lengths, args.steps, args.solver, args.guidance)
     contents = open_contents(args.model, model_overrides(args), options)
     signatures = chosen(contents.signatures, args.signature)
-    out: Path = args.out
-    name = args.name or (out.resolve().parent if out.name.isdecimal() else out).name
     try:
         manifest = write(out, name, contents, signatures, args.platforms)
     except FileNotFoundError as error:
@@ -130,14 +139,22 @@ def verify(args: Namespace) -> None:
         for name in manifest["files"]:
             loader.checked(folder, manifest, name)
         if args.topology is None:
-            package = loader.Package(folder, verify=False)
+            package = loader.Package(folder)
             for signature in package.signatures.values():
                 for program in signature.spec["programs"]:
-                    signature.loaded(program["file"])
+                    _, (weights, *_) = signature.loaded(program["file"])
+            package.weights(weights)
         else:
             _compile(folder, args.topology)
     except loader.PackageError as error:
-        raise ConfigError(str(error)) from None
+        numbers = [
+            path.name for path in folder.glob("[0-9]*") if (path / "manifest.json").is_file()
+        ]
+        versions = f"; there are versions: {', '.join(sorted(numbers))}" if numbers else ""
+        other = "; --topology is for devices that are not here" if "made for" in str(error) else ""
+        raise ConfigError(f"{error}{versions}{other}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder}/manifest.json: is malformed: {error!r}") from error
     print(
         f"{folder}: {manifest['name']}: {len(manifest['files'])} files are whole; "
         f"{', '.join(manifest['signatures'])} for {', '.join(manifest['platforms'])}; "

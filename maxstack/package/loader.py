@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 
 FORMAT, LARGEST_MANIFEST = "maxstack.package/1", 64 << 20
+KEYS = {*"name good_until versions platforms devices signatures states weights files".split()}
 
 
 class PackageError(ValueError):
@@ -33,18 +34,18 @@ class Package:
     def __init__(self, folder: str | Path, devices: list[Any] | None = None, verify: bool = True):
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
-        for name in self.manifest["files"] if verify else ():
+        read = {weight["file"] for weight in self.manifest["weights"].values()}
+        for name in read | {*self.manifest["files"]} if verify else ():
             checked(self.folder, self.manifest, name)
         devices = jax.devices() if devices is None else devices
-        count, here = self.manifest["devices"], devices[0].platform
-        if here == "gpu":
-            here = "rocm" if "rocm" in devices[0].client.platform_version.lower() else "cuda"
+        count, version = self.manifest["devices"], devices[0].client.platform_version.lower()
+        here = "rocm" if "rocm" in version else devices[0].platform.replace("gpu", "cuda")
         if here not in (platforms := self.manifest["platforms"]) or len(devices) < count:
             there = f"there are {len(devices)} of {here}"
             raise PackageError(f"{folder}: made for {count} of {', '.join(platforms)}; {there}")
         if (until := self.manifest["good_until"]) < datetime.date.today().isoformat():
-            told = f"good until {until}, jax may refuse it: make it again by `maxstack package`"
-            warnings.warn(f"{folder}: {told}", stacklevel=2)
+            told = f"{folder}: good until {until}: make it again by `maxstack package`"
+            warnings.warn(told, stacklevel=2)
         axes = self.manifest.get("mesh") or {"devices": 1}
         self.mesh = Mesh(np.array(devices[:count]).reshape(*axes.values()), (*axes,))
         self.signatures = {name: Signature(self, name) for name in self.manifest["signatures"]}
@@ -120,8 +121,8 @@ class Signature:
         for name, spec in wanted.items():
             array, dtype = np.asarray(inputs[name]), jnp.dtype(spec["dtype"])
             given[name] = array.astype(dtype)
-            whole = array.dtype.kind in "iu" and np.array_equal(given[name], array)
-            if not whole and not np.can_cast(array.dtype, dtype, "same_kind"):
+            same = np.can_cast(array.dtype, dtype, "same_kind")
+            if not (np.array_equal(given[name], array) if array.dtype.kind in "iu" else same):
                 raise PackageError(f"{where}: {name} is {array.dtype}; it must be {dtype}")
             dims = [*zip(spec["shape"], array.shape, strict=False)]
             known = {dim: sizes.setdefault(dim, n) for dim, n in dims if isinstance(dim, str)}
@@ -150,9 +151,8 @@ class Signature:
                 exported = export.deserialize(bytearray(data))
                 flat = exported.in_shardings_jax(package.mesh)
             except Exception as error:
-                made = f"made by jax {package.manifest['versions']['jax']}, make it again"
-                reason = f"jax {jax.__version__} cannot read it ({error}): {made}"
-                raise PackageError(f"{package.folder}/{file}: {reason}") from error
+                made = f"{package.manifest['versions']}; jax {jax.__version__} cannot read it"
+                raise PackageError(f"{package.folder}/{file}: made by {made}: {error}") from error
             whole = NamedSharding(package.mesh, PartitionSpec())
             places, _ = jax.tree.unflatten(exported.in_tree, [each or whole for each in flat])
             self._programs[file] = jax.jit(exported.call, donate_argnums=1), places
@@ -168,11 +168,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise PackageError(f"{file}: is larger than {LARGEST_MANIFEST:,} bytes")
     try:
         manifest: dict[str, Any] = json.loads(file.read_bytes())
-        if manifest["format"] == FORMAT:
+        if manifest["format"] == FORMAT and manifest.keys() >= KEYS:
             return manifest
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise PackageError(f"{file}: cannot be read: {error!r}") from error
-    raise PackageError(f"{file}: format {manifest['format']}; this loader reads {FORMAT}")
+    raise PackageError(f"{file}: format {manifest['format']}; {FORMAT} has {KEYS}")
 
 
 def checked(folder: Path, manifest: dict[str, Any], name: str) -> bytes:

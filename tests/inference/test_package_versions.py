@@ -99,7 +99,7 @@ BROKEN = {
     "a name of a path": (change(name="a/b"), "names of packages and signatures"),
     "no JSON": (write('{"format": "maxstack.package/1"'), "manifest.json: cannot be read"),
     "no signatures": (change(signatures={}), "has no signature that can be served"),
-    "nothing": (write('{"format": "maxstack.package/1"}'), "cannot be used: KeyError('files')"),
+    "nothing": (write('{"format": "maxstack.package/1"}'), "has {"),
 }
 
 

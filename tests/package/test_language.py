@@ -40,3 +40,8 @@ def test_the_same_process_answers_for_both_packages_by_the_inference_protocol(se
     made = packaged.values(server.infer("toy", x=x), "logits")
     np.testing.assert_allclose(made, x @ packaged.KERNEL, rtol=1e-5)
     assert server.http.get("/health").json() == {"ready": True}
+
+
+def test_unknown_paths_are_refused_as_the_protocol_has_errors(server):
+    answer = server.http.get("/v2/nothing")
+    assert answer.status_code == 404 and "GET" in answer.json()["error"]

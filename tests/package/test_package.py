@@ -12,6 +12,7 @@ import alone
 import jax
 import numpy as np
 import parity
+import processes
 import pytest
 from flax import nnx
 from golden_packages import write
@@ -19,11 +20,12 @@ from packaged import make
 
 from maxstack import cli, sharding
 from maxstack.inference.opened import config_of, read_weights
-from maxstack.package.loader import Package, PackageError
+from maxstack.package.loader import FORMAT, Package, PackageError
 from maxstack.run import assemble
 
 FAMILIES = sorted(path.parent.name for path in parity.GOLDENS.glob("*/greedy.npz"))
 FAST = ["gemma3", "qwen3_next"]
+PARTS = json.dumps({"format": FORMAT, "name": "no more"})
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,11 @@ def test_damage_is_refused_by_the_name_of_the_file(package, tmp_path):
 
         return change
 
+    def unlisted(folder):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest["files"][weights]
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
     def linked(folder):
         (folder / "programs" / first).rename(tmp_path / "elsewhere.bin")
         (folder / "programs" / first).symlink_to(tmp_path / "elsewhere.bin")
@@ -149,6 +156,9 @@ def test_damage_is_refused_by_the_name_of_the_file(package, tmp_path):
         "json": (lambda f: (f / "manifest.json").write_text("{"), "manifest.json: cannot be read"),
         "format": (lambda f: (f / "manifest.json").write_text('{"format": "x/9"}'), "format x/9"),
         "none": (lambda f: (f / "manifest.json").unlink(), "is no package"),
+        "unlisted": (unlisted, "is not in manifest.json"),
+        "without": (lambda f: (f / "manifest.json").write_text(PARTS), "has .*signatures"),
+        "deep": (lambda f: (f / "manifest.json").write_text("[" * 200_000), "cannot be read"),
         "huge": (lambda f: os.truncate(f / "manifest.json", 65 << 20), "is larger than"),
     }
     for name, (change, message) in cases.items():
@@ -215,6 +225,7 @@ def test_programs_compile_for_hardware_that_is_not_here(topology, tmp_path, monk
         (["--signature", "scores"], "no such signature of this model.*did you mean score"),
         (["--lengths", "9999"], "the model reads .* tokens at most"),
         (["--devices", "9"], "there are 8 here; run.virtual_devices=9"),
+        (["--name", "a/b"], "--name a/b: stands in addresses"),
     ],
 )
 def test_mistakes_are_told(words, message, tmp_path, capsys):
@@ -222,3 +233,13 @@ def test_mistakes_are_told(words, message, tmp_path, capsys):
     assert cli.main(["package", model, "--out", out, *words]) == 1
     assert re.search(message, capsys.readouterr().err)
     assert not Path(out).exists()
+
+
+def test_devices_of_a_cpu_are_made_where_asked(tmp_path):
+    model, out = str(parity.GOLDENS / "llama"), str(tmp_path / "out")
+    words = ["package", model, "--out", out, "--devices", "2", "run.virtual_devices=2"]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    few = ["--signature", "embed", "--lengths", "16", "--platforms", "cpu"]
+    processes.run([sys.executable, "-m", "maxstack.cli", *words, *few], environment)
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["devices"] == 2
+    assert cli.main(["package", out, "--out", f"{out}2"]) == 1

@@ -5,7 +5,10 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from starlette.applications import Starlette
-from starlette.routing import Mount
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
 
 from maxstack.inference.packaged import generates, start_package
 from maxstack.inference.packages.repository import Repository
@@ -40,6 +43,11 @@ def languages(repository: Repository, queue: int, access: Access) -> list[Langua
     ]
 
 
+async def _unknown(request: Request) -> Response:
+    """What the Open Inference Protocol does not have is not OpenAI's either."""
+    raise HTTPException(404)
+
+
 def mount(app: Starlette, found: Sequence[Language]) -> None:
     """Add their routes to the application of packages: the first one's under /v1, each under
     /models/NAME/v1."""
@@ -54,6 +62,7 @@ def mount(app: Starlette, found: Sequence[Language]) -> None:
             yield
 
     app.router.lifespan_context = lifespan
+    app.router.routes.append(Route("/v2/{path:path}", _unknown, methods=["GET", "POST"]))
     for language in found:
         app.router.routes.append(Mount(f"/models/{language.name}", app=language.app))
     app.router.routes.append(Mount("/", app=found[0].app))
