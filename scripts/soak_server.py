@@ -28,6 +28,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from bench.connection import Opened
+
 BEHAVIOURS = {
     "reads a stream": 40,
     "waits for the whole": 20,
@@ -48,18 +50,8 @@ SECONDS = 300
 """Longest start of a server, wait for a line, and end."""
 
 
-class Connection:
-    """A request over a connection of its own; any error of it is an OSError or EOFError."""
-
-    def __init__(self, port: int):
-        self._port = port
-
-    async def __aenter__(self) -> "Connection":
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._writer.close()
+class Connection(Opened):
+    """A request over a connection of its own."""
 
     async def ask(self, body: bytes, sent: int | None = None) -> None:
         """Send a completion's body, or its first bytes."""

@@ -135,9 +135,6 @@ def verify(args: Namespace) -> None:
 
     folder: Path = args.folder
     try:
-        manifest = loader.read_manifest(folder)
-        for name in manifest["files"]:
-            loader.checked(folder, manifest, name)
         if args.topology is None:
             package = loader.Package(folder)
             for signature in package.signatures.values():
@@ -146,12 +143,14 @@ def verify(args: Namespace) -> None:
             package.weights(weights)
         else:
             _compile(folder, args.topology)
+        manifest = loader.read_manifest(folder)
     except loader.PackageError as error:
         numbers = [
             path.name for path in folder.glob("[0-9]*") if (path / "manifest.json").is_file()
         ]
         versions = f"; there are versions: {', '.join(sorted(numbers))}" if numbers else ""
-        other = "; --topology is for devices that are not here" if "made for" in str(error) else ""
+        here = args.topology is None and "made for" in str(error)
+        other = "; --topology is for devices that are not here" if here else ""
         raise ConfigError(f"{error}{versions}{other}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder}/manifest.json: is malformed: {error!r}") from error

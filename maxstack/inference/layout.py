@@ -14,6 +14,8 @@ from maxstack.schema.parts import Cached
 from maxstack.schema.serve import ServeConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+PORTABLE = "any"
+"""Platform of a cache that no device in particular lays out."""
 LANES = 128
 """Numbers of a row of a TPU's memory."""
 QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}

@@ -1,6 +1,5 @@
 """The engine on the programs of a package. Shapes: R rows  O outputs  D embed  V vocab."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +10,7 @@ import numpy as np
 from maxstack.data.chat import ChatTemplate
 from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
-from maxstack.inference.layout import Layout
-from maxstack.inference.programs import serving
+from maxstack.inference.layout import PORTABLE, Layout
 from maxstack.inference.scheduler import Limits
 from maxstack.inference.started import Served, check_identical
 from maxstack.inference.steps import Batch, Steps, named, nested
@@ -38,9 +36,9 @@ def start_package(package: Package) -> Served:
         raise ConfigError(f"{folder}: has no {CONFIG}; make the package again")
     section = text["tokenizer"]
     file = section.get("path") if section else None
-    cfg = serving(load(settings, [f"data.tokenizer.path={folder / file}"] if file else []))
-    layout = dataclasses.replace(Layout.of(cfg.decoder, cfg.serve), platform="any")
-    pages = tuple(sizes["in_all"])
+    cfg = load(settings, [f"data.tokenizer.path={folder / file}"] if file else [])
+    layout = Layout.of(cfg.decoder, cfg.serve, PORTABLE)
+    pages = tuple(sizes["pages"])
     fixed = sizes["rows"], sizes["page"], pages, sizes["requests"], sizes["snapshots"]
     limits = Limits(*fixed, cfg.serve.snapshot, cfg.serve.prefix_cache)
     programs = PackagedSteps(package, layout, limits, sizes["max_length"])

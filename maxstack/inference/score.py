@@ -190,6 +190,20 @@ def mean_loss(logprobs: np.ndarray, rows: Rows) -> float:
     return -float(logprobs.sum(dtype=np.float64)) / rows.scored
 
 
+def batch_of(tokens_BT: Any, lengths_B: Any) -> tuple[dict[str, Any], Any]:
+    """A batch of a text a row, and which of its tokens are of the text, bool [B, T]."""
+    import jax.numpy as jnp
+
+    positions_T = jnp.arange(tokens_BT.shape[1])
+    real_BT = positions_T < lengths_B[:, None]
+    batch = {
+        "tokens": tokens_BT,
+        "positions": jnp.where(real_BT, positions_T, 0),
+        "segments": real_BT.astype(jnp.int32),
+    }
+    return batch, real_BT
+
+
 def scorer(run: "Run", logits: bool) -> Any:
     """The function (weights, tokens int32 [B, T], lengths int32 [B]) -> logprobs float32 [B, T],
     and if asked for logits float32 [B, T, V], 0 beyond a row's length."""
@@ -200,13 +214,7 @@ def scorer(run: "Run", logits: bool) -> Any:
     from maxstack.kernels.cross_entropy import cross_entropy
 
     def step(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> dict[str, jax.Array]:
-        positions_T = jnp.arange(tokens_BT.shape[1])
-        real_BT = positions_T < lengths_B[:, None]
-        batch = {
-            "tokens": tokens_BT,
-            "positions": jnp.where(real_BT, positions_T, 0),
-            "segments": real_BT.astype(jnp.int32),
-        }
+        batch, real_BT = batch_of(tokens_BT, lengths_B)
         model = nnx.merge(run.graph, nnx.State(params))
         with run.weights.rewrite.counting(real_BT):
             logits_BTV = model.logits(model.hidden(batch))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,8 @@ from maxstack import sharding
 from maxstack.config.spelling import did_you_mean
 from maxstack.data.chat import ChatTemplate
 from maxstack.errors import ConfigError
-from maxstack.inference.layout import Layout
+from maxstack.inference.adapters import Adapters
+from maxstack.inference.layout import PORTABLE, Layout
 from maxstack.inference.opened import config_of, read_weights
 from maxstack.inference.pooling import read_pooling
 from maxstack.inference.programs import Programs, serving
@@ -37,8 +39,7 @@ if TYPE_CHECKING:
     from maxstack.run import Run
     from maxstack.schema.config import Config
 
-PORTABLE = "any"
-"""Platform of a cache that no device in particular lays out."""
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +138,8 @@ def _texts(model: str, run: "Run", own: Path | None, options: Options) -> Conten
         return Contents(
             run, [*of_texts(run, weights, lengths, normalize)], weights.arrays, {}, text
         )
-    layout = dataclasses.replace(Layout.of(cfg.decoder, cfg.serve), platform=PORTABLE)
+    layout = Layout.of(cfg.decoder, cfg.serve, PORTABLE)
     limits, length = limits_of(cfg, layout, longest, None)
-    from maxstack.inference.adapters import Adapters
-
     programs = Programs(run, layout, limits, length, Adapters())
     weights = Weights(programs.prepare(read_weights(model, run, own), keep=False))
     state = named(jax.eval_shape(programs.empty))
@@ -151,13 +150,12 @@ def _texts(model: str, run: "Run", own: Path | None, options: Options) -> Conten
     cache = {
         "rows": limits.rows,
         "page": limits.page,
-        "in_all": [*limits.pages],
+        "pages": [*limits.pages],
         "snapshots": limits.snapshots,
         "max_length": length,
         "requests": limits.requests,
         "slots": programs.slots,
         "width": programs.width,
-        "pages": [count // limits.requests for count in limits.pages],
     }
     return Contents(run, signatures, weights.arrays, state, text, cache)
 
@@ -167,7 +165,7 @@ def _text(model: str, cfg: "Config", own: Path | None, folder: Path | None) -> T
     template = None
     try:
         template = chat_template(model, cfg, own)
-    except ConfigError:
-        pass
+    except ConfigError as error:
+        log.warning("the package has no chat template: %s", error)
     section = None if tokenizer is None else cfg.data.tokenizer.model_dump(mode="json")
     return Text(section, stops, template)

@@ -31,11 +31,11 @@ class Package:
     """An opened package. PackageError where a file is not as its hash says, or it is not for these
     devices; a warning after the day to which jax promises to read programs."""
 
-    def __init__(self, folder: str | Path, devices: list[Any] | None = None, verify: bool = True):
+    def __init__(self, folder: str | Path, devices: list[Any] | None = None):
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
         read = {weight["file"] for weight in self.manifest["weights"].values()}
-        for name in read | {*self.manifest["files"]} if verify else ():
+        for name in read | {*self.manifest["files"]}:
             checked(self.folder, self.manifest, name)
         devices = jax.devices() if devices is None else devices
         count, version = self.manifest["devices"], devices[0].client.platform_version.lower()
@@ -78,10 +78,9 @@ class Package:
         sizes = self.manifest["cache"]
         row, page = np.ogrid[: sizes["slots"], : sizes["width"]]
         real = (row > 0) & (row <= sizes["requests"])
-        return {
-            f"tables.{group}": np.where(real, 1 + (row - 1) * most + page % most, 0)
-            for group, most in enumerate(sizes["pages"])
-        }
+        most = [count // sizes["requests"] for count in sizes["pages"]]
+        tables = [np.where(real, 1 + (row - 1) * each + page % each, 0) for each in most]
+        return {f"tables.{group}": table for group, table in enumerate(tables)}
 
 
 class Signature:

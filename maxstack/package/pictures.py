@@ -11,7 +11,7 @@ from flax import nnx
 from maxstack.inference.images import Sampler, Solver
 from maxstack.objectives.images import ImageObjective
 from maxstack.package.signature import Array, Arrays, Signature
-from maxstack.state import tree
+from maxstack.state import flat, tree
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -45,7 +45,7 @@ def of_images(run: "Run") -> Iterator[Signature]:
         yield Signature("classify", "Logits of classes.", classified, inputs, outputs, ANY)
     made = jax.eval_shape(
         lambda arrays, given: run.within(embedded)(arrays, {}, given)[0],
-        _flat_shapes(run),
+        flat(run.abstract.params),
         {"images": jax.ShapeDtypeStruct((1, *shape[1:]), dtype)},
     )
     outputs = {"embedding": ("batch", made["embedding"].shape[1])}
@@ -70,9 +70,3 @@ def of_noise(run: "Run", steps: int, solver: Solver, guidance: float) -> Iterato
     }
     about = f"Images of classes, by {steps} steps of {solver} with guidance {guidance:g}."
     yield Signature("sample", about, sampled, inputs, outputs, ANY)
-
-
-def _flat_shapes(run: "Run") -> Arrays:
-    from maxstack.state import flat
-
-    return flat(run.abstract.params)

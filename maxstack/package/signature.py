@@ -15,13 +15,7 @@ Dims = tuple[str | int, ...]
 Arrays = dict[str, Any]
 BATCHES = 1, 4, 16
 """Rows of programs whose batch cannot be any number."""
-POLYMORPHISM = (
-    "InconclusiveDimensionOperation",
-    "UnexpectedDimVar",
-    "_DimExpr",
-    "KeyReuse",
-    "dynamic shape",
-)
+SYMBOLS = "InconclusiveDimensionOperation", "_DimExpr"
 """What jax says where a function needs to know a size."""
 
 
@@ -79,18 +73,21 @@ def programs(
             sizes, export.export(function, platforms=tuple(platforms))(weights, own, inputs)
         )
 
+    def of_any_batch(sizes: Mapping[str, int | None]) -> Program | None:
+        """None where the function needs to know how many rows there are."""
+        try:
+            return made(sizes)
+        except Exception as error:
+            if not any(word in f"{type(error).__name__} {error}" for word in SYMBOLS):
+                raise
+            return None
+
     any_batch = run.mesh.size == 1
     for sizes in signature.sizes:
-        if sizes.get("batch", 0) is not None:
+        if "batch" not in sizes:
             yield made(sizes)
-            continue
-        if any_batch:
-            try:
-                yield made(sizes)
-                continue
-            except Exception as error:
-                if not any(word in f"{type(error).__name__} {error}" for word in POLYMORPHISM):
-                    raise
-                any_batch = False
-        for batch in BATCHES:
-            yield made({**sizes, "batch": batch})
+        elif any_batch and (program := of_any_batch(sizes)):
+            yield program
+        else:
+            any_batch = False
+            yield from (made({**sizes, "batch": batch}) for batch in BATCHES)

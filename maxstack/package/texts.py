@@ -12,7 +12,7 @@ from maxstack.inference import sampling
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import Programs
 from maxstack.inference.sampler import GROUP, logprobs
-from maxstack.inference.score import scorer
+from maxstack.inference.score import batch_of, scorer
 from maxstack.inference.steps import Batch, named, nested
 from maxstack.layers.by_rows import in_groups
 from maxstack.layers.cache import Rows
@@ -82,14 +82,8 @@ def of_texts(
     sizes = [{"batch": None, "length": length} for length in lengths]
 
     def hidden(arrays: Arrays, inputs: Arrays) -> tuple[Any, jax.Array, jax.Array]:
-        tokens_BT, lengths_B = inputs["tokens"], inputs["lengths"]
-        positions_T = jnp.arange(tokens_BT.shape[1])
-        real_BT = positions_T < lengths_B[:, None]
-        batch = {
-            "tokens": tokens_BT,
-            "positions": jnp.where(real_BT, positions_T, 0),
-            "segments": real_BT.astype(jnp.int32),
-        }
+        lengths_B = inputs["lengths"]
+        batch, real_BT = batch_of(inputs["tokens"], lengths_B)
         model: Any = nnx.merge(run.graph, nnx.State(weights.stacked(arrays)))
         with run.weights.rewrite.counting(real_BT):
             x_BTD = model.hidden(batch)

@@ -5,7 +5,6 @@ import datetime
 import hashlib
 import importlib.metadata
 import json
-import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,13 +16,13 @@ from safetensors.numpy import save_file
 
 from maxstack import config
 from maxstack.hf.writer import new_folder
+from maxstack.inference.packaged import CONFIG
 from maxstack.kernels.backends import recording
 from maxstack.package import loader
 from maxstack.package.contents import Contents, Text
 from maxstack.package.signature import Arrays, Program, Signature, programs
 from maxstack.report.progress import progress
 
-log = logging.getLogger(__name__)
 GOOD_FOR = datetime.timedelta(days=180)
 """For which newer versions of jax promise to read a program (jax.export, "Compatibility
 guarantees")."""
@@ -76,7 +75,7 @@ def write(
             manifest["cache"] = contents.cache
         if contents.text:
             manifest["text"] = _write_text(folder, contents.text)
-            (folder / "config.yml").write_text(config.dump(contents.run.cfg), encoding="utf-8")
+            (folder / CONFIG).write_text(config.dump(contents.run.cfg), encoding="utf-8")
         shutil.copyfile(loader.__file__, folder / "loader.py")
         manifest["files"] = dict(_files(folder))
         text = json.dumps(manifest, indent=1)

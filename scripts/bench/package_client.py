@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from bench.connection import Opened
 
 from maxstack.inference.packages.tensors import DATATYPES, NAMES
 from maxstack.package.loader import Package, Signature
@@ -64,18 +65,8 @@ class Server:
         return self.process.wait(SECONDS)
 
 
-class Connection:
+class Connection(Opened):
     """A connection that stays open; any error of it is an OSError, EOFError or ValueError."""
-
-    def __init__(self, port: int):
-        self._port = port
-
-    async def __aenter__(self) -> "Connection":
-        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._writer.close()
 
     async def ask(self, data: bytes) -> Said:
         """Send a request's bytes -> the answer."""
