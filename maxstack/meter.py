@@ -1,6 +1,7 @@
 """True step times without stalling the device: each step's numbers are read while the next one
 runs."""
 
+import collections
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -20,14 +21,15 @@ class Meter:
     def __init__(self, run: Run, feed: BatchFeed):
         cfg = run.cfg
         self._feed, self._steps = feed, cfg.train.steps
-        self._tokens = cfg.train.batch_size * cfg.data.seq_len
-        self._images = cfg.train.batch_size if run.objective.counted == "images" else 0
-        self._flops = run.flops_per_token
+        self._stages = cfg.stages
+        self._images = run.objective.counted == "images"
+        self._run = run
         self._peak = run.mesh.size * (peak_flops(run.mesh.devices.flat[0].device_kind) or 0)
         self._pending: tuple[int, dict[str, jax.Array], float, float, Future[float]] | None = None
         self._thread = ThreadPoolExecutor(1, "meter")
         self._ready = self._waited = 0.0
-        self._busy, self._count = 0.0, 0
+        self._busy, self._count, self._tokens, self._rows = 0.0, 0, 0, 0
+        self._fed = collections.Counter[str]()
         self._lag = Lag(0, 0.0, 0.0, 0.0)
 
     def restart(self) -> None:
@@ -59,19 +61,25 @@ class Meter:
         starved = max(0.0, min(waited - self._waited, late))
         seconds, self._ready, self._waited = now - self._ready, now, waited
         row = {"step": step, "loss": values.pop("loss")} | values
+        _, rows, length = self._stages.at(step)
         row |= {
-            "tokens": step * self._tokens,
-            "tokens_per_second": self._tokens / seconds,
+            "tokens": self._stages.tokens(step),
+            "tokens_per_second": rows * length / seconds,
             "step_seconds": seconds,
         }
         if self._images:
-            row["images_per_second"] = self._images / seconds
+            row["images_per_second"] = rows / seconds
         if self._peak:
-            row["mfu"] = self._flops * row["tokens_per_second"] / self._peak
+            flops = self._run.flops_of(length)
+            row["mfu"] = flops * row["tokens_per_second"] / self._peak
         row["data_wait"] = starved / seconds
         if "rollout_wait" in row:
             row["update_seconds"] = max(0.0, seconds - row["rollout_wait"])
         self._busy, self._count = self._busy + seconds, self._count + 1
+        self._tokens, self._rows = self._tokens + rows * length, self._rows + rows
+        self._fed.update(
+            {name[4:]: int(value) for name, value in row.items() if name.startswith("fed/")}
+        )
         lag = self._lag
         self._lag = Lag(
             lag.steps + 1, lag.seconds + seconds, lag.late + late, lag.starved + starved
@@ -91,11 +99,13 @@ class Meter:
         """A line about all steps: how many, how fast; "" where there were none."""
         if not self._count:
             return ""
-        number, unit = (self._images, "images") if self._images else (self._tokens, "tokens")
-        rate = number * self._count / self._busy
+        number, unit = (self._rows, "images") if self._images else (self._tokens, "tokens")
+        shares = [f"{count / self._fed.total():.1%} {name}" for name, count in self._fed.items()]
+        fed = f"; fed {', '.join(shares)}" if len(shares) > 1 else ""
         return (
             f"{'done' if finished else 'stopped, to be resumed by the same command'}: "
-            f"{self._count} steps in {self._busy:.1f} s, {rate:,.0f} {unit}/s on average"
+            f"{self._count} steps in {self._busy:.1f} s, {number / self._busy:,.0f} {unit}/s on "
+            f"average{fed}"
         )
 
 

@@ -75,24 +75,30 @@ class Run:
         """Parameters that a step changes."""
         return count(only(self.changed, self.abstract.params))[0]
 
-    @functools.cached_property
+    @property
     def flops(self) -> dict[str, Count]:
         """Training FLOPs a token by component."""
-        own = components(
-            self.cfg.model,
-            self.cfg.data.seq_len,
-            self.weights.adapters,
-            self.objective.forward_passes,
-        )
-        return own | {
-            name: forward_pass(other.cfg.model, self.cfg.data.seq_len)
-            for name, other in self.others.items()
-        }
+        return self._flops(self.cfg.data.seq_len)
 
     @property
     def flops_per_token(self) -> float:
         """Causal training FLOPs a token."""
-        return sum(count.causal for count in self.flops.values())
+        return self.flops_of(self.cfg.data.seq_len)
+
+    def flops_of(self, length: int) -> float:
+        """The same in rows of another length."""
+        return sum(count.causal for count in self._flops(length).values())
+
+    @functools.cached_property
+    def _flops(self) -> Callable[[int], dict[str, Count]]:
+        @functools.lru_cache
+        def flops(length: int) -> dict[str, Count]:
+            adapters, passes = self.weights.adapters, self.objective.forward_passes
+            return components(self.cfg.model, length, adapters, passes) | {
+                name: forward_pass(other.cfg.model, length) for name, other in self.others.items()
+            }
+
+        return flops
 
     def begin_with(self, weights: dict[str, Any]) -> State:
         """The state before the first step: the weights by path, with the adapter that lora.adapter

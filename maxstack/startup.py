@@ -1,11 +1,8 @@
 """The parts of a run's start, before the first step: mesh, watchdog, checkpoints, first state,
 compilation."""
 
-import concurrent.futures
 import contextlib
 import math
-import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,15 +18,15 @@ from maxstack.hardware import compiling
 from maxstack.hardware.chips import peak_flops
 from maxstack.load import run_folder
 from maxstack.models.pipeline import bubble
-from maxstack.plan import executable
 from maxstack.report.log import Log
 from maxstack.report.metrics import last_step
 from maxstack.report.run_folder import folder_of
 from maxstack.report.trackers import check_installed
-from maxstack.run import Run, State
+from maxstack.run import Run
 from maxstack.schema import rules
 from maxstack.schema.data import holds_text
-from maxstack.state import count, flat
+from maxstack.shaped import Shaped
+from maxstack.state import State, count, flat
 from maxstack.step import only
 
 if TYPE_CHECKING:
@@ -99,11 +96,20 @@ def open_feed(
 ) -> "tuple[BatchFeed, Maker | None]":
     """The feed of a run's batches, until `ending` is closed, and what makes them where they are
     samples of the model. ConfigError or DataError where a part of it cannot be used."""
+    from maxstack.data.fed import Fed
     from maxstack.data.feed import Feed
 
     cfg, size = run.cfg, run.cfg.train.batch_size
     if cfg.rollout is None:
-        feed = Feed(cfg.data, run.batches.rows(size), size, fields=run.objective.fields)
+        fields = run.objective.fields
+        feed = Feed(
+            cfg.data,
+            run.batches.rows(size),
+            size,
+            fields=fields,
+            stages=cfg.stages,
+            figures=Fed(cfg.data, run.batches, fields),
+        )
         ending.callback(feed.close)
         return feed, None
     from maxstack.rewards.pool import Pool  # every other run starts without it
@@ -368,19 +374,10 @@ def go_back(
     return state
 
 
-def compile_step(run: Run) -> "concurrent.futures.Future[tuple[Any, float]]":
-    """Compile the step, or load it from run.executable, while the caller goes on -> (compiled step,
-    seconds)."""
-
-    def work() -> tuple[Any, float]:
-        begin = time.perf_counter()
-        if path := run.cfg.run.executable:
-            step = executable.load(run, os.path.expanduser(path))
-        else:
-            step = compiling.compiled(run.lower(), run.mesh)
-        return step, time.perf_counter() - begin
-
-    pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
-    return future
+def reshaped(shaped: Shaped, step: int) -> str:
+    """A line about batches of another shape."""
+    rows, length = shaped.rows, shaped.run.cfg.data.seq_len
+    return (
+        f"batches have {rows:,} x {length:,} tokens from step {step} on; the step was compiled in "
+        f"{shaped.seconds:.1f} s"
+    )

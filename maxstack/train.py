@@ -136,7 +136,6 @@ def train(
     from maxstack.faults.preemption import Preemption
     from maxstack.hardware.compiling import keep_programs
     from maxstack.meter import Meter
-    from maxstack.plan import fit
     from maxstack.profile.tracer import Tracer
     from maxstack.report import goodput, run_folder
     from maxstack.report.ledger import Ledger
@@ -144,6 +143,7 @@ def train(
     from maxstack.report.metrics import Writer
     from maxstack.report.trackers import Trackers
     from maxstack.run import assemble
+    from maxstack.shaped import ShapedSteps
 
     joining.join(cfg)
     heart = startup.watched(cfg, ending)
@@ -151,13 +151,13 @@ def train(
     if cfg.model.tokens is None:
         fits(cfg.data, cfg.objective.token_ids(cfg.decoder.vocab))
     run = assemble(cfg, startup.make_mesh(cfg, left))
-    fit.check_memory(run, startup.engine_bytes(run))
+    steps = ShapedSteps(run)
+    steps.check_memory(startup.engine_bytes(run))
     startup.check_can_start(run)
     first = jax.process_index() == 0
     folder = run_folder.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
     ending.callback(ledger.stop)
-    size = cfg.train.batch_size
     feed, maker = startup.open_feed(run, folder, ending)
     log = Log(folder, cfg.train.steps, first)
     ending.push(log.ended)
@@ -188,7 +188,7 @@ def train(
         ledger.close()
         return 0
     ledger.resume(begin)
-    compiling = startup.compile_step(run)
+    steps.start(begin + 1)
     startup.introduce(run, feed.describe(), log, begins=state is None)
     feed.start()
     frozen = startup.frozen(run)
@@ -201,15 +201,15 @@ def train(
     if cfg.eval.samples:
         samples = pkgutil.resolve_name(cfg.objective.SAMPLES)(run, log, writer)
     with ledger.spent("compile"):
-        compiled, seconds = compiling.result()
-    log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {seconds:.1f} s")
+        shaped = steps.at(begin + 1)
+    log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {shaped.seconds:.1f} s")
 
     stop = Preemption(heart.interrupted) if heart else Preemption()
     ending.callback(stop.close)
     meter = Meter(run, feed)
     several = cfg.faults.check_every and run.mesh.size > 1
     checks = Checks(run, meter, log, writer) if several else None
-    tracer = Tracer(run, compiled, folder, log)
+    tracer = Tracer(shaped, folder, log)
     ending.callback(tracer.close)
     if evaluator and begin == 0:
         with ledger.spent("evaluation"):
@@ -251,15 +251,17 @@ def train(
             meter.restart()
         else:
             with TraceAnnotation("place batch, start step"):
-                state, scalars = compiled(state, run.batches.place(batch, size), *frozen)
+                placed = run.batches.place(batch, shaped.rows)
+                state, scalars = shaped.step(state, placed, *frozen)
             back = report(meter.add(step, {**scalars, **feed.metrics()}))
         traced = tracer.after(step, not passed_over)
         done, preempted = step == cfg.train.steps, stop.requested(step)
         evaluate = evaluator and (done or step % cfg.eval.every == 0)
         save = saves and saves.due(step, done or preempted)
         compare = checks and checks.due(step, bool(save))
-        traced = traced or (tracer.tracing and (done or preempted))
-        if evaluate or save or compare or traced or done or preempted:
+        reshapes = not done and steps.changes(step + 1)
+        traced = traced or (tracer.tracing and (done or preempted or reshapes))
+        if evaluate or save or compare or traced or reshapes or done or preempted:
             back = report(meter.flush()) or back
         if checks and compare and not back:
             with ledger.spent("check"):
@@ -273,8 +275,9 @@ def train(
             stopping.restore(saves.notes if saves else {})
             step = int(state.step)
             ledger.resume(step)
+            shaped = tracer.shaped = steps.at(step + 1)
             meter.restart()
-        elif evaluate or save or compare or traced:
+        elif evaluate or save or compare or traced or reshapes:
             evaluated: dict[str, float] = {}
             if traced:
                 with ledger.spent("trace"):
@@ -292,6 +295,10 @@ def train(
                 past = policy.to_json() | stopping.to_json()
                 with ledger.spent("save"):
                     saves.save(step, state, feed, past, evaluated, last)
+            if reshapes:
+                with ledger.spent("compile"):
+                    shaped = tracer.shaped = steps.at(step + 1)
+                log.say(startup.reshaped(shaped, step + 1))
             meter.restart()
     with ledger.spent("save"):
         _close(feed, saves)

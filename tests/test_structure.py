@@ -38,6 +38,7 @@ LEVELS = (
     ("package",),
     ("inference", "checks"),
     ("starting_weights", "profile"),
+    ("shaped",),
     ("meter", "plan"),
     ("run",),
     ("weights.placed", "step"),

@@ -8,6 +8,7 @@ from maxstack import config
 from maxstack.config.spelling import did_you_mean
 from maxstack.config.writer import inline
 from maxstack.errors import ConfigError
+from maxstack.schema.mixture import MixtureConfig
 from maxstack.schema.quantization import RuleConfig
 
 if TYPE_CHECKING:
@@ -43,6 +44,11 @@ HARMLESS: dict[str, list[tuple[Any, Any]]] = {
         ("refuse", "replace"),
     ],
     "data.sources.*.normalize": [(config.ABSENT, [])],
+    "data.mixture": [(config.ABSENT, MixtureConfig().model_dump(mode="json"))],
+    "data.window": [(config.ABSENT, 64)],
+    "data.across_documents": [(config.ABSENT, False)],
+    "data.sources.*.epochs": [(config.ABSENT, None)],
+    "data.sources.*.fill_in_the_middle": [(config.ABSENT, None)],
     "model.blocks.*.mixer.causal": [(config.ABSENT, True)],
     "rollout": [(config.ABSENT, None)],
     "rewards": [(config.ABSENT, [])],

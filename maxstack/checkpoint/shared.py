@@ -120,8 +120,11 @@ class Shared:
         return ocp.checkpointables_metadata(self.path(step)).metadata
 
     def load(self, step: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Parts of a step."""
-        return ocp.load_checkpointables(self.path(step), dict(wanted))
+        """Parts of a step, of the state the arrays that are wanted."""
+        context = ocp.Context()
+        context.pytree.loading.partial_load = True
+        with context:
+            return ocp.load_checkpointables(self.path(step), dict(wanted))
 
     @contextlib.contextmanager
     def verified(self, step: int) -> Iterator[None]:

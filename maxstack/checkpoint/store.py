@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from maxstack.checkpoint import compatibility, manifest, owner
 from maxstack.checkpoint.local import Local
@@ -24,8 +25,9 @@ from maxstack.checkpoint.shared import Shared
 from maxstack.checkpoint.weights import WeightsReader, step_of
 from maxstack.cluster.peers import Peers
 from maxstack.config import atomic
+from maxstack.data.position import Sources
 from maxstack.errors import ConfigError
-from maxstack.schema.checkpoint import CheckpointConfig, TierConfig
+from maxstack.schema.checkpoint import PARTS, CheckpointConfig, TierConfig
 from maxstack.schema.metrics import bare, direction
 
 if TYPE_CHECKING:
@@ -148,7 +150,7 @@ class Checkpoints:
             tiers = [tier for tier in self._tiers if tier.due(step, last)]
         meta = {
             "config": self._run.cfg.model_dump(mode="json"),
-            "sources": feed.identity(),
+            "sources": feed.mixture.described()._asdict(),
             "notes": dict(notes),
         }
         parts = {
@@ -355,25 +357,35 @@ class Checkpoints:
                 return self._load_weights(where)
             meta = json.loads(storage.load(step, {"meta": None})["meta"]["json"])
             match = compatibility.Compatibility(where, meta["config"], run.cfg, elsewhere)
+            parts_kept = self._parts_of(meta["config"])
+            if parts_kept == {"params"}:
+                return self._load_weights(where)
             match.refuse_changes(self._free)
-            sources_may_change = compatibility.under("data.sources", self._free)
-            if meta["sources"] != feed.identity() and not sources_may_change:
+            now = feed.mixture.described()
+            sources = Sources.of_meta(meta, now)
+            changes = sources.changes(now)
+            if changes and not compatibility.under("data.sources", self._free):
                 raise ConfigError(
-                    f"{where}: the documents of data.sources have changed since (files "
-                    "added, removed or renamed), so the order of the "
-                    f"data would too; put them back, or {match.remedy}"
+                    f"{where}: data.sources have changed since: "
+                    + "; ".join(changes)
+                    + f". Put them back, {match.remedy}, or go on with these from here: "
+                    "--force-config data.sources"
                 )
-            wanted = _flat(run.abstract)
-            match.refuse_shapes(parts["state"], wanted)
-            shape = run.cfg.train.batch_size, feed.state().shape[1]
-            if tuple(parts["data"]["position"].shape) != shape:
-                raise ConfigError(
-                    f"{where}: has positions in another number of data.sources, which "
-                    f"cannot be forced: put these back, or {match.remedy}"
+            wanted, there = _flat(run.abstract), dict(parts["state"])
+            if "optimizer" not in parts_kept:
+                wanted, there = (
+                    {path: leaf for path, leaf in tree.items() if not path.startswith("opt/")}
+                    for tree in (wanted, there)
                 )
-            position = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.batches.of_rows)
+            match.refuse_shapes(there, wanted)
+            position = jax.ShapeDtypeStruct(
+                parts["data"]["position"].shape, jnp.int32, sharding=run.batches.of_rows
+            )
             loaded = storage.load(step, {"state": wanted, "data": {"position": position}})
-        feed.restore(_local_position(loaded["data"]["position"]))
+        states = _local_position(loaded["data"]["position"])
+        feed.restore(feed.mixture.adopt(sources, states, step))
+        for line in changes:
+            self._say(f"data.sources: {line}")
         self.notes, self.saved_config = meta["notes"], meta["config"]
         self.summary = f"resumed from step {step} of {storage.folder}"
         if self._cfg.elsewhere and not elsewhere:
@@ -381,7 +393,38 @@ class Checkpoints:
                 f"; checkpoint.restore={self._cfg.restore} is where this run once began, or "
                 "would have, and is not read again"
             )
-        return _unflat(run.abstract, loaded["state"])
+        if "optimizer" in parts_kept:
+            return _unflat(run.abstract, loaded["state"])
+        self._say(
+            f"checkpoint.restore_parts: the optimizer begins anew at step {step}: without the "
+            "moments of the checkpoint, its schedules where they would be"
+        )
+        return self._with_fresh_optimizer(loaded["state"])
+
+    def _parts_of(self, saved: Mapping[str, Any]) -> set[str]:
+        """Parts of a checkpoint that are taken: all, where a run with the same
+        checkpoint.restore_parts wrote it, since it began with them."""
+        parts = [*self._cfg.restore_parts]
+        same = saved["checkpoint"].get("restore_parts", [*PARTS]) == parts
+        return {*PARTS} if same else {*parts}
+
+    def _with_fresh_optimizer(self, loaded: dict[str, Any]) -> Tree:
+        """A state of a checkpoint, by path, with an optimizer's state from the start but the counts
+        of its schedules."""
+        abstract = self._run.abstract._replace(opt=None)
+        given = _unflat(abstract, loaded)
+        begun = self._run.start(given.params)
+
+        def counted(state: Any) -> Any:
+            if not isinstance(state, optax.ScaleByScheduleState):
+                return state
+            count = state.count
+            return state._replace(count=jax.device_put(given.guard.updates, count.sharding))
+
+        opt = jax.tree.map(
+            counted, begun.opt, is_leaf=lambda s: isinstance(s, optax.ScaleByScheduleState)
+        )
+        return begun._replace(step=given.step, guard=given.guard, behind=given.behind, opt=opt)
 
     def _load_weights(self, where: str) -> Tree:
         """The state before the first step, with the weights of a checkpoint."""
@@ -397,23 +440,18 @@ class Checkpoints:
         return run.begin_with(reader.load(run.weights.shapes, run.weights.sources))
 
     def _global_position(self, position: np.ndarray) -> jax.Array:
-        """This process's lane positions int64 [rows, K] -> global int32 [batch_size, K], sharded
-        like the batch."""
-        if position.max() >= 2**31:
-            raise OverflowError(
-                "a lane has read 2^31 documents or tokens; a checkpoint counts to 2^31 - 1"
-            )
-        return self._run.batches.put(
-            position.astype(np.int32),
-            self._run.cfg.train.batch_size,
-            self._run.batches.of_rows,
-        )
+        """This process's lane positions int64 [rows, K] -> global int32 [batch_size, K, 2], halves
+        of the numbers, sharded like the batch."""
+        halves = np.ascontiguousarray(position, "<i8").view("<i4").reshape(*position.shape, 2)
+        batches = self._run.batches
+        return batches.put(halves, self._run.cfg.train.batch_size, batches.of_rows)
 
 
 def _local_position(position: jax.Array) -> np.ndarray:
-    """The lane positions of this process, int64 [rows, K]."""
+    """The lane positions of this process, int64 [rows, K]; older versions kept int32 [rows, K]."""
     shards = {shard.index[0].start or 0: shard.data for shard in position.addressable_shards}
-    return np.concatenate([shards[first] for first in sorted(shards)]).astype(np.int64)
+    rows = np.concatenate([shards[first] for first in sorted(shards)])
+    return rows.view("<i8")[..., 0] if rows.ndim == 3 else rows.astype(np.int64)
 
 
 def removable(storage: Any, cfg: CheckpointConfig | TierConfig, steps: list[int]) -> list[int]:

@@ -12,13 +12,17 @@ import grain
 import numpy as np
 
 from maxstack.data.documents import Documents
-from maxstack.data.lanes import Batch, EvaluationRows, Mixture, Notices, Rows
+from maxstack.data.lanes import FED, Batch, EvaluationRows, Rows, maker_of
+from maxstack.data.mixture import Mixture
+from maxstack.data.quarantine import Notices
 from maxstack.data.sources import open_sources
 from maxstack.data.workers import Made, Workers, made
 from maxstack.errors import DataError
 from maxstack.schema.data import DataConfig
+from maxstack.schema.stages import Stages
 
 if TYPE_CHECKING:
+    from maxstack.data.fed import Fed
     from maxstack.schema.objective import RowField as Field
 
 SAMPLED = 16
@@ -32,6 +36,8 @@ class BatchFeed(Protocol):
 
     waited: float
     """Seconds that devices waited for batches in all."""
+    mixture: Mixture
+    """Sources that it reads, whose positions a checkpoint keeps."""
 
     def __next__(self) -> Batch:
         """The next batch: arrays [lanes, ...]."""
@@ -58,9 +64,6 @@ class BatchFeed(Protocol):
     def describe(self) -> list[str]:
         """Lines about where batches come from."""
 
-    def identity(self) -> str:
-        """Changes when the meaning of positions does."""
-
     def close(self) -> None:
         """Stop making batches. The feed may be used again."""
 
@@ -73,6 +76,9 @@ class Feed(BatchFeed):
     batches carry `bytes`, how many bytes of text each target stands for (NaN: not known); rows past
     the end are padding. `whole` also evaluates all documents of sources that hold nothing out (for
     `eval.data`). DataError if a source or tokenizer cannot be used.
+
+    `stages` are the shapes of batches by step: all rows of `lanes` are held, and a batch has those
+    that its stage takes, [rows, its length, ...]. `figures` makes `metrics` of counts.
 
     `waited` is the seconds that next() has spent waiting in all. Order and state do not depend on
     `workers`, `prefetch` or which lanes are held.
@@ -87,22 +93,26 @@ class Feed(BatchFeed):
         evaluation: bool = False,
         whole: bool = False,
         fields: Mapping[str, "Field"] | None = None,
+        stages: Stages | None = None,
+        figures: "Fed | None" = None,
     ):
         if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
             raise ValueError(f"lanes {list(lanes)} are not rows of a batch of {batch_size}")
         self._cfg, self._lanes = cfg, list(lanes)
         section = "eval.data" if whole else "data"
-        self._mixture = Mixture(
+        self.mixture = Mixture(
             cfg,
             open_sources(cfg, evaluation, whole),
             1 if evaluation else batch_size,
             evaluation,
             section,
             fields or {},
+            stages,
         )
-        self._quarantine, self._notices = self._mixture.quarantine(), Notices(self._mixture)
-        self._batch_size = batch_size
-        self._state = np.zeros((len(self._lanes), self._mixture.counters + 1), np.int64)
+        maker_of(self.mixture.fields, cfg)
+        self._quarantine, self._notices = self.mixture.quarantine(), Notices(self.mixture)
+        self._batch_size, self._figures, self._fed = batch_size, figures, np.zeros((0, 0))
+        self._state = self.mixture.start(len(self._lanes))
         self._batches: Any = None
         self._closing: threading.Thread | None = None
         self.waited = 0.0
@@ -130,7 +140,20 @@ class Feed(BatchFeed):
             self.close()
             raise
         self._state = batch.pop("state")
-        return batch
+        return batch if self.mixture.evaluation else self._cut(batch)
+
+    def _cut(self, batch: Batch) -> Batch:
+        """What belongs to the stage of a batch that was just made."""
+        stages, step = self.mixture.stages, int(self._state[0, -1])
+        taken = [i for i, lane in enumerate(self._lanes) if stages.takes(step, lane)]
+        length, whole = stages.at(step).length, stages.length
+        self._fed = batch.pop(FED)[taken]
+        if len(taken) == len(self._lanes) and length == whole:
+            return batch
+        return {
+            name: array[taken] if array.shape[1:2] != (whole,) else array[taken, :length]
+            for name, array in batch.items()
+        }
 
     def state(self) -> np.ndarray:
         """int64 [lanes, K]: where each lane stands after the batch that next() returned last."""
@@ -173,9 +196,12 @@ class Feed(BatchFeed):
     def refresh(self, state: Any, frozen: Any = ()) -> None:
         """Nothing: rows of documents do not depend on the state."""
 
-    def metrics(self) -> dict[str, float]:
-        """None."""
-        return {}
+    def metrics(self) -> dict[str, Any]:
+        """Figures of what was fed in that batch, where they are not the same in every batch."""
+        if self._figures is None or not self._figures.varies:
+            return {}
+        _, rows, length = self.mixture.stages.at(int(self._state[0, -1]))
+        return self._figures(self._fed, rows, length)
 
     def close(self) -> None:
         """Stop the thread or the workers. The feed may be used again.
@@ -193,9 +219,9 @@ class Feed(BatchFeed):
         self._closing.start()
         self._closing.join(PATIENCE)
         if self._closing.is_alive():
-            names = " or ".join(source.name for source in self._mixture.sources)
+            names = " or ".join(source.name for source in self.mixture.sources)
             print(
-                f"{self._mixture.section}.sources: {names} does not answer: a batch was "
+                f"{self.mixture.section}.sources: {names} does not answer: a batch was "
                 f"not made in {PATIENCE:.0f} s, and is not waited for",
                 file=sys.stderr,
                 flush=True,
@@ -206,25 +232,20 @@ class Feed(BatchFeed):
         them, and their classes."""
         return [
             f"{source.name}: {len(source)} documents{_marks(source)}{_classes(source)}"
-            for source in self._mixture.sources
+            for source in self.mixture.sources
         ]
 
     @property
     def sources(self) -> Sequence[Documents]:
         """The sources that are read."""
-        return self._mixture.sources
-
-    def identity(self) -> str:
-        """Changes when a source's documents change, and with them the meaning of saved
-        positions."""
-        return " ".join(source.identity() for source in self._mixture.sources)
+        return self.mixture.sources
 
     def _maker(self, part: slice) -> Rows:
         """The maker of the rows of some of the lanes, from the feed's position on."""
         lanes, state = self._lanes[part], self._state[part]
-        if self._mixture.evaluation:
-            return EvaluationRows(self._mixture, lanes, self._batch_size, state)
-        return Rows(self._mixture, lanes, state)
+        if self.mixture.evaluation:
+            return EvaluationRows(self.mixture, lanes, self._batch_size, state)
+        return Rows(self.mixture, lanes, state)
 
 
 def _classes(source: Documents) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from maxstack.data.documents import Documents, Picture, text_hash
-from maxstack.data.lanes import Batch, Lane
+from maxstack.data.lanes import FED, Batch, Lane
 from maxstack.data.sources import Synthetic
 from maxstack.errors import DataError
 from maxstack.schema.data import DataConfig, ImageConfig
@@ -52,23 +52,28 @@ class ImageLane(Lane):
 
     def fill(self, row: Batch) -> None:
         """Write the next picture into the arrays of a row; nothing at the end of an evaluation."""
-        sample = self._next()
+        sample, source = self._next()
         if sample is not None:
             row["image"][...], row["label"][...], row["real"][...] = *sample, 1.0
+            if FED in row:
+                row[FED][source] += 1
 
-    def _next(self) -> Sample | None:
+    def _next(self) -> tuple[Sample | None, int]:
+        """The next picture that can be read, and its source."""
         mixture, passed = self._mixture, 0
         while True:
-            self._counter = mixture.pick(self._finished, self._phase)
-            place = int(self._finished[self._counter]) * mixture.batch_size + self._lane
-            located = mixture.locate(self._counter, place)
+            counter = mixture.pick(self._at, self._phase, self._lane)
+            if counter is None:
+                return None, 0
+            place = int(self._at.finished[counter]) * mixture.batch_size + self._lane
+            located = mixture.locate(counter, place)
             if located is None:
-                return None
+                return None, 0
             source, index = located
-            self._finish()
+            mixture.count(self._at, counter, 1, self._lane)
             documents = mixture.sources[source]
             try:
-                return self._made(documents, index, place)
+                return self._made(documents, index, place), source
             except DataError as error:
                 self._quarantine.add(f"{source} {index}", str(error))
             passed += 1

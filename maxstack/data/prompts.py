@@ -5,7 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxstack.data.lanes import Lane, Mixture, Notices
+from maxstack.data.lanes import Lane
+from maxstack.data.mixture import Mixture
+from maxstack.data.quarantine import Notices
 from maxstack.data.sources import open_sources
 from maxstack.schema.data import DataConfig
 
@@ -74,8 +76,9 @@ class _PromptLane(Lane):
         unit = self._current()
         if unit is None:
             return None
-        place = int(self._finished[self._counter]) * self._mixture.batch_size + self._lane
-        located = self._mixture.locate(self._counter, place)
+        at = self._at
+        place = int(at.finished[at.current]) * self._mixture.batch_size + self._lane
+        located = self._mixture.locate(at.current, place)
         assert located
         source, index = located
         self._finish()

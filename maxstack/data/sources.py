@@ -77,7 +77,8 @@ class Synthetic(Documents):
         return record_hashes(np.uint64(0), len(self))
 
     def identity(self) -> str:
-        return repr(self._cfg)
+        cfg = self._cfg
+        return f"synthetic {cfg.documents} {cfg.length} {cfg.ragged} {cfg.vocab}"
 
 
 class Called(Documents):
@@ -104,7 +105,7 @@ class Called(Documents):
         return record_hashes(np.uint64(text_hash(self._cfg.call)), len(self))
 
     def identity(self) -> str:
-        return repr(self._cfg)
+        return f"{self._cfg.call} {self._cfg.documents} {self._cfg.record}"
 
     @functools.cached_property
     def _call(self) -> Callable[[int], Any]:

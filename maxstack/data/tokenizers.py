@@ -58,6 +58,26 @@ class Tokenizer(ABC):
         parts = self._bos, self._text_ids(document), self._eos
         return np.concatenate([np.asarray(part, np.int32) for part in parts])
 
+    def encode_parts(self, parts: Sequence[bytes | int | np.ndarray]) -> np.ndarray:
+        """int32 ids of texts, each encoded by itself, and of ids between them, with the configured
+        beginning and end."""
+        ids = [
+            self._text_ids(part) if isinstance(part, bytes) else np.atleast_1d(part)
+            for part in parts
+        ]
+        return np.concatenate([np.asarray(part, np.int32) for part in (self._bos, *ids, self._eos)])
+
+    def without_ends(self, ids: np.ndarray) -> np.ndarray:
+        """Ids of a document without the configured beginning and end."""
+        begin, end = len(self._bos), len(ids) - len(self._eos)
+        if [*ids[:begin]] != [*self._bos]:
+            begin = 0
+        return ids[begin : end if [*ids[end:]] == [*self._eos] else len(ids)]
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its text; None where the vocabulary has none."""
+        return next((i for i, text in self.special.items() if text == token), None)
+
     def ends(self, document: bytes) -> np.ndarray:
         """int64 [N]: the byte of the document at which the text of each id of `encode` ends; they
         increase, and the last is the document's size."""
@@ -165,6 +185,10 @@ class SentencePiece(Tokenizer):
         ids = filter(self._model.is_control, range(self.vocab_size))
         self.special = {i: self._model.id_to_piece(i) for i in ids}
 
+    def id_of(self, token: str) -> int | None:
+        number = self._model.piece_to_id(token)
+        return number if self._model.id_to_piece(number) == token else None
+
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids]).encode()
 
@@ -237,6 +261,9 @@ class HuggingFace(Tokenizer):
         decoder = spec.get("decoder") or {}
         kinds = {part.get("type") for part in decoder.get("decoders", [decoder])}
         self._byte_level, self._byte_fallback = kinds == {"ByteLevel"}, "ByteFallback" in kinds
+
+    def id_of(self, token: str) -> int | None:
+        return self._model.token_to_id(token)
 
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True).encode()

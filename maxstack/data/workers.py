@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.data.lanes import Batch, News, Rows, no_news
+from maxstack.data.lanes import Batch, Rows
+from maxstack.data.quarantine import News, no_news
 from maxstack.errors import DataError
 from maxstack.report import stacks
 

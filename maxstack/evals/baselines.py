@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from maxstack.data.documents import Documents
-from maxstack.data.lanes import Quarantine
+from maxstack.data.quarantine import Quarantine
 from maxstack.data.sources import open_sources
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
 from maxstack.errors import DataError

@@ -27,35 +27,36 @@ class Evaluator:
         self._run, self._log, self._writer = run, log, writer
         self._data = cfg.eval.data or cfg.data
         self._batch_size = cfg.eval.batch_size or cfg.train.batch_size
-        self._feed = Feed(
-            self._data,
-            run.batches.rows(self._batch_size),
-            self._batch_size,
-            evaluation=True,
-            whole=cfg.eval.data is not None,
-            fields=run.objective.fields,
-        )
-        if cfg.eval.data and any(source.classes for source in self._feed.sources):
-            check_classes([*open_sources(cfg.data), *self._feed.sources])
-        self._start = self._feed.state()
+        whole = cfg.eval.data is not None
+        self._feeds = {
+            name: Feed(
+                data,
+                run.batches.rows(self._batch_size),
+                self._batch_size,
+                evaluation=True,
+                whole=whole,
+                fields=run.objective.fields,
+            )
+            for name, data in self._data.one_by_one(whole).items()
+        }
+        sources = [source for feed in self._feeds.values() for source in feed.sources]
+        if any(source.classes for source in sources):
+            check_classes([*(open_sources(cfg.data) if cfg.eval.data else ()), *sources])
+        self._starts = {name: feed.state() for name, feed in self._feeds.items()}
         self._bits: float | None = None
 
     def __call__(self, step: int, params: Tree) -> dict[str, float]:
         """Mean loss in nats a token, or whatever the objective counts, over at most eval.steps
         batches, and other figures; written and said."""
         begin = time.perf_counter()
-        self._feed.restore(self._start)
-        total: dict[str, float] = collections.defaultdict(float)
-        with contextlib.closing(self._feed):
-            for _ in range(self._run.cfg.eval.steps or sys.maxsize):
-                batch = self._run.batches.place(next(self._feed), self._batch_size)
-                sums = self._run.eval_step(params, batch, *self._frozen)
-                if not float(sums["weight"]):
-                    break
-                for name, value in sums.items():
-                    total[name] += float(value)
-        for line in self._feed.damaged():
-            self._log.warn(line)
+        sums = {name: self._sums(name, params) for name in self._feeds}
+        total = collections.defaultdict[str, float](float)
+        for own in sums.values():
+            for key, value in own.items():
+                total[key] += value
+        by_source = {
+            f"eval_loss/{name}": own["nll"] / own["weight"] for name, own in sums.items() if own
+        }
         loss = total["nll"] / total["weight"]
         self._bits = total["nll"] / math.log(2) / total["bytes"] if total["bytes"] > 0 else None
         if math.isnan(total["bytes"]):
@@ -76,6 +77,7 @@ class Evaluator:
             if f"{name}/weight" in total
         }
         row |= {f"eval_{name}": share for name, share in shares.items()}
+        row |= by_source if len(by_source) > 1 else {}
         self._writer.write({"step": step, **row})
         bits = f", {self._bits:.4f} bits per byte" if self._bits is not None else ""
         more = "".join(f", {name} {share:.4f}" for name, share in shares.items())
@@ -84,6 +86,22 @@ class Evaluator:
             f"held-out {self._run.objective.counted}"
         )
         return row
+
+    def _sums(self, name: str, params: Tree) -> dict[str, float]:
+        """Sums over at most eval.steps batches of one source."""
+        feed, total = self._feeds[name], dict[str, float]()
+        feed.restore(self._starts[name])
+        with contextlib.closing(feed):
+            for _ in range(self._run.cfg.eval.steps or sys.maxsize):
+                batch = self._run.batches.place(next(feed), self._batch_size)
+                sums = self._run.eval_step(params, batch, *self._frozen)
+                if not float(sums["weight"]):
+                    break
+                for key, value in sums.items():
+                    total[key] = total.get(key, 0.0) + float(value)
+        for line in feed.damaged():
+            self._log.warn(line)
+        return total
 
     def compare(self) -> None:
         """Say what gzip -9 and an order-2 byte model reach on the same documents, beside the last

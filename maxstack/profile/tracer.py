@@ -21,7 +21,7 @@ from maxstack.profile import saved
 from maxstack.profile.planes import STEP
 from maxstack.report import trace_requests
 from maxstack.report.log import Log
-from maxstack.run import Run
+from maxstack.shaped import Shaped
 
 EVERY = 1.0
 """Seconds between looks for a request, by a thread: no step waits for a file."""
@@ -46,11 +46,13 @@ class Wanted:
 class Tracer:
     """Takes traces of the steps between `before` and `after`, one at a time."""
 
-    def __init__(self, run: Run, compiled: Any, folder: Path, log: Log):
-        self._run, self._compiled, self._folder, self._log = run, compiled, folder, log
+    def __init__(self, shaped: Shaped, folder: Path, log: Log):
+        self.shaped = shaped
+        """The program that the next steps run."""
+        self._folder, self._log = folder, log
         self._peers, self._step, self._requests = Peers(), 0, 0
         self._begins: collections.deque[float] = collections.deque(maxlen=32)
-        profile = run.cfg.train.profile
+        profile = shaped.run.cfg.train.profile
         self._planned = Wanted(profile.start, profile.steps) if profile else None
         self._wanted: Wanted | None = None
         self._taking: Wanted | None = None
@@ -132,7 +134,7 @@ class Tracer:
         if self._taking:
             self._refuse(wanted, f"one that began at step {self._taking.first} is under way")
             return
-        steps = min(wanted.steps, self._run.cfg.train.steps - step + 1)
+        steps = min(wanted.steps, self.shaped.run.cfg.train.steps - step + 1)
         self._taking = Wanted(step, steps, wanted.request)
         options = jax.profiler.ProfileOptions()
         options.session_id = saved.session(self._peers.number)
@@ -157,7 +159,7 @@ class Tracer:
     def _write(self, taken: Wanted, ran: list[int]) -> None:
         trace = self._folder / trace_requests.FOLDER / str(taken.first)
         try:
-            saved.write(trace, self._compiled.as_text(), self._facts(ran))
+            saved.write(trace, self.shaped.step.as_text(), self._facts(ran))
         except (OSError, RuntimeError, ValueError) as error:  # of a disk, or of what XLA tells
             self._refuse(taken, f"{trace}: {error}")
             return
@@ -165,7 +167,7 @@ class Tracer:
         self._answer(taken.request, "done", first=taken.first)
 
     def _facts(self, ran: list[int]) -> saved.Facts:
-        run, cfg, stats = self._run, self._run.cfg, self._compiled.memory_analysis()
+        run, cfg, stats = self.shaped.run, self.shaped.run.cfg, self.shaped.step.memory_analysis()
         device = run.mesh.local_devices[0]
         tokens = cfg.train.batch_size * cfg.data.seq_len
         used = (device.memory_stats() or {}).get("peak_bytes_in_use")
@@ -187,7 +189,7 @@ class Tracer:
     def _memory(self, stats: Any) -> dict[str, int]:
         if stats is None:
             return {}
-        total = buffers.memory(self._compiled)
+        total = buffers.memory(self.shaped.step)
         return {
             "arguments": total.arguments,
             "code": total.code,
@@ -200,7 +202,7 @@ class Tracer:
         assignment = getattr(stats, "serialized_buffer_assignment_proto", b"")
         if not assignment:
             return []
-        (module,) = self._compiled.runtime_executable().hlo_modules()
+        (module,) = self.shaped.step.runtime_executable().hlo_modules()
         rows = saved.allocations(assignment, module.as_serialized_hlo_module_proto())
         for row in rows:
             row.values = sorted(row.values, key=lambda value: -value[2])[:VALUES]
@@ -243,7 +245,7 @@ class Tracer:
             begins = [*self._begins]
             seconds = statistics.median(map(operator.sub, begins[1:], begins))
             first = self._step + 2 + math.ceil(AHEAD / max(seconds, 1e-3))
-            if first > self._run.cfg.train.steps:
+            if first > self.shaped.run.cfg.train.steps:
                 self._answer(name, "refused", why="the run ends before all processes could begin")
                 return
             self._peers.post("trace", self._requests, [first, steps])

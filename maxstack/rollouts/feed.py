@@ -14,6 +14,7 @@ import numpy as np
 from maxstack.cluster.peers import Peers
 from maxstack.data.feed import BatchFeed
 from maxstack.data.lanes import Batch
+from maxstack.data.mixture import Mixture
 from maxstack.data.prompts import Prompts
 from maxstack.errors import ConfigError
 from maxstack.report.append import Appender
@@ -220,7 +221,7 @@ class RolloutFeed(BatchFeed):
 
     def describe(self) -> list[str]:
         """Lines about the prompts and the rollouts."""
-        cfg, mixture = self._cfg, self._prompts.mixture
+        cfg, mixture = self._cfg, self.mixture
         lines = [f"{source.name}: {len(source)} prompts" for source in mixture.sources]
         lines.append(
             f"rollouts of {cfg.prompts} prompts x {cfg.samples} samples, {cfg.steps} "
@@ -244,9 +245,10 @@ class RolloutFeed(BatchFeed):
             )
         return lines
 
-    def identity(self) -> str:
-        """Changes when a source's prompts change."""
-        return " ".join(source.identity() for source in self._prompts.mixture.sources)
+    @property
+    def mixture(self) -> Mixture:  # type: ignore[override]
+        """The mixture of prompts."""
+        return self._prompts.mixture
 
     def start(self) -> None:
         """Rollouts begin with the first `refresh`."""

@@ -27,6 +27,11 @@ class TierConfig(Section):
     the host where it was. null: a folder that all see, in a format that any mesh reads."""
 
 
+Part = Literal["params", "optimizer", "data", "step"]
+PARTS: tuple[Part, ...] = ("params", "optimizer", "data", "step")
+"""Parts of a checkpoint."""
+
+
 class CheckpointConfig(Section):
     """Model, optimizer, data position and step, saved together."""
 
@@ -53,12 +58,24 @@ class CheckpointConfig(Section):
     """Start of the run: none (from scratch; refused if the run already has checkpoints), latest, a
     step of this run (the first time; the same command again goes on from what was saved since), or
     the path of another run or of one of its steps, which is read only until this run has saved."""
-
+    restore_parts: Items[Part] = PARTS
+    """Parts of the checkpoint that the run goes on with, the first time; the same command again
+    takes all of what it saved since. [params, data, step]: the optimizer changed, and begins
+    without moments, its schedules at the step where they would be; [params]: the weights of another
+    run, from its path, and nothing else."""
     allow_nonfinite: bool = False
     """Take NaN and infinities among the weights of a model folder or an adapter that a fresh run
     starts from; false: such a tensor is refused by name."""
 
     def own_faults(self) -> Iterator[Fault]:
+        parts = {*self.restore_parts}
+        if parts not in ({*PARTS}, {*PARTS} - {"optimizer"}, {"params"}):
+            yield (
+                "restore_parts",
+                "must be [params], [params, data, step] or all of [params, optimizer, data, step]",
+            )
+        if parts == {"params"} and not self.elsewhere:
+            yield "restore_parts", "params alone are those of another run: set restore to its path"
         for metric in self.best:
             if wrong := direction_fault(metric):
                 yield "keep_best", wrong

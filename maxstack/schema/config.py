@@ -45,6 +45,7 @@ from maxstack.schema.quantization import QuantizationConfig
 from maxstack.schema.rewards import AnyReward
 from maxstack.schema.rollout import RolloutConfig
 from maxstack.schema.serve import ServeConfig
+from maxstack.schema.stages import StageConfig, Stages
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +133,9 @@ class TrainConfig(Section):
     of its next step, the log says from what to what."""
     batch_size: PositiveInt = 8
     """Rows in a step, over all devices and accumulation."""
+    stages: Items[StageConfig] = ()
+    """Fewer or shorter rows from a step on: a ramp of the batch size, a curriculum of lengths. The
+    order of the data stays. A step is compiled for each shape, at the first step that has it."""
     accumulate: PositiveInt = 1
     """Microbatches a step is split into, one after the other; the update is that of the whole
     batch."""
@@ -195,7 +199,7 @@ class EvalConfig(Section):
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: none at all, not even at start and end."""
     steps: PositiveInt | None = None
-    """Batches of an evaluation at most; null: all held-out documents."""
+    """Batches of an evaluation at most, of each source; null: all held-out documents."""
     batch_size: PositiveInt | None = None
     """Rows in a batch; null: as in training."""
     data: DataConfig | None = None
@@ -310,6 +314,20 @@ class Config(Section):
     def data_sections(self) -> dict[str, DataConfig]:
         """Data for training, and for evaluation where it has data of its own, by key."""
         return {"data": self.data} | ({"eval.data": self.eval.data} if self.eval.data else {})
+
+    @property
+    def stages(self) -> Stages:
+        """Shapes of the batches, by step."""
+        return Stages(self.train.stages, self.train.batch_size, self.data.seq_len)
+
+    def of_shape(self, rows: int, length: int) -> "Config":
+        """The configuration of a run whose batches all have this shape."""
+        return self.model_copy(
+            update={
+                "train": self.train.model_copy(update={"batch_size": rows, "stages": ()}),
+                "data": self.data.model_copy(update={"seq_len": length}),
+            }
+        )
 
     @classmethod
     def foreign(cls, path: str) -> str:

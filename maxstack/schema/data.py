@@ -7,6 +7,13 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from maxstack.config import Fault, Items, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from maxstack.schema.mixture import (
+    FillInTheMiddleConfig,
+    MixtureConfig,
+    Weight,
+    name_faults,
+    weight_faults,
+)
 
 BYTE_IDS = 257
 """Ids of the tokenizer of kind bytes."""
@@ -129,13 +136,21 @@ class Source(Section):
 
     name: str | None = None
     """Names the source in logs and metrics; null: its kind and place in the list."""
-    weight: PositiveFloat = 1.0
-    """Share of the documents drawn from this source, relative to the others."""
+    weight: Weight = 1.0
+    """Share of what is drawn from this source, relative to the others; or points [step, weight] of
+    a line over steps, as in [[1, 0], [1000, 2]], constant before the first and after the last. At
+    0 the source gives nothing, the rest of a document included."""
+    epochs: PositiveFloat | None = None
+    """Passes over the source at the most, after which the others go on without it; null: as many
+    as its weight asks for."""
     holdout: float = Field(0.0, ge=0, lt=1)
     """Share of its documents (whole files, where a file is a document) kept from training for
     evaluation, chosen by a hash of their key."""
     record: Record | None = None
     """Content of each document: a JSON object, or a row of Parquet, of this kind; null: text."""
+
+    fill_in_the_middle: FillInTheMiddleConfig | None = None
+    """Some documents in another order of their parts; null: none."""
 
     @property
     def holds(self) -> str | None:
@@ -377,11 +392,19 @@ class DataConfig(Section):
     """From text to token ids."""
     seq_len: PositiveInt = 1024
     """Tokens in a row."""
-    packing: Literal["concat", "fit", "none"] = "concat"
+    mixture: MixtureConfig = MixtureConfig()
+    """How weights of sources count."""
+    packing: Literal["concat", "fit", "best", "none"] = "concat"
     """concat: documents follow each other and are split where a row ends; fit: a document that does
-    not fit whole starts the next row, and is split only if longer than a row; none: one document a
-    row, cut at seq_len. Attention never crosses documents. Records are not split: they need fit or
-    none."""
+    not fit whole starts the next row, and is split only if longer than a row; best: of `window`
+    rows' worth of documents each goes to the row that it fills best (Ding et al. 2024,
+    arXiv:2404.10830), and is split only if longer than a row; none: one document a row, cut at
+    seq_len. Records are not split: they need fit, best or none."""
+    window: PositiveInt = 64
+    """Rows that packing=best fills together."""
+    across_documents: bool = False
+    """Attention also sees the documents before in a row, and positions count on; false: attention
+    never crosses documents."""
     image: ImageConfig = ImageConfig()
     """From pictures to pixels."""
     template: str | None = None
@@ -403,6 +426,21 @@ class DataConfig(Section):
     """Batches made ahead."""
 
     @property
+    def named(self) -> list[str]:
+        """Names of the sources."""
+        return [source.name or f"{source.kind}-{i}" for i, source in enumerate(self.sources)]
+
+    def one_by_one(self, whole: bool) -> dict[str, "DataConfig"]:
+        """Data of each source alone that holds documents out, or with `whole` of each, by name; all
+        of it where there is no such source."""
+        named = zip(self.named, self.sources, strict=True)
+        return {
+            name: self.model_copy(update={"sources": (source.model_copy(update={"name": name}),)})
+            for name, source in named
+            if source.holdout or whole
+        } or {"": self}
+
+    @property
     def has_latents(self) -> bool:
         """True where what an encoder made of pictures is learned from."""
         return any(source.holds == "latents" for source in self.sources)
@@ -422,14 +460,20 @@ class DataConfig(Section):
         if self.has_records and self.packing == "concat":
             yield (
                 "packing",
-                "concat splits documents where a row ends, which records are not; set fit, several "
-                "in a row, or none, one in a row",
+                "concat splits documents where a row ends, which records are not; set fit or best, "
+                "several in a row, or none, one in a row",
             )
+        if self.has_records and self.across_documents:
+            yield "across_documents", "joins documents, and records are by themselves; leave it out"
+        yield from weight_faults([source.weight for source in self.sources])
+        yield from name_faults(self.named)
         if self.has_latents and (self.image.crop != "none" or self.image.flip):
             yield "image", "changes pictures, and these are latents: set crop: none and flip: false"
         for index, source in enumerate(self.sources):
             if isinstance(source, ArrayRecordSource) and source.record and source.content != "text":
                 yield f"sources.{index}.record", "is of JSON: set content: text, or leave it out"
+            if source.fill_in_the_middle and (source.holds or source.kind == "synthetic"):
+                yield f"sources.{index}.fill_in_the_middle", "is for texts; leave it out"
             if self.has_latents and source.holds not in ("latents", None):
                 yield f"sources.{index}", "latents and pictures cannot be mixed"
             keeps = isinstance(source, Files) and source.encoding_errors == "keep"

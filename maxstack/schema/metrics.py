@@ -18,8 +18,8 @@ def direction(metric: str) -> int:
     name = metric.rpartition("/")[2].removeprefix("eval_").partition(",")[0]
     if name.endswith("_stderr"):
         return 0
-    if metric.startswith(("eval_reward/", "reward/")):
-        return 1
+    if metric.startswith(("eval_reward/", "reward/", "eval_loss/")):
+        return -1 if metric.startswith("eval_loss/") else 1
     return -1 if _WORSE.search(name) else int(bool(_BETTER.search(name)))
 
 

@@ -12,6 +12,7 @@ from maxstack.errors import ConfigError
 from maxstack.schema import mesh_rules
 from maxstack.schema.objective import TEXTS
 from maxstack.schema.optimizer import schedule_faults
+from maxstack.schema.stages import stage_faults
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -25,6 +26,8 @@ def faults(cfg: "Config") -> list[Fault]:
         _evaluation,
         _samples,
         _steps,
+        _stages,
+        _feeding,
         _folder,
         _tiers,
         _tiles,
@@ -39,7 +42,7 @@ def faults(cfg: "Config") -> list[Fault]:
 
 def device_faults(cfg: "Config", devices: int) -> list[Fault]:
     """The broken rules about sizes on so many devices, which give every axis of the mesh."""
-    return list(_with_teacher(mesh_rules.sizes)(cfg, devices))
+    return [*_with_teacher(mesh_rules.sizes)(cfg, devices), *_shapes(cfg, devices)]
 
 
 def _with_teacher(rule: Callable[..., Iterator[Fault]]) -> Callable[..., Iterator[Fault]]:
@@ -81,6 +84,47 @@ def sizes_on(cfg: "Config", devices: int, where: str, trains: bool = True) -> di
 
 def _model(cfg: "Config") -> Iterator[Fault]:
     yield from cfg.model.faults(cfg)
+
+
+def _stages(cfg: "Config") -> Iterator[Fault]:
+    train, data = cfg.train, cfg.data
+    if not train.stages:
+        return
+    broken = [*stage_faults(train.stages, train.batch_size, data.seq_len)]
+    yield from ((f"train.{key}", message) for key, message in broken)
+    if not broken:
+        yield from _shapes(cfg)
+    if cfg.run.executable:
+        yield "run.executable", "holds one shape, and train.stages has several; leave it out"
+    if cfg.rollout:
+        yield "train.stages", "are of documents, and a rollout's rows are its samples; leave it out"
+    lengths = [stage.length for stage in cfg.stages.all]
+    if min(lengths) == data.seq_len:
+        return
+    if data.has_records or cfg.model.tokens is not None:
+        yield "train.stages", "shorter rows are of texts, which may be split; set batch_size alone"
+    if data.packing == "best" and lengths != sorted(lengths):
+        yield "train.stages", "seq_len may only grow with data.packing=best, which packs rows ahead"
+
+
+def _shapes(cfg: "Config", *devices: int) -> Iterator[Fault]:
+    """Broken rules of the shapes that stages have beside the largest."""
+    for rows, length in cfg.stages.shapes if cfg.train.stages else ():
+        for key, message in mesh_rules.sizes(cfg.of_shape(rows, length), *devices):
+            if key in ("train.batch_size", "train.accumulate", "data.seq_len"):
+                yield "train.stages", f"{rows} x {length}: {message}"
+
+
+def _feeding(cfg: "Config") -> Iterator[Fault]:
+    if not cfg.rollout:
+        return
+    for index, source in enumerate(cfg.data.sources):
+        if source.epochs or isinstance(source.weight, tuple):
+            yield (
+                f"data.sources.{index}",
+                "epochs, and weights over steps, are of documents, and prompts are drawn by "
+                "rollout; give a number as the weight",
+            )
 
 
 def _schedules(cfg: "Config") -> Iterator[Fault]:

@@ -157,11 +157,11 @@ def test_restoring_rewinds_a_feed_in_use(feeds):
 
 
 def test_the_identity_changes_with_the_documents(corpus):
-    before = Feed(config(), range(BATCH), BATCH).identity()
-    assert Feed(config(seq_len=7), [2], 3).identity() == before
+    before = Feed(config(), range(BATCH), BATCH).mixture.described()
+    assert Feed(config(seq_len=7), [2], 3).mixture.described() == before
     (corpus / "texts" / "new.txt").write_text("one more")
     try:
-        assert Feed(config(), range(BATCH), BATCH).identity() != before
+        assert Feed(config(), range(BATCH), BATCH).mixture.described() != before
     finally:
         (corpus / "texts" / "new.txt").unlink()
 

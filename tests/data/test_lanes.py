@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from maxstack.data.documents import Documents
-from maxstack.data.lanes import Mixture, Rows
+from maxstack.data.lanes import Rows
+from maxstack.data.mixture import Mixture
 from maxstack.errors import DataError
 from maxstack.schema.data import DataConfig, SyntheticSource
 
@@ -50,7 +51,7 @@ def rows(sources, lanes=1, evaluation=False, weights=None, **fields):
         sources=[SyntheticSource(kind="synthetic", weight=weight) for weight in weights], **fields
     )
     mixture = Mixture(cfg, sources, lanes, evaluation, "data", {})
-    return Rows(mixture, list(range(lanes)), np.zeros((lanes, mixture.counters + 1), np.int64))
+    return Rows(mixture, list(range(lanes)), mixture.start(lanes))
 
 
 def one_pass(documents, lanes, **fields):

@@ -1,0 +1,266 @@
+"""The mixture of a run's sources: which document a lane reads next, by weights that may change with
+the step."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from maxstack.data.documents import Documents, part_at, text_hash
+from maxstack.data.examples import Segment, Unit, units_of
+from maxstack.data.infilling import infilled
+from maxstack.data.order import Order
+from maxstack.data.position import Position, Sources
+from maxstack.data.quarantine import Quarantine
+from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of, tokens_of
+from maxstack.errors import DataError
+from maxstack.schema.data import DataConfig
+from maxstack.schema.mixture import weight_at
+from maxstack.schema.stages import Stages
+
+if TYPE_CHECKING:
+    from maxstack.schema.objective import RowField as Field
+
+UNIT = 1 << 20
+"""What a document, or a token, counts in Position.owed."""
+SAMPLED = 64
+"""Documents of a source from which its number of tokens is estimated."""
+
+
+class TooLong(DataError):
+    """A record does not fit in a row, and data.overlong is error."""
+
+
+class Mixture:
+    """The choice of a lane's next document, a function of the configuration, the lane and its
+    position.
+
+    `section`: the configuration's key of `cfg`, for messages.
+    """
+
+    def __init__(
+        self,
+        cfg: DataConfig,
+        sources: list[Documents],
+        batch_size: int,
+        evaluation: bool,
+        section: str,
+        fields: Mapping[str, "Field"],
+        stages: Stages | None = None,
+    ):
+        self.fields = fields
+        self.stages = stages or Stages((), batch_size, cfg.seq_len)
+        """Shapes of the batches, by step."""
+        self.cfg, self.sources, self.batch_size = cfg, sources, batch_size
+        self.evaluation, self.section = evaluation, section
+        self.counters = 1 if evaluation else len(sources)
+        self.keys = [source.name or f"{i}" for i, source in enumerate(cfg.sources)]
+        """By which the order of each source is drawn."""
+        self.room, self.room_of = cfg.seq_len, f"data.seq_len={cfg.seq_len}"
+        self._ends = np.cumsum([len(source) for source in sources])
+        self.documents = int(self._ends[-1])
+        """Number of documents in all sources."""
+        self._unit = UNIT * (cfg.seq_len if cfg.mixture.by == "tokens" else 1)
+        if not evaluation:
+            epochs = np.array([source.epochs or np.inf for source in cfg.sources])
+            self._limits = epochs * [len(source) for source in sources]
+            self._factors = factors(cfg, sources)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_orders"}
+
+    def start(self, lanes: int) -> np.ndarray:
+        """Packed positions [lanes, K] before the first batch."""
+        return np.tile(Position.start(self.counters).packed(), (lanes, 1))
+
+    def described(self) -> Sources:
+        """The sources as a checkpoint tells of them."""
+        identities = [source.identity() for source in self.sources]
+        return Sources([source.name for source in self.sources], self.keys, [*identities])
+
+    def adopt(self, saved: Sources, states: np.ndarray, step: int) -> np.ndarray:
+        """Packed positions [rows, K] in the sources of a checkpoint of a step -> those in these
+        sources, whose orders go on by the keys that they have there."""
+        now = saved.carried(self.described(), step)
+        self.keys = now.keys
+        self.__dict__.pop("_orders", None)
+        if states.shape[1] == len(saved.names) + 1:  # of an older version
+            states = self._upgraded(saved, states, step)
+        return saved.moved(states, now)
+
+    def _upgraded(self, saved: Sources, states: np.ndarray, step: int) -> np.ndarray:
+        """Positions of documents finished and an offset alone, of a mixture by constant weights,
+        in which a source was owed what it was behind its share of all documents."""
+        given = dict(zip(self.described().names, self.shares(1), strict=True))
+        shares = np.array([given.get(name, 0.0) for name in saved.names])
+        shares /= shares.sum() or 1.0
+        upgraded = []
+        for state in states.astype(np.int64):
+            finished = state[:-1]
+            owed = np.rint((shares * finished.sum() - finished) * UNIT).astype(np.int64)
+            upgraded.append(Position(finished, owed, -1, int(state[-1]), step).packed())
+        return np.stack(upgraded)
+
+    def shares(self, step: int) -> np.ndarray:
+        """float64 [sources]: the shares of the sources in the batch of a step, from 1."""
+        weights = [weight_at(source.weight, step) for source in self.cfg.sources]
+        weighted = np.array(weights, np.float64) * self._factors
+        return weighted / weighted.sum()
+
+    @functools.cached_property
+    def _constant(self) -> np.ndarray | None:
+        """The shares where they are the same at every step."""
+        scheduled = any(isinstance(source.weight, tuple) for source in self.cfg.sources)
+        return None if scheduled else self.shares(1)
+
+    def _open_shares(self, position: Position, lane: int) -> np.ndarray:
+        """Shares of the sources that still give documents; all 0 where none does."""
+        shares = self._constant if self._constant is not None else self.shares(position.step + 1)
+        places = position.finished * self.batch_size + lane
+        given = np.where(places < self._limits, shares, 0.0)
+        return given / (given.sum() or 1.0)
+
+    def phase(self, lane: int) -> np.ndarray:
+        """float64 per source in [0, 1): a lane's start in the mixture's cycle, so that lanes do not
+        all draw from the same source at once."""
+        keys = self.keys[: self.counters]
+        seeds = [f"{self.cfg.seed} mixture {lane} {key}" for key in keys]
+        return np.array([text_hash(seed) * 2.0**-64 for seed in seeds])
+
+    def pick(self, position: Position, phase: np.ndarray, lane: int) -> int | None:
+        """The source of a lane's next document: the one that is owed most; None where no source
+        gives any more."""
+        if self.evaluation:
+            return 0
+        shares = self._open_shares(position, lane)
+        given = shares > 0
+        if not given.any():
+            return None
+        owed = position.owed + np.rint((shares + phase) * self._unit)
+        return int(np.argmax(np.where(given, owed, -np.inf)))
+
+    def gives(self, source: int, step: int) -> bool:
+        """True where a source has a weight above 0 in the batch of a step."""
+        return self.evaluation or weight_at(self.cfg.sources[source].weight, step) > 0
+
+    def count(self, position: Position, source: int, tokens: int, lane: int) -> None:
+        """Count a finished document of so many tokens in a lane's position."""
+        if not self.evaluation:
+            size = tokens if self.cfg.mixture.by == "tokens" else 1
+            shares = self._open_shares(position, lane)
+            position.owed += np.rint(shares * size * UNIT).astype(np.int64)
+            position.owed[source] -= size * UNIT
+        position.finished[source] += 1
+
+    def quarantine(self) -> Quarantine:
+        """A new, empty quarantine."""
+        return Quarantine(self.cfg.quarantine, f"{self.section}.quarantine")
+
+    def locate(self, counter: int, place: int) -> tuple[int, int] | None:
+        """(source, index) of the document at a place of a source's global order; None past the
+        end of an evaluation's only pass."""
+        if self.evaluation:
+            if place >= self.documents:
+                return None
+            return part_at(self._ends, place)
+        if self.cfg.shuffle:
+            return counter, self._orders[counter][place]
+        return counter, place % len(self.sources[counter])
+
+    def units(self, source: int, index: int, place: int, quarantine: Quarantine) -> list[Unit]:
+        """A document, at a place of its source's global order, as units of rows; in an evaluation
+        with `bytes`, of text, that each token stands for.
+
+        Empty if it cannot be read and is passed over. DataError if it may not be passed over.
+        """
+        documents = self.sources[source]
+        try:
+            if documents.record:
+                units = units_of(documents, index, self.cfg, self.fields)
+                return self._fitting(units, documents, index, quarantine)
+            tokenizer = open_tokenizer(self.cfg.tokenizer)
+            if self.evaluation:
+                ids, sizes = sized_tokens_of(documents, index, tokenizer)
+                return [Unit([Segment(ids, {"bytes": sizes})], whole=False)]
+            if cut := self.cfg.sources[source].fill_in_the_middle:
+                seed = f"{self.cfg.seed} middle {self.keys[source]} {place}"
+                ids = infilled(documents, index, tokenizer, cut, seed)
+            else:
+                ids = tokens_of(documents, index, tokenizer)
+            return [Unit([Segment(ids, {})], whole=False)]
+        except TooLong:
+            raise
+        except DataError as error:
+            quarantine.add(f"{source} {index}", str(error))
+            return []
+
+    def _fitting(
+        self, units: list[Unit], documents: Documents, index: int, quarantine: Quarantine
+    ) -> list[Unit]:
+        """The units that fit in a row, the others dropped or cut."""
+        fitting, most = [], self.room
+        for unit in units:
+            if unit.length <= most:
+                fitting.append(unit)
+                continue
+            where = documents.where(index)
+            text = f"{where}: {unit.length + len(unit.segments)} tokens"
+            if self.cfg.overlong == "error":
+                raise TooLong(
+                    f"{text}, but {self.room_of}; raise it, or set {self.section}.overlong to "
+                    "drop or cut"
+                )
+            quarantine.long(documents.name, text)
+            if self.cfg.overlong == "cut" and (short := unit.cut(most)):
+                fitting.append(short)
+        return fitting
+
+    @functools.cached_property
+    def _orders(self) -> list[Order]:
+        """The global order of each source, which no pickle holds."""
+        return [
+            Order(f"{self.cfg.seed} shuffle {key}", len(source))
+            for key, source in zip(self.keys, self.sources, strict=True)
+        ]
+
+
+def factors(cfg: DataConfig, sources: Sequence[Documents]) -> np.ndarray:
+    """float64 [sources]: what data.mixture multiplies the weights by."""
+    mixture = cfg.mixture
+    if not mixture.temperature and not mixture.unimax:
+        return np.ones(len(sources))
+    sizes = np.array([float(len(source)) for source in sources])
+    if mixture.by == "tokens":
+        sizes *= [_mean_tokens(cfg, source) for source in sources]
+    if mixture.unimax:
+        return unimax(sizes, mixture.unimax.epochs, mixture.unimax.budget)
+    assert mixture.temperature
+    return (sizes / sizes.sum()) ** (1 / mixture.temperature)
+
+
+def unimax(sizes: np.ndarray, epochs: float, budget: float) -> np.ndarray:
+    """Shares of sources of so many documents or tokens: the budget in equal parts, from the
+    smallest source on, but of none more than `epochs` times its size (Chung et al. 2023,
+    arXiv:2304.09151, algorithm 1)."""
+    given, left = np.zeros(len(sizes)), float(budget)
+    for i, source in enumerate(np.argsort(sizes, kind="stable")):
+        given[source] = min(left / (len(sizes) - i), epochs * sizes[source])
+        left -= given[source]
+    return given / given.sum()
+
+
+def _mean_tokens(cfg: DataConfig, source: Documents) -> float:
+    """Tokens of a document on average, from some that are spread over the source."""
+    tokenizer, counts = open_tokenizer(cfg.tokenizer), []
+    for index in range(0, len(source), max(1, len(source) // SAMPLED)):
+        try:
+            if source.record:
+                counts.append(sum(unit.length for unit in units_of(source, index, cfg, {})))
+            else:
+                counts.append(len(tokens_of(source, index, tokenizer)))
+        except DataError:  # which is reported when the document is due
+            continue
+    if not sum(counts):
+        raise DataError(f"source {source.name}: none of {SAMPLED} documents has a token to count")
+    return sum(counts) / len(counts)

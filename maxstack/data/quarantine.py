@@ -1,0 +1,102 @@
+"""Documents that a feed passes over: those that cannot be read, are empty, or too long for a
+row."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from maxstack.errors import DataError
+
+if TYPE_CHECKING:
+    from maxstack.data.mixture import Mixture
+
+_NAMED = 5
+
+
+class News(NamedTuple):
+    """Documents that were passed over, each to be reported once."""
+
+    damaged: dict[str, str]
+    """Records that cannot be read, and why."""
+    empty: dict[str, str]
+    """Sources, and their first document without anything to predict."""
+    long: dict[str, tuple[str, int]]
+    """Sources, their first record that was too long, and how many of them there were."""
+
+
+def no_news() -> News:
+    """None so far."""
+    return News({}, {}, {})
+
+
+class Quarantine:
+    """The records that a feed passes over. Those that cannot be read are counted and reported once
+    each, and `key` allows at most `most` of them; of empty ones the first of a source is
+    reported."""
+
+    def __init__(self, most: int, key: str):
+        self._most, self._key = most, key
+        self._damaged: set[str] = set()
+        self._empty: set[str] = set()
+        self._news = no_news()
+
+    def add(self, record: str, reason: str) -> None:
+        """Pass over a record; `reason` names its file and number. DataError if there are too
+        many."""
+        if record not in self._damaged:
+            self._damaged.add(record)
+            self._news.damaged[record] = reason
+        if len(self._damaged) <= self._most:
+            return
+        reasons = "; ".join([*self._news.damaged.values()][-_NAMED:])
+        advice = f"{reasons}. Repair the file, leave it out with `exclude`, or "
+        if not self._most:
+            raise DataError(
+                f"{advice}set {self._key} to the number of such records that may be passed over"
+            )
+        raise DataError(
+            f"{len(self._damaged)} records cannot be read, but {self._key}={self._most} passes "
+            f"over at most that many; the last: {advice}raise {self._key}"
+        )
+
+    def empty(self, source: str, document: str) -> None:
+        """Pass over a document without anything to predict, by its file and number."""
+        if source not in self._empty:
+            self._empty.add(source)
+            self._news.empty[source] = document
+
+    def long(self, source: str, record: str, count: int = 1) -> None:
+        """Count records of a source that were dropped or cut."""
+        first, before = self._news.long.get(source, (record, 0))
+        self._news.long[source] = first, before + count
+
+    def news(self) -> News:
+        """Documents passed over since the last call."""
+        news, self._news = self._news, no_news()
+        return news
+
+
+class Notices:
+    """Lines for the log about documents that a quarantine passed over, each once."""
+
+    def __init__(self, mixture: "Mixture"):
+        self._mixture = mixture
+        self._long: dict[str, int] = {}
+
+    def lines(self, news: News) -> list[str]:
+        """A line for every record that cannot be read, for each source's first document without
+        anything to predict, and its 1st, 10th, 100th, ... that is too long."""
+        mixture, section = self._mixture, self._mixture.section
+        lines = [f"{section}.quarantine: passed over {reason}" for reason in news.damaged.values()]
+        lines += [
+            f"{section}.sources: {document} is empty: it has nothing to predict and is "
+            f"passed over, as all such documents of {source} are"
+            for source, document in news.empty.items()
+        ]
+        for source, (record, count) in news.long.items():
+            before = self._long.get(source, 0)
+            self._long[source] = before + count
+            if not before or len(str(before + count)) > len(str(before)):
+                lines.append(
+                    f"{section}.overlong={mixture.cfg.overlong}: {before + count} records of "
+                    f"{source} so far are longer than {mixture.room_of}, such as {record}"
+                )
+        return [line.encode(errors="backslashreplace").decode() for line in lines]
