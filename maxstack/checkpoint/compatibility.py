@@ -106,7 +106,7 @@ class Compatibility(NamedTuple):
 
     def refuse_changes(self, free: Sequence[str]) -> None:
         """ConfigError with the keys that changed and are not `free`."""
-        if changed := self._changes(BOUND, free):
+        if changed := self.changed(BOUND, free):
             raise ConfigError(
                 f"{self.where} was written by another configuration (checkpoint -> now):\n"
                 + "\n".join(f"  {line}" for line in changed)
@@ -131,7 +131,7 @@ class Compatibility(NamedTuple):
         what, key = "the state of another optimizer", "optimizer"
         if any(line.startswith("params/") for line in arrays):
             what, key = "weights of another model", "model"
-        lines = self._changes((key,)) or arrays
+        lines = self.changed((key,)) or arrays
         more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
         raise ConfigError(
             f"{self.where} holds {what} (checkpoint -> now):\n"
@@ -140,7 +140,7 @@ class Compatibility(NamedTuple):
             + f"\n  Arrays of other shapes cannot be forced: put the {key} back, or {self.remedy}."
         )
 
-    def _changes(self, keys: Sequence[str], free: Sequence[str] = ()) -> list[str]:
+    def changed(self, keys: Sequence[str], free: Sequence[str] = ()) -> list[str]:
         """`key: old -> new` for each difference below some keys."""
         return [
             f"{key}: {_shown(key, old)} -> {_shown(key, new)}"

@@ -383,7 +383,8 @@ class Checkpoints:
             )
             loaded = storage.load(step, {"state": wanted, "data": {"position": position}})
         states = _local_position(loaded["data"]["position"])
-        feed.restore(feed.mixture.adopt(sources, states, step))
+        changed = bool(changes or match.changed(("data",)))
+        feed.restore(feed.mixture.adopt(sources, states, step, changed))
         for line in changes:
             self._say(f"data.sources: {line}")
         self.notes, self.saved_config = meta["notes"], meta["config"]
@@ -419,7 +420,9 @@ class Checkpoints:
             if not isinstance(state, optax.ScaleByScheduleState):
                 return state
             count = state.count
-            return state._replace(count=jax.device_put(given.guard.updates, count.sharding))
+            return state._replace(
+                count=jax.device_put(jnp.copy(given.guard.updates), count.sharding)
+            )
 
         opt = jax.tree.map(
             counted, begun.opt, is_leaf=lambda s: isinstance(s, optax.ScaleByScheduleState)

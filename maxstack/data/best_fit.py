@@ -10,7 +10,7 @@ import numpy as np
 from maxstack.data.examples import Unit
 from maxstack.data.lanes import Batch, Lane, RowWriter
 from maxstack.data.mixture import Mixture
-from maxstack.data.position import Position
+from maxstack.data.position import WINDOW, Position
 from maxstack.data.quarantine import Quarantine
 
 
@@ -40,7 +40,8 @@ class BestFitLane(Lane):
         row that after it."""
         if self._resumes or self._given < len(self._rows):
             before = self._before.copy()
-            before.current, before.offset = before.step, self._resumes or self._given
+            before.current = WINDOW - before.step
+            before.offset = self._resumes or self._given
             before.step = self._at.step
             return before.packed()
         return self._at.packed()
@@ -48,9 +49,8 @@ class BestFitLane(Lane):
     def restore(self, state: np.ndarray) -> None:
         self._at, self._units, self._rows, self._given = Position.unpacked(state), [], [], 0
         self._resumes, self._at.offset = self._at.offset, 0
-        self._before = self._at.copy()
-        self._before.step = self._at.current
-        self._before.current = self._at.current = -1
+        self._before, self._at.current = self._at.copy(), -1
+        self._before.step, self._before.current = WINDOW - self._before.current, -1
 
     def fill(self, row: Batch) -> None:
         """Write the next row of the window into zeroed arrays of shape [seq_len, ...]."""

@@ -42,6 +42,7 @@ def infilled(
     draw = random.Random(text_hash(seed))
     if draw.random() >= cfg.rate:
         return tokens_of(documents, index, tokenizer)
+    prefix, middle, suffix = marks(cfg, tokenizer)
     with naming(documents, index):
         document = documents[index]
         if isinstance(document, bytes):
@@ -51,7 +52,6 @@ def infilled(
             ids = document.ids if isinstance(document, Tokens) else np.asarray(document)
             parts = _cut(tokenizer.without_ends(ids), draw)
         beginning, center, end = parts
-        prefix, middle, suffix = marks(cfg, tokenizer)
         if draw.random() >= cfg.spm:
             return tokenizer.encode_parts([prefix, beginning, suffix, end, middle, center])
         together = [beginning + center] if isinstance(document, bytes) else [beginning, center]

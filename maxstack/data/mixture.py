@@ -9,7 +9,7 @@ import numpy as np
 
 from maxstack.data.documents import Documents, part_at, text_hash
 from maxstack.data.examples import Segment, Unit, units_of
-from maxstack.data.infilling import infilled
+from maxstack.data.infilling import infilled, marks
 from maxstack.data.order import Order
 from maxstack.data.position import Position, Sources
 from maxstack.data.quarantine import Quarantine
@@ -66,6 +66,9 @@ class Mixture:
             epochs = np.array([source.epochs or np.inf for source in cfg.sources])
             self._limits = epochs * [len(source) for source in sources]
             self._factors = factors(cfg, sources)
+            for source in cfg.sources:
+                if source.fill_in_the_middle:
+                    marks(source.fill_in_the_middle, open_tokenizer(cfg.tokenizer))
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_orders"}
@@ -79,15 +82,18 @@ class Mixture:
         identities = [source.identity() for source in self.sources]
         return Sources([source.name for source in self.sources], self.keys, [*identities])
 
-    def adopt(self, saved: Sources, states: np.ndarray, step: int) -> np.ndarray:
+    def adopt(
+        self, saved: Sources, states: np.ndarray, step: int, changed: bool = False
+    ) -> np.ndarray:
         """Packed positions [rows, K] in the sources of a checkpoint of a step -> those in these
-        sources, whose orders go on by the keys that they have there."""
+        sources, whose orders go on by the keys that they have there. `changed`: the configuration
+        of the data is another one."""
         now = saved.carried(self.described(), step)
         self.keys = now.keys
         self.__dict__.pop("_orders", None)
         if states.shape[1] == len(saved.names) + 1:  # of an older version
             states = self._upgraded(saved, states, step)
-        return saved.moved(states, now)
+        return saved.moved(states, now, changed)
 
     def _upgraded(self, saved: Sources, states: np.ndarray, step: int) -> np.ndarray:
         """Positions of documents finished and an offset alone, of a mixture by constant weights,

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+WINDOW = -2
+
 
 @dataclasses.dataclass
 class Position:
@@ -17,8 +19,8 @@ class Position:
     owed: np.ndarray
     """int64 [sources]: what each source is behind its share, in units of mixture.UNIT."""
     current: int = -1
-    """The source of the document that is being read; -1: none, or as `owed` says. With
-    packing=best the step at which the rows that are left were packed."""
+    """The source of the document that is being read; -1: none, or as `owed` says. Less: with
+    packing=best, WINDOW less the step at which the rows that are left were packed."""
     offset: int = 0
     """Tokens used of that document, units of that record, or with packing=best rows given."""
     step: int = 0
@@ -96,10 +98,11 @@ class Sources(NamedTuple):
         """True for a source that is here with the same documents."""
         return (name, identity) in zip(self.names, self.identities, strict=True)
 
-    def moved(self, states: np.ndarray, now: "Sources") -> np.ndarray:
+    def moved(self, states: np.ndarray, now: "Sources", changed: bool) -> np.ndarray:
         """Packed positions [rows, K] in these sources as positions in `now`: matched by name; zero
         in a source that is new or has other documents. The rest of a document of a source that is
-        gone is passed over."""
+        gone is passed over. `changed`: windows of packing=best are packed anew, from their first
+        document on, since by what they were packed has changed."""
         before = {
             place: self.names.index(name)
             for place, (name, _, identity) in enumerate(zip(*now, strict=True))
@@ -109,6 +112,8 @@ class Sources(NamedTuple):
         for old in map(Position.unpacked, states):
             new = Position.start(len(now.names))
             new.step = old.step
+            if old.current == -1 or (old.current <= WINDOW and not changed):
+                new.current, new.offset = old.current, old.offset
             for place, earlier in before.items():
                 new.finished[place], new.owed[place] = old.finished[earlier], old.owed[earlier]
                 if old.current == earlier:

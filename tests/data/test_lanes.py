@@ -80,7 +80,7 @@ documents = st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(
 
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
-    documents, st.integers(1, 9), st.integers(1, 4), st.sampled_from(["concat", "fit"])
+    documents, st.integers(1, 9), st.integers(1, 4), st.sampled_from(["concat", "fit", "best"])
 )
 def test_each_target_counts_exactly_once(lengths, seq_len, lanes, packing):
     made = numbered(lengths)
@@ -92,7 +92,10 @@ def test_each_target_counts_exactly_once(lengths, seq_len, lanes, packing):
 
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
-    documents, st.integers(1, 9), st.integers(1, 4), st.sampled_from(["concat", "fit", "none"])
+    documents,
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from(["concat", "fit", "best", "none"]),
 )
 def test_segments_number_documents_and_positions_restart_with_them(
     lengths, seq_len, lanes, packing
@@ -136,6 +139,15 @@ def test_fit_splits_only_documents_longer_than_a_row():
     ]
 
 
+def test_best_fills_the_rows_of_a_window_from_the_longest_document_on():
+    documents = numbered([3, 6, 5, 13, 4, 2])
+    batches = one_pass(documents, 1, seq_len=6, packing="best")
+    lengths = [np.bincount(batch["segments"][0])[1:].tolist() for batch in batches]
+    assert lengths == [[2, 4], [5, 1], [6], [6], [3]]
+    fitted = one_pass(documents, 1, seq_len=6, packing="fit")
+    assert len(fitted) == 6
+
+
 def test_none_cuts_each_document_at_the_end_of_its_row():
     batches = one_pass(numbered([9, 3]), 1, seq_len=5, packing="none")
     assert [batch["tokens"][0].tolist() for batch in batches] == [
@@ -149,7 +161,7 @@ def test_none_cuts_each_document_at_the_end_of_its_row():
 
 
 def test_documents_one_longer_than_a_row_fill_it_under_every_packing():
-    for packing in ("concat", "fit", "none"):
+    for packing in ("concat", "fit", "best", "none"):
         made = rows([numbered([17] * 10)], 4, seq_len=16, packing=packing)
         assert all(made.next()["mask"].all() for _ in range(8))
 
@@ -202,13 +214,13 @@ def test_lanes_do_not_all_draw_from_one_source_at_once():
     assert 0 < (made.next()["tokens"] // 1000).sum() < 16
 
 
-@pytest.mark.parametrize("packing", ["concat", "fit", "none"])
+@pytest.mark.parametrize("packing", ["concat", "fit", "best", "none"])
 def test_a_lane_restored_from_any_row_goes_on_as_before(packing):
     sources = [numbered([3, 40, 1, 0, 9, 17]), numbered([5, 6, 70], 1000)]
-    made = rows(sources, 2, seq_len=8, packing=packing)
+    made = rows(sources, 2, seq_len=8, packing=packing, window=3)
     batches = [made.next() for _ in range(40)]
     for k in range(0, 39, 3):
-        again = rows(sources, 2, seq_len=8, packing=packing)
+        again = rows(sources, 2, seq_len=8, packing=packing, window=3)
         again = Rows(again._lanes[0]._mixture, [1, 0], batches[k]["state"][::-1])
         for expected in batches[k + 1 : k + 4]:
             got = again.next()

@@ -1,0 +1,95 @@
+"""Fill in the middle, on texts and on stored tokens."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from maxstack.data.documents import Tokens
+from maxstack.data.infilling import infilled
+from maxstack.data.sources import open_source
+from maxstack.data.tokenizers import open_tokenizer
+from maxstack.errors import ConfigError
+from maxstack.schema.data import BytesTokenizer, HuggingFaceTokenizer, JsonlSource
+from maxstack.schema.mixture import FillInTheMiddleConfig
+
+TEXTS = [f"def f{i}(x):\n    return x + {i} # größer ☃\n" * (1 + i % 3) for i in range(200)]
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    model = Tokenizer(models.BPE({**{chr(c): i for i, c in enumerate(BYTES)}}, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    names = [f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix")]
+    model.add_special_tokens([AddedToken(name) for name in [*names, "<s>", "</s>"]])
+    model.save(str(tmp_path / "tokenizer.json"))
+    path = str(tmp_path / "tokenizer.json")
+    return open_tokenizer(
+        HuggingFaceTokenizer(kind="huggingface", path=path, bos="<s>", eos="</s>")
+    )
+
+
+BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(0x100, 0x144)]
+
+
+@pytest.fixture
+def documents(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return open_source(JsonlSource(kind="jsonl", files=[str(path)]))
+
+
+def parts(ids, tokenizer):
+    """Text after each mark, by its name."""
+    marks = {tokenizer.id_of(f"<|fim_{name}|>"): name for name in ("prefix", "middle", "suffix")}
+    found, order = {}, []
+    for token in map(int, ids[1:-1]):
+        if token in marks:
+            order.append(marks[token])
+            found[marks[token]] = []
+        else:
+            found[order[-1]].append(token)
+    texts = {name: tokenizer.decode(np.array(own)).decode() for name, own in found.items()}
+    return order, texts
+
+
+def test_the_parts_of_a_cut_document_are_the_document(tokenizer, documents):
+    cfg, joint = FillInTheMiddleConfig(rate=1.0, spm=0.5), 0
+    for i, text in enumerate(TEXTS):
+        ids = infilled(documents, i, tokenizer, cfg, f"seed {i}")
+        order, texts = parts(ids, tokenizer)
+        assert order == ["prefix", "suffix", "middle"]
+        assert texts["prefix"] + texts["middle"] + texts["suffix"] == text
+        assert ids[0] == tokenizer.id_of("<s>") and ids[-1] == tokenizer.id_of("</s>")
+        joint += not texts["prefix"]
+    assert 70 < joint < 140
+
+
+def test_stored_tokens_are_cut_between_tokens(tokenizer, documents):
+    cfg = FillInTheMiddleConfig(rate=1.0, spm=0.0)
+
+    class Stored:
+        def __getitem__(self, index):
+            return Tokens(tokenizer.encode(TEXTS[index].encode()), None)
+
+    for i, text in enumerate(TEXTS[:20]):
+        _, texts = parts(infilled(Stored(), i, tokenizer, cfg, f"seed {i}"), tokenizer)
+        assert len(texts) == 3 and sum(map(len, texts.values())) >= len(text)
+
+
+def test_a_share_of_documents_is_cut_and_the_seed_alone_says_where(tokenizer, documents):
+    cfg = FillInTheMiddleConfig(rate=0.3)
+    whole = [tokenizer.encode(text.encode()).tolist() for text in TEXTS]
+    made = [infilled(documents, i, tokenizer, cfg, f"a {i}").tolist() for i in range(200)]
+    again = [infilled(documents, i, tokenizer, cfg, f"a {i}").tolist() for i in range(200)]
+    other = [infilled(documents, i, tokenizer, cfg, f"b {i}").tolist() for i in range(200)]
+    cut = sum(a != b for a, b in zip(made, whole, strict=True))
+    assert made == again != other and 40 < cut < 80
+
+
+def test_a_tokenizer_without_the_marks_is_refused_by_the_key(documents):
+    cfg = FillInTheMiddleConfig(rate=1.0)
+    with pytest.raises(ConfigError, match="fill_in_the_middle.prefix: .*bytes has no token"):
+        infilled(documents, 0, open_tokenizer(BytesTokenizer(kind="bytes")), cfg, "")
