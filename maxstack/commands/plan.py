@@ -132,6 +132,7 @@ def main(args: Namespace) -> int:
         return _serve(args)
     cfg = configured(args)
     _check_options(args, cfg)
+    cfg = _largest(cfg)
     topology = topology_of(args, cfg)
     from maxstack.plan import report
 
@@ -182,6 +183,12 @@ def _check_options(args: Namespace, cfg: "Config | None" = None) -> None:
             f"--out {args.out}: only --search and --batch max write a configuration; "
             "--json writes the figures"
         )
+    for option in ("search", "batch", "save_executable"):
+        if cfg and cfg.train.stages and getattr(args, option):
+            raise ConfigError(
+                f"--{option.replace('_', '-')}: is of one shape of batches, and train.stages has "
+                "several; leave one of them out"
+            )
     for option in ("json", "out", "save_executable"):
         check_writable(f"--{option.replace('_', '-')}", getattr(args, option))
 
@@ -192,6 +199,21 @@ def configured(args: Namespace) -> "Config":
 
     elsewhere = [] if args.topology == "here" else ["run.virtual_devices=null"]
     return load(args.config, [*args.overrides, *elsewhere])
+
+
+def _largest(cfg: "Config") -> "Config":
+    """The configuration of the stage with the most tokens in a step, where there are stages."""
+    if not cfg.train.stages:
+        return cfg
+    shapes = cfg.stages.shapes
+    rows, length = max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+    print(
+        f"train.stages: steps of {len(shapes)} shapes are compiled, "
+        f"{', '.join(f'{rows:,} x {length:,}' for rows, length in shapes)}; this is the plan of "
+        f"{rows:,} x {length:,}",
+        flush=True,
+    )
+    return cfg.of_shape(rows, length)
 
 
 def topology_of(args: Namespace, cfg: "Config") -> "Topology":

@@ -193,19 +193,18 @@ def test_a_run_whose_steps_are_lost_is_not_begun_again_from_where_it_once_began(
             saves.restore(feed)
 
 
-def test_positions_in_other_sources_cannot_be_forced(saved):
-    again, _, folder, _ = saved
+def test_positions_in_other_sources_are_forced_by_name(saved):
+    again, states, folder, said = saved
+    kind = tiny.config().data.sources[0].model_dump()
     run = tiny.make_run(
-        tiny.config(
-            checkpoint={"every": 1}, data={"sources": [{"kind": "synthetic", "vocab": 64}] * 2}
-        )
+        tiny.config(checkpoint={"every": 1}, data={"sources": [kind | {"name": "new"}, kind]})
     )
-    with pytest.raises(
-        ConfigError, match="has positions in another number of data.sources, which cannot be forced"
-    ):
-        Checkpoints(run, folder, print, ["data"]).restore(
-            Feed(run.cfg.data, run.batches.rows(8), 8)
-        )
+    feed = Feed(run.cfg.data, run.batches.rows(8), 8)
+    with pytest.raises(ConfigError, match="data.sources: "):
+        Checkpoints(run, folder, said.append).restore(feed)
+    assert int(Checkpoints(run, folder, said.append, ["data"]).restore(feed).step) == 3
+    assert "data.sources: new: is new, and begins at its first document" in said
+    assert "data.sources: synthetic-0: is gone" in said
 
 
 @pytest.mark.parametrize(

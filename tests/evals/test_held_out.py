@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import tiny
 
+from maxstack.data.feed import Feed
 from maxstack.evals.held_out import Evaluator
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
@@ -38,9 +39,9 @@ def test_bytes_that_are_not_known_leave_bits_per_byte_out_and_say_why(tmp_path, 
     )
     log, writer = Log(tmp_path, 20, True), Writer(tmp_path, first=True)
     evaluator, state = Evaluator(run, log, writer), run.init()
-    plain = type(evaluator._feed).__next__
+    plain = Feed.__next__
     monkeypatch.setattr(
-        type(evaluator._feed),
+        Feed,
         "__next__",
         lambda feed: plain(feed) | {"bytes": np.full((8, 48), np.nan, np.float32)},
     )

@@ -1,0 +1,127 @@
+"""Runs whose data, batches or optimizer change while they go on, as whole runs."""
+
+import json
+
+import pytest
+import tiny_config
+import yaml
+from processes import numbers, rows
+
+from maxstack import cli, train
+
+WEB = {"kind": "synthetic", "vocab": 400, "documents": 90, "length": 70, "ragged": True}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Trains by a configuration with changes -> the run's folder and what was said."""
+    folder = tmp_path_factory.mktemp("changing")
+    base = yaml.safe_load(tiny_config.TINY)
+    base["model"]["layers"], base["model"]["pattern"] = 2, ["full"]
+    base["model"]["blocks"].pop("local")
+
+    def made(name, data, *words, steps=12, **sections):
+        cfg = {
+            **base,
+            "run": {"name": name, "output_dir": str(folder), "trackers": []},
+            "data": {"seq_len": 32, **data},
+            "train": {"steps": steps, "batch_size": 16, **sections.pop("train", {})},
+            "optimizer": {"learning_rate": {"kind": "constant", "value": 0.01}},
+            **sections,
+        }
+        path = folder / f"{name}.yml"
+        path.write_text(yaml.safe_dump(cfg))
+        code = cli.run(train.main, [str(path), *words])
+        return folder / name, code
+
+    return made
+
+
+def losses(folder):
+    return [row["loss"] for row in rows(folder)]
+
+
+def source(name, **fields):
+    return WEB | {"name": name} | fields
+
+
+def test_a_forced_change_of_sources_trains_as_a_schedule_in_the_file_does(run, capsys):
+    web, code, talk = source("web"), source("code", length=50), source("talk", length=40)
+    folder, _ = run("forced", {"sources": [web, code]}, steps=6)
+    changed = {"sources": [talk, web | {"weight": 3.0}]}
+    _, refused = run("forced", changed)
+    told = capsys.readouterr().err
+    assert refused == 1 and "data.sources" in told
+    _, done = run("forced", changed, "--force-config", "data")
+    assert done == 0
+    scheduled = [
+        web | {"weight": [[6, 1.0], [7, 3.0]]},
+        code | {"weight": [[6, 1.0], [7, 0.0]]},
+        talk | {"weight": [[6, 0.0], [7, 1.0]]},
+    ]
+    whole, _ = run("scheduled", {"sources": scheduled})
+    assert losses(folder) == losses(whole)
+    last = rows(whole)[-1]
+    assert last["fed/code"] == 0 and last["fed/web"] + last["fed/talk"] == 512
+
+
+def test_stages_count_tokens_and_go_on_in_any_of_them(run, capsys):
+    data = {"sources": [source("web"), source("code")], "packing": "best", "window": 4}
+    stages = [
+        {"step": 1, "batch_size": 8, "seq_len": 16},
+        {"step": 5, "seq_len": 16},
+        {"step": 9},
+    ]
+    whole, _ = run("whole", data, train={"stages": stages})
+    assert [row["tokens"] for row in rows(whole)] == [
+        *(128 * n for n in range(1, 5)),
+        *(512 + 256 * n for n in range(1, 5)),
+        *(1536 + 512 * n for n in range(1, 5)),
+    ]
+    assert "batches have 16 x 16 tokens from step 5 on" in capsys.readouterr().out
+    assert all(0 <= row["padding"] < 0.5 for row in rows(whole))
+    for steps in (3, 6, 12):
+        parts, _ = run("parts", data, train={"stages": stages}, steps=steps)
+    assert numbers(parts) == numbers(whole)
+
+
+def test_another_optimizer_begins_anew_on_the_same_weights_and_data(run, capsys):
+    data = {"sources": [source("web")]}
+    folder, _ = run("optimizer", data, steps=6)
+    sgd = ["optimizer.chain=[{kind: sgd, momentum: 0.9}]"]
+    parts = "checkpoint.restore_parts=[params, data, step]"
+    assert run("optimizer", data, *sgd)[1] == 1
+    capsys.readouterr()
+    assert run("optimizer", data, *sgd, parts, steps=9)[1] == 0
+    assert "the optimizer begins anew at step 6" in capsys.readouterr().out
+    assert run("optimizer", data, *sgd, parts)[1] == 0
+    assert "begins anew" not in capsys.readouterr().out
+    once, _ = run("once", data, steps=6)
+    run("once", data, *sgd, parts)
+    assert losses(once) == losses(folder)
+
+
+def test_evaluation_says_the_loss_of_each_source(run):
+    data = {"sources": [source("web", holdout=0.2), source("code", holdout=0.3)]}
+    folder, _ = run("by-source", data, steps=4, eval={"every": 4, "steps": 2})
+    row = rows(folder, "eval_loss")[-1]
+    parts = [row["eval_loss/web"], row["eval_loss/code"]]
+    assert min(parts) < row["eval_loss"] < max(parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train.stages=[{step: 2}]"], "must begin at step: 1"),
+        (["train.stages=[{step: 1, batch_size: 3}]"], "does not divide train.batch_size=16"),
+        (["train.stages=[{step: 1, batch_size: 8}, {step: 4}]"], "give a multiple of 2 steps"),
+        (["train.stages=[{step: 1, seq_len: 64}]"], "more than data.seq_len=32"),
+        (["data.sources.0.weight=0"], "no source has a weight above 0 at step 1"),
+        (["data.sources.0.weight=[[9, 1], [5, 1]]"], "in the order of steps"),
+        (["checkpoint.restore_parts=[params]"], "set restore to its path"),
+        (["checkpoint.restore_parts=[data, step]"], "must be \\[params\\], "),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_read(run, words, told, capsys):
+    assert run("refused", {"sources": [source("web")]}, *words)[1] == 1
+    assert told.replace("\\", "") in capsys.readouterr().err
