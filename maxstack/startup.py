@@ -41,6 +41,20 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 
+def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "Config":
+    """The configuration with the train.steps that train.epochs take, the same in every process."""
+    if cfg.train.epochs is None:
+        return cfg
+    from maxstack.data.batches import Batches
+    from maxstack.data.epochs import steps_of, with_epochs
+    from maxstack.objectives.objective import objective_of
+
+    cfg, fields = with_epochs(cfg), objective_of(cfg).fields
+    lanes = Batches(cfg, mesh, fields).rows(cfg.train.batch_size)
+    steps = max(Peers().exchange("epochs", steps_of(cfg, lanes, fields)))
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": steps})})
+
+
 def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """The mesh over all devices, or these; ConfigError where a size does not divide by it, now that
     their number is known."""
@@ -178,6 +192,8 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
         f"{run.flops_per_token / 1e6:,.1f} MFLOP "
         "a token, with the keys that a query sees"
     )
+    if cfg.train.epochs:
+        log.say(f"train.epochs={cfg.train.epochs:g}: {cfg.train.steps:,} steps")
     if (stages := run.mesh.shape["stage"]) > 1:
         idle = bubble(stages, cfg.mesh.rounds, cfg.mesh.microbatches or stages)
         log.say(

@@ -150,7 +150,9 @@ def train(
     keep_programs(cfg.run.compilation_cache, named=cfg.train.profile is not None)
     if cfg.model.tokens is None:
         fits(cfg.data, cfg.objective.token_ids(cfg.decoder.vocab))
-    run = assemble(cfg, startup.make_mesh(cfg, left))
+    mesh = startup.make_mesh(cfg, left)
+    cfg = startup.counted(cfg, mesh)
+    run = assemble(cfg, mesh)
     steps = ShapedSteps(run)
     steps.check_memory(startup.engine_bytes(run))
     startup.check_can_start(run)

@@ -1,6 +1,5 @@
 """Runs whose data, batches or optimizer change while they go on, as whole runs."""
 
-import json
 
 import pytest
 import tiny_config
@@ -65,6 +64,7 @@ def test_a_forced_change_of_sources_trains_as_a_schedule_in_the_file_does(run, c
     assert last["fed/code"] == 0 and last["fed/web"] + last["fed/talk"] == 512
 
 
+@pytest.mark.slow
 def test_stages_count_tokens_and_go_on_in_any_of_them(run, capsys):
     data = {"sources": [source("web"), source("code")], "packing": "best", "window": 4}
     stages = [
@@ -85,6 +85,7 @@ def test_stages_count_tokens_and_go_on_in_any_of_them(run, capsys):
     assert numbers(parts) == numbers(whole)
 
 
+@pytest.mark.slow
 def test_another_optimizer_begins_anew_on_the_same_weights_and_data(run, capsys):
     data = {"sources": [source("web")]}
     folder, _ = run("optimizer", data, steps=6)
@@ -99,6 +100,17 @@ def test_another_optimizer_begins_anew_on_the_same_weights_and_data(run, capsys)
     once, _ = run("once", data, steps=6)
     run("once", data, *sgd, parts)
     assert losses(once) == losses(folder)
+
+
+def test_epochs_give_every_document_so_many_times(run, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("MAXSTACK_CACHE", str(tmp_path))
+    sources = [source("web", length=33, ragged=False), source("code", documents=50)]
+    folder, _ = run("epochs", {"sources": sources}, train={"epochs": 2})
+    out = capsys.readouterr().out
+    steps = rows(folder)[-1]["step"]
+    assert f"train.epochs=2: {steps} steps" in out
+    assert sum(row["fed/web"] for row in rows(folder)) == 2 * 90 * 32
+    assert rows(folder)[-1]["fed/web"] + rows(folder)[-1]["fed/code"] > 0
 
 
 def test_evaluation_says_the_loss_of_each_source(run):

@@ -14,6 +14,7 @@ from maxstack.config import (
     Items,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
     Section,
 )
@@ -131,6 +132,9 @@ class TrainConfig(Section):
     steps: PositiveInt = 1000
     """Optimizer steps in the whole run. A run may be given more; where that moves the learning rate
     of its next step, the log says from what to what."""
+    epochs: PositiveFloat | None = None
+    """Passes over every source that says none itself; train.steps follows from them, counted when
+    the run begins by packing all data once. null: train.steps."""
     batch_size: PositiveInt = 8
     """Rows in a step, over all devices and accumulation."""
     stages: Items[StageConfig] = ()

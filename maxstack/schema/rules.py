@@ -118,6 +118,8 @@ def _shapes(cfg: "Config", *devices: int) -> Iterator[Fault]:
 def _feeding(cfg: "Config") -> Iterator[Fault]:
     if not cfg.rollout:
         return
+    if cfg.train.epochs:
+        yield "train.epochs", "are of documents, and prompts are drawn by rollout; set train.steps"
     for index, source in enumerate(cfg.data.sources):
         if source.epochs or isinstance(source.weight, tuple):
             yield (
