@@ -1,10 +1,12 @@
 """Runs whose data, batches or optimizer change while they go on, as whole runs."""
 
+import signal
 
 import pytest
 import tiny_config
 import yaml
-from processes import numbers, rows
+from processes import interrupt, numbers, rows, write_config
+from processes import train as train_apart
 
 from maxstack import cli, train
 
@@ -111,6 +113,40 @@ def test_epochs_give_every_document_so_many_times(run, monkeypatch, tmp_path, ca
     assert f"train.epochs=2: {steps} steps" in out
     assert sum(row["fed/web"] for row in rows(folder)) == 2 * 90 * 32
     assert rows(folder)[-1]["fed/web"] + rows(folder)[-1]["fed/code"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_with_every_feature_goes_on_bit_for_bit_after_a_kill_and_on_two_devices(tmp_path):
+    sources = [
+        {"kind": "text", "name": "library", "files": ["{stdlib}/[a-f]*.py"], "holdout": 0.2},
+        source("made", vocab=300, holdout=0.1, weight=[[1, 0.0], [10, 2.0]]),
+        source("once", vocab=300, documents=20, epochs=1, weight=[[4, 1.0], [16, 0.1]]),
+    ]
+    stages = [{"step": 1, "batch_size": 2, "seq_len": 32}, {"step": 9, "batch_size": 4}]
+    config = write_config(
+        tmp_path,
+        data={
+            "seq_len": 64,
+            "sources": sources,
+            "packing": "best",
+            "window": 5,
+            "workers": 2,
+            "mixture": {"by": "tokens"},
+            "across_documents": True,
+        },
+        train={"steps": 24, "batch_size": 8, "stages": [*stages, {"step": 17}]},
+        eval={"every": 12, "steps": 2},
+    )
+    train_apart(config, "run.name=whole")
+    after, kill = 6, signal.SIGKILL
+    assert interrupt(config, tmp_path / "killed", after, kill, "run.name=killed") == -kill
+    train_apart(config, "run.name=killed")
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    losses = numbers(tmp_path / "killed", "eval_loss/made")
+    assert losses == numbers(tmp_path / "whole", "eval_loss/made") and len(losses) == 3
+    train_apart(config, "run.name=two", "run.virtual_devices=2")
+    fed = [[row["fed/library"], row["padding"]] for row in rows(tmp_path / "whole")]
+    assert [[row["fed/library"], row["padding"]] for row in rows(tmp_path / "two")] == fed
 
 
 def test_evaluation_says_the_loss_of_each_source(run):
