@@ -148,6 +148,13 @@ def test_best_fills_the_rows_of_a_window_from_the_longest_document_on():
     assert len(fitted) == 6
 
 
+def test_a_row_across_documents_is_one_segment_with_positions_that_count_on():
+    (batch, *_) = one_pass(numbered([5, 9, 2]), 1, seq_len=7, across_documents=True)
+    assert batch["segments"][0].tolist() == [1] * 7
+    assert batch["positions"][0].tolist() == [*range(7)]
+    assert batch["targets"][0].tolist() == [2, 3, 4, 5, 7, 8, 9]
+
+
 def test_none_cuts_each_document_at_the_end_of_its_row():
     batches = one_pass(numbered([9, 3]), 1, seq_len=5, packing="none")
     assert [batch["tokens"][0].tolist() for batch in batches] == [
