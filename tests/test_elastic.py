@@ -10,10 +10,11 @@ import processes
 import pytest
 import tiny
 
-from maxstack import config, elastic, startup, train
+from maxstack import config, elastic, train
 from maxstack.checkpoint.weights import WeightsReader
 from maxstack.errors import ConfigError
 from maxstack.load import load
+from maxstack.shaped import ShapedSteps
 
 STEPS = 12
 
@@ -44,15 +45,13 @@ class Losing:
 @pytest.fixture
 def losing(monkeypatch):
     """A step that loses slices, and devices of theirs that do not answer."""
-    plain, answer = startup.compile_step, elastic.answer
+    plain, answer = ShapedSteps.at, elastic.answer
 
-    def compile_step(run):
-        found = plain(run)
-        compiled, seconds = found.result()
-        found.result = lambda: (Losing(compiled, run), seconds)
-        return found
+    def at(steps, step):
+        shaped = plain(steps, step)
+        return shaped._replace(step=Losing(shaped.step, shaped.run))
 
-    monkeypatch.setattr(startup, "compile_step", compile_step)
+    monkeypatch.setattr(ShapedSteps, "at", at)
     monkeypatch.setattr(
         elastic,
         "answer",

@@ -62,9 +62,8 @@ def test_a_row_without_keys_says_why():
     [
         ("optimizer.lr=1e-3", "here that is optimizer.learning_rate (the peak)"),
         (
-            "train.epochs=3",
-            "here that is train.steps (steps, not epochs: epochs x tokens of the data / "
-            "(train.batch_size x data.seq_len))",
+            "num_train_epochs=3",
+            "here that is train.epochs",
         ),
         (
             "per_device_train_batch_size=4",
