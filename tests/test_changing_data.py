@@ -87,6 +87,21 @@ def test_stages_count_tokens_and_go_on_in_any_of_them(run, capsys):
     assert numbers(parts) == numbers(whole)
 
 
+def test_plan_counts_the_shapes_and_plans_the_largest(run, tmp_path, capsys):
+    stages = [{"step": 1, "batch_size": 8, "seq_len": 16}, {"step": 5, "seq_len": 8}]
+    path = tmp_path / "plan.yml"
+    data = {"seq_len": 32, "sources": [source("web")]}
+    model = yaml.safe_load(tiny_config.TINY)["model"]
+    sections = {"model": model, "data": data, "train": {"batch_size": 16, "stages": stages}}
+    path.write_text(yaml.safe_dump(sections))
+    assert cli.main(["plan", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "steps of 2 shapes are compiled, 8 x 16, 16 x 8; this is the plan of 8 x 16" in out
+    assert "8 x 16 = 128" in out
+    assert cli.main(["plan", str(path), "--search"]) == 1
+    assert "train.stages has several" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_another_optimizer_begins_anew_on_the_same_weights_and_data(run, capsys):
     data = {"sources": [source("web")]}

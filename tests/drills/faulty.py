@@ -219,8 +219,9 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from maxstack import run, sharding, startup
+    from maxstack import sharding
     from maxstack import step as program
+    from maxstack.shaped import ShapedSteps
 
     plain, hit, spoiling = program._gradient, [0], [False]
 
@@ -246,38 +247,33 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
         return summed, jax.tree.unflatten(tree, leaves)
 
     program._gradient = gradient
-    compile_step = startup.compile_step
+    compiled = ShapedSteps._compiled
 
-    class Both:
+    def both(steps: Any, shape: tuple[int, int]) -> Any:
         """The compiled step, and that with the fault for the batch that it hits."""
+        honest, spoiling[0] = compiled(steps, shape), True
+        jax.clear_caches()
+        one = honest.run
+        bad = one.step.lower(one.abstract, one.batches.abstract()).compile()
 
-        def __init__(self, one: run.Run):
-            self._one, self._honest = one, compile_step(one)
+        def chosen(state: Any, batch: Any) -> Any:
+            now = int(state.step) + 1 == step and (often == "always" or not hit[0])
+            hit[0] += now
+            return (bad if now else honest.step)(state, batch)
 
-        def result(self) -> Any:
-            honest, seconds = self._honest.result()
-            spoiling[0] = True
-            jax.clear_caches()
-            bad = self._one.step.lower(self._one.abstract, self._one.batches.abstract()).compile()
+        return honest._replace(step=chosen)
 
-            def compiled(state: Any, batch: Any) -> Any:
-                now = int(state.step) + 1 == step and (often == "always" or not hit[0])
-                hit[0] += now
-                return (bad if now else honest)(state, batch)
-
-            return compiled, seconds
-
-    startup.compile_step = Both
+    ShapedSteps._compiled = both
 
 
 def learning(phase: str, updates: int, after: int) -> None:
     """SIGKILL in a run that learns from its own samples, after so many updates of this process the
     so manieth time that it is in one of LEARNING."""
-    from maxstack import startup
     from maxstack.inference.engine import Engine
     from maxstack.inference.programs import Programs
+    from maxstack.shaped import ShapedSteps
 
-    updated, seen, compile_step = [0], [0], startup.compile_step
+    updated, seen, compiled = [0], [0], ShapedSteps._compiled
 
     def reached(now: str) -> None:
         seen[0] += now == phase and updated[0] >= updates
@@ -294,17 +290,12 @@ def learning(phase: str, updates: int, after: int) -> None:
 
         return calling
 
-    class Update:
+    def updating(steps: Any, shape: tuple[int, int]) -> Any:
         """The compiled step, which goes on in the background once it is called."""
+        shaped = compiled(steps, shape)
+        return shaped._replace(step=around("update", shaped.step))
 
-        def __init__(self, run: Any):
-            self._compiled = compile_step(run)
-
-        def result(self) -> Any:
-            compiled, seconds = self._compiled.result()
-            return around("update", compiled), seconds
-
-    startup.compile_step = Update
+    ShapedSteps._compiled = updating
     Engine.step = around("answering", Engine.step)
     Programs.prepare = around("handing over", Programs.prepare)
 
