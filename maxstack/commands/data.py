@@ -5,6 +5,7 @@ import os
 from argparse import Namespace
 
 from maxstack.command import CONFIG, OVERRIDES, argument, command, group, load_config, positive
+from maxstack.errors import ConfigError
 
 
 @command(
@@ -50,8 +51,19 @@ def tokenizer(args: Namespace) -> None:
     argument(
         "--workers",
         type=positive,
-        default=os.cpu_count() or 1,
-        help="processes (default: the number of cores)",
+        help="processes (default: the number of cores, of all nodes with --engine ray)",
+    ),
+    argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="processes of this machine, or of a Ray cluster (default: local)",
+    ),
+    argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="the Ray cluster, of which this machine is a node (default: one of this machine "
+        "alone, started for the purpose)",
     ),
     argument(
         "--shard-size",
@@ -62,9 +74,17 @@ def tokenizer(args: Namespace) -> None:
 )
 def prepare(args: Namespace) -> None:
     """Write the shards."""
+    from maxstack.data import engines
     from maxstack.data.prepare import prepare
 
-    prepare(load_config(args).data, args.out, workers=args.workers, shard_size=args.shard_size)
+    if args.address and args.engine == "local":
+        raise ConfigError("--address names a Ray cluster: add --engine ray")
+    engine = (
+        engines.Ray(args.workers, args.address)
+        if args.engine == "ray"
+        else engines.Processes(args.workers or os.cpu_count() or 1)
+    )
+    prepare(load_config(args).data, args.out, engine, shard_size=args.shard_size)
 
 
 @command(
