@@ -5,7 +5,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from maxstack.data.engines import Engine, Processes
 from maxstack.data.files import digest
 from maxstack.data.shards import MANIFEST, pack
 from maxstack.data.sources import open_source
+from maxstack.data.steps import summary
+from maxstack.data.steps.cleaned import cleaned
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
 from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
@@ -46,16 +48,25 @@ class Shard:
 
 
 def prepare(
-    cfg: DataConfig, out: str, engine: Engine | None = None, *, shard_size: int | None = None
+    cfg: DataConfig,
+    out: str,
+    engine: Engine | None = None,
+    *,
+    shard_size: int | None = None,
+    task_texts: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Write every document of `cfg` as tokens into `out`: files
     <source>-<split>-<n>-of-<count>.array_record and manifest.json.
 
+    data.steps are applied before; `task_texts` are those of evaluation tasks that they name.
     `engine`: None: one process of this machine. The split eval holds what a source's `holdout`
     keeps from training. Shards that an earlier, stopped call finished are kept. ConfigError if
     `out` holds the shards of other data.
     """
-    tokenizer, splits = open_tokenizer(cfg.tokenizer), _splits(cfg)
+    tokenizer, splits, steps = open_tokenizer(cfg.tokenizer), _splits(cfg), None
+    engine = engine or Processes(1)
+    if cfg.steps:
+        splits, steps = cleaned(cfg, splits, out, engine, task_texts or {})
     shards = [
         shard
         for (name, split), documents in splits.items()
@@ -74,18 +85,20 @@ def prepare(
     documents = sum(shard.stop - shard.start for shard in shards)
     done = sum(counts["documents"] for counts in made.values())
     with progress(documents, f"to {out}", "documents", done) as bar:
-        for shard, counts in (engine or Processes(1)).map(
-            _write, (cfg, splits, out, plan), missing
-        ):
+        for shard, counts in engine.map(_write, (cfg, splits, out, plan), missing):
             made[shard.name] = counts
             bar.update(counts["documents"])
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
+    if steps:
+        manifest["steps"] = steps["steps"]
     _write_json(storage.join(out, MANIFEST), manifest, indent=1)
     with storage.filesystem(out) as (files, folder):
         files.rm(
             [f"{folder}/{_FINISHED}", *files.glob(f"{folder}/.*{atomic.UNFINISHED}")],
             recursive=True,
         )
+    if steps:
+        summary.show(steps, out)
     totals = manifest["totals"]
     print(
         f"{out}: {totals['documents']} documents, {totals['tokens']} tokens, "

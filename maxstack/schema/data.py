@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field
 
 from maxstack.config import Fault, Items, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from maxstack.schema.steps import AnyStep, names_of
 
 BYTE_IDS = 257
 """Ids of the tokenizer of kind bytes."""
@@ -373,6 +374,9 @@ class DataConfig(Section):
 
     sources: Items[AnySource] = Field(min_length=1)
     """Sources of documents, mixed by weight."""
+    steps: Items[AnyStep] = ()
+    """What happens to documents before they become tokens, by `maxstack data prepare`, one step
+    after the other."""
     tokenizer: Tokenizer = BytesTokenizer(kind="bytes")
     """From text to token ids."""
     seq_len: PositiveInt = 1024
@@ -427,6 +431,7 @@ class DataConfig(Section):
             )
         if self.has_latents and (self.image.crop != "none" or self.image.flip):
             yield "image", "changes pictures, and these are latents: set crop: none and flip: false"
+        yield from self._faults_of_steps()
         for index, source in enumerate(self.sources):
             if isinstance(source, ArrayRecordSource) and source.record and source.content != "text":
                 yield f"sources.{index}.record", "is of JSON: set content: text, or leave it out"
@@ -438,4 +443,18 @@ class DataConfig(Section):
                     f"sources.{index}.encoding_errors",
                     f"is keep, but data.tokenizer is of kind "
                     f"{self.tokenizer.kind}, which reads UTF-8 alone; set refuse or replace",
+                )
+
+    def _faults_of_steps(self) -> Iterator[Fault]:
+        names = names_of(self.steps)
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield f"steps.{index}.name", f"two steps are called {name}; give one another name"
+        for index, source in enumerate(self.sources if self.steps else ()):
+            if not holds_text(vars(source)) or source.holds:
+                yield f"sources.{index}", "holds no plain text, which data.steps need"
+            if isinstance(source, Files) and source.encoding_errors == "keep":
+                yield (
+                    f"sources.{index}.encoding_errors",
+                    "is keep, but data.steps need text; set refuse or replace",
                 )
