@@ -23,7 +23,7 @@ from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig
 from maxstack.schema.steps import GLOBAL, AnyStep, names_of
 
-NOTES = ".steps"
+NOTES, PASSES = ".steps", "passes"
 _FORMAT = 1
 _LARGEST_RANGE = 10_000
 Sources = Mapping[tuple[str, Split], Documents]
@@ -80,8 +80,17 @@ def cleaned(
     result = storage.join(notes, "result.npz")
     if storage.kind(result) is None:
         _begin(out, notes)
-        job = Job(steps, names_of(steps), data, sources, _ranges(sources), out, notes)
+        job = Job(
+            steps,
+            names_of(steps),
+            data,
+            sources,
+            _ranges(sources),
+            out,
+            storage.join(notes, PASSES),
+        )
         _run(job, engine, result)
+    _delete(notes, PASSES)
     kept = read_note(result)
     told = json.loads(kept["summary"].tobytes())
     left: dict[tuple[str, Split], Documents] = {}
@@ -156,9 +165,6 @@ def _run(job: Job, engine: Engine, result: str) -> None:
     with storage.replacing(result) as unfinished, unfinished.open("wb") as file:
         text = np.frombuffer(json.dumps(told).encode(), np.uint8)
         np.savez(file, summary=text, **kept)  # type: ignore[arg-type]
-    for number in range(passes):
-        for each in job.ranges:
-            _delete(job.notes, job.path(number, each).rpartition("/")[2])
 
 
 def _compared(job: Job) -> list[Range]:
