@@ -40,6 +40,7 @@ NOT_RUN = {
 }
 """Programs that are no part of the project, and why they are not run."""
 LATER = (
+    "maxstack data removed",
     "maxstack package",
     "maxstack serve boxes",
     "maxstack tune",
@@ -101,6 +102,7 @@ PAGES = {
     "FINE_TUNING.md": (),
     "POSTTRAINING.md": ("maxstack train quickstart",),
     "RL.md": ("maxstack train quickstart",),
+    "DATA.md": (),
     "IMAGES.md": (),
     "EVALUATION.md": ("maxstack train quickstart",),
     "PACKAGE.md": ("maxstack train quickstart",),

@@ -1,10 +1,15 @@
-"""`maxstack data tokenizer|prepare|show`: work on a run's data, from the same files that training
-reads."""
+"""`maxstack data tokenizer|prepare|removed|show`: work on a run's data, from the same files that
+training reads."""
 
 import os
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from maxstack.command import CONFIG, OVERRIDES, argument, command, group, load_config, positive
+from maxstack.errors import ConfigError
+
+if TYPE_CHECKING:
+    from maxstack.schema.data import DataConfig
 
 
 @command(
@@ -50,8 +55,19 @@ def tokenizer(args: Namespace) -> None:
     argument(
         "--workers",
         type=positive,
-        default=os.cpu_count() or 1,
-        help="processes (default: the number of cores)",
+        help="processes (default: the number of cores, of all nodes with --engine ray)",
+    ),
+    argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="processes of this machine, or of a Ray cluster (default: local)",
+    ),
+    argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="the Ray cluster, of which this machine is a node (default: one of this machine "
+        "alone, started for the purpose)",
     ),
     argument(
         "--shard-size",
@@ -62,9 +78,48 @@ def tokenizer(args: Namespace) -> None:
 )
 def prepare(args: Namespace) -> None:
     """Write the shards."""
+    from maxstack.data import engines
     from maxstack.data.prepare import prepare
 
-    prepare(load_config(args).data, args.out, workers=args.workers, shard_size=args.shard_size)
+    if args.address and args.engine == "local":
+        raise ConfigError("--address names a Ray cluster: add --engine ray")
+    engine = (
+        engines.Ray(args.workers, args.address)
+        if args.engine == "ray"
+        else engines.Processes(args.workers or os.cpu_count() or 1)
+    )
+    data = load_config(args).data
+    prepare(data, args.out, engine, shard_size=args.shard_size, task_texts=_task_texts(data))
+
+
+def _task_texts(data: "DataConfig") -> dict[str, list[str]]:
+    """Texts of the evaluation tasks that data.steps name."""
+    names = [name for step in data.steps if step.kind == "decontaminate" for name in step.tasks]
+    if not names:
+        return {}
+    from maxstack.evals.task_texts import texts_of
+
+    return {name: texts_of(name) for name in names}
+
+
+@command(
+    "data removed",
+    "Print the documents that data.steps removed, as JSON lines with step, rule, value, source, "
+    "where and text.",
+    "data removed tokens --step gopher_quality --limit 3",
+    argument("folder", metavar="OUT", help="the folder that `maxstack data prepare` wrote"),
+    argument("--step", metavar="NAME", help="of this step alone"),
+    argument("--source", metavar="NAME", help="of this source alone"),
+    argument("--limit", type=positive, metavar="N", help="so many at most (default: all)"),
+)
+def removed(args: Namespace) -> None:
+    """Print the rows."""
+    import json
+
+    from maxstack.data.steps.removed import rows
+
+    for row in rows(args.folder, args.step, args.source, args.limit):
+        print(json.dumps(row, ensure_ascii=False))
 
 
 @command(
@@ -100,5 +155,6 @@ main = group(
     "data show configs/quickstart.yml",
     tokenizer,
     prepare,
+    removed,
     show,
 )

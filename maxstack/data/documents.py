@@ -61,6 +61,10 @@ class Documents(ABC):
     def where(self, index: int) -> str:
         """A document's file and record, for messages."""
 
+    def place(self, index: int) -> str:
+        """As `where`, in a time that does not depend on the file's size."""
+        return self.where(index)
+
     def paths(self) -> list[str]:
         """Paths of the source's files."""
         return [file.path for file in self.files]
@@ -90,6 +94,9 @@ class Selection(Documents):
 
     def where(self, index: int) -> str:
         return self._documents.where(int(self._indices[index]))
+
+    def place(self, index: int) -> str:
+        return self._documents.place(int(self._indices[index]))
 
     def hashes(self) -> np.ndarray:
         return self._documents.hashes()[self._indices]

@@ -5,11 +5,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,13 @@ import numpy as np
 
 from maxstack.config import atomic, storage
 from maxstack.data.documents import Documents, Split, Tokens
+from maxstack.data.engines import Engine, Processes
 from maxstack.data.files import digest
 from maxstack.data.shards import MANIFEST, pack
 from maxstack.data.sources import open_source
+from maxstack.data.steps import summary
+from maxstack.data.steps.cleaned import cleaned
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
-from maxstack.data.workers import settle
 from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig
@@ -31,6 +30,10 @@ _FINISHED = ".finished"
 _FORMAT = 2
 _ELSEWHERE = {"name", "weight", "holdout", "files", "exclude"}
 """Keys of a source that the documents' identity and the names of the shards contain."""
+
+
+Sources = dict[tuple[str, Split], Documents]
+"""The documents of each source, by its name and split."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,26 @@ class Shard:
     stop: int
 
 
-def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | None = None) -> None:
+def prepare(
+    cfg: DataConfig,
+    out: str,
+    engine: Engine | None = None,
+    *,
+    shard_size: int | None = None,
+    task_texts: Mapping[str, Sequence[str]] | None = None,
+) -> None:
     """Write every document of `cfg` as tokens into `out`: files
     <source>-<split>-<n>-of-<count>.array_record and manifest.json.
 
-    The split eval holds what a source's `holdout` keeps from training. Shards that an earlier,
-    stopped call finished are kept. ConfigError if `out` holds the shards of other data.
+    data.steps are applied before; `task_texts` are those of evaluation tasks that they name.
+    `engine`: None: one process of this machine. The split eval holds what a source's `holdout`
+    keeps from training. Shards that an earlier, stopped call finished are kept. ConfigError if
+    `out` holds the shards of other data.
     """
-    tokenizer, splits = open_tokenizer(cfg.tokenizer), _splits(cfg)
+    tokenizer, splits, steps = open_tokenizer(cfg.tokenizer), _splits(cfg), None
+    engine = engine or Processes(1)
+    if cfg.steps:
+        splits, steps = cleaned(cfg, splits, out, engine, task_texts or {})
     shards = [
         shard
         for (name, split), documents in splits.items()
@@ -70,16 +85,20 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
     documents = sum(shard.stop - shard.start for shard in shards)
     done = sum(counts["documents"] for counts in made.values())
     with progress(documents, f"to {out}", "documents", done) as bar:
-        for shard, counts in _write_all(cfg, splits, missing, out, plan, workers):
+        for shard, counts in engine.map(_write, (cfg, splits, out, plan), missing):
             made[shard.name] = counts
             bar.update(counts["documents"])
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
+    if steps:
+        manifest["steps"] = steps["steps"]
     _write_json(storage.join(out, MANIFEST), manifest, indent=1)
     with storage.filesystem(out) as (files, folder):
         files.rm(
             [f"{folder}/{_FINISHED}", *files.glob(f"{folder}/.*{atomic.UNFINISHED}")],
             recursive=True,
         )
+    if steps:
+        summary.show(steps, out)
     totals = manifest["totals"]
     print(
         f"{out}: {totals['documents']} documents, {totals['tokens']} tokens, "
@@ -91,8 +110,8 @@ def prepare(cfg: DataConfig, out: str, *, workers: int = 1, shard_size: int | No
     )
 
 
-def _splits(cfg: DataConfig) -> dict[tuple[str, Split], Documents]:
-    splits: dict[tuple[str, Split], Documents] = {}
+def _splits(cfg: DataConfig) -> Sources:
+    splits: Sources = {}
     for index, source in enumerate(cfg.sources):
         name = re.sub(r"[^\w.-]+", "_", source.name or f"{source.kind}-{index}")
         if (name, "train") in splits:
@@ -116,7 +135,7 @@ def _shards(source: str, split: Split, documents: int, size: int | None) -> list
 def _plan(
     cfg: DataConfig,
     tokenizer: Tokenizer,
-    splits: dict[tuple[str, Split], Documents],
+    splits: Sources,
     shards: list[Shard],
 ) -> str:
     """A hash of everything that the shards depend on, the source files' sizes and times
@@ -163,60 +182,19 @@ def _finished(folder: str, shard: Shard, plan: str) -> dict[str, Any] | None:
     return noted["shard"] if same else None
 
 
-def _write_all(
-    cfg: DataConfig,
-    splits: dict[tuple[str, Split], Documents],
-    shards: list[Shard],
-    folder: str,
-    plan: str,
-    workers: int,
-) -> Iterator[tuple[Shard, dict[str, Any]]]:
-    if not shards:
-        return
-    with ProcessPoolExecutor(
-        min(workers, len(shards)), get_context("spawn"), _Writer.begin, (cfg, splits, folder, plan)
-    ) as pool:
-        futures: dict[Future[dict[str, Any]], Shard] = {
-            pool.submit(_Writer.write, shard): shard for shard in shards
-        }
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BrokenProcessPool as error:
-            raise ConfigError(
-                "a worker process died, perhaps for lack of memory; run the same command "
-                "again with fewer --workers: finished shards are kept"
-            ) from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-class _Writer:
-    """One worker process."""
-
-    context: tuple[DataConfig, dict[tuple[str, Split], Documents], str, str]
-
-    @classmethod
-    def begin(cls, *context: Any) -> None:
-        settle()
-        cls.context = context  # type: ignore[assignment]
-
-    @classmethod
-    def write(cls, shard: Shard) -> dict[str, Any]:
-        """Write a shard, then note that it is finished. Its size, its hash and what it holds."""
-        cfg, sources, folder, plan = cls.context
-        documents, tokenizer = sources[shard.source, shard.split], open_tokenizer(cfg.tokenizer)
-        path = storage.join(folder, shard.name)
-        try:
-            with storage.replacing(path) as unfinished:
-                counts = _write_records(unfinished, shard, documents, tokenizer)
-            note = storage.join(folder, f"{_FINISHED}/{shard.name}.json")
-            _write_json(note, {"plan": plan, "shard": counts})
-        except (RuntimeError, OSError) as error:
-            raise ConfigError(
-                f"{path} cannot be written: {error}; finished shards are kept"
-            ) from error
-        return counts
+def _write(context: tuple[DataConfig, Sources, str, str], shard: Shard) -> Iterator[dict[str, Any]]:
+    """Write a shard, then note that it is finished. Its size, its hash and what it holds."""
+    cfg, sources, folder, plan = context
+    documents, tokenizer = sources[shard.source, shard.split], open_tokenizer(cfg.tokenizer)
+    path = storage.join(folder, shard.name)
+    try:
+        with storage.replacing(path) as unfinished:
+            counts = _write_records(unfinished, shard, documents, tokenizer)
+        note = storage.join(folder, f"{_FINISHED}/{shard.name}.json")
+        _write_json(note, {"plan": plan, "shard": counts})
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be written: {error}; finished shards are kept") from error
+    yield counts
 
 
 def _write_records(

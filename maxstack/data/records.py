@@ -170,6 +170,10 @@ class Spans(Records):
     def _bounds(self, path: str) -> Bounds:
         """The records of a plain file."""
 
+    def place(self, index: int) -> str:
+        file, record = part_at(self._ends, index)
+        return f"{self.files[file].path}: byte {int(self._spans[file][0][record])}"
+
     def _count(self, file: int) -> int:
         self._spans.append(self._bounds(self._paths[file]))
         return len(self._spans[file][0])

@@ -19,7 +19,7 @@ from maxstack.data.documents import (
     text_hash,
 )
 from maxstack.data.files import digest, matched, read, text_of
-from maxstack.errors import DataError
+from maxstack.errors import ConfigError, DataError
 from maxstack.schema.data import (
     AnySource,
     ArrayRecordSource,
@@ -168,6 +168,11 @@ def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False)
     of the sources that hold nothing out."""
     from maxstack.data.shards import check_tokenizer, refuse_held_out
 
+    if cfg.steps:
+        raise ConfigError(
+            "data.steps are applied by `maxstack data prepare`; train on what it writes, with "
+            "data.steps=[]"
+        )
     for source in cfg.sources:
         if isinstance(source, ArrayRecordSource) and source.content == "tokens":
             paths = [file.path for file in matched(source)]

@@ -28,6 +28,18 @@ def page(data: Mapping[str, Any], live: bool = False) -> str:
     return text.substitute(parts, policy=policy(live), title=html.escape(title), data=encoded(data))
 
 
+def plain(title: str, body: str) -> str:
+    """A page without scripts, of a body in HTML."""
+    css = read(FILES["css"])
+    rules = f"default-src 'none'; style-src {source(css)}; base-uri 'none'; form-action 'none'"
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{rules}">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{css}</style>\n</head>\n"
+        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
 def encoded(data: Mapping[str, Any]) -> str:
     """The data as JSON that may stand inside HTML."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")

@@ -14,6 +14,7 @@ from maxstack.schema.mixture import (
     name_faults,
     weight_faults,
 )
+from maxstack.schema.steps import AnyStep, names_of
 
 BYTE_IDS = 257
 """Ids of the tokenizer of kind bytes."""
@@ -388,6 +389,9 @@ class DataConfig(Section):
 
     sources: Items[AnySource] = Field(min_length=1)
     """Sources of documents, mixed by weight."""
+    steps: Items[AnyStep] = ()
+    """What happens to documents before they become tokens, by `maxstack data prepare`, one step
+    after the other."""
     tokenizer: Tokenizer = BytesTokenizer(kind="bytes")
     """From text to token ids."""
     seq_len: PositiveInt = 1024
@@ -469,6 +473,7 @@ class DataConfig(Section):
         yield from name_faults(self.named)
         if self.has_latents and (self.image.crop != "none" or self.image.flip):
             yield "image", "changes pictures, and these are latents: set crop: none and flip: false"
+        yield from self._faults_of_steps()
         for index, source in enumerate(self.sources):
             if isinstance(source, ArrayRecordSource) and source.record and source.content != "text":
                 yield f"sources.{index}.record", "is of JSON: set content: text, or leave it out"
@@ -482,4 +487,18 @@ class DataConfig(Section):
                     f"sources.{index}.encoding_errors",
                     f"is keep, but data.tokenizer is of kind "
                     f"{self.tokenizer.kind}, which reads UTF-8 alone; set refuse or replace",
+                )
+
+    def _faults_of_steps(self) -> Iterator[Fault]:
+        names = names_of(self.steps)
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield f"steps.{index}.name", f"two steps are called {name}; give one another name"
+        for index, source in enumerate(self.sources if self.steps else ()):
+            if not holds_text(vars(source)) or source.holds:
+                yield f"sources.{index}", "holds no plain text, which data.steps need"
+            if isinstance(source, Files) and source.encoding_errors == "keep":
+                yield (
+                    f"sources.{index}.encoding_errors",
+                    "is keep, but data.steps need text; set refuse or replace",
                 )

@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from maxstack.data.engines import Processes
 from maxstack.data.feed import Feed
 from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
@@ -59,7 +60,7 @@ def all_of(documents):
 
 def test_shards_hold_the_documents_of_each_source_and_split_in_order():
     cfg = config()
-    prepare(cfg, "out", workers=2, shard_size=7)
+    prepare(cfg, "out", Processes(2), shard_size=7)
     tokenizer = open_tokenizer(cfg.tokenizer)
     for files, place, split in (
         ("my_texts-train", 0, "train"),
@@ -176,7 +177,7 @@ from maxstack.data.prepare import prepare
 
 if __name__ == "__main__":
     cfg = DataConfig(sources=[SyntheticSource(kind="synthetic", documents=int(sys.argv[1]), length=2000)])
-    prepare(cfg, "out", workers=1, shard_size=500)
+    prepare(cfg, "out", shard_size=500)
 """  # noqa: E501
 
 
@@ -230,7 +231,7 @@ def test_a_shard_that_finds_no_room_is_an_error_that_names_it_and_leaves_no_piec
 def test_a_finished_folder_is_left_alone_and_says_so(capsys):
     prepare(config(), "out")
     before = {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
-    prepare(config(), "out", workers=3)
+    prepare(config(), "out", Processes(3))
     assert "already complete" in capsys.readouterr().out and before == {
         path: path.stat().st_mtime_ns for path in Path("out").iterdir()
     }

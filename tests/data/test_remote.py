@@ -15,6 +15,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pydantic import TypeAdapter
 
 from maxstack.config import storage
+from maxstack.data.engines import Processes
 from maxstack.data.feed import Feed
 from maxstack.data.files import matched
 from maxstack.data.prepare import prepare
@@ -203,7 +204,7 @@ def test_shards_are_prepared_at_a_url_and_trained_on_from_there(tmp_path, monkey
     given = cfg | {"files": [cfg["files"].format(bucket)], "holdout": 0.2}
     data = DataConfig(sources=[source(**given)], seq_len=64)
     for _ in range(2):
-        prepare(data, f"{bucket}/shards", workers=2, shard_size=5)
+        prepare(data, f"{bucket}/shards", Processes(2), shard_size=5)
     assert capsys.readouterr().out.endswith("already complete\n")
     names = sorted(os.listdir("bucket/shards"))
     assert len(names) == 6 and all(name.startswith(("jsonl-0-", "manifest")) for name in names)

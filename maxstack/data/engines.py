@@ -1,0 +1,185 @@
+"""Engines: tasks over many processes, of this machine or of a Ray cluster."""
+
+import contextlib
+import os
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import connection, get_context
+from typing import Any, TypeVar, cast
+
+from maxstack.data.workers import settle
+from maxstack.errors import ConfigError, DataError, shortened
+
+Task = TypeVar("Task")
+Function = Callable[[Any, Task], Iterator[Any]]
+_DIED = "Run the same command again: what was finished is kept"
+_RETRIES = 3
+
+
+class Engine(ABC):
+    """Runs one function for many tasks."""
+
+    @abstractmethod
+    def map(
+        self, function: Function[Task], context: Any, tasks: Sequence[Task]
+    ) -> Iterator[tuple[Task, Any]]:
+        """(task, value) for each value that `function(context, task)` yields, as they come: those
+        of a task in order, those of several in any.
+
+        The function is at a module's top level, and its values are small plain data. A task may
+        run again after a failure, and then yields the same values, which are not given twice; what
+        it writes must be atomic. `context` is pickled once for each process. A ConfigError or
+        DataError of a task is raised here, and ends the others.
+        """
+
+
+class Processes(Engine):
+    """Processes of this machine."""
+
+    def __init__(self, workers: int):
+        self._workers = workers
+
+    def map(
+        self, function: Function[Task], context: Any, tasks: Sequence[Task]
+    ) -> Iterator[tuple[Task, Any]]:
+        spawn, waiting = get_context("spawn"), iter(tasks)
+        pipes = [spawn.Pipe() for _ in range(min(self._workers, len(tasks)))]
+        processes = [
+            spawn.Process(target=_serve, args=(theirs, function, context), daemon=True)
+            for _, theirs in pipes
+        ]
+        try:
+            with ThreadPoolExecutor(len(pipes) or 1) as pool:  # each waits for its process to read
+                list(pool.map(lambda process: process.start(), processes))
+            for _, theirs in pipes:
+                theirs.close()
+            running = {ours: task for (ours, _), task in zip(pipes, waiting, strict=False)}
+            for ours, task in running.items():
+                ours.send(task)
+            while running:
+                for ours in cast(list[connection.Connection], connection.wait([*running])):
+                    kind, value = ours.recv()
+                    if kind == "error":
+                        raise value
+                    if kind == "value":
+                        yield running[ours], value
+                        continue
+                    del running[ours]
+                    for task in waiting:
+                        running[ours] = task
+                        ours.send(task)
+                        break
+        except (EOFError, ConnectionError) as error:
+            raise ConfigError(
+                f"a worker process died, perhaps for lack of memory; fewer --workers need less. "
+                f"{_DIED}"
+            ) from error
+        finally:
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
+
+
+class Ray(Engine):
+    """Processes of a Ray cluster: the one at `address`, HOST:PORT, or None: one of this machine,
+    started for the purpose. A task whose process or node is lost runs again elsewhere.
+
+    Paths without `://` must mean the same files on all its nodes; relative ones start at this
+    process's working folder there too.
+    """
+
+    def __init__(self, workers: int | None, address: str | None = None):
+        self._workers, self._address = workers, address
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError(
+                "--engine ray needs the ray package: pip install 'maxstack[ray]'"
+            ) from error
+        self._ray: Any = ray
+
+    def map(
+        self, function: Function[Task], context: Any, tasks: Sequence[Task]
+    ) -> Iterator[tuple[Task, Any]]:
+        ray, waiting = self._ray, iter(tasks)
+        with self._connected():
+            run = ray.remote(num_cpus=1, max_retries=_RETRIES, num_returns="streaming")(_run_there)
+            shared = ray.put((function, context, os.getcwd()))
+            running: dict[Any, Task] = {}
+            try:
+                while True:
+                    room = self._most() - len(running)
+                    for _, task in zip(range(room), waiting, strict=False):
+                        running[run.remote(shared, task)] = task
+                    if not running:
+                        return
+                    for stream in ray.wait([*running], fetch_local=False)[0]:
+                        kind, value = ray.get(next(stream))
+                        if kind == "error":
+                            raise value
+                        if kind == "value":
+                            yield running[stream], value
+                        else:
+                            del running[stream]
+            except ray.exceptions.RayError as error:
+                raise ConfigError(
+                    f"the Ray cluster lost a task {_RETRIES + 1} times, or itself: "
+                    f"{shortened(str(error), 300)}. {_DIED}"
+                ) from error
+
+    def _most(self) -> int:
+        """Tasks that are handed to the cluster at once: two for each of its CPUs, so that none
+        waits for this process."""
+        cpus = self._ray.cluster_resources().get("CPU", 1)
+        return self._workers or max(1, 2 * int(cpus))
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[None]:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        if self._address is None:
+            settings |= {"num_cpus": self._workers, "include_dashboard": False}
+        try:
+            self._ray.init(address=self._address or "local", **settings)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"--address {self._address}: no Ray cluster can be reached: "
+                f"{shortened(str(error), 300)}; this machine must be one of its nodes "
+                "(ray start --address=HOST:PORT)"
+            ) from error
+        try:
+            yield
+        finally:
+            self._ray.shutdown()
+
+
+def _run_there(shared: tuple[Function[Task], Any, str], task: Task) -> Iterator[tuple[str, Any]]:
+    """`_values` in a process of a cluster."""
+    function, context, folder = shared
+    with contextlib.suppress(OSError):  # relative paths are then missing, and named
+        os.chdir(folder)
+    yield from _values(function, context, task)
+
+
+def _values(function: Function[Task], context: Any, task: Task) -> Iterator[tuple[str, Any]]:
+    """The values of a task, then its end or error."""
+    try:
+        for value in function(context, task):
+            yield "value", value
+        yield "end", None
+    except (ConfigError, DataError) as error:
+        yield "error", error
+    except Exception:  # whose class another process may not know
+        yield "error", RuntimeError(traceback.format_exc())
+
+
+def _serve(own: connection.Connection, function: Function[Task], context: Any) -> None:
+    """Main function of a process of this machine."""
+    settle()
+    with contextlib.suppress(EOFError, ConnectionError):  # the main process has ended
+        while True:
+            for message in _values(function, context, own.recv()):
+                own.send(message)

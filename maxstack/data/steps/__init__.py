@@ -1,0 +1,1 @@
+"""Steps before tokens: what `maxstack data prepare` does to documents by data.steps."""

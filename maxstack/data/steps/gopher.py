@@ -1,0 +1,92 @@
+"""The rules of MassiveText (Rae et al. 2021, arXiv:2112.11446, appendix A.1)."""
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from maxstack.data.steps.step import Rules, hashes_of, kind, ngrams
+from maxstack.schema.steps import GopherQualityStep, GopherRepetitionStep
+
+_BULLETS = tuple("\u2022\u2023\u25b6\u25c0\u25e6\u25a0\u25a1\u25aa\u25ab\u2013-*")
+_ELLIPSES = "...", "\u2026"
+_PARAGRAPHS = re.compile(r"\n\s*\n")
+
+
+@kind(GopherQualityStep)
+class GopherQuality(Rules):
+    """Rules of quality."""
+
+    cfg: GopherQualityStep
+
+    def measured(self, text: str) -> Iterator[tuple[str, float]]:
+        words = text.split()
+        yield "min_words", len(words)
+        yield "max_words", len(words)
+        count = max(1, len(words))
+        mean = sum(map(len, words)) / count
+        yield "min_mean_word_length", mean
+        yield "max_mean_word_length", mean
+        yield "max_symbol_ratio", text.count("#") / count
+        yield "max_symbol_ratio", sum(map(text.count, _ELLIPSES)) / count
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        bullets = sum(line.startswith(_BULLETS) for line in lines)
+        yield "max_bullet_lines", bullets / max(1, len(lines))
+        ellipses = sum(line.endswith(_ELLIPSES) for line in lines)
+        yield "max_ellipsis_lines", ellipses / max(1, len(lines))
+        yield "min_alphabetic_words", sum(any(map(str.isalpha, word)) for word in words) / count
+        found = {word.lower().strip(".,;:!?\"'()") for word in words}
+        yield "min_stop_words", len(found.intersection(self.cfg.stop_words))
+
+
+@kind(GopherRepetitionStep)
+class GopherRepetition(Rules):
+    """Rules of repetition."""
+
+    cfg: GopherRepetitionStep
+
+    def measured(self, text: str) -> Iterator[tuple[str, float]]:
+        total = max(1, len(text))
+        lines = [line.strip() for line in text.split("\n") if line.strip()]
+        paragraphs = [part.strip() for part in _PARAGRAPHS.split(text) if part.strip()]
+        for name, parts in ("line", lines), ("paragraph", paragraphs):
+            repeated = _repeated(parts)
+            yield f"duplicate_{name}s", len(repeated) / max(1, len(parts))
+            yield f"duplicate_{name}_characters", sum(map(len, repeated)) / total
+        words = text.split()
+        hashes = hashes_of(words)
+        lengths = np.fromiter(map(len, words), np.int64, len(words))
+        ends = np.concatenate([[0], np.cumsum(lengths)])
+        for size in (2, 3, 4):
+            yield f"top_{size}_gram", _top(hashes, ends, size) / total
+        for size in range(5, 11):
+            yield f"duplicate_{size}_grams", _covered(hashes, lengths, size) / total
+
+
+def _repeated(parts: list[str]) -> list[str]:
+    """The parts that another one before them equals."""
+    seen: set[str] = set()
+    return [part for part in parts if part in seen or seen.add(part)]  # type: ignore[func-returns-value]
+
+
+def _top(hashes: np.ndarray, ends: np.ndarray, size: int) -> int:
+    """Characters, with the spaces between words, in all occurrences of the n-gram that occurs most
+    often, and at least twice; of several such, the longest."""
+    _, first, counts = np.unique(ngrams(hashes, size), return_index=True, return_counts=True)
+    if not len(counts) or counts.max() < 2:
+        return 0
+    often = first[counts == counts.max()]
+    return int(counts.max() * ((ends[often + size] - ends[often]).max() + size - 1))
+
+
+def _covered(hashes: np.ndarray, lengths: np.ndarray, size: int) -> int:
+    """Characters of the words in n-grams that occurred before, each word once."""
+    grams = ngrams(hashes, size)
+    again = np.ones(len(grams), np.int64)
+    again[np.unique(grams, return_index=True)[1]] = 0
+    if not again.any():
+        return 0
+    change = np.zeros(len(lengths) + 1, np.int64)
+    change[: len(grams)] += again
+    change[size : size + len(grams)] -= again
+    return int(lengths[np.cumsum(change)[:-1] > 0].sum())

@@ -1,0 +1,78 @@
+"""Masks for personal data, whose check digits and networks libraries know."""
+
+import ipaddress
+import re
+from collections.abc import Callable
+
+from maxstack.data.steps.step import Step, kind, missing
+from maxstack.errors import ConfigError
+from maxstack.schema.steps import PersonalDataStep
+
+_EMAIL = re.compile(r"(?<![\w.+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,24}\b")
+_IP = re.compile(
+    r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\d)|[0-9A-Fa-f:]{2,}:[0-9A-Fa-f:]*(?![\w:]))"
+)
+_IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b")
+_CARD = re.compile(r"(?<![\w-])(?:\d[ -]?){12,18}\d(?![\w-])")
+_DIGITS = re.compile(r"\d(?:[^\w+]*\d){5}")
+"""What every phone number has, and the library takes long to look for."""
+_ISSUER = re.compile(r"4|5[1-5]|2[2-7]|3[4-9]|6|8[16]")
+
+
+@kind(PersonalDataStep)
+class PersonalData(Step):
+    """Each kind of data, replaced by its placeholder."""
+
+    def __init__(self, cfg: PersonalDataStep):
+        self._cfg = cfg
+        try:
+            import phonenumbers
+            from stdnum import iban, luhn
+        except ImportError as error:
+            raise missing("phonenumberslite or python-stdnum", "pii", error) from error
+        self._phonenumbers = phonenumbers
+        if unknown := {*cfg.phone_regions} - {*phonenumbers.SUPPORTED_REGIONS}:
+            raise ConfigError(
+                f"data.steps: pii.phone_regions: {', '.join(sorted(unknown))}: phonenumbers knows "
+                "no such country; use codes of ISO 3166, as in [US, CH]"
+            )
+        masks: list[tuple[str | None, re.Pattern[str], Callable[[str], bool]]] = [
+            (cfg.email, _EMAIL, bool),
+            (cfg.ip, _IP, _is_public),
+            (cfg.iban, _IBAN, iban.is_valid),
+            (cfg.credit_card, _CARD, lambda text: _is_card(text, luhn.is_valid)),
+        ]
+        self._masks = [(mask, pattern, test) for mask, pattern, test in masks if mask is not None]
+
+    def __call__(self, text: str) -> str:
+        for mask, pattern, test in self._masks:
+            text = pattern.sub(_masked(mask, test), text)
+        if self._cfg.phone is not None and _DIGITS.search(text):
+            regions = self._cfg.phone_regions or (None,) * ("+" in text or "\uff0b" in text)
+            for region in regions:
+                text = self._without_phones(text, region)
+        return text
+
+    def _without_phones(self, text: str, region: str | None) -> str:
+        parts: list[str] = []
+        done, mask = 0, self._cfg.phone or ""
+        for match in self._phonenumbers.PhoneNumberMatcher(text, region):
+            parts += [text[done : match.start], mask]
+            done = match.end
+        return "".join([*parts, text[done:]])
+
+
+def _masked(mask: str, test: Callable[[str], bool]) -> Callable[[re.Match[str]], str]:
+    return lambda found: mask if test(found[0]) else found[0]
+
+
+def _is_public(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text).is_global
+    except ValueError:
+        return False
+
+
+def _is_card(text: str, has_check_digit: Callable[[str], bool]) -> bool:
+    digits = re.sub(r"\D", "", text)
+    return bool(_ISSUER.match(digits)) and has_check_digit(digits)
