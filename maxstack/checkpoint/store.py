@@ -150,7 +150,7 @@ class Checkpoints:
             tiers = [tier for tier in self._tiers if tier.due(step, last)]
         meta = {
             "config": self._run.cfg.model_dump(mode="json"),
-            "sources": feed.mixture.described()._asdict(),
+            "sources": feed.mixture.described(),
             "notes": dict(notes),
         }
         parts = {
@@ -361,9 +361,8 @@ class Checkpoints:
             if parts_kept == {"params"}:
                 return self._load_weights(where)
             match.refuse_changes(self._free)
-            now = feed.mixture.described()
-            sources = Sources.of_meta(meta, now)
-            changes = sources.changes(now)
+            sources = Sources.of_meta(meta, feed.mixture.described())
+            changes = feed.mixture.changes(sources)
             if changes and not compatibility.under("data.sources", self._free):
                 raise ConfigError(
                     f"{where}: data.sources have changed since: "

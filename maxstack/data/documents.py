@@ -69,6 +69,11 @@ class Documents(ABC):
         """Paths of the source's files."""
         return [file.path for file in self.files]
 
+    def by_file(self) -> tuple[list[str], np.ndarray] | None:
+        """(A mark of each file and its number of documents, int64 [N]: the file of each document);
+        None where documents are of no files."""
+        return None
+
     @abstractmethod
     def hashes(self) -> np.ndarray:
         """A uint64 hash of each document's key, the same on every machine."""
@@ -98,6 +103,10 @@ class Selection(Documents):
     def place(self, index: int) -> str:
         return self._documents.place(int(self._indices[index]))
 
+    def by_file(self) -> tuple[list[str], np.ndarray] | None:
+        found = self._documents.by_file()
+        return (found[0], found[1][self._indices]) if found else None
+
     def hashes(self) -> np.ndarray:
         return self._documents.hashes()[self._indices]
 
@@ -108,6 +117,15 @@ class Selection(Documents):
 def file_hashes(files: Sequence[File]) -> np.ndarray:
     """The uint64 hash of each file's key."""
     return np.array([text_hash(file.key) for file in files], np.uint64)
+
+
+def marked(files: Sequence[File], counts: np.ndarray) -> tuple[list[str], np.ndarray]:
+    """`Documents.by_file` of files that hold so many documents each."""
+    marks = [
+        f"{text_hash(f'{file.key} {count}'):016x}"
+        for file, count in zip(files, counts, strict=True)
+    ]
+    return marks, np.repeat(np.arange(len(files)), counts)
 
 
 def part_at(ends: np.ndarray, index: int) -> tuple[int, int]:

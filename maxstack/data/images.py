@@ -56,7 +56,7 @@ class ImageLane(Lane):
         if sample is not None:
             row["image"][...], row["label"][...], row["real"][...] = *sample, 1.0
             if FED in row:
-                row[FED][source] += 1
+                row[FED][self._mixture.source_of[source]] += 1
 
     def _next(self) -> tuple[Sample | None, int]:
         """The next picture that can be read, and its source."""

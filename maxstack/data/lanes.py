@@ -34,6 +34,7 @@ class RowWriter:
 
     def __init__(self, mixture: Mixture, row: Batch):
         self._row, self._across = row, mixture.cfg.across_documents
+        self._source_of = mixture.source_of
         self._segments = self.at = 0
         """Tokens written."""
 
@@ -49,7 +50,7 @@ class RowWriter:
         for name in segment.values.keys() & row.keys():
             row[name][span] = segment.values[name][start + 1 : start + count + 1]
         if FED in row:
-            row[FED][source] += count
+            row[FED][self._source_of[source]] += count
             row[FED][-2:] += start == 0, start == 0 and count < len(segment.ids) - 1
         self.at += count
 
@@ -189,7 +190,7 @@ class Rows:
         for lane, after in zip(self._lanes, state, strict=True):
             lane.restore(after)
         if not mixture.evaluation:
-            self.arrays[FED] = np.dtype((np.int32, (mixture.counters + 2,)))
+            self.arrays[FED] = np.dtype((np.int32, (len(mixture.cfg.sources) + 2,)))
 
     def __len__(self) -> int:
         return len(self._lanes)

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxstack.data.documents import Documents, part_at, text_hash
+from maxstack.data.documents import Documents, Selection, part_at, text_hash
 from maxstack.data.examples import Segment, Unit, units_of
 from maxstack.data.infilling import infilled, marks
 from maxstack.data.order import Order
-from maxstack.data.position import Position, Sources
+from maxstack.data.position import Part, Position, Sources
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of, tokens_of
 from maxstack.errors import DataError
-from maxstack.schema.data import DataConfig
+from maxstack.schema.data import AnySource, DataConfig
 from maxstack.schema.mixture import weight_at
 from maxstack.schema.stages import Stages
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 UNIT = 1 << 20
 """What a document, or a token, counts in Position.owed."""
+MOST_FILES = 10_000
+"""Files of a source that a checkpoint tells of; a source of more is all that it is."""
 SAMPLED = 64
 """Documents of a source from which its number of tokens is estimated."""
 
@@ -53,19 +55,20 @@ class Mixture:
         self.stages = stages or Stages((), batch_size, cfg.seq_len)
         """Shapes of the batches, by step."""
         self.cfg, self.sources, self.batch_size = cfg, sources, batch_size
+        """`sources`: documents that have an order of their own, which are parts of cfg.sources
+        where files were added in mid-run."""
         self.evaluation, self.section = evaluation, section
-        self.counters = 1 if evaluation else len(sources)
-        self.keys = [source.name or f"{i}" for i, source in enumerate(cfg.sources)]
-        """By which the order of each source is drawn."""
         self.room, self.room_of = cfg.seq_len, f"data.seq_len={cfg.seq_len}"
         self._ends = np.cumsum([len(source) for source in sources])
         self.documents = int(self._ends[-1])
         """Number of documents in all sources."""
         self._unit = UNIT * (cfg.seq_len if cfg.mixture.by == "tokens" else 1)
+        self.source_of = [*range(len(sources))]
+        """The place in cfg.sources of each of `sources`."""
+        self._parts = Sources()
         if not evaluation:
-            epochs = np.array([source.epochs or np.inf for source in cfg.sources])
-            self._limits = epochs * [len(source) for source in sources]
-            self._factors = factors(cfg, sources)
+            self._whole, self._factors = sources, factors(cfg, sources)
+            self._set(self._described())
             for source in cfg.sources:
                 if source.fill_in_the_middle:
                     marks(source.fill_in_the_middle, open_tokenizer(cfg.tokenizer))
@@ -77,10 +80,46 @@ class Mixture:
         """Packed positions [lanes, K] before the first batch."""
         return np.tile(Position.start(self.counters).packed(), (lanes, 1))
 
+    @property
+    def counters(self) -> int:
+        """Sources, or one, of which positions are counted."""
+        return 1 if self.evaluation else len(self.sources)
+
     def described(self) -> Sources:
-        """The sources as a checkpoint tells of them."""
-        identities = [source.identity() for source in self.sources]
-        return Sources([source.name for source in self.sources], self.keys, [*identities])
+        """The sources, or their parts, as a checkpoint tells of them."""
+        return self._parts
+
+    def _described(self) -> Sources:
+        """All sources as they are, whole."""
+        described, named = Sources(), zip(self.cfg.named, self.cfg.sources, strict=True)
+        for number, (name, source) in enumerate(named):
+            documents = self._whole[number]
+            files = documents.by_file()
+            known = files[0] if files and len(files[0]) <= MOST_FILES else []
+            key = source.name or f"{number}"
+            described.append(Part(name, name, key, documents.identity(), known))
+        return described
+
+    def _set(self, parts: Sources) -> None:
+        """Read these parts of the sources."""
+        places = {name: place for place, name in enumerate(self.cfg.named)}
+        self._parts, self.source_of = parts, [places[part.source] for part in parts]
+        self.sources = [
+            self._whole[place] if part.whole else _files_of(self._whole[place], part)
+            for place, part in zip(self.source_of, parts, strict=True)
+        ]
+        self.__dict__.pop("_orders", None)
+        self.__dict__.pop("_constant", None)
+        sizes = np.array([len(documents) for documents in self.sources], np.float64)
+        every = np.array([len(self._whole[place]) for place in self.source_of])
+        self._portions = sizes / every
+        epochs = [self.cfg.sources[place].epochs or np.inf for place in self.source_of]
+        self._limits = np.array(epochs) * sizes
+
+    def changes(self, saved: Sources) -> list[str]:
+        """A line for each source that is new or has other documents than in a checkpoint, and for
+        those that are gone."""
+        return saved.changes(self._described())
 
     def adopt(
         self, saved: Sources, states: np.ndarray, step: int, changed: bool = False
@@ -88,18 +127,17 @@ class Mixture:
         """Packed positions [rows, K] in the sources of a checkpoint of a step -> those in these
         sources, whose orders go on by the keys that they have there. `changed`: the configuration
         of the data is another one."""
-        now = saved.carried(self.described(), step)
-        self.keys = now.keys
-        self.__dict__.pop("_orders", None)
-        if states.shape[1] == len(saved.names) + 1:  # of an older version
+        self._set(saved.carried(self._described(), step))
+        if states.shape[1] == len(saved) + 1:  # of an older version
             states = self._upgraded(saved, states, step)
-        return saved.moved(states, now, changed)
+        return saved.moved(states, self._parts, changed)
 
     def _upgraded(self, saved: Sources, states: np.ndarray, step: int) -> np.ndarray:
         """Positions of documents finished and an offset alone, of a mixture by constant weights,
         in which a source was owed what it was behind its share of all documents."""
-        given = dict(zip(self.described().names, self.shares(1), strict=True))
-        shares = np.array([given.get(name, 0.0) for name in saved.names])
+        names = [part.name for part in self._parts]
+        given = dict(zip(names, self.shares(1), strict=True))
+        shares = np.array([given.get(part.name, 0.0) for part in saved])
         shares /= shares.sum() or 1.0
         upgraded = []
         for state in states.astype(np.int64):
@@ -109,9 +147,10 @@ class Mixture:
         return np.stack(upgraded)
 
     def shares(self, step: int) -> np.ndarray:
-        """float64 [sources]: the shares of the sources in the batch of a step, from 1."""
+        """float64 [sources]: the shares of the sources in the batch of a step, from 1. Parts of a
+        source share its weight by their documents."""
         weights = [weight_at(source.weight, step) for source in self.cfg.sources]
-        weighted = np.array(weights, np.float64) * self._factors
+        weighted = (np.array(weights, np.float64) * self._factors)[self.source_of] * self._portions
         return weighted / weighted.sum()
 
     @functools.cached_property
@@ -130,7 +169,7 @@ class Mixture:
     def phase(self, lane: int) -> np.ndarray:
         """float64 per source in [0, 1): a lane's start in the mixture's cycle, so that lanes do not
         all draw from the same source at once."""
-        keys = self.keys[: self.counters]
+        keys = ["0"] if self.evaluation else [part.key for part in self._parts]
         seeds = [f"{self.cfg.seed} mixture {lane} {key}" for key in keys]
         return np.array([text_hash(seed) * 2.0**-64 for seed in seeds])
 
@@ -148,7 +187,10 @@ class Mixture:
 
     def gives(self, source: int, step: int) -> bool:
         """True where a source has a weight above 0 in the batch of a step."""
-        return self.evaluation or weight_at(self.cfg.sources[source].weight, step) > 0
+        return self.evaluation or weight_at(self._config(source).weight, step) > 0
+
+    def _config(self, source: int) -> AnySource:
+        return self.cfg.sources[self.source_of[source]]
 
     def count(self, position: Position, source: int, tokens: int, lane: int) -> None:
         """Count a finished document of so many tokens in a lane's position."""
@@ -189,8 +231,8 @@ class Mixture:
             if self.evaluation:
                 ids, sizes = sized_tokens_of(documents, index, tokenizer)
                 return [Unit([Segment(ids, {"bytes": sizes})], whole=False)]
-            if cut := self.cfg.sources[source].fill_in_the_middle:
-                seed = f"{self.cfg.seed} middle {self.keys[source]} {place}"
+            if cut := self._config(source).fill_in_the_middle:
+                seed = f"{self.cfg.seed} middle {self._parts[source].key} {place}"
                 ids = infilled(documents, index, tokenizer, cut, seed)
             else:
                 ids = tokens_of(documents, index, tokenizer)
@@ -226,9 +268,21 @@ class Mixture:
     def _orders(self) -> list[Order]:
         """The global order of each source, which no pickle holds."""
         return [
-            Order(f"{self.cfg.seed} shuffle {key}", len(source))
-            for key, source in zip(self.keys, self.sources, strict=True)
+            Order(f"{self.cfg.seed} shuffle {part.key}", len(source))
+            for part, source in zip(self._parts, self.sources, strict=True)
         ]
+
+
+def _files_of(documents: Documents, part: Part) -> Documents:
+    """The documents of the files of a part of a source."""
+    found = documents.by_file()
+    assert found
+    marks, file_of = found
+    wanted = {*part.files}
+    files = [number for number, mark in enumerate(marks) if mark in wanted]
+    selected = Selection(documents, np.flatnonzero(np.isin(file_of, files)))
+    selected.name = part.name
+    return selected
 
 
 def factors(cfg: DataConfig, sources: Sequence[Documents]) -> np.ndarray:

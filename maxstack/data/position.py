@@ -2,10 +2,12 @@
 sources of a run changed."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from maxstack.data.files import digest
 
 WINDOW = -2
 
@@ -46,77 +48,115 @@ class Position:
         return dataclasses.replace(self, finished=self.finished.copy(), owed=self.owed.copy())
 
 
-class Sources(NamedTuple):
-    """Sources whose positions a checkpoint keeps."""
+class Part(NamedTuple):
+    """Documents of a source that have an order of their own: all, or those of the files that it had
+    at some time."""
 
-    names: list[str]
-    keys: list[str]
-    """By which their orders are drawn."""
-    identities: list[str]
-    """Of their documents."""
+    source: str
+    """The source's name."""
+    name: str
+    """The source's, or for files that were added that and the step."""
+    key: str
+    """By which the order is drawn."""
+    identity: str
+    """Of the documents."""
+    files: list[str]
+    """A mark of each file; none where they are not known."""
+    whole: bool = True
+    """All documents of the source."""
+
+
+class Sources(list[Part]):
+    """Parts whose positions a checkpoint keeps, in the order of the positions."""
 
     @classmethod
     def of_meta(cls, meta: Mapping[str, Any], now: "Sources") -> "Sources":
         """Those that a checkpoint's notes tell of. Older versions drew orders by places in the
         list, and kept the identities of all as one, which is compared with that of `now` unless
         it holds the configuration of a source, as those of made-up documents did."""
-        if isinstance(meta["sources"], Mapping):
-            return cls(**meta["sources"])
+        if not isinstance(meta["sources"], str):
+            return cls(Part(*part) for part in meta["sources"])
         sources = meta["config"]["data"]["sources"]
         names = [source["name"] or f"{source['kind']}-{i}" for i, source in enumerate(sources)]
         made_up = any(source["kind"] in ("synthetic", "function") for source in sources)
-        same = made_up or meta["sources"] == " ".join(now.identities)
-        identities = now.identities if same and names == now.names else [""] * len(names)
-        return cls(names, [f"{i}" for i in range(len(names))], identities)
-
-    def changes(self, now: "Sources") -> list[str]:
-        """A line for each source of `now` that is new or has other documents than here, and for
-        those that are gone."""
-        lines = [f"{name}: is gone" for name in self.names if name not in now.names]
-        for name, identity in zip(now.names, now.identities, strict=True):
-            if name not in self.names:
-                lines.append(f"{name}: is new, and begins at its first document")
-            elif self.identities[self.names.index(name)] != identity:
-                lines.append(f"{name}: has other documents, and begins anew at its first one")
-        return lines
-
-    def carried(self, now: "Sources", step: int) -> "Sources":
-        """`now` with the keys that the sources have here; one whose documents changed gets another
-        key, since its old order means nothing."""
-        keys = [
-            self.keys[self.names.index(name)] if name in self.names else key
-            for name, key, _ in zip(*now, strict=True)
-        ]
-        return now._replace(
-            keys=[
-                key if name not in self.names or self.has(name, identity) else f"{key} {step}"
-                for name, key, identity in zip(now.names, keys, now.identities, strict=True)
-            ]
+        same = made_up or meta["sources"] == " ".join(part.identity for part in now)
+        same = same and names == [part.name for part in now]
+        return cls(
+            Part(name, name, f"{i}", now[i].identity if same else "", [])
+            for i, name in enumerate(names)
         )
 
-    def has(self, name: str, identity: str) -> bool:
-        """True for a source that is here with the same documents."""
-        return (name, identity) in zip(self.names, self.identities, strict=True)
+    def changes(self, now: "Sources") -> list[str]:
+        """A line for each source of `now`, all whole, that is new or has other documents than here,
+        and for those that are gone."""
+        names = [part.name for part in now]
+        gone = dict.fromkeys(part.source for part in self if part.source not in names)
+        lines = [f"{name}: is gone" for name in gone]
+        for part in now:
+            before = [old for old in self if old.source == part.name]
+            more = self._added(part)
+            if not before:
+                lines.append(f"{part.name}: is new, and begins at its first document")
+            elif more is None:
+                lines.append(f"{part.name}: has other documents, and begins anew at its first one")
+            elif more:
+                lines.append(f"{part.name}: has more files ({len(more)}), which begin at the first")
+        return lines
+
+    def _added(self, part: Part) -> list[str] | None:
+        """Files of a whole source that are not here; None where documents that are here are not
+        in it any more, or cannot be told apart from others."""
+        before = [old for old in self if old.source == part.name]
+        if [old.identity for old in before] == [part.identity]:
+            return []
+        known = {file for old in before for file in old.files}
+        if not all(old.files for old in before) or not known <= {*part.files}:
+            return None
+        return [file for file in part.files if file not in known]
+
+    def carried(self, now: "Sources", step: int) -> "Sources":
+        """The parts of `now`, all whole, that go on from here at a step: as they are here, and of
+        their own what is new. A source whose documents changed gets another key, since its old
+        order means nothing."""
+        parts = []
+        for part in now:
+            before, added = [old for old in self if old.source == part.name], self._added(part)
+            if not before:
+                parts.append(part)
+            elif added is None:
+                parts.append(part._replace(key=f"{before[0].key} {step}"))
+            else:
+                whole = not added and len(before) == 1
+                parts += [
+                    old._replace(files=old.files or part.files, whole=whole) for old in before
+                ]
+            if before and added:
+                name = f"{part.name}+{step}"
+                parts.append(Part(part.name, name, name, files_digest(added), added, whole=False))
+        return Sources(parts)
 
     def moved(self, states: np.ndarray, now: "Sources", changed: bool) -> np.ndarray:
-        """Packed positions [rows, K] in these sources as positions in `now`: matched by name; zero
-        in a source that is new or has other documents. The rest of a document of a source that is
-        gone is passed over. `changed`: windows of packing=best are packed anew, from their first
-        document on, since by what they were packed has changed."""
-        before = {
-            place: self.names.index(name)
-            for place, (name, _, identity) in enumerate(zip(*now, strict=True))
-            if self.has(name, identity)
-        }
+        """Packed positions [rows, K] in these parts as positions in `now`: zero in what is new. The
+        rest of a document of a source that is gone is passed over. `changed`: windows of
+        packing=best are packed anew, from their first document on, since by what they were packed
+        has changed."""
+        before = {(part.name, part.identity): place for place, part in enumerate(self)}
+        same = [before.get((part.name, part.identity)) for part in now]
         moved = []
         for old in map(Position.unpacked, states):
-            new = Position.start(len(now.names))
+            new = Position.start(len(now))
             new.step = old.step
             if old.current == -1 or (old.current <= WINDOW and not changed):
                 new.current, new.offset = old.current, old.offset
-            for place, earlier in before.items():
-                new.finished[place], new.owed[place] = old.finished[earlier], old.owed[earlier]
-                if old.current == earlier:
-                    new.current, new.offset = place, old.offset
+            for place, earlier in enumerate(same):
+                if earlier is not None:
+                    new.finished[place], new.owed[place] = old.finished[earlier], old.owed[earlier]
+                    if old.current == earlier:
+                        new.current, new.offset = place, old.offset
             moved.append(new.packed())
         return np.stack(moved)
+
+
+def files_digest(files: Sequence[str]) -> str:
+    """The identity of the documents of some files."""
+    return digest("\0".join(files).encode())

@@ -22,6 +22,7 @@ from maxstack.data.documents import (
     Documents,
     Picture,
     file_hashes,
+    marked,
     part_at,
     picture_of,
     record_hashes,
@@ -98,6 +99,9 @@ class Records(Documents):
     def where(self, index: int) -> str:
         file, record = part_at(self._ends, index)
         return self._where(file, record)
+
+    def by_file(self) -> tuple[list[str], np.ndarray]:
+        return marked(self.files, np.diff(self._ends, prepend=0))
 
     def hashes(self) -> np.ndarray:
         counts = np.diff(self._ends, prepend=0)

@@ -15,6 +15,7 @@ from maxstack.data.documents import (
     Selection,
     Split,
     file_hashes,
+    marked,
     record_hashes,
     text_hash,
 )
@@ -46,6 +47,9 @@ class WholeFiles(Documents):
 
     def where(self, index: int) -> str:
         return self.files[index].path
+
+    def by_file(self) -> tuple[list[str], np.ndarray]:
+        return marked(self.files, np.ones(len(self.files), np.int64))
 
     def hashes(self) -> np.ndarray:
         return file_hashes(self.files)

@@ -57,8 +57,7 @@ def same(left, right):
 def moved(cfg, old, state, step):
     """Mixture of a configuration that goes on where another stood, and its positions."""
     now = mixture(cfg)
-    described = Sources(**old.described()._asdict())
-    return now, now.adopt(described, state, step)
+    return now, now.adopt(old.described(), state, step)
 
 
 def test_a_weight_follows_the_line_between_its_points():
@@ -151,12 +150,10 @@ def test_a_source_with_other_documents_begins_anew_and_the_others_go_on():
     web, code = source("web"), source("code")
     before = mixture(config(web, code))
     batches = made(before, 6)
-    old = Sources(**before.described()._asdict())
+    old = before.described()
     now, state = moved(config(web | {"documents": 41}, code), before, batches[-1]["state"], 6)
-    assert old.changes(now.described()) == [
-        "web: has other documents, and begins anew at its first one"
-    ]
-    assert now.keys == ["web 6", "code"]
+    assert now.changes(old) == ["web: has other documents, and begins anew at its first one"]
+    assert [part.key for part in now.described()] == ["web 6", "code"]
     assert state[:, 0].tolist() == [0] * LANES
     assert state[:, 1].tolist() == batches[-1]["state"][:, 1].tolist()
 
@@ -164,7 +161,7 @@ def test_a_source_with_other_documents_begins_anew_and_the_others_go_on():
 def test_positions_of_older_versions_go_on_in_the_same_order():
     sources = [source("web", weight=2.0), source("code")]
     before = mixture(config(*sources))
-    before.keys = ["0", "1"]
+    before._set(Sources(p._replace(key=f"{i}") for i, p in enumerate(before.described())))
     batches = made(before, 9)
     states = batches[4]["state"]
     meta = {"config": {"data": {"sources": sources}}, "sources": "repr"}
