@@ -158,6 +158,60 @@ def test_a_source_with_other_documents_begins_anew_and_the_others_go_on():
     assert state[:, 1].tolist() == batches[-1]["state"][:, 1].tolist()
 
 
+def texts(folder, numbers):
+    """Files of 17 letters, all different."""
+    for number in numbers:
+        (folder / f"{number:02}.txt").write_text(chr(65 + number) * 17)
+    web = {"kind": "text", "name": "web", "files": [f"{folder}/*.txt"]}
+    code = source("code", vocab=60, length=18)
+    return config(web, code, packing="none", seq_len=17)
+
+
+def letters(batches, lanes=range(LANES)):
+    """Letters of the text files that rows hold, in order."""
+    rows = [batch["tokens"][lane] for batch in batches for lane in lanes]
+    return [chr(row[1]) for row in rows if row[1] >= 65]
+
+
+def test_new_files_of_a_source_begin_while_its_old_documents_go_on_in_their_order(tmp_path):
+    old = mixture(texts(tmp_path, range(12)))
+    batches = made(old, 30)
+    cfg = texts(tmp_path, range(20))
+    now = mixture(cfg)
+    told = "web: has more files (8), which begin at the first"
+    assert now.changes(old.described()) == [told]
+    state = now.adopt(old.described(), batches[3]["state"], 4)
+    assert [part.name for part in now.described()] == ["web", "web+4", "code"]
+    after = made(now, 40, state)
+    for lane in range(LANES):
+        own, expected = (letters(some, [lane]) for some in (after, batches[4:]))
+        before = [letter for letter in own if letter < chr(65 + 12)]
+        assert before[: len(expected)] == expected[: len(before)] and len(before) > 5
+    before = [letter for letter in letters(after) if letter < chr(65 + 12)]
+    added = [letter for letter in letters(after) if letter >= chr(65 + 12)]
+    assert {*added[:8]} == {chr(65 + number) for number in range(12, 20)}
+    assert len(added) / len(before) == pytest.approx(8 / 12, rel=0.3)
+    assert fed(after)[:, 0].sum() / fed(after).sum() == pytest.approx(0.5, abs=0.05)
+    # and the parts stay as they are at the next restart, and with further files
+    again = mixture(cfg)
+    assert again.changes(now.described()) == []
+    state = again.adopt(now.described(), after[9]["state"], 14)
+    assert same(made(again, 5, state), after[10:15])
+    third = mixture(texts(tmp_path, range(22)))
+    third.adopt(now.described(), after[9]["state"], 14)
+    assert [part.name for part in third.described()] == ["web", "web+4", "web+14", "code"]
+
+
+def test_a_source_that_lost_a_file_begins_anew(tmp_path):
+    old = mixture(texts(tmp_path, range(6)))
+    batches = made(old, 3)
+    (tmp_path / "03.txt").unlink()
+    now = mixture(texts(tmp_path, []))
+    assert "web: has other documents" in now.changes(old.described())[0]
+    now.adopt(old.described(), batches[-1]["state"], 3)
+    assert [part.key for part in now.described()] == ["web 3", "code"]
+
+
 def test_positions_of_older_versions_go_on_in_the_same_order():
     sources = [source("web", weight=2.0), source("code")]
     before = mixture(config(*sources))
