@@ -19,7 +19,7 @@ from maxstack.config import storage
 from maxstack.data.documents import Documents, Split
 from maxstack.data.steps import duplicates
 from maxstack.data.steps.kinds import Found, changed, opened
-from maxstack.data.steps.step import Removed, Step
+from maxstack.data.steps.step import Removed, Rules, Step
 from maxstack.errors import ConfigError, DataError
 from maxstack.schema.steps import CHANGING, GLOBAL, AnyStep
 
@@ -81,7 +81,7 @@ class Job:
 def read_note(path: str) -> dict[str, np.ndarray]:
     """Arrays of a note: `by` int16 [N], the step that removed each document or -1; `sizes` int64
     [N], bytes of text; `before`, sizes at first; `counts` int64 [steps, 5]; `signatures` of those
-    that are left; `more`, rules and samples as JSON."""
+    that are left; `more`, rules, samples and values of rules as JSON."""
     return {**np.load(io.BytesIO(storage.read(path)))}
 
 
@@ -141,7 +141,12 @@ class _Pass:
             alive = self._by == -1
             self._counts[self._stop, :2] = alive.sum(), self._sizes[alive].sum()
         signatures = np.concatenate(parts) if parts else np.zeros((0, 1))
-        more = json.dumps([self._rules, self._samples]).encode()
+        near = {
+            self._job.names[number]: step.near
+            for number, step in self._steps.items()
+            if isinstance(step, Rules)
+        }
+        more = json.dumps([self._rules, self._samples, near]).encode()
         return {
             "by": self._by,
             "sizes": self._sizes,
