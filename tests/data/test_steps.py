@@ -224,6 +224,10 @@ def test_tasks_are_looked_for_by_their_names():
     "step, message",
     [
         ("{kind: regex, pattern: '('}", "data.steps.0.pattern"),
+        (
+            "{kind: regex, pattern: a, action: replace, replacement: '\\1'}",
+            r"data.steps.0.replacement: '\\1' does not fit the pattern: invalid group",
+        ),
         ("{kind: language, languages: [xx]}", "data.steps.0.languages: 'xx' is not known"),
         ("{kind: near_duplicates, threshold: 1.5}", "data.steps.0.threshold"),
         ("{kind: length, min: 5, max: 3}", "data.steps.0.max: is below min=5"),
@@ -237,6 +241,24 @@ def test_a_wrong_key_is_named_when_the_configuration_is_read(step, message, caps
     Path("bad.yml").write_text(f"extends: quickstart\ndata: {{steps: [{step}]}}")
     assert cli.main(["data", "prepare", "bad.yml", "--out", "out"]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "step, package, said",
+    [
+        ({"kind": "language", "languages": ["en"]}, "py3langid.langid", "py3langid"),
+        ({"kind": "normalize", "ftfy": True}, "ftfy", "ftfy"),
+        ({"kind": "pii"}, "phonenumbers", "phonenumberslite"),
+        ({"kind": "near_duplicates"}, "rensa", "rensa"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_before_the_first_pass(
+    step, package, said, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"{said} .*pip install 'maxstack\[clean\]'"):
+        prepare(config([step]), "out")
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
