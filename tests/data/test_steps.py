@@ -216,6 +216,18 @@ def test_a_source_of_which_nothing_is_left_is_an_error():
     assert len([*removed.rows("out", "length", "first", None)]) == 40
 
 
+@pytest.mark.parametrize(
+    "step, key",
+    [
+        ({"kind": "c4", "bad_words": "nothere.txt"}, "c4.bad_words"),
+        ({"kind": "decontaminate", "files": ["nothere.txt"]}, "decontaminate.files"),
+    ],
+)
+def test_a_file_that_a_step_names_must_be_there(step, key):
+    with pytest.raises(ConfigError, match=f"{key}: nothere.txt: No such file"):
+        prepare(config([step]), "out")
+
+
 def test_tasks_are_looked_for_by_their_names():
     from maxstack.evals.task_texts import texts_of
 

@@ -12,8 +12,7 @@ from maxstack.data.steps import (
     gopher,
     personal,
 )
-from maxstack.data.steps.step import KINDS, Removed, Step
-from maxstack.errors import ConfigError
+from maxstack.data.steps.step import KINDS, Removed, Step, unreadable
 from maxstack.schema.steps import (
     CHANGING,
     GLOBAL,
@@ -39,9 +38,7 @@ def found(steps: Sequence[AnyStep], task_texts: Mapping[str, Sequence[str]]) -> 
             try:
                 lines = storage.read(step.bad_words).decode().splitlines()
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(
-                    f"data.steps.{number}.bad_words: {step.bad_words}: {error}"
-                ) from error
+                raise unreadable("c4.bad_words", step.bad_words, error) from error
             made[number] = [line.strip() for line in lines if line.strip()]
     return made
 

@@ -103,3 +103,9 @@ def missing(package: str, step: str, error: ImportError) -> ConfigError:
     return ConfigError(
         f"data.steps: {step} needs the {package} package: pip install 'maxstack[clean]' ({error})"
     )
+
+
+def unreadable(key: str, path: str, error: OSError | UnicodeDecodeError) -> ConfigError:
+    """The error where a file that a step names cannot be read."""
+    why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+    return ConfigError(f"data.steps: {key}: {path}: {why or error}")
