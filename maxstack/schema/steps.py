@@ -1,6 +1,7 @@
 """Sections of data.steps: what happens to documents before they become tokens."""
 
 import collections
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
@@ -100,6 +101,10 @@ class RegexStep(Step):
     def own_faults(self) -> Iterator[Fault]:
         if self.action != "replace" and self.replacement:
             yield "replacement", f"is not used with action {self.action}; leave it out"
+        try:
+            re.sub(self.pattern, self.replacement, "")
+        except (re.error, IndexError) as error:
+            yield "replacement", f"{quoted(self.replacement)} does not fit the pattern: {error}"
 
 
 class GopherQualityStep(Step):

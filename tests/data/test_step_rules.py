@@ -1,11 +1,12 @@
 """Each rule of a step, by texts just on either side of its bound, counted by hand."""
 
 import pytest
+from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from pydantic import TypeAdapter
 
 from maxstack.data.steps.kinds import opened
 from maxstack.data.steps.step import Removed
-from maxstack.schema.steps import AnyStep
+from maxstack.schema.steps import LANGUAGES, AnyStep
 
 OFF = {
     "gopher_quality": (
@@ -177,6 +178,11 @@ def test_personal_data_is_masked_where_its_check_digits_are_right(text, masked):
 def test_national_phone_numbers_are_masked_in_the_countries_that_are_named():
     made = step("pii", phone_regions=["CH"], phone="[phone]", email=None)
     assert made("a@b.org: 044 668 18 00") == "a@b.org: [phone]"
+
+
+def test_the_languages_of_the_schema_are_those_of_the_model():
+    model = LanguageIdentifier.from_model_file(MODEL_FILE)
+    assert sorted(model.labels) == sorted(LANGUAGES.split())
 
 
 def test_other_languages_are_removed():

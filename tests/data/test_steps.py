@@ -16,7 +16,7 @@ import yaml
 
 from maxstack import cli
 from maxstack.commands.data import _task_texts
-from maxstack.data.engines import Processes
+from maxstack.data.engines import Processes, Ray
 from maxstack.data.feed import Feed
 from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
@@ -128,7 +128,12 @@ def test_what_is_left_is_written_and_what_was_removed_is_read_back(capsys):
     assert near["bytes_in"] - near["bytes_out"] == lost
     assert counts["pii"]["bytes_out"] + sum(map(len, a)) == read_manifest()["totals"]["bytes"]
     page = Path("out/report.html").read_text()
-    assert b[1][:400] in page and "&lt;email&gt;" in page and "<script" not in page
+    assert (
+        "<h2>Values of rules</h2>" in page
+        and b[1][:400] in page
+        and "&lt;email&gt;" in page
+        and "<script" not in page
+    )
     assert " near_duplicates   second         21        2   9.5%" in capsys.readouterr().out
 
 
@@ -143,6 +148,14 @@ def test_the_result_is_the_same_whatever_the_number_of_workers(capsys):
     assert all_files("one") == all_files("three")
     prepare(config(), "one")
     assert "already complete" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_gives_the_same_result():
+    pytest.importorskip("ray")  # make test-all installs it
+    prepare(config(), "here")
+    prepare(config(), "there", Ray(2))
+    assert all_files("here") == all_files("there")
 
 
 PROGRAM = """
@@ -203,6 +216,18 @@ def test_a_source_of_which_nothing_is_left_is_an_error():
     assert len([*removed.rows("out", "length", "first", None)]) == 40
 
 
+@pytest.mark.parametrize(
+    "step, key",
+    [
+        ({"kind": "c4", "bad_words": "nothere.txt"}, "c4.bad_words"),
+        ({"kind": "decontaminate", "files": ["nothere.txt"]}, "decontaminate.files"),
+    ],
+)
+def test_a_file_that_a_step_names_must_be_there(step, key):
+    with pytest.raises(ConfigError, match=f"{key}: nothere.txt: No such file"):
+        prepare(config([step]), "out")
+
+
 def test_tasks_are_looked_for_by_their_names():
     from maxstack.evals.task_texts import texts_of
 
@@ -219,6 +244,10 @@ def test_tasks_are_looked_for_by_their_names():
     "step, message",
     [
         ("{kind: regex, pattern: '('}", "data.steps.0.pattern"),
+        (
+            "{kind: regex, pattern: a, action: replace, replacement: '\\1'}",
+            r"data.steps.0.replacement: '\\1' does not fit the pattern: invalid group",
+        ),
         ("{kind: language, languages: [xx]}", "data.steps.0.languages: 'xx' is not known"),
         ("{kind: near_duplicates, threshold: 1.5}", "data.steps.0.threshold"),
         ("{kind: length, min: 5, max: 3}", "data.steps.0.max: is below min=5"),
@@ -232,6 +261,24 @@ def test_a_wrong_key_is_named_when_the_configuration_is_read(step, message, caps
     Path("bad.yml").write_text(f"extends: quickstart\ndata: {{steps: [{step}]}}")
     assert cli.main(["data", "prepare", "bad.yml", "--out", "out"]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "step, package, said",
+    [
+        ({"kind": "language", "languages": ["en"]}, "py3langid.langid", "py3langid"),
+        ({"kind": "normalize", "ftfy": True}, "ftfy", "ftfy"),
+        ({"kind": "pii"}, "phonenumbers", "phonenumberslite"),
+        ({"kind": "near_duplicates"}, "rensa", "rensa"),
+    ],
+)
+def test_a_package_that_is_not_installed_is_named_before_the_first_pass(
+    step, package, said, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"{said} .*pip install 'maxstack\[clean\]'"):
+        prepare(config([step]), "out")
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.data import json_files
-from maxstack.data.steps.step import Removed, Step, hashes_of, kind, ngrams, words_of
+from maxstack.data.steps.step import Removed, Step, hashes_of, kind, ngrams, unreadable, words_of
 from maxstack.errors import ConfigError
 from maxstack.schema.steps import DecontaminateStep
 
@@ -64,7 +64,7 @@ def _read(path: str) -> list[str]:
     try:
         lines = storage.read(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.steps: decontaminate.files: {path}: {error}") from error
+        raise unreadable("decontaminate.files", path, error) from error
     if not path.endswith(".jsonl"):
         return lines
     rows = (

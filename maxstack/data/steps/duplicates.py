@@ -23,15 +23,21 @@ def signatures(cfg: ExactDuplicatesStep | NearDuplicatesStep, texts: Sequence[st
     if isinstance(cfg, ExactDuplicatesStep):
         keys = b"".join(_digest(cfg, text) for text in texts)
         return np.frombuffer(keys, np.uint64).reshape(-1, 2)
-    try:
-        from rensa import RMinHash
-    except ImportError as error:
-        raise missing("rensa", "near_duplicates", error) from error
+    from rensa import RMinHash
+
     grams = [shingles(cfg, text) for text in texts]
     ends = np.cumsum([0, *map(len, grams)]).astype(np.uint64)
     flat = np.concatenate([*grams, np.zeros(0, np.uint64)])
     made = RMinHash.digest_matrix_from_flat_token_hashes(flat, ends, cfg.permutations, cfg.seed)
     return np.array(made.to_rows(), np.uint32).reshape(-1, cfg.permutations)
+
+
+def check_installed() -> None:
+    """ConfigError where what makes signatures is not installed."""
+    try:
+        import rensa  # noqa: F401
+    except ImportError as error:
+        raise missing("rensa", "near_duplicates", error) from error
 
 
 def width(cfg: ExactDuplicatesStep | NearDuplicatesStep) -> tuple[int, type]:

@@ -50,17 +50,20 @@ class GopherRepetition(Rules):
         lines = [line.strip() for line in text.split("\n") if line.strip()]
         paragraphs = [part.strip() for part in _PARAGRAPHS.split(text) if part.strip()]
         for name, parts in ("line", lines), ("paragraph", paragraphs):
-            repeated = _repeated(parts)
-            yield f"duplicate_{name}s", len(repeated) / max(1, len(parts))
-            yield f"duplicate_{name}_characters", sum(map(len, repeated)) / total
+            again = _repeated(parts)
+            yield f"duplicate_{name}s", len(again) / max(1, len(parts))
+            yield f"duplicate_{name}_characters", sum(map(len, again)) / total
         words = text.split()
         hashes = hashes_of(words)
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         ends = np.concatenate([[0], np.cumsum(lengths)])
+        repeated = 1  # where no sequence occurs twice, no longer one does
         for size in (2, 3, 4):
-            yield f"top_{size}_gram", _top(hashes, ends, size) / total
+            repeated = repeated and _top(hashes, ends, size)
+            yield f"top_{size}_gram", repeated / total
         for size in range(5, 11):
-            yield f"duplicate_{size}_grams", _covered(hashes, lengths, size) / total
+            repeated = repeated and _covered(hashes, lengths, size)
+            yield f"duplicate_{size}_grams", repeated / total
 
 
 def _repeated(parts: list[str]) -> list[str]:

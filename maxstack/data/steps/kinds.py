@@ -8,12 +8,19 @@ from maxstack.data.steps import (
     c4,
     characters,
     contamination,
+    duplicates,
     gopher,
     personal,
 )
-from maxstack.data.steps.step import KINDS, Removed, Step
-from maxstack.errors import ConfigError
-from maxstack.schema.steps import CHANGING, GLOBAL, AnyStep, C4Step, DecontaminateStep
+from maxstack.data.steps.step import KINDS, Removed, Step, unreadable
+from maxstack.schema.steps import (
+    CHANGING,
+    GLOBAL,
+    AnyStep,
+    C4Step,
+    DecontaminateStep,
+    NearDuplicatesStep,
+)
 
 OWN = c4, characters, contamination, gopher, personal
 """Modules that declare kinds."""
@@ -31,9 +38,7 @@ def found(steps: Sequence[AnyStep], task_texts: Mapping[str, Sequence[str]]) -> 
             try:
                 lines = storage.read(step.bad_words).decode().splitlines()
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(
-                    f"data.steps.{number}.bad_words: {step.bad_words}: {error}"
-                ) from error
+                raise unreadable("c4.bad_words", step.bad_words, error) from error
             made[number] = [line.strip() for line in lines if line.strip()]
     return made
 
@@ -41,6 +46,8 @@ def found(steps: Sequence[AnyStep], task_texts: Mapping[str, Sequence[str]]) -> 
 def opened(steps: Sequence[AnyStep], found: Found, *, changing: bool = False) -> dict[int, Step]:
     """The steps for single documents by number; `changing`: those that may change a text alone.
     ConfigError where a package is not installed."""
+    if any(isinstance(step, NearDuplicatesStep) for step in steps):
+        duplicates.check_installed()
     return {
         number: KINDS[type(step)](step, *([found[number]] if number in found else []))
         for number, step in enumerate(steps)

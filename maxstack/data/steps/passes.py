@@ -19,13 +19,14 @@ from maxstack.config import storage
 from maxstack.data.documents import Documents, Split
 from maxstack.data.steps import duplicates
 from maxstack.data.steps.kinds import Found, changed, opened
-from maxstack.data.steps.step import Removed, Step
+from maxstack.data.steps.step import Removed, Rules, Step
 from maxstack.errors import ConfigError, DataError
 from maxstack.schema.steps import CHANGING, GLOBAL, AnyStep
 
 REMOVED = "removed"
 COUNTS = "documents_in", "bytes_in", "documents_out", "bytes_out", "changed"
-_BATCH = 256
+_BATCH, _BATCH_BYTES = 256, 1 << 24
+"""Documents, and bytes of text, whose signatures are made together."""
 _SAMPLES, _SAMPLE = 2, 240
 
 
@@ -81,7 +82,7 @@ class Job:
 def read_note(path: str) -> dict[str, np.ndarray]:
     """Arrays of a note: `by` int16 [N], the step that removed each document or -1; `sizes` int64
     [N], bytes of text; `before`, sizes at first; `counts` int64 [steps, 5]; `signatures` of those
-    that are left; `more`, rules and samples as JSON."""
+    that are left; `more`, rules, samples and values of rules as JSON."""
     return {**np.load(io.BytesIO(storage.read(path)))}
 
 
@@ -141,7 +142,12 @@ class _Pass:
             alive = self._by == -1
             self._counts[self._stop, :2] = alive.sum(), self._sizes[alive].sum()
         signatures = np.concatenate(parts) if parts else np.zeros((0, 1))
-        more = json.dumps([self._rules, self._samples]).encode()
+        near = {
+            self._job.names[number]: step.near
+            for number, step in self._steps.items()
+            if isinstance(step, Rules)
+        }
+        more = json.dumps([self._rules, self._samples, near]).encode()
         return {
             "by": self._by,
             "sizes": self._sizes,
@@ -154,6 +160,7 @@ class _Pass:
     def _batches(self, before: np.ndarray, stack: contextlib.ExitStack) -> Iterator[list[str]]:
         """Texts that are left, some at a time."""
         texts: list[str] = []
+        size = 0
         for at in map(int, np.flatnonzero(self._by == -1)):
             keeper = None if self._range.keepers is None else self._range.keepers[at]
             gone = keeper is not None and keeper[0] >= 0
@@ -171,10 +178,11 @@ class _Pass:
                 made = self._stepped(at, text, stack)
             if isinstance(made, str):
                 self._sizes[at] = len(made.encode())
-                texts.append(made)
-            if len(texts) == _BATCH:
+                texts += [made] * (not self._job.last)
+                size += int(self._sizes[at])
+            if len(texts) == _BATCH or size > _BATCH_BYTES:
                 yield texts
-                texts = []
+                texts, size = [], 0
         yield texts
 
     def _stepped(self, at: int, text: str, stack: contextlib.ExitStack) -> str | Removed:
@@ -189,10 +197,8 @@ class _Pass:
                 self._remove(at, number, text, made, stack)
                 return made
             row[2:] += 1, len(made.encode()), made != text
-            if made != text:
-                self._sample(
-                    number, {"place": self._place(at), **difference(text, made)}, "changed"
-                )
+            if made != text and (samples := self._lacking("changed", number)) is not None:
+                samples.append({"place": self._place(at), **difference(text, made)})
             text = made
         return text
 
@@ -213,7 +219,8 @@ class _Pass:
             "document": int(self._range.start + at),
             "where": self._place(at),
         }
-        self._sample(number, row | {"text": text[: 2 * _SAMPLE]}, "removed")
+        if (samples := self._lacking("removed", number)) is not None:
+            samples.append(row | {"text": text[: 2 * _SAMPLE]})
         if self._out is None:
             path = f"{REMOVED}/{self._range.name}-{self._job.number}.jsonl.zst"
             unfinished = stack.enter_context(storage.replacing(storage.join(self._job.out, path)))
@@ -221,10 +228,10 @@ class _Pass:
             self._out = stack.enter_context(zstandard.ZstdCompressor().stream_writer(file))
         self._out.write((json.dumps(row | {"text": text}, ensure_ascii=False) + "\n").encode())
 
-    def _sample(self, number: int, row: dict[str, Any], what: str) -> None:
-        kept = self._samples.setdefault(f"{what} {self._job.names[number]}", [])
-        if len(kept) < _SAMPLES:
-            kept.append(row)
+    def _lacking(self, what: str, number: int) -> list[dict[str, Any]] | None:
+        """The samples of what a step removed or changed; None where there are enough."""
+        samples = self._samples.setdefault(f"{what} {self._job.names[number]}", [])
+        return samples if len(samples) < _SAMPLES else None
 
     def _duplicate(self, keeper: np.ndarray) -> Removed:
         """Why a duplicate goes: where the document is that is kept instead."""

@@ -12,6 +12,7 @@ from maxstack.errors import ConfigError
 from maxstack.schema.steps import Step as StepConfig
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+TENTHS = 20
 _WORDS = re.compile(r"\w+")
 
 
@@ -54,6 +55,9 @@ class Rules(Step):
 
     def __init__(self, cfg: StepConfig):
         self.cfg = cfg
+        self.near: dict[str, list[int]] = {}
+        """By rule, documents by tenths of what was measured over the bound; the last: 1.9 and
+        more."""
 
     @abstractmethod
     def measured(self, text: str) -> Iterator[tuple[str, float]]:
@@ -62,7 +66,12 @@ class Rules(Step):
     def __call__(self, text: str) -> str | Removed:
         for rule, value in self.measured(text):
             bound = getattr(self.cfg, rule)
-            if bound is not None and (value < bound if rule.startswith("min") else value > bound):
+            if not bound and bound != 0:
+                continue
+            if bound:
+                counts = self.near.setdefault(rule, [0] * TENTHS)
+                counts[min(int(10 * value / bound), TENTHS - 1)] += 1
+            if value < bound if rule.startswith("min") else value > bound:
                 return Removed(rule, round(value, 4))
         return text
 
@@ -94,3 +103,9 @@ def missing(package: str, step: str, error: ImportError) -> ConfigError:
     return ConfigError(
         f"data.steps: {step} needs the {package} package: pip install 'maxstack[clean]' ({error})"
     )
+
+
+def unreadable(key: str, path: str, error: OSError | UnicodeDecodeError) -> ConfigError:
+    """The error where a file that a step names cannot be read."""
+    why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+    return ConfigError(f"data.steps: {key}: {path}: {why or error}")
