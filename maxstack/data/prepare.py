@@ -5,10 +5,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig
 
 _LARGEST_SHARD = 10_000
+_STEP = 1 << 22
+"""Bytes of text after which progress is told."""
 _FINISHED = ".finished"
 _FORMAT = 2
 _ELSEWHERE = {"name", "weight", "holdout", "files", "exclude"}
@@ -32,6 +34,16 @@ _ELSEWHERE = {"name", "weight", "holdout", "files", "exclude"}
 
 Sources = dict[tuple[str, Split], Documents]
 """The documents of each source, by its name and split."""
+
+
+class Written(NamedTuple):
+    """What was written of a shard since the last of these."""
+
+    documents: int
+    bytes: int
+    """Of text."""
+    counts: dict[str, Any] | None
+    """At the end of a shard: its size, its hash and what it holds."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +82,18 @@ def prepare(
         for shard in shards
         if (counts := _finished(out, shard, plan)) is not None
     }
+    context = cfg, splits, out, plan
     missing = [shard for shard in shards if shard.name not in made]
     documents = sum(shard.stop - shard.start for shard in shards)
-    done = sum(counts["documents"] for counts in made.values())
+    done, read = sum(counts["documents"] for counts in made.values()), 0
     with progress(documents, f"to {out}", "documents", done) as bar:
-        for shard, counts in (engine or Processes(1)).map(
-            _write, (cfg, splits, out, plan), missing
-        ):
-            made[shard.name] = counts
-            bar.update(counts["documents"])
+        for shard, written in (engine or Processes(1)).map(_write, context, missing):
+            read += written.bytes
+            speed = read / 1e6 / max(1e-9, bar.format_dict["elapsed"])
+            bar.set_postfix_str(f"{speed:.1f} MB/s", refresh=False)
+            bar.update(written.documents)
+            if written.counts is not None:
+                made[shard.name] = written.counts
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
     _write_json(storage.join(out, MANIFEST), manifest, indent=1)
     with storage.filesystem(out) as (files, folder):
@@ -169,27 +184,28 @@ def _finished(folder: str, shard: Shard, plan: str) -> dict[str, Any] | None:
     return noted["shard"] if same else None
 
 
-def _write(context: tuple[DataConfig, Sources, str, str], shard: Shard) -> Iterator[dict[str, Any]]:
-    """Write a shard, then note that it is finished. Its size, its hash and what it holds."""
+def _write(context: tuple[DataConfig, Sources, str, str], shard: Shard) -> Iterator[Written]:
+    """Write a shard, then note that it is finished."""
     cfg, sources, folder, plan = context
     documents, tokenizer = sources[shard.source, shard.split], open_tokenizer(cfg.tokenizer)
     path = storage.join(folder, shard.name)
     try:
         with storage.replacing(path) as unfinished:
-            counts = _write_records(unfinished, shard, documents, tokenizer)
+            counts = yield from _write_records(unfinished, shard, documents, tokenizer)
         note = storage.join(folder, f"{_FINISHED}/{shard.name}.json")
         _write_json(note, {"plan": plan, "shard": counts})
     except (RuntimeError, OSError) as error:
         raise ConfigError(f"{path} cannot be written: {error}; finished shards are kept") from error
-    yield counts
+    yield Written(0, 0, counts)
 
 
 def _write_records(
     path: Path, shard: Shard, documents: Documents, tokenizer: Tokenizer
-) -> dict[str, Any]:
+) -> Generator[Written, None, dict[str, Any]]:
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    counts = {"documents": shard.stop - shard.start, "tokens": 0, "bytes": 0}
+    counts = {"documents": 0, "tokens": 0, "bytes": 0}
+    told = dict(counts)
     writer = ArrayRecordWriter(str(path), "group_size:1")
     for index in range(shard.start, shard.stop):
         ids, sizes = sized_tokens_of(documents, index, tokenizer)
@@ -198,10 +214,15 @@ def _write_records(
                 f"{documents.where(index)}: tokens without the size of their "
                 "text, as older versions kept them; prepare from the text"
             )
-        counts["tokens"] += len(ids)
-        counts["bytes"] += int(sizes.sum(dtype=np.float64))
         special = np.flatnonzero(sizes != tokenizer.bytes_of(ids))
         writer.write(pack(Tokens(ids, np.stack([special, sizes[special]], 1))))
+        counts["documents"] += 1
+        counts["tokens"] += len(ids)
+        counts["bytes"] += int(sizes.sum(dtype=np.float64))
+        if counts["bytes"] - told["bytes"] > _STEP or index + 1 == shard.stop:
+            step = {key: counts[key] - told[key] for key in counts}
+            yield Written(step["documents"], step["bytes"], None)
+            told = dict(counts)
     writer.close()
     with open(path, "rb") as file:
         os.fsync(file.fileno())
