@@ -21,7 +21,7 @@ from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
 from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
-from maxstack.schema.data import DataConfig
+from maxstack.schema.data import Beyond, DataConfig
 
 _LARGEST_SHARD = 10_000
 _STEP = 1 << 22
@@ -147,8 +147,9 @@ def _plan(
     ]
     sources = [(*split, documents.identity()) for split, documents in splits.items()]
     read = [source.model_dump(mode="json", exclude=_ELSEWHERE) for source in cfg.sources]
+    text = tokenizer.fingerprint, cfg.longest
     described = json.dumps(
-        [_FORMAT, read, tokenizer.fingerprint, sources, files, [asdict(shard) for shard in shards]]
+        [_FORMAT, read, *text, sources, files, [asdict(shard) for shard in shards]]
     )
     return digest(described.encode())
 
@@ -191,7 +192,8 @@ def _write(context: tuple[DataConfig, Sources, str, str], shard: Shard) -> Itera
     path = storage.join(folder, shard.name)
     try:
         with storage.replacing(path) as unfinished:
-            counts = yield from _write_records(unfinished, shard, documents, tokenizer)
+            limit = cfg.longest, cfg.beyond
+            counts = yield from _write_records(unfinished, shard, documents, tokenizer, limit)
         note = storage.join(folder, f"{_FINISHED}/{shard.name}.json")
         _write_json(note, {"plan": plan, "shard": counts})
     except (RuntimeError, OSError) as error:
@@ -200,7 +202,11 @@ def _write(context: tuple[DataConfig, Sources, str, str], shard: Shard) -> Itera
 
 
 def _write_records(
-    path: Path, shard: Shard, documents: Documents, tokenizer: Tokenizer
+    path: Path,
+    shard: Shard,
+    documents: Documents,
+    tokenizer: Tokenizer,
+    limit: tuple[int, Beyond],
 ) -> Generator[Written, None, dict[str, Any]]:
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -208,7 +214,7 @@ def _write_records(
     told = dict(counts)
     writer = ArrayRecordWriter(str(path), "group_size:1")
     for index in range(shard.start, shard.stop):
-        ids, sizes = sized_tokens_of(documents, index, tokenizer)
+        ids, sizes = sized_tokens_of(documents, index, tokenizer, *limit)
         if np.isnan(sizes).any():
             raise DataError(
                 f"{documents.where(index)}: tokens without the size of their "
