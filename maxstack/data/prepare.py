@@ -17,6 +17,7 @@ from maxstack.data.documents import Documents, Split, Tokens
 from maxstack.data.engines import Engine, Processes
 from maxstack.data.files import digest
 from maxstack.data.shards import MANIFEST, pack
+from maxstack.data.shared_files import SharedFiles, check_shared, shared_files
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
 from maxstack.errors import ConfigError, DataError
@@ -26,7 +27,7 @@ from maxstack.schema.data import Beyond, DataConfig
 _LARGEST_SHARD = 10_000
 _STEP = 1 << 22
 """Bytes of text after which progress is told."""
-_FINISHED = ".finished"
+_FINISHED, _BEGUN = ".finished", "begun"
 _FORMAT = 2
 _ELSEWHERE = {"name", "weight", "holdout", "files", "exclude"}
 """Keys of a source that the documents' identity and the names of the shards contain."""
@@ -82,23 +83,25 @@ def prepare(
         for shard in shards
         if (counts := _finished(out, shard, plan)) is not None
     }
-    context = cfg, splits, out, plan
+    read = (path for documents in splits.values() for path in documents.paths())
+    files = shared_files(read, storage.join(out, f"{_FINISHED}/{_BEGUN}"))
+    context = cfg, splits, out, plan, files
     missing = [shard for shard in shards if shard.name not in made]
     documents = sum(shard.stop - shard.start for shard in shards)
-    done, read = sum(counts["documents"] for counts in made.values()), 0
+    done, size = sum(counts["documents"] for counts in made.values()), 0
     with progress(documents, f"to {out}", "documents", done) as bar:
         for shard, written in (engine or Processes(1)).map(_write, context, missing):
-            read += written.bytes
-            speed = read / 1e6 / max(1e-9, bar.format_dict["elapsed"])
+            size += written.bytes
+            speed = size / 1e6 / max(1e-9, bar.format_dict["elapsed"])
             bar.set_postfix_str(f"{speed:.1f} MB/s", refresh=False)
             bar.update(written.documents)
             if written.counts is not None:
                 made[shard.name] = written.counts
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
     _write_json(storage.join(out, MANIFEST), manifest, indent=1)
-    with storage.filesystem(out) as (files, folder):
-        files.rm(
-            [f"{folder}/{_FINISHED}", *files.glob(f"{folder}/.*{atomic.UNFINISHED}")],
+    with storage.filesystem(out) as (system, folder):
+        system.rm(
+            [f"{folder}/{_FINISHED}", *system.glob(f"{folder}/.*{atomic.UNFINISHED}")],
             recursive=True,
         )
     totals = manifest["totals"]
@@ -185,9 +188,12 @@ def _finished(folder: str, shard: Shard, plan: str) -> dict[str, Any] | None:
     return noted["shard"] if same else None
 
 
-def _write(context: tuple[DataConfig, Sources, str, str], shard: Shard) -> Iterator[Written]:
+def _write(
+    context: tuple[DataConfig, Sources, str, str, SharedFiles], shard: Shard
+) -> Iterator[Written]:
     """Write a shard, then note that it is finished."""
-    cfg, sources, folder, plan = context
+    cfg, sources, folder, plan, files = context
+    check_shared(files)
     documents, tokenizer = sources[shard.source, shard.split], open_tokenizer(cfg.tokenizer)
     path = storage.join(folder, shard.name)
     try:
