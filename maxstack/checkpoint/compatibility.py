@@ -46,6 +46,8 @@ HARMLESS: dict[str, list[tuple[Any, Any]]] = {
     "data.sources.*.normalize": [(config.ABSENT, [])],
     "data.mixture": [(config.ABSENT, MixtureConfig().model_dump(mode="json"))],
     "data.steps": [(config.ABSENT, [])],
+    "data.longest": [(config.ABSENT, 1 << 20)],
+    "data.beyond": [(config.ABSENT, "split")],
     "data.window": [(config.ABSENT, 64)],
     "data.across_documents": [(config.ABSENT, False)],
     "data.sources.*.epochs": [(config.ABSENT, None)],

@@ -6,8 +6,10 @@ from typing import Any
 import numpy as np
 
 from maxstack.data.documents import Documents, Tokens, text_hash
-from maxstack.data.tokenizers import Tokenizer, naming, tokens_of
+from maxstack.data.long_texts import LONGEST
+from maxstack.data.tokenizers import Tokenizer, naming, refuse_long, tokens_of
 from maxstack.errors import ConfigError
+from maxstack.schema.data import Beyond
 from maxstack.schema.mixture import FillInTheMiddleConfig
 
 
@@ -32,6 +34,8 @@ def infilled(
     tokenizer: Tokenizer,
     cfg: FillInTheMiddleConfig,
     seed: str,
+    longest: int = LONGEST,
+    beyond: Beyond = "split",
 ) -> np.ndarray:
     """int32 ids of a document, which `seed` says how to cut, or that it stays as it is.
 
@@ -41,10 +45,11 @@ def infilled(
     """
     draw = random.Random(text_hash(seed))
     if draw.random() >= cfg.rate:
-        return tokens_of(documents, index, tokenizer)
+        return tokens_of(documents, index, tokenizer, longest, beyond)
     prefix, middle, suffix = marks(cfg, tokenizer)
     with naming(documents, index):
         document = documents[index]
+        refuse_long(documents, index, document, longest, beyond)
         if isinstance(document, bytes):
             text = document.decode(errors="surrogateescape")
             parts = [part.encode(errors="surrogateescape") for part in _cut(text, draw)]
@@ -53,9 +58,9 @@ def infilled(
             parts = _cut(tokenizer.without_ends(ids), draw)
         beginning, center, end = parts
         if draw.random() >= cfg.spm:
-            return tokenizer.encode_parts([prefix, beginning, suffix, end, middle, center])
+            return tokenizer.encode_parts([prefix, beginning, suffix, end, middle, center], longest)
         together = [beginning + center] if isinstance(document, bytes) else [beginning, center]
-        return tokenizer.encode_parts([prefix, suffix, end, middle, *together])
+        return tokenizer.encode_parts([prefix, suffix, end, middle, *together], longest)
 
 
 def _cut(whole: Any, draw: random.Random) -> list[Any]:

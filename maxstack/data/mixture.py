@@ -228,14 +228,15 @@ class Mixture:
                 units = units_of(documents, index, self.cfg, self.fields)
                 return self._fitting(units, documents, index, quarantine)
             tokenizer = open_tokenizer(self.cfg.tokenizer)
+            limit = self.cfg.longest, self.cfg.beyond
             if self.evaluation:
-                ids, sizes = sized_tokens_of(documents, index, tokenizer)
+                ids, sizes = sized_tokens_of(documents, index, tokenizer, *limit)
                 return [Unit([Segment(ids, {"bytes": sizes})], whole=False)]
             if cut := self._config(source).fill_in_the_middle:
                 seed = f"{self.cfg.seed} middle {self._parts[source].key} {place}"
-                ids = infilled(documents, index, tokenizer, cut, seed)
+                ids = infilled(documents, index, tokenizer, cut, seed, *limit)
             else:
-                ids = tokens_of(documents, index, tokenizer)
+                ids = tokens_of(documents, index, tokenizer, *limit)
             return [Unit([Segment(ids, {})], whole=False)]
         except TooLong:
             raise
