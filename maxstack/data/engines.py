@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from maxstack.errors import ConfigError, DataError, shortened
 Task = TypeVar("Task")
 Function = Callable[[Any, Task], Iterator[Any]]
 _DIED = "Run the same command again: what was finished is kept"
-_RETRIES = 3
+_RETRIES, _SECONDS = 3, 10
 
 
 class Engine(ABC):
@@ -93,6 +94,9 @@ class Ray(Engine):
 
     def __init__(self, workers: int | None, address: str | None = None):
         self._workers, self._address = workers, address
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        if address is None:  # a cluster runs what anyone sends it: this one listens on 127.0.0.1
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         try:
             import ray
         except ImportError as error:
@@ -105,30 +109,30 @@ class Ray(Engine):
         self, function: Function[Task], context: Any, tasks: Sequence[Task]
     ) -> Iterator[tuple[Task, Any]]:
         ray, waiting = self._ray, iter(tasks)
-        with self._connected():
-            run = ray.remote(num_cpus=1, max_retries=_RETRIES, num_returns="streaming")(_run_there)
-            shared = ray.put((function, context, os.getcwd()))
-            running: dict[Any, Task] = {}
-            try:
-                while True:
-                    room = self._most() - len(running)
-                    for _, task in zip(range(room), waiting, strict=False):
-                        running[run.remote(shared, task)] = task
-                    if not running:
-                        return
-                    for stream in ray.wait([*running], fetch_local=False)[0]:
-                        kind, value = ray.get(next(stream))
-                        if kind == "error":
-                            raise value
-                        if kind == "value":
-                            yield running[stream], value
-                        else:
-                            del running[stream]
-            except ray.exceptions.RayError as error:
-                raise ConfigError(
-                    f"the Ray cluster lost a task {_RETRIES + 1} times, or itself: "
-                    f"{shortened(str(error), 300)}. {_DIED}"
-                ) from error
+        self._connect()
+        run = ray.remote(num_cpus=1, max_retries=_RETRIES, num_returns="streaming")(_run_there)
+        shared = ray.put((function, context, os.getcwd()))
+        running: dict[Any, Task] = {}
+        try:
+            while True:
+                room = self._most() - len(running)
+                for _, task in zip(range(room), waiting, strict=False):
+                    running[run.remote(shared, task)] = task
+                if not running:
+                    return
+                for stream in ray.wait([*running], fetch_local=False)[0]:
+                    kind, value = ray.get(next(stream))
+                    if kind == "error":
+                        raise value
+                    if kind == "value":
+                        yield running[stream], value
+                    else:
+                        del running[stream]
+        except ray.exceptions.RayError as error:
+            raise ConfigError(
+                f"the Ray cluster lost a task {_RETRIES + 1} times, or itself: "
+                f"{shortened(str(error), 300)}. {_DIED}"
+            ) from error
 
     def _most(self) -> int:
         """Tasks that are handed to the cluster at once: two for each of its CPUs, so that none
@@ -136,24 +140,24 @@ class Ray(Engine):
         cpus = self._ray.cluster_resources().get("CPU", 1)
         return self._workers or max(1, 2 * int(cpus))
 
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[None]:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    def _connect(self) -> None:
+        """Join the cluster, until this process ends."""
+        if self._ray.is_initialized():
+            return
         settings: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
         if self._address is None:
             settings |= {"num_cpus": self._workers, "include_dashboard": False}
         try:
+            if self._address is not None:  # for which Ray waits three minutes and more
+                host, _, port = self._address.rpartition(":")
+                socket.create_connection((host, int(port)), _SECONDS).close()
             self._ray.init(address=self._address or "local", **settings)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"--address {self._address}: no Ray cluster can be reached: "
+                f"--address {self._address}: no Ray cluster can be joined: "
                 f"{shortened(str(error), 300)}; this machine must be one of its nodes "
                 "(ray start --address=HOST:PORT)"
             ) from error
-        try:
-            yield
-        finally:
-            self._ray.shutdown()
 
 
 def _run_there(shared: tuple[Function[Task], Any, str], task: Task) -> Iterator[tuple[str, Any]]:

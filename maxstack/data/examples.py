@@ -22,7 +22,7 @@ from maxstack.data.conversations import (
     with_answer_of,
 )
 from maxstack.data.documents import Documents
-from maxstack.data.tokenizers import naming, open_prompt_tokenizer, open_tokenizer
+from maxstack.data.tokenizers import naming, open_prompt_tokenizer, open_tokenizer, refuse_long
 from maxstack.errors import DataError, quoted
 from maxstack.schema.data import ChatRecord, DataConfig, Record
 
@@ -130,7 +130,9 @@ class Examples:
                 "a completion must end in a token at which generation stops, and data.tokenizer "
                 "has none; set data.tokenizer.eos"
             )
-        ids, spans = self._tokenizer.encode(text), self._tokenizer.spans(text)
+        longest = self._cfg.longest
+        ids = self._tokenizer.encode(text, longest)
+        spans = self._tokenizer.spans(text, longest)
         return _counted(ids, spans, [(len(given.prompt.encode()), len(text))])
 
     def _conversation(self, given: Conversation, train: str) -> list[Segment]:
@@ -290,12 +292,12 @@ def units_of(
     def another(attempt: int) -> Raw:
         # Spread over the source, so that neighbours, which often share a prompt, are far.
         step = 1 + (attempt + 1) * len(documents) // (TRIES + 1)
-        return _record(documents, (index + step) % len(documents))
+        return _record(documents, (index + step) % len(documents), cfg)
 
     assert documents.record
     maker = _examples(documents.record, cfg, frozenset(fields.items()))
     with naming(documents, index):
-        record = _record(documents, index)
+        record = _record(documents, index, cfg)
         try:
             return maker.units(record, another)
         except DataError as error:
@@ -308,9 +310,10 @@ def _examples(record: Record, cfg: DataConfig, fields: frozenset[tuple[str, "Fie
     return KINDS[record.kind](cfg, dict(fields), **train)
 
 
-def _record(documents: Documents, index: int) -> Mapping[str, Any]:
+def _record(documents: Documents, index: int, cfg: DataConfig) -> Mapping[str, Any]:
     document = documents[index]
     assert isinstance(document, bytes)
+    refuse_long(documents, index, document, cfg.longest, cfg.beyond)
     try:
         value = json.loads(document)
     except (ValueError, RecursionError) as error:

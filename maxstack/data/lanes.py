@@ -190,9 +190,11 @@ class Mixture:
                 units = units_of(documents, index, self.cfg, self.fields)
                 return self._fitting(units, documents, index, quarantine)
             tokenizer = open_tokenizer(self.cfg.tokenizer)
+            limit = self.cfg.longest, self.cfg.beyond
             if not self.evaluation:
-                return [Unit([Segment(tokens_of(documents, index, tokenizer), {})], whole=False)]
-            ids, sizes = sized_tokens_of(documents, index, tokenizer)
+                ids = tokens_of(documents, index, tokenizer, *limit)
+                return [Unit([Segment(ids, {})], whole=False)]
+            ids, sizes = sized_tokens_of(documents, index, tokenizer, *limit)
             return [Unit([Segment(ids, {"bytes": sizes})], whole=False)]
         except TooLong:
             raise

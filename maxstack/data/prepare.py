@@ -5,10 +5,10 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,16 +17,19 @@ from maxstack.data.documents import Documents, Split, Tokens
 from maxstack.data.engines import Engine, Processes
 from maxstack.data.files import digest
 from maxstack.data.shards import MANIFEST, pack
+from maxstack.data.shared_files import SharedFiles, check_shared, shared_files
 from maxstack.data.sources import open_source
 from maxstack.data.steps import summary
 from maxstack.data.steps.cleaned import cleaned
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
 from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
-from maxstack.schema.data import DataConfig
+from maxstack.schema.data import Beyond, DataConfig
 
 _LARGEST_SHARD = 10_000
-_FINISHED = ".finished"
+_STEP = 1 << 22
+"""Bytes of text after which progress is told."""
+_FINISHED, _BEGUN = ".finished", "begun"
 _FORMAT = 2
 _ELSEWHERE = {"name", "weight", "holdout", "files", "exclude"}
 """Keys of a source that the documents' identity and the names of the shards contain."""
@@ -34,6 +37,16 @@ _ELSEWHERE = {"name", "weight", "holdout", "files", "exclude"}
 
 Sources = dict[tuple[str, Split], Documents]
 """The documents of each source, by its name and split."""
+
+
+class Written(NamedTuple):
+    """What was written of a shard since the last of these."""
+
+    documents: int
+    bytes: int
+    """Of text."""
+    counts: dict[str, Any] | None
+    """At the end of a shard: its size, its hash and what it holds."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +94,27 @@ def prepare(
         for shard in shards
         if (counts := _finished(out, shard, plan)) is not None
     }
+    read = (path for documents in splits.values() for path in documents.paths())
+    files = shared_files(read, storage.join(out, f"{_FINISHED}/{_BEGUN}"))
+    context = cfg, splits, out, plan, files
     missing = [shard for shard in shards if shard.name not in made]
     documents = sum(shard.stop - shard.start for shard in shards)
-    done = sum(counts["documents"] for counts in made.values())
+    done, size = sum(counts["documents"] for counts in made.values()), 0
     with progress(documents, f"to {out}", "documents", done) as bar:
-        for shard, counts in engine.map(_write, (cfg, splits, out, plan), missing):
-            made[shard.name] = counts
-            bar.update(counts["documents"])
+        for shard, written in engine.map(_write, context, missing):
+            size += written.bytes
+            speed = size / 1e6 / max(1e-9, bar.format_dict["elapsed"])
+            bar.set_postfix_str(f"{speed:.1f} MB/s", refresh=False)
+            bar.update(written.documents)
+            if written.counts is not None:
+                made[shard.name] = written.counts
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
     if steps:
         manifest["steps"] = steps["steps"]
     _write_json(storage.join(out, MANIFEST), manifest, indent=1)
-    with storage.filesystem(out) as (files, folder):
-        files.rm(
-            [f"{folder}/{_FINISHED}", *files.glob(f"{folder}/.*{atomic.UNFINISHED}")],
+    with storage.filesystem(out) as (system, folder):
+        system.rm(
+            [f"{folder}/{_FINISHED}", *system.glob(f"{folder}/.*{atomic.UNFINISHED}")],
             recursive=True,
         )
     if steps:
@@ -145,8 +165,9 @@ def _plan(
     ]
     sources = [(*split, documents.identity()) for split, documents in splits.items()]
     read = [source.model_dump(mode="json", exclude=_ELSEWHERE) for source in cfg.sources]
+    text = tokenizer.fingerprint, cfg.longest
     described = json.dumps(
-        [_FORMAT, read, tokenizer.fingerprint, sources, files, [asdict(shard) for shard in shards]]
+        [_FORMAT, read, *text, sources, files, [asdict(shard) for shard in shards]]
     )
     return digest(described.encode())
 
@@ -182,39 +203,53 @@ def _finished(folder: str, shard: Shard, plan: str) -> dict[str, Any] | None:
     return noted["shard"] if same else None
 
 
-def _write(context: tuple[DataConfig, Sources, str, str], shard: Shard) -> Iterator[dict[str, Any]]:
-    """Write a shard, then note that it is finished. Its size, its hash and what it holds."""
-    cfg, sources, folder, plan = context
+def _write(
+    context: tuple[DataConfig, Sources, str, str, SharedFiles], shard: Shard
+) -> Iterator[Written]:
+    """Write a shard, then note that it is finished."""
+    cfg, sources, folder, plan, files = context
+    check_shared(files)
     documents, tokenizer = sources[shard.source, shard.split], open_tokenizer(cfg.tokenizer)
     path = storage.join(folder, shard.name)
     try:
         with storage.replacing(path) as unfinished:
-            counts = _write_records(unfinished, shard, documents, tokenizer)
+            limit = cfg.longest, cfg.beyond
+            counts = yield from _write_records(unfinished, shard, documents, tokenizer, limit)
         note = storage.join(folder, f"{_FINISHED}/{shard.name}.json")
         _write_json(note, {"plan": plan, "shard": counts})
     except (RuntimeError, OSError) as error:
         raise ConfigError(f"{path} cannot be written: {error}; finished shards are kept") from error
-    yield counts
+    yield Written(0, 0, counts)
 
 
 def _write_records(
-    path: Path, shard: Shard, documents: Documents, tokenizer: Tokenizer
-) -> dict[str, Any]:
+    path: Path,
+    shard: Shard,
+    documents: Documents,
+    tokenizer: Tokenizer,
+    limit: tuple[int, Beyond],
+) -> Generator[Written, None, dict[str, Any]]:
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    counts = {"documents": shard.stop - shard.start, "tokens": 0, "bytes": 0}
+    counts = {"documents": 0, "tokens": 0, "bytes": 0}
+    told = dict(counts)
     writer = ArrayRecordWriter(str(path), "group_size:1")
     for index in range(shard.start, shard.stop):
-        ids, sizes = sized_tokens_of(documents, index, tokenizer)
+        ids, sizes = sized_tokens_of(documents, index, tokenizer, *limit)
         if np.isnan(sizes).any():
             raise DataError(
                 f"{documents.where(index)}: tokens without the size of their "
                 "text, as older versions kept them; prepare from the text"
             )
-        counts["tokens"] += len(ids)
-        counts["bytes"] += int(sizes.sum(dtype=np.float64))
         special = np.flatnonzero(sizes != tokenizer.bytes_of(ids))
         writer.write(pack(Tokens(ids, np.stack([special, sizes[special]], 1))))
+        counts["documents"] += 1
+        counts["tokens"] += len(ids)
+        counts["bytes"] += int(sizes.sum(dtype=np.float64))
+        if counts["bytes"] - told["bytes"] > _STEP or index + 1 == shard.stop:
+            step = {key: counts[key] - told[key] for key in counts}
+            yield Written(step["documents"], step["bytes"], None)
+            told = dict(counts)
     writer.close()
     with open(path, "rb") as file:
         os.fsync(file.fileno())

@@ -112,7 +112,13 @@ class Records(Documents):
     @functools.cached_property
     def _reader(self) -> Callable[[int], Any]:
         """`_open` that keeps the latest files open; no pickle holds it."""
-        return functools.lru_cache(_OPEN_FILES)(self._open)
+
+        def opened(file: int) -> Any:
+            if self.LOCAL and not os.path.exists(self._paths[file]):  # on another machine
+                self._paths[file] = plain(self.files[file].path)
+            return self._open(file)
+
+        return functools.lru_cache(_OPEN_FILES)(opened)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_reader"}

@@ -9,6 +9,7 @@ from pydantic import Field
 from maxstack.config import Fault, Items, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from maxstack.schema.steps import AnyStep, names_of
 
+Beyond = Literal["split", "refuse"]
 BYTE_IDS = 257
 """Ids of the tokenizer of kind bytes."""
 
@@ -391,6 +392,12 @@ class DataConfig(Section):
     template: str | None = None
     """Chat template of conversations: chatml, plain, or a file of Jinja; null: the model's own,
     beside its tokenizer."""
+    longest: int = Field(1 << 20, ge=1024)
+    """Bytes of a text that are tokenized at once."""
+    beyond: Beyond = "split"
+    """Texts with more bytes. split: they are tokenized in parts, cut where the tokenizer has a
+    boundary, and stay one document; refuse: a bad record, which ends the run unless data.quarantine
+    allows it. Conversations are not cut into parts."""
     overlong: Literal["error", "drop", "cut"] = "error"
     """Records longer than seq_len. error: the first one ends the run; drop: they are left out; cut:
     their ends are. What is dropped or cut is counted in the log."""

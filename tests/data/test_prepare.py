@@ -225,7 +225,7 @@ def test_a_shard_that_finds_no_room_is_an_error_that_names_it_and_leaves_no_piec
         done.returncode == 1
         and "out/synthetic-0-train-00000-of-00002.array_record cannot be written" in done.stderr
     )
-    assert [path.name for path in Path("out").iterdir() if path.suffix != ".array_record"] == []
+    assert [*Path("out").rglob("*.unfinished")] == [*Path("out").glob(".finished/*.json")] == []
 
 
 def test_a_finished_folder_is_left_alone_and_says_so(capsys):

@@ -1,0 +1,69 @@
+"""Long texts in parts that are tokenized one after the other, cut where the tokenizer has a
+boundary anyway."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+LONGEST = 1 << 20
+"""Bytes of a text that are tokenized at once, where nothing else is said."""
+Encode = Callable[[bytes], Sequence[int] | np.ndarray]
+_WINDOWS = 256, 199
+"""Bytes on each side of a cut that tell whether it is one. Two numbers without a common divisor: of
+one, the tokens of a long run of one character may end at the middle by chance."""
+_REACH = 1 << 14
+_TRIES = 16
+_CHARACTERS = 32
+_SPACE = re.compile(rb"(?<=\S)\s(?=\S)")
+
+
+def parts(text: bytes, longest: int, encode: Encode) -> Iterator[tuple[int, int]]:
+    """(start, stop) of parts of at most `longest` bytes whose ids, one part after the other, are
+    those of the text.
+
+    A cut is tried before a white space, after it, and around it (for tokenizers that put one before
+    each text), then before any of the last characters; it is made where windows around it have the
+    ids of their two halves. Where none is found, a part ends with the last whole character that
+    fits, and the ids around that place may differ from those of the whole text.
+    """
+    start = 0
+    while len(text) - start > longest:
+        stop, begin = _cut(text, start, start + longest, encode)
+        yield start, stop
+        start = begin
+    yield start, len(text)
+
+
+def _cut(text: bytes, start: int, limit: int, encode: Encode) -> tuple[int, int]:
+    """Where a part ends and the next begins."""
+    reach = max(start + (limit - start) // 2, limit - _REACH)
+    spaces = [match.start() for match in _SPACE.finditer(text, reach, limit)]
+    for at in reversed(spaces[-_TRIES:]):
+        for cut in ((at, at), (at + 1, at + 1), (at, at + 1)):
+            if _holds(text, *cut, encode):
+                return cut
+    last = at = _character(text, limit)
+    while at > max(reach, last - _CHARACTERS):
+        if _holds(text, at, at, encode):
+            return at, at
+        at = _character(text, at - 1)
+    return last, last
+
+
+def _holds(text: bytes, stop: int, begin: int, encode: Encode) -> bool:
+    """True if the ids of windows around a cut are those of their halves."""
+    for size in _WINDOWS:
+        first = _character(text, max(0, stop - size))
+        last = _character(text, min(len(text), begin + size))
+        halves = encode(text[first:stop]), encode(text[begin:last])
+        if not np.array_equal(encode(text[first:last]), np.concatenate(halves)):
+            return False
+    return True
+
+
+def _character(text: bytes, at: int) -> int:
+    """The last position up to `at` where a character of UTF-8 begins or the text ends; `at` itself
+    in bytes that are none."""
+    near = range(at, max(-1, at - 4), -1)
+    return next((i for i in near if i == len(text) or text[i] & 0xC0 != 0x80), at)

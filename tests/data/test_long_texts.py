@@ -1,0 +1,146 @@
+"""Texts that are tokenized in parts."""
+
+import json
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from maxstack.data.feed import Feed
+from maxstack.data.long_texts import parts
+from maxstack.data.prepare import prepare
+from maxstack.data.sources import open_source
+from maxstack.data.tokenizers import open_tokenizer
+from maxstack.errors import DataError
+from maxstack.schema.data import (
+    ArrayRecordSource,
+    BytesTokenizer,
+    DataConfig,
+    HuggingFaceTokenizer,
+    JsonlSource,
+    SentencePieceTokenizer,
+)
+
+TEXTS = ["the quick brown fox, 1234 times; it's über\n\n  déjà vu 中文 字\n"] * 40 + [
+    "aaaa bb " * 9
+]
+
+
+def _sentencepiece(path, **settings):
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS),
+        model_prefix=str(path),
+        hard_vocab_limit=False,
+        minloglevel=2,
+        byte_fallback=True,
+        vocab_size=360,
+        **settings,
+    )
+    return SentencePieceTokenizer(kind="sentencepiece", path=f"{path}.model")
+
+
+def _huggingface(path, model, trainer, **parts):
+    made = tokenizers.Tokenizer(model)
+    for name, part in parts.items():
+        setattr(made, name, part)
+    made.train_from_iterator(TEXTS, trainer)
+    made.save(str(path))
+    return HuggingFaceTokenizer(kind="huggingface", path=str(path))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Small tokenizers of each kind that is in use."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    byte_level = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    letters = sorted({*"".join(TEXTS), "\u2581"})
+    plain = trainers.BpeTrainer(vocab_size=120, initial_alphabet=letters, show_progress=False)
+    return {
+        "bytes": BytesTokenizer(kind="bytes", eos=True),
+        "unigram": _sentencepiece(folder / "unigram"),
+        "llama": _sentencepiece(
+            folder / "llama",
+            model_type="bpe",
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+        ),
+        "byte level": _huggingface(
+            folder / "gpt.json",
+            models.BPE(),
+            byte_level,
+            pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoder=decoders.ByteLevel(),
+        ),
+        "metaspace": _huggingface(
+            folder / "metaspace.json",
+            models.BPE(unk_token=None),
+            plain,
+            pre_tokenizer=pre_tokenizers.Metaspace(),
+        ),
+        "words": _huggingface(
+            folder / "bert.json",
+            models.WordPiece(unk_token="[UNK]"),
+            trainers.WordPieceTrainer(
+                vocab_size=200, special_tokens=["[UNK]"], show_progress=False
+            ),
+            normalizer=normalizers.BertNormalizer(),
+            pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+        ),
+    }
+
+
+KINDS = ["bytes", "unigram", "llama", "byte level", "metaspace", "words"]
+WORDS = st.sampled_from(
+    ["the", "fox", "it's", "\u00fcber", "1234", "quick", "\u4e2d\u6587", "aaaa"]
+)
+GAPS = st.sampled_from([" ", "\n", ", ", "  ", "\n\n  ", "\t"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(WORDS, GAPS), min_size=20, max_size=60), st.integers(100, 300))
+def test_parts_have_the_ids_of_the_whole_text(made, kind, words, longest):
+    text = "".join(f"{word}{gap}brown fox" for word, gap in words).encode()
+    tokenizer = open_tokenizer(made[kind])
+    cut = list(parts(text, longest, tokenizer._text_ids))
+    assert all(0 < stop - start <= longest for start, stop in cut) and len(cut) > 1
+    for of in (tokenizer.encode, tokenizer.ends):
+        np.testing.assert_array_equal(of(text, longest), of(text, len(text)))
+
+
+def test_a_text_without_any_boundary_ends_its_parts_with_whole_characters(made):
+    text = ("\u4e2d" * 700).encode()
+    tokenizer = open_tokenizer(made["llama"])
+    cut = list(parts(text, 1000, tokenizer._text_ids))
+    assert cut == [(0, 999), (999, 1998), (1998, 2100)]
+    assert tokenizer.ends(text, 1000)[-1] == len(text)
+
+
+@pytest.mark.parametrize("beyond", ["split", "refuse"])
+def test_a_long_text_is_one_document_in_training_and_in_shards_or_refused_by_name(
+    made, beyond, tmp_path
+):
+    path, text = tmp_path / "lines.jsonl", "the quick brown fox, " * 200
+    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in ("short", text)))
+    source = JsonlSource(kind="jsonl", files=[str(path)])
+    tokenizer = made["byte level"]
+    cfg = DataConfig(sources=[source], tokenizer=tokenizer, seq_len=64, longest=1024, beyond=beyond)
+    shards, feed = tmp_path / "shards", Feed(cfg.model_copy(update={"shuffle": False}), range(2), 2)
+    if beyond == "refuse":
+        for started in (lambda: prepare(cfg, str(shards)), lambda: next(feed)):
+            with pytest.raises(DataError, match="line 2: a text of 4,200 bytes, .*longest=1024"):
+                started()
+    else:
+        prepare(cfg, str(shards))
+        made_of = ArrayRecordSource(
+            kind="array_record", files=[f"{shards}/*-train-*"], content="tokens"
+        )
+        whole = open_tokenizer(tokenizer).encode(text.encode())
+        np.testing.assert_array_equal(open_source(made_of)[1].ids, whole)
+        np.testing.assert_array_equal(next(feed)["tokens"][1], whole[:64])
+    feed.close()
