@@ -423,3 +423,15 @@ def test_plot_report_makes_a_run_and_draws_its_page(tmp_path):
     process("plot_report.py", *words)
     for name in ("report", "report-time"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_near_duplicates_are_measured_against_brute_force():
+    said = process("bench/near_duplicates.py", "--documents", "400")
+    found = re.search(r"precision ([\d.]+) \(theory .*\), recall ([\d.]+) \(theory", said)
+    assert min(map(float, found.groups())) > 0.8 and "Jaccard 0.95 to 1.00" in said
+
+
+def test_every_kind_of_step_has_a_speed():
+    said = process("bench/steps.py", "README.md", "--megabytes", "0.01")
+    kinds = {line.split()[0].removeprefix("kind=") for line in said.splitlines()}
+    assert len(kinds) == 11 and all(float(line.split()[-1]) > 0 for line in said.splitlines())

@@ -14,6 +14,7 @@ from maxstack.config import storage
 from maxstack.data.documents import Documents, Selection, Split
 from maxstack.data.engines import Engine
 from maxstack.data.files import digest
+from maxstack.data.shared_files import shared_files
 from maxstack.data.steps import duplicates, summary
 from maxstack.data.steps.kinds import Found, changed, found, opened
 from maxstack.data.steps.passes import REMOVED, Job, Range, read_note, run
@@ -80,15 +81,10 @@ def cleaned(
     result = storage.join(notes, "result.npz")
     if storage.kind(result) is None:
         _begin(out, notes)
-        job = Job(
-            steps,
-            names_of(steps),
-            data,
-            sources,
-            _ranges(sources),
-            out,
-            storage.join(notes, PASSES),
-        )
+        passes = storage.join(notes, PASSES)
+        read = (path for documents in sources.values() for path in documents.paths())
+        files = shared_files(read, storage.join(passes, "begun"))
+        job = Job(steps, names_of(steps), data, sources, _ranges(sources), out, passes, files)
         _run(job, engine, result)
     _delete(notes, PASSES)
     kept = read_note(result)

@@ -17,6 +17,7 @@ import zstandard
 
 from maxstack.config import storage
 from maxstack.data.documents import Documents, Split
+from maxstack.data.shared_files import SharedFiles, check_shared
 from maxstack.data.steps import duplicates
 from maxstack.data.steps.kinds import Found, changed, opened
 from maxstack.data.steps.step import Removed, Rules, Step
@@ -60,6 +61,7 @@ class Job:
     out: str
     notes: str
     """Folder of the notes."""
+    files: SharedFiles
     number: int = 0
     """Of the pass."""
 
@@ -89,6 +91,7 @@ def read_note(path: str) -> dict[str, np.ndarray]:
 def run(job: Job, each: Range) -> Iterator[int]:
     """Run a pass over a range, and leave its note; a note that is there is kept. The number of its
     documents."""
+    check_shared(job.files)
     path = job.path(job.number, each)
     if storage.kind(path) is None:
         try:
