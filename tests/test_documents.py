@@ -41,6 +41,7 @@ NOT_RUN = {
 """Programs that are no part of the project, and why they are not run."""
 LATER = (
     "maxstack data removed",
+    "maxstack data prepare 70b.yml --out /gcs/tokens --engine ray",
     "maxstack package",
     "maxstack serve boxes",
     "maxstack tune",
@@ -323,7 +324,12 @@ def serve(command, log):
 
 def needs_a_cluster(words):
     """True for a command that talks to a cluster."""
-    sent = words[1] == "submit" and "local" not in words and "--dry-run" not in words
+    sent = (
+        "--address" in words
+        or words[1] == "submit"
+        and "local" not in words
+        and "--dry-run" not in words
+    )
     return sent or any(re.match("llama-70b|gcs/runs/llama-70b", word) for word in words)
 
 

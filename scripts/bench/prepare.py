@@ -20,8 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import numpy as np
-from arguments import parser, takes_json, takes_peer_python, write_json
+from bench.arguments import parser, takes_json, takes_peer_python, write_json
 
 PIECE = 2_000
 """Documents that are made at a time."""
@@ -79,7 +81,7 @@ def main() -> None:
     if not tokenizer.exists():
         _train(lines, tokenizer)
     size, tokens, rows = lines.stat().st_size, 0, []
-    for number in range(1 - args.cold, args.rounds + 1):
+    for number in range(int(args.cold), args.rounds + 1):
         for name in args.only:
             shutil.rmtree(args.folder / "made", ignore_errors=True)
             found = _measured(_command(name, args, lines, tokenizer), args.folder)
@@ -103,7 +105,9 @@ def _arguments() -> argparse.Namespace:
     arguments.add_argument("--megabytes", type=int, default=300)
     arguments.add_argument("--processes", type=int, default=2)
     arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--cold", action="store_true", help="show the first round, too")
+    arguments.add_argument(
+        "--cold", action="store_true", help="leave out the round that is not shown"
+    )
     arguments.add_argument("--only", nargs="*", default=programs, choices=programs)
     takes_peer_python(arguments)
     takes_json(arguments)
