@@ -5,17 +5,35 @@ import contextlib
 import errno
 import fnmatch
 import hashlib
+import io
 import os
 import posixpath
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from maxstack.config import atomic
+from maxstack.config.retries import Cut, retried, told_by
 from maxstack.errors import ConfigError, shortened
 
-_VERSIONS = "etag", "ETag", "mtime", "LastModified", "created"
+T = TypeVar("T")
+Stamp = tuple[int, int | str]
+"""A file's size in bytes and its modification time in ns, or the store's name of its version."""
+RANGE = 1 << 24
+"""Bytes that a store is asked for at a time, at most."""
+_BUFFER = 1 << 20
+_WHOLE = 1 << 28
+_VERSIONS = (
+    "generation",
+    "etag",
+    "ETag",
+    "blob_id",
+    "mtime",
+    "LastModified",
+    "Last-Modified",
+    "created",
+)
 """Keys by which stores tell that a file was written again, best first."""
 
 
@@ -49,8 +67,9 @@ def filesystem(path: str) -> Iterator[tuple[Any, str]]:
             f"{path}: no file system is called {shortened(scheme)}://; use gs://, s3://, another "
             "of fsspec's, or a local path"
         )
+    options = {"use_listings_cache": False} if is_url(path) else {}
     try:
-        yield fsspec.url_to_fs(path)
+        yield fsspec.url_to_fs(path, **options)
     except ConfigError:
         raise
     except ImportError as error:
@@ -60,30 +79,97 @@ def filesystem(path: str) -> Iterator[tuple[Any, str]]:
         raise ConfigError(
             f"{path}: what reads {scheme}:// cannot be imported: {reason}{advice}"
         ) from error
-    except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
     except Exception as error:  # each driver has errors of its own
-        words = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 300)
-        if isinstance(error, OSError) and type(error).__module__ == "builtins":
-            words = error.strerror or words
+        told = told_by(error)
+        if isinstance(error, FileNotFoundError) and told is error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+        words = shortened(" ".join(f"{type(told).__name__}: {told}".split()), 300)
+        if isinstance(told, OSError) and type(told).__module__ == "builtins":
+            words = told.strerror or words
         raise OSError(errno.EIO, words, path) from error
 
 
+def on_store(path: str, act: Callable[[Any, str], T]) -> T:
+    """What `act` returns for the file system of a URL and the path in it, tried again while the
+    store does not answer. OSError with `strerror` if it fails."""
+
+    def once() -> T:
+        with filesystem(path) as (files, inside):
+            return act(files, inside)
+
+    return retried(path, once)
+
+
+class _Stored(io.RawIOBase):
+    """A file at a URL, read by ranges. `stamp`: what it was when it was opened."""
+
+    def __init__(self, path: str):
+        self._path, self._at, self._all = path, 0, b""
+        self.stamp = stamp(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.stamp[0]}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self.stamp[0], self._at + min(len(buffer), RANGE))
+        if end <= self._at:
+            return 0
+        piece = self._all[self._at : end] or on_store(
+            self._path, lambda files, inside: self._range(files, inside, end)
+        )
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+    def _range(self, files: Any, inside: str, end: int) -> bytes:
+        size, asked = self.stamp[0], end - self._at
+        piece = files.cat_file(inside, start=self._at, end=end)
+        if len(piece) == size and asked < size <= _WHOLE:
+            self._all = piece  # of a server that gives no parts of files
+            return piece[self._at : end]
+        if len(piece) > asked:
+            raise OSError(
+                f"{len(piece)} bytes came where {asked} were asked for: its server gives "
+                "no parts of files; copy it to a folder"
+            )
+        if len(piece) < asked:
+            raise Cut(f"{len(piece)} bytes came where {asked} were asked for")
+        return piece
+
+
 def open_file(path: str) -> IO[bytes]:
-    """A file to read from at any position. OSError if it cannot be opened."""
+    """A file to read from at any position, at a URL by ranges of at most RANGE bytes. OSError if it
+    cannot be opened."""
     if not is_url(path):
         return open(path, "rb")
-    with filesystem(path) as (files, inside):
-        return files.open(inside, "rb")
+    return io.BufferedReader(_Stored(path), _BUFFER)
 
 
 def read(path: str, most: int = -1) -> bytes:
     """A file's bytes, at most so many from its beginning. OSError if it cannot be read."""
-    if not is_url(path):
-        with open(path, "rb") as file:
-            return file.read(most)
-    with filesystem(path) as (files, inside), files.open(inside, "rb") as file:
+    with open_file(path) as file:
         return file.read(most)
+
+
+def pieces(path: str, wanted: Stamp) -> Iterator[bytes]:
+    """The bytes of a file at a URL, by at most RANGE. OSError if it is not, at the beginning or at
+    the end, the file of that size and version."""
+    with _Stored(path) as file:
+        while file.stamp == wanted and (piece := file.read(RANGE)):
+            yield piece
+    if stamp(path) != wanted:
+        raise OSError(errno.ESTALE, "changed after it was listed", path)
 
 
 def kind(path: str) -> str | None:
@@ -93,34 +179,51 @@ def kind(path: str) -> str | None:
             return "directory"
         return "file" if os.path.exists(path) else None
     try:
-        with filesystem(path) as (files, inside):
-            return files.info(inside)["type"]
+        return on_store(path, lambda files, inside: files.info(inside)["type"])
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def stamp(path: str) -> tuple[int, int | str]:
-    """A file's size in bytes and its modification time in ns, or the store's name of its version.
-    OSError if there is no such file."""
+def stamp(path: str) -> Stamp:
+    """A file's size and version. OSError if there is no such file."""
     if not is_url(path):
         status = os.stat(path)
         return status.st_size, status.st_mtime_ns
-    with filesystem(path) as (files, inside):
-        info = files.info(inside)
-    return info["size"], str(next((info[key] for key in _VERSIONS if info.get(key)), ""))
+    return _stamp(on_store(path, lambda files, inside: files.info(inside)))
 
 
-def names_below(folder: str, depth: int | None = None) -> list[str]:
-    """The relative paths of all files in a folder at a URL and its subfolders, sorted; none where
-    it does not exist. OSError if a store does not answer."""
+def _stamp(info: dict[str, Any]) -> Stamp:
+    version = next((info[key] for key in _VERSIONS if info.get(key)), "")
+    return info["size"], str(version.timestamp() if hasattr(version, "timestamp") else version)
+
+
+def stamps_below(folder: str, depth: int | None = None) -> dict[str, Stamp]:
+    """The relative paths of all files in a folder at a URL and its subfolders, sorted, with their
+    sizes and versions; none where it does not exist. OSError if a store does not answer."""
+
+    def found(files: Any, inside: str) -> dict[str, Stamp]:
+        return {
+            info["name"].removeprefix(inside).lstrip("/"): _stamp(info)
+            for info in _infos(files, inside, depth)
+        }
+
     try:
-        with filesystem(folder) as (files, inside):
-            paths = files.find(inside, maxdepth=depth)
+        return dict(sorted(on_store(folder, found).items()))
     except FileNotFoundError:
-        return []
-    return sorted(path.removeprefix(inside).lstrip("/") for path in paths)
+        return {}
+
+
+def _infos(files: Any, folder: str, depth: int | None) -> Iterator[dict[str, Any]]:
+    """Files below a folder. Drivers' `find` would leave out a folder that cannot be listed."""
+    for info in files.ls(folder, detail=True):
+        if info["name"].strip("/") == folder.strip("/"):
+            continue  # the mark of an empty folder
+        if info["type"] != "directory":
+            yield info
+        elif depth is None or depth > 1:
+            yield from _infos(files, info["name"], depth and depth - 1)
 
 
 @contextlib.contextmanager
@@ -138,10 +241,16 @@ def replacing(path: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         unfinished = Path(folder) / posixpath.basename(path)
         yield unfinished
-        with filesystem(path) as (files, inside):
+        size = unfinished.stat().st_size
+
+        def put(files: Any, inside: str) -> None:
             if path.startswith("file://"):  # object stores have no folders, and would make a bucket
                 os.makedirs(os.path.dirname(inside), exist_ok=True)
             files.put_file(str(unfinished), inside)
+            if (stored := files.info(inside)["size"]) != size:
+                raise Cut(f"{stored} bytes of {size} were stored")
+
+        on_store(path, put)
 
 
 def cache_folder() -> Path:
@@ -158,17 +267,17 @@ def local_folder(path: str, patterns: Sequence[str] = ("*",), depth: int | None 
     if not is_url(path):
         return Path(path).expanduser()
     try:
-        names = names_below(path, depth)
-        if not names:
+        found = stamps_below(path, depth)
+        if not found:
             raise ConfigError(f"{path}: no such folder, or no file is in it")
-        names = [name for name in names if any(fnmatch.fnmatch(name, p) for p in patterns)]
-        versions = repr([path, *((name, stamp(join(path, name))) for name in names)])
+        names = [name for name in found if any(fnmatch.fnmatch(name, p) for p in patterns)]
+        versions = repr([path, *((name, found[name]) for name in names)])
         digest = hashlib.blake2b(versions.encode(), digest_size=16).hexdigest()
         folder = cache_folder() / "folders" / digest / posixpath.basename(path.rstrip("/"))
         for name in names:
             if not (folder / name).exists():
-                with replacing(str(folder / name)) as copy, filesystem(path) as (files, inside):
-                    files.get_file(f"{inside}/{name}", str(copy))
+                with replacing(str(folder / name)) as copy, copy.open("wb") as file:
+                    file.writelines(pieces(join(path, name), found[name]))
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be copied to {cache_folder()}: {error.strerror or error}; set "

@@ -236,7 +236,7 @@ def _expand(pattern: str) -> list[str]:
         try:
             if not glob.has_magic(full):
                 return [full] if storage.kind(full) == "file" else []
-            names = storage.names_below(root, None if "**" in wanted else len(wanted))
+            names = storage.stamps_below(root, None if "**" in wanted else len(wanted))
         except OSError as error:
             raise DataError(f"{pattern}: cannot be listed: {error.strerror}") from error
         return [f"{root}/{name}" for name in names if _matches(name.split("/"), wanted)]

@@ -1,0 +1,162 @@
+"""Waiting for stores that do not answer: what is tried again, for how long, and what is told."""
+
+import errno
+import logging
+import os
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from maxstack.errors import ConfigError, quoted, shortened
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+SECONDS = 300.0
+"""How long a store is waited for where $MAXSTACK_RETRY_SECONDS does not say otherwise."""
+_FIRST, _LONGEST = 0.25, 15.0
+_PASSING = {
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.EPIPE,
+    errno.ETIMEDOUT,
+}
+_CONNECTION = {
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "ConnectionError",
+    "HTTPClientError",
+    "IncompleteRead",
+    "IncompleteReadError",
+    "ResponseStreamingError",
+    "TimeoutError",
+    "TransportError",
+}
+"""Classes of aiohttp, botocore, http.client, httpx, requests and asyncio for what the network
+does."""
+_waiting: dict[str, float] = {}
+_lock = threading.Lock()
+
+
+class Cut(ConnectionError):
+    """An answer that is shorter than what was asked for."""
+
+
+def retried(path: str, act: Callable[[], T]) -> T:
+    """What `act` returns, called again after growing pauses with jitter while the store of `path`
+    does not answer, for at most `patience()` seconds. Its error where that is another one, or the
+    last one."""
+    begin, pause, store = time.monotonic(), _FIRST, _store(path)
+    while True:
+        try:
+            result = act()
+        except Exception as error:
+            left = begin + patience() - time.monotonic()
+            if left <= 0 or not passing(error):
+                with _lock:
+                    _waiting.pop(store, None)
+                raise
+            _tell(path, store, error, left)
+            time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
+            pause = min(2 * pause, _LONGEST)
+            continue
+        if store in _waiting:
+            _tell_end(store)
+        return result
+
+
+def patience() -> float:
+    """$MAXSTACK_RETRY_SECONDS, by default SECONDS. ConfigError if it is no number."""
+    given = os.environ.get("MAXSTACK_RETRY_SECONDS", str(SECONDS))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(
+            f"MAXSTACK_RETRY_SECONDS={quoted(given)}: must be a number of seconds, 0 or more; 0 "
+            "gives up at the first failure"
+        )
+    return seconds
+
+
+def passing(error: BaseException) -> bool:
+    """Whether an error of a driver may pass: the store did not answer, cut its answer short, or
+    said that it is busy. One that says what is wrong (no such file, not allowed) does not pass."""
+    for link in _chain(error):
+        if isinstance(link, ssl.SSLCertVerificationError) or type(link).__name__ == "FileExpired":
+            return False
+        if _of_network(link):
+            return True
+        if (status := _status(link)) is not None:
+            return status in (408, 425, 429) or status >= 500
+    return False
+
+
+def told_by(error: BaseException) -> BaseException:
+    """Of an error and its causes the one that says what happened: the one with an HTTP status other
+    than 404 or of the network, if any, else the error itself."""
+    for link in _chain(error):
+        if (status := _status(link)) == 404:
+            break
+        if status is not None or _of_network(link):
+            return link
+    return error
+
+
+def _of_network(error: BaseException) -> bool:
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_AGAIN
+    if isinstance(error, OSError) and error.errno in _PASSING:
+        return True
+    return any(kind.__name__ in _CONNECTION for kind in type(error).__mro__)
+
+
+def _status(error: Any) -> int | None:
+    """The HTTP status in an error of aiohttp, gcsfs, httpx, requests or botocore."""
+    response = getattr(error, "response", None)
+    found = getattr(error, "status", None) or getattr(error, "code", None)
+    if isinstance(response, dict):
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    elif response is not None:
+        found = getattr(response, "status_code", found)
+    return int(found) if str(found).isdigit() and 300 <= int(found) < 600 else None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _store(path: str) -> str:
+    scheme, _, inside = path.partition("://")
+    return f"{scheme}://{inside.partition('/')[0]}"
+
+
+def _tell(path: str, store: str, error: Exception, left: float) -> None:
+    """A line about the first failure of a store since it answered."""
+    with _lock:
+        if store in _waiting:
+            return
+        _waiting[store] = time.monotonic()
+    reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), 200)
+    log.warning(
+        "%s does not answer: trying again for up to %.0f s (%s: %s)", store, left, path, reason
+    )
+
+
+def _tell_end(store: str) -> None:
+    with _lock:
+        since = _waiting.pop(store, None)
+    if since is not None:
+        log.warning("%s answers again after %.1f s", store, time.monotonic() - since)

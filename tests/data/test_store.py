@@ -1,0 +1,128 @@
+"""Data in an S3 store on loopback that fails in the ways of stores."""
+
+import json
+import logging
+import time
+
+import pytest
+from pydantic import TypeAdapter
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+
+from object_store import served  # noqa: E402
+
+from maxstack.config import storage  # noqa: E402
+from maxstack.data.sources import open_source  # noqa: E402
+from maxstack.errors import ConfigError, DataError  # noqa: E402
+from maxstack.schema.data import AnySource  # noqa: E402
+
+TEXTS = [f"document {i} of a store" for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def shared_store():
+    with served() as store:
+        yield store
+
+
+@pytest.fixture
+def store(shared_store, tmp_path, monkeypatch):
+    """The proxy of a store with an empty bucket `data`."""
+    import s3fs
+
+    monkeypatch.setenv("MAXSTACK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", shared_store.url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    shared_store.fault = lambda method, path: None
+    files = s3fs.S3FileSystem(use_listings_cache=False)
+    if files.exists("data"):
+        files.rm("data", recursive=True)
+    files.mkdir("data")
+    yield shared_store
+    shared_store.fault = lambda method, path: None
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def put(name, content):
+    with storage.replacing(f"s3://data/{name}") as file:
+        file.write_bytes(content)
+
+
+def lines(texts=TEXTS):
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def source(kind="jsonl", files="s3://data/*.jsonl", **fields):
+    return TypeAdapter(AnySource).validate_python({"kind": kind, "files": [files], **fields})
+
+
+def contents(cfg):
+    documents = open_source(cfg)
+    return [bytes(documents[i]) for i in range(len(documents))]
+
+
+def times(count, happens, of="GET /data/a"):
+    """A fault that happens to so many requests."""
+    left = [count]
+
+    def fault(method, path):
+        if not f"{method} {path}".startswith(of) or not left[0]:
+            return None
+        left[0] -= 1
+        return happens
+
+    return fault
+
+
+@pytest.mark.parametrize(("happens", "count"), [(503, 3), (429, 3), (0.5, 7)])
+def test_what_passes_is_tried_again_and_told_once(store, caplog, happens, count):
+    put("a.jsonl", lines())
+    store.fault = times(count, happens)
+    with caplog.at_level(logging.WARNING):
+        assert contents(source()) == [text.encode() for text in TEXTS]
+    told = [r.getMessage() for r in caplog.records if r.name == "maxstack.config.retries"]
+    assert len(told) == 2, told
+    assert told[0].startswith("s3://data does not answer: trying again for up to ")
+    assert told[1].startswith("s3://data answers again after ")
+
+
+def test_a_store_that_is_away_is_waited_for(store):
+    put("a.jsonl", lines())
+    store.vanish_for(3)
+    begin = time.monotonic()
+    assert contents(source()) == [text.encode() for text in TEXTS]
+    assert time.monotonic() - begin > 2
+
+
+def test_a_store_that_stays_away_is_an_error_after_the_time_for_it(store, monkeypatch):
+    put("a.jsonl", lines())
+    monkeypatch.setenv("MAXSTACK_RETRY_SECONDS", "0.5")
+    store.fault = lambda method, path: 503
+    with pytest.raises(
+        DataError, match=r"^s3://data/\*.jsonl: cannot be listed: Service Unavailable"
+    ):
+        contents(source())
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [(403, "cannot be listed: .*(403|Forbidden|Denied)"), (404, "no such bucket")],
+)
+def test_what_does_not_pass_is_an_error_at_once(store, status, says):
+    put("a.jsonl", lines())
+    store.fault = lambda method, path: status
+    store.requests.clear()
+    with pytest.raises(DataError, match=says):
+        contents(source())
+    assert len(store.requests) <= 4
+
+
+def test_seconds_for_trying_again_that_are_no_number_are_refused(store, monkeypatch):
+    monkeypatch.setenv("MAXSTACK_RETRY_SECONDS", "soon")
+    store.fault = lambda method, path: 503
+    with pytest.raises(ConfigError, match="^MAXSTACK_RETRY_SECONDS='soon': must be a number"):
+        storage.read("s3://data/a")
