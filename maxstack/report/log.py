@@ -1,5 +1,6 @@
 """Messages and progress of a run, on the console and in log.txt."""
 
+import logging
 import math
 import sys
 import time
@@ -8,6 +9,17 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from maxstack.report.append import Appender
+
+
+class _Warnings(logging.Handler):
+    """Warnings of any part of the package, which may come from threads, as lines of the log."""
+
+    def __init__(self, log: "Log"):
+        super().__init__(logging.WARNING)
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.warn(record.getMessage())
 
 
 class Log:
@@ -19,6 +31,8 @@ class Log:
         self._steps, self._seconds, self._last = steps, seconds, -math.inf
         self._out: TextIO | None = sys.stdout if first else None
         self._live = False
+        self._warnings = _Warnings(self)
+        logging.getLogger("maxstack").addHandler(self._warnings)
 
     def say(self, text: str) -> None:
         """Write lines to the console and the log."""
@@ -69,6 +83,7 @@ class Log:
         """Write the error that ended the run to log.txt, as the exit of a context; the console gets
         it elsewhere."""
         self.close()
+        logging.getLogger("maxstack").removeHandler(self._warnings)
         if error is not None:
             self._note(f"ended by {type(error).__name__}: {error}")
 

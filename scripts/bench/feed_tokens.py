@@ -1,7 +1,6 @@
 """The speed of the feed alone, in tokens/s: four sources of token shards, mixed by tokens with
 weights over steps, under each packing.
-
-    python scripts/bench/feed_tokens.py --documents 20000
+example: python scripts/bench/feed_tokens.py --documents 20000
 """
 
 import argparse
@@ -13,6 +12,7 @@ import time
 
 import numpy as np
 
+from maxstack.data.engines import Processes
 from maxstack.data.feed import Feed
 from maxstack.data.prepare import prepare
 from maxstack.schema.data import DataConfig
@@ -40,7 +40,7 @@ def main() -> None:
                     file.write(json.dumps({"text": letters.tobytes().decode()}) + "\n")
             texts = {"kind": "jsonl", "name": name, "files": [f"{name}.jsonl"]}
             cfg = DataConfig.model_validate({"sources": [texts]})
-            prepare(cfg, name, workers=os.cpu_count() or 1)
+            prepare(cfg, name, Processes(os.cpu_count() or 1))
         for packing in ("concat", "fit", "best", "none"):
             measure(packing, args)
 

@@ -5,18 +5,15 @@ import logging
 import time
 
 import pytest
+from object_store import served
 from pydantic import TypeAdapter
 
-pytest.importorskip("s3fs")
-pytest.importorskip("moto")
+from maxstack.config import storage
+from maxstack.data.sources import open_source
+from maxstack.errors import ConfigError, DataError
+from maxstack.schema.data import AnySource
 
-from object_store import served  # noqa: E402
-
-from maxstack.config import storage  # noqa: E402
-from maxstack.data.sources import open_source  # noqa: E402
-from maxstack.errors import ConfigError, DataError  # noqa: E402
-from maxstack.schema.data import AnySource  # noqa: E402
-
+pytestmark = pytest.mark.slow  # moto and s3fs come with the extra test-all
 TEXTS = [f"document {i} of a store" for i in range(20)]
 
 

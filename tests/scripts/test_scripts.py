@@ -425,6 +425,14 @@ def test_plot_report_makes_a_run_and_draws_its_page(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_the_feed_alone_is_measured_under_each_packing():
+    said = process("bench/feed_tokens.py", "--documents", "300", "--batches", "2")
+    rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert [row["packing"] for row in rows] == ["concat", "fit", "best", "none"]
+    assert rows[0]["padding"] == 0 < rows[2]["padding"] < rows[1]["padding"] < rows[3]["padding"]
+
+
 def test_near_duplicates_are_measured_against_brute_force():
     said = process("bench/near_duplicates.py", "--documents", "400")
     found = re.search(r"precision ([\d.]+) \(theory .*\), recall ([\d.]+) \(theory", said)
