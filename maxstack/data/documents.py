@@ -70,7 +70,7 @@ class Documents(ABC):
         return [file.path for file in self.files]
 
     def by_file(self) -> tuple[list[str], np.ndarray] | None:
-        """(A mark of each file and its number of documents, int64 [N]: the file of each document);
+        """(A mark of each file as it is, int64 [N]: the file of each document);
         None where documents are of no files."""
         return None
 
@@ -120,11 +120,11 @@ def file_hashes(files: Sequence[File]) -> np.ndarray:
 
 
 def marked(files: Sequence[File], counts: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """`Documents.by_file` of files that hold so many documents each."""
-    marks = [
-        f"{text_hash(f'{file.key} {count}'):016x}"
-        for file, count in zip(files, counts, strict=True)
-    ]
+    """`Documents.by_file` of files that hold so many documents each. A mark is of key, number of
+    documents, size, and at URLs version: the time of a local file changes when it is copied."""
+    marks = []
+    for file, count in zip(files, counts, strict=True):
+        marks.append(f"{text_hash(f'{file.key} {count} {file.pin()}'):016x}")
     return marks, np.repeat(np.arange(len(files)), counts)
 
 

@@ -40,6 +40,12 @@ class File:
 
     path: str
     key: str
+    version: storage.Stamp | None = None
+    """Of a file at a URL, its size and version when it was listed."""
+
+    def pin(self) -> tuple[int | str, ...]:
+        """Size, and at a URL the version."""
+        return self.version or (os.path.getsize(self.path),)
 
 
 def matched(cfg: Files) -> list[File]:
@@ -54,8 +60,9 @@ def matched(cfg: Files) -> list[File]:
                 f"{pattern}: {_missing(pattern)}{start}; correct the `files` of this source"
             )
         root = _rooted(_absolute(pattern))[0]
-        for path in paths:
-            files.setdefault(path, File(path, Path(os.path.relpath(path, root)).as_posix()))
+        for path, version in paths.items():
+            key = Path(os.path.relpath(path, root)).as_posix()
+            files.setdefault(path, File(path, key, version))
     excludes = [_excludes(pattern) for pattern in cfg.exclude]
     anywhere = [pattern for pattern in cfg.exclude if pattern.startswith("**/")]
     remaining = [
@@ -229,21 +236,26 @@ def _absolute(pattern: str) -> str:
     return os.path.expanduser(pattern.replace("{stdlib}", stdlib))
 
 
-def _expand(pattern: str) -> list[str]:
+def _expand(pattern: str) -> dict[str, storage.Stamp | None]:
+    """The paths that a pattern matches, and at URLs what they are."""
     full = _absolute(pattern)
     root, wanted = _rooted(full)
     if storage.is_url(full):
         try:
             if not glob.has_magic(full):
-                return [full] if storage.kind(full) == "file" else []
-            names = storage.stamps_below(root, None if "**" in wanted else len(wanted))
+                return {full: storage.stamp(full)} if storage.kind(full) == "file" else {}
+            found = storage.stamps_below(root, None if "**" in wanted else len(wanted))
         except OSError as error:
             raise DataError(f"{pattern}: cannot be listed: {error.strerror}") from error
-        return [f"{root}/{name}" for name in names if _matches(name.split("/"), wanted)]
+        return {
+            f"{root}/{name}": version
+            for name, version in found.items()
+            if _matches(name.split("/"), wanted)
+        }
     if not glob.has_magic(full):
-        return [os.path.normpath(full)] if os.path.isfile(full) else []
+        return {os.path.normpath(full): None} if os.path.isfile(full) else {}
     skipped = _INSTALLED if "{stdlib}" in pattern else ()
-    return [os.path.normpath(path) for path in _walk(root, wanted, skipped)]
+    return {os.path.normpath(path): None for path in _walk(root, wanted, skipped)}
 
 
 def _excludes(pattern: str) -> Callable[[str], bool]:

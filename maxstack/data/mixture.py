@@ -94,8 +94,8 @@ class Mixture:
         described, named = Sources(), zip(self.cfg.named, self.cfg.sources, strict=True)
         for number, (name, source) in enumerate(named):
             documents = self._whole[number]
-            files = documents.by_file()
-            known = files[0] if files and len(files[0]) <= MOST_FILES else []
+            files = documents.by_file() if len(documents.files) <= MOST_FILES else None
+            known = files[0] if files else []
             key = source.name or f"{number}"
             described.append(Part(name, name, key, documents.identity(), known))
         return described
@@ -119,7 +119,16 @@ class Mixture:
     def changes(self, saved: Sources) -> list[str]:
         """A line for each source that is new or has other documents than in a checkpoint, and for
         those that are gone."""
-        return saved.changes(self._described())
+        now = self._described()
+        lines = saved.changes(now)
+        for part, documents in zip(now, self._whole, strict=True):
+            if changed := saved.exchanged(part):
+                names = [documents.files[number].path for number in changed]
+                lines.append(
+                    f"{part.name}: {len(names)} of its files changed, such as {names[0]}; its "
+                    "order goes on"
+                )
+        return lines
 
     def adopt(
         self, saved: Sources, states: np.ndarray, step: int, changed: bool = False

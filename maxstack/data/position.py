@@ -114,6 +114,15 @@ class Sources(list[Part]):
             return None
         return [file for file in part.files if file not in known]
 
+    def exchanged(self, part: Part) -> list[int]:
+        """Numbers of the files of a whole source that have another size or version than here, where
+        its documents have the same numbers."""
+        (old, *more) = [old for old in self if old.source == part.name] or [part]
+        if more or old.identity != part.identity or len(old.files) != len(part.files):
+            return []
+        files = enumerate(zip(old.files, part.files, strict=True))
+        return [number for number, (before, now) in files if before != now]
+
     def carried(self, now: "Sources", step: int) -> "Sources":
         """The parts of `now`, all whole, that go on from here at a step: as they are here, and of
         their own what is new. A source whose documents changed gets another key, since its old
@@ -125,11 +134,10 @@ class Sources(list[Part]):
                 parts.append(part)
             elif added is None:
                 parts.append(part._replace(key=f"{before[0].key} {step}"))
+            elif not added and len(before) == 1:
+                parts.append(part._replace(key=before[0].key))
             else:
-                whole = not added and len(before) == 1
-                parts += [
-                    old._replace(files=old.files or part.files, whole=whole) for old in before
-                ]
+                parts += [old._replace(whole=False) for old in before]
             if before and added:
                 name = f"{part.name}+{step}"
                 parts.append(Part(part.name, name, name, files_digest(added), added, whole=False))

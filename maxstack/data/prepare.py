@@ -110,6 +110,11 @@ def prepare(
             if written.counts is not None:
                 made[shard.name] = written.counts
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
+    manifest["files"] = {
+        source: [[file.path, *file.pin()] for file in documents.files]
+        for (source, split), documents in splits.items()
+        if split == "train"
+    }
     if steps:
         manifest["steps"] = steps["steps"]
     _write_json(storage.join(out, MANIFEST), manifest, indent=1)

@@ -202,6 +202,18 @@ def test_new_files_of_a_source_begin_while_its_old_documents_go_on_in_their_orde
     assert [part.name for part in third.described()] == ["web", "web+4", "web+14", "code"]
 
 
+def test_a_file_of_another_size_is_named_and_the_order_goes_on(tmp_path):
+    old = mixture(texts(tmp_path, range(6)))
+    batches = made(old, 6)
+    (tmp_path / "03.txt").write_text("x" * 18)
+    now = mixture(texts(tmp_path, []))
+    (line,) = now.changes(old.described())
+    assert line.startswith("web: 1 of its files changed, such as ") and "03.txt; its" in line
+    state = now.adopt(old.described(), batches[2]["state"], 3)
+    assert state.tolist() == batches[2]["state"].tolist()
+    assert now.changes(now.described()) == []
+
+
 def test_a_source_that_lost_a_file_begins_anew(tmp_path):
     old = mixture(texts(tmp_path, range(6)))
     batches = made(old, 3)
