@@ -124,7 +124,7 @@ def _of_network(error: BaseException) -> bool:
 def _status(error: Any) -> int | None:
     """The HTTP status in an error of aiohttp, gcsfs, httpx, requests or botocore."""
     response = getattr(error, "response", None)
-    found = getattr(error, "status", None) or getattr(error, "code", None)
+    found: Any = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(response, dict):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     elif response is not None:
