@@ -176,6 +176,9 @@ def plain(path: str) -> str:
                 f"{path}: its plain copy cannot be written to {copy.parent}: {error.strerror}; "
                 "set MAXSTACK_CACHE to a folder with room"
             ) from error
+        if is_url and storage.stamp(path) != (size, version):
+            copy.unlink(missing_ok=True)
+            raise DataError(f"{path}: changed while it was copied; start again once it is whole")
         log.info("%s: copied once to %s (%.1f MB)", path, copy, copy.stat().st_size / 1e6)
     return str(copy)
 

@@ -261,6 +261,7 @@ class Parquet(Records):
 
     def __init__(self, cfg: ParquetSource):
         self._groups: list[np.ndarray] = []
+        self._stamps: list[storage.Stamp | None] = []
         self._decoded: OrderedDict[tuple[int, int], Any] = OrderedDict()
         super().__init__(cfg)
 
@@ -268,6 +269,8 @@ class Parquet(Records):
         return super().__getstate__() | {"_decoded": OrderedDict()}
 
     def _count(self, file: int) -> int:
+        path = self._paths[file]
+        self._stamps.append(storage.stamp(path) if storage.is_url(path) else None)
         with self._open(file) as opened:
             meta = opened.metadata
             rows = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
@@ -301,7 +304,10 @@ class Parquet(Records):
     def _read(self, opened: Any, file: int, record: int) -> bytes | Picture:
         group, row = part_at(self._groups[file], record)
         if (file, group) not in self._decoded:
-            self._decoded[file, group] = self._column(opened, file, group)
+            column = self._column(opened, file, group)
+            if self._stamps[file] and storage.stamp(self._paths[file]) != self._stamps[file]:
+                raise DataError("changed since it was opened; put it back, or start again")
+            self._decoded[file, group] = column
             while (
                 len(self._decoded) > 1
                 and sum(column.nbytes for column in self._decoded.values()) > _CACHED_BYTES
@@ -328,6 +334,8 @@ class Parquet(Records):
                 return column.cast(pyarrow.large_binary())  # whose UTF-8 text_of checks
             return column
         except (OSError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise  # of the store; damaged bytes have no number
             raise DataError(f"its row group {group} is corrupt: {error}") from error
 
 

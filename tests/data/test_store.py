@@ -4,16 +4,24 @@ import json
 import logging
 import time
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+import tiny_config
+import yaml
 from object_store import served
+from processes import rows
 from pydantic import TypeAdapter
 
+from maxstack import cli, train
 from maxstack.config import storage
 from maxstack.data.sources import open_source
 from maxstack.errors import ConfigError, DataError
+from maxstack.report import goodput
 from maxstack.schema.data import AnySource
 
 pytestmark = pytest.mark.slow  # moto and s3fs come with the extra test-all
+TEXT = {"kind": "text", "files": ["s3://data/*.txt"]}
 TEXTS = [f"document {i} of a store" for i in range(20)]
 
 
@@ -103,6 +111,72 @@ def test_a_store_that_stays_away_is_an_error_after_the_time_for_it(store, monkey
         DataError, match=r"^s3://data/\*.jsonl: cannot be listed: Service Unavailable"
     ):
         contents(source())
+
+
+def test_an_object_that_changes_while_it_is_copied_is_refused(store):
+    put("a.jsonl", lines())
+
+    def change():
+        store.fault = lambda method, path: None
+        put("a.jsonl", lines(reversed(TEXTS)))
+
+    store.fault = times(1, change)
+    with pytest.raises(DataError, match="^s3://data/a.jsonl: changed while it was copied"):
+        contents(source())
+    assert contents(source()) == [text.encode() for text in reversed(TEXTS)]
+
+
+def test_parquet_that_changes_after_it_was_opened_is_refused(store, tmp_path):
+    for texts in (TEXTS, TEXTS[::-1]):
+        table = pyarrow.table({"text": texts})
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=5)
+        put("a.parquet", (tmp_path / "a.parquet").read_bytes())
+        if texts is TEXTS:
+            documents = open_source(source("parquet", "s3://data/*.parquet"))
+            assert documents[0] == TEXTS[0].encode()
+    with pytest.raises(DataError, match=r"a.parquet: record 19: changed since"):
+        documents[19]
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_a_store_that_vanishes_and_books_the_time_to_data(store, tmp_path):
+    for i in range(120):
+        put(f"{i:03d}.txt", (f"text {i} " * 12).encode())
+    base = yaml.safe_load(tiny_config.TINY)
+    base["model"]["layers"], base["model"]["pattern"] = 2, ["full"]
+    base["model"]["blocks"].pop("local")
+
+    def run(name):
+        cfg = {
+            **base,
+            "run": {"name": name, "output_dir": str(tmp_path), "trackers": []},
+            "data": {"seq_len": 32, "prefetch": 1, "sources": [TEXT]},
+            "train": {"steps": 10, "batch_size": 8},
+            "optimizer": {"learning_rate": {"kind": "constant", "value": 0.01}},
+        }
+        (tmp_path / f"{name}.yml").write_text(yaml.safe_dump(cfg))
+        assert cli.run(train.main, [str(tmp_path / f"{name}.yml")]) == 0
+        losses = [row["loss"] for row in rows(tmp_path / name)]
+        return losses, goodput.so_far(tmp_path / name).seconds["data wait"]
+
+    undisturbed, _ = run("undisturbed")
+    store.requests.clear()
+    begun, gone = len(undisturbed), []
+
+    def fault(method, path):
+        step = len(rows(tmp_path / "disturbed"))
+        if step >= 3 and not gone:
+            gone.append(step)
+            store.vanish_for(6)
+            return 503
+        return None
+
+    store.fault = fault
+    disturbed, waited = run("disturbed")
+    assert gone and begun == 10 and disturbed == undisturbed
+    assert 3 < waited < 20
+    told = (tmp_path / "disturbed" / "log.txt").read_text()
+    assert "s3://data does not answer: trying again" in told
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def rows(out: str, step: str | None, source: str | None, limit: int | None) -> I
     """Objects with step, rule, value, source, split, document, where and text. ConfigError where
     there are none such."""
     folder = storage.join(out, REMOVED)
-    names = [*storage.stamps_below(folder)]
+    names = storage.stamps_below(folder)
     if not names:
         raise ConfigError(
             f"{out}: holds no removed documents; `maxstack data prepare` with data.steps writes "
