@@ -171,7 +171,7 @@ def test_changed_documents_are_refused_on_resume(base, tmp_path):
     )
     train(config, *quick, "train.steps=4")
     (tmp_path / "c.txt").write_text("c" * 500)
-    assert "text-0: has other documents" in train(config, *quick, "train.steps=8", code=1)
+    assert "text-0: has more files (1)" in train(config, *quick, "train.steps=8", code=1)
 
 
 def test_restore_none_refuses_to_run_over_a_finished_run(base):
