@@ -23,6 +23,11 @@ class DataError(ValueError):
     exit_code = 2
 
 
+class StoreError(DataError):
+    """A store that did not answer, or an object that is another one than was listed: nothing is
+    known of the record, so it is not one that is passed over as damaged."""
+
+
 def quoted(value: object) -> str:
     """A value in Python's notation, with `...` for what is left out."""
     return shortened(_REPR.repr(value))

@@ -22,7 +22,7 @@ from typing import IO
 import numpy as np
 
 from maxstack.config import atomic, storage
-from maxstack.errors import DataError, shortened
+from maxstack.errors import DataError, StoreError, shortened
 from maxstack.schema.data import Files
 
 log = logging.getLogger(__name__)
@@ -364,7 +364,8 @@ def _pieces(path: str) -> Iterator[bytes]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: corrupt gzip data: {error}") from error
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+        kind = StoreError if storage.is_url(path) else DataError
+        raise kind(f"{path}: {error.strerror or error}") from error
 
 
 def _zstd_pieces(path: str, file) -> Iterator[bytes]:

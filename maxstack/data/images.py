@@ -13,7 +13,7 @@ import numpy as np
 from maxstack.data.documents import Documents, Picture, text_hash
 from maxstack.data.lanes import FED, Batch, Lane
 from maxstack.data.sources import Synthetic
-from maxstack.errors import DataError
+from maxstack.errors import DataError, StoreError
 from maxstack.schema.data import DataConfig, ImageConfig
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class ImageLane(Lane):
             documents = mixture.sources[source]
             try:
                 return self._made(documents, index, place), source
+            except StoreError:
+                raise
             except DataError as error:
                 self._quarantine.add(f"{source} {index}", str(error))
             passed += 1

@@ -14,7 +14,7 @@ from maxstack.data.order import Order
 from maxstack.data.position import Part, Position, Sources
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of, tokens_of
-from maxstack.errors import DataError
+from maxstack.errors import DataError, StoreError
 from maxstack.schema.data import AnySource, DataConfig
 from maxstack.schema.mixture import weight_at
 from maxstack.schema.stages import Stages
@@ -247,7 +247,7 @@ class Mixture:
             else:
                 ids = tokens_of(documents, index, tokenizer, *limit)
             return [Unit([Segment(ids, {})], whole=False)]
-        except TooLong:
+        except (TooLong, StoreError):
             raise
         except DataError as error:
             quarantine.add(f"{source} {index}", str(error))

@@ -43,7 +43,7 @@ from maxstack.data.files import (
 )
 from maxstack.data.shards import check_size, refuse_as_text, unpack
 from maxstack.data.tf_example import features
-from maxstack.errors import DataError
+from maxstack.errors import DataError, StoreError
 from maxstack.schema.data import Files, JsonlSource, ParquetSource, TextSource
 
 _DOWNLOADS = 8
@@ -94,7 +94,9 @@ class Records(Documents):
                 return text_of(document, self._cfg, self.files[file].path)
             return document
         except Exception as error:  # readers raise all kinds of exceptions over damaged bytes
-            raise DataError(f"{self._where(file, record)}: {self._reason(error, file)}") from error
+            of_store = isinstance(error, OSError) and storage.is_url(self._paths[file])
+            kind = StoreError if of_store else DataError
+            raise kind(f"{self._where(file, record)}: {self._reason(error, file)}") from error
 
     def where(self, index: int) -> str:
         file, record = part_at(self._ends, index)

@@ -15,10 +15,11 @@ from pydantic import TypeAdapter
 
 from maxstack import cli, train
 from maxstack.config import storage
+from maxstack.data.feed import Feed
 from maxstack.data.sources import open_source
 from maxstack.errors import ConfigError, DataError
 from maxstack.report import goodput
-from maxstack.schema.data import AnySource
+from maxstack.schema.data import AnySource, DataConfig
 
 pytestmark = pytest.mark.slow  # moto and s3fs come with the extra test-all
 TEXT = {"kind": "text", "files": ["s3://data/*.txt"]}
@@ -197,3 +198,15 @@ def test_seconds_for_trying_again_that_are_no_number_are_refused(store, monkeypa
     store.fault = lambda method, path: 503
     with pytest.raises(ConfigError, match="^MAXSTACK_RETRY_SECONDS='soon': must be a number"):
         storage.read("s3://data/a")
+
+
+def test_a_store_that_is_away_is_no_damaged_record(store, monkeypatch):
+    for name in "ab":
+        put(f"{name}.txt", name.encode() * 40)
+    cfg = DataConfig.model_validate({"sources": [TEXT], "seq_len": 8, "quarantine": 9})
+    feed = Feed(cfg, [0], 1)
+    monkeypatch.setenv("MAXSTACK_RETRY_SECONDS", "0.2")
+    store.fault = lambda method, path: 503
+    with pytest.raises(DataError, match=r"s3://data/[ab].txt: .*(503|Unavailable|SlowDown)"):
+        next(feed)
+    feed.close()
