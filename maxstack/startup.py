@@ -123,6 +123,7 @@ def open_feed(
             fields=fields,
             stages=cfg.stages,
             figures=Fed(cfg.data, run.batches, fields),
+            may_end=cfg.train.epochs is not None,
         )
         ending.callback(feed.close)
         return feed, None

@@ -164,6 +164,13 @@ def test_a_run_with_every_feature_goes_on_bit_for_bit_after_a_kill_and_on_two_de
     assert [[row["fed/library"], row["padding"]] for row in rows(tmp_path / "two")] == fed
 
 
+def test_data_that_ends_before_the_steps_do_ends_the_run_and_says_so(run, capsys):
+    folder, code = run("ended", {"sources": [source("web", epochs=1)]}, steps=500)
+    assert code == 2 and len(rows(folder)) < 30
+    told = capsys.readouterr().err
+    assert "the data ended before batch" in told and "set train.epochs" in told
+
+
 def test_evaluation_says_the_loss_of_each_source(run):
     data = {"sources": [source("web", holdout=0.2), source("code", holdout=0.3)]}
     folder, _ = run("by-source", data, steps=4, eval={"every": 4, "steps": 2})

@@ -20,7 +20,8 @@ class Fed:
 
     def __init__(self, cfg: DataConfig, batches: Batches, fields: Mapping[str, "Field"]):
         self._batches, self._names = batches, cfg.named
-        self._packed = cfg.packing != "concat" and "image" not in fields
+        ends = any(source.epochs for source in cfg.sources)
+        self._packed = (cfg.packing != "concat" or ends) and "image" not in fields
         everywhere = NamedSharding(batches.of_rows.mesh, PartitionSpec())
         self._figures = jax.jit(self._summed, static_argnums=1, out_shardings=everywhere)
 

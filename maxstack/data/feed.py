@@ -79,6 +79,8 @@ class Feed(BatchFeed):
 
     `stages` are the shapes of batches by step: all rows of `lanes` are held, and a batch has those
     that its stage takes, [rows, its length, ...]. `figures` makes `metrics` of counts.
+    A batch without anything in it, since every source gave its epochs, is a DataError unless the
+    data `may_end`.
 
     `waited` is the seconds that next() has spent waiting in all. Order and state do not depend on
     `workers`, `prefetch` or which lanes are held.
@@ -95,6 +97,7 @@ class Feed(BatchFeed):
         fields: Mapping[str, "Field"] | None = None,
         stages: Stages | None = None,
         figures: "Fed | None" = None,
+        may_end: bool = False,
     ):
         if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
             raise ValueError(f"lanes {list(lanes)} are not rows of a batch of {batch_size}")
@@ -111,6 +114,7 @@ class Feed(BatchFeed):
         )
         maker_of(self.mixture.fields, cfg)
         self._quarantine, self._notices = self.mixture.quarantine(), Notices(self.mixture)
+        self._may_end = may_end
         self._batch_size, self._figures, self._fed = batch_size, figures, np.zeros((0, 0))
         self._state = self.mixture.start(len(self._lanes))
         self._batches: Any = None
@@ -140,7 +144,16 @@ class Feed(BatchFeed):
             self.close()
             raise
         self._state = batch.pop("state")
-        return batch if self.mixture.evaluation else self._cut(batch)
+        if self.mixture.evaluation:
+            return batch
+        if not self._may_end and not batch[FED][:, :-2].any():
+            self.close()
+            raise DataError(
+                f"{self.mixture.section}.sources: the data ended before batch "
+                f"{int(self._state[0, -1])}: every source has given its epochs; set train.epochs, "
+                "from which train.steps follows, or raise the epochs of a source"
+            )
+        return self._cut(batch)
 
     def _cut(self, batch: Batch) -> Batch:
         """What belongs to the stage of a batch that was just made."""
