@@ -2,7 +2,6 @@
 run's configuration."""
 
 import collections
-import concurrent.futures
 import json
 import os
 import shutil
@@ -28,6 +27,7 @@ from maxstack.load import load, load_tree
 from maxstack.models.model import abstract
 from maxstack.run import assemble
 from maxstack.schema.data import HuggingFaceTokenizer
+from maxstack.shaped import ShapedSteps
 from maxstack.sharding import make_mesh
 
 LLAMA = parity.GOLDENS / "llama"
@@ -223,9 +223,11 @@ def test_a_start_opens_config_index_and_each_safetensors_file_once(here, monkeyp
     vocab = tokenizers.ByteLevelBPETokenizer()
     vocab.train_from_iterator(["a b"], vocab_size=100, show_progress=False)
     vocab.save_model(str(folder))
-    compiling = concurrent.futures.Future()
-    compiling.set_exception(StopHereError())
-    monkeypatch.setattr(startup, "compile_step", lambda run: compiling)
+
+    def stop(steps, shape):
+        raise StopHereError
+
+    monkeypatch.setattr(ShapedSteps, "_compiled", stop)
     monkeypatch.setitem(WATCHED, str(folder), collections.Counter())
     with pytest.raises(StopHereError):
         train.main(["runs/mine.yml", f"run.output_dir={here}"])
