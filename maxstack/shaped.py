@@ -26,7 +26,7 @@ class ShapedSteps:
     memory for one of them."""
 
     def __init__(self, run: Run):
-        self._run, self._stages = run, run.cfg.stages
+        self._stages = run.cfg.stages
         own = run.cfg.train.batch_size, run.cfg.data.seq_len
         self._runs = {
             shape: run if shape == own else assemble(run.cfg.of_shape(*shape), run.mesh)

@@ -22,7 +22,7 @@ from maxstack.data.conversations import (
     with_answer_of,
 )
 from maxstack.data.documents import Documents
-from maxstack.data.tokenizers import naming, open_prompt_tokenizer, open_tokenizer, refuse_long
+from maxstack.data.tokenizers import naming, open_prompt_tokenizer, open_tokenizer, within
 from maxstack.errors import DataError, quoted
 from maxstack.schema.data import ChatRecord, DataConfig, Record
 
@@ -311,9 +311,8 @@ def _examples(record: Record, cfg: DataConfig, fields: frozenset[tuple[str, "Fie
 
 
 def _record(documents: Documents, index: int, cfg: DataConfig) -> Mapping[str, Any]:
-    document = documents[index]
+    document = within(documents, index, cfg.longest, cfg.beyond)
     assert isinstance(document, bytes)
-    refuse_long(documents, index, document, cfg.longest, cfg.beyond)
     try:
         value = json.loads(document)
     except (ValueError, RecursionError) as error:

@@ -7,7 +7,7 @@ import numpy as np
 
 from maxstack.data.documents import Documents, Tokens, text_hash
 from maxstack.data.long_texts import LONGEST
-from maxstack.data.tokenizers import Tokenizer, naming, refuse_long, tokens_of
+from maxstack.data.tokenizers import Tokenizer, naming, tokens_of, within
 from maxstack.errors import ConfigError
 from maxstack.schema.data import Beyond
 from maxstack.schema.mixture import FillInTheMiddleConfig
@@ -48,8 +48,7 @@ def infilled(
         return tokens_of(documents, index, tokenizer, longest, beyond)
     prefix, middle, suffix = marks(cfg, tokenizer)
     with naming(documents, index):
-        document = documents[index]
-        refuse_long(documents, index, document, longest, beyond)
+        document = within(documents, index, longest, beyond)
         if isinstance(document, bytes):
             text = document.decode(errors="surrogateescape")
             parts = [part.encode(errors="surrogateescape") for part in _cut(text, draw)]

@@ -68,7 +68,7 @@ class Mixture:
         self._parts = Sources()
         if not evaluation:
             self._whole, self._factors = sources, factors(cfg, sources)
-            self._set(self._described())
+            self._set(self._described)
             for source in cfg.sources:
                 if source.fill_in_the_middle:
                     marks(source.fill_in_the_middle, open_tokenizer(cfg.tokenizer))
@@ -89,8 +89,9 @@ class Mixture:
         """The sources, or their parts, as a checkpoint tells of them."""
         return self._parts
 
+    @functools.cached_property
     def _described(self) -> Sources:
-        """All sources as they are, whole."""
+        """All sources as they are, whole. Each file is looked at once."""
         described, named = Sources(), zip(self.cfg.named, self.cfg.sources, strict=True)
         for number, (name, source) in enumerate(named):
             documents = self._whole[number]
@@ -119,7 +120,7 @@ class Mixture:
     def changes(self, saved: Sources) -> list[str]:
         """A line for each source that is new or has other documents than in a checkpoint, and for
         those that are gone."""
-        now = self._described()
+        now = self._described
         lines = saved.changes(now)
         for part, documents in zip(now, self._whole, strict=True):
             if changed := saved.exchanged(part):
@@ -136,7 +137,7 @@ class Mixture:
         """Packed positions [rows, K] in the sources of a checkpoint of a step -> those in these
         sources, whose orders go on by the keys that they have there. `changed`: the configuration
         of the data is another one."""
-        self._set(saved.carried(self._described(), step))
+        self._set(saved.carried(self._described, step))
         if states.shape[1] == len(saved) + 1:  # of an older version
             states = self._upgraded(saved, states, step)
         return saved.moved(states, self._parts, changed)

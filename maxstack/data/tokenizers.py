@@ -350,8 +350,7 @@ def tokens_of(
     """The int32 ids of a document of text or tokens. DataError, naming its file and record, if it
     cannot be read, or is a text of more than `longest` bytes and is to be refused."""
     with naming(documents, index):
-        document = documents[index]
-        refuse_long(documents, index, document, longest, beyond)
+        document = within(documents, index, longest, beyond)
         return _ids(document, tokenizer, longest)
 
 
@@ -371,8 +370,7 @@ def sized_tokens_of(
     """
 
     with naming(documents, index):
-        document = documents[index]
-        refuse_long(documents, index, document, longest, beyond)
+        document = within(documents, index, longest, beyond)
         ids = _ids(document, tokenizer, longest)
         sizes = tokenizer.bytes_of(ids)
         if isinstance(document, bytes) and sizes.sum() != len(document):
@@ -385,17 +383,17 @@ def sized_tokens_of(
         return ids, sizes
 
 
-def refuse_long(
-    documents: Documents, index: int, document: Document, longest: int, beyond: Beyond
-) -> None:
-    """DataError, naming its file and record, if a text has more than `longest` bytes and is to be
-    refused."""
+def within(documents: Documents, index: int, longest: int, beyond: Beyond) -> Document:
+    """A document. DataError, naming its file and record, if it is a text of more than `longest`
+    bytes and is to be refused."""
+    document = documents[index]
     if beyond == "refuse" and isinstance(document, bytes) and len(document) > longest:
         raise DataError(
             f"{documents.where(index)}: a text of {len(document):,} bytes, and data.beyond is "
             f"refuse for more than data.longest={longest}; raise it, set data.beyond=split, or "
             "leave the document out"
         )
+    return document
 
 
 def _ids(document: Document, tokenizer: Tokenizer, longest: int) -> np.ndarray:
