@@ -1,13 +1,19 @@
-"""An S3 store (moto's server) behind a proxy that fails on demand, both on loopback."""
+"""Stores on loopback: S3 (moto's server) and Google Cloud Storage (gcp-storage-emulator) behind a
+proxy that fails on demand, and a hub of datasets."""
 
 import contextlib
+import hashlib
 import http.client
+import json
+import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 _HOP = {"connection", "transfer-encoding", "content-length", "server", "date"}
 
@@ -96,16 +102,91 @@ class Faulty:
 
 
 @contextlib.contextmanager
-def served() -> Iterator[Faulty]:
-    """A store with nothing in it."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    proxy = Faulty(server.get_host_and_port())
+def served(scheme: str = "s3") -> Iterator[Faulty]:
+    """A store with nothing in it, for s3:// or gs://."""
+    server, target = _started(scheme)
+    proxy = Faulty(target)
     proxy.appear()
     try:
         yield proxy
     finally:
         proxy.vanish()
         server.stop()
+
+
+def _started(scheme: str) -> tuple[Any, tuple[str, int]]:
+    """A running server and its address."""
+    if scheme == "s3":
+        from moto.server import ThreadedMotoServer
+
+        server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        server.start()
+        return server, server.get_host_and_port()
+    from gcp_storage_emulator.server import create_server
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = create_server("127.0.0.1", port, in_memory=True)
+    server.start()
+    return server, ("127.0.0.1", port)
+
+
+@contextlib.contextmanager
+def hub(files: Mapping[str, bytes]) -> Iterator[str]:
+    """The URL of a hub with one dataset, Some/Data; `files` may change."""
+
+    class Answer(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            asked = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            path, status = self.path.partition("?")[0].removeprefix("/api"), 200
+            _, _, inside = path.partition("/main")
+            inside = urllib.parse.unquote(inside.strip("/"))
+            if path == "/datasets/Some/Data":
+                body = json.dumps({"id": "Some/Data", "sha": "a" * 40}).encode()
+            elif path.startswith("/datasets/Some/Data/tree/main"):
+                body = json.dumps([*_entries(files, f"{inside}/" if inside else "")]).encode()
+            elif path.startswith("/datasets/Some/Data/paths-info/main"):
+                names = urllib.parse.parse_qs(asked.decode())["paths"]
+                body = json.dumps([_entry(name, files[name]) for name in names]).encode()
+            elif inside in files and "/resolve/" in path:
+                start, _, stop = self.headers["Range"].removeprefix("bytes=").partition("-")
+                body, status = files[inside][int(start) : int(stop) + 1], 206
+            else:
+                body, status = b"", 404
+            self.send_response(status)
+            if status == 404:
+                self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def _entry(name: str, content: bytes) -> dict[str, Any]:
+    sha1 = hashlib.sha1(content).hexdigest()
+    return {"type": "file", "path": name, "size": len(content), "oid": sha1}
+
+
+def _entries(files: Mapping[str, bytes], folder: str) -> Iterator[dict[str, Any]]:
+    """What a folder, with its /, holds."""
+    folders = set()
+    for name, content in files.items():
+        head, deeper, _ = name.removeprefix(folder).partition("/")
+        if name.startswith(folder) and deeper:
+            folders.add(folder + head)
+        elif name.startswith(folder):
+            yield _entry(name, content)
+    yield from ({"type": "directory", "path": name, "oid": "0" * 40} for name in sorted(folders))

@@ -3,13 +3,12 @@ imported then, and anything else through the operating system."""
 
 import contextlib
 import errno
-import fnmatch
-import hashlib
 import io
 import os
 import posixpath
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -22,6 +21,8 @@ Stamp = tuple[int, int | str]
 """A file's size in bytes and its modification time in ns, or the store's name of its version."""
 RANGE = 1 << 24
 """Bytes that a store is asked for at a time, at most."""
+AHEAD = 2
+"""Ranges that are fetched while one is used, of a file that is read in order."""
 _BUFFER = 1 << 20
 _WHOLE = 1 << 28
 _VERSIONS = (
@@ -101,11 +102,17 @@ def on_store(path: str, act: Callable[[Any, str], T]) -> T:
 
 
 class _Stored(io.RawIOBase):
-    """A file at a URL, read by ranges. `stamp`: what it was when it was opened."""
+    """A file at a URL, read by ranges. `stamp`: what it was when it was opened; `ahead`: how many
+    ranges are fetched before they are asked for, of a file that is read in order. OSError if it is
+    not the file that is `wanted`."""
 
-    def __init__(self, path: str):
-        self._path, self._at, self._all = path, 0, b""
+    def __init__(self, path: str, ahead: int = 0, wanted: Stamp | None = None):
+        self._path, self._at, self._all, self._gives_parts = path, 0, b"", False
+        self._ahead, self._pool = ahead, ThreadPoolExecutor(ahead + 1) if ahead else None
+        self._coming: dict[int, Future[bytes]] = {}
         self.stamp = stamp(path)
+        if wanted not in (None, self.stamp):
+            raise _changed(path)
 
     def readable(self) -> bool:
         return True
@@ -121,23 +128,46 @@ class _Stored(io.RawIOBase):
         self._at = max(0, start + offset)
         return self._at
 
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._coming.clear()
+        super().close()
+
     def readinto(self, buffer: Any) -> int:
         end = min(self.stamp[0], self._at + min(len(buffer), RANGE))
         if end <= self._at:
             return 0
-        piece = self._all[self._at : end] or on_store(
-            self._path, lambda files, inside: self._range(files, inside, end)
-        )
+        if self._all:
+            piece = self._all[self._at : end]
+        else:
+            piece = self._in_order(end) if self._pool else self._fetch(self._at, end)
         buffer[: len(piece)] = piece
         self._at += len(piece)
         return len(piece)
 
-    def _range(self, files: Any, inside: str, end: int) -> bytes:
-        size, asked = self.stamp[0], end - self._at
-        piece = files.cat_file(inside, start=self._at, end=end)
+    def _in_order(self, end: int) -> bytes:
+        """Bytes from here on, to `end` or that of their range; those that follow are fetched."""
+        number, size = self._at // RANGE, self.stamp[0]
+        last = number + self._ahead if self._gives_parts else number
+        wanted = range(number, min(last, (size - 1) // RANGE) + 1)
+        self._coming = {
+            n: self._coming.get(n)
+            or self._pool.submit(self._fetch, n * RANGE, min(size, (n + 1) * RANGE))
+            for n in wanted
+        }
+        start = number * RANGE
+        return self._coming[number].result()[self._at - start : end - start]
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        return on_store(self._path, lambda files, inside: self._range(files, inside, start, end))
+
+    def _range(self, files: Any, inside: str, start: int, end: int) -> bytes:
+        size, asked = self.stamp[0], end - start
+        piece = files.cat_file(inside, start=start, end=end)
         if len(piece) == size and asked < size <= _WHOLE:
             self._all = piece  # of a server that gives no parts of files
-            return piece[self._at : end]
+            return piece[start:end]
         if len(piece) > asked:
             raise OSError(
                 f"{len(piece)} bytes came where {asked} were asked for: its server gives "
@@ -145,15 +175,16 @@ class _Stored(io.RawIOBase):
             )
         if len(piece) < asked:
             raise Cut(f"{len(piece)} bytes came where {asked} were asked for")
+        self._gives_parts = True
         return piece
 
 
-def open_file(path: str) -> IO[bytes]:
-    """A file to read from at any position, at a URL by ranges of at most RANGE bytes. OSError if it
-    cannot be opened."""
+def open_file(path: str, ahead: int = 0, wanted: Stamp | None = None) -> IO[bytes]:
+    """A file to read from at any position, at a URL by ranges of at most RANGE bytes, of which so
+    many are fetched ahead. OSError if it cannot be opened, or at a URL is not the one `wanted`."""
     if not is_url(path):
         return open(path, "rb")
-    return io.BufferedReader(_Stored(path), _BUFFER)
+    return io.BufferedReader(_Stored(path, ahead, wanted), _BUFFER)
 
 
 def read(path: str, most: int = -1) -> bytes:
@@ -165,11 +196,15 @@ def read(path: str, most: int = -1) -> bytes:
 def pieces(path: str, wanted: Stamp) -> Iterator[bytes]:
     """The bytes of a file at a URL, by at most RANGE. OSError if it is not, at the beginning or at
     the end, the file of that size and version."""
-    with _Stored(path) as file:
-        while file.stamp == wanted and (piece := file.read(RANGE)):
+    with _Stored(path, AHEAD, wanted) as file:
+        while piece := file.read(RANGE):
             yield piece
     if stamp(path) != wanted:
-        raise OSError(errno.ESTALE, "changed after it was listed", path)
+        raise _changed(path)
+
+
+def _changed(path: str) -> OSError:
+    return OSError(errno.ESTALE, "changed after it was listed; put it back, or start again", path)
 
 
 def kind(path: str) -> str | None:
@@ -191,7 +226,8 @@ def stamp(path: str) -> Stamp:
     if not is_url(path):
         status = os.stat(path)
         return status.st_size, status.st_mtime_ns
-    return _stamp(on_store(path, lambda files, inside: files.info(inside)))
+    fresh = _fresh(path, expand_info=True)
+    return _stamp(on_store(path, lambda files, inside: files.info(inside, **fresh)))
 
 
 def _stamp(info: dict[str, Any]) -> Stamp:
@@ -206,7 +242,7 @@ def stamps_below(folder: str, depth: int | None = None) -> dict[str, Stamp]:
     def found(files: Any, inside: str) -> dict[str, Stamp]:
         return {
             info["name"].removeprefix(inside).lstrip("/"): _stamp(info)
-            for info in _infos(files, inside, depth)
+            for info in _infos(files, inside, depth, _fresh(folder))
         }
 
     try:
@@ -215,15 +251,22 @@ def stamps_below(folder: str, depth: int | None = None) -> dict[str, Stamp]:
         return {}
 
 
-def _infos(files: Any, folder: str, depth: int | None) -> Iterator[dict[str, Any]]:
+def _fresh(path: str, **further: bool) -> dict[str, bool]:
+    """What makes a driver that always keeps what it was told ask its store again."""
+    return {"refresh": True, **further} if path.startswith("hf://") else {}
+
+
+def _infos(
+    files: Any, folder: str, depth: int | None, fresh: dict[str, bool]
+) -> Iterator[dict[str, Any]]:
     """Files below a folder. Drivers' `find` would leave out a folder that cannot be listed."""
-    for info in files.ls(folder, detail=True):
+    for info in files.ls(folder, detail=True, **fresh):
         if info["name"].strip("/") == folder.strip("/"):
             continue  # the mark of an empty folder
         if info["type"] != "directory":
             yield info
         elif depth is None or depth > 1:
-            yield from _infos(files, info["name"], depth and depth - 1)
+            yield from _infos(files, info["name"], depth and depth - 1, fresh)
 
 
 @contextlib.contextmanager
@@ -256,31 +299,3 @@ def replacing(path: str) -> Iterator[Path]:
 def cache_folder() -> Path:
     """$MAXSTACK_CACHE, by default ~/.cache/maxstack."""
     return Path(os.environ.get("MAXSTACK_CACHE", "~/.cache/maxstack")).expanduser()
-
-
-def local_folder(path: str, patterns: Sequence[str] = ("*",), depth: int | None = None) -> Path:
-    """A folder itself, or at a URL a copy in the cache of those of its files that match, made once
-    and shared by all processes; it belongs to their versions. ConfigError if it cannot be made.
-
-    `depth`: levels of the folder that are listed; None: all.
-    """
-    if not is_url(path):
-        return Path(path).expanduser()
-    try:
-        found = stamps_below(path, depth)
-        if not found:
-            raise ConfigError(f"{path}: no such folder, or no file is in it")
-        names = [name for name in found if any(fnmatch.fnmatch(name, p) for p in patterns)]
-        versions = repr([path, *((name, found[name]) for name in names)])
-        digest = hashlib.blake2b(versions.encode(), digest_size=16).hexdigest()
-        folder = cache_folder() / "folders" / digest / posixpath.basename(path.rstrip("/"))
-        for name in names:
-            if not (folder / name).exists():
-                with replacing(str(folder / name)) as copy, copy.open("wb") as file:
-                    file.writelines(pieces(join(path, name), found[name]))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be copied to {cache_folder()}: {error.strerror or error}; set "
-            "MAXSTACK_CACHE to a folder with room"
-        ) from error
-    return folder

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, get_context
 from typing import Any, TypeVar, cast
 
-from maxstack.data.workers import settle
+from maxstack.data.signals import settle
 from maxstack.errors import ConfigError, DataError, shortened
 
 Task = TypeVar("Task")

@@ -4,25 +4,21 @@ and end."""
 import codecs
 import contextlib
 import fnmatch
-import functools
 import glob
-import gzip
 import hashlib
 import logging
 import mmap
 import os
 import re
 import sysconfig
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
-from maxstack.config import atomic, storage
-from maxstack.errors import DataError, StoreError, shortened
+from maxstack.config import storage
+from maxstack.errors import DataError, shortened
 from maxstack.schema.data import Files
 
 log = logging.getLogger(__name__)
@@ -101,11 +97,6 @@ def brief(text: object) -> str:
     return shortened(" ".join(str(text).split()), 300)
 
 
-def read(path: str) -> bytes:
-    """A whole file, decompressed if it ends in .gz or .zst. DataError if it cannot be read."""
-    return b"".join(_pieces(path))
-
-
 def text_of(data: bytes, cfg: Files, path: str) -> bytes:
     """A document after `encoding_errors` and `normalize`. DataError, naming the file, if it is
     refused."""
@@ -150,37 +141,6 @@ def other_encoding(begin: bytes) -> str | None:
         f"not UTF-8: it begins as {encoding} does; convert it to UTF-8 (a file: iconv -f "
         f"{encoding} -t UTF-8), or leave it out with `exclude`"
     )
-
-
-def plain(path: str) -> str:
-    """A local path to the file's plain bytes: itself, or for a URL, .gz and .zst a decompressed
-    copy in the cache folder, made once and shared by all processes.
-
-    The copy, in $MAXSTACK_CACHE/data, belongs to one path, size and modification time.
-    """
-    is_url = storage.is_url(path)
-    if not is_url and not path.endswith((".gz", ".zst")):
-        return path
-    try:
-        size, version = storage.stamp(path)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    identity = f"{path if is_url else os.path.abspath(path)}\0{size}\0{version}"
-    copy = storage.cache_folder() / "data" / digest(identity.encode())
-    if not copy.exists():
-        try:
-            with atomic.writing(copy, shared=True) as unfinished, unfinished.open("wb") as file:
-                file.writelines(_pieces(path))
-        except OSError as error:
-            raise DataError(
-                f"{path}: its plain copy cannot be written to {copy.parent}: {error.strerror}; "
-                "set MAXSTACK_CACHE to a folder with room"
-            ) from error
-        if is_url and storage.stamp(path) != (size, version):
-            copy.unlink(missing_ok=True)
-            raise DataError(f"{path}: changed while it was copied; start again once it is whole")
-        log.info("%s: copied once to %s (%.1f MB)", path, copy, copy.stat().st_size / 1e6)
-    return str(copy)
 
 
 @contextlib.contextmanager
@@ -345,41 +305,3 @@ def _matches(parts: list[str], wanted: list[str]) -> bool:
     if not parts or (parts[0].startswith(".") and not wanted[0].startswith(".")):
         return False
     return fnmatch.fnmatchcase(parts[0], wanted[0]) and _matches(parts[1:], wanted[1:])
-
-
-def _pieces(path: str) -> Iterator[bytes]:
-    try:
-        with storage.open_file(path) as file:
-            stream: IO[bytes] | gzip.GzipFile = file
-            if path.endswith((".gz", ".zst")):
-                if not file.read(1):
-                    raise DataError(f"{path}: empty, which no compressed file is; it was cut short")
-                file.seek(0)
-            if path.endswith(".zst"):
-                yield from _zstd_pieces(path, file)
-                return
-            if path.endswith(".gz"):
-                stream = gzip.GzipFile(fileobj=file)
-            yield from iter(functools.partial(stream.read, _CHUNK), b"")
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: corrupt gzip data: {error}") from error
-    except OSError as error:
-        kind = StoreError if storage.is_url(path) else DataError
-        raise kind(f"{path}: {error.strerror or error}") from error
-
-
-def _zstd_pieces(path: str, file) -> Iterator[bytes]:
-    import zstandard
-
-    frame = None
-    try:
-        for piece in iter(functools.partial(file.read, _CHUNK >> 4), b""):
-            while piece:
-                frame = zstandard.ZstdDecompressor().decompressobj() if frame is None else frame
-                yield frame.decompress(piece)
-                piece = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
-        raise DataError(f"{path}: corrupt zstd data: {error}") from error
-    if frame is not None:
-        raise DataError(f"{path}: the zstd data is cut short")

@@ -7,8 +7,8 @@ import os
 import re
 from pathlib import Path
 
-from maxstack.config import storage
 from maxstack.config.compose import presets_dir
+from maxstack.data.copies import local_folder
 from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, shortened
 
@@ -81,7 +81,7 @@ def model_folder(path: str, weights: bool) -> Path:
     if named(path):
         return snapshot(path, weights)
     tensors = ("*.safetensors",) if weights else ()
-    return storage.local_folder(path, (*SMALL, *tensors), depth=1)
+    return local_folder(path, (*SMALL, *tensors), depth=1)
 
 
 @functools.cache

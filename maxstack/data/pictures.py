@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from maxstack.data.copies import read
 from maxstack.data.documents import (
     Documents,
     Picture,
@@ -16,7 +17,7 @@ from maxstack.data.documents import (
     text_hash,
     whole_number,
 )
-from maxstack.data.files import brief, digest, matched, read
+from maxstack.data.files import brief, digest, matched
 from maxstack.data.records import Records
 from maxstack.errors import DataError
 from maxstack.schema.data import DigitsSource, ImagesSource, MnistSource
@@ -36,8 +37,8 @@ class Images(Documents):
         return len(self.files)
 
     def __getitem__(self, index: int) -> Picture:
-        path = self.files[index].path
-        return Picture(read(path), self._numbers[Path(path).parent.name])
+        file = self.files[index]
+        return Picture(read(file), self._numbers[Path(file.path).parent.name])
 
     def where(self, index: int) -> str:
         return self.files[index].path

@@ -239,7 +239,7 @@ def _write_records(
 
     counts = {"documents": 0, "tokens": 0, "bytes": 0}
     told = dict(counts)
-    writer = ArrayRecordWriter(str(path), "group_size:1")
+    writer = ArrayRecordWriter(str(path), "group_size:1,zstd:1")
     for index in range(shard.start, shard.stop):
         ids, sizes = sized_tokens_of(documents, index, tokenizer, *limit)
         if np.isnan(sizes).any():

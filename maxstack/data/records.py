@@ -10,13 +10,13 @@ import re
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from maxstack.config import storage
 from maxstack.config.annotations import listed
+from maxstack.data.copies import plain, plain_copies
 from maxstack.data.documents import (
     Document,
     Documents,
@@ -37,7 +37,6 @@ from maxstack.data.files import (
     line_number,
     matched,
     other_encoding,
-    plain,
     separated_bounds,
     text_of,
 )
@@ -46,7 +45,6 @@ from maxstack.data.tf_example import features
 from maxstack.errors import DataError, StoreError
 from maxstack.schema.data import Files, JsonlSource, ParquetSource, TextSource
 
-_DOWNLOADS = 8
 _OPEN_FILES = 64
 _CACHED_BYTES = 1 << 28
 _SHORTER = "the file became shorter while it was in use"
@@ -64,8 +62,7 @@ class Records(Documents):
         self.files = matched(cfg)
         self._paths = [file.path for file in self.files]
         if self.LOCAL:
-            with ThreadPoolExecutor(_DOWNLOADS) as pool:
-                self._paths = list(pool.map(plain, self._paths))
+            self._paths = plain_copies(self.files)
         self._sizes: list[int] = []
         counts = [self._counted(file) for file in range(len(self.files))]
         self._ends = np.cumsum(counts, dtype=np.int64)
@@ -94,7 +91,7 @@ class Records(Documents):
                 return text_of(document, self._cfg, self.files[file].path)
             return document
         except Exception as error:  # readers raise all kinds of exceptions over damaged bytes
-            of_store = isinstance(error, OSError) and storage.is_url(self._paths[file])
+            of_store = isinstance(error, OSError | StoreError) and storage.is_url(self._paths[file])
             kind = StoreError if of_store else DataError
             raise kind(f"{self._where(file, record)}: {self._reason(error, file)}") from error
 
@@ -121,7 +118,7 @@ class Records(Documents):
 
         def opened(file: int) -> Any:
             if self.LOCAL and not os.path.exists(self._paths[file]):  # on another machine
-                self._paths[file] = plain(self.files[file].path)
+                self._paths[file] = plain(self.files[file])
             return self._open(file)
 
         return functools.lru_cache(_OPEN_FILES)(opened)
@@ -263,7 +260,6 @@ class Parquet(Records):
 
     def __init__(self, cfg: ParquetSource):
         self._groups: list[np.ndarray] = []
-        self._stamps: list[storage.Stamp | None] = []
         self._decoded: OrderedDict[tuple[int, int], Any] = OrderedDict()
         super().__init__(cfg)
 
@@ -271,8 +267,6 @@ class Parquet(Records):
         return super().__getstate__() | {"_decoded": OrderedDict()}
 
     def _count(self, file: int) -> int:
-        path = self._paths[file]
-        self._stamps.append(storage.stamp(path) if storage.is_url(path) else None)
         with self._open(file) as opened:
             meta = opened.metadata
             rows = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
@@ -287,15 +281,17 @@ class Parquet(Records):
             raise DataError(
                 "Parquet files need the pyarrow package: pip install 'maxstack[parquet]'"
             ) from error
-        path = self._paths[file]
+        path, version = self._paths[file], self.files[file].version
         try:
             opened = pyarrow.parquet.ParquetFile(
-                storage.open_file(path) if storage.is_url(path) else path,
+                storage.open_file(path, wanted=version) if version else path,
                 page_checksum_verification=True,
             )
             names = opened.schema_arrow.names
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise DataError(f"{path}: not a readable Parquet file: {brief(error)}") from error
+            of_store = version and isinstance(error, OSError) and error.errno
+            kind = StoreError if of_store else DataError
+            raise kind(f"{path}: not a readable Parquet file: {brief(error)}") from error
         if not self._cfg.record and self._cfg.field not in names:
             raise DataError(
                 f"{path}: no column '{self._cfg.field}'; it has {listed(names)}. Set "
@@ -307,8 +303,9 @@ class Parquet(Records):
         group, row = part_at(self._groups[file], record)
         if (file, group) not in self._decoded:
             column = self._column(opened, file, group)
-            if self._stamps[file] and storage.stamp(self._paths[file]) != self._stamps[file]:
-                raise DataError("changed since it was opened; put it back, or start again")
+            version = self.files[file].version
+            if version and storage.stamp(self._paths[file]) != version:
+                raise StoreError("changed since it was opened; put it back, or start again")
             self._decoded[file, group] = column
             while (
                 len(self._decoded) > 1

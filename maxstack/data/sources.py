@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from maxstack.config.annotations import listed
+from maxstack.data.copies import read
 from maxstack.data.documents import (
     Documents,
     Selection,
@@ -19,7 +20,7 @@ from maxstack.data.documents import (
     record_hashes,
     text_hash,
 )
-from maxstack.data.files import digest, matched, read, text_of
+from maxstack.data.files import digest, matched, text_of
 from maxstack.errors import ConfigError, DataError
 from maxstack.schema.data import (
     AnySource,
@@ -42,8 +43,8 @@ class WholeFiles(Documents):
         return len(self.files)
 
     def __getitem__(self, index: int) -> bytes:
-        path = self.files[index].path
-        return text_of(read(path), self._cfg, path)
+        file = self.files[index]
+        return text_of(read(file), self._cfg, file.path)
 
     def where(self, index: int) -> str:
         return self.files[index].path

@@ -1,23 +1,19 @@
-"""Worker processes: those that make a feed's batches, and the first call of any kind of worker."""
+"""Worker processes that make a feed's batches."""
 
 import contextlib
 import itertools
-import os
-import signal
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context, parent_process, util
+from multiprocessing import get_context, util
 from typing import Any
 
 import numpy as np
 
 from maxstack.data.lanes import Batch, Rows
 from maxstack.data.quarantine import News, no_news
+from maxstack.data.signals import settle
 from maxstack.errors import DataError
-from maxstack.report import stacks
 
-_GRACE_SECONDS = 30
 Made = tuple[Batch, News, str | None]
 """A batch, documents passed over for it, and the error that prevented it."""
 
@@ -104,19 +100,6 @@ def made(rows: Rows) -> Made:
     return batch, rows.quarantine.news(), None
 
 
-def settle() -> None:
-    """Set a worker's signals as it starts.
-
-    A terminal or a scheduler signals the whole process group; the main process may still want
-    batches while it saves, so a worker ignores an interrupt and ends 30 seconds after a request to
-    end. If the main process is killed, the worker ends at once.
-    """
-    stacks.show()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_SECONDS))
-    threading.Thread(target=_follow_parent, daemon=True).start()
-
-
 def _serve(connection: Any, memory: Any, maker: Rows) -> None:
     """Main function of a process: fill the slots in turn, each after it was read, and send a note
     for each."""
@@ -145,10 +128,3 @@ def _kill(processes: list[Any]) -> None:
         if process.pid is not None:
             process.kill()
             process.join()
-
-
-def _follow_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

@@ -16,8 +16,8 @@ import einops
 import numpy as np
 from safetensors.numpy import save_file
 
-from maxstack.config import storage
 from maxstack.config.writer import inline
+from maxstack.data.copies import local_folder
 from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf.binding import Bound, Target, bind
@@ -63,7 +63,7 @@ class Adapter:
     """
 
     def __init__(self, path: str | Path, *, finite: bool = True):
-        folder = self.folder = storage.local_folder(str(path), (CONFIG, TENSORS))
+        folder = self.folder = local_folder(str(path), (CONFIG, TENSORS))
         if not folder.is_dir():
             raise ConfigError(
                 f"{folder}: no such folder; give one in PEFT's format, with {CONFIG} and {TENSORS}"

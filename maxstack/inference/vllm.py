@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from maxstack import config
-from maxstack.config import PositiveInt, Section, storage
+from maxstack.config import PositiveInt, Section
+from maxstack.data.copies import local_folder
 from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError
 from maxstack.schema.serve import ServeConfig
@@ -113,7 +114,7 @@ def adapter_flags(adapters: Mapping[str, str]) -> list[str]:
         return []
     modules, ranks = [], []
     for name, path in adapters.items():
-        folder = storage.local_folder(path).resolve()
+        folder = local_folder(path).resolve()
         settings = read_object(folder / "adapter_config.json")
         if odd := [key for key in REFUSED if settings.get(key)]:
             raise ConfigError(

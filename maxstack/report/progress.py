@@ -5,9 +5,15 @@ import sys
 import tqdm
 
 
-def progress(total: int, description: str, unit: str, done: int = 0) -> tqdm.tqdm:
-    """A bar of `total` units on a terminal; elsewhere a line every ten seconds, and at the end."""
-    interval = 0.1 if sys.stderr.isatty() else 10
+def progress(total: int, description: str, unit: str, done: int = 0, delay: float = 0) -> tqdm.tqdm:
+    """A bar of `total` units on a terminal; elsewhere a line every ten seconds, and at the end.
+    Nothing is shown of work that ends within `delay` seconds."""
     return tqdm.tqdm(
-        total=total, unit=f" {unit}", desc=description, initial=done, mininterval=interval
+        total=total,
+        unit=unit if unit == "B" else f" {unit}",
+        unit_scale=unit == "B",
+        desc=description,
+        initial=done,
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+        delay=delay,
     )

@@ -127,8 +127,8 @@ def _make(path: Path, megabytes: int) -> None:
     shares = 1.0 / np.arange(1, len(words) + 1)
     steps = np.cumsum(shares / shares.sum())
     marks = np.array([" "] * 12 + [", ", ". ", ".\n", " - "], object)
-    written = 0
-    with path.open("w", encoding="utf-8") as file:
+    written, unfinished = 0, path.with_suffix(".unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
         while written < megabytes * 1_000_000:
             lengths = np.maximum(1, random.lognormal(5.7, 0.9, PIECE).astype(int))
             drawn = words[
@@ -137,6 +137,7 @@ def _make(path: Path, megabytes: int) -> None:
             text = drawn + marks[random.integers(0, len(marks), len(drawn))]
             for part in np.split(text, np.cumsum(lengths)[:-1]):
                 written += file.write(json.dumps({"id": written, "text": "".join(part)}) + "\n")
+    unfinished.rename(path)
 
 
 def _train(lines: Path, path: Path) -> None:

@@ -15,6 +15,7 @@ from maxstack import cli
 from maxstack.command import check_writable, write_json
 from maxstack.config import storage
 from maxstack.config.compose import merged_tree, plain
+from maxstack.data.copies import local_folder
 from maxstack.errors import ConfigError
 from maxstack.hf.contents import opened
 from maxstack.hf.peft import Adapter
@@ -88,12 +89,12 @@ def test_a_folder_is_copied_once_and_again_when_a_file_changes(bucket):
     write(f"{bucket}/model/config.json", "{}")
     write(f"{bucket}/model/big.bin", "weights")
     write(f"{bucket}/model/deep/a.json", "[]")
-    copy = storage.local_folder(f"{bucket}/model", ("*.json",))
+    copy = local_folder(f"{bucket}/model", ("*.json",))
     names = sorted(str(path.relative_to(copy)) for path in copy.rglob("*.*"))
     assert (copy.name, names) == ("model", ["config.json", "deep/a.json"])
-    assert storage.local_folder(f"{bucket}/model", ("*.json",)) == copy
+    assert local_folder(f"{bucket}/model", ("*.json",)) == copy
     write(f"{bucket}/model/config.json", '{"a": 1}')
-    again = storage.local_folder(f"{bucket}/model", ("*.json",))
+    again = local_folder(f"{bucket}/model", ("*.json",))
     assert again != copy and (again / "config.json").read_text() == '{"a": 1}'
 
 
@@ -164,7 +165,7 @@ def test_a_pipe_is_written_and_not_replaced(tmp_path):
 
 def test_a_folder_that_is_not_there_is_refused(bucket):
     with pytest.raises(ConfigError, match=f"^{bucket}/none: no such folder, or no file is in it$"):
-        storage.local_folder(f"{bucket}/none")
+        local_folder(f"{bucket}/none")
 
 
 def test_a_configuration_extends_files_and_presets_at_urls(bucket):

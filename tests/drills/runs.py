@@ -235,12 +235,11 @@ def _start(command: Sequence[str], env: dict[str, str], output: Path) -> subproc
 def _left(leaders: set[int], name: str) -> list[str]:
     found = []
     rewards = re.compile(rf"maxstack\.rewards\.worker \d+ ({'|'.join(map(str, leaders))}) ")
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            command = (
-                (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended since
+            state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+            words = (process / "cmdline").read_bytes().replace(b"\0", b" ")
+            command = words.decode(errors="replace")
             named = name in command or rewards.search(command)
             if state != "Z" and (int(session) in leaders or named):
                 found.append(command[:200])

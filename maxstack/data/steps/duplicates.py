@@ -6,8 +6,6 @@ import re
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from maxstack.data.steps.step import hashes_of, missing, ngrams, words_of
 from maxstack.schema.steps import ExactDuplicatesStep, NearDuplicatesStep
@@ -122,6 +120,9 @@ def _joined(labels: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarr
     """The least document of each cluster, with further pairs."""
     if not len(left):
         return labels
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
     count = len(labels)
     rows, columns = np.concatenate([np.arange(count), left]), np.concatenate([labels, right])
     graph = coo_array((np.ones(len(rows), np.int8), (rows, columns)), (count, count))

@@ -1,0 +1,159 @@
+"""Plain bytes of files that are compressed or at URLs, and copies of them in the cache folder."""
+
+import fnmatch
+import functools
+import gzip
+import logging
+import os
+import posixpath
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
+
+from maxstack.config import atomic, storage
+from maxstack.data.files import File, digest
+from maxstack.errors import ConfigError, DataError, StoreError
+from maxstack.report.progress import progress
+
+log = logging.getLogger(__name__)
+_AT_ONCE = 8
+_CHUNK = 1 << 24
+_COMPRESSED = (".gz", ".zst")
+_PATIENCE = 5
+"""Seconds of copying after which it is shown."""
+Told = Callable[[int], object]
+"""Called with the number of a file's bytes that were read since the last call."""
+
+
+def read(file: File) -> bytes:
+    """A whole file, decompressed if it ends in .gz or .zst. DataError if it cannot be read,
+    StoreError if it is at a URL and not as it was listed."""
+    return b"".join(_pieces(file.path, file.version))
+
+
+def plain_copies(files: Sequence[File]) -> list[str]:
+    """`plain` of each file, a few at a time, with a bar where that takes longer."""
+    size = sum(int(file.pin()[0]) for file in files if _needs_copy(file.path))
+    with (
+        progress(size, "copying to the cache", "B", delay=_PATIENCE) as bar,
+        ThreadPoolExecutor(_AT_ONCE) as pool,
+    ):
+        return list(pool.map(lambda file: plain(file, bar.update), files))
+
+
+def plain(file: File, told: Told = lambda size: None) -> str:
+    """A local path to the file's plain bytes: itself, or for a URL, .gz and .zst a decompressed
+    copy in the cache folder, made once and shared by all processes.
+
+    The copy, in $MAXSTACK_CACHE/data, belongs to one path, size and version.
+    """
+    path, is_url = file.path, storage.is_url(file.path)
+    if not _needs_copy(path):
+        return path
+    try:
+        size, version = file.version or storage.stamp(path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    identity = f"{path if is_url else os.path.abspath(path)}\0{size}\0{version}"
+    copy = storage.cache_folder() / "data" / digest(identity.encode())
+    if copy.exists():
+        told(size)
+        return str(copy)
+    try:
+        with atomic.writing(copy, shared=True) as unfinished, unfinished.open("wb") as made:
+            made.writelines(_pieces(path, (size, version), told))
+    except OSError as error:
+        raise DataError(
+            f"{path}: its plain copy cannot be written to {copy.parent}: {error.strerror}; "
+            "set MAXSTACK_CACHE to a folder with room"
+        ) from error
+    if is_url and storage.stamp(path) != (size, version):
+        copy.unlink(missing_ok=True)
+        raise DataError(f"{path}: changed while it was copied; start again once it is whole")
+    log.info("%s: copied once to %s (%.1f MB)", path, copy, copy.stat().st_size / 1e6)
+    return str(copy)
+
+
+def local_folder(path: str, patterns: Sequence[str] = ("*",), depth: int | None = None) -> Path:
+    """A folder itself, or at a URL a copy in the cache of those of its files that match, made once
+    and shared by all processes; it belongs to their versions. ConfigError if it cannot be made.
+
+    `depth`: levels of the folder that are listed; None: all.
+    """
+    if not storage.is_url(path):
+        return Path(path).expanduser()
+    try:
+        found = storage.stamps_below(path, depth)
+        if not found:
+            raise ConfigError(f"{path}: no such folder, or no file is in it")
+        names = [name for name in found if any(fnmatch.fnmatch(name, p) for p in patterns)]
+        versions = repr([path, *((name, found[name]) for name in names)])
+        key, name = digest(versions.encode()), posixpath.basename(path.rstrip("/"))
+        folder = storage.cache_folder() / "folders" / key / name
+        absent = [name for name in names if not (folder / name).exists()]
+        size = sum(found[name][0] for name in absent)
+        with progress(size, f"copying {path}", "B", delay=_PATIENCE) as bar:
+            for name in absent:
+                with storage.replacing(str(folder / name)) as copy, copy.open("wb") as file:
+                    for piece in storage.pieces(storage.join(path, name), found[name]):
+                        bar.update(file.write(piece))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be copied to {storage.cache_folder()}: {error.strerror or error}; set "
+            "MAXSTACK_CACHE to a folder with room"
+        ) from error
+    return folder
+
+
+def _needs_copy(path: str) -> bool:
+    return storage.is_url(path) or path.endswith(_COMPRESSED)
+
+
+def _pieces(
+    path: str, wanted: storage.Stamp | None, told: Told = lambda size: None
+) -> Iterator[bytes]:
+    try:
+        with storage.open_file(path, storage.AHEAD, wanted) as file:
+            at = 0
+            for piece in _decompressed(path, file):
+                yield piece
+                told(file.tell() - at)
+                at = file.tell()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: corrupt gzip data: {error}") from error
+    except OSError as error:
+        kind = StoreError if storage.is_url(path) else DataError
+        raise kind(f"{path}: {error.strerror or error}") from error
+
+
+def _decompressed(path: str, file: IO[bytes]) -> Iterator[bytes]:
+    stream: IO[bytes] | gzip.GzipFile = file
+    if path.endswith(_COMPRESSED):
+        if not file.read(1):
+            raise DataError(f"{path}: empty, which no compressed file is; it was cut short")
+        file.seek(0)
+    if path.endswith(".zst"):
+        yield from _zstd_pieces(path, file)
+        return
+    if path.endswith(".gz"):
+        stream = gzip.GzipFile(fileobj=file)
+    yield from iter(functools.partial(stream.read, _CHUNK), b"")
+
+
+def _zstd_pieces(path: str, file: IO[bytes]) -> Iterator[bytes]:
+    import zstandard
+
+    frame = None
+    try:
+        for piece in iter(functools.partial(file.read, _CHUNK >> 4), b""):
+            while piece:
+                frame = zstandard.ZstdDecompressor().decompressobj() if frame is None else frame
+                yield frame.decompress(piece)
+                piece = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise DataError(f"{path}: corrupt zstd data: {error}") from error
+    if frame is not None:
+        raise DataError(f"{path}: the zstd data is cut short")
