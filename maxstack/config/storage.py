@@ -3,6 +3,7 @@ imported then, and anything else through the operating system."""
 
 import contextlib
 import errno
+import fnmatch
 import io
 import os
 import posixpath
@@ -108,7 +109,7 @@ class _Stored(io.RawIOBase):
 
     def __init__(self, path: str, ahead: int = 0, wanted: Stamp | None = None):
         self._path, self._at, self._all, self._gives_parts = path, 0, b"", False
-        self._ahead, self._pool = ahead, ThreadPoolExecutor(ahead + 1) if ahead else None
+        self._ahead, self._pool = ahead, ThreadPoolExecutor(ahead + 1)
         self._coming: dict[int, Future[bytes]] = {}
         self.stamp = stamp(path)
         if wanted not in (None, self.stamp):
@@ -129,8 +130,7 @@ class _Stored(io.RawIOBase):
         return self._at
 
     def close(self) -> None:
-        if self._pool:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
         self._coming.clear()
         super().close()
 
@@ -141,7 +141,7 @@ class _Stored(io.RawIOBase):
         if self._all:
             piece = self._all[self._at : end]
         else:
-            piece = self._in_order(end) if self._pool else self._fetch(self._at, end)
+            piece = self._in_order(end) if self._ahead else self._fetch(self._at, end)
         buffer[: len(piece)] = piece
         self._at += len(piece)
         return len(piece)
@@ -241,7 +241,9 @@ def stamps_below(folder: str, depth: int | None = None) -> dict[str, Stamp]:
 
     def found(files: Any, inside: str) -> dict[str, Stamp]:
         return {
-            info["name"].removeprefix(inside).lstrip("/"): _stamp(info)
+            info["name"].removeprefix(inside).lstrip("/"): _stamp(
+                files.info(info["name"]) if info["size"] is None else info  # of a page of links
+            )
             for info in _infos(files, inside, depth, _fresh(folder))
         }
 
@@ -294,6 +296,20 @@ def replacing(path: str) -> Iterator[Path]:
                 raise Cut(f"{stored} bytes of {size} were stored")
 
         on_store(path, put)
+
+
+def delete(folder: str, *patterns: str) -> None:
+    """Delete the files and folders of a folder whose names match; there may be none. OSError if it
+    fails."""
+
+    def remove(files: Any, inside: str) -> None:
+        for path in files.ls(inside, detail=False):
+            name = posixpath.basename(path.rstrip("/"))
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+                files.rm(path, recursive=True)
+
+    with contextlib.suppress(FileNotFoundError):
+        on_store(folder, remove)
 
 
 def cache_folder() -> Path:

@@ -118,11 +118,7 @@ def prepare(
     if steps:
         manifest["steps"] = steps["steps"]
     _write_json(storage.join(out, MANIFEST), manifest, indent=1)
-    with storage.filesystem(out) as (system, folder):
-        system.rm(
-            [f"{folder}/{_FINISHED}", *system.glob(f"{folder}/.*{atomic.UNFINISHED}")],
-            recursive=True,
-        )
+    storage.delete(out, _FINISHED, f".*{atomic.UNFINISHED}")
     if steps:
         summary.show(steps, out)
     totals = manifest["totals"]

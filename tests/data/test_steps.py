@@ -152,9 +152,10 @@ def test_the_result_is_the_same_whatever_the_number_of_workers(capsys):
 
 @pytest.mark.slow
 def test_a_ray_cluster_gives_the_same_result():
-    pytest.importorskip("ray")  # make test-all installs it
+    ray = pytest.importorskip("ray")  # make test-all installs it
     prepare(config(), "here")
     prepare(config(), "there", Ray(2))
+    ray.shutdown()
     assert all_files("here") == all_files("there")
 
 

@@ -86,7 +86,7 @@ def cleaned(
         files = shared_files(read, storage.join(passes, "begun"))
         job = Job(steps, names_of(steps), data, sources, _ranges(sources), out, passes, files)
         _run(job, engine, result)
-    _delete(notes, PASSES)
+    storage.delete(notes, PASSES)
     kept = read_note(result)
     told = json.loads(kept["summary"].tobytes())
     left: dict[tuple[str, Split], Documents] = {}
@@ -126,14 +126,7 @@ def _begin(out: str, notes: str) -> None:
             f"{out}: holds shards of other data (other documents or data.steps than this config's) "
             "or of an older version; choose another --out, or delete the folder"
         )
-    _delete(out, REMOVED, NOTES)
-
-
-def _delete(folder: str, *names: str) -> None:
-    with storage.filesystem(folder) as (files, inside):
-        for name in names:
-            if files.exists(f"{inside}/{name}"):
-                files.rm(f"{inside}/{name}", recursive=True)
+    storage.delete(out, REMOVED, NOTES)
 
 
 def _ranges(sources: Sources) -> list[Range]:
