@@ -2,6 +2,7 @@
 changes."""
 
 import codecs
+import itertools
 import sys
 import threading
 import time
@@ -241,11 +242,15 @@ class Feed(BatchFeed):
             )
 
     def describe(self) -> list[str]:
-        """A line for each source: its name, number of documents, byte order marks and CRLF in
-        them, and their classes."""
+        """A line for each source: its name, number of documents, share of the next step, byte order
+        marks and CRLF in them, and their classes."""
+        mixture, shares = self.mixture, [""]
+        if len(mixture.sources) > 1 and not mixture.evaluation:
+            step, by = int(self._state[0, -1]) + 1, mixture.cfg.mixture.by
+            shares = [f", {share:.2%} of step {step}'s {by}" for share in mixture.shares(step)]
         return [
-            f"{source.name}: {len(source)} documents{_marks(source)}{_classes(source)}"
-            for source in self.mixture.sources
+            f"{source.name}: {len(source)} documents{share}{_marks(source)}{_classes(source)}"
+            for source, share in zip(mixture.sources, itertools.cycle(shares), strict=False)
         ]
 
     @property

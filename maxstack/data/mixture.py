@@ -2,6 +2,7 @@
 the step."""
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from maxstack.schema.stages import Stages
 if TYPE_CHECKING:
     from maxstack.schema.objective import RowField as Field
 
+log = logging.getLogger(__name__)
 UNIT = 1 << 20
 """What a document, or a token, counts in Position.owed."""
 MOST_FILES = 10_000
@@ -305,7 +307,15 @@ def factors(cfg: DataConfig, sources: Sequence[Documents]) -> np.ndarray:
     if mixture.by == "tokens":
         sizes *= [_mean_tokens(cfg, source) for source in sources]
     if mixture.unimax:
-        return unimax(sizes, mixture.unimax.epochs, mixture.unimax.budget)
+        epochs, budget = mixture.unimax.epochs, mixture.unimax.budget
+        if (most := epochs * sizes.sum()) < budget:
+            log.warning(
+                "data.mixture.unimax: %g epochs of all sources are some %.4g %s, less than budget="
+                "%d: sources are read oftener, in proportion to their sizes; allow more epochs, or "
+                "set the budget to what is trained on",
+                *(epochs, most, mixture.by, budget),
+            )
+        return unimax(sizes, epochs, budget)
     assert mixture.temperature
     return (sizes / sizes.sum()) ** (1 / mixture.temperature)
 

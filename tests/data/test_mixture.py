@@ -122,6 +122,27 @@ def test_unimax_gives_equal_parts_but_of_none_more_than_its_epochs():
     assert unimax(np.array([10.0, 20.0]), 1, 10) == pytest.approx([0.5, 0.5])
 
 
+def test_a_budget_that_the_epochs_do_not_give_is_told(caplog):
+    sources = source("web", documents=80), source("code", documents=20)
+    for budget, warnings in ((100, 0), (101, 1)):
+        cfg = config(*sources, mixture={"unimax": {"epochs": 1, "budget": budget}})
+        assert factors(cfg, open_sources(cfg)).sum() == pytest.approx(1)
+        assert len(caplog.messages) == warnings
+    assert "1 epochs of all sources are some 100 documents" in caplog.messages[0]
+
+
+def test_the_shares_of_the_next_step_are_told():
+    weights = {"weight": [[1, 1], [11, 3]]}, {"weight": 1}
+    sources = (source(name, **more) for name, more in zip(NAMES, weights, strict=False))
+    feed = Feed(config(*sources), range(8), 8)
+    told = ["web: 40 documents, 50.00% of step 1's documents", "code: 40 documents, 50.00% of"]
+    assert all(line.startswith(want) for line, want in zip(feed.describe(), told, strict=True))
+    for _ in range(10):
+        next(feed)
+    assert feed.describe()[0].endswith(", 75.00% of step 11's documents")
+    feed.close()
+
+
 def test_positions_are_matched_by_name_whatever_the_order_of_the_list():
     sources = [source(name, length=20 + i) for i, name in enumerate(NAMES)]
     before = mixture(config(*sources))
