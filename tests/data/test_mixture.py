@@ -317,7 +317,7 @@ configurations = st.composite(drawn_config)()
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(configurations, st.integers(0, 14), st.sampled_from([1, 2]))
+@hypothesis.given(configurations, st.integers(0, 14), st.sampled_from([1, 2, 4]))
 def test_any_lanes_go_on_from_any_batch_as_before(drawn, at, processes):
     cfg, stages = drawn
     whole = made(mixture(cfg, stages), 18)
