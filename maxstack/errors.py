@@ -23,6 +23,10 @@ class DataError(ValueError):
     exit_code = 2
 
 
+class DataEnded(DataError):
+    """Every source gave its epochs before the steps were done."""
+
+
 class StoreError(DataError):
     """A store that did not answer, or an object that is another one than was listed: nothing is
     known of the record, so it is not one that is passed over as damaged."""

@@ -3,7 +3,7 @@ validated and checked against the rules between its sections."""
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pydantic
 from pydantic import TypeAdapter
 
 from maxstack import config
-from maxstack.config import storage
+from maxstack.config import Fault, storage
 from maxstack.config.annotations import listed
 from maxstack.config.compose import plain, supply
 from maxstack.config.reader import Node
@@ -20,7 +20,7 @@ from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
 from maxstack.schema import rules
 from maxstack.schema.config import Config, Model
-from maxstack.schema.data import holds_text
+from maxstack.schema.data import DataConfig, holds_text
 from maxstack.schema.stack import StackConfig
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,16 @@ def load(path: config.Source, overrides: Sequence[str] = ()) -> Config:
     return load_tree(path, overrides)[0]
 
 
-def load_tree(path: config.Source, overrides: Sequence[str] = ()) -> tuple[Config, Node]:
+def load_data(path: config.Source, overrides: Sequence[str] = ()) -> DataConfig:
+    """The data section of such a configuration; rules between its sections need not hold."""
+    return load_tree(path, overrides, lambda _: [])[0].data
+
+
+def load_tree(
+    path: config.Source,
+    overrides: Sequence[str] = (),
+    faults: Callable[[Config], Sequence[Fault]] = rules.faults,
+) -> tuple[Config, Node]:
     """The configuration, and the merged tree that knows where each value came from."""
     return config.load_tree(
         Config,
@@ -40,7 +49,7 @@ def load_tree(path: config.Source, overrides: Sequence[str] = ()) -> tuple[Confi
         overrides,
         readers={"model": model_of_folder, "teacher": model_of_folder},
         completed=_completed,
-        faults=rules.faults,
+        faults=faults,
     )
 
 

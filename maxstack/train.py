@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from maxstack import cli
 from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, DataEnded
 from maxstack.faults import supervise
 from maxstack.hardware import devices
 from maxstack.report import trace_requests
@@ -240,8 +240,17 @@ def train(
         step += 1
         tracer.before(step)
         feed.refresh(state, frozen)
-        with TraceAnnotation("next batch"):
-            batch = next(feed)
+        try:
+            with TraceAnnotation("next batch"):
+                batch = next(feed)
+        except DataEnded:
+            report(meter.flush())
+            # several processes need not come here at the same step, and a save is one of all
+            if saves and jax.process_count() == 1 and saves.due(step - 1, last=True):
+                past = policy.to_json() | stopping.to_json()
+                with ledger.spent("save"):
+                    saves.save(step - 1, state, feed, past, {}, True)
+            raise
         for line in feed.damaged():
             log.warn(line)
         passed_over = policy.skips(step)

@@ -171,6 +171,49 @@ def test_data_that_ends_before_the_steps_do_ends_the_run_and_says_so(run, capsys
     assert "the data ended before batch" in told and "set train.epochs" in told
 
 
+def test_data_that_ends_leaves_a_checkpoint_of_the_last_step(run, capsys):
+    data = {"sources": [source("web", epochs=1)]}
+    folder, _ = run("kept", data, steps=500, checkpoint={"every": 100})
+    last = rows(folder)[-1]["step"]
+    assert (folder / "checkpoints" / f"{last}").is_dir()
+    assert run("kept", data, "data.sources.0.epochs=2", "--force-config", "data", steps=500)[1] == 2
+    assert f"resumed from step {last}" in capsys.readouterr().out
+    assert rows(folder)[-1]["step"] > last
+
+
+def test_a_source_that_grows_goes_on_and_its_new_files_begin(run, tmp_path, capsys):
+    def write(name, number):
+        text = "".join(f'{{"text": "{name} {i} {i * i}"}}\n' for i in range(number))
+        (tmp_path / f"{name}.jsonl").write_text(text)
+
+    write("old", 60)
+    grows = {"kind": "jsonl", "name": "grows", "files": [f"{tmp_path}/*.jsonl"], "holdout": 0.1}
+    data = {"sources": [grows, source("web")]}
+    run("grown", data, steps=4)
+    write("new", 30)
+    assert run("grown", data, steps=8)[1] == 1
+    assert "grows: has more files (1)" in capsys.readouterr().err
+    assert run("grown", data, "--force-config", "data", steps=8)[1] == 0
+    assert run("grown", data, steps=12)[1] == 0
+    assert "resumed from step 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["data.seed=5", "data.sources.0.holdout=0.3"])
+def test_documents_in_another_order_begin_anew_and_the_log_says_so(run, change, capsys):
+    data = {"sources": [source("web"), source("code")], "packing": "concat"}
+    run(f"reordered-{change[5:9]}", data, steps=4)
+    words = change, "--force-config", "data"
+    assert run(f"reordered-{change[5:9]}", data, *words, steps=6)[1] == 0
+    assert "another order, by data.seed, data.shuffle or its holdout" in capsys.readouterr().out
+
+
+def test_packing_becomes_best_by_force(run):
+    data = {"sources": [source("web"), source("code")]}
+    run("repacked", data, steps=4)
+    words = "data.packing=best", "--force-config", "data"
+    assert run("repacked", data, *words, steps=6)[1] == 0
+
+
 def test_evaluation_says_the_loss_of_each_source(run):
     data = {"sources": [source("web", holdout=0.2), source("code", holdout=0.3)]}
     folder, _ = run("by-source", data, steps=4, eval={"every": 4, "steps": 2})

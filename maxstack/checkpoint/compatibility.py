@@ -110,11 +110,12 @@ class Compatibility(NamedTuple):
     def refuse_changes(self, free: Sequence[str]) -> None:
         """ConfigError with the keys that changed and are not `free`."""
         if changed := self.changed(BOUND, free):
+            force = "data" if all(line.startswith("data.") for line in changed) else "KEY"
             raise ConfigError(
                 f"{self.where} was written by another configuration (checkpoint -> now):\n"
                 + "\n".join(f"  {line}" for line in changed)
                 + f"\n  Put these back, {self.remedy}, or, where no array "
-                "changes its shape, --force-config KEY."
+                f"changes its shape, --force-config {force}."
             )
 
     def refuse_shapes(self, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -134,13 +135,16 @@ class Compatibility(NamedTuple):
         what, key = "the state of another optimizer", "optimizer"
         if any(line.startswith("params/") for line in arrays):
             what, key = "weights of another model", "model"
+        begins = "let it begin anew (checkpoint.restore_parts=[params, data, step]), "
+        begins = begins if key == "optimizer" else ""
         lines = self.changed((key,)) or arrays
         more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
         raise ConfigError(
             f"{self.where} holds {what} (checkpoint -> now):\n"
             + "\n".join(f"  {line}" for line in lines[:10])
             + more
-            + f"\n  Arrays of other shapes cannot be forced: put the {key} back, or {self.remedy}."
+            + f"\n  Arrays of other shapes cannot be forced: put the {key} back, {begins}or "
+            f"{self.remedy}."
         )
 
     def changed(self, keys: Sequence[str], free: Sequence[str] = ()) -> list[str]:

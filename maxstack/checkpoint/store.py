@@ -361,7 +361,8 @@ class Checkpoints:
             if parts_kept == {"params"}:
                 return self._load_weights(where)
             match.refuse_changes(self._free)
-            sources = Sources.of_meta(meta, feed.mixture.described())
+            data = run.cfg.data.model_dump(mode="json")
+            sources = Sources.of_meta(meta, feed.mixture.described(), data)
             changes = feed.mixture.changes(sources)
             if changes and not compatibility.under("data.sources", self._free):
                 raise ConfigError(
@@ -382,7 +383,8 @@ class Checkpoints:
             )
             loaded = storage.load(step, {"state": wanted, "data": {"position": position}})
         states = _local_position(loaded["data"]["position"])
-        changed = bool(changes or match.changed(("data",)))
+        packs = match.changed(("data", "train.stages"), compatibility.FREE)
+        changed = bool(changes or packs)
         feed.restore(feed.mixture.adopt(sources, states, step, changed))
         for line in changes:
             self._say(f"data.sources: {line}")

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 def tokenizer(args: Namespace) -> None:
     """Train the tokenizer and write it."""
     from maxstack.data.vocabulary import train
+    from maxstack.load import load_data
 
-    data = load_config(args).data
+    data = load_data(args.config, args.overrides)
     train(data, args.out, vocab=args.vocab, model=args.model, megabytes=args.megabytes)
 
 
@@ -80,6 +81,7 @@ def prepare(args: Namespace) -> None:
     """Write the shards."""
     from maxstack.data import engines
     from maxstack.data.prepare import prepare
+    from maxstack.load import load_data
 
     if args.address and args.engine == "local":
         raise ConfigError("--address names a Ray cluster: add --engine ray")
@@ -88,7 +90,7 @@ def prepare(args: Namespace) -> None:
         if args.engine == "ray"
         else engines.Processes(args.workers or os.cpu_count() or 1)
     )
-    data = load_config(args).data
+    data = load_data(args.config, args.overrides)
     prepare(data, args.out, engine, shard_size=args.shard_size, task_texts=_task_texts(data))
 
 

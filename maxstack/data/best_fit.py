@@ -22,15 +22,21 @@ class Piece(NamedTuple):
     length: int
     """Tokens."""
     source: int
+    place: int
+    """The document's place in the window."""
 
 
 class BestFitLane(Lane):
     """Rows of a window of documents, packed together. A position inside of a window is that before
-    it and the number of rows that were given, so restoring reads the window again."""
+    it and the number of rows that were given, so restoring reads the window again, and packs what
+    is left anew wherever rows became longer or shorter."""
 
     def __init__(self, mixture: Mixture, lane: int, quarantine: Quarantine):
         super().__init__(mixture, lane, quarantine)
         self._rows: list[list[Piece]] = []
+        """Those that are left of the window, the next one last."""
+        self._packed = 0
+        """The length by which they were packed."""
         self._before, self._given = self._at.copy(), 0
         """The position before the window, and how many of its rows were given."""
         self._resumes = 0
@@ -38,7 +44,7 @@ class BestFitLane(Lane):
     def state(self) -> np.ndarray:
         """int64 [K]: the packed position before the window and the rows given, or after its last
         row that after it."""
-        if self._resumes or self._given < len(self._rows):
+        if self._resumes or self._rows:
             before = self._before.copy()
             before.current = WINDOW - before.step
             before.offset = self._resumes or self._given
@@ -47,42 +53,86 @@ class BestFitLane(Lane):
         return self._at.packed()
 
     def restore(self, state: np.ndarray) -> None:
-        self._at, self._units, self._rows, self._given = Position.unpacked(state), [], [], 0
-        self._resumes, self._at.offset = self._at.offset, 0
-        self._before, self._at.current = self._at.copy(), -1
-        self._before.step, self._before.current = WINDOW - self._before.current, -1
+        self._at, self._units, self._rows = Position.unpacked(state), [], []
+        begun, given = self._at.current, self._at.offset
+        self._at.current, self._at.offset, self._resumes = -1, 0, 0
+        if begun >= 0 and given:  # packed otherwise before: the rest of the document is passed over
+            self._at.finished[begun] += 1
+        self._before = self._at.copy()
+        if begun <= WINDOW:
+            self._before.step, self._resumes = WINDOW - begun, given
 
     def fill(self, row: Batch) -> None:
         """Write the next row of the window into zeroed arrays of shape [seq_len, ...]."""
         if self._resumes:
-            now, self._at.step = self._at.step, self._before.step
-            self._pack()
-            self._at.step, self._given, self._resumes = now, self._resumes, 0
-        if self._given == len(self._rows):
-            self._pack()
-        if self._given == len(self._rows):
+            self._replay()
+        if not self._next_row():
             return
         writer = RowWriter(self._mixture, row)
-        for piece in self._rows[self._given]:
+        for piece in self._rows.pop():
             for segment in piece.unit.segments:
                 count = len(segment.ids) - 1 if piece.unit.whole else piece.length
                 writer.write(segment, piece.start, count, piece.source)
         self._given += 1
 
-    def _pack(self) -> None:
+    def _next_row(self) -> bool:
+        """True with the next row, of the length of its step, at the end of `_rows`; False where the
+        data ended."""
+        if not self._rows:
+            self._draw()
+        elif self._packed != self.length:
+            left = [piece for row in self._rows for piece in row]
+            self._pack(_joined(left))
+        return bool(self._rows)
+
+    def _replay(self) -> None:
+        """Come to where the window stood: it is drawn again, and the rows that were given left
+        out."""
+        now, self._at.step, stages = self._at.step, self._before.step, self._mixture.stages
+        for _ in range(self._resumes):
+            while not stages.takes(self._at.step + 1, self._lane):
+                self._at.step += 1
+            if self._next_row():
+                self._rows.pop()
+            self._at.step += 1
+        self._at.step, self._given, self._resumes = now, self._resumes, 0
+
+    def _draw(self) -> None:
         """Draw the documents of the next window, and pack them."""
-        self._before, pieces, tokens, length = self._at.copy(), list[Piece](), 0, self.length
-        while tokens < self._mixture.cfg.window * length and self._current():
+        self._before, self._given = self._at.copy(), 0
+        pieces, tokens = list[Piece](), 0
+        while tokens < self._mixture.cfg.window * self.length and self._current():
             source = self._at.current
             for unit in self._units:
-                step = unit.length if unit.whole else length
-                pieces += [
-                    Piece(unit, start, min(step, unit.length - start), source)
-                    for start in range(0, unit.length, step)
-                ]
+                pieces.append(Piece(unit, 0, unit.length, source, len(pieces)))
                 tokens += unit.length
             self._finish()
-        self._rows, self._given = packed(pieces, length), 0
+        self._pack(pieces)
+
+    def _pack(self, pieces: Sequence[Piece]) -> None:
+        """Cut and pack what is left of documents into rows."""
+        length, cut = self.length, list[Piece]()
+        for piece in pieces:
+            end = piece.start + piece.length
+            step = piece.length if piece.unit.whole else length
+            cut += [
+                piece._replace(start=start, length=min(step, end - start))
+                for start in range(piece.start, end, step)
+            ]
+        self._rows, self._packed = packed(cut, length)[::-1], length
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """In the order of their documents, with the parts of a document that follow each other as
+    one."""
+    joined = list[Piece]()
+    for piece in sorted(pieces, key=lambda piece: (piece.place, piece.start)):
+        last = joined[-1] if joined else None
+        if last and last.place == piece.place and last.start + last.length == piece.start:
+            joined[-1] = last._replace(length=last.length + piece.length)
+        else:
+            joined.append(piece)
+    return joined
 
 
 def packed(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:

@@ -316,7 +316,10 @@ def _record(documents: Documents, index: int, cfg: DataConfig) -> Mapping[str, A
     try:
         value = json.loads(document)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{documents.where(index)}: not JSON: {error}") from error
+        raise DataError(
+            f"{documents.where(index)}: not JSON: {getattr(error, 'msg', error)}; mend or remove "
+            "the record"
+        ) from error
     if not isinstance(value, dict):
         raise DataError(f"{documents.where(index)}: is no JSON object")
     return value

@@ -18,7 +18,7 @@ from maxstack.data.mixture import Mixture
 from maxstack.data.quarantine import Notices
 from maxstack.data.sources import open_sources
 from maxstack.data.workers import Made, Workers, made
-from maxstack.errors import DataError
+from maxstack.errors import DataEnded, DataError
 from maxstack.schema.data import DataConfig
 from maxstack.schema.stages import Stages
 
@@ -144,16 +144,18 @@ class Feed(BatchFeed):
         except DataError:
             self.close()
             raise
-        self._state = batch.pop("state")
+        state = batch.pop("state")
         if self.mixture.evaluation:
+            self._state = state
             return batch
         if not self._may_end and not batch[FED][:, :-2].any():
             self.close()
-            raise DataError(
+            raise DataEnded(
                 f"{self.mixture.section}.sources: the data ended before batch "
-                f"{int(self._state[0, -1])}: every source has given its epochs; set train.epochs, "
+                f"{int(state[0, -1])}: every source has given its epochs; set train.epochs, "
                 "from which train.steps follows, or raise the epochs of a source"
             )
+        self._state = state
         return self._cut(batch)
 
     def _cut(self, batch: Batch) -> Batch:
@@ -182,9 +184,9 @@ class Feed(BatchFeed):
     def restore(self, state: np.ndarray) -> None:
         """Continue after the batch that `state`, a row for each of this feed's lanes, was taken
         after."""
-        if state.shape != self._state.shape:
+        if state.shape != (wanted := self.mixture.start(len(self._lanes)).shape):
             raise DataError(
-                f"the saved position has shape {state.shape}, this feed's is {self._state.shape}: "
+                f"the saved position has shape {state.shape}, this feed's is {wanted}: "
                 "the batch size or the number of data.sources changed since the checkpoint; "
                 "restore them, or start a new run"
             )

@@ -315,6 +315,12 @@ def factors(cfg: DataConfig, sources: Sequence[Documents]) -> np.ndarray:
                 "set the budget to what is trained on",
                 *(epochs, most, mixture.by, budget),
             )
+        if any(source.weight != 1 for source in cfg.sources):
+            log.warning(
+                "data.mixture.unimax: its shares are multiplied by the weights of data.sources, so "
+                "a source may be read more than %g times; leave weights out for none to be",
+                epochs,
+            )
         return unimax(sizes, epochs, budget)
     assert mixture.temperature
     return (sizes / sizes.sum()) ** (1 / mixture.temperature)

@@ -10,6 +10,8 @@ import numpy as np
 from maxstack.data.files import digest
 
 WINDOW = -2
+REORDERED = "reordered"
+"""Identity of documents that were chosen or put in order in another way."""
 
 
 @dataclasses.dataclass
@@ -70,14 +72,21 @@ class Sources(list[Part]):
     """Parts whose positions a checkpoint keeps, in the order of the positions."""
 
     @classmethod
-    def of_meta(cls, meta: Mapping[str, Any], now: "Sources") -> "Sources":
-        """Those that a checkpoint's notes tell of. Older versions drew orders by places in the
-        list, and kept the identities of all as one, which is compared with that of `now` unless
-        it holds the configuration of a source, as those of made-up documents did."""
+    def of_meta(cls, meta: Mapping[str, Any], now: "Sources", data: Mapping[str, Any]) -> "Sources":
+        """Those that a checkpoint's notes tell of; their documents are others where they were
+        chosen or put in order in another way than by the section `data`. Older versions drew orders
+        by places in the list, and kept the identities of all as one, which is compared with that of
+        `now` unless it holds the configuration of a source, as those of made-up documents did."""
+        before = meta["config"]["data"]
         if not isinstance(meta["sources"], str):
-            return cls(Part(*part) for part in meta["sources"])
-        sources = meta["config"]["data"]["sources"]
-        names = [source["name"] or f"{source['kind']}-{i}" for i, source in enumerate(sources)]
+            known = {name for name, _ in _ordered(before).items() & _ordered(data).items()}
+            parts = (Part(*part) for part in meta["sources"])
+            return cls(
+                part if part.source in known else part._replace(identity=REORDERED, files=[])
+                for part in parts
+            )
+        sources = before["sources"]
+        names = _names(sources)
         made_up = any(source["kind"] in ("synthetic", "function") for source in sources)
         same = made_up or meta["sources"] == " ".join(part.identity for part in now)
         same = same and names == [part.name for part in now]
@@ -98,7 +107,10 @@ class Sources(list[Part]):
             if not before:
                 lines.append(f"{part.name}: is new, and begins at its first document")
             elif more is None:
-                lines.append(f"{part.name}: has other documents, and begins anew at its first one")
+                other = "other documents"
+                if {old.identity for old in before} == {REORDERED}:
+                    other = "another order, by data.seed, data.shuffle or its holdout"
+                lines.append(f"{part.name}: has {other}, and begins anew at its first one")
             elif more:
                 lines.append(f"{part.name}: has more files ({len(more)}), which begin at the first")
         return lines
@@ -163,6 +175,19 @@ class Sources(list[Part]):
                         new.current, new.offset = place, old.offset
             moved.append(new.packed())
         return np.stack(moved)
+
+
+def _names(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [source["name"] or f"{source['kind']}-{i}" for i, source in enumerate(sources)]
+
+
+def _ordered(data: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """What chooses a source's documents and their order, by its name."""
+    sources = data["sources"]
+    return {
+        name: (data["seed"], data["shuffle"], source.get("holdout", 0))
+        for name, source in zip(_names(sources), sources, strict=True)
+    }
 
 
 def files_digest(files: Sequence[str]) -> str:

@@ -77,6 +77,7 @@ def prepare(
     keeps from training. Shards that an earlier, stopped call finished are kept. ConfigError if
     `out` holds the shards of other data.
     """
+    _check_folder(out)
     tokenizer, splits, steps = open_tokenizer(cfg.tokenizer), _splits(cfg), None
     engine = engine or Processes(1)
     if cfg.steps:
@@ -126,10 +127,22 @@ def prepare(
         f"{out}: {totals['documents']} documents, {totals['tokens']} tokens, "
         f"{totals['bytes']} bytes of text in {len(shards)} shards"
     )
-    print(
-        f"train on them: data.sources=[{{kind: array_record, content: tokens, files: "
-        f"['{out}/*-train-*.array_record']}}]"
-    )
+    for split, key in (("train", "data.sources"), ("eval", "eval.data.sources")):
+        if any(shard.split == split for shard in shards):
+            print(
+                f"{split} on them: {key}=[{{kind: array_record, content: tokens, files: "
+                f"['{out}/*-{split}-*.array_record']}}]"
+            )
+
+
+def _check_folder(out: str) -> None:
+    """ConfigError for a local path where no folder can be."""
+    if storage.is_url(out):
+        return
+    there = next(path for path in (Path(out), *Path(out).absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what = "cannot be written" if there.is_dir() else "is no folder"
+        raise ConfigError(f"--out {out}: {there} {what}; choose another folder")
 
 
 def _splits(cfg: DataConfig) -> Sources:

@@ -232,7 +232,9 @@ class Jsonl(Spans):
         try:
             value = json.loads(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
-            raise DataError(f"not JSON: {error}") from error
+            raise DataError(
+                f"not JSON: {getattr(error, 'msg', error)}; mend or remove the line"
+            ) from error
         if isinstance(value, dict) and self._cfg.field in value:
             return self._utf8(value[self._cfg.field])
         content = f"the line is a {type(value).__name__}"

@@ -2,14 +2,31 @@
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from maxstack.config import Fault, Items, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from maxstack.errors import quoted
 
 Point = Annotated[tuple[PositiveInt, NonNegativeFloat], Field(strict=False)]
-Weight = NonNegativeFloat | Items[Point]
+
+
+def _checked(weight: Any) -> Any:
+    """ValueError, which names all that is wrong with a list, where it is none of points."""
+    if not isinstance(weight, list | tuple):
+        return weight
+    for point in weight:
+        whole = isinstance(point, list | tuple) and len(point) == 2 and isinstance(point[0], int)
+        if not whole or point[0] < 1 or not isinstance(point[1], int | float) or point[1] < 0:
+            raise ValueError(
+                f"{quoted(point)} is no point [step, weight], with a step from 1 and a weight from "
+                "0, as in weight: [[1, 0], [100, 1.5]]"
+            )
+    return weight
+
+
+Weight = Annotated[NonNegativeFloat | Items[Point], BeforeValidator(_checked)]
 """A number, or the points of a line over steps."""
 
 
@@ -33,7 +50,7 @@ def weight_faults(weights: Sequence[float | Sequence[Point]]) -> Iterator[Fault]
             continue
         own = [step for step, _ in weight]
         steps |= {*own, *(step - 1 for step in own if step > 1)}
-        if not own or own != sorted(own):
+        if not own or own != sorted({*own}):
             yield f"sources.{index}.weight", "must have points [step, weight] in the order of steps"
             return
     for step in sorted(steps):

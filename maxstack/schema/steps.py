@@ -81,6 +81,8 @@ class LengthStep(Step):
     """Units at most; null: any number."""
 
     def own_faults(self) -> Iterator[Fault]:
+        if self.max is None and not self.min:
+            yield "", "removes nothing without a min or a max; give one of them"
         if self.max is not None and self.max < self.min:
             yield "max", f"is below min={self.min}, so that every document is removed"
 

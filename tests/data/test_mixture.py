@@ -94,6 +94,19 @@ def test_a_source_gives_its_epochs_and_no_more():
     assert all(rows.count(row) == 2 for row in rows) and not batches[-1]["mask"].any()
 
 
+@pytest.mark.parametrize("lengths", [(4, 16), (16, 4, 16)])
+def test_best_packs_what_is_left_of_a_window_anew_where_rows_get_another_length(lengths):
+    marks = [StageConfig(step=1 + 6 * i, seq_len=length) for i, length in enumerate(lengths)]
+    stages = Stages(marks, LANES, 16)
+    cfg = config(source("web", ragged=True), packing="best", window=16)
+    batches = made(mixture(cfg, stages), 30)
+    full = [batch["mask"].mean() / stages.at(i + 1).length for i, batch in enumerate(batches)]
+    assert np.mean(full) > 0.85 / 16
+    for cut in 3, 8, 15:
+        rest = made(mixture(cfg, stages), 30 - cut, batches[cut - 1]["state"])
+        assert same(batches[cut:], rest)
+
+
 def test_others_go_on_without_a_source_that_gave_its_epochs():
     cfg = config(source("web", documents=8, epochs=1), source("code"))
     counts = fed(made(mixture(cfg), 60))
@@ -253,7 +266,7 @@ def test_positions_of_older_versions_go_on_in_the_same_order():
     states = batches[4]["state"]
     meta = {"config": {"data": {"sources": sources}}, "sources": "repr"}
     now = mixture(config(*sources))
-    old = Sources.of_meta(meta, now.described())
+    old = Sources.of_meta(meta, now.described(), {})
     older = np.concatenate([states[:, :2], states[:, -2:-1]], 1)
     assert same(made(now, 4, now.adopt(old, older, 5)), batches[5:])
 

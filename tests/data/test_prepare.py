@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from maxstack import cli
 from maxstack.data.engines import Processes
 from maxstack.data.feed import Feed
 from maxstack.data.prepare import prepare
@@ -28,6 +29,8 @@ from maxstack.schema.data import (
     SyntheticSource,
     TextSource,
 )
+
+FEW = "data.sources.0.files=[texts/1*.txt]"
 
 
 @pytest.fixture(autouse=True)
@@ -235,6 +238,22 @@ def test_a_finished_folder_is_left_alone_and_says_so(capsys):
     assert "already complete" in capsys.readouterr().out and before == {
         path: path.stat().st_mtime_ns for path in Path("out").iterdir()
     }
+
+
+def test_a_path_where_no_folder_can_be_is_refused_before_anything_is_read():
+    for out in ("lines.jsonl", "lines.jsonl/below"):
+        with pytest.raises(ConfigError, match=rf"--out {out}: .*lines.jsonl is no folder"):
+            prepare(config(tokenizer={"kind": "sentencepiece", "path": "missing"}), out)
+
+
+def test_preparing_asks_for_no_rules_between_sections(capsys):
+    words = ["data.sources.0.holdout=0", "eval.every=10"]
+    assert (
+        cli.main(["data", "prepare", "quickstart", "--out", "made", "--workers", "1", *words, FEW])
+        == 0
+    )
+    told = capsys.readouterr().out
+    assert "train on them: data.sources=" in told and "eval on them" not in told
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "shard size", "documents"])

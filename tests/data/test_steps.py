@@ -254,7 +254,8 @@ def test_tasks_are_looked_for_by_their_names():
         ("{kind: length, min: 5, max: 3}", "data.steps.0.max: is below min=5"),
         ("{kind: decontaminate, tasks: [nothere]}", "data.steps.0.tasks.0"),
         ("{kind: decontaminate}", "data.steps.0.tasks: names nothing to look for"),
-        ("{kind: length, name: a}, {kind: pii, name: a}", "data.steps.1.name: two steps"),
+        ("{kind: length}", "data.steps.0: removes nothing without a min or a max"),
+        ("{kind: length, min: 1, name: a}, {kind: pii, name: a}", "data.steps.1.name: two steps"),
         ("{kind: gopher}", "data.steps.0"),
     ],
 )

@@ -3,12 +3,14 @@
 import io
 import itertools
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import zstandard
 
 from maxstack.config import storage
+from maxstack.data.shards import MANIFEST
 from maxstack.data.steps.passes import REMOVED
 from maxstack.errors import ConfigError, DataError
 
@@ -18,6 +20,9 @@ def rows(out: str, step: str | None, source: str | None, limit: int | None) -> I
     there are none such."""
     folder = storage.join(out, REMOVED)
     names = storage.stamps_below(folder)
+    if not names and "steps" in _manifest(out):
+        print(f"{out}: data.steps removed nothing", file=sys.stderr)
+        return
     if not names:
         raise ConfigError(
             f"{out}: holds no removed documents; `maxstack data prepare` with data.steps writes "
@@ -45,6 +50,11 @@ def rows(out: str, step: str | None, source: str | None, limit: int | None) -> I
                     f"--{key} {each}: it removed nothing; removed documents are of "
                     f"{', '.join(sorted(seen[key])) or 'none'}"
                 )
+
+
+def _manifest(out: str) -> Any:
+    path = storage.join(out, MANIFEST)
+    return {} if storage.kind(path) is None else json.loads(storage.read(path))
 
 
 def _read(path: str) -> Iterator[Any]:
