@@ -43,7 +43,7 @@ def load_tree(
     faults: Callable[[Config], Sequence[Fault]] = rules.faults,
 ) -> tuple[Config, Node]:
     """The configuration, and the merged tree that knows where each value came from."""
-    return config.load_tree(
+    cfg, tree = config.load_tree(
         Config,
         path,
         overrides,
@@ -51,6 +51,22 @@ def load_tree(
         completed=_completed,
         faults=faults,
     )
+    return _in_run(cfg), tree
+
+
+def _in_run(cfg: Config) -> Config:
+    """The configuration with the run's folder where a tokenizer's path says {run}."""
+
+    def placed(data: DataConfig | None) -> DataConfig | None:
+        path = getattr(data.tokenizer, "path", "") if data else ""
+        if not data or "{run}" not in path:
+            return data
+        path = path.replace("{run}", f"{cfg.run.output_dir}/{cfg.run.name}")
+        tokenizer = data.tokenizer.model_copy(update={"path": path})
+        return data.model_copy(update={"tokenizer": tokenizer})
+
+    evaluation = cfg.eval.model_copy(update={"data": placed(cfg.eval.data)})
+    return cfg.model_copy(update={"data": placed(cfg.data), "eval": evaluation})
 
 
 def run_folder(path: str) -> Path | None:

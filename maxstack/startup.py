@@ -55,6 +55,17 @@ def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "Config":
     return cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": steps})})
 
 
+def learn_tokenizer(cfg: "Config") -> None:
+    """Learn the tokenizer that the configuration wants learnt, where the run has not begun."""
+    if not getattr(cfg.data.tokenizer, "learn", None):
+        return
+    from maxstack.data import vocabulary
+
+    if Peers().number == 0 and not (folder_of(cfg) / "checkpoints").exists():
+        vocabulary.learn(cfg.data)
+    Peers().barrier("tokenizer")
+
+
 def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """The mesh over all devices, or these; ConfigError where a size does not divide by it, now that
     their number is known."""

@@ -148,6 +148,7 @@ def train(
     joining.join(cfg)
     heart = startup.watched(cfg, ending)
     keep_programs(cfg.run.compilation_cache, named=cfg.train.profile is not None)
+    startup.learn_tokenizer(cfg)
     if cfg.model.tokens is None:
         fits(cfg.data, cfg.objective.token_ids(cfg.decoder.vocab))
     mesh = startup.make_mesh(cfg, left)

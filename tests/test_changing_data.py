@@ -9,6 +9,7 @@ from processes import interrupt, numbers, rows, write_config
 from processes import train as train_apart
 
 from maxstack import cli, train
+from maxstack.data.tokenizers import open_tokenizer
 
 WEB = {"kind": "synthetic", "vocab": 400, "documents": 90, "length": 70, "ragged": True}
 
@@ -205,6 +206,31 @@ def test_documents_in_another_order_begin_anew_and_the_log_says_so(run, change, 
     words = change, "--force-config", "data"
     assert run(f"reordered-{change[5:9]}", data, *words, steps=6)[1] == 0
     assert "another order, by data.seed, data.shuffle or its holdout" in capsys.readouterr().out
+
+
+def test_a_run_learns_its_tokenizer_where_it_begins_and_keeps_it(run, tmp_path, capsys):
+    words = " ".join(f"word{i} and other{i % 7}" for i in range(400))
+    (tmp_path / "a.txt").write_text(words)
+    data = {
+        "sources": [{"kind": "text", "files": [f"{tmp_path}/a.txt"]}],
+        "tokenizer": {"kind": "sentencepiece", "path": "{run}/own.model", "learn": 300},
+    }
+    folder, done = run("learnt", data, steps=2)
+    model, learnt = folder / "own.model", capsys.readouterr().out
+    assert done == 0 and f"{model}: 300 tokens, learnt from the training documents" in learnt
+    written = model.read_bytes()
+    assert run("learnt", data, steps=4)[1] == 0 and model.read_bytes() == written
+    assert "learnt from" not in capsys.readouterr().out
+    assert cli.main(["data", "show", f"{folder.parent}/learnt.yml", "--rows", "1"]) == 0
+    assert "word1 and other1" in capsys.readouterr().out
+    model.unlink()
+    open_tokenizer.cache_clear()
+    assert run("learnt", data, steps=6)[1] == 2 and not model.exists()
+    assert "own.model" in capsys.readouterr().err
+    few = "data.tokenizer.learn=4000"
+    assert run("few", data, few, steps=1)[1] == 0
+    kept = int(capsys.readouterr().out.split(" tokens, learnt")[0].split()[-1])
+    assert 300 < kept < 4000
 
 
 def test_packing_becomes_best_by_force(run):

@@ -48,6 +48,7 @@ HARMLESS: dict[str, list[tuple[Any, Any]]] = {
     "data.steps": [(config.ABSENT, [])],
     "data.longest": [(config.ABSENT, 1 << 20)],
     "data.beyond": [(config.ABSENT, "split")],
+    "data.tokenizer.learn": [(config.ABSENT, None)],
     "data.window": [(config.ABSENT, 64)],
     "data.across_documents": [(config.ABSENT, False)],
     "data.sources.*.epochs": [(config.ABSENT, None)],

@@ -43,6 +43,10 @@ def tokenizer(args: Namespace) -> None:
 
     data = load_data(args.config, args.overrides)
     train(data, args.out, vocab=args.vocab, model=args.model, megabytes=args.megabytes)
+    print(
+        f"{args.out}: {args.vocab} tokens ({args.model}). In a config: data: {{tokenizer: {{kind: "
+        f"sentencepiece, path: {args.out}}}}} and model.vocab at least {args.vocab}"
+    )
 
 
 @command(
@@ -79,7 +83,7 @@ def tokenizer(args: Namespace) -> None:
 )
 def prepare(args: Namespace) -> None:
     """Write the shards."""
-    from maxstack.data import engines
+    from maxstack.data import engines, vocabulary
     from maxstack.data.prepare import prepare
     from maxstack.load import load_data
 
@@ -91,6 +95,7 @@ def prepare(args: Namespace) -> None:
         else engines.Processes(args.workers or os.cpu_count() or 1)
     )
     data = load_data(args.config, args.overrides)
+    vocabulary.learn(data)
     prepare(data, args.out, engine, shard_size=args.shard_size, task_texts=_task_texts(data))
 
 
@@ -146,8 +151,10 @@ def removed(args: Namespace) -> None:
 def show(args: Namespace) -> None:
     """Print the rows."""
     from maxstack.commands.show import show
+    from maxstack.data import vocabulary
 
     cfg = load_config(args)
+    vocabulary.learn(cfg.data)
     show(cfg, args.batches, args.rows, args.out, full=args.full, evaluation=args.eval)
 
 

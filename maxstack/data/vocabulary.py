@@ -10,16 +10,37 @@ from maxstack.config import storage
 from maxstack.data.sources import open_sources
 from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
-from maxstack.schema.data import DataConfig
+from maxstack.schema.data import DataConfig, SentencePieceTokenizer
 
 _LONGEST_LINE = 4000
+_MEGABYTES = 20
+"""Text from which data.tokenizer.learn learns at most."""
+
+
+def learn(cfg: DataConfig) -> None:
+    """Write the tokenizer of a configuration that is to be learnt, where it is not there yet."""
+    tokenizer = cfg.tokenizer
+    if not isinstance(tokenizer, SentencePieceTokenizer) or tokenizer.learn is None:
+        return
+    if storage.kind(tokenizer.path) is None:
+        key, out = "data.tokenizer.learn", tokenizer.path
+        size = train(cfg, out, vocab=tokenizer.learn, megabytes=_MEGABYTES, most=True, key=key)
+        print(f"{out}: {size} tokens, learnt from the training documents", flush=True)
 
 
 def train(
-    cfg: DataConfig, out: str, *, vocab: int, model: str = "bpe", megabytes: int = 100
-) -> None:
-    """Write a SentencePiece model of `vocab` tokens, learnt from at most `megabytes` of the
-    training documents.
+    cfg: DataConfig,
+    out: str,
+    *,
+    vocab: int,
+    model: str = "bpe",
+    megabytes: int = 100,
+    most: bool = False,
+    key: str = "--vocab",
+) -> int:
+    """Write a SentencePiece model of `vocab` tokens, which `key` asks for, or where that is the
+    `most` of as many as there are, learnt from at most `megabytes` of the training documents -> how
+    many it has.
 
     Text is kept as it is (no normalisation, spaces and line ends are tokens like others) and
     unknown characters fall back to bytes, so that decoding inverts encoding. NUL alone is left out
@@ -34,6 +55,7 @@ def train(
             sentence_iterator=_lines(cfg, megabytes * 1_000_000),
             model_writer=learnt,
             vocab_size=vocab,
+            hard_vocab_limit=not most,
             model_type=model,
             byte_fallback=True,
             normalization_rule_name="identity",
@@ -46,28 +68,25 @@ def train(
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise _explained(error, vocab) from error
+        raise _explained(error, f"{key} {vocab}", key) from error
     with storage.replacing(out) as unfinished:
         unfinished.write_bytes(learnt.getvalue())
-    print(
-        f"{out}: {vocab} tokens ({model}). In a config: data: {{tokenizer: {{kind: "
-        f"sentencepiece, path: {out}}}}} and model.vocab at least {vocab}"
-    )
+    return sentencepiece.SentencePieceProcessor(model_proto=learnt.getvalue()).vocab_size()
 
 
-def _explained(error: RuntimeError, vocab: int) -> ValueError:
+def _explained(error: RuntimeError, asked: str, key: str) -> ValueError:
     """SentencePiece names the sizes that are possible in its message alone."""
     if too_many := re.search(r"too high.*<= *(\d+)", str(error), re.DOTALL):
         return ConfigError(
-            f"--vocab {vocab}: this text yields {too_many[1]} tokens at most; use a "
-            f"--vocab of at most {too_many[1]}, or more text"
+            f"{asked}: this text yields {too_many[1]} tokens at most; use a {key} of at most "
+            f"{too_many[1]}, or more text"
         )
     if too_few := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
         return ConfigError(
-            f"--vocab {vocab}: the 256 bytes, the special tokens and the characters of "
-            f"this text are {too_few[1]} tokens already; use a --vocab above {too_few[1]}"
+            f"{asked}: the 256 bytes, the special tokens and the characters of this text are "
+            f"{too_few[1]} tokens already; use a {key} above {too_few[1]}"
         )
-    return DataError(f"SentencePiece cannot learn {vocab} tokens from this text: {error}")
+    return DataError(f"{asked}: SentencePiece cannot learn them from this text: {error}")
 
 
 def _lines(cfg: DataConfig, limit: int) -> Iterator[str]:
