@@ -5,6 +5,7 @@ Then attention over one long row, forward and backward, beside jax.nn.dot_produc
 seconds, and memory as it grows with the row.
 
 example: python scripts/bench_cpu.py --rounds 3 --json bench.json --peer-python ../torch/bin/python
+         python scripts/bench_cpu.py --only step --maxtext-python ../maxtext/bin/python
          python scripts/bench_cpu.py --only attention
          python scripts/bench_cpu.py --tiny
 """
@@ -30,6 +31,7 @@ PEERS = {
     "plain_jax unroll": ("plain_jax.py", ["unroll"], ["jax", "optax"]),
     "torch_llama": ("torch_llama.py", [], ["torch", "transformers"]),
     "torch_llama compile": ("torch_llama.py", ["compile"], ["torch", "transformers"]),
+    "maxtext": ("maxtext_llama.py", [], ["maxtext"]),
 }
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 CALLS = 3
@@ -59,26 +61,30 @@ def main() -> None:
     )
     arguments.takes_json(parser)
     arguments.takes_peer_python(parser)
+    parser.add_argument(
+        "--maxtext-python",
+        default=sys.executable,
+        help="the interpreter that has MaxText (scripts/bench/maxtext.sh), if another",
+    )
     args = parser.parse_args()
     rounds, dtypes = (1, ("f32",)) if args.tiny else (args.rounds, tuple(DTYPES))
-    found = (
-        {}
-        if args.only == "attention"
-        else _reference_work(rounds, dtypes, args.peer_python, args.tiny)
-    )
+    pythons = {"torch": args.peer_python, "maxtext": args.maxtext_python}
+    found = {}
+    if args.only != "attention":
+        found = _reference_work(rounds, dtypes, pythons, args.tiny)
     if args.only != "step":
         found["attention"] = _long_attention(rounds, (64,) if args.tiny else (2048, 8192))
     arguments.write_json(args.json, found)
 
 
 def _reference_work(
-    rounds: int, dtypes: tuple[str, ...], peer_python: str, tiny: bool
+    rounds: int, dtypes: tuple[str, ...], python_of: Mapping[str, str], tiny: bool
 ) -> dict[str, Any]:
     """Tokens/s of every program in every round, and seconds and GB to the first loss."""
     pythons = {
-        name: peer_python if "torch" in needs else sys.executable
-        for name, (_, _, needs) in PEERS.items()
+        name: python_of.get(needs[0], sys.executable) for name, (_, _, needs) in PEERS.items()
     }
+    theirs: dict[str, list[float]] = {}
     peers = {name: peer for name, peer in PEERS.items() if _available(name, peer[2], pythons[name])}
     speeds: dict[str, list[float]] = {}
     for number in range(rounds):
@@ -87,9 +93,10 @@ def _reference_work(
             speeds.setdefault(f"maxstack {dtype}", []).append(_ours(dtype, *TINY * tiny))
             for name, (script, words, _) in peers.items():
                 words = [dtype, *words, *["--tiny"] * tiny]
-                speeds.setdefault(f"{name} {dtype}", []).append(
-                    _peer(pythons[name], script, words)["tokens_per_second"]
-                )
+                told = _peer(pythons[name], script, words)
+                speeds.setdefault(f"{name} {dtype}", []).append(told["tokens_per_second"])
+                if seconds := told.get("first_loss_seconds"):
+                    theirs.setdefault(f"{name} {dtype}", []).append(seconds)
     table = {name: statistics.median(values) for name, values in speeds.items()}
     with tempfile.TemporaryDirectory() as cache:
         start = {
@@ -108,7 +115,9 @@ def _reference_work(
             f"process start to first loss, {kind} compilation cache: {seconds:.1f} s, "
             f"peak memory {gigabytes:.2f} GB"
         )
-    return {"tokens_per_second": speeds, "start": start}
+    for name, seconds in theirs.items():
+        print(f"the same of {name}, cold: {statistics.median(seconds):.1f} s")
+    return {"tokens_per_second": speeds, "start": start, "peers_first_loss": theirs}
 
 
 def _long_attention(rounds: int, lengths: tuple[int, ...]) -> dict[str, dict[str, Any]]:
