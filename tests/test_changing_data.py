@@ -172,6 +172,7 @@ def test_data_that_ends_before_the_steps_do_ends_the_run_and_says_so(run, capsys
     assert "the data ended before batch" in told and "set train.epochs" in told
 
 
+@pytest.mark.slow
 def test_data_that_ends_leaves_a_checkpoint_of_the_last_step(run, capsys):
     data = {"sources": [source("web", epochs=1)]}
     folder, _ = run("kept", data, steps=500, checkpoint={"every": 100})
@@ -182,6 +183,7 @@ def test_data_that_ends_leaves_a_checkpoint_of_the_last_step(run, capsys):
     assert rows(folder)[-1]["step"] > last
 
 
+@pytest.mark.slow
 def test_a_source_that_grows_goes_on_and_its_new_files_begin(run, tmp_path, capsys):
     def write(name, number):
         text = "".join(f'{{"text": "{name} {i} {i * i}"}}\n' for i in range(number))
@@ -208,6 +210,7 @@ def test_documents_in_another_order_begin_anew_and_the_log_says_so(run, change, 
     assert "another order, by data.seed, data.shuffle or its holdout" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_learns_its_tokenizer_where_it_begins_and_keeps_it(run, tmp_path, capsys):
     words = " ".join(f"word{i} and other{i % 7}" for i in range(400))
     (tmp_path / "a.txt").write_text(words)
