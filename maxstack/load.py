@@ -32,9 +32,9 @@ def load(path: config.Source, overrides: Sequence[str] = ()) -> Config:
     return load_tree(path, overrides)[0]
 
 
-def load_data(path: config.Source, overrides: Sequence[str] = ()) -> DataConfig:
-    """The data section of such a configuration; rules between its sections need not hold."""
-    return load_tree(path, overrides, lambda _: [])[0].data
+def load_alone(path: config.Source, overrides: Sequence[str] = ()) -> Config:
+    """The same for what reads one section alone: the rules between sections need not hold."""
+    return load_tree(path, overrides, lambda _: [])[0]
 
 
 def load_tree(
@@ -65,8 +65,13 @@ def _in_run(cfg: Config) -> Config:
         tokenizer = data.tokenizer.model_copy(update={"path": path})
         return data.model_copy(update={"tokenizer": tokenizer})
 
-    evaluation = cfg.eval.model_copy(update={"data": placed(cfg.eval.data)})
-    return cfg.model_copy(update={"data": placed(cfg.data), "eval": evaluation})
+    data, evaluation = placed(cfg.data), placed(cfg.eval.data)
+    if data is not cfg.data:
+        cfg = cfg.model_copy(update={"data": data})
+    if evaluation is not cfg.eval.data:
+        update = {"eval": cfg.eval.model_copy(update={"data": evaluation})}
+        cfg = cfg.model_copy(update=update)
+    return cfg
 
 
 def run_folder(path: str) -> Path | None:

@@ -56,13 +56,13 @@ def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "Config":
 
 
 def learn_tokenizer(cfg: "Config") -> None:
-    """Learn the tokenizer that the configuration wants learnt, where the run has not begun."""
+    """Process 0 learns the tokenizer that the configuration wants learnt, and the others wait."""
     if not getattr(cfg.data.tokenizer, "learn", None):
         return
     from maxstack.data import vocabulary
 
-    if Peers().number == 0 and not (folder_of(cfg) / "checkpoints").exists():
-        vocabulary.learn(cfg.data)
+    if Peers().number == 0:
+        vocabulary.learn(cfg)
     Peers().barrier("tokenizer")
 
 

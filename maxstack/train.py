@@ -233,6 +233,13 @@ def train(
             log.say(refusal(row))
         return policy.read(row)
 
+    def save_now(step: int, evaluated: dict[str, float], last: bool) -> None:
+        """Save the state with where the feed and the policies stand."""
+        assert saves
+        past = policy.to_json() | stopping.to_json()
+        with ledger.spent("save"):
+            saves.save(step, state, feed, past, evaluated, last)
+
     step, preempted = begin, False
     back: Rewind | Recompute | None
     ledger.begin_steps()
@@ -248,9 +255,7 @@ def train(
             report(meter.flush())
             # several processes need not come here at the same step, and a save is one of all
             if saves and jax.process_count() == 1 and saves.due(step - 1, last=True):
-                past = policy.to_json() | stopping.to_json()
-                with ledger.spent("save"):
-                    saves.save(step - 1, state, feed, past, {}, True)
+                save_now(step - 1, {}, True)
             raise
         for line in feed.damaged():
             log.warn(line)
@@ -303,10 +308,7 @@ def train(
                     log.say(f"the run ends at step {step}: {why}")
                     save = saves and saves.due(step, last=True)
             if saves and save:
-                last = done or preempted or stopping.over
-                past = policy.to_json() | stopping.to_json()
-                with ledger.spent("save"):
-                    saves.save(step, state, feed, past, evaluated, last)
+                save_now(step, evaluated, done or preempted or stopping.over)
             if reshapes:
                 with ledger.spent("compile"):
                     shaped = tracer.shaped = steps.at(step + 1)

@@ -230,6 +230,8 @@ def test_a_run_learns_its_tokenizer_where_it_begins_and_keeps_it(run, tmp_path, 
     open_tokenizer.cache_clear()
     assert run("learnt", data, steps=6)[1] == 2 and not model.exists()
     assert "own.model" in capsys.readouterr().err
+    assert cli.main(["data", "show", f"{folder.parent}/learnt.yml", "--rows", "1"]) == 2
+    assert not model.exists()
     few = "data.tokenizer.learn=4000"
     assert run("few", data, few, steps=1)[1] == 0
     kept = int(capsys.readouterr().out.split(" tokens, learnt")[0].split()[-1])

@@ -383,8 +383,7 @@ class Checkpoints:
             )
             loaded = storage.load(step, {"state": wanted, "data": {"position": position}})
         states = _local_position(loaded["data"]["position"])
-        packs = match.changed(("data", "train.stages"), compatibility.FREE)
-        changed = bool(changes or packs)
+        changed = bool(changes or match.changed(("data", "train.stages"), compatibility.FREE))
         feed.restore(feed.mixture.adopt(sources, states, step, changed))
         for line in changes:
             self._say(f"data.sources: {line}")

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 def tokenizer(args: Namespace) -> None:
     """Train the tokenizer and write it."""
     from maxstack.data.vocabulary import train
-    from maxstack.load import load_data
+    from maxstack.load import load_alone
 
-    data = load_data(args.config, args.overrides)
+    data = load_alone(args.config, args.overrides).data
     train(data, args.out, vocab=args.vocab, model=args.model, megabytes=args.megabytes)
     print(
         f"{args.out}: {args.vocab} tokens ({args.model}). In a config: data: {{tokenizer: {{kind: "
@@ -85,7 +85,7 @@ def prepare(args: Namespace) -> None:
     """Write the shards."""
     from maxstack.data import engines, vocabulary
     from maxstack.data.prepare import prepare
-    from maxstack.load import load_data
+    from maxstack.load import load_alone
 
     if args.address and args.engine == "local":
         raise ConfigError("--address names a Ray cluster: add --engine ray")
@@ -94,8 +94,9 @@ def prepare(args: Namespace) -> None:
         if args.engine == "ray"
         else engines.Processes(args.workers or os.cpu_count() or 1)
     )
-    data = load_data(args.config, args.overrides)
-    vocabulary.learn(data)
+    cfg = load_alone(args.config, args.overrides)
+    vocabulary.learn(cfg)
+    data = cfg.data
     prepare(data, args.out, engine, shard_size=args.shard_size, task_texts=_task_texts(data))
 
 
@@ -154,7 +155,7 @@ def show(args: Namespace) -> None:
     from maxstack.data import vocabulary
 
     cfg = load_config(args)
-    vocabulary.learn(cfg.data)
+    vocabulary.learn(cfg)
     show(cfg, args.batches, args.rows, args.out, full=args.full, evaluation=args.eval)
 
 

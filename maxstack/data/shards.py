@@ -51,7 +51,7 @@ def unpack(record: bytes, where: str) -> Tokens:
 
 def check_size(path: str) -> None:
     """DataError if a shard's size is not the one in the manifest beside it, or it is not in it."""
-    if _manifest(os.path.dirname(path)) is None:
+    if manifest_of(os.path.dirname(path)) is None:
         return
     listed = _listed(path)
     if listed is None:
@@ -91,7 +91,7 @@ def check_tokenizer(paths: list[str], cfg: TokenizerConfig) -> None:
     from maxstack.data.tokenizers import open_tokenizer
 
     for folder in sorted({os.path.dirname(path) for path in paths}):
-        manifest, tokenizer = _manifest(folder), open_tokenizer(cfg)
+        manifest, tokenizer = manifest_of(folder), open_tokenizer(cfg)
         if manifest is not None and manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
             made = manifest["tokenizer"]
             raise DataError(
@@ -104,11 +104,12 @@ def check_tokenizer(paths: list[str], cfg: TokenizerConfig) -> None:
 
 def _listed(path: str) -> dict[str, Any] | None:
     """A shard's entry in the manifest beside it."""
-    manifest = _manifest(os.path.dirname(path))
+    manifest = manifest_of(os.path.dirname(path))
     return manifest["shards"].get(os.path.basename(path)) if manifest else None
 
 
-def _manifest(folder: str) -> dict[str, Any] | None:
+def manifest_of(folder: str) -> dict[str, Any] | None:
+    """What `maxstack data prepare` wrote of a folder's shards; None where it wrote nothing."""
     path = storage.join(folder, MANIFEST)
     try:
         return _read_manifest(path, storage.stamp(path))

@@ -3,6 +3,8 @@
 import io
 import re
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,19 +14,24 @@ from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig, SentencePieceTokenizer
 
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
 _LONGEST_LINE = 4000
 _MEGABYTES = 20
 """Text from which data.tokenizer.learn learns at most."""
 
 
-def learn(cfg: DataConfig) -> None:
-    """Write the tokenizer of a configuration that is to be learnt, where it is not there yet."""
-    tokenizer = cfg.tokenizer
+def learn(cfg: "Config") -> None:
+    """Write the tokenizer that a configuration wants learnt, where it is not there and the run has
+    no checkpoints, whose weights would be of another."""
+    tokenizer = cfg.data.tokenizer
     if not isinstance(tokenizer, SentencePieceTokenizer) or tokenizer.learn is None:
         return
-    if storage.kind(tokenizer.path) is None:
-        key, out = "data.tokenizer.learn", tokenizer.path
-        size = train(cfg, out, vocab=tokenizer.learn, megabytes=_MEGABYTES, most=True, key=key)
+    begun = Path(cfg.run.output_dir, cfg.run.name, "checkpoints").exists()
+    if storage.kind(tokenizer.path) is None and not begun:
+        key, out, most = "data.tokenizer.learn", tokenizer.path, tokenizer.learn
+        size = train(cfg.data, out, vocab=most, megabytes=_MEGABYTES, most=True, key=key)
         print(f"{out}: {size} tokens, learnt from the training documents", flush=True)
 
 

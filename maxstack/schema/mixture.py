@@ -4,25 +4,25 @@ import bisect
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from maxstack.config import Fault, Items, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from maxstack.errors import quoted
 
 Point = Annotated[tuple[PositiveInt, NonNegativeFloat], Field(strict=False)]
+_POINT = TypeAdapter(Point)
 
 
 def _checked(weight: Any) -> Any:
-    """ValueError, which names all that is wrong with a list, where it is none of points."""
-    if not isinstance(weight, list | tuple):
-        return weight
-    for point in weight:
-        whole = isinstance(point, list | tuple) and len(point) == 2 and isinstance(point[0], int)
-        if not whole or point[0] < 1 or not isinstance(point[1], int | float) or point[1] < 0:
+    """ValueError, which names the first entry of a list that is no point."""
+    for point in weight if isinstance(weight, list | tuple) else ():
+        try:
+            _POINT.validate_python(point)
+        except ValidationError:
             raise ValueError(
                 f"{quoted(point)} is no point [step, weight], with a step from 1 and a weight from "
                 "0, as in weight: [[1, 0], [100, 1.5]]"
-            )
+            ) from None
     return weight
 
 

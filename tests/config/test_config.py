@@ -130,7 +130,7 @@ PROBE = """
 import sys
 from maxstack import cli
 code = cli.main(sys.argv[1:])
-heavy = {"jax", "jaxlib", "optax", "flax", "orbax", "grain", "tensorstore", "torch", "tensorflow", "sentencepiece", "tokenizers"} & set(sys.modules)
+heavy = {"jax", "jaxlib", "optax", "flax", "orbax", "grain", "tensorstore", "torch", "tensorflow", "sentencepiece", "tokenizers", "fsspec"} & set(sys.modules)
 assert not heavy, heavy
 sys.exit(code)
 """  # noqa: E501
@@ -147,16 +147,6 @@ def test_a_file_is_checked_without_importing_jax(tiny, overrides, code):
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_an_error_is_told_before_anything_heavy_is_imported(tiny):
-    program = (
-        "import sys; from maxstack import cli\n"
-        "code = cli.main(['config', 'show', sys.argv[1], 'train.steps=x'])\n"
-        "heavy = {'jax', 'flax', 'optax', 'orbax', 'grain', 'tensorstore', 'fsspec'}\n"
-        "sys.exit(code if not heavy & {*sys.modules} else f'loaded {heavy & {*sys.modules}}')"
-    )
-    command = [sys.executable, "-c", program, str(tiny)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    told = "error: override: train.steps: got 'x' (text); allowed: a whole number >= 1\n"
-    assert (done.returncode, done.stderr) == (1, told)
+    if "train.steps=x" in overrides:
+        told = "error: override: train.steps: got 'x' (text); allowed: a whole number >= 1\n"
+        assert done.stderr == told

@@ -10,7 +10,7 @@ from typing import Any
 import zstandard
 
 from maxstack.config import storage
-from maxstack.data.shards import MANIFEST
+from maxstack.data.shards import manifest_of
 from maxstack.data.steps.passes import REMOVED
 from maxstack.errors import ConfigError, DataError
 
@@ -20,7 +20,7 @@ def rows(out: str, step: str | None, source: str | None, limit: int | None) -> I
     there are none such."""
     folder = storage.join(out, REMOVED)
     names = storage.stamps_below(folder)
-    if not names and "steps" in _manifest(out):
+    if not names and "steps" in (manifest_of(out) or {}):
         print(f"{out}: data.steps removed nothing", file=sys.stderr)
         return
     if not names:
@@ -50,11 +50,6 @@ def rows(out: str, step: str | None, source: str | None, limit: int | None) -> I
                     f"--{key} {each}: it removed nothing; removed documents are of "
                     f"{', '.join(sorted(seen[key])) or 'none'}"
                 )
-
-
-def _manifest(out: str) -> Any:
-    path = storage.join(out, MANIFEST)
-    return {} if storage.kind(path) is None else json.loads(storage.read(path))
 
 
 def _read(path: str) -> Iterator[Any]:
