@@ -15,7 +15,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from maxstack.config import plain_data  # noqa: E402
-from maxstack.config.annotations import describe, item, kinds, members, of_field, section, shape  # noqa: E402
+from maxstack.config.annotations import (  # noqa: E402
+    describe,
+    item,
+    kinds,
+    meanings,
+    members,
+    of_field,
+    section,
+    shape,
+)
 from maxstack.config.writer import inline, write_yaml  # noqa: E402
 from maxstack.schema.cluster import ClusterConfig  # noqa: E402
 from maxstack.schema.config import Config  # noqa: E402
@@ -50,7 +59,8 @@ def defaults_yml() -> str:
     lines, seen = [f"# {line}" for line in head], Seen()
     for name, field in Config.model_fields.items():
         if name not in ("model", "teacher"):
-            lines += ["", *_entry(name, field, _default(field), seen, name)]
+            meaning = meanings(Config).get(name, "")
+            lines += ["", *_entry(name, field, meaning, _default(field), seen, name)]
     return "\n".join(lines) + "\n"
 
 
@@ -66,19 +76,20 @@ def _section_lines(
             yield from _entry(
                 name,
                 field,
+                meanings(model).get(name, ""),
                 values[name] if values is not None else _default(field),
                 seen,
                 f"{path}.{name}".lstrip("."),
             )
 
 
-def _entry(name: str, field: Any, value: Any, seen: Seen, path: str) -> Iterator[str]:
+def _entry(name: str, field: Any, meaning: str, value: Any, seen: Seen, path: str) -> Iterator[str]:
     annotation = of_field(field)
     nested = section(annotation)
     if not nested and isinstance(value, dict):
         nested = kinds(annotation).get(value.get("kind", ""))
     words = [
-        _sentence(field.description),
+        _sentence(meaning),
         "Required." if value is REQUIRED and not nested else "",
         "" if section(annotation) else _type(annotation),
     ]
@@ -110,7 +121,7 @@ def _alternatives(name: str, annotation: Any, value: Any, seen: Seen, path: str)
         seen[model] = f"{path}.N" if is_list else path
         tag = {"kind": next(tag for tag, found in tags.items() if found is model)} if tags else {}
         same = {
-            key: (field.description, inline(str(_default(field))))
+            key: (meanings(model).get(key, ""), inline(str(_default(field))))
             for key, field in model.model_fields.items()
         }
         again = [
@@ -202,7 +213,7 @@ def config_md() -> str:
         for name, field in model.model_fields.items():
             lines.append(
                 f"| `{name}` | {_cell(describe(of_field(field)))} | "
-                f"{_default_cell(field)} | {_cell(_sentence(field.description))} |"
+                f"{_default_cell(field)} | {_cell(_sentence(meanings(model).get(name)))} |"
             )
         lines.append("")
     return "\n".join(lines)

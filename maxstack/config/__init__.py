@@ -34,7 +34,7 @@ class Section(pydantic.BaseModel):
     docstrings document the keys."""
 
     model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True
     )
 
     PRESETS: ClassVar[Presets] = {}

@@ -1,6 +1,11 @@
 """The type annotations of a schema, taken apart and put into words for error messages and for the
 generated manual."""
 
+import ast
+import functools
+import inspect
+import itertools
+import sys
 import types
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -38,6 +43,32 @@ _BOUNDS = {
 def of_field(field: FieldInfo) -> Any:
     """A field's annotation with its constraints and its discriminator."""
     return Annotated[field.annotation, field]
+
+
+@functools.cache
+def meanings(model: type[pydantic.BaseModel]) -> dict[str, str]:
+    """What the docstrings below the fields of a section and its bases say, by field. They are read
+    where somebody asks: pydantic's use_attribute_docstrings reads them at import, in 0.4 s."""
+    found = {}
+    for owner in reversed(model.__mro__):
+        for field, text in itertools.pairwise(_body(owner.__module__, owner.__name__)):
+            match field, text:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(words))),
+                ):
+                    found[name] = inspect.cleandoc(words)
+    return found
+
+
+def _body(module: str, name: str) -> list[ast.stmt]:
+    return _classes(module).get(name, []) if module.startswith(__package__.split(".")[0]) else []
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, list[ast.stmt]]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def section(annotation: Any) -> type[pydantic.BaseModel] | None:

@@ -15,6 +15,7 @@ from maxstack.config.annotations import (
     item,
     kinds,
     listed,
+    meanings,
     members,
     of_field,
     section,
@@ -214,8 +215,7 @@ def _leaves(node: Node | None, path: Path) -> Iterator[Path]:
 
 def _wanted(location: _Location) -> str:
     model = section(location.owner)
-    field = model.model_fields.get(str(location.path[-1])) if model else None
-    meaning = (field.description or "").replace("\n", " ") if field else ""
+    meaning = meanings(model).get(str(location.path[-1]), "").replace("\n", " ") if model else ""
     return f"{describe(location.annotation)}{f' ({meaning})' if meaning else ''}"
 
 

@@ -41,16 +41,6 @@ class Device:
         capability = (int(match[1]), int(match[2])) if match else (0, 0)
         return cls(device.platform, device.device_kind, capability)
 
-    @property
-    def older_than_ampere(self) -> str | None:
-        """Why kernels for an A100 and later cannot run here; None if they can."""
-        if self.capability >= (8, 0):
-            return None
-        capability = ".".join(map(str, self.capability))
-        return (
-            f"needs a GPU of compute capability 8.0 (A100) or later; {self.kind} has {capability}"
-        )
-
     @classmethod
     def here(cls) -> "Device":
         """The device kind of the current mesh, else jax's default device."""

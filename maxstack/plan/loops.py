@@ -25,12 +25,14 @@ integer."""
 
 
 def turns(loop: Instruction) -> int | None:
-    """Turns of a while loop; None where they depend on what only the run
-    knows.
+    """Turns of a while loop; None where they depend on what only the run knows, and no scope
+    `turns_N` around it says how many to expect.
 
     XLA notes the number on a CPU and for CUDA (known_trip_count). A TPU program does not carry it:
     its condition and its counter are followed.
     """
+    if expected := re.search(r"\bturns_(\d+)/while$", loop.op_name):
+        return int(expected[1])
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(noted[1])
     computations = {key: loop.computation.others[name] for key, name in loop.called()}

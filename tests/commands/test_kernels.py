@@ -15,8 +15,8 @@ from maxstack.plan.topology import parse
 from maxstack.plan.work import operations
 
 PINNED = {
-    "tpu": {"attention": "pallas_tpu", "experts": "megablox", "head": "pallas_tpu"},
-    "gpu": {"attention": "pallas_gpu", "experts": "pallas_gpu", "head": "pallas_gpu"},
+    "tpu": {"attention": "splash", "experts": "megablox", "head": "pallas_tpu"},
+    "gpu": {"attention": "hopper", "experts": "blocks", "head": "blockwise"},
 }
 OP_OF = {"attention": "attention", "experts": "grouped_matmul", "head": "linear_cross_entropy"}
 
@@ -44,39 +44,23 @@ def mixture(backends, mesh):
     return tiny.config(model=model, mesh=mesh, data={"sources": sources, "seq_len": 256})
 
 
-def compiled(name, **changes):
-    """(what each op was served by, the kernels' FLOPs by scope) of a step on `name`, split over
-    fsdp and tensor."""
-    where = parse(name)
-    backends = PINNED["gpu" if where.chip.platform == "cuda" else "tpu"] | changes
-    step = compile_step(mixture(backends, {"fsdp": -1, "tensor": 2, "data": 1}), where)
-    calls = [one for one in operations(read(step.compiled.as_text())) if one.kernel]
-    flops = {"attention": 0.0, "cross_entropy": 0.0, "experts": 0.0}
-    for one in calls:
-        flops[next((scope for scope in flops if scope in one.op_name), "experts")] += one.flops
-    return {choice.op: choice.backend for choice in step.run.kernels}, flops
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=needs(name)) for name in ("v5e:2x2", "h100:1x4")]
 )
-def test_pinned_kernels_serve_a_sharded_step_and_their_flops_count(name):
-    served, flops = compiled(name)
-    assert served == {
-        OP_OF[part]: backend
-        for part, backend in PINNED["gpu" if name.startswith("h") else "tpu"].items()
-    }
-    rows = 8 // (parse(name).size // 2)
-    pair = (
-        2 * 64 * (256 * 257 / 2) * 2 * rows * 2
-    )  # a product of half of the heads over what a causal mask leaves, in both layers
-    assert (
-        7 * pair <= flops["attention"] <= 4 * 9 * pair
-    )  # 2 products forward, 5 or 7 backward; tiles reach over the diagonal, lanes over the head
+def test_pinned_kernels_serve_a_step_split_over_fsdp_and_tensor_and_experts_count(name):
+    where = parse(name)
+    backends = PINNED["gpu" if where.chip.platform == "cuda" else "tpu"]
+    step = compile_step(mixture(backends, {"fsdp": -1, "tensor": 2, "data": 1}), where)
+    served = {choice.op: choice.backend for choice in step.run.kernels}
+    assert served == {OP_OF[part]: backend for part, backend in backends.items()}
+    program = read(step.compiled.as_text())
+    flops = sum(one.flops for one in operations(program) if "only.mlp" in one.op_name)
+    rows = 8 // (where.size // 2)
     matmul = (
         2 * (rows * 256 * 2) * 128 * 64 * 2
     )  # of each token's two experts, over half of their hidden units, in both layers
-    assert 9 * matmul <= flops["experts"] <= 2 * 9 * matmul
+    # a block may have twice the rows of a group; the router's products are little beside
+    assert 9 * matmul <= flops <= 2.01 * 9 * matmul and not program.uncounted
 
 
 def test_the_command_names_what_serves_and_why_each_other_does_not(tmp_path, capsys):
@@ -90,7 +74,7 @@ def test_the_command_names_what_serves_and_why_each_other_does_not(tmp_path, cap
         ("attention", "blockwise"),
         ("linear_cross_entropy", "blockwise"),
     }
-    assert "splash      no: runs on tpu, and this is a cpu" in told
+    assert "splash     no: runs on tpu, and this is a cpu" in told
     assert "window=12, causal" in told and "  for model.blocks.local.mixer\n" in told
 
 
@@ -98,8 +82,8 @@ def test_the_command_names_what_serves_and_why_each_other_does_not(tmp_path, cap
     ("words", "told"),
     [
         (
-            ["model.head.backend=pallas_gpu"],
-            "model.head.backend: backend pallas_gpu cannot serve: runs on gpu, and this "
+            ["model.head.backend=pallas_tpu"],
+            "model.head.backend: backend pallas_tpu cannot serve: runs on tpu, and this "
             "is a cpu; blockwise or",
         ),
         (

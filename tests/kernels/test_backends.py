@@ -68,13 +68,8 @@ def test_a_pinned_backend_that_cannot_serve_is_an_error_with_its_reason_and_who_
 def test_keys_that_go_around_a_ring_are_served_by_those_alone_that_can(device):
     choice = attention.OP.choose(dataclasses.replace(CASE, device=device, ring=True))
     assert choice.backend == "blockwise"
-    others = {
-        name: reason for name, reason in choice.reasons.items() if not reason.startswith("runs on")
-    }
-    assert (
-        all("keys and values go around a ring" in reason for reason in others.values())
-        and len(others) > 3
-    )
+    others = [why for why in choice.reasons.values() if not why.startswith("runs on")]
+    assert len(others) > 1 and all("keys and values go around a ring" in why for why in others)
 
 
 def test_what_is_chosen_while_a_program_is_traced_is_recorded_once():

@@ -37,18 +37,15 @@ OP = Op(
         )
         for name, platforms in {
             "cudnn": ("gpu",),
-            "pallas_gpu": ("gpu",),
-            "splash": ("tpu",),
-            "pallas_tpu": ("tpu",),
-            "tokamax": ("gpu", "tpu"),
             "hopper": ("gpu",),
+            "splash": ("tpu",),
             "blockwise": ALL,
             "reference": ALL,
         }.items()
     ),
 )
-"""Preferred first: libraries that others have measured before our own kernels, which no hardware
-has run yet."""
+"""Preferred first: a library that others have measured before our own kernel, which no hardware has
+run yet."""
 
 
 def attention(

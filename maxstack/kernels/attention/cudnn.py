@@ -37,11 +37,12 @@ def supports(case: AttentionCase) -> str | None:
 
 
 def _device(case: AttentionCase) -> str | None:
-    if case.device.capability <= (10, 0):
-        return case.device.older_than_ampere
+    if (8, 0) <= case.device.capability <= (10, 0):
+        return None
     return (
-        f"compute capability {'.'.join(map(str, case.device.capability))} is later than "
-        "10.0 (B200), the last that it was compiled for"
+        f"{case.device.kind} has compute capability "
+        f"{'.'.join(map(str, case.device.capability))}; it was compiled for 8.0 (A100) to 10.0 "
+        "(B200)"
     )
 
 

@@ -6,6 +6,7 @@ Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V va
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +16,9 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from maxstack.kernels.attention.pallas_tpu_tiles import LANES, sizes_to_measure
 from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 
+LANES = 128
 BLOCKS = (512, 384, 256, 128)
 NO_SINK = -1e30
 """A sink without a share, except for queries that see no key: without a sink, splash gives those
@@ -52,12 +53,15 @@ def supports(case: AttentionCase) -> str | None:
 
 
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
-    """Sizes worth measuring, the default first: whole blocks alone."""
-
-    def fits(name: str, size: int) -> bool:
-        return (case.queries if "_q" in name else case.keys) % size == 0
-
-    return sizes_to_measure(_default(case.queries, case.keys), fits)
+    """Sizes worth measuring, the default first: whole blocks alone, and each of the others differs
+    from it in one pass."""
+    sizes = [_default(case.queries, case.keys)]
+    for suffix, most in ("", 2048), ("_dkv", 1024):
+        for q, k in itertools.product((256, 512, 1024), (512, 1024, 2048)):
+            other = sizes[0] | {f"block_q{suffix}": q, f"block_k{suffix}": k}
+            if k <= most and not case.queries % q and not case.keys % k and other != sizes[0]:
+                sizes.append(other)
+    return sizes
 
 
 def run(

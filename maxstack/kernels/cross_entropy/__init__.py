@@ -23,10 +23,8 @@ __all__ = [
 OP = Op(
     "linear_cross_entropy",
     (
-        Backend("pallas_gpu", f"{__name__}.pallas_gpu", ("gpu",)),
         Backend("pallas_tpu", f"{__name__}.pallas_tpu", ("tpu",)),
         Backend("blockwise", f"{__name__}.blockwise"),
-        Backend("tokamax", f"{__name__}.tokamax", ("tpu",)),
         Backend("reference", f"{__name__}.reference"),
     ),
 )

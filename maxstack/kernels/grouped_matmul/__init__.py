@@ -16,10 +16,9 @@ OP = Op(
     tuple(
         Backend(name, f"{__name__}.{name}", platforms)
         for name, platforms in {
-            "pallas_gpu": ("gpu",),
             "megablox": ("tpu",),
             "tokamax": ("gpu", "tpu"),
-            "blocks": ("cpu",),
+            "blocks": ("cpu", "gpu"),
             "ragged_dot": ALL,
             "reference": ALL,
         }.items()

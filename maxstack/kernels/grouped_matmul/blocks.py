@@ -1,15 +1,16 @@
 """The grouped matmul and its gradients as a loop over groups and, inside, over blocks of a group's
 rows. Shapes as in the package, and R rows of a block.
 
-On a CPU XLA computes a ragged_dot as one dense matmul for every group.
+On CPUs and GPUs XLA computes a ragged_dot as one dense matmul for every group.
 """
 
 import jax
 import jax.numpy as jnp
 
+from maxstack.kernels.backends import Device, multiplied
 from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, differentiable, grouped
 
-LEAST_ROWS, MOST_ROWS = 8, 128
+LEAST_ROWS, MOST_ROWS = 8, {"cpu": 128, "gpu": 1024}
 
 
 def supports(case: GroupedMatmulCase) -> str | None:
@@ -17,9 +18,11 @@ def supports(case: GroupedMatmulCase) -> str | None:
     return f"sums in float32, which cannot hold {case.dtype}" if case.dtype == "float64" else None
 
 
-def _rows(m: int, groups: int) -> int:
-    """Rows of a block: about those of a group, as a power of two."""
-    return min(MOST_ROWS, max(LEAST_ROWS, 1 << (m // groups).bit_length()))
+def _rows(m: int, groups: int) -> tuple[int, str]:
+    """Rows of a block: about those of a group, as a power of two; and what tells `plan` the blocks
+    of a group where all have as many rows."""
+    rows = min(MOST_ROWS[Device.here().platform], max(LEAST_ROWS, 1 << (m // groups).bit_length()))
+    return rows, f"turns_{-(-m // (groups * rows))}"
 
 
 def _by_blocks(
@@ -28,25 +31,25 @@ def _by_blocks(
     """`case.Rows`. The last block of a group runs over into the next group, whose own blocks then
     overwrite it, or into rows of no group, which are cleared.
 
-    Multiplies in float32, as most CPUs do in any case: a matrix is cast once a group instead of
-    once a block.
+    On a CPU a matrix is cast to float32 once a group instead of once a block.
     """
-    rows = _rows(x_MK.shape[0], w_EKN.shape[0])
-    padded = jnp.pad(x_MK.astype(jnp.float32), ((0, rows), (0, 0)))
+    (rows, expected), dtype = _rows(x_MK.shape[0], w_EKN.shape[0]), multiplied(x_MK.dtype)
+    padded = jnp.pad(x_MK.astype(dtype), ((0, rows), (0, 0)))
     equation = "RK,NK->RN" if transposed else "RK,KN->RN"
 
     def group(out_MN, inputs):
         w_KN, start, size = inputs
-        w_KN = w_KN.astype(jnp.float32)
+        w_KN = w_KN.astype(dtype)
 
         def block(i, out_MN):
             x_RK = jax.lax.dynamic_slice_in_dim(padded, start + i * rows, rows)
             y_RN = jnp.einsum(equation, x_RK, w_KN)
             return jax.lax.dynamic_update_slice_in_dim(out_MN, y_RN, start + i * rows, 0)
 
-        return jax.lax.fori_loop(0, -(-size // rows), block, out_MN), None
+        with jax.named_scope(expected):
+            return jax.lax.fori_loop(0, -(-size // rows), block, out_MN), None
 
-    out_MN = jnp.zeros((padded.shape[0], w_EKN.shape[1 if transposed else 2]), jnp.float32)
+    out_MN = jnp.zeros((padded.shape[0], w_EKN.shape[1 if transposed else 2]), dtype)
     out_MN, _ = jax.lax.scan(group, out_MN, (w_EKN, jnp.cumsum(sizes_E) - sizes_E, sizes_E))
     m = x_MK.shape[0]
     return jnp.where(grouped(m, sizes_E), out_MN[:m], 0).astype(x_MK.dtype)
@@ -54,8 +57,8 @@ def _by_blocks(
 
 def _outer_by_blocks(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """The sum over each group's rows of outer(x, y), float32 [E, K, N]."""
-    rows = _rows(x_MK.shape[0], sizes_E.shape[0])
-    padded = [jnp.pad(a.astype(jnp.float32), ((0, rows), (0, 0))) for a in (x_MK, y_MN)]
+    (rows, expected), dtype = _rows(x_MK.shape[0], sizes_E.shape[0]), multiplied(x_MK.dtype)
+    padded = [jnp.pad(a.astype(dtype), ((0, rows), (0, 0))) for a in (x_MK, y_MN)]
 
     def group(_, inputs):
         start, size = inputs
@@ -66,10 +69,12 @@ def _outer_by_blocks(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> ja
                 jnp.where(inside_R1, jax.lax.dynamic_slice_in_dim(a, start + i * rows, rows), 0)
                 for a in padded
             )
-            return sum_KN + jnp.einsum("RK,RN->KN", x_RK, y_RN)
+            product_KN = jnp.einsum("RK,RN->KN", x_RK, y_RN, preferred_element_type=jnp.float32)
+            return sum_KN + product_KN
 
         zero_KN = jnp.zeros((x_MK.shape[1], y_MN.shape[1]), jnp.float32)
-        return None, jax.lax.fori_loop(0, -(-size // rows), block, zero_KN)
+        with jax.named_scope(expected):
+            return None, jax.lax.fori_loop(0, -(-size // rows), block, zero_KN)
 
     return jax.lax.scan(group, None, (jnp.cumsum(sizes_E) - sizes_E, sizes_E))[1]
 

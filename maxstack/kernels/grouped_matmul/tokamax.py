@@ -1,12 +1,13 @@
 """The grouped matmul by kernels of tokamax, an optional package, each selected by name so that
 tokamax cannot substitute another. Shapes as in the package."""
 
+import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels import tokamax
 from maxstack.kernels.backends import Device
 from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, grouped
 
@@ -23,11 +24,41 @@ def supports(case: GroupedMatmulCase) -> str | None:
     """Why its kernels cannot serve `case`, or are not sure to compute it right, forward and
     backward; None if they can."""
     return (
-        tokamax.absent()
-        or tokamax.elsewhere(case.device)
+        _absent()
+        or _elsewhere(case.device)
         or case.unusual
         or (_gpu(case) if case.device.platform == "gpu" else _tpu(case))
     )
+
+
+def _absent() -> str | None:
+    """Why tokamax cannot be imported; None if it is installed."""
+    if importlib.util.find_spec("tokamax"):
+        return None
+    return "tokamax is not installed; pip install tokamax"
+
+
+def _elsewhere(device: Device) -> str | None:
+    """Why tokamax cannot serve a program for `device`: it selects its kernels for jax's default
+    device. None if that is of the same kind."""
+    own = Device.of(jax.devices()[0])
+    if own.kind == device.kind:
+        return None
+    return (
+        f"it looks at the {own.platform} of this process ({own.kind}), so nothing can be "
+        f"compiled for {device.kind} ahead of time"
+    )
+
+
+def _package() -> Any:
+    """Import tokamax, without letting it parse the arguments of this process."""
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    import tokamax
+
+    return tokamax
 
 
 def _gpu(case: GroupedMatmulCase) -> str | None:
@@ -60,7 +91,7 @@ def run(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     tpu = Device.here().platform == "tpu"
     x_MK, rows = jnp.where(grouped(x_MK.shape[0], sizes_E), x_MK, 0), x_MK.shape[0]
     padded = jnp.pad(x_MK, ((0, -rows % PADDED if tpu else 0), (0, 0)))
-    out_MN = tokamax.package().ragged_dot(
+    out_MN = _package().ragged_dot(
         padded, w_EKN, sizes_E, implementation="mosaic_tpu" if tpu else "mosaic_gpu"
     )
     return jnp.where(grouped(rows, sizes_E), out_MN[:rows], 0)

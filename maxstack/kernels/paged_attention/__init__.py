@@ -22,7 +22,6 @@ OP = Op(
     "paged_attention",
     (
         Backend("tiles", f"{__name__}.tiles", ("cpu",)),
-        Backend("pallas_gpu", f"{__name__}.pallas_gpu", ("gpu",)),
         Backend("pallas_tpu", f"{__name__}.pallas_tpu", ("tpu",)),
         Backend("blockwise", f"{__name__}.blockwise"),
         Backend("reference", f"{__name__}.reference"),

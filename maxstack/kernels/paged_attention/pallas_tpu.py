@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from maxstack.kernels.attention.pallas_tpu_kernels import MEMORY
-from maxstack.kernels.attention.pallas_tpu_tiles import LANES
 from maxstack.kernels.attention.request import Request
 from maxstack.kernels.paged_attention import Inputs, PagedCase
 from maxstack.kernels.paged_attention.blockwise import BLOCK, LOWEST, capped, first_seen
 from maxstack.kernels.paged_attention.runs import tiles
 
-SUBLANES = 8
+MEMORY = 48 << 20
+"""Bytes of vector memory that the kernel may take."""
+SUBLANES, LANES = 8, 128
 TALL = 64
 """Rows times heads that are multiplied together, or the heads of a row where they are more."""
 

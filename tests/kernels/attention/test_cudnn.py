@@ -16,9 +16,9 @@ from maxstack.kernels.backends import Device
 H100 = Device("gpu", "NVIDIA H100", (9, 0))
 LLAMA = AttentionCase(Request(0.25), 4096, 4096, 32, 8, 128, 128, "bfloat16", False, False, H100)
 REFUSED = {
-    "cpu has 0.0": {"device": Device("cpu", "cpu")},
+    "cpu has compute capability 0.0": {"device": Device("cpu", "cpu")},
     "8.0": {"device": Device("gpu", "Tesla V100", (7, 0))},
-    "later than 10.0": {"device": Device("gpu", "RTX 5090", (12, 0))},
+    "RTX 5090 has compute capability 12.0": {"device": Device("gpu", "RTX 5090", (12, 0))},
     "float32": {"dtype": "float32"},
     "documents": {"packed": True},
     "chunks": {"request": Request(0.25, chunk=512)},

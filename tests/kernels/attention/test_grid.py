@@ -1,7 +1,7 @@
 """Every backend of attention over a grid of features and odd sizes, values and gradients, against
 the reference in float64.
 
-Kernels for GPUs and TPUs run in interpret mode, for what they would accept on the hardware.
+Splash runs in interpret mode, for what it would accept on a TPU; hopper has tests of its own.
 """
 
 import functools
@@ -21,20 +21,16 @@ from maxstack.kernels.examples import of_attention
 
 DEVICES = {
     "blockwise": Device("cpu", "cpu"),
-    "pallas_gpu": Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0)),
-    "pallas_tpu": Device("tpu", "TPU v5p"),
     "splash": Device("tpu", "TPU v5p"),
 }
-EXAMPLES = {"blockwise": 16, "pallas_gpu": 8, "pallas_tpu": 8, "splash": 4}
+EXAMPLES = {"blockwise": 16, "splash": 6}
 DIMS = [16, 24, 64, 128]
 ROUNDING = {"float32": 2e-5, "bfloat16": 3e-2}
 
 
 @st.composite
 def cases(draw, device):
-    whole = device == DEVICES["splash"] and draw(
-        st.booleans()
-    )  # what splash takes, and several tiles of ours
+    whole = device == DEVICES["splash"]
     queries, kv, dim = (
         draw(st.sampled_from([128, 384]) if whole else st.integers(1, 150)),
         draw(st.sampled_from([1, 2])),

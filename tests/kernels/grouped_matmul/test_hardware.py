@@ -1,7 +1,5 @@
-"""The kernels of the grouped matmul compile for TPUs and GPUs that are not here, on a mesh, and
-their compiled programs tell what they compute."""
-
-import re
+"""The kernels of the grouped matmul compile for TPUs that are not here, on a mesh, and their
+compiled programs tell what they compute."""
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +15,16 @@ from maxstack.plan.work import operations
 from maxstack.schema.mesh import MeshConfig
 
 M, E, K, N = 100, 2, 160, 128
-KERNELS = {"megablox": "tpu_custom_call", "pallas_gpu": "__gpu$xla.gpu.triton"}
 
 
-def compiled(name, backend, dtype):
+def compiled(name, dtype):
     """Values of the result and both gradients, each device with its own rows and groups' sizes."""
     devices = parse(name).devices()
     cfg = MeshConfig(data=len(devices), fsdp=1)
     mesh, split, whole = sharding.make_mesh(cfg, devices), PartitionSpec("data"), PartitionSpec()
 
     def local(x, w, dy, sizes_E):
-        y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, backend), x, w)
+        y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, "megablox"), x, w)
         dx, dw = pull(dy)
         return y, dx, jax.lax.psum(dw, "data")
 
@@ -47,31 +44,18 @@ def compiled(name, backend, dtype):
 
 
 TARGETS = (
-    ("v5e:2x2", "megablox", "bfloat16"),
-    ("v5p:2x2x1", "megablox", "float32"),
-    ("v6e:2x2", "megablox", "bfloat16"),
-    ("tpu7x:2x2x1", "megablox", "float32"),
-    ("a100-80:1x2", "pallas_gpu", "bfloat16"),
-    ("h100:1x2", "pallas_gpu", "float32"),
-    ("h100:1x2", "pallas_gpu", "bfloat16"),
-    ("b200:1x2", "pallas_gpu", "bfloat16"),
+    ("v5e:2x2", "bfloat16"),
+    ("v5p:2x2x1", "float32"),
+    ("v6e:2x2", "bfloat16"),
+    ("tpu7x:2x2x1", "float32"),
 )
-DECLARED = re.compile(r'serialized_metadata = "\{\\22flops\\22: \\22(\d+)\\22\}"')
 
 
 @pytest.mark.parametrize(
-    "name, backend, dtype", [pytest.param(*target, marks=needs(target[0])) for target in TARGETS]
+    "name, dtype", [pytest.param(*target, marks=needs(target[0])) for target in TARGETS]
 )
-def test_the_three_kernels_declare_the_products_of_their_rows(name, backend, dtype):
-    text = compiled(name, backend, dtype)
-    kernels = [
-        operation for operation in operations(read(text)) if operation.kernel == KERNELS[backend]
-    ]
-    rows = 128 if backend == "megablox" else M  # whole tiles
-    assert len(kernels) == 3
-    declared = (
-        [kernel.flops for kernel in kernels]
-        if backend == "megablox"
-        else [*map(float, DECLARED.findall(text))]
-    )
-    assert declared == [2 * rows * K * N] * 3
+def test_the_three_kernels_declare_the_products_of_their_rows(name, dtype):
+    calls = [one for one in operations(read(compiled(name, dtype))) if one.kernel]
+    rows = 128  # a whole tile
+    assert [one.flops for one in calls] == [2 * rows * K * N] * 3
+    assert {one.kernel for one in calls} == {"tpu_custom_call"}
