@@ -342,6 +342,8 @@ def in_small(words):
         words[-1] = str(int(words[-1]) // 50)
     if words[1] == "plan":
         return [*words, *NARROW, *["--finalists", "1"] * ("--search" in words)]
+    if words[1:3] == ["package", "runs/quickstart"]:
+        return [*words, "--lengths", "32", "serve.max_length=64", "serve.max_requests=2"]
     if words[1] == "sample" and "--length" in words:
         words[words.index("--length") + 1] = "64"
     if words[1] == "tune":
@@ -350,12 +352,16 @@ def in_small(words):
     if words[1] == "train" or local:
         is_recipe = any(re.match("(configs/)?recipes/|photos.yml", word) for word in words)
         samples = any(word == "rl.yml" or "/grpo-" in word for word in words)
+        for name, prompts in ("grpo-sort.yml", 8), ("grpo-code.yml", 4):
+            if any(word.endswith(name) for word in words):
+                words += [f"rollout.prompts={prompts}", "train.batch_size=8"]
         kept = ("data.seq_len",) * is_recipe + ("data.seq_len", "train.batch_size") * samples
         words += [word for word in SHORT if not word.startswith(kept)]
         if "train.steps" not in " ".join(words):
             words += ["train.steps=3" if samples or "planned.yml" in words else "train.steps=12"]
         configs = [word for word in words if "=" not in word]
-        if any(word.endswith(("mine.yml", "quickstart", "quickstart.yml")) for word in configs):
+        grown = "mine.yml", "quickstart", "quickstart.yml", "watched.yml"
+        if any(word.endswith(grown) for word in configs):
             words += TINY if "model.from" not in " ".join(words) else TINY[-1:]
         if any(word.endswith("masked-diffusion.yml") for word in configs):
             words += TINY[:2]

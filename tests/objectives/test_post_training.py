@@ -91,12 +91,11 @@ def test_microbatches_and_devices_change_nothing(name):
     """Losses, norms of gradients and metrics of three steps."""
     alone = losses(config(KINDS[name]))
     assert all(row["grad_norm"] > 0 for row in alone)
-    same(losses(config(KINDS[name], train={"accumulate": 8})), alone)
     same(losses(config(KINDS[name], train={"accumulate": 2}, mesh=MESH), 8), alone)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft of sequences", "sum", "kto", "reward", "distill"])
+@pytest.mark.parametrize("name", ["sft of sequences", "kto", "distill"])
 def test_sequences_split_over_a_ring_change_nothing(name):
     same(losses(config(KINDS[name], mesh=RING), 8), losses(config(KINDS[name])))
 

@@ -121,8 +121,7 @@ def test_weights_trained_for_low_precision_compute_what_quantized_ones_do(kind, 
     assert 0 < np.sqrt(np.square(low - exact).mean()) < FAR[rule["weight_qtype"]] * exact.std()
 
 
-@pytest.mark.parametrize("kind", MESHES)
-@pytest.mark.parametrize("mode", ["qt", "ptq"])
+@pytest.mark.parametrize(("kind", "mode"), zip(MESHES, ["qt", "ptq"], strict=True))
 @pytest.mark.slow
 def test_a_mesh_computes_what_one_device_does(kind, mode):
     quantization = recipe(mode, **(W8A8 if mode == "qt" else W4))

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxstack.kernels.attention import bounds
-from maxstack.kernels.attention.bounds import Bounds, Index
 from maxstack.kernels.attention.request import Request, within
 from maxstack.kernels.backends import size_of
 
@@ -33,9 +31,21 @@ COMPUTE = 2
 BLOCK = ROWS * COMPUTE
 LOG2E = float(np.log2(np.e))
 Refs = Sequence[Any]
+Index = Any
+"""An int, or a traced one."""
 TILED = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # type: ignore[abstract]  # newer jax types a protocol as abstract
 WGMMA = plgpu.Layout.WGMMA
 OF_ROWS, OF_COLUMNS = WGMMA.reduce(1), WGMMA.reduce(0)
+
+
+class Bounds(NamedTuple):
+    """Tiles from `first` to before `last` are visited; those from `whole` to before `broken` need
+    no mask."""
+
+    first: Index
+    whole: Index
+    broken: Index
+    last: Index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +76,21 @@ class Call:
 
     def keys_of(self, start: Index, rows: int, block: int) -> Bounds:
         """The key tiles that queries start..start + rows - 1 visit."""
-        return bounds.keys_of(self.request, start, rows, self.real_keys, block)
+        request = self.request
+        limits = request.nearest, request.furthest
+        return _bounds(start + request.offset, rows, *limits, self.real_keys, block)
 
     def queries_of(self, start: Index, rows: int, block: int) -> Bounds:
         """The query tiles that visit keys start..start + rows - 1."""
-        lo, whole, cut, end = bounds.queries_of(self.request, start, rows, self.queries, block)
+        request = self.request
+        low, high = (
+            None if limit is None else -limit for limit in (request.furthest, request.nearest)
+        )
+        first = start - request.offset
+        lo, whole, cut, end = _bounds(first, rows, low, high, self.queries, block)
         if self.real_keys < self.keys:
             whole = jnp.where(start + rows > self.real_keys, end, whole)
-        return bounds.ordered(lo, whole, cut, end)
+        return _ordered(lo, whole, cut, end)
 
     @property
     def bounded(self) -> bool:
@@ -162,6 +179,35 @@ class Call:
         return read
 
 
+def _bounds(
+    first: Index, rows: int, low: int | None, high: int | None, columns: int, block: int
+) -> Bounds:
+    """Row r sees column c where low <= r - c <= high; None: no limit."""
+    last = first + rows - 1
+    lo: Index = 0
+    whole: Index = 0
+    cut: Index = columns // block
+    end: Index = -(-columns // block)
+    if low is not None:
+        cut = jnp.minimum(cut, _over(first - low + 1, block))
+        end = jnp.minimum(end, _over(last - low + block, block))
+    if high is not None:
+        lo, whole = _over(first - high, block), _over(last - high + block - 1, block)
+    return _ordered(lo, whole, cut, end)
+
+
+def _ordered(first: Index, whole: Index, broken: Index, last: Index) -> Bounds:
+    """Bounds of which none is below the one before it."""
+    last = jnp.maximum(first, last)
+    whole = jnp.minimum(jnp.maximum(whole, first), last)
+    return Bounds(first, whole, jnp.minimum(jnp.maximum(broken, whole), last), last)
+
+
+def _over(x: Index, block: int) -> Index:
+    """x // block, and 0 for negative x."""
+    return lax.div(jnp.maximum(x, 0), jnp.int32(block))
+
+
 class Ring:
     """Buffers of one or several arrays in shared memory, used in turn: `full` when the copies have
     arrived, `free` when every reader is done."""
@@ -203,7 +249,7 @@ class Ring:
         def wait(step: Index, _: None) -> None:
             plgpu.barrier_wait(self.free.at[lax.rem(step, jnp.int32(self.stages))])
 
-        lax.fori_loop(bounds.most(steps - self.stages, 0), steps, wait, None)
+        lax.fori_loop(jnp.maximum(steps - self.stages, 0), steps, wait, None)
 
 
 def load_keys(
@@ -284,11 +330,11 @@ def launch(
 ) -> Any:
     """Runs `body` for every (head, tile, row of the batch). `tiles`: numbers of heads and tiles;
     `out`: arrays like the results; `products`: matrix products of a tile. Newer jax takes a cost
-    estimate too."""
+    estimate too, here of tiles that no mask leaves out."""
     more: dict[str, Any] = {}
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         more["cost_estimate"] = pl.CostEstimate(
-            flops=2 * products * _multiplications(call),
+            flops=2 * products * call.batch * call.heads * call.queries * call.keys * call.dim,
             bytes_accessed=size_of(*operands, *out),
             transcendentals=0,
         )
@@ -310,15 +356,6 @@ def launch(
         **more,
     )
     return run(*operands)
-
-
-def _multiplications(call: Call) -> int:
-    """Multiplications of q k^T over the tiles that the forward kernel visits."""
-    spans = [
-        call.keys_of(start, BLOCK, call.forward_keys) for start in range(0, call.queries, BLOCK)
-    ]
-    tiles = sum(int(end - lo) for lo, _, _, end in spans)
-    return call.batch * call.heads * call.dim * BLOCK * call.forward_keys * tiles
 
 
 def axes() -> Any:
