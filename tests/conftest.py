@@ -26,6 +26,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+gc.set_threshold(200_000, 20, 100)  # as in training: tracing makes many objects, and few cycles
 COMPILED = "MAXSTACK_TESTS_COMPILED"
 ALONE = {
     "tests/drills/test_drills.py::test_drill",
