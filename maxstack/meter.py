@@ -86,6 +86,11 @@ class Meter:
         )
         return row
 
+    @property
+    def begins(self) -> bool:
+        """No step has come to its end."""
+        return not self._count
+
     def lag(self) -> Lag:
         """Times of the steps since the last call."""
         lag, self._lag = self._lag, Lag(0, 0.0, 0.0, 0.0)

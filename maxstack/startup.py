@@ -3,6 +3,7 @@ compilation."""
 
 import contextlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from maxstack.faults.heartbeat import Heartbeat
     from maxstack.faults.policy import Policy
     from maxstack.faults.replicas import Recompute
+    from maxstack.meter import Meter
     from maxstack.report.metrics import Writer
     from maxstack.rollouts.maker import Maker
     from maxstack.schema.config import Config
@@ -342,6 +344,18 @@ def _check_rank(run: Run) -> None:
             f"{[*run.weights.rewrite.adapted[path].matrix]}, and no target more; an adapter of "
             f"rank {smaller[path]} is the whole weight, so give a smaller rank"
         )
+
+
+def explain_memory(error: BaseException | None, meter: "Meter") -> None:
+    """ConfigError where memory ran out before the first step: a restart would meet it again."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and meter.begins:
+        told = re.search(r"RESOURCE_EXHAUSTED: (.*)", str(error))
+        if told:
+            raise ConfigError(
+                f"memory: the first step found too little ({told[1].rstrip('.')}); use "
+                "train.accumulate, model.remat, more devices or a smaller train.batch_size; "
+                "`maxstack plan` says what a step needs"
+            ) from error
 
 
 def fresh(run: Run) -> State:

@@ -164,6 +164,8 @@ def train(
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
     ending.callback(ledger.stop)
     feed, maker = startup.open_feed(run, folder, ending)
+    meter = Meter(run, feed)
+    ending.push(lambda kind, error, _: startup.explain_memory(error, meter))
     log = Log(folder, cfg.train.steps, first)
     ending.push(log.ended)
     start = feed.state()
@@ -211,7 +213,6 @@ def train(
 
     stop = Preemption(heart.interrupted) if heart else Preemption()
     ending.callback(stop.close)
-    meter = Meter(run, feed)
     several = cfg.faults.check_every and run.mesh.size > 1
     checks = Checks(run, meter, log, writer) if several else None
     tracer = Tracer(shaped, folder, log)

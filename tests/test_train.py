@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import processes
 import pytest
@@ -15,6 +16,7 @@ from orbax.checkpoint import v1 as ocp
 from processes import numbers, rows, train, write_config
 
 from maxstack import cli
+from maxstack import train as training
 from maxstack.faults.preemption import Preemption
 
 
@@ -297,6 +299,15 @@ def test_an_output_folder_that_cannot_be_made_is_an_error_of_one_line(base, tmp_
     (tmp_path / "file").write_text("")
     output = train(config, f"run.output_dir={tmp_path / 'file'}", code=1)
     assert "run.output_dir" in output and "Traceback" not in output
+
+
+def test_a_first_step_without_memory_is_an_error_of_one_line(base, tmp_path, monkeypatch, capsys):
+    # what an allocation of that size raises, whoever asks for it
+    monkeypatch.setattr("maxstack.startup.fresh", lambda run: jnp.zeros(1 << 45))
+    words = [str(base[0]), f"run.output_dir={tmp_path}", "run.virtual_devices=null"]
+    assert cli.run(training.main, words) == 1
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("error: memory: the first step found too little (Out of memory alloc")
 
 
 def test_prepared_shards_are_neither_read_as_text_nor_trained_on_where_held_out(base, tmp_path):
