@@ -30,10 +30,7 @@ OP = Op(
     "attention",
     tuple(
         Backend(
-            name,
-            f"{__name__}.{name}",
-            platforms,
-            None if name == "blockwise" else _whole_sequences,
+            name, f"{__name__}.{name}", platforms, None if name == "blockwise" else _whole_sequences
         )
         for name, platforms in {
             "cudnn": ("gpu",),

@@ -30,16 +30,7 @@ SIZES = {"cpu": (256, 256)}
 OTHER_SIZES = (512, 1024)
 MANY = 3
 """Tiles without a mask get a loop of their own if there are more than this."""
-CANDIDATES = (
-    (64, 64),
-    (128, 128),
-    (128, 256),
-    (256, 256),
-    (256, 512),
-    (512, 512),
-    (512, 1024),
-    (1024, 1024),
-)
+CANDIDATES = [(rows, keys) for rows in (64, 128, 256, 512) for keys in (rows, 2 * rows)]
 """Further sizes worth measuring."""
 _cut = jax.lax.dynamic_slice_in_dim
 _put = jax.lax.dynamic_update_slice_in_dim
@@ -346,11 +337,7 @@ def _numbers(numbers: Pair, start: jax.Array, first: jax.Array, size: Tiles) -> 
 
 
 def _if_seen(
-    own: Pair,
-    size: Tiles,
-    request: Request,
-    seen: Callable[[], Any],
-    passed: Callable[[], Any],
+    own: Pair, size: Tiles, request: Request, seen: Callable[[], Any], passed: Callable[[], Any]
 ) -> Any:
     """`seen`, or `passed` where the nearest of the keys lies outside every query's window."""
     if not request.window or not size.elsewhere:

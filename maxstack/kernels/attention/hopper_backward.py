@@ -16,22 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxstack.kernels.attention.hopper_tiles import (
-    BLOCK,
-    COMPUTE,
-    OF_ROWS,
-    ROWS,
-    Call,
-    Refs,
-    Ring,
-    axes,
-    fetch,
-    launch,
-    load_keys,
-    own_tiles,
-    store,
-    walk,
-)
+from maxstack.kernels.attention import hopper_tiles as parts
+from maxstack.kernels.attention.hopper_tiles import BLOCK, COMPUTE, OF_ROWS, ROWS, Call, Refs, Ring
 
 STEP = 64
 """Keys or queries of a step."""
@@ -47,12 +33,12 @@ def of_keys(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.A
     matrix, vector = ((STEP, call.dim), call.dtype), ((STEP,), jnp.float32)
     steps = [matrix, vector, *[((STEP,), jnp.int32)] * call.numbered]
     scratch = {
-        "own": own_tiles(matrix, matrix),
+        "own": parts.own_tiles(matrix, matrix),
         "queries": Ring.scratch(call.stages, *steps),
         "gradients": Ring.scratch(call.stages, matrix, vector),
     }
     tiles, name = (call.kv_heads, call.keys // BLOCK), "attention_backward_keys"
-    return tuple(launch(call, name, _keys_kernel, operands, operands[1:3], tiles, scratch, 4))
+    return tuple(parts.launch(call, name, _keys_kernel, operands, operands[1:3], tiles, scratch, 4))
 
 
 def of_queries(call: Call, operands: Sequence[jax.Array]) -> jax.Array:
@@ -61,18 +47,18 @@ def of_queries(call: Call, operands: Sequence[jax.Array]) -> jax.Array:
     matrix, vector = ((STEP, call.dim), call.dtype), ((STEP,), jnp.float32)
     steps = [matrix, *[((STEP,), jnp.int32)] * call.numbered]
     scratch = {
-        "own": own_tiles(matrix, matrix, vector, vector),
+        "own": parts.own_tiles(matrix, matrix, vector, vector),
         "keys": Ring.scratch(call.stages, *steps),
         "values": Ring.scratch(call.stages, matrix),
     }
     tiles, name = (call.heads, call.queries // BLOCK), "attention_backward_queries"
-    return launch(call, name, _queries_kernel, operands, operands[:1], tiles, scratch, 3)[0]
+    return parts.launch(call, name, _queries_kernel, operands, operands[:1], tiles, scratch, 3)[0]
 
 
 def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
     (q, k, v, do, log, delta), numbers, (dk, dv) = refs[:6], refs[6:-2], refs[-2:]
     mine, theirs = numbers[: call.numbered], numbers[call.numbered :]
-    head, row, warpgroup = axes()
+    head, row, warpgroup = parts.axes()
     start = lax.axis_index("tile") * BLOCK
     block = call.queries_of(start, BLOCK, STEP)
     lo, _, _, end = block
@@ -85,7 +71,7 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         here = pl.ds(first, ROWS)
         sources = [x.at[row, here, head] for x in (k, v)]
         numbers = [x.at[row, here] for x in theirs]
-        (key_tile, value_tile), own = fetch(call, scratch["own"], warpgroup, sources, numbers)
+        (key_tile, value_tile), own = parts.fetch(call, scratch["own"], warpgroup, sources, numbers)
         bounds = call.queries_of(first, ROWS, STEP)
 
         def of_head(group: Any, carry: Any) -> Any:
@@ -99,13 +85,13 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
                 first,
                 lambda tile: group * (end - lo) + tile - lo,
             )
-            return walk(call, bounds, block, visit, carry)
+            return parts.walk(call, bounds, block, visit, carry)
 
         nothing = call.full((ROWS, call.dim), 0)
         of_k, of_v = lax.fori_loop(0, call.groups, of_head, (nothing, nothing))
         key_tile[...] = (of_k * call.request.scale).astype(call.dtype)
         value_tile[...] = of_v.astype(call.dtype)
-        store((key_tile, dk.at[row, here, head]), (value_tile, dv.at[row, here, head]))
+        parts.store((key_tile, dk.at[row, here, head]), (value_tile, dv.at[row, here, head]))
 
     @pl.when(warpgroup == COMPUTE)
     def load_ahead() -> None:
@@ -169,7 +155,7 @@ def _visit_queries(
 def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
     (q, k, v, do, log, delta), numbers, dq = refs[:6], refs[6:-1], refs[-1]
     mine, theirs = numbers[: call.numbered], numbers[call.numbered :]
-    head, row, warpgroup = axes()
+    head, row, warpgroup = parts.axes()
     start = (call.queries // BLOCK - 1 - lax.axis_index("tile")) * BLOCK
     block = call.keys_of(start, BLOCK, STEP)
     keys, values = (Ring(scratch[name], call.stages) for name in ("keys", "values"))
@@ -182,20 +168,20 @@ def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         sources = [x.at[row, here, head] for x in (q, do)]
         sources += [x.at[row, head, here] for x in (log, delta)]
         numbers = [x.at[row, here] for x in mine]
-        tiles, own = fetch(call, scratch["own"], warpgroup, sources, numbers)
+        tiles, own = parts.fetch(call, scratch["own"], warpgroup, sources, numbers)
         query_tile, fixed = tiles[0], [call.load(x, OF_ROWS) for x in tiles[2:]]
         visit = functools.partial(
             _visit_keys, call, tiles[:2], fixed, own, keys, values, first, block.first
         )
-        of_q = walk(
+        of_q = parts.walk(
             call, call.keys_of(first, ROWS, STEP), block, visit, call.full((ROWS, call.dim), 0)
         )
         query_tile[...] = (of_q * call.request.scale).astype(call.dtype)
-        store((query_tile, dq.at[row, here, head]))
+        parts.store((query_tile, dq.at[row, here, head]))
 
     @pl.when(warpgroup == COMPUTE)
     def load() -> None:
-        load_keys(call, keys, values, (k, v, theirs), block, STEP)
+        parts.load_keys(call, keys, values, (k, v, theirs), block, STEP)
 
 
 def _visit_keys(

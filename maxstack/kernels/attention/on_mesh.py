@@ -14,11 +14,7 @@ from maxstack.kernels import sequences
 from maxstack.kernels.attention.request import Inputs, Request
 
 
-def on_mesh(
-    serve: Callable[..., jax.Array],
-    request: Request,
-    inputs: Inputs,
-) -> jax.Array:
+def on_mesh(serve: Callable[..., jax.Array], request: Request, inputs: Inputs) -> jax.Array:
     """[B, T, N, V]. `serve(ring, inputs)` is the attention of one device, over the mesh axes `ring`
     where keys and values go around them."""
     q_BTNH, k_BSKH, *_ = inputs

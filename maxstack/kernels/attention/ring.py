@@ -64,11 +64,6 @@ class Ring:
     everyones: tuple[jax.Array, ...]
     """`Numbers.same` of all positions, in the order of the devices."""
 
-    @property
-    def routes(self) -> list[tuple[int, int]]:
-        """(direction, steps)."""
-        return routes(self.parts, self.chunk, self.request.window)
-
     def own(self) -> list[Tiles]:
         """The device's queries against its own keys."""
         return blocks.tiled(2 * self.chunk, 2 * self.chunk, self.request, blocks.tile_sizes())
@@ -118,8 +113,9 @@ class Ring:
         around with them, one step behind: no device waits for it before its own work.
         """
         total, empty = cargo, jax.tree.map(jnp.zeros_like, cargo)
-        arriving = [self.send(own, direction) for direction, _ in self.routes]
-        for (direction, steps), kv in zip(self.routes, arriving, strict=True):
+        ways = routes(self.parts, self.chunk, self.request.window)
+        arriving = [self.send(own, direction) for direction, _ in ways]
+        for (direction, steps), kv in zip(ways, arriving, strict=True):
             added = empty
 
             def step(carry: Any, shift: Step, direction: int = direction) -> tuple[Any, None]:
