@@ -1,7 +1,14 @@
-"""Options of the compiler: collectives of CPU devices in order, in every program of a run."""
+"""Options of the compiler: collectives of CPU devices in order, in every program of a run; and the
+folder of compiled programs."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import processes
 import pytest
 import tiny
 
@@ -56,3 +63,17 @@ def test_weights_are_treated_in_order(monkeypatch):
     run = tiny.make_run(tiny.config(mesh={"data": 1, "fsdp": 8}), 8)
     with pytest.raises(jax.errors.JaxRuntimeError, match=NO_FLAG):
         run.weights._made(lambda x: {"embed": x}, jnp.zeros(run.weights.shapes["embed"].shape))
+
+
+@pytest.mark.slow
+def test_another_clone_finds_the_programs_that_one_has_compiled(tmp_path):
+    cache, found = tmp_path / "cache", []
+    path = processes.write_config(tmp_path, eval={"every": 0}, checkpoint={"every": 0})
+    for name in ("one", "another"):
+        for part in ("maxstack", "configs"):
+            shutil.copytree(Path(__file__).parents[2] / part, tmp_path / name / part)
+        words = [f"run.name={name}", f"run.compilation_cache={cache}", "train.steps=1"]
+        command = [sys.executable, "-m", "maxstack.train", str(path), *words]
+        subprocess.run(command, cwd=tmp_path / name, env=processes.environment(), check=True)
+        found.append({file.name for file in cache.glob("jit_traced*")})  # the step
+    assert found[0] == found[1] != set()
