@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import pydantic
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError
 
-from maxstack.config.annotations import kinds, members, of_field, section
+from maxstack.config.annotations import kinds, meanings, members, of_field, section
 from maxstack.config.compose import Presets, Readers, merged_tree, plain, underlay
 from maxstack.config.explain import explanation, paragraphs
 from maxstack.config.reader import Node
@@ -52,6 +52,17 @@ class Section(pydantic.BaseModel):
         for key, message in self.own_faults():
             raise fault(key, message)
         return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: pydantic.GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        found = handler(schema)
+        properties = handler.resolve_ref_schema(found)["properties"]
+        for key, meaning in meanings(cls).items():
+            if key in properties:
+                properties[key]["description"] = meaning
+        return found
 
     @classmethod
     def foreign(cls, path: str) -> str:

@@ -58,3 +58,8 @@ def test_what_no_file_may_say_is_invalid(validator, text, says):
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_shipped_runs_are_valid(validator, path):
     assert problems(validator, path.read_text()) == []
+
+
+def test_keys_have_what_their_docstrings_say(validator):
+    keys = validator.schema["$defs"]["TrainConfig"]["properties"]
+    assert keys["batch_size"]["description"].startswith("Rows in a step, over all devices")
