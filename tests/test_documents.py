@@ -360,10 +360,9 @@ def in_small(words):
         if "train.steps" not in " ".join(words):
             words += ["train.steps=3" if samples or "planned.yml" in words else "train.steps=12"]
         configs = [word for word in words if "=" not in word]
-        grown = "mine.yml", "quickstart", "quickstart.yml", "watched.yml"
-        if any(word.endswith(grown) for word in configs):
+        if any(word.endswith(("mine.yml", "quickstart", "quickstart.yml")) for word in configs):
             words += TINY if "model.from" not in " ".join(words) else TINY[-1:]
-        if any(word.endswith("masked-diffusion.yml") for word in configs):
+        if any(word.endswith(("masked-diffusion.yml", "watched.yml")) for word in configs):
             words += TINY[:2]
         if "watched.yml" in words:
             words += ["eval.every=12"]
