@@ -82,7 +82,7 @@ def representative(paths):
 @pytest.mark.parametrize(
     "path", list(representative(FILES)), ids=lambda path: str(path.relative_to(presets_dir()))
 )
-def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
+def test_a_shipped_file_loads_assembles_and_is_traced(path, tmp_path):
     cfg = loaded(path, tmp_path)
     run = assemble(
         cfg,
@@ -90,7 +90,7 @@ def test_a_shipped_file_loads_assembles_and_lowers(path, tmp_path):
             cfg.mesh, jax.devices()[: math.prod(mesh_rules.mesh_sizes(cfg).values())]
         ),
     )
-    state, scalars = run.step.lower(*run.abstract_arguments).out_info
+    state, scalars = run.step.trace(*run.abstract_arguments).out_info
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
         lambda x: (x.shape, x.dtype), run.abstract
     )

@@ -64,22 +64,17 @@ CASES = {
     "tensor": ("dense", {"tensor": 4}),
     # combinations
     "fsdp tensor": ("dense", {"fsdp": 4, "tensor": 2}),
-    "slices fsdp tensor": ("mla", {"slices": 2, "fsdp": 2, "tensor": 2}),
     "zero 1": ("dense", {"data": 4, "tensor": 2, "optimizer_rules": {"embed": ["data", "fsdp"]}}),
     "hsdp, all in host memory": (
         "dense",
         {"data": 2, "fsdp": 4, "offload": ["optimizer", "params"]},
     ),
-    "data context tensor": ("mla", {"data": 2, "context": 2, "tensor": 2}),
     "fsdp context ulysses": ("moe", {"fsdp": 2, "context": 4, "context_kind": "ulysses"}),
-    "expert fsdp": ("mla", {"expert": 4, "fsdp": 2}),
     "expert tensor": ("moe", {"expert": 4, "tensor": 2}),
-    "expert context": ("moe", {"expert": 4, "context": 2}),
     "stage tensor": ("mla", {"stage": 2, "data": 2, "tensor": 2}),
     "stage rounds": ("moe", {"stage": 2, "rounds": 2, "microbatches": 4, "fsdp": 2, "data": 2}),
     "stage expert": ("mla", {"stage": 2, "expert": 2, "fsdp": 2}),
     "stage context": ("dense", {"stage": 2, "context": 2, "tensor": 2}),
-    "slices stage fsdp": ("dense", {"slices": 2, "stage": 2, "fsdp": 2}),
 }
 
 
