@@ -82,13 +82,15 @@ def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.shardi
     return mesh
 
 
-def watched(cfg: "Config", ending: contextlib.ExitStack) -> "Heartbeat | None":
-    """The heartbeat of this process, until `ending` is closed; None where no watchdog is wanted."""
+def watched(cfg: "Config", ending: contextlib.ExitStack, ends: bool) -> "Heartbeat | None":
+    """The heartbeat of this process, until `ending` is closed, or where it `ends` with the run
+    until its end; None where no watchdog is wanted."""
     if cfg.faults.watchdog is None:
         return None
     from maxstack.faults.heartbeat import Heartbeat
 
-    return ending.enter_context(Heartbeat(cfg.faults.watchdog, folder_of(cfg) / "log.txt", Peers()))
+    log = folder_of(cfg) / "log.txt"
+    return ending.enter_context(Heartbeat(cfg.faults.watchdog, log, Peers(), ends))
 
 
 def open_checkpoints(

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 GRACE = 5.0
 """Seconds that a process has to end after an error."""
+_is_program = False
+"""This process ends with its run."""
 
 
 def program(argv: Sequence[str]) -> int:
@@ -43,6 +45,8 @@ def program(argv: Sequence[str]) -> int:
     that a supervisor tries again."""
     if {"-h", "--help", "--supervise"} & {*argv}:
         return main(argv)
+    global _is_program
+    _is_program = True
     _use_huge_pages()
     gc.set_threshold(200_000, 20, 100)  # else the search for cycles takes a twentieth of the start
     signal.signal(signal.SIGTERM, _leave)
@@ -148,7 +152,7 @@ def train(
     from maxstack.shaped import ShapedSteps
 
     joining.join(cfg)
-    heart = startup.watched(cfg, ending)
+    heart = startup.watched(cfg, ending, _is_program)
     keep_programs(cfg.run.compilation_cache, named=cfg.train.profile is not None)
     startup.learn_tokenizer(cfg)
     if cfg.model.tokens is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import pydantic
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import PydanticCustomError
 
 from maxstack.config.annotations import kinds, meanings, members, of_field, section
 from maxstack.config.compose import Presets, Readers, merged_tree, plain, underlay
@@ -55,7 +55,7 @@ class Section(pydantic.BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: pydantic.GetJsonSchemaHandler
+        cls, schema: Any, handler: "pydantic.GetJsonSchemaHandler"
     ) -> dict[str, Any]:
         found = handler(schema)
         properties = handler.resolve_ref_schema(found)["properties"]

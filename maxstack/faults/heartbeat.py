@@ -42,11 +42,12 @@ def retire() -> None:
 
 class Heartbeat:
     """A context for the run, with a watchdog process. Where the context ends in an error, the other
-    processes of the run end too."""
+    processes of the run end too. `ends`: this process ends with the run, and is watched until then;
+    one that lives on, as a notebook does, is not."""
 
-    def __init__(self, cfg: WatchdogConfig, log: Path, peers: Peers):
+    def __init__(self, cfg: WatchdogConfig, log: Path, peers: Peers, ends: bool = True):
         self._cfg, self._several, self._first = cfg, peers.count > 1, peers.number == 0
-        self._sent, self._slowest, self._phase = 0.0, 0.0, ""
+        self._ends, self._sent, self._slowest, self._phase = ends, 0.0, 0.0, ""
         self._watchdog_gone = self._retired = False
         file = stacks.new_file()
         stacks.show()
@@ -128,7 +129,10 @@ class Heartbeat:
         trace: TracebackType | None,
     ) -> None:
         if error is None or not self._several:
-            self.done()
+            if self._ends:
+                self.done()
+            else:
+                self.retire()
             return
         if isinstance(error, RuntimeError):
             time.sleep(VERDICT)

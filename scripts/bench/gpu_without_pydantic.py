@@ -37,6 +37,7 @@ def install() -> bool:
         Field=field,
         AfterValidator=lambda check: check,
         BeforeValidator=lambda check: check,
+        TypeAdapter=lambda annotation: None,
         ValidationError=type("ValidationError", (ValueError,), {}),
         fields=fields,
         WithJsonSchema=lambda schema: schema,

@@ -34,7 +34,7 @@ def test_the_table_holds_the_fastest_sizes_of_each_shape_and_the_next_run_takes_
     assert "attention on cpu: scale=0.25, window=8, causal" in told
     assert cli.main(["kernels", str(file), f"run.tuned={out}"]) == 0
     assert (
-        "blockwise   chosen; tuned blocks "
+        "blockwise  chosen; tuned blocks "
         f"{', '.join(f'{name}={size}' for name, size in rows[0]['blocks'].items())}"
         in capsys.readouterr().out
     )

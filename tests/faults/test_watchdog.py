@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 
+import processes
 import pytest
 
-from maxstack.faults import watchdog
+from maxstack import cli, train
+from maxstack.faults import heartbeat, watchdog
 
 PROGRAM = """
 import json, os, sys, time
@@ -92,6 +94,13 @@ def ended(started):
 def test_a_run_that_ends_is_left_alone(tmp_path):
     assert ended(run(tmp_path, 3)) == ([0] * 3, [""] * 3)
     assert not (tmp_path / "log.txt").exists()
+
+
+def test_a_process_that_lives_on_after_its_run_is_watched_no_longer(tmp_path):
+    """As a notebook does, or this one, which would be ended an hour later."""
+    path = processes.write_config(tmp_path, eval={"every": 0}, checkpoint={"every": 0})
+    assert cli.run(train.main, [str(path), "train.steps=1"]) == 0
+    assert heartbeat._current._process.poll() == -signal.SIGKILL
 
 
 def test_a_watchdog_that_begins_after_its_process_is_gone_leaves_too(tmp_path):
