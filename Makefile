@@ -11,7 +11,7 @@ train: .venv/installed
 
 CHECKED = maxstack tests scripts
 CHECK = $(BIN)/ruff format --check --quiet $(CHECKED) && $(BIN)/ruff check $(CHECKED) && $(BIN)/mypy
-PYTEST = $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 
 test: .venv/test-installed
 	$(CHECK)
