@@ -364,6 +364,8 @@ def in_small(words):
             words += TINY if "model.from" not in " ".join(words) else TINY[-1:]
         if any(word.endswith(("masked-diffusion.yml", "watched.yml")) for word in configs):
             words += TINY[:2]
+        if "photos.yml" in words and "model.from=./vit" not in words:
+            words += ["model.image_size=32", "model.layers=1"]
         if "watched.yml" in words:
             words += ["eval.every=12"]
         if "planned.yml" in words:
