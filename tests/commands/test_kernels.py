@@ -54,13 +54,17 @@ def test_pinned_kernels_serve_a_step_split_over_fsdp_and_tensor_and_experts_coun
     served = {choice.op: choice.backend for choice in step.run.kernels}
     assert served == {OP_OF[part]: backend for part, backend in backends.items()}
     program = read(step.compiled.as_text())
-    flops = sum(one.flops for one in operations(program) if "only.mlp" in one.op_name)
+    flops = sum(
+        one.flops
+        for one in operations(program)
+        if "only.mlp" in one.op_name and "BTD,DE->BTE" not in one.op_name  # the router's
+    )
     rows = 8 // (where.size // 2)
     matmul = (
         2 * (rows * 256 * 2) * 128 * 64 * 2
     )  # of each token's two experts, over half of their hidden units, in both layers
-    # a block may have twice the rows of a group; the router's products are little beside
-    assert 9 * matmul <= flops <= 2.01 * 9 * matmul and not program.uncounted
+    # a block may have twice the rows of a group
+    assert 9 * matmul <= flops <= 2 * 9 * matmul and not program.uncounted
 
 
 def test_the_command_names_what_serves_and_why_each_other_does_not(tmp_path, capsys):
