@@ -49,7 +49,7 @@ def documents(kind: str, count: int = 50, seed: int = 0) -> list[dict[str, Any]]
 @functools.cache
 def _lines() -> tuple[Line, ...]:
     """Lines of the files that quickstart.yml holds out."""
-    data = load.load("quickstart").data
+    data = load.load("quickstart", ["data.tokenizer={kind: bytes}"]).data
     found = (
         ("".join(f"{line}\n" for line in lines[i - BEFORE : i]), lines[i])
         for text in texts_of(data, open_sources(data, evaluation=True))
