@@ -20,7 +20,7 @@ from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
 from maxstack.schema import rules
 from maxstack.schema.config import Config, Model
-from maxstack.schema.data import DataConfig, holds_text
+from maxstack.schema.data import DataConfig, SentencePieceTokenizer, holds_text
 from maxstack.schema.stack import StackConfig
 
 log = logging.getLogger(__name__)
@@ -51,17 +51,22 @@ def load_tree(
         completed=_completed,
         faults=faults,
     )
-    return _in_run(cfg), tree
+    return _in_run(cfg, tree), tree
 
 
-def _in_run(cfg: Config) -> Config:
-    """The configuration with the run's folder where a tokenizer's path says {run}."""
+def _in_run(cfg: Config, tree: Node) -> Config:
+    """The configuration with the run's folder where a tokenizer's path says {run}. What a run has
+    learnt lies beside its config.yml, wherever that is read from."""
+    said = tree.at("data", "tokenizer", "path")
+    file = Path(_file(said.where)) if said else Path()
+    own = file.parent if file.name == "config.yml" else None
 
     def placed(data: DataConfig | None) -> DataConfig | None:
-        path = getattr(data.tokenizer, "path", "") if data else ""
-        if not data or "{run}" not in path:
+        if not data or not isinstance(data.tokenizer, SentencePieceTokenizer):
             return data
-        path = path.replace("{run}", f"{cfg.run.output_dir}/{cfg.run.name}")
+        path = data.tokenizer.path.replace("{run}", f"{cfg.run.output_dir}/{cfg.run.name}")
+        if data.tokenizer.learn and own and (beside := own / Path(path).name).is_file():
+            path = str(beside)
         tokenizer = data.tokenizer.model_copy(update={"path": path})
         return data.model_copy(update={"tokenizer": tokenizer})
 

@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def thinned(metrics: Path) -> dict[str, Any]:
-    """The training loss as means of MEAN steps, and every held-out loss, as (step, nats a byte)."""
+    """The training loss as means of MEAN steps, and every held-out loss, as (step, nats a token)."""
     losses = [(row["step"], row["loss"]) for row in rows(metrics, "loss")]
     groups = [losses[i : i + MEAN] for i in range(0, len(losses) - MEAN + 1, MEAN)]
     return {
@@ -119,7 +119,7 @@ def drawn(pictures: Path) -> dict[Path, str]:
     }
     loss = line_chart(
         "maxstack train quickstart",
-        f"loss, nats a byte; {found['machine']}, CPU",
+        f"loss, nats a token; {found['machine']}, CPU",
         [Panel("Python's standard library", "step", "nats", series, linear=True)],
     )
     tasks = line_chart(

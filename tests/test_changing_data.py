@@ -1,5 +1,6 @@
 """Runs whose data, batches or optimizer change while they go on, as whole runs."""
 
+import shutil
 import signal
 
 import pytest
@@ -10,6 +11,7 @@ from processes import train as train_apart
 
 from maxstack import cli, train
 from maxstack.data.tokenizers import open_tokenizer
+from maxstack.load import load
 
 WEB = {"kind": "synthetic", "vocab": 400, "documents": 90, "length": 70, "ragged": True}
 
@@ -226,6 +228,11 @@ def test_a_run_learns_its_tokenizer_where_it_begins_and_keeps_it(run, tmp_path, 
     assert "learnt from" not in capsys.readouterr().out
     assert cli.main(["data", "show", f"{folder.parent}/learnt.yml", "--rows", "1"]) == 0
     assert "word1 and other1" in capsys.readouterr().out
+    moved = tmp_path / "moved" / "elsewhere"
+    shutil.copytree(folder, moved)
+    assert load(str(moved / "config.yml")).data.tokenizer.path == f"{moved}/own.model"
+    other = "data.tokenizer.path=other.model"
+    assert load(str(moved / "config.yml"), [other]).data.tokenizer.path == "other.model"
     model.unlink()
     open_tokenizer.cache_clear()
     assert run("learnt", data, steps=6)[1] == 2 and not model.exists()

@@ -24,7 +24,7 @@ from maxstack.data.steps.cleaned import cleaned
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
 from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
-from maxstack.schema.data import Beyond, DataConfig
+from maxstack.schema.data import Beyond, DataConfig, SentencePieceTokenizer
 
 _LARGEST_SHARD = 10_000
 _STEP = 1 << 22
@@ -133,6 +133,8 @@ def prepare(
                 f"{split} on them: {key}=[{{kind: array_record, content: tokens, files: "
                 f"['{out}/*-{split}-*.array_record']}}]"
             )
+    if isinstance(cfg.tokenizer, SentencePieceTokenizer) and cfg.tokenizer.learn:
+        print(f"their tokenizer, for a run of any name: data.tokenizer.path={cfg.tokenizer.path}")
 
 
 def _check_folder(out: str) -> None:

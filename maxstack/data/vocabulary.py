@@ -31,7 +31,8 @@ def learn(cfg: "Config") -> None:
     begun = Path(cfg.run.output_dir, cfg.run.name, "checkpoints").exists()
     if storage.kind(tokenizer.path) is None and not begun:
         key, out, most = "data.tokenizer.learn", tokenizer.path, tokenizer.learn
-        size = train(cfg.data, out, vocab=most, megabytes=_MEGABYTES, most=True, key=key)
+        data = cfg.data.model_copy(update={"steps": []})
+        size = train(data, out, vocab=most, megabytes=_MEGABYTES, most=True, key=key)
         print(f"{out}: {size} tokens, learnt from the training documents", flush=True)
 
 

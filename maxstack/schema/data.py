@@ -41,8 +41,8 @@ class SentencePieceTokenizer(Section):
     """The .model file, a path or URL; {run} in it stands for the run's folder."""
     learn: PositiveInt | None = None
     """Where a run begins, or its data is shown or prepared, and no file is at `path`: learn a model
-    of so many tokens at most from the training documents, 20 MB of them, and keep it there. null:
-    it must be there."""
+    of so many tokens at most from the training documents, 20 MB of them as they are before
+    data.steps, and keep it there. null: it must be there."""
     bos: bool = True
     """Begin each document with the model's BOS id."""
     eos: bool = True
