@@ -1,25 +1,28 @@
 """The reference model on this machine's CPU: maxstack and its peers in turn, in several rounds, as
-tokens/s and ratios.
+tokens/s and ratios, with each one's peak memory.
 
-Then attention over one long row, forward and backward, beside jax.nn.dot_product_attention:
+Then the same in float32 for wider models and longer rows, once each; and attention over one long
+row, forward and backward, beside jax.nn.dot_product_attention:
 seconds, and memory as it grows with the row.
 
 example: python scripts/bench_cpu.py --rounds 3 --json bench.json --peer-python ../torch/bin/python
          python scripts/bench_cpu.py --only step --maxtext-python ../maxtext/bin/python
+         python scripts/bench_cpu.py --only scaling --peer-python ../torch/bin/python
          python scripts/bench_cpu.py --only attention
          python scripts/bench_cpu.py --tiny
 """
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench import arguments
 from bench.gpu_processes import lacks
@@ -36,13 +39,29 @@ PEERS = {
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 CALLS = 3
 """Calls of the long attention in each process."""
-TINY = (
-    "train.steps=3",
-    "model.embed=32",
-    "model.layers=1",
-    "model.blocks.block.mlp.hidden=32",
-    "data.seq_len=32",
+
+
+class Size(NamedTuple):
+    """Of the model and of a batch."""
+
+    width: int
+    length: int
+    rows: int
+
+
+SIZES = (
+    Size(256, 512, 4),
+    Size(512, 512, 4),
+    Size(1024, 512, 4),
+    Size(256, 2048, 1),
+    Size(256, 8192, 1),
 )
+"""That of the reference work, and others to see how speed and memory grow."""
+SCALED = "plain_jax scan", "torch_llama"
+"""Peers at these sizes."""
+STEPS = 6
+TINY = ("model.layers=1",)
+TINY_SIZE = Size(128, 32, 2)
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"}
 """glibc then returns freed memory, so that the peak of a process is the size of its arrays."""
 
@@ -53,7 +72,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, help="each program runs this often; the median counts"
     )
-    parser.add_argument("--only", choices=["step", "attention"], help="one half")
+    parser.add_argument("--only", choices=["step", "scaling", "attention"], help="one part")
     parser.add_argument(
         "--tiny",
         action="store_true",
@@ -70,45 +89,47 @@ def main() -> None:
     rounds, dtypes = (1, ("f32",)) if args.tiny else (args.rounds, tuple(DTYPES))
     pythons = {"torch": args.peer_python, "maxtext": args.maxtext_python}
     found = {}
-    if args.only != "attention":
+    if args.only in (None, "step"):
         found = _reference_work(rounds, dtypes, pythons, args.tiny)
-    if args.only != "step":
+    if args.only in (None, "scaling"):
+        found["scaling"] = _scaling((TINY_SIZE,) if args.tiny else SIZES, pythons)
+    if args.only in (None, "attention"):
         found["attention"] = _long_attention(rounds, (64,) if args.tiny else (2048, 8192))
     arguments.write_json(args.json, found)
 
 
 def _reference_work(
-    rounds: int, dtypes: tuple[str, ...], python_of: Mapping[str, str], tiny: bool
+    rounds: int, dtypes: tuple[str, ...], pythons: Mapping[str, str], tiny: bool
 ) -> dict[str, Any]:
     """Tokens/s of every program in every round, and seconds and GB to the first loss."""
-    pythons = {
-        name: python_of.get(needs[0], sys.executable) for name, (_, _, needs) in PEERS.items()
-    }
-    theirs: dict[str, list[float]] = {}
-    peers = {name: peer for name, peer in PEERS.items() if _available(name, peer[2], pythons[name])}
-    speeds: dict[str, list[float]] = {}
+    told: dict[str, list[dict[str, float]]] = {}
+    names = ["maxstack", *filter(lambda name: _available(name, pythons), PEERS)]
     for number in range(rounds):
         for dtype in dtypes:
             print(f"round {number + 1}/{rounds} {dtype}", file=sys.stderr, flush=True)
-            speeds.setdefault(f"maxstack {dtype}", []).append(_ours(dtype, *TINY * tiny))
-            for name, (script, words, _) in peers.items():
-                words = [dtype, *words, *["--tiny"] * tiny]
-                told = _peer(pythons[name], script, words)
-                speeds.setdefault(f"{name} {dtype}", []).append(told["tokens_per_second"])
-                if seconds := told.get("first_loss_seconds"):
-                    theirs.setdefault(f"{name} {dtype}", []).append(seconds)
+            for name in names:
+                told.setdefault(f"{name} {dtype}", []).append(_measured(name, dtype, pythons, tiny))
+    speeds = {name: [each["tokens_per_second"] for each in found] for name, found in told.items()}
+    memory = {
+        name: max(each.get("gigabytes", math.nan) for each in found) for name, found in told.items()
+    }
+    theirs = {
+        name: [each["first_loss_seconds"] for each in found]
+        for name, found in told.items()
+        if "first_loss_seconds" in found[0]
+    }
     table = {name: statistics.median(values) for name, values in speeds.items()}
     with tempfile.TemporaryDirectory() as cache:
         start = {
             kind: _first_loss(kind, f"run.compilation_cache={cache}", *TINY * tiny)
             for kind in ("cold", "warm")
         }
-    print(f"\n{'program':26} {'tokens/s':>9} {'all rounds':>26}   maxstack is x times as fast")
+    print(f"\n{'program':26} {'tokens/s':>9} {'all rounds':>42} {'GB':>6}   maxstack is x as fast")
     for name, value in table.items():
         ratio = table[f"maxstack {name.split()[-1]}"] / value
         print(
-            f"{name:26} {value:9,.0f} {' '.join(f'{v:,.0f}' for v in speeds[name]):>26}  "
-            f" {ratio:.2f}"
+            f"{name:26} {value:9,.0f} {' '.join(f'{v:,.0f}' for v in speeds[name]):>42} "
+            f"{memory[name]:6.2f}   {ratio:.2f}"
         )
     for kind, (seconds, gigabytes) in start.items():
         print(
@@ -117,7 +138,49 @@ def _reference_work(
         )
     for name, seconds in theirs.items():
         print(f"the same of {name}, cold: {statistics.median(seconds):.1f} s")
-    return {"tokens_per_second": speeds, "start": start, "peers_first_loss": theirs}
+    return {
+        "tokens_per_second": speeds,
+        "gigabytes": memory,
+        "start": start,
+        "peers_first_loss": theirs,
+    }
+
+
+def _scaling(sizes: Sequence[Size], pythons: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Tokens/s and peak memory by size, in float32, of maxstack and the peers of SCALED."""
+    found: dict[str, dict[str, Any]] = {}
+    names = ["maxstack", *filter(lambda name: _available(name, pythons), SCALED)]
+    print(f"\n{'width, rows x length':22} {'program':16} {'tokens/s':>9} {'GB':>6}")
+    for size in sizes:
+        where = f"{size.width}, {size.rows} x {size.length}"
+        for name in names:
+            told = _measured(name, "f32", pythons, False, size, STEPS)
+            found.setdefault(where, {})[name] = told
+            print(
+                f"{where:22} {name:16} {told['tokens_per_second']:9,.0f} {told['gigabytes']:6.2f}",
+                flush=True,
+            )
+    return found
+
+
+def _measured(
+    name: str,
+    dtype: str,
+    pythons: Mapping[str, str],
+    tiny: bool,
+    size: Size | None = None,
+    steps: int = 21,
+) -> dict[str, float]:
+    """Figures of a program at the reference work's size, or another."""
+    size, steps = (TINY_SIZE, 3) if tiny else (size or SIZES[0], steps)
+    if name == "maxstack":
+        return _ours(dtype, size, steps, *TINY * tiny)
+    script, words, needs = PEERS[name]
+    words = [dtype, *words, *["--tiny"] * tiny]
+    if name != "maxtext":
+        words += ["--embed", f"{size.width}", "--length", f"{size.length}"]
+        words += ["--rows", f"{size.rows}", "--steps", f"{steps}"]
+    return _peer(pythons.get(needs[0], sys.executable), script, words)
 
 
 def _long_attention(rounds: int, lengths: tuple[int, ...]) -> dict[str, dict[str, Any]]:
@@ -146,8 +209,9 @@ def _long_attention(rounds: int, lengths: tuple[int, ...]) -> dict[str, dict[str
     return found
 
 
-def _available(name: str, packages: list[str], python: str) -> bool:
-    if missing := lacks(python, packages):
+def _available(name: str, pythons: Mapping[str, str]) -> bool:
+    needs = PEERS[name][2]
+    if missing := lacks(pythons.get(needs[0], sys.executable), needs):
         print(f"{name} is left out: {', '.join(missing)} not installed", file=sys.stderr)
     return not missing
 
@@ -168,20 +232,34 @@ def _peer(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _ours(dtype: str, *overrides: str) -> float:
-    """Tokens/s as the peers print them: batch tokens over the median step of 20 after the first."""
+def _ours(dtype: str, size: Size, steps: int, *overrides: str) -> dict[str, float]:
+    """Tokens/s as the peers print them, by the median step after the first, and peak GB."""
+    overrides = (
+        f"model.dtype={DTYPES[dtype]}",
+        f"model.embed={size.width}",
+        f"model.blocks.block.mlp.hidden={4 * size.width}",
+        f"model.blocks.block.mixer.heads={size.width // 64}",
+        f"model.blocks.block.mixer.kv_heads={size.width // 128}",
+        f"data.seq_len={size.length}",
+        f"data.sources.0.length={size.length + 1}",
+        f"train.batch_size={size.rows}",
+        f"train.steps={steps}",
+        *overrides,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            _command(folder, f"model.dtype={DTYPES[dtype]}", *overrides),
-            capture_output=True,
-            text=True,
-            check=False,
+        log = Path(folder) / "log"
+        process = subprocess.Popen(
+            _command(folder, *overrides), stdout=log.open("w"), stderr=subprocess.STDOUT
         )
-        if done.returncode:
-            sys.exit(f"maxstack failed:\n{done.stdout}{done.stderr}")
-        steps = rows(Path(folder) / "bench-reference" / "metrics.jsonl", "step_seconds")
-    seconds = sorted(step["step_seconds"] for step in steps[1:])
-    return steps[0]["tokens"] / seconds[len(seconds) // 2]
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            sys.exit(f"maxstack failed:\n{log.read_text()}")
+        done = rows(Path(folder) / "bench-reference" / "metrics.jsonl", "step_seconds")
+    seconds = statistics.median(step["step_seconds"] for step in done[1:])
+    return {
+        "tokens_per_second": done[0]["tokens"] / seconds,
+        "gigabytes": usage.ru_maxrss * 1024 / 1e9,
+    }
 
 
 def _command(folder: str, *overrides: str) -> list[str]:

@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def thinned(metrics: Path) -> dict[str, Any]:
-    """The training loss as means of MEAN steps, and every held-out loss, as (step, nats a token)."""
+    """The training loss as means of MEAN steps and every held-out loss: (step, nats a token)."""
     losses = [(row["step"], row["loss"]) for row in rows(metrics, "loss")]
     groups = [losses[i : i + MEAN] for i in range(0, len(losses) - MEAN + 1, MEAN)]
     return {

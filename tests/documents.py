@@ -14,6 +14,8 @@ import tokenizers
 from PIL import Image
 
 from maxstack import cli
+from maxstack.data import vocabulary
+from maxstack.schema.data import DataConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -138,8 +140,16 @@ def make_folder(folder: Path) -> None:
     (folder / "adapter" / "golden.npz").unlink()
     for run in ("mine", "quickstart", "tuned"):
         assert cli.main(["import", str(model), "--out", str(folder / "runs" / run)]) == 0
+        learn(folder / "notes", folder / "runs" / run / "tokenizer.model")
     (folder / "RUN.yml").write_text(RUN)
     shutil.copytree(model, folder / "Llama-3.1-70B")
+
+
+def learn(notes: Path, out: Path) -> None:
+    """The tokenizer that a run of the quickstart on these notes has in its folder."""
+    source = {"kind": "text", "files": [f"{notes}/*.md"]}
+    data = DataConfig.model_validate({"sources": [source]})
+    vocabulary.train(data, str(out), vocab=2040, most=True)
 
 
 def write_tokenizer(model: Path) -> None:

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from maxstack.data import hub
-from maxstack.data.byte_level import END as BYTES_END
 from maxstack.data.byte_level import NAMED, content, read, special_tokens
 from maxstack.data.json_files import parse
-from maxstack.data.tokenizers import Tokenizer
+from maxstack.data.tokenizers import Tokenizer, open_tokenizer
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.schema.data import DataConfig
 
@@ -146,14 +145,18 @@ class ChatTemplate:
 
 
 def read_chat_template(
-    folder: Path, file: str | Path | None = None, remedy: str = ""
+    folder: Path,
+    file: str | Path | None = None,
+    remedy: str = "",
+    named: Mapping[str, str] | None = None,
 ) -> ChatTemplate:
     """The chat template of a Hugging Face folder, or of a run that was imported from one, or that
-    in `file`, with the folder's special tokens. ConfigError, with a remedy, where there is
-    none."""
+    in `file`, with the folder's special tokens, and those `named` that it does not name.
+    ConfigError, with a remedy, where there is none."""
     beside = folder / "hf" if (folder / "hf").is_dir() else folder
     config = special_tokens(beside)
     tokens = {name: text for name in NAMED if (text := content(config.get(name))) is not None}
+    tokens = {**(named or {}), **tokens}
     path = Path(file) if file else beside / JINJA
     if file or path.is_file():
         return ChatTemplate({DEFAULT: _text(path)}, tokens, str(path))
@@ -173,12 +176,12 @@ def template_of(data: DataConfig) -> ChatTemplate:
     where there is none."""
     path, named = getattr(data.tokenizer, "path", None), data.template
     file = NAMED_TEMPLATES / f"{named}.jinja" if named in named_templates() else named
+    tokens = open_tokenizer(data.tokenizer).named
     if path is not None:
         folder = hub.model_folder(os.path.dirname(path) or ".", weights=False)
-        return read_chat_template(folder, file, REMEDY)
+        return read_chat_template(folder, file, REMEDY, tokens)
     if file is None:
         raise ConfigError(f"data.template: a tokenizer of kind bytes has none; {REMEDY}")
-    tokens = {"bos_token": BYTES_END, "eos_token": BYTES_END}
     return ChatTemplate({DEFAULT: _text(Path(file))}, tokens, str(file))
 
 

@@ -46,6 +46,8 @@ class Tokenizer(ABC):
     """A hash of everything that a document's ids depend on."""
     special: Mapping[int, str]
     """Tokens that `decode` leaves out, and how they are written."""
+    named: Mapping[str, str] = {}
+    """bos_token and eos_token of chat templates, as far as it knows them without other files."""
     _bos: Sequence[int]
     _eos: Sequence[int]
 
@@ -159,6 +161,7 @@ class Bytes(Tokenizer):
         self.fingerprint = digest(f"bytes {cfg.bos} {cfg.eos}".encode())
         self._bos, self._eos = [256] * cfg.bos, [256] * cfg.eos
         self.special = {256: byte_level.END}
+        self.named = {"bos_token": byte_level.END, "eos_token": byte_level.END}
 
     def decode(self, ids: np.ndarray) -> bytes:
         return ids[ids < 256].astype(np.uint8).tobytes()
@@ -196,6 +199,8 @@ class SentencePiece(Tokenizer):
         self.token_bytes = _sizes(self.pieces)
         ids = filter(self._model.is_control, range(self.vocab_size))
         self.special = {i: self._model.id_to_piece(i) for i in ids}
+        known = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
+        self.named = {key: self.special[i] for key, i in known.items() if i in self.special}
 
     def id_of(self, token: str) -> int | None:
         number = self._model.piece_to_id(token)

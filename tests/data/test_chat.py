@@ -5,11 +5,11 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from maxstack.data import chat
+from maxstack.data import chat, vocabulary
 from maxstack.data.chat import ChatTemplate, encode_chat, read_chat_template, template_messages
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
-from maxstack.schema.data import BytesTokenizer, HuggingFaceTokenizer
+from maxstack.schema.data import BytesTokenizer, DataConfig, HuggingFaceTokenizer
 
 HELLO = [{"role": "user", "content": "Grüß <b>Gott</b>"}]
 SIMPLE = (
@@ -112,6 +112,16 @@ def test_a_template_of_ones_own_gets_the_folders_special_tokens(tmp_path):
     write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "chat_template": "no"})
     write(tmp_path, "my.jinja", "{{ bos_token }}mine")
     assert read_chat_template(tmp_path, str(tmp_path / "my.jinja")).render([]) == "<s>mine"
+
+
+def test_a_sentencepiece_model_alone_names_its_special_tokens(tmp_path):
+    write(tmp_path, "a.txt", "some text to learn from " * 20)
+    learnt = {"kind": "sentencepiece", "path": str(tmp_path / "tokenizer.model")}
+    data = DataConfig(sources=[{"kind": "text", "files": [f"{tmp_path}/a.txt"]}], tokenizer=learnt)
+    vocabulary.train(data, learnt["path"], vocab=280, most=True)
+    write(tmp_path, "my.jinja", SIMPLE)
+    template = chat.template_of(data.model_copy(update={"template": f"{tmp_path}/my.jinja"}))
+    assert template.render(HELLO) == "<s>user: Grüß <b>Gott</b></s>"
 
 
 def test_conversations_with_tools_use_the_template_for_them(tmp_path):
