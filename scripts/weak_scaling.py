@@ -32,6 +32,8 @@ ROWS = 4
 MODEL = [
     "model.blocks.block.mlp.hidden=1024",
     "model.embed=256",
+    "model.vocab=264",
+    "data.tokenizer={kind: bytes}",
     "data.seq_len=256",
     "train.accumulate=1",
 ]

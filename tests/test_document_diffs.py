@@ -63,6 +63,7 @@ def test_an_activation_that_is_added_as_the_page_says_is_trained_and_tested(tmp_
         "model.embed=16",
         "model.layers=1",
         "data.sources=[{kind: synthetic}]",
+        "data.tokenizer={kind: bytes}",
         "data.seq_len=16",
         "train.steps=2",
         "eval={every: 0, baselines: false}",

@@ -107,7 +107,7 @@ def _lines(cfg: DataConfig, limit: int) -> Iterator[str]:
             if not isinstance(document, bytes):
                 raise DataError(
                     f"{source.where(index)}: these are tokens; a tokenizer is learnt from text "
-                    "sources"
+                    "sources; give the one that made them, or data.tokenizer={kind: bytes}"
                 )
             try:
                 text = document.decode()

@@ -205,6 +205,7 @@ def test_recipes_of_post_training_are_measured_from_a_run_on(tmp_path):
     """From weights that say nothing: every figure is there, and KL of a model to itself is 0."""
     config = (
         *("quickstart", *SMALL, TEXT, "train.steps=2", f"run.output_dir={tmp_path}"),
+        "data.tokenizer={kind: bytes}",
         *("eval={every: 0, baselines: false}", "run.tensorboard=false"),
     )
     processes.run(
