@@ -65,8 +65,8 @@ def _in_run(cfg: Config, tree: Node) -> Config:
         if not data or not isinstance(data.tokenizer, SentencePieceTokenizer):
             return data
         path = data.tokenizer.path.replace("{run}", f"{cfg.run.output_dir}/{cfg.run.name}")
-        if data.tokenizer.learn and own and (beside := own / Path(path).name).is_file():
-            path = str(beside)
+        if data.tokenizer.learn and own:
+            path = learnt_by(own, path)
         tokenizer = data.tokenizer.model_copy(update={"path": path})
         return data.model_copy(update={"tokenizer": tokenizer})
 
@@ -77,6 +77,13 @@ def _in_run(cfg: Config, tree: Node) -> Config:
         update = {"eval": cfg.eval.model_copy(update={"data": evaluation})}
         cfg = cfg.model_copy(update=update)
     return cfg
+
+
+def learnt_by(own: Path, path: str) -> str:
+    """Where the tokenizer is that a run with the folder `own` has learnt, and its configuration
+    has at `path`: in its folder, if it is there."""
+    beside = own / Path(path).name
+    return str(beside) if beside.is_file() else path
 
 
 def run_folder(path: str) -> Path | None:

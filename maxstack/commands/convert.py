@@ -182,6 +182,7 @@ def write_folder(
             architecture=architecture,
             length=data["data"]["seq_len"],
             tokenizer=_tokenizer(data["data"]),
+            begins=bool(data["data"].get("tokenizer", {}).get("bos", True)),
             answers=_answers(data["data"]),
             done=bar.update,
         )
@@ -318,9 +319,12 @@ def _run_folder(path: Path) -> Path:
 def configured(path: Path, reader: "WeightsReader") -> dict[str, Any]:
     """The configuration of the run that wrote a checkpoint. ConfigError where there is none."""
     from maxstack.config import plain_data
-    from maxstack.load import load
+    from maxstack.load import learnt_by, load
 
     if data := reader.config():
+        tokenizer = data.get("data", {}).get("tokenizer") or {}
+        if tokenizer.get("learn"):
+            tokenizer["path"] = learnt_by(_run_folder(path), tokenizer["path"])
         return data
     file = _run_folder(path) / "config.yml"
     if not file.is_file():

@@ -18,6 +18,7 @@ from maxstack.data import byte_level
 from maxstack.data.chat import JINJA
 from maxstack.data.hub import DIFFUSERS, GENERATION, MODEL, TOKENIZER
 from maxstack.errors import ConfigError
+from maxstack.hf import sentencepiece_files
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import VALUE, Contents, check_tensors
 from maxstack.hf.families import ALL, FAMILIES
@@ -58,6 +59,7 @@ def export(
     architecture: str | None = None,
     length: int | None = None,
     tokenizer: Path | Literal["source", "bytes"] = "source",
+    begins: bool = True,
     answers: Answers = NO_ANSWERS,
     done: Callable[[int], object] = lambda count: None,
 ) -> Family:
@@ -66,7 +68,8 @@ def export(
 
     `source` is a folder with the config.json, tokenizer and dtypes that the model once came with;
     `length` the longest input that it was trained on; `tokenizer` the file of that which the model
-    was trained with, or that of `source`, or one of single bytes; `answers` are its conversations.
+    was trained with, or that of `source`, or one of single bytes, which puts BOS before a text if it
+    `begins` it; `answers` are its conversations.
     ConfigError where no family, or not the one of that architecture, can express the model.
     """
     came_with = byte_level.read(source / "config.json") if source else {}
@@ -98,7 +101,7 @@ def export(
     with new_folder(out) as folder:
         write_json(folder / "config.json", dict(sorted(config.items())))
         if tokens:
-            _copy_tokenizer(source, tokenizer, folder)
+            _copy_tokenizer(source, tokenizer, folder, begins)
             if answers.template is not None:
                 (folder / JINJA).write_text(answers.template, encoding="utf-8")
             _write_generation(source, folder, config, answers.ends)
@@ -201,8 +204,9 @@ def _dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _copy_tokenizer(source: Path | None, tokenizer: Path | str, folder: Path) -> None:
-    """Copy the tokenizer's files: all those of `source` where it is the same."""
+def _copy_tokenizer(source: Path | None, tokenizer: Path | str, folder: Path, begins: bool) -> None:
+    """Copy the tokenizer's files: all those of `source` where it is the same. A SentencePiece model
+    that stands alone gets those that transformers reads besides."""
     path = tokenizer if isinstance(tokenizer, Path) and tokenizer.is_file() else None
     came = source / path.name if source and path else None
     if path is None or (came and came.is_file() and filecmp.cmp(path, came, shallow=False)):
@@ -216,6 +220,10 @@ def _copy_tokenizer(source: Path | None, tokenizer: Path | str, folder: Path) ->
     else:
         name = "tokenizer.json" if path.suffix == ".json" else "tokenizer.model"
         shutil.copyfile(path, folder / name)
+    alone = folder / "tokenizer.model"
+    if alone.is_file() and not any((folder / name).is_file() for name in sentencepiece_files.NAMES):
+        for name, content in sentencepiece_files.files_of(alone, begins).items():
+            write_json(folder / name, content)
 
 
 def _copy(source: Path, names: tuple[str, ...], folder: Path) -> None:

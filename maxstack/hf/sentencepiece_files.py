@@ -1,0 +1,61 @@
+"""A SentencePiece model that a run has learnt, as the files of a transformers tokenizer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+SPACE = "\u2581"
+
+
+NAMES = "tokenizer.json", "tokenizer_config.json"
+
+
+def files_of(path: Path, begins: bool) -> dict[str, Any]:
+    """The files of NAMES for a BPE model without normal forms, as `maxstack data tokenizer` learns
+    it; `begins`: they put BOS before a text. None where they would give other ids than the model at
+    `path`: of a unigram model, or one that puts a space before a text."""
+    import sentencepiece
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+    from tokenizers.models import BPE
+
+    model: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ids = range(model.vocab_size())
+    pieces = [model.id_to_piece(i) for i in ids]
+    special = [i for i in ids if model.is_control(i) or model.is_unknown(i)]
+    text = {pieces[i]: i for i in ids if i not in special and not model.is_byte(i)}
+    pairs = sorted(
+        (-model.get_score(i), text[piece[:at]], text[piece[at:]], (piece[:at], piece[at:]))
+        for piece, i in text.items()
+        for at in range(1, len(piece))
+        if piece[:at] in text and piece[at:] in text
+    )
+    unknown = pieces[model.unk_id()]
+    made: Any = Tokenizer(
+        BPE(
+            {piece: i for i, piece in enumerate(pieces)},
+            [pair for *_, pair in pairs],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    made.normalizer = normalizers.Replace(" ", SPACE)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    made.add_tokens([AddedToken("\n", normalized=False)] if "\n" in text else [])
+    probe = "".join(piece.replace(SPACE, " ") for piece in text) + " Grüß\n\t日本  x"
+    if made.encode(probe, add_special_tokens=False).ids != model.encode(probe):
+        return {}
+    made.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in special])
+    if begins and (bos := model.bos_id()) >= 0:
+        made.post_processor = processors.TemplateProcessing(
+            f"{pieces[bos]} $A", None, [(pieces[bos], bos)]
+        )
+    named = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{name: pieces[i] for name, i in named.items() if i in special},
+        "clean_up_tokenization_spaces": False,
+    }
+    return dict(zip(NAMES, (json.loads(made.to_str()), config), strict=True))
