@@ -41,6 +41,7 @@ NOT_RUN = {
 """Programs that are no part of the project, and why they are not run."""
 LATER = (
     "maxstack data removed",
+    "maxstack data show configs/recipes/sft.yml",
     "maxstack data prepare 70b.yml --out /gcs/tokens --engine ray",
     "maxstack package",
     "maxstack serve boxes",

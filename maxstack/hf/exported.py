@@ -68,8 +68,8 @@ def export(
 
     `source` is a folder with the config.json, tokenizer and dtypes that the model once came with;
     `length` the longest input that it was trained on; `tokenizer` the file of that which the model
-    was trained with, or that of `source`, or one of single bytes, which puts BOS before a text if it
-    `begins` it; `answers` are its conversations.
+    was trained with, or that of `source`, or one of single bytes; `begins`: it puts BOS before a
+    text; `answers` are its conversations.
     ConfigError where no family, or not the one of that architecture, can express the model.
     """
     came_with = byte_level.read(source / "config.json") if source else {}
