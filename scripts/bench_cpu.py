@@ -111,7 +111,9 @@ def _reference_work(
                 told.setdefault(f"{name} {dtype}", []).append(_measured(name, dtype, pythons, tiny))
     speeds = {name: [each["tokens_per_second"] for each in found] for name, found in told.items()}
     memory = {
-        name: max(each.get("gigabytes", math.nan) for each in found) for name, found in told.items()
+        name: max(each["gigabytes"] for each in found)
+        for name, found in told.items()
+        if "gigabytes" in found[0]
     }
     theirs = {
         name: [each["first_loss_seconds"] for each in found]
@@ -129,7 +131,7 @@ def _reference_work(
         ratio = table[f"maxstack {name.split()[-1]}"] / value
         print(
             f"{name:26} {value:9,.0f} {' '.join(f'{v:,.0f}' for v in speeds[name]):>42} "
-            f"{memory[name]:6.2f}   {ratio:.2f}"
+            f"{memory.get(name, math.nan):6.2f}   {ratio:.2f}"
         )
     for kind, (seconds, gigabytes) in start.items():
         print(
@@ -248,9 +250,10 @@ def _ours(dtype: str, size: Size, steps: int, *overrides: str) -> dict[str, floa
     )
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        process = subprocess.Popen(
-            _command(folder, *overrides), stdout=log.open("w"), stderr=subprocess.STDOUT
-        )
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                _command(folder, *overrides), stdout=out, stderr=subprocess.STDOUT
+            )
         _, status, usage = os.wait4(process.pid, 0)
         if status:
             sys.exit(f"maxstack failed:\n{log.read_text()}")

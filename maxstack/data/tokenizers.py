@@ -27,7 +27,7 @@ from maxstack.schema.data import (
 from maxstack.schema.data import Tokenizer as TokenizerConfig
 
 _LARGEST_FILE = 1 << 28
-_SPACE = "\u2581"
+SPACE = "\u2581"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -478,4 +478,4 @@ def _text(piece: str) -> bytes:
     """The text of a piece, whose spaces are marked, or the byte of one like <0x0A>."""
     if byte := _BYTE.fullmatch(piece):
         return bytes.fromhex(byte[1])
-    return piece.replace(_SPACE, " ").encode()
+    return piece.replace(SPACE, " ").encode()

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-SPACE = "\u2581"
-
+from maxstack.data.tokenizers import SPACE
 
 NAMES = "tokenizer.json", "tokenizer_config.json"
 
