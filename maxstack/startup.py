@@ -47,6 +47,7 @@ def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "Config":
     """The configuration with the train.steps that train.epochs take, the same in every process."""
     if cfg.train.epochs is None:
         return cfg
+    prepare_tokenizer(cfg)  # how many rows the documents fill depends on it
     from maxstack.data.batches import Batches
     from maxstack.data.epochs import steps_of, with_epochs
     from maxstack.objectives.objective import objective_of
@@ -57,15 +58,19 @@ def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "Config":
     return cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": steps})})
 
 
-def learn_tokenizer(cfg: "Config") -> None:
-    """Process 0 learns the tokenizer that the configuration wants learnt, and the others wait."""
-    if not getattr(cfg.data.tokenizer, "learn", None):
-        return
-    from maxstack.data import vocabulary
+def prepare_tokenizer(cfg: "Config") -> None:
+    """Process 0 learns the tokenizer that the configuration wants learnt, and the others wait;
+    ConfigError where the model has too few tokens for it."""
+    from maxstack.data import fits
 
-    if Peers().number == 0:
-        vocabulary.learn(cfg)
-    Peers().barrier("tokenizer")
+    if getattr(cfg.data.tokenizer, "learn", None):
+        from maxstack.data import vocabulary
+
+        if Peers().number == 0:
+            vocabulary.learn(cfg)
+        Peers().barrier("tokenizer")
+    if cfg.model.tokens is None:
+        fits(cfg.data, cfg.objective.token_ids(cfg.decoder.vocab))
 
 
 def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
@@ -293,9 +298,7 @@ def longer_rows(weights: str, seq_len: int) -> str:
 
 def check_can_start(run: Run) -> None:
     """Check a run before anything is made. ConfigError where a kernel is asked for that cannot
-    serve, a tracker that is not installed, or a flag that the compiler does not know; for a run
-    that has not begun, DataError where model.weights are not of this model, and ConfigError where
-    lora.adapter is not lora's."""
+    serve, a tracker that is not installed, or a flag that the compiler does not know."""
     cfg, _ = run.cfg, run.kernels
     if jax.process_index() == 0:
         check_installed(cfg.run.trackers)
@@ -318,6 +321,13 @@ def check_can_start(run: Run) -> None:
             "precision and never trained (mode ptq), and the rest would be; set lora to train "
             "adapters, mode: qt to train in low precision, or optimizer.trainable for what is meant"
         )
+
+
+def check_weights(run: Run) -> None:
+    """Check the weights that a run begins from, its teachers' too, where it has no checkpoints.
+    DataError where model.weights are not of this model, ConfigError where lora.adapter is not
+    lora's or a teacher's tokenizer not the run's."""
+    cfg = run.cfg
     if (folder_of(cfg) / "checkpoints").exists():
         return
     if cfg.lora and cfg.lora.adapter:

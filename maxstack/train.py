@@ -136,7 +136,6 @@ def train(
     from maxstack import startup
     from maxstack.checks import Checks
     from maxstack.cluster import joining
-    from maxstack.data import fits
     from maxstack.evals.evaluation import StopEarly
     from maxstack.faults.policy import Policy, refusal
     from maxstack.faults.preemption import Preemption
@@ -154,15 +153,14 @@ def train(
     joining.join(cfg)
     heart = startup.watched(cfg, ending, _is_program)
     keep_programs(cfg.run.compilation_cache, named=cfg.train.profile is not None)
-    startup.learn_tokenizer(cfg)
-    if cfg.model.tokens is None:
-        fits(cfg.data, cfg.objective.token_ids(cfg.decoder.vocab))
     mesh = startup.make_mesh(cfg, left)
     cfg = startup.counted(cfg, mesh)
     run = assemble(cfg, mesh)
     steps = ShapedSteps(run)
     steps.check_memory(startup.engine_bytes(run))
     startup.check_can_start(run)
+    startup.prepare_tokenizer(cfg)
+    startup.check_weights(run)
     first = jax.process_index() == 0
     folder = run_folder.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)

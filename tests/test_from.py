@@ -142,7 +142,7 @@ def test_an_adapter_that_is_not_loras_is_refused_before_any_weight_is_read(here)
         match=r"set lora.rank=4, lora.alpha=6, lora.dora=false, "
         r"lora.targets=\[blocks/block/mixer/key, .*mlp/up\]",
     ):
-        startup.check_can_start(assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1])))
+        startup.check_weights(assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1])))
 
 
 TEXTS = "data: {sources: [{kind: text, files: [runs/mine.yml]}], seq_len: 16}\n"
@@ -341,7 +341,7 @@ def test_weights_of_another_model_than_the_configured_are_told_as_bad_data(here,
     given = {"model": model, "data": {"sources": [{"kind": "synthetic", "vocab": 128}]}}
     run = assemble(load(given), make_mesh(load(given).mesh, jax.devices()[:1]))
     with pytest.raises(DataError, match=f"{model['weights']}: .*(another model|are not those of)"):
-        startup.check_can_start(run)
+        startup.check_weights(run)
 
 
 def test_a_run_that_is_not_there_is_not_looked_for_on_the_hub(here):

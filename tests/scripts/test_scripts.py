@@ -44,7 +44,10 @@ SMALL = (
     "train.batch_size=2",
 )
 RANDOM = "data.sources=[{kind: synthetic, vocab: 264}]"
-TEXT = 'data.sources=[{kind: text, files: ["{stdlib}/[a-f]*.py"], holdout: 0.2}]'
+TEXT = (
+    "data.tokenizer={kind: bytes}",
+    'data.sources=[{kind: text, files: ["{stdlib}/[a-f]*.py"], holdout: 0.2}]',
+)
 
 
 def run(monkeypatch, path, *arguments):
@@ -204,8 +207,7 @@ def test_bench_post_measures_sft_and_dpo_packed_and_not(tmp_path):
 def test_recipes_of_post_training_are_measured_from_a_run_on(tmp_path):
     """From weights that say nothing: every figure is there, and KL of a model to itself is 0."""
     config = (
-        *("quickstart", *SMALL, TEXT, "train.steps=2", f"run.output_dir={tmp_path}"),
-        "data.tokenizer={kind: bytes}",
+        *("quickstart", *SMALL, *TEXT, "train.steps=2", f"run.output_dir={tmp_path}"),
         *("eval={every: 0, baselines: false}", "run.tensorboard=false"),
     )
     processes.run(
@@ -291,7 +293,7 @@ def test_a_training_curve_is_measured_and_kept_beside_the_others(tmp_path):
         "--docs",
         docs,
         *SMALL,
-        TEXT,
+        *TEXT,
     )
     found = json.loads((docs / "quantization/curves.json").read_text())
     assert (
@@ -315,7 +317,7 @@ def test_weak_scaling_measures_processes_together_and_apart(tmp_path):
         "--docs",
         docs,
         *SMALL[:1],
-        TEXT,
+        *TEXT,
     )
     assert json.loads((docs / "cluster/scaling.json").read_text())["processes"]["1"].keys() == {
         "together",
