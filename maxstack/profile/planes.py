@@ -22,6 +22,10 @@ HIDDEN = (
     "on a GPU, XLA's command buffers hide them: xla.flags={xla_gpu_enable_command_buffer: ''} runs "
     "without"
 )
+_SUCCESSORS = "ThunkExecutor::Execute"
+"""What waited for an operation, run by the thread that did its last part."""
+_SLACK = 20_000
+"""ns from the end of those to the event that says that the operation ended."""
 STEP = "train step"
 """Name of the annotation of a step, whose number is its `step_num`."""
 
@@ -101,12 +105,14 @@ def _of_host(plane: Any, spans: list[Span]) -> Iterator[Event]:
     """Operations of CPU devices; adds the spans of the loop's thread to `spans`.
 
     An operation that goes on in other threads after its call has returned ends with an event of the
-    same context, which the pair _p and _c numbers.
+    same context, which the pair _p and _c numbers. The thread that does its last part first runs
+    what waited for it, and then writes that event: so it ended where those began.
     """
     calls: dict[int, Event] = {}
-    ends: dict[int, float] = {}
+    ends: dict[int, list[float]] = {}
     for line in plane.lines:
         own: list[Span] = []
+        around: list[tuple[float, float]] = []
         for event in line.events:
             if event.name.startswith(_SKIPPED):
                 continue
@@ -118,14 +124,21 @@ def _of_host(plane: Any, spans: list[Span]) -> Iterator[Event]:
                 calls[stats.get("_p", -len(calls) - 1)] = Event(
                     device, program, stats["hlo_op"], begin, end, run, end - begin
                 )
+            elif event.name == _SUCCESSORS:
+                while around and around[-1][1] <= event.start_ns - _SLACK:
+                    around.pop()
+                around.append((event.start_ns, event.end_ns))
             elif event.name.startswith("end: "):
-                ends[stats.get("_c", 0)] = event.start_ns
+                at = event.start_ns
+                ran = [begin for begin, end in around if at - _SLACK <= end <= at]
+                ends[stats.get("_c", 0)] = [*ran, at]
             else:
                 own.append(Span(event.name, event.start_ns, event.end_ns, stats.get("step_num")))
         if any(span.name == STEP for span in own):
             spans += own
     for context, call in calls.items():
-        call.end = max(call.end, ends.get(context, 0.0))
+        ended = (at for at in ends.get(context, ()) if at >= call.begin)
+        call.end = max(call.end, next(ended, 0.0))
         yield call
 
 
