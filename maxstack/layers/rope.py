@@ -46,7 +46,13 @@ def rope_table(
         rate = jnp.where(long_BT[:, :, None, None], long_R, short_R)
     angle = positions_BT.astype(jnp.float32)[:, :, None, None] * rate
     factor = attention_factor(cfg)
-    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+    return _once(jnp.cos(angle)) * factor, _once(jnp.sin(angle)) * factor
+
+
+def _once(x: Array) -> Array:
+    """x, whose values are at most 1. XLA computes a cosine again in every fusion that reads it, on
+    a CPU most of the fusion's time, but not a remainder."""
+    return jax.lax.rem(x, jnp.full_like(x, 2))
 
 
 def rotate(x_BTNH: Array, table: tuple[Array, Array], cfg: RopeConfig) -> Array:
