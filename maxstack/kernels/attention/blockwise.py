@@ -30,6 +30,8 @@ SIZES = {"cpu": (256, 256)}
 OTHER_SIZES = (512, 1024)
 MANY = 3
 """Tiles without a mask get a loop of their own if there are more than this."""
+FEW = 4
+"""As many tiles of a size need no loop: XLA then knows each one's place and mask."""
 CANDIDATES = [(rows, keys) for rows in (64, 128, 256, 512) for keys in (rows, 2 * rows)]
 """Further sizes worth measuring."""
 _cut = jax.lax.dynamic_slice_in_dim
@@ -348,21 +350,21 @@ def _if_seen(
 
 
 def _over(tiles: list[Tiles], tile: Callable[..., Any], state: Any) -> Any:
-    """The state after every tile: a loop for each size.
+    """The state after every tile: a loop for each size that has more than a few.
 
     No scan: differentiating a scan over layers takes what is the same for all of them out of a scan
     inside, and would keep the masks of all tiles.
     """
     for size in tiles:
-        count = len(size.starts)
-        if count == 1:
-            state = tile(size, state, size.starts[0], size.firsts[0])
+        if len(size.starts) > FEW:
+            state = _loop(functools.partial(tile, size), size, state)
         else:
-            state = _loop(count, functools.partial(tile, size), size, state)
+            for start, first in zip(size.starts, size.firsts, strict=True):
+                state = tile(size, state, start, first)
     return state
 
 
-def _loop(count: int, tile: Callable[..., Any], size: Tiles, state: Any) -> Any:
+def _loop(tile: Callable[..., Any], size: Tiles, state: Any) -> Any:
     starts, firsts = jnp.asarray(size.starts, jnp.int32), jnp.asarray(size.firsts, jnp.int32)
 
     def next_tile(at: tuple[jax.Array, Any]) -> Any:
@@ -370,7 +372,7 @@ def _loop(count: int, tile: Callable[..., Any], size: Tiles, state: Any) -> Any:
         return n + 1, tile(state, starts[n], firsts[n])
 
     start = jnp.zeros((), jnp.int32), state
-    return jax.lax.while_loop(lambda at: at[0] < count, next_tile, start)[1]
+    return jax.lax.while_loop(lambda at: at[0] < len(size.starts), next_tile, start)[1]
 
 
 def _rows(x_BKGTH: jax.Array, start: jax.Array, rows: int) -> jax.Array:
