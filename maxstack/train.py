@@ -20,7 +20,7 @@ from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
 from maxstack.errors import ConfigError, DataEnded
 from maxstack.faults import supervise
-from maxstack.hardware import devices
+from maxstack.hardware import devices, memory
 from maxstack.report import trace_requests
 from maxstack.report.console import tell
 
@@ -47,7 +47,7 @@ def program(argv: Sequence[str]) -> int:
         return main(argv)
     global _is_program
     _is_program = True
-    _use_huge_pages()
+    memory.use_huge_pages()
     gc.set_threshold(200_000, 20, 100)  # else the search for cycles takes a twentieth of the start
     signal.signal(signal.SIGTERM, _leave)
     trace_requests.listen()
@@ -151,6 +151,9 @@ def train(
     from maxstack.shaped import ShapedSteps
 
     joining.join(cfg)
+    keeps_memory = _is_program and _on_one_cpu_device(cfg)
+    if keeps_memory:
+        memory.run_in_this_thread()
     heart = startup.watched(cfg, ending, _is_program)
     keep_programs(cfg.run.compilation_cache, named=cfg.train.profile is not None)
     mesh = startup.make_mesh(cfg, left)
@@ -212,6 +215,9 @@ def train(
     with ledger.spent("compile"):
         shaped = steps.at(begin + 1)
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {shaped.seconds:.1f} s")
+
+    if keeps_memory:
+        memory.keep_freed()  # what compiling frees is not worth keeping
 
     stop = Preemption(heart.interrupted) if heart else Preemption()
     ending.callback(stop.close)
@@ -355,18 +361,11 @@ def _end_anyway(code: int) -> None:
     os._exit(code)
 
 
-def _use_huge_pages() -> None:
-    """Start over with glibc's allocator in huge pages, where Linux leaves that choice to programs;
-    the process stays the same one.
+def _on_one_cpu_device(cfg: "Config") -> bool:
+    import jax
 
-    On a CPU, XLA takes and frees its temporaries at every step, and page faults in small pages cost
-    a fifth of the step (EXPERIMENTS.md).
-    """
-    choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if "GLIBC_TUNABLES" not in os.environ and choice.exists() and "[madvise]" in choice.read_text():
-        os.execve(
-            sys.executable, sys.orig_argv, os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        )
+    alone = not jax.distributed.is_initialized() and cfg.run.virtual_devices in (None, 1)
+    return alone and os.environ.get("JAX_PLATFORMS") == "cpu"
 
 
 if __name__ == "__main__":

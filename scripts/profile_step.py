@@ -12,7 +12,6 @@ example: python scripts/profile_step.py bench-reference --rounds 5 --json step.j
 import collections
 import dataclasses
 import functools
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 from bench import arguments
 
+from maxstack.hardware import memory
 from maxstack.load import load
 
 
@@ -57,10 +57,8 @@ def main() -> None:
     )
     arguments.takes_json(parser)
     args = parser.parse_intermixed_args()
-    # as `maxstack train` starts itself
-    if sys.platform == "linux" and "GLIBC_TUNABLES" not in os.environ:
-        environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+    memory.use_huge_pages()  # as `maxstack train` does
+    memory.run_in_this_thread()
     import jax
 
     cfg = load(args.config, args.overrides)
@@ -68,6 +66,7 @@ def main() -> None:
     for part in parts(cfg):
         print(f"compiled {part.name}", file=sys.stderr)
         compiled.append(part)
+    memory.keep_freed()
     for _ in range(args.rounds):
         for part in compiled:
             part.time()
