@@ -1,5 +1,5 @@
-"""Traces of GPUs and TPUs by their documented form, made by hand; CPU traces are those of real runs
-in test_figures.py."""
+"""Traces by their documented form, made by hand: GPUs, TPUs, and what seldom is in those of CPUs,
+which test_figures.py takes of real runs."""
 
 import dataclasses
 
@@ -179,6 +179,26 @@ def test_kernels_without_the_names_of_operations_are_told(tmp_path):
     run = write(tmp_path / "run", "NVIDIA H100 80GB HBM3", {"/device:GPU:0": bare})
     with pytest.raises(DataError, match="no operation of the step.*xla_gpu_enable_command_buffer"):
         figures.summary(run)
+
+
+def test_an_operation_of_a_cpu_ends_where_what_waited_for_it_begins(tmp_path):
+    """The thread that did the last part of norm ran product before it said that norm had ended."""
+    at = {"hlo_module": "jit_step"}
+    main = [
+        Event("ThunkExecutor::Execute", 0, 150),
+        Event("norm", 100, 40, at | {"hlo_op": "norm", "_p": 1}),
+        Event("late", 145, 1, at | {"hlo_op": "late", "_p": 3}),
+    ]
+    other = [
+        Event("ThunkExecutor::Execute", 160, 9000),
+        Event("product", 170, 8900, at | {"hlo_op": "product", "_p": 2}),
+        Event("end: norm", 9161, 0, {"_c": 1}),
+        Event("end: late", 9500, 0, {"_c": 3}),
+    ]
+    path = tmp_path / "x.xplane.pb"
+    path.write_bytes(xspace({"/host:CPU": {"main": main, "pool": other}}))
+    ends = {event.name: event.end / 1e3 for event in read(path).events}
+    assert ends == pytest.approx({"norm": 160, "late": 9500, "product": 9070})
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path):
