@@ -217,7 +217,8 @@ def train(
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {shaped.seconds:.1f} s")
 
     if keeps_memory:
-        memory.keep_freed()  # what compiling frees is not worth keeping
+        # what compiling frees is not worth keeping
+        memory.keep_freed(shaped.step.memory_analysis().temp_size_in_bytes)
 
     stop = Preemption(heart.interrupted) if heart else Preemption()
     ending.callback(stop.close)

@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+from maxstack.hardware.devices import host_memory
+
 _TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1
 """Parameters of mallopt, as malloc.h numbers them."""
@@ -31,11 +33,13 @@ def run_in_this_thread() -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def keep_freed() -> None:
+def keep_freed(temporaries: int) -> None:
     """Keep what the main thread frees for what it takes next, from here on; large blocks of other
-    threads still go back to the system."""
+    threads still go back to the system. Small blocks between may cost `temporaries`, in bytes, a
+    second or third time, so nothing is kept where they are more than a sixteenth of the memory."""
     chosen = os.environ.get(_TUNABLES, _HUGE) == _HUGE
-    if chosen and "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", ()):
+    fits = 16 * temporaries <= (host_memory() or 0)
+    if chosen and fits and "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", ()):
         libc = ctypes.CDLL(None)
         libc.malloc_trim(0)
         libc.mallopt(_MMAP_MAX, 0)

@@ -16,8 +16,8 @@ memory.run_in_this_thread()
 squares = jax.jit(lambda x: (x[None] * x[:, None]) @ jnp.ones((len(x), 8)))
 x = jnp.arange(4096.0)
 squares(x).block_until_ready()
-memory.keep_freed()
-for _ in range(3):
+memory.keep_freed(64 << 20)
+for _ in range(12):
     squares(x).block_until_ready()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(4):
