@@ -363,6 +363,7 @@ def _end_anyway(code: int) -> None:
 
 
 def _on_one_cpu_device(cfg: "Config") -> bool:
+    """True where the run has one process and one CPU device, told before jax sees its devices."""
     import jax
 
     alone = not jax.distributed.is_initialized() and cfg.run.virtual_devices in (None, 1)

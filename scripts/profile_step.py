@@ -66,7 +66,7 @@ def main() -> None:
     for part in parts(cfg):
         print(f"compiled {part.name}", file=sys.stderr)
         compiled.append(part)
-    memory.keep_freed(0)
+    memory.keep_freed(0)  # of parts of any size
     for _ in range(args.rounds):
         for part in compiled:
             part.time()

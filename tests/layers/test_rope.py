@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
@@ -192,3 +193,15 @@ def test_scores_depend_on_the_distance_alone(fields):
         np.testing.assert_allclose(
             np.diagonal(scores, distance), np.diagonal(scores, distance)[0], atol=2e-5
         )
+
+
+def test_a_compiled_program_computes_its_cosines_once():
+    """Every fusion that reads them would compute them again."""
+
+    def turned(xs):
+        table = rope_table(rope(), jnp.arange(64)[None], None, 8)
+        return [rotate(x, table, rope()) for x in xs]
+
+    heads = [jnp.ones((1, 64, count, 8)) for count in (1, 2, 3)]
+    text = jax.jit(turned).lower(heads).compile().as_text()
+    assert text.count(" cosine(") == text.count(" sine(") == 1
