@@ -212,6 +212,19 @@ def hang(after: int, seconds: float = 1e9) -> None:
         kind.__getitem__ = standing(kind.__getitem__)
 
 
+class _Called:
+    """A compiled step in every way, but for what a call of it does."""
+
+    def __init__(self, step: Any, call: Callable):
+        self._step, self._call = step, call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+
 def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int) -> None:
     """A bit of a gradient, in the update that one replica (by its place on the axis `data`)
     computes of this batch: `once` or `always`."""
@@ -261,7 +274,7 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
             hit[0] += now
             return (bad if now else honest.step)(state, batch)
 
-        return honest._replace(step=chosen)
+        return honest._replace(step=_Called(honest.step, chosen))
 
     ShapedSteps._compiled = both
 
@@ -293,7 +306,7 @@ def learning(phase: str, updates: int, after: int) -> None:
     def updating(steps: Any, shape: tuple[int, int]) -> Any:
         """The compiled step, which goes on in the background once it is called."""
         shaped = compiled(steps, shape)
-        return shaped._replace(step=around("update", shaped.step))
+        return shaped._replace(step=_Called(shaped.step, around("update", shaped.step)))
 
     ShapedSteps._compiled = updating
     Engine.step = around("answering", Engine.step)
