@@ -151,9 +151,7 @@ def train(
     from maxstack.shaped import ShapedSteps
 
     joining.join(cfg)
-    keeps_memory = _is_program and _on_one_cpu_device(cfg)
-    if keeps_memory:
-        memory.run_in_this_thread()
+    in_this_thread = _is_program and _on_one_cpu_device(cfg) and memory.run_in_this_thread()
     heart = startup.watched(cfg, ending, _is_program)
     keep_programs(cfg.run.compilation_cache, named=cfg.train.profile is not None)
     mesh = startup.make_mesh(cfg, left)
@@ -216,7 +214,7 @@ def train(
         shaped = steps.at(begin + 1)
     log.say(f"{'loaded' if cfg.run.executable else 'compiled'} the step in {shaped.seconds:.1f} s")
 
-    if keeps_memory:
+    if in_this_thread:
         # what compiling frees is not worth keeping
         memory.keep_freed(shaped.step.memory_analysis().temp_size_in_bytes)
 
@@ -290,7 +288,8 @@ def train(
         compare = checks and checks.due(step, bool(save))
         reshapes = not done and steps.changes(step + 1)
         traced = traced or (tracer.tracing and (done or preempted or reshapes))
-        if evaluate or save or compare or traced or reshapes or done or preempted:
+        waits = evaluate or save or compare or traced or reshapes or done or preempted
+        if waits or in_this_thread:  # then the step has ended
             back = report(meter.flush()) or back
         if checks and compare and not back:
             with ledger.spent("check"):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import tiny
-from processes import environment, write_config
+from forked import Forked
+from processes import command, environment, rows, write_config
 
 from maxstack import startup
 from maxstack.errors import ConfigError
@@ -79,6 +80,29 @@ def test_processes_that_do_not_see_one_run_folder_are_refused(tmp_path):
         and "does not see in runs/run" in outputs[0]
         and "Traceback" not in outputs[0] + outputs[1]
     )
+
+
+@pytest.mark.slow
+def test_processes_share_a_learnt_tokenizer_and_the_steps_that_its_epochs_take(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text(" ".join(f"word{i} and other{i % 7}" for i in range(100)))
+    data = {
+        "seq_len": 16,
+        "sources": [{"kind": "text", "files": [str(text)]}],
+        "tokenizer": {"kind": "sentencepiece", "path": "{run}/own.model", "learn": 300},
+    }
+    train = {"epochs": 1, "batch_size": 4}
+    config = write_config(tmp_path, data=data, train=train)
+    started = [
+        Forked(command(config), environment() | own, tmp_path / own["JAX_PROCESS_ID"])
+        for own in members(2)
+    ]
+    assert [process.wait(timeout=240) for process in started] == [0, 0], (
+        tmp_path / "0"
+    ).read_text()
+    said = (tmp_path / "0").read_text()
+    steps = rows(tmp_path / "run")[-1]["step"]
+    assert "learnt from the training documents" in said and f"train.epochs=1: {steps} steps" in said
 
 
 ROUTED = {

@@ -17,6 +17,8 @@ from maxstack.errors import ConfigError
 
 WAIT_MS = 600_000
 """Milliseconds that a process waits for the slowest."""
+_TURNS: dict[str, Iterator[int]] = defaultdict(itertools.count)
+"""How often this process has exchanged each topic, whichever of its parts did."""
 
 
 class Peers:
@@ -24,7 +26,6 @@ class Peers:
 
     def __init__(self) -> None:
         self.number, self.count = jax.process_index(), jax.process_count()
-        self._turns: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
     @property
     def _client(self) -> Any:
@@ -39,7 +40,7 @@ class Peers:
         RuntimeError where a process stays away."""
         if self.count == 1:
             return [json.loads(json.dumps(value))]
-        client, turn = self._client, next(self._turns[topic])
+        client, turn = self._client, next(_TURNS[topic])
         path = f"maxstack/{topic}"
         client.key_value_set(f"{path}/{turn}/{self.number}", json.dumps(value))
         client.wait_at_barrier(path, wait_ms)

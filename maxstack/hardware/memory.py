@@ -25,27 +25,26 @@ def use_huge_pages() -> None:
         os.execve(sys.executable, sys.orig_argv, os.environ | {_TUNABLES: _HUGE})
 
 
-def run_in_this_thread() -> None:
+def run_in_this_thread() -> bool:
     """Let the thread that calls a program of the CPU run it, so that its temporaries are that
-    thread's. To be called before jax sees its devices."""
-    if _may_keep():
-        import jax
+    thread's -> whether it does: under glibc, unless the environment has chosen for its allocator.
+    To be called before jax sees its devices."""
+    chosen = os.environ.get(_TUNABLES, _HUGE) != _HUGE
+    if chosen or "CS_GNU_LIBC_VERSION" not in getattr(os, "confstr_names", ()):
+        return False
+    import jax
 
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    return True
 
 
 def keep_freed(temporaries: int) -> None:
     """Keep what the main thread frees for what it takes next, from here on; large blocks of other
-    threads still go back to the system. Small blocks between may cost `temporaries`, in bytes, a
-    second or third time, so nothing is kept where they are more than a sixteenth of the memory."""
-    if _may_keep() and 16 * temporaries <= (host_memory() or 0):
+    threads still go back to the system, so `run_in_this_thread` comes before. Small blocks between
+    may cost `temporaries`, in bytes, a second or third time, so nothing is kept where they are more
+    than a sixteenth of the memory."""
+    if 16 * temporaries <= (host_memory() or 0):
         libc = ctypes.CDLL(None)
         libc.malloc_trim(0)
         libc.mallopt(_MMAP_MAX, 0)
         libc.mallopt(_TRIM_THRESHOLD, -1)
-
-
-def _may_keep() -> bool:
-    """True under glibc, unless the environment has chosen for its allocator."""
-    chosen = os.environ.get(_TUNABLES, _HUGE) != _HUGE
-    return not chosen and "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", ())

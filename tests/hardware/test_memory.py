@@ -1,39 +1,53 @@
-"""Temporaries of a program on one CPU device: the system gives their pages once."""
+"""Temporaries of a run on one CPU device: the system gives their pages once."""
 
-import os
 import subprocess
 import sys
 
 import pytest
+from processes import environment, write_config
 
 PROGRAM = """
 import resource
-import jax
-import jax.numpy as jnp
-from maxstack.hardware import memory
+import sys
+from maxstack import cli, train
+from maxstack.report.metrics import Writer
 
-memory.run_in_this_thread()
-squares = jax.jit(lambda x: (x[None] * x[:, None]) @ jnp.ones((len(x), 8)))
-x = jnp.arange(4096.0)
-squares(x).block_until_ready()
-memory.keep_freed(64 << 20)
-for _ in range(12):
-    squares(x).block_until_ready()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(4):
-    squares(x).block_until_ready()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+write = Writer.write
+
+def noting(self, row):
+    print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    write(self, row)
+
+Writer.write = noting
+sys.exit(cli.run(train.program, sys.argv[1:]))
 """
 
 
 @pytest.mark.parametrize(
     ("tunables", "kept"), [("glibc.malloc.hugetlb=0", False), (None, True)], ids=str
 )
-def test_pages_are_kept_between_steps_unless_the_environment_chooses(tunables, kept):
-    """64 MiB of temporaries, which glibc always takes from the system, are 16,384 pages a call."""
-    environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
-    environment |= {"JAX_PLATFORMS": "cpu"} | ({"GLIBC_TUNABLES": tunables} if tunables else {})
-    made = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+def test_train_keeps_pages_between_steps_unless_the_environment_chooses(tmp_path, tunables, kept):
+    """An array of the MLP's hidden units is 64 MiB: 32 pages where they are huge, else 16,384."""
+    model = {"embed": 16, "layers": 1}
+    block = {
+        "mixer": {"kind": "attention", "heads": 1, "kv_heads": 1, "head_dim": 16},
+        "mlp": {"kind": "gated", "hidden": 2048},
+    }
+    config = write_config(
+        tmp_path,
+        model=model | {"blocks": {"block": block}},
+        data={"sources": [{"kind": "synthetic", "documents": 100, "length": 65, "vocab": 320}]},
+        train={"steps": 16, "batch_size": 128},
+        checkpoint={"every": 0},
     )
-    assert (int(made.stdout) < 1000) == kept
+    given = {k: v for k, v in environment().items() if k != "GLIBC_TUNABLES"}
+    given |= {"GLIBC_TUNABLES": tunables} if tunables else {}
+    told = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(config)],
+        env=given,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    faults = [int(line.split()[1]) for line in told.splitlines() if line.startswith("faults")]
+    assert (faults[-1] - faults[-6] < 200) == kept, faults
