@@ -277,41 +277,31 @@ def add_gradients(
     tiles: list[Tiles],
     request: Request,
 ) -> Gradients:
-    """`before` and the gradients of the output in `tiles`.
-
-    Those of keys and values are summed as columns, [B, K, H, S]: on a CPU XLA's products are twice
-    as fast where they sum over the last dimension of their first operand.
-    """
+    """`before` and the gradients of the output in `tiles`."""
     (k_BKSH, v_BKSV), dtype = kv, kv[0].dtype
     q_BKGTH = queries.q_BKGTH * jnp.asarray(request.scale, dtype)
-    q_BKHGT, do_BKVGT = (x.transpose(0, 1, 4, 2, 3) for x in (q_BKGTH, queries.do_BKGTV))
 
     def tile(size: Tiles, grads: Gradients, start: jax.Array, first: jax.Array) -> Gradients:
         own = _numbers(numbers, start, first, size)
         q, do, mean, log = (_rows(x, start, size.rows) for x in (q_BKGTH, *queries[1:]))
         k, v = _cut(k_BKSH, first, size.keys, 2), _cut(v_BKSV, first, size.keys, 2)
-        q_BKHQ, do_BKVQ = (
-            _cut(x, start, size.rows, 4).reshape(*x.shape[:3], -1) for x in (q_BKHGT, do_BKVGT)
-        )
 
         def seen() -> Gradients:
             s_BKQS, raw = _scores(q, k, own, size, request)
             p_BKQS = jnp.exp(s_BKQS - log[..., None])
-            dv = _dot("BKVQ,BKQS->BKVS", do_BKVQ, p_BKQS.astype(dtype))
+            dv = _dot("BKQS,BKQV->BKSV", p_BKQS.astype(dtype), do)
             ds = p_BKQS * (_dot("BKQV,BKSV->BKQS", do, v) - mean[..., None])
             if request.soft_cap:
                 ds = ds * (1 - jnp.square(raw / request.soft_cap))
             ds = ds.astype(dtype)
             dq = _dot("BKQS,BKSH->BKQH", ds, k) * request.scale
-            return dq, (_dot("BKHQ,BKQS->BKHS", q_BKHQ, ds), dv)
+            return dq, (_dot("BKQS,BKQH->BKSH", ds, q), dv)
 
-        none = zeros(q), (zeros(_columns(k)), zeros(_columns(v)))
-        dq, (dk, dv) = _if_seen(own, size, request, seen, lambda: none)
+        dq, (dk, dv) = _if_seen(own, size, request, seen, lambda: (zeros(q), (zeros(k), zeros(v))))
         dq = _put_rows(grads[0], start, dq + _rows(grads[0], start, size.rows))
         return dq, (_add_keys(grads[1][0], first, dk), _add_keys(grads[1][1], first, dv))
 
-    dq_BKGTH, dkv = _over(tiles, tile, (before[0], jax.tree.map(_columns, before[1])))
-    return dq_BKGTH, jax.tree.map(_columns, dkv)
+    return _over(tiles, tile, before)
 
 
 def as_arguments(gradients: Gradients) -> list[jax.Array]:
@@ -395,13 +385,8 @@ def _put_rows(x_BKGTH: jax.Array, start: jax.Array, part: jax.Array) -> jax.Arra
     return _put(x_BKGTH, part, start, 3)
 
 
-def _columns(x_BKSH: jax.Array) -> jax.Array:
-    """[B, K, H, S], and back."""
-    return x_BKSH.swapaxes(2, 3)
-
-
-def _add_keys(x_BKHS: jax.Array, first: jax.Array, part: jax.Array) -> jax.Array:
-    return _put(x_BKHS, _cut(x_BKHS, first, part.shape[3], 3) + part, first, 3)
+def _add_keys(x_BKSH: jax.Array, first: jax.Array, part: jax.Array) -> jax.Array:
+    return _put(x_BKSH, _cut(x_BKSH, first, part.shape[2], 2) + part, first, 2)
 
 
 _attention = differentiable(_forward, _backward)
