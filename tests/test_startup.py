@@ -97,10 +97,9 @@ def test_processes_share_a_learnt_tokenizer_and_the_steps_that_its_epochs_take(t
         Forked(command(config), environment() | own, tmp_path / own["JAX_PROCESS_ID"])
         for own in members(2)
     ]
-    assert [process.wait(timeout=240) for process in started] == [0, 0], (
-        tmp_path / "0"
-    ).read_text()
+    codes = [process.wait(timeout=240) for process in started]
     said = (tmp_path / "0").read_text()
+    assert codes == [0, 0], said
     steps = rows(tmp_path / "run")[-1]["step"]
     assert "learnt from the training documents" in said and f"train.epochs=1: {steps} steps" in said
 

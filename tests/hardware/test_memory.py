@@ -28,14 +28,13 @@ sys.exit(cli.run(train.program, sys.argv[1:]))
 )
 def test_train_keeps_pages_between_steps_unless_the_environment_chooses(tmp_path, tunables, kept):
     """An array of the MLP's hidden units is 64 MiB: 32 pages where they are huge, else 16,384."""
-    model = {"embed": 16, "layers": 1}
     block = {
         "mixer": {"kind": "attention", "heads": 1, "kv_heads": 1, "head_dim": 16},
         "mlp": {"kind": "gated", "hidden": 2048},
     }
     config = write_config(
         tmp_path,
-        model=model | {"blocks": {"block": block}},
+        model={"embed": 16, "layers": 1, "blocks": {"block": block}},
         data={"sources": [{"kind": "synthetic", "documents": 100, "length": 65, "vocab": 320}]},
         train={"steps": 16, "batch_size": 128},
         checkpoint={"every": 0},

@@ -81,8 +81,6 @@ def _loop(
     most = call.blocks.get("rows") or rows_of(inputs.head_DV.shape[1], Device.here().platform)
     rows = arrays[0].shape[0]
     count = -(-rows // most)
-    if count == 1:
-        return block(sums, (arrays[0], arrays[0].T, *arrays[1:]) if columns else arrays)
     size = -(-rows // count)
     size += -size % 8
 
@@ -90,8 +88,10 @@ def _loop(
         padded = jnp.pad(a, ((0, count * size - rows), *((0, 0),) * (a.ndim - 1)))
         return padded.reshape(count, size, *a.shape[1:])
 
-    blocks = tuple(map(cut, arrays))
+    blocks = arrays if count == 1 else tuple(map(cut, arrays))
     if columns:
-        blocks = blocks[0], blocks[0].swapaxes(1, 2), *blocks[1:]
+        blocks = blocks[0], blocks[0].swapaxes(-2, -1), *blocks[1:]
+    if count == 1:
+        return block(sums, blocks)
     sums, results = jax.lax.scan(block, sums, blocks)
     return sums, jax.tree.map(lambda a: a.reshape(count * size, *a.shape[2:])[:rows], results)
