@@ -68,11 +68,18 @@ def training_step(
         norm = optax.tree.norm(grads)
         skipped, guarded = guard.judge(cfg.faults, state.guard, value, norm, summed.weight)
         accepted = skipped == guard.ACCEPTED
-        updates, opt = tx.update(grads, state.opt, params, value=value, grad=grads)
-        opt = guard.where(accepted, opt, state.opt)
-        params = joined(jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates), rest)
-        carried, reported = model_of(cfg.model).after_step(cfg.model, params, summed.reports)
-        params = guard.where(accepted, params if cfg.lora else carried, state.params)
+
+        def changed_by_update() -> tuple[Tree, Tree]:
+            updates, opt = tx.update(grads, state.opt, params, value=value, grad=grads)
+            moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+            moved = joined(moved, rest)
+            return (moved if cfg.lora else after_step(moved)[0]), opt
+
+        after_step = functools.partial(
+            model_of(cfg.model).after_step, cfg.model, reports=summed.reports
+        )
+        new_params, opt = guard.either(accepted, changed_by_update, (state.params, state.opt))
+        reported = after_step(state.params)[1]
     scalars = _means(summed.metrics, weight) | reported
     scalars |= {
         "weight": summed.weight,
@@ -83,7 +90,7 @@ def training_step(
     if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
         scalars["learning_rate"] = jnp.asarray(rate(state.guard.updates))
     behind = older(cfg, changed, state)
-    return moves.home(State(state.step + 1, params, opt, guarded, behind)), scalars
+    return moves.home(State(state.step + 1, new_params, opt, guarded, behind)), scalars
 
 
 def skipped(cfg: "Config", changed: Tree, state: State) -> State:

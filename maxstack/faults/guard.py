@@ -1,12 +1,14 @@
 """The judgement inside the step that refuses an update, so that no bad value reaches weights or
 optimizer state."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxstack.faults.policy import ACCEPTED, NOT_FINITE, SPIKE
+from maxstack.kernels.backends import Device
 from maxstack.schema.faults import FaultsConfig, SpikeConfig
 
 Tree = Any
@@ -73,6 +75,19 @@ def where(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
     """Tree `yes` where the single truth value `condition` holds, else tree `no`, bit for bit, in
     the types of `no`."""
     return jax.tree.map(lambda a, b: jnp.where(condition, jnp.asarray(a, b.dtype), b), yes, no)
+
+
+def either(condition: jax.Array, yes: Callable[[], Tree], no: Tree) -> Tree:
+    """What `yes` gives where the single truth value `condition` holds, else tree `no`, bit for bit,
+    in the types of `no`: as a branch on CPUs, where XLA copies every array of a donated `no` before
+    a selection; as a selection elsewhere, for on GPUs it copies them before a branch."""
+    if Device.here().platform != "cpu":
+        return where(condition, yes(), no)
+
+    def changed() -> Tree:
+        return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), yes(), no)
+
+    return jax.lax.cond(condition, changed, lambda: no)
 
 
 def _above(cfg: SpikeConfig, mean: jax.Array, variance: jax.Array, value: jax.Array) -> jax.Array:
