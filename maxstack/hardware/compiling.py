@@ -19,9 +19,9 @@ from maxstack.errors import ConfigError
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
-# Drawing the initial weights runs once, but on a CPU takes 4 s to compile at the default level of
-# optimisation, 1.3 s at this one.
-QUICK = {"xla_backend_optimization_level": 1}
+QUICK = {"xla_backend_optimization_level": 2}
+"""On a CPU: a step runs as fast as at the default, 3, and compiles sooner; initial weights in a third
+of the time."""
 IN_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
 """XLA's flag by which CPU devices may begin independent collectives at once. Each then holds a
 thread of a pool that all devices share; where threads run out, all wait until XLA aborts the
@@ -63,8 +63,8 @@ def flags_for(cfg: "Config", platform: str) -> dict[str, Any]:
 
 
 def options_for(cfg: "Config", mesh: Mesh) -> dict[str, Any]:
-    """Compiler options of the step: `in_order`, unless the configuration says otherwise."""
-    return in_order(mesh) | flags_for(cfg, mesh.devices.flat[0].platform)
+    """Compiler options of the step: `quickly`, unless the configuration says otherwise."""
+    return quickly(mesh) | flags_for(cfg, mesh.devices.flat[0].platform)
 
 
 def in_order(mesh: Mesh) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def in_order(mesh: Mesh) -> dict[str, Any]:
 
 
 def quickly(mesh: Mesh) -> dict[str, Any]:
-    """Options for a program that runs once: `in_order`, and on a CPU little effort."""
+    """Options for the programs of training: `in_order`, and on a CPU less effort."""
     here = mesh.devices.flat[0].platform == "cpu"
     return in_order(mesh) | (QUICK if here else {})
 
