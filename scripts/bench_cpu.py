@@ -21,11 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import arguments
 from bench.gpu_processes import lacks
+from bench.machine import processor
 from bench.metrics import rows
 
 HERE = Path(__file__).parent
@@ -60,6 +63,8 @@ SIZES = (
 SCALED = "plain_jax scan", "torch_llama"
 """Peers at these sizes."""
 STEPS = 6
+WARM_UP = 3
+"""Steps before those, of which none counts: in them a process takes its memory."""
 TINY = ("model.layers=1",)
 TINY_SIZE = Size(128, 32, 2)
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"}
@@ -95,7 +100,8 @@ def main() -> None:
         found["scaling"] = _scaling((TINY_SIZE,) if args.tiny else SIZES, pythons)
     if args.only in (None, "attention"):
         found["attention"] = _long_attention(rounds, (64,) if args.tiny else (2048, 8192))
-    arguments.write_json(args.json, found)
+    where = {"date": f"{date.today()}", "processor": processor(), "jax": version("jax")}
+    arguments.write_json(args.json, where | found)
 
 
 def _reference_work(
@@ -148,20 +154,20 @@ def _reference_work(
     }
 
 
-def _scaling(sizes: Sequence[Size], pythons: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Tokens/s and peak memory by size, in float32, of maxstack and the peers of SCALED."""
-    found: dict[str, dict[str, Any]] = {}
+def _scaling(sizes: Sequence[Size], pythons: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Sizes with the tokens/s and peak memory of maxstack and the peers of SCALED, in float32."""
+    found = []
     names = ["maxstack", *filter(lambda name: _available(name, pythons), SCALED)]
     print(f"\n{'width, rows x length':22} {'program':16} {'tokens/s':>9} {'GB':>6}")
     for size in sizes:
-        where = f"{size.width}, {size.rows} x {size.length}"
+        where, programs = f"{size.width}, {size.rows} x {size.length}", {}
         for name in names:
-            told = _measured(name, "f32", pythons, False, size, STEPS)
-            found.setdefault(where, {})[name] = told
+            told = programs[name] = _measured(name, "f32", pythons, False, size, STEPS)
             print(
                 f"{where:22} {name:16} {told['tokens_per_second']:9,.0f} {told['gigabytes']:6.2f}",
                 flush=True,
             )
+        found.append(size._asdict() | {"programs": programs})
     return found
 
 
@@ -235,7 +241,7 @@ def _peer(
 
 
 def _ours(dtype: str, size: Size, steps: int, *overrides: str) -> dict[str, float]:
-    """Tokens/s as the peers print them, by the median step after the first, and peak GB."""
+    """Tokens/s by the median of the steps that torch_llama.py counts, and peak GB."""
     overrides = (
         f"model.dtype={DTYPES[dtype]}",
         f"model.embed={size.width}",
@@ -245,7 +251,7 @@ def _ours(dtype: str, size: Size, steps: int, *overrides: str) -> dict[str, floa
         f"data.seq_len={size.length}",
         f"data.sources.0.length={size.length + 1}",
         f"train.batch_size={size.rows}",
-        f"train.steps={steps}",
+        f"train.steps={WARM_UP + steps}",
         *overrides,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -258,7 +264,7 @@ def _ours(dtype: str, size: Size, steps: int, *overrides: str) -> dict[str, floa
         if status:
             sys.exit(f"maxstack failed:\n{log.read_text()}")
         done = rows(Path(folder) / "bench-reference" / "metrics.jsonl", "step_seconds")
-    seconds = statistics.median(step["step_seconds"] for step in done[1:])
+    seconds = statistics.median(step["step_seconds"] for step in done[WARM_UP + 1 :])
     return {
         "tokens_per_second": done[0]["tokens"] / seconds,
         "gigabytes": usage.ru_maxrss * 1024 / 1e9,

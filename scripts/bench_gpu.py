@@ -14,7 +14,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from bench.arguments import parser as parser_of
 from bench.arguments import takes_peer_python
 from bench.gpu_processes import Outcome, events, lacks, work
 from bench.gpu_tables import line, report
+from bench.machine import processor
 
 SHARES = {
     "check": 20,
@@ -327,18 +327,6 @@ def machine() -> dict[str, Any]:
             "--format=csv,noheader",
         ),
     }
-
-
-def processor() -> str:
-    """The name of the first processor."""
-    try:
-        rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        rows = []
-    return next(
-        (row.partition(":")[2].strip() for row in rows if row.startswith("model name")),
-        platform.processor(),
-    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The plots and tables of docs/PERFORMANCE.md, from the measurements in docs/performance/*.json.
 
-A file there is what bench_gpu.py writes (attention's speed and memory by sequence length) or what
-profile_step.py writes (a step by component).
+A file there is what bench_gpu.py writes (attention's speed and memory by sequence length), what
+bench_cpu.py writes (a step beside its peers) or what profile_step.py writes (a step by component).
 example: python scripts/plot_performance.py
 """
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments
+from bench.cpu_tables import peer_plots, peer_tables
 from bench.gpu_tables import PUBLISHED, TABLES, best, rate
 from bench.svg import Panel, bar_chart, line_chart
 
@@ -41,13 +42,11 @@ def written(docs: Path) -> dict[Path, str]:
     text = page.read_text(encoding="utf-8")
     for source in sorted((docs / "performance").glob("*.json")):
         found = json.loads(source.read_text(encoding="utf-8"))
-        plots = {"components": step_plots, "rows": bench_plots}[
-            next(key for key in ("components", "rows") if key in found)
-        ](found, source.stem)
+        draw, tell = next(both for key, both in KINDS.items() if key in found)
+        plots = draw(found, source.stem)
         files |= {docs / "performance" / name: plot for name, plot in plots.items()}
         shown = [f"![{name.removesuffix('.svg')}](performance/{name})" for name in plots]
-        parts = [*shown, *(tables(found) if "rows" in found else step_table(found))]
-        block = "\n{}\n".format("\n\n".join(parts))
+        block = "\n{}\n".format("\n\n".join([*shown, *tell(found)]))
         text = arguments.with_block(text, page, f"<!-- {source.stem} -->", "<!-- end -->", block)
     return files | {page: text}
 
@@ -153,6 +152,14 @@ def _components(found: Found) -> list[tuple[str, float]]:
         for row in found["components"]
     ]
     return [*sorted(parts, key=lambda part: -part[1]), ("the rest", found["rest"]["seconds"])]
+
+
+KINDS = {
+    "components": (step_plots, step_table),
+    "rows": (bench_plots, tables),
+    "tokens_per_second": (peer_plots, peer_tables),
+}
+"""Plots and tables of a file, by a key of it."""
 
 
 if __name__ == "__main__":

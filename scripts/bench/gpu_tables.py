@@ -101,7 +101,7 @@ def checks(rows: list[Row], device: Row) -> str:
         table.append([op, backend, *counts, f"{max(errors):.1e}" if errors else ""])
     head = ["op", "backend", "right", "wrong", "failed", "refused", "not reached", "largest error"]
     wrong = _reasons(rows, ("op", "backend", "case"), ("wrong", "failed", "unsupported"))
-    return f"Against float64 on the device, values and gradients.\n\n{_table(head, table)}{wrong}"
+    return f"Against float64 on the device, values and gradients.\n\n{grid(head, table)}{wrong}"
 
 
 def train(rows: list[Row], device: Row) -> str:
@@ -136,7 +136,7 @@ def train(rows: list[Row], device: Row) -> str:
     about = "; ".join(f"{key} {rows[0][key]:,}" for key in keys if key in rows[0])
     return (
         f"{about}; bfloat16 compute, float32 weights and AdamW.\n\n"
-        f"{_table(head, table)}\n\n{goals}" + _reasons(rows, ("program", "batch"))
+        f"{grid(head, table)}\n\n{goals}" + _reasons(rows, ("program", "batch"))
     )
 
 
@@ -162,7 +162,7 @@ def attention(rows: list[Row], device: Row) -> str:
             counted = f"window {window:,}, visible pairs counted"
         title = f"{unit} forward / backward, head_dim {dim}, {counted}"
         head = ["backend", *(f"{length:,}" for length in lengths)]
-        parts.append(f"{title}\n\n{_table(head, table)}")
+        parts.append(f"{title}\n\n{grid(head, table)}")
     return "\n\n".join(parts) + _reasons(
         rows, ("backend",), ("failed", "wrong", "unchecked", "unsupported", "not reached")
     )
@@ -203,7 +203,7 @@ def cross_entropy(rows: list[Row], device: Row) -> str:
         "its arguments, gradients included."
     )
     return (
-        f"{about}\n\n{_table(head, table)}"
+        f"{about}\n\n{grid(head, table)}"
         + (f"\n\nPublished:\n{published}" if published else "")
         + _reasons(rows, ("shape", "backend"))
     )
@@ -223,7 +223,7 @@ def grouped(rows: list[Row], device: Row) -> str:
         for row in best(rows, "shape", "backend")
     ]
     head = ["shape", "backend", "forward, ms", "backward, ms", f"forward / backward, {unit}"]
-    return _table(head, table) + _reasons(rows, ("shape", "backend"))
+    return grid(head, table) + _reasons(rows, ("shape", "backend"))
 
 
 def ceilings(rows: list[Row], device: Row) -> str:
@@ -236,7 +236,7 @@ def ceilings(rows: list[Row], device: Row) -> str:
             if "tflops" in row:
                 speed = f"{_figure(row['tflops'] * factor)} {unit}"
             table.append([row["what"], speed])
-    return _table(["what", "reached"], table) + _reasons(rows, ("what",))
+    return grid(["what", "reached"], table) + _reasons(rows, ("what",))
 
 
 TABLES = {
@@ -249,7 +249,7 @@ TABLES = {
 }
 
 
-def _table(head: list[str], rows: Iterable[list[str]]) -> str:
+def grid(head: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
 

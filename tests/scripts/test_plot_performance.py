@@ -55,14 +55,33 @@ STEP = {
     "rest": {"seconds": 0.0155},
 }
 
+PEERS = {
+    "date": "2026-11-27",
+    "processor": "a processor",
+    "jax": "0.12",
+    "tokens_per_second": {"maxstack f32": [3000.0, 5000.0, 4000.0], "torch f32": [2000.0]},
+    "gigabytes": {"maxstack f32": 0.9},
+    "start": {"cold": [9.0, 1.0], "warm": [4.5, 0.9]},
+    "peers_first_loss": {"maxtext f32": [60.0]},
+    "scaling": [
+        {"width": width, "length": length, "rows": 4, "programs": {"maxstack": figures}}
+        for width, length, figures in (
+            (256, 512, {"tokens_per_second": 4000.0, "gigabytes": 0.9}),
+            (512, 512, {"tokens_per_second": 1300.0, "gigabytes": 1.5}),
+            (256, 2048, {"tokens_per_second": 2500.0, "gigabytes": 0.8}),
+        )
+    ],
+}
+
 
 @pytest.fixture
 def docs(tmp_path):
     (tmp_path / "performance").mkdir()
-    for name, found in ("gpu", BENCH), ("step", STEP):
+    for name, found in ("gpu", BENCH), ("step", STEP), ("peers", PEERS):
         (tmp_path / "performance" / f"{name}.json").write_text(json.dumps(found))
     (tmp_path / "PERFORMANCE.md").write_text(
         "# Page\n\n<!-- gpu -->\n<!-- end -->\n\nBetween.\n\n<!-- step -->\nold\n<!-- end -->\n"
+        "<!-- peers -->\n<!-- end -->\n"
     )
     return tmp_path
 
@@ -101,6 +120,20 @@ def test_plots_name_every_backend_and_component(docs):
     ] == ["attention x 16", "12.5", "optimizer", "2", "the rest", "15.5"]
 
 
+def test_the_step_beside_its_peers_is_told_by_medians_and_by_size(docs):
+    run(docs)
+    page = (docs / "PERFORMANCE.md").read_text()
+    for row in (
+        "| maxstack f32 | 4,000 | 3,000 to 5,000 | 0.90 | 1.00 |",
+        "| torch f32 | 2,000 | 2,000 to 2,000 |  | 2.00 |",
+        "| maxtext f32, cold | 60.0 |",
+        "| 512, 4 x 512 | maxstack | 1,300 | 1.50 | 1.00 |",
+    ):
+        assert row in page
+    scaling = words(docs / "performance" / "peers-scaling.svg")
+    assert {"Speed by width", "Memory by length", "maxstack"} <= {*scaling}
+
+
 def test_page_keeps_its_text_and_says_when_it_is_old(docs):
     assert run(docs, "--check").returncode == 1
     run(docs)
@@ -108,7 +141,7 @@ def test_page_keeps_its_text_and_says_when_it_is_old(docs):
     assert (
         run(docs, "--check").returncode == 0
         and "\nBetween.\n" in page
-        and "old" not in page
+        and "\nold\n" not in page
         and "| cudnn | 400 / 300 | 400 / 300 |" in page
     )
 

@@ -150,8 +150,10 @@ def test_bench_cpu_measures_steps_starts_and_attention(tmp_path):
         "jax 64",
     }
     assert "process start to first loss, warm compilation cache" in said
-    scaled = found["scaling"]["128, 2 x 32"]
-    assert all(scaled[name]["gigabytes"] > 0.1 for name in ("maxstack", "plain_jax scan"))
+    (scaled,) = found["scaling"]
+    assert (scaled["width"], scaled["rows"], scaled["length"]) == (128, 2, 32)
+    for name in ("maxstack", "plain_jax scan"):
+        assert scaled["programs"][name]["gigabytes"] > 0.1
 
 
 def test_maxtext_is_measured_by_its_own_log(tmp_path):
