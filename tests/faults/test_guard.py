@@ -1,5 +1,7 @@
 """Poisoned batches in real steps: what is refused, what stays as it was, and what goes on."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import tiny
 
 from maxstack import optim, run, sharding
 from maxstack.faults import guard
+from maxstack.kernels.backends import Device
 from maxstack.objectives.next_token import NextToken
 from maxstack.schema import optimizer
 from maxstack.schema.faults import FaultsConfig
@@ -70,6 +73,24 @@ def numbers(tree):
 def assert_same(ours, theirs):
     for a, b in zip(numbers(ours), numbers(theirs), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("holds", [True, False])
+def test_either_takes_one_tree_whole_in_the_types_of_the_old_one(monkeypatch, platform, holds):
+    monkeypatch.setattr(guard.Device, "here", lambda: Device(platform, ""))
+    old = {"a": jnp.float32(1.5), "b": jnp.int32(2)}
+    new = {"a": jnp.bfloat16(jnp.nan), "b": jnp.int32(3)}
+    taken = jax.jit(lambda holds: guard.either(holds, lambda: new, old))(holds)
+    assert_same(taken, {"a": jnp.float32(jnp.nan), "b": new["b"]} if holds else old)
+    assert [leaf.dtype for leaf in taken.values()] == [leaf.dtype for leaf in old.values()]
+
+
+def test_a_step_on_a_cpu_copies_nothing_of_the_optimizers_state(make):
+    ours = make(1)
+    text = ours.lower().compile().as_text()
+    assert "state_opt_" in text
+    assert not re.findall(r"f32\[[\d,]+\]\S* copy\(%state_opt_\S+", text)
 
 
 @pytest.mark.parametrize("fault", ["loss", "gradient of one leaf", "norm too large"])
