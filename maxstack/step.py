@@ -68,17 +68,17 @@ def training_step(
         norm = optax.tree.norm(grads)
         skipped, guarded = guard.judge(cfg.faults, state.guard, value, norm, summed.weight)
         accepted = skipped == guard.ACCEPTED
+        after_step = functools.partial(
+            model_of(cfg.model).after_step, cfg.model, reports=summed.reports
+        )
 
-        def changed_by_update() -> tuple[Tree, Tree]:
+        def updated() -> tuple[Tree, Tree]:
             updates, opt = tx.update(grads, state.opt, params, value=value, grad=grads)
             moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
             moved = joined(moved, rest)
             return (moved if cfg.lora else after_step(moved)[0]), opt
 
-        after_step = functools.partial(
-            model_of(cfg.model).after_step, cfg.model, reports=summed.reports
-        )
-        new_params, opt = guard.either(accepted, changed_by_update, (state.params, state.opt))
+        new_params, opt = guard.either(accepted, updated, (state.params, state.opt))
         reported = after_step(state.params)[1]
     scalars = _means(summed.metrics, weight) | reported
     scalars |= {

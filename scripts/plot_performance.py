@@ -6,6 +6,7 @@ example: python scripts/plot_performance.py
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,28 @@ def written(docs: Path) -> dict[Path, str]:
     page = docs / "PERFORMANCE.md"
     text = page.read_text(encoding="utf-8")
     for source in sorted((docs / "performance").glob("*.json")):
-        found = json.loads(source.read_text(encoding="utf-8"))
-        draw, tell = next(both for key, both in KINDS.items() if key in found)
+        found, draw, tell = _read(source)
         plots = draw(found, source.stem)
         files |= {docs / "performance" / name: plot for name, plot in plots.items()}
         shown = [f"![{name.removesuffix('.svg')}](performance/{name})" for name in plots]
         block = "\n{}\n".format("\n\n".join([*shown, *tell(found)]))
         text = arguments.with_block(text, page, f"<!-- {source.stem} -->", "<!-- end -->", block)
     return files | {page: text}
+
+
+def _read(source: Path) -> tuple[Found, Callable[[Found, str], Any], Callable[[Found], list[str]]]:
+    """What was measured, and what draws and tells it."""
+    try:
+        found = json.loads(source.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SystemExit(f"{source} is not JSON: {error}") from None
+    for key, (draw, tell) in KINDS.items():
+        if key in found:
+            return found, draw, tell
+    raise SystemExit(
+        f"{source} cannot be drawn: it has none of {', '.join(KINDS)}; write it with bench_gpu.py, "
+        "with profile_step.py, or with bench_cpu.py with `--only step` or without --only"
+    )
 
 
 def bench_plots(found: Found, stem: str) -> dict[str, str]:

@@ -151,5 +151,14 @@ def test_measurements_without_a_place_on_the_page_are_an_error(docs):
     assert "has 0 places for a table; write `<!-- other -->`" in run(docs).stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "said"), [('{"scaling": []}', "cannot be drawn"), ('{"scaling', "is not JSON")]
+)
+def test_what_cannot_be_drawn_is_named(docs, text, said):
+    (docs / "performance" / "step.json").write_text(text)
+    told = run(docs).stderr
+    assert "step.json " + said in told and "Traceback" not in told
+
+
 def test_the_page_of_this_repository_is_up_to_date():
     assert run(ROOT / "docs", "--check").stderr == ""
