@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 QUICK = {"xla_backend_optimization_level": 2}
-"""On a CPU: a step runs as fast as at the default, 3, and compiles sooner; initial weights in a third
-of the time."""
+"""On a CPU: a step runs as fast as at the default, 3, and compiles sooner, initial weights in a
+third of the time."""
 IN_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
 """XLA's flag by which CPU devices may begin independent collectives at once. Each then holds a
 thread of a pool that all devices share; where threads run out, all wait until XLA aborts the

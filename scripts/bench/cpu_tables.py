@@ -17,7 +17,7 @@ def peer_plots(found: Found, stem: str) -> dict[str, str]:
     ]
     plots = {
         f"{stem}.svg": bar_chart(
-            "The reference work beside its peers", note, "tokens/s", (), sorted(bars, key=_dtype)
+            "The reference work beside its peers", note, "tokens/s", (), sorted(bars, key=_dtype, reverse=True)
         )
     }
     if sizes := found.get("scaling"):
@@ -42,7 +42,7 @@ def peer_tables(found: Found) -> list[str]:
     speeds = {name: statistics.median(each) for name, each in found["tokens_per_second"].items()}
     rounds = len(found["tokens_per_second"]["maxstack f32"])
     step = [["program", "tokens/s", "of all rounds", "peak GB", "maxstack is x as fast"]]
-    for name, speed in sorted(speeds.items(), key=_dtype):
+    for name, speed in sorted(speeds.items(), key=_dtype, reverse=True):
         each = found["tokens_per_second"][name]
         memory = found["gigabytes"].get(name)
         step.append(
