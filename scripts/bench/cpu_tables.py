@@ -17,7 +17,11 @@ def peer_plots(found: Found, stem: str) -> dict[str, str]:
     ]
     plots = {
         f"{stem}.svg": bar_chart(
-            "The reference work beside its peers", note, "tokens/s", (), sorted(bars, key=_dtype, reverse=True)
+            "The reference work beside its peers",
+            note,
+            "tokens/s",
+            (),
+            sorted(bars, key=_dtype, reverse=True),
         )
     }
     if sizes := found.get("scaling"):
