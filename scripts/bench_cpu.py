@@ -20,14 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import arguments
-from bench.gpu_processes import lacks
+from bench.gpu_processes import lacks, versions
 from bench.machine import processor
 from bench.metrics import rows
 
@@ -64,7 +64,7 @@ SCALED = "plain_jax scan", "torch_llama"
 """Peers at these sizes."""
 STEPS = 6
 WARM_UP = 3
-"""Steps before those, of which none counts: in them a process takes its memory."""
+"""Steps of maxstack before those: none of them counts, nor the next, as in torch_llama.py."""
 TINY = ("model.layers=1",)
 TINY_SIZE = Size(128, 32, 2)
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"}
@@ -74,9 +74,7 @@ RETURNED = {"MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"}
 def main() -> None:
     """Run everything, print the table, write the JSON."""
     parser = arguments.parser(__doc__)
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="each program runs this often; the median counts"
-    )
+    arguments.takes_rounds(parser, 3, "each program runs this often; the median counts")
     parser.add_argument("--only", choices=["step", "scaling", "attention"], help="one part")
     parser.add_argument(
         "--tiny",
@@ -93,15 +91,26 @@ def main() -> None:
     args = parser.parse_args()
     rounds, dtypes = (1, ("f32",)) if args.tiny else (args.rounds, tuple(DTYPES))
     pythons = {"torch": args.peer_python, "maxtext": args.maxtext_python}
-    found = {}
-    if args.only in (None, "step"):
-        found = _reference_work(rounds, dtypes, pythons, args.tiny)
-    if args.only in (None, "scaling"):
-        found["scaling"] = _scaling((TINY_SIZE,) if args.tiny else SIZES, pythons)
-    if args.only in (None, "attention"):
-        found["attention"] = _long_attention(rounds, (64,) if args.tiny else (2048, 8192))
-    where = {"date": f"{date.today()}", "processor": processor(), "jax": version("jax")}
-    arguments.write_json(args.json, where | found)
+    words = [f"--rounds {rounds}", "--tiny" * args.tiny, f"--only {args.only}" * bool(args.only)]
+    found = {
+        "command": " ".join(["python scripts/bench_cpu.py", *filter(None, words)]),
+        "date": f"{date.today()}",
+        "processor": processor(),
+        "versions": {"jax": version("jax")}
+        | versions(args.peer_python, ["torch", "transformers"])
+        | versions(args.maxtext_python, ["maxtext"]),
+    }
+    sizes, lengths = ((TINY_SIZE,), (64,)) if args.tiny else (SIZES, (2048, 8192))
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "step": lambda: _reference_work(rounds, dtypes, pythons, args.tiny),
+        "scaling": lambda: {"scaling": _scaling(sizes, pythons)},
+        "attention": lambda: {"attention": _long_attention(rounds, lengths)},
+    }
+    arguments.write_json(args.json, found)
+    for name, measured in parts.items():
+        if args.only in (None, name):
+            found |= measured()
+            arguments.write_json(args.json, found)
 
 
 def _reference_work(

@@ -6,7 +6,6 @@ example: python scripts/plot_performance.py
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +41,28 @@ def written(docs: Path) -> dict[Path, str]:
     page = docs / "PERFORMANCE.md"
     text = page.read_text(encoding="utf-8")
     for source in sorted((docs / "performance").glob("*.json")):
-        found, draw, tell = _read(source)
-        plots = draw(found, source.stem)
+        plots, told = _drawn(source)
         files |= {docs / "performance" / name: plot for name, plot in plots.items()}
         shown = [f"![{name.removesuffix('.svg')}](performance/{name})" for name in plots]
-        block = "\n{}\n".format("\n\n".join([*shown, *tell(found)]))
+        block = "\n{}\n".format("\n\n".join([*shown, *told]))
         text = arguments.with_block(text, page, f"<!-- {source.stem} -->", "<!-- end -->", block)
     return files | {page: text}
 
 
-def _read(source: Path) -> tuple[Found, Callable[[Found, str], Any], Callable[[Found], list[str]]]:
-    """What was measured, and what draws and tells it."""
+def _drawn(source: Path) -> tuple[dict[str, str], list[str]]:
+    """Plots by name, and tables, of what was measured."""
     try:
         found = json.loads(source.read_text(encoding="utf-8"))
     except ValueError as error:
         raise SystemExit(f"{source} is not JSON: {error}") from None
-    for key, (draw, tell) in KINDS.items():
-        if key in found:
-            return found, draw, tell
-    raise SystemExit(
-        f"{source} cannot be drawn: it has none of {', '.join(KINDS)}; write it with bench_gpu.py, "
-        "with profile_step.py, or with bench_cpu.py with `--only step` or without --only"
-    )
+    try:
+        draw, tell = next(both for key, both in KINDS.items() if key in found)
+        return draw(found, source.stem), tell(found)
+    except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        raise SystemExit(
+            f"{source} cannot be drawn ({type(error).__name__}: {error}); write it with "
+            f"bench_gpu.py, profile_step.py, or bench_cpu.py with `--only step` or without --only"
+        ) from None
 
 
 def bench_plots(found: Found, stem: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from bench import arguments
 
+from maxstack.errors import ConfigError
 from maxstack.hardware import memory
 from maxstack.load import load
 
@@ -49,19 +50,17 @@ def main() -> None:
     parser = arguments.parser(__doc__)
     parser.add_argument("config", help="a YAML file, or the name of a preset")
     arguments.takes_overrides(parser, "the file")
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=5,
-        help="every part runs in turn this often; the median counts",
-    )
+    arguments.takes_rounds(parser, 5, "every part runs in turn this often; the median counts")
     arguments.takes_json(parser)
     args = parser.parse_intermixed_args()
     memory.use_huge_pages()  # as `maxstack train` does
     memory.run_in_this_thread()
     import jax
 
-    cfg = load(args.config, args.overrides)
+    try:
+        cfg = load(args.config, args.overrides)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     compiled = []
     for part in parts(cfg):
         print(f"compiled {part.name}", file=sys.stderr)

@@ -48,15 +48,29 @@ def takes_runs(parser: argparse.ArgumentParser, seeds: tuple[int, ...], pictures
     )
 
 
+def takes_rounds(parser: argparse.ArgumentParser, default: int, of: str) -> None:
+    """Add --rounds, one or more."""
+
+    def positive(text: str) -> int:
+        if (number := int(text)) < 1:
+            raise argparse.ArgumentTypeError(f"{text}: at least 1")
+        return number
+
+    parser.add_argument("--rounds", type=positive, default=default, help=of)
+
+
 def takes_json(parser: argparse.ArgumentParser) -> None:
     """Add --json."""
     parser.add_argument("--json", type=Path, help="also write every figure here")
 
 
 def write_json(path: Path | None, figures: Any) -> None:
-    """Write figures to the file of --json, if there is one."""
+    """Write figures to the file of --json, if there is one; SystemExit where it cannot be."""
     if path:
-        path.write_text(json.dumps(figures, indent=2) + "\n")
+        try:
+            path.write_text(json.dumps(figures, indent=2) + "\n")
+        except OSError as error:
+            raise SystemExit(f"--json {path}: {error.strerror}") from None
 
 
 def with_block(text: str, page: Path, begin: str, end: str, block: str) -> str:

@@ -11,7 +11,7 @@ Found = dict[str, Any]
 
 def peer_plots(found: Found, stem: str) -> dict[str, str]:
     """Tokens/s of the reference work, a bar for each program, and by width and length."""
-    note = f"{found['processor']}, {found['date']}, jax {found['jax']}"
+    note = f"{found['processor']}, {found['date']}, jax {found['versions']['jax']}"
     bars = [
         (name, [statistics.median(values)]) for name, values in found["tokens_per_second"].items()
     ]
@@ -76,10 +76,11 @@ def peer_tables(found: Found) -> list[str]:
             memory = f"{told['gigabytes']:.2f}"
             sizes.append([where, name, f"{speed:,.0f}", memory, f"{ours / speed:.2f}"])
     tables = [step, start, *([sizes] if len(sizes) > 1 else [])]
-    command = f"`python scripts/bench_cpu.py --rounds {rounds}`, {found['date']}, "
+    made_with = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     return [
-        f"{command}{found['processor']}, jax {found['jax']}; medians of {rounds} rounds, one round "
-        f"for the sizes:",
+        f"`{found['command']}`, {found['date']}, {found['processor']}, {made_with}. Speeds are the "
+        f"medians of {rounds} rounds and memory is the largest; maxstack's start and the speeds by "
+        "size were measured once.",
         *(grid(head, rows) for head, *rows in tables),
     ]
 
@@ -92,6 +93,8 @@ def _series(
     sizes: list[Found], by: str, figure: str = "tokens_per_second"
 ) -> dict[str, list[tuple[float, float]]]:
     return {
-        name: [(size[by], size["programs"][name][figure]) for size in sizes]
+        name: [
+            (size[by], size["programs"][name][figure]) for size in sizes if name in size["programs"]
+        ]
         for name in sizes[0]["programs"]
     }

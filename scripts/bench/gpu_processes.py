@@ -145,3 +145,18 @@ def lacks(python: str, packages: list[str]) -> list[str]:
         )
     except (OSError, subprocess.CalledProcessError):
         return packages
+
+
+def versions(python: str, packages: list[str]) -> dict[str, str]:
+    """The versions of those packages that an interpreter has; none if there is no such
+    interpreter."""
+    code = (
+        "import importlib.metadata as m, json; "
+        "print(json.dumps({d.metadata['Name'].lower(): d.version for d in m.distributions()}))"
+    )
+    try:
+        said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    had = json.loads(said.stdout)
+    return {name: had[name] for name in packages if name in had}

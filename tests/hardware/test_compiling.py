@@ -36,6 +36,13 @@ def test_flags_of_the_configuration_come_before_those_of_a_mesh():
     assert options == compiling.QUICK | {compiling.IN_ORDER: True}
 
 
+def test_the_environments_effort_comes_before_ours(monkeypatch):
+    mesh = meshes()[0]
+    assert compiling.quickly(mesh) == compiling.QUICK
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    assert compiling.quickly(mesh) == {}
+
+
 @pytest.mark.parametrize("name", ["init", "start", "step", "eval_step"])
 def test_every_program_of_a_run_is_compiled_in_order(name, monkeypatch):
     monkeypatch.setattr(compiling, "in_order", lambda mesh: {"xla_nonsense": 1})

@@ -57,8 +57,9 @@ STEP = {
 
 PEERS = {
     "date": "2026-11-27",
+    "command": "bench_cpu.py",
     "processor": "a processor",
-    "jax": "0.12",
+    "versions": {"jax": "0.12", "torch": "2"},
     "tokens_per_second": {"maxstack f32": [3000.0, 5000.0, 4000.0], "torch f32": [2000.0]},
     "gigabytes": {"maxstack f32": 0.9},
     "start": {"cold": [9.0, 1.0], "warm": [4.5, 0.9]},
@@ -152,7 +153,13 @@ def test_measurements_without_a_place_on_the_page_are_an_error(docs):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [('{"scaling": []}', "cannot be drawn"), ('{"scaling', "is not JSON")]
+    ("text", "said"),
+    [
+        ('{"scaling": []}', "cannot be drawn (StopIteration"),
+        ("null", "cannot be drawn (TypeError"),
+        ('{"tokens_per_second": {"maxstack f32": []}}', "cannot be drawn (KeyError: 'processor')"),
+        ('{"scaling', "is not JSON"),
+    ],
 )
 def test_what_cannot_be_drawn_is_named(docs, text, said):
     (docs / "performance" / "step.json").write_text(text)
