@@ -205,7 +205,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         )
 
     step = functools.partial(training_step, cfg, tx, trained, changed, objective, models, moves)
-    options, quickly = compiling.options_for(cfg, mesh), compiling.quickly(mesh)
+    options, ordered = compiling.options_for(cfg, mesh), compiling.in_order(mesh)
     return Run(
         cfg=cfg,
         mesh=mesh,
@@ -221,12 +221,12 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
             traced_within(mesh, cfg, start),
             donate_argnums=0,
             out_shardings=shardings,
-            compiler_options=quickly,
+            compiler_options=ordered,
         ),
         init=jax.jit(
             traced_within(mesh, cfg, lambda: start(rewrite.initial(cfg.train.seed))),
             out_shardings=shardings,
-            compiler_options=quickly,
+            compiler_options=compiling.quickly(mesh),
         ),
         step=jax.jit(
             traced_within(mesh, cfg, step),
@@ -238,7 +238,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
             functools.partial(skipped, cfg, changed),
             donate_argnums=0,
             out_shardings=shardings,
-            compiler_options=quickly,
+            compiler_options=ordered,
         ),
         eval_step=of_models(objective.evaluate),
         annotate=of_models(objective.annotate),

@@ -63,8 +63,11 @@ def flags_for(cfg: "Config", platform: str) -> dict[str, Any]:
 
 
 def options_for(cfg: "Config", mesh: Mesh) -> dict[str, Any]:
-    """Compiler options of the step: `quickly`, unless the configuration says otherwise."""
-    return quickly(mesh) | flags_for(cfg, mesh.devices.flat[0].platform)
+    """Compiler options of the step: `in_order` and on a CPU `QUICK`, unless the configuration or
+    $XLA_FLAGS says otherwise."""
+    said = next(iter(QUICK)) in os.environ.get("XLA_FLAGS", "")
+    ours = in_order(mesh) if said else quickly(mesh)
+    return ours | flags_for(cfg, mesh.devices.flat[0].platform)
 
 
 def in_order(mesh: Mesh) -> dict[str, Any]:
@@ -78,11 +81,9 @@ def in_order(mesh: Mesh) -> dict[str, Any]:
 
 
 def quickly(mesh: Mesh) -> dict[str, Any]:
-    """Options for the programs of training: `in_order`, and on a CPU less effort, unless $XLA_FLAGS
-    says how much."""
+    """`in_order`, and on a CPU `QUICK`."""
     here = mesh.devices.flat[0].platform == "cpu"
-    said = next(iter(QUICK)) in os.environ.get("XLA_FLAGS", "")
-    return in_order(mesh) | (QUICK if here and not said else {})
+    return in_order(mesh) | (QUICK if here else {})
 
 
 def sparing(mesh: Mesh) -> dict[str, Any]:
