@@ -55,12 +55,13 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> "Mesh":
 
     sizes = [getattr(cfg, axis) for axis in AXES]
     known = math.prod(size for size in sizes if size > 0)
+    needed = f"a multiple of {known}" if -1 in sizes else f"{known}"
     if -1 in sizes and len(devices) % known == 0:
         sizes[sizes.index(-1)] = len(devices) // known
     if math.prod(sizes) != len(devices):
         asked = ", ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
         raise ConfigError(
-            f"{asked} needs a multiple of {known} devices, but there are {len(devices)}; "
+            f"{asked} needs {needed} devices, but there are {len(devices)}; "
             f"set one axis to -1, or run.virtual_devices={known} to try the mesh on a CPU"
         )
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)

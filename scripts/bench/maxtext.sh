@@ -8,7 +8,12 @@ if [ $# -lt 1 ] || [ "$1" = --help ]; then
     echo "usage: scripts/bench/maxtext.sh FOLDER [PYTHON, 3.12 or newer; default python3.12]" >&2
     exit 2
 fi
-"${2:-python3.12}" -m venv "$1"
+python=${2:-python3.12}
+if ! "$python" --version >/dev/null 2>&1; then
+    echo "maxtext.sh: no $python here; MaxText needs Python 3.12 or newer: give one as the second argument" >&2
+    exit 1
+fi
+"$python" -m venv "$1"
 "$1/bin/python" -m pip install --quiet 'maxtext[tpu]==0.2.4'
 "$1/bin/python" -c 'from importlib.metadata import distributions, version
 print("maxtext", version("maxtext"), "with", len(list(distributions())), "packages")'
