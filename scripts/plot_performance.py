@@ -61,7 +61,7 @@ def _drawn(source: Path) -> tuple[dict[str, str], list[str]]:
     except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
         raise SystemExit(
             f"{source} cannot be drawn ({type(error).__name__}: {error}); write it with "
-            f"bench_gpu.py, profile_step.py, or bench_cpu.py with `--only step` or without --only"
+            "bench_gpu.py, profile_step.py, or bench_cpu.py with `--only step` or without --only"
         ) from None
 
 

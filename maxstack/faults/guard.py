@@ -1,6 +1,7 @@
 """The judgement inside the step that refuses an update, so that no bad value reaches weights or
 optimizer state."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ def judge(
 def where(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
     """Tree `yes` where the single truth value `condition` holds, else tree `no`, bit for bit, in
     the types of `no`."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, jnp.asarray(a, b.dtype), b), yes, no)
+    return jax.tree.map(functools.partial(jnp.where, condition), _in_types_of(no, yes), no)
 
 
 def either(condition: jax.Array, yes: Callable[[], Tree], no: Tree) -> Tree:
@@ -83,11 +84,11 @@ def either(condition: jax.Array, yes: Callable[[], Tree], no: Tree) -> Tree:
     a selection; as a selection elsewhere, for on GPUs it copies them before a branch."""
     if Device.here().platform != "cpu":
         return where(condition, yes(), no)
+    return jax.lax.cond(condition, lambda: _in_types_of(no, yes()), lambda: no)
 
-    def changed() -> Tree:
-        return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), yes(), no)
 
-    return jax.lax.cond(condition, changed, lambda: no)
+def _in_types_of(other: Tree, tree: Tree) -> Tree:
+    return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), tree, other)
 
 
 def _above(cfg: SpikeConfig, mean: jax.Array, variance: jax.Array, value: jax.Array) -> jax.Array:

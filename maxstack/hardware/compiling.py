@@ -19,7 +19,8 @@ from maxstack.errors import ConfigError
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
-QUICK = {"xla_backend_optimization_level": 2}
+_EFFORT = "xla_backend_optimization_level"
+QUICK = {_EFFORT: 2}
 """On a CPU: a step runs as fast as at the default, 3, and compiles sooner, initial weights in a
 third of the time."""
 IN_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
@@ -65,8 +66,7 @@ def flags_for(cfg: "Config", platform: str) -> dict[str, Any]:
 def options_for(cfg: "Config", mesh: Mesh) -> dict[str, Any]:
     """Compiler options of the step: `in_order` and on a CPU `QUICK`, unless the configuration or
     $XLA_FLAGS says otherwise."""
-    said = next(iter(QUICK)) in os.environ.get("XLA_FLAGS", "")
-    ours = in_order(mesh) if said else quickly(mesh)
+    ours = in_order(mesh) if _EFFORT in os.environ.get("XLA_FLAGS", "") else quickly(mesh)
     return ours | flags_for(cfg, mesh.devices.flat[0].platform)
 
 

@@ -196,11 +196,13 @@ def _gradients(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, A
     size, columns = matrix.shape
     if columns % 4096 == 0:
         # Rows of a multiple of 16 KB compete for the same lines of the processor's cache.
-        pieces = [x.T @ piece for piece in jnp.split(gradient, columns // 2048, 1)]
-        return gradient @ matrix.T, jnp.concatenate(pieces, 1)
-    if size > columns and size % 4096:
-        return gradient @ matrix.T, jax.lax.optimization_barrier(gradient.T @ x).T
-    return gradient @ matrix.T, x.T @ gradient
+        pieces = jnp.split(gradient, columns // 2048, 1)
+        of_matrix = jnp.concatenate([x.T @ piece for piece in pieces], 1)
+    elif size > columns and size % 4096:
+        of_matrix = jax.lax.optimization_barrier(gradient.T @ x).T
+    else:
+        of_matrix = x.T @ gradient
+    return gradient @ matrix.T, of_matrix
 
 
 _multiply_here.defvjp(lambda x, matrix: (x @ matrix, (x, matrix)), _gradients)

@@ -21,7 +21,7 @@ def peer_plots(found: Found, stem: str) -> dict[str, str]:
             note,
             "tokens/s",
             (),
-            sorted(bars, key=_dtype, reverse=True),
+            sorted(bars, key=lambda bar: _dtype(bar[0]), reverse=True),
         )
     }
     if sizes := found.get("scaling"):
@@ -46,8 +46,8 @@ def peer_tables(found: Found) -> list[str]:
     speeds = {name: statistics.median(each) for name, each in found["tokens_per_second"].items()}
     rounds = len(found["tokens_per_second"]["maxstack f32"])
     step = [["program", "tokens/s", "of all rounds", "peak GB", "maxstack is x as fast"]]
-    for name, speed in sorted(speeds.items(), key=_dtype, reverse=True):
-        each = found["tokens_per_second"][name]
+    for name in sorted(speeds, key=_dtype, reverse=True):
+        speed, each = speeds[name], found["tokens_per_second"][name]
         memory = found["gigabytes"].get(name)
         step.append(
             [
@@ -55,7 +55,7 @@ def peer_tables(found: Found) -> list[str]:
                 f"{speed:,.0f}",
                 f"{min(each):,.0f} to {max(each):,.0f}",
                 f"{memory:.2f}" if memory else "",
-                f"{speeds[f'maxstack {_dtype((name, 0))}'] / speed:.2f}",
+                f"{speeds[f'maxstack {_dtype(name)}'] / speed:.2f}",
             ]
         )
     start = [["process start to first loss", "seconds"]]
@@ -85,8 +85,8 @@ def peer_tables(found: Found) -> list[str]:
     ]
 
 
-def _dtype(item: tuple[str, Any]) -> str:
-    return item[0].split()[-1]
+def _dtype(name: str) -> str:
+    return name.split()[-1]
 
 
 def _series(

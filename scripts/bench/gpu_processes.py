@@ -135,28 +135,24 @@ def work(
 
 def lacks(python: str, packages: list[str]) -> list[str]:
     """The packages that an interpreter cannot find; all of them if there is no such interpreter."""
-    code = (
-        f"import importlib.util, json; print(json.dumps([p for p in {packages} if "
-        "importlib.util.find_spec(p) is None]))"
-    )
-    try:
-        return json.loads(
-            subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return packages
+    missing = _told(python, f"[p for p in {packages} if find_spec(p) is None]")
+    return packages if missing is None else missing
 
 
 def versions(python: str, packages: list[str]) -> dict[str, str]:
     """The versions of those packages that an interpreter has; none if there is no such
     interpreter."""
+    return _told(python, f"{{p: version(p) for p in {packages} if find_spec(p)}}") or {}
+
+
+def _told(python: str, expression: str) -> Any:
+    """What an interpreter says of its packages; None if there is no such interpreter."""
     code = (
-        "import importlib.metadata as m, json; "
-        "print(json.dumps({d.metadata['Name'].lower(): d.version for d in m.distributions()}))"
+        "import json; from importlib.metadata import version; "
+        f"from importlib.util import find_spec; print(json.dumps({expression}))"
     )
     try:
         said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return {}
-    had = json.loads(said.stdout)
-    return {name: had[name] for name in packages if name in had}
+        return None
+    return json.loads(said.stdout)

@@ -250,6 +250,7 @@ TABLES = {
 
 
 def grid(head: list[str], rows: Iterable[list[str]]) -> str:
+    """A table of Markdown."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
 

@@ -81,7 +81,7 @@ def docs(tmp_path):
     for name, found in ("gpu", BENCH), ("step", STEP), ("peers", PEERS):
         (tmp_path / "performance" / f"{name}.json").write_text(json.dumps(found))
     (tmp_path / "PERFORMANCE.md").write_text(
-        "# Page\n\n<!-- gpu -->\n<!-- end -->\n\nBetween.\n\n<!-- step -->\nold\n<!-- end -->\n"
+        "# Page\n\n<!-- gpu -->\n<!-- end -->\n\nBetween.\n\n<!-- step -->\nstale\n<!-- end -->\n"
         "<!-- peers -->\n<!-- end -->\n"
     )
     return tmp_path
@@ -142,7 +142,7 @@ def test_page_keeps_its_text_and_says_when_it_is_old(docs):
     assert (
         run(docs, "--check").returncode == 0
         and "\nBetween.\n" in page
-        and "\nold\n" not in page
+        and "stale" not in page
         and "| cudnn | 400 / 300 | 400 / 300 |" in page
     )
 

@@ -176,6 +176,9 @@ def test_maxtext_is_measured_by_its_own_log(tmp_path):
     installs = [SCRIPTS / "bench" / "maxtext.sh", "--help"]
     said = subprocess.run(installs, capture_output=True, text=True, check=False)
     assert said.returncode == 2 and "usage: scripts/bench/maxtext.sh FOLDER" in said.stderr
+    installs = [SCRIPTS / "bench" / "maxtext.sh", tmp_path / "new", "python0"]
+    said = subprocess.run(installs, capture_output=True, text=True, check=False)
+    assert said.returncode == 1 and "no python0 here; MaxText needs Python 3.12" in said.stderr
 
 
 @pytest.mark.slow
