@@ -1,16 +1,16 @@
-"""Eight virtual CPU devices and one folder of compiled programs for the whole session."""
+"""Eight virtual CPU devices, one folder of compiled programs, and the order of tests."""
 
-import collections
 import ctypes
 import gc
 import json
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
+import price
+import programs
 import pytest
+import waiting
 from flags import flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -34,18 +34,15 @@ ALONE = {
     "tests/test_documents.py::test_a_page_works_from_top_to_bottom",
 }
 """Tests that share nothing with their file, and may run on another worker than the rest of it."""
-KEPT = (
-    "tests/checkpoint/test_store.py",
-    "tests/commands/test_eval.py",
-    "tests/evals/",
-    "tests/hf/test_peft.py",
-    "tests/inference/test_adapters.py",
-    "tests/objectives/",
-    "tests/optim/",
-    "tests/rollouts/",
-    "tests/weights/",
+FRESH = (
+    "tests/hardware/",
+    "tests/package/",
+    "tests/plan/",
+    "tests/profile/",
+    "tests/test_run.py",
 )
-"""Tests whose programs are compiled once for all workers: they ask nothing of the compiler."""
+"""Tests that ask the compiler something, or save what it made: a program that was read from a
+folder says nothing and cannot be saved again."""
 MAPPED = 25_000
 """Mappings of memory, of which Linux allows a process 65,530; each compiled program takes some, and
 XLA aborts where it gets no more."""
@@ -54,9 +51,12 @@ RESIDENT = 3 << 30
 
 
 def pytest_configure(config):
-    """Make the folder of compiled programs, once for all workers of xdist."""
-    if not hasattr(config, "workerinput"):
-        os.environ[COMPILED] = tempfile.mkdtemp(prefix="maxstack-compiled-")
+    """Name the folder of compiled programs, once for all workers of xdist, and watch the price."""
+    is_worker = hasattr(config, "workerinput")
+    config.pluginmanager.register(price.Price(is_worker))
+    if not is_worker:
+        config.pluginmanager.register(waiting.Waiting())
+        os.environ[COMPILED] = str(programs.FOLDER)
 
 
 def pytest_collection_modifyitems(items):
@@ -93,49 +93,25 @@ def _missing(name):
     return "" if any(map(topology._importable, modules)) else extra
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    """Write what each file took, in seconds, where MAXSTACK_TESTS_DURATIONS says."""
-    if path := os.environ.get("MAXSTACK_TESTS_DURATIONS"):
-        taken = collections.Counter()
-        for reports in terminalreporter.stats.values():
-            for report in reports:
-                if hasattr(report, "duration"):
-                    taken[report.nodeid.partition("::")[0]] += report.duration
-        rounded = {file: round(seconds, 1) for file, seconds in taken.most_common()}
-        Path(path).write_text(json.dumps(rounded, indent=0) + "\n")
-
-
 def pytest_unconfigure(config):
-    """Remove it."""
+    """Remove what killed processes have left half-written there."""
     if not hasattr(config, "workerinput"):
-        shutil.rmtree(os.environ.pop(COMPILED), ignore_errors=True)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _kept_programs(request):
-    """Read compiled programs from the session's folder in the modules of KEPT."""
-    if request.node.nodeid.startswith(KEPT):
-        from maxstack.hardware.compiling import keep_programs
-
-        keep_programs(os.environ[COMPILED])
-    yield
-    _keep_in(None)
+        programs.clear()
 
 
 @pytest.fixture(autouse=True)
-def _no_kept_programs(request):
-    """Forget the folder of compiled programs that a command in this process may have set: what is
-    read from there is not compiled, so that the compiler says nothing of it."""
-    yield
-    _keep_in(os.environ[COMPILED] if request.node.nodeid.startswith(KEPT) else None)
+def _programs(request):
+    """Read compiled programs from their folder, whatever a command in this process has set before,
+    but for the tests of FRESH."""
+    fresh = request.node.nodeid.startswith(FRESH)
+    programs.read_from(None if fresh else os.environ[COMPILED])
 
 
-def _keep_in(folder):
-    if (jax := sys.modules.get("jax")) and jax.config.jax_compilation_cache_dir != folder:
-        from jax.experimental.compilation_cache import compilation_cache
-
-        jax.config.update("jax_compilation_cache_dir", folder)
-        compilation_cache.reset_cache()
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_fixtures(request):
+    """The same for what a module makes once for its tests."""
+    fresh = request.node.nodeid.startswith(FRESH)
+    programs.read_from(None if fresh else os.environ[COMPILED])
 
 
 @pytest.fixture(autouse=True, scope="module")
