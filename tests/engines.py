@@ -5,6 +5,9 @@ import copy
 from maxstack.inference.engine import Engine
 from maxstack.inference.scheduler import Limits, Scheduler
 
+SMALL = ("serve.rows=8", "serve.page=4", "serve.max_length=192", "serve.identical=any")
+"""Overrides of an engine that compiles few programs."""
+
 
 def fresh(engine: Engine, limits: Limits) -> Engine:
     """An engine with the weights and compiled programs of another, an empty cache and no request.

@@ -4,9 +4,6 @@ import contextlib
 import hashlib
 import json
 import re
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,19 +139,14 @@ class Packages:
 
     def __init__(self, log: Path, *words: str | Path, key: str = "none"):
         self.output = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "maxstack.cli", "serve", "--port", "0", *map(str, words)],
-            env=processes.environment() | {"JAX_COMPILATION_CACHE_DIR": processes.COMPILED},
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
+        self.process, address = processes.serve(
+            ["serve", "--port", "0", *map(str, words)],
+            processes.environment() | {"JAX_COMPILATION_CACHE_DIR": processes.COMPILED},
+            log,
         )
-        deadline = time.monotonic() + 120
-        while not (found := re.search(r"http://(\S+:\d+)", log.read_text())):
-            assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        self.address = found[1]
+        self.address = address.removeprefix("http://")
         self.http = httpx.Client(
-            base_url=f"http://{self.address}",
+            base_url=address,
             headers={"Authorization": f"Bearer {key}"},
             timeout=60,
         )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from flags import flags
 from forked import Forked
 
 TIMED = ("tokens_per_second", "step_seconds", "data_wait", "eval_seconds")
+SILENT = 120.0
 FLAGS = flags(xla_backend_optimization_level="1")
 COMPILED = os.environ.get("MAXSTACK_TESTS_COMPILED", "")
 """The folder of compiled programs of this session of tests, of all its processes (conftest.py)."""
@@ -142,6 +144,23 @@ def write_config(folder: Path, **sections: Any) -> Path:
         yaml.safe_dump({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
     )
     return path
+
+
+def serve(words: list[str], env: Mapping[str, str], log: Path) -> tuple[Forked, str]:
+    """A server in a fork, once it is up, and its address. Fails where it ends before, or says
+    nothing for SILENT seconds: how long it takes is the machine's affair."""
+    process = Forked([sys.executable, "-m", "maxstack.cli", *words], env, log)
+    grown, told = time.monotonic(), ""
+    while True:
+        text = log.read_text() if log.exists() else ""
+        if found := re.search(r"http://\S+:\d+", text):
+            return process, found[0]
+        if text != told:
+            grown, told = time.monotonic(), text
+        if process.poll() is not None or time.monotonic() - grown > SILENT:
+            process.kill()
+            raise AssertionError(f"{words} did not come up, exit {process.poll()}\n{text}")
+        time.sleep(0.05)
 
 
 def until(true: Callable[[], Any], seconds: float = 240.0) -> Any:

@@ -103,7 +103,8 @@ GAPS = st.sampled_from([" ", "\n", ", ", "  ", "\n\n  ", "\t"])
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(WORDS, GAPS), min_size=20, max_size=60), st.integers(100, 300))
+@given(st.lists(st.tuples(WORDS, GAPS), min_size=20, max_size=60), st.integers(100, 250))
+@pytest.mark.slow
 def test_parts_have_the_ids_of_the_whole_text(made, kind, words, longest):
     text = "".join(f"{word}{gap}brown fox" for word, gap in words).encode()
     tokenizer = open_tokenizer(made[kind])
@@ -122,6 +123,7 @@ def test_a_text_without_any_boundary_ends_its_parts_with_whole_characters(made):
 
 
 @pytest.mark.parametrize("beyond", ["split", "refuse"])
+@pytest.mark.slow
 def test_a_long_text_is_one_document_in_training_and_in_shards_or_refused_by_name(
     made, beyond, tmp_path
 ):

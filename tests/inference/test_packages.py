@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -275,6 +276,7 @@ def test_the_pages_commands_and_program_get_answers(server):
     assert len(commands) == 2
 
 
+@pytest.mark.slow
 def test_keys_and_the_end_by_a_signal(folder, tmp_path):
     (tmp_path / "keys").write_text("first\n")
     flags = ["--api-key-file", tmp_path / "keys", "--batch-timeout", "1000000"]
@@ -290,7 +292,7 @@ def test_keys_and_the_end_by_a_signal(folder, tmp_path):
             waiting = pool.submit(server.infer, "toy", x=X[:1])
             while not server.figure("queue", "toy.classify"):
                 time.sleep(0.01)
-            server.process.terminate()
+            server.process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + 5
             while server.http.get("/v2/health/ready").status_code == 200:
                 assert time.monotonic() < deadline

@@ -29,7 +29,20 @@ def marked(mark):
 
 def parent(number):
     """The number of a process's parent."""
-    return int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])
+    return int(_stat(number)[1])
+
+
+def ended(number):
+    """True where a process can be waited for: its environment is gone a little earlier."""
+    try:
+        return _stat(number)[0] == "Z"
+    except OSError:
+        return True
+
+
+def _stat(number):
+    """State, parent and further fields of a process."""
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
 
 
 def awaited(condition, seconds=5.0):

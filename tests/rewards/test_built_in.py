@@ -93,6 +93,7 @@ def test_overlong_completions_are_punished_softly():
     assert values == [0.0, 0.0, -0.1, -0.5, -1.0, -1.0, -1.0]
 
 
+@pytest.mark.slow
 def test_a_missing_library_is_told_before_the_first_reward(pool, monkeypatch, tmp_path):
     (tmp_path / "math_verify.py").write_text("raise ImportError('No module named math_verify')")
     monkeypatch.syspath_prepend(tmp_path)

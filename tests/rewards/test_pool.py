@@ -7,7 +7,7 @@ import time
 from concurrent.futures import CancelledError
 
 import pytest
-from rewards.cases import awaited, case, function, marked, parent
+from rewards.cases import awaited, case, ended, function, marked, parent
 
 from maxstack.errors import ConfigError
 from maxstack.schema.rewards import ExactReward, LengthReward, ModelReward
@@ -68,6 +68,7 @@ def test_what_a_reward_leaves_behind_is_removed(name, pool, mark):
     assert rewards.submit(case()).result(30)[1].value == 4.0
 
 
+@pytest.mark.slow
 def test_output_is_lost_without_harm(pool):
     rewards = pool(function("prints", timeout=60))
     assert rewards.submit(case()).result(60) == [(1.0, {}, None)]
@@ -137,7 +138,7 @@ def test_a_worker_that_was_killed_is_started_again(pool, mark):
     rewards.submit(case()).result(30)
     (worker,) = (number for number in marked(mark) if parent(number) == os.getpid())
     os.kill(worker, signal.SIGKILL)
-    assert awaited(lambda: not marked(mark))
+    assert awaited(lambda: ended(worker))
     assert rewards.submit(case()).result(30)[0].value == 4.0
     assert rewards.news() == []
 
