@@ -49,6 +49,7 @@ def source(name, **fields):
     return WEB | {"name": name} | fields
 
 
+@pytest.mark.release
 def test_a_forced_change_of_sources_trains_as_a_schedule_in_the_file_does(run, capsys):
     web, code, talk = source("web"), source("code", length=50), source("talk", length=40)
     folder, _ = run("forced", {"sources": [web, code]}, steps=6)
@@ -90,6 +91,7 @@ def test_stages_count_tokens_and_go_on_in_any_of_them(run, capsys):
     assert numbers(parts) == numbers(whole)
 
 
+@pytest.mark.slow
 def test_plan_counts_the_shapes_and_plans_the_largest(run, tmp_path, capsys):
     stages = [{"step": 1, "batch_size": 8, "seq_len": 16}, {"step": 5, "seq_len": 8}]
     path = tmp_path / "plan.yml"
@@ -105,7 +107,7 @@ def test_plan_counts_the_shapes_and_plans_the_largest(run, tmp_path, capsys):
     assert "train.stages has several" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_another_optimizer_begins_anew_on_the_same_weights_and_data(run, capsys):
     data = {"sources": [source("web")]}
     folder, _ = run("optimizer", data, steps=6)
@@ -122,6 +124,7 @@ def test_another_optimizer_begins_anew_on_the_same_weights_and_data(run, capsys)
     assert losses(once) == losses(folder)
 
 
+@pytest.mark.slow
 def test_epochs_give_every_document_so_many_times(run, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("MAXSTACK_CACHE", str(tmp_path))
     sources = [source("web", length=33, ragged=False), source("code", documents=50)]
@@ -133,7 +136,7 @@ def test_epochs_give_every_document_so_many_times(run, monkeypatch, tmp_path, ca
     assert rows(folder)[-1]["fed/web"] + rows(folder)[-1]["fed/code"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_with_every_feature_goes_on_bit_for_bit_after_a_kill_and_on_two_devices(tmp_path):
     sources = [
         {"kind": "text", "name": "library", "files": ["{stdlib}/[a-f]*.py"], "holdout": 0.2},
@@ -167,6 +170,7 @@ def test_a_run_with_every_feature_goes_on_bit_for_bit_after_a_kill_and_on_two_de
     assert [[row["fed/library"], row["padding"]] for row in rows(tmp_path / "two")] == fed
 
 
+@pytest.mark.slow
 def test_data_that_ends_before_the_steps_do_ends_the_run_and_says_so(run, capsys):
     folder, code = run("ended", {"sources": [source("web", epochs=1)]}, steps=500)
     assert code == 2 and len(rows(folder)) < 30
@@ -204,6 +208,7 @@ def test_a_source_that_grows_goes_on_and_its_new_files_begin(run, tmp_path, caps
 
 
 @pytest.mark.parametrize("change", ["data.seed=5", "data.sources.0.holdout=0.3"])
+@pytest.mark.slow
 def test_documents_in_another_order_begin_anew_and_the_log_says_so(run, change, capsys):
     data = {"sources": [source("web"), source("code")], "packing": "concat"}
     run(f"reordered-{change[5:9]}", data, steps=4)
@@ -245,6 +250,7 @@ def test_a_run_learns_its_tokenizer_where_it_begins_and_keeps_it(run, tmp_path, 
     assert 300 < kept < 4000
 
 
+@pytest.mark.slow
 def test_packing_becomes_best_by_force(run):
     data = {"sources": [source("web"), source("code")]}
     run("repacked", data, steps=4)
@@ -252,6 +258,7 @@ def test_packing_becomes_best_by_force(run):
     assert run("repacked", data, *words, steps=6)[1] == 0
 
 
+@pytest.mark.slow
 def test_evaluation_says_the_loss_of_each_source(run):
     data = {"sources": [source("web", holdout=0.2), source("code", holdout=0.3)]}
     folder, _ = run("by-source", data, steps=4, eval={"every": 4, "steps": 2})

@@ -88,6 +88,7 @@ def children_seconds() -> float:
     return times.children_user + times.children_system
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_quietly():
     command = [sys.executable, "-m", "maxstack.cli", "config", "schema"]
     with subprocess.Popen(

@@ -6,6 +6,7 @@ import re
 
 import jax
 import pytest
+import tiers
 import tiny
 
 from maxstack import config, sharding
@@ -78,9 +79,13 @@ def representative(paths):
             yield path
 
 
-@pytest.mark.slow
+TRACED = [*representative(FILES)]
+
+
 @pytest.mark.parametrize(
-    "path", list(representative(FILES)), ids=lambda path: str(path.relative_to(presets_dir()))
+    "path",
+    tiers.of(TRACED, slow=[path for path in TRACED if path.parent.name != "models"]),
+    ids=lambda path: str(path.relative_to(presets_dir())),
 )
 def test_a_shipped_file_loads_assembles_and_is_traced(path, tmp_path):
     cfg = loaded(path, tmp_path)

@@ -1,7 +1,7 @@
 """Every command that README.md and docs/*.md show is taken as it stands, and run in small.
 
-The ordinary tests stop where training, compiling for other hardware or a cluster would begin. The
-slow ones (`make test-all`) run the pages of PAGES from top to bottom, as a reader would.
+The ordinary tests stop where training, compiling for other hardware or a cluster would begin. Those
+of `make test-release` run the pages of PAGES from top to bottom, as a reader would.
 """
 
 import contextlib
@@ -11,15 +11,16 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-import time
 import tomllib
 
 import documents
 import processes
 import pytest
 from documents import ROOT
+from engines import SMALL
 from flags import flags
 
 from maxstack import cli, elastic, train
@@ -181,15 +182,17 @@ def ended_early(monkeypatch):
     monkeypatch.setattr(report, "text", lambda plan, cost=(): "")
 
 
-def asks_a_compiler(command):
-    """Marks what compiles kernels for hardware that is not here."""
-    topology = re.search(r"maxstack kernels .*--topology (\S+)", command.line)
-    return pytest.param(command, marks=pytest.mark.compiler(topology[1]) if topology else ())
+def marked(command):
+    """Marks what compiles kernels for hardware that is not here, and what generates."""
+    if topology := re.search(r"maxstack kernels .*--topology (\S+)", command.line):
+        return pytest.param(command, marks=pytest.mark.compiler(topology[1]))
+    generates = command.line.startswith("maxstack generate")
+    return pytest.param(command, marks=pytest.mark.slow if generates else ())
 
 
 @pytest.mark.parametrize(
     "command",
-    [*map(asks_a_compiler, COMMANDS)],
+    [*map(marked, COMMANDS)],
     ids=lambda command: f"{command.page}: {command.line[:60]}",
 )
 def test_a_command_is_taken_as_it_stands(command, here, ended_early, monkeypatch):
@@ -224,6 +227,8 @@ def maxstack(words):
         return train.main(words[1:])
     if words[0] == "submit" and "--dry-run" not in words:
         words.append("--dry-run")
+    if words[0] == "generate":
+        words += SMALL
     return cli.main(words)
 
 
@@ -279,6 +284,7 @@ def test_commands_within_sentences_have_the_options_that_they_show():
         known_options(words)
 
 
+@pytest.mark.slow
 def test_scripts_and_targets_within_sentences_exist(monkeypatch):
     for _, line in sorted(documents.inline("python")):
         known_options_of_a_script(line.split()[1:], monkeypatch)
@@ -286,7 +292,7 @@ def test_scripts_and_targets_within_sentences_exist(monkeypatch):
         subprocess.run([*MAKE, target], cwd=ROOT, check=True, capture_output=True)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_works_from_top_to_bottom(page, here):
     documents.write_files(ROOT / "docs" / page if page != "README.md" else ROOT / page, here)
@@ -299,25 +305,18 @@ def test_a_page_works_from_top_to_bottom(page, here):
         if own or words[:2] == ["python", "scripts/make_people.py"]:
             processes.run([sys.executable, *words[1:]], os.environ | ENVIRONMENT)
         if words[0] == "maxstack" and words[1:] and not needs_a_cluster(words):
-            command = [sys.executable, "-m", "maxstack.cli", *words[1:]]
             if words[1] == "serve" or (words[1] == "report" and "--serve" in words):
-                serve(command, here / "serve.log")
+                serve(words[1:], here / "serve.log")
             else:
+                command = [sys.executable, "-m", "maxstack.cli", *words[1:]]
                 processes.run(command, os.environ | ENVIRONMENT)
 
 
-def serve(command, log):
+def serve(words, log):
     """A server comes up, and ends when it is asked to."""
-    command = [*command, "--port", "0"]
-    process = subprocess.Popen(
-        command, env=os.environ | ENVIRONMENT, stdout=log.open("w"), stderr=subprocess.STDOUT
-    )
+    process, _ = processes.serve([*words, "--port", "0"], os.environ | ENVIRONMENT, log)
     try:
-        deadline = time.monotonic() + 120
-        while "http://" not in log.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        process.terminate()
+        process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()
     finally:
         process.kill()

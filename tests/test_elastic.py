@@ -127,6 +127,7 @@ def test_a_run_goes_on_without_lost_slices_and_neither_loses_nor_repeats_a_batch
     assert "lost of 4 slices: 2; attempt 2 of at most 10" in said
 
 
+@pytest.mark.slow
 def test_more_losses_than_are_allowed_end_the_run(tmp_path, losing):
     losing.losses = {2: {0, 1, 2}}
     with pytest.raises(
@@ -140,6 +141,7 @@ def test_more_losses_than_are_allowed_end_the_run(tmp_path, losing):
         train.main(write(tmp_path, "none"))
 
 
+@pytest.mark.slow
 def test_an_error_that_is_no_loss_is_not_tried_again(tmp_path, losing, monkeypatch):
     def full(self, state, batch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory")

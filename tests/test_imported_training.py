@@ -31,12 +31,14 @@ def trained(tmp_path_factory):
     return folder, output
 
 
+@pytest.mark.slow
 def test_a_run_of_an_imported_folder_starts_from_its_weights(trained):
     folder, output = trained
     assert f"starting from the weights in {folder / 'run' / 'checkpoints' / '0'}" in output
     assert not any(name in output for name in ("resumed", "nothing left"))
 
 
+@pytest.mark.slow
 def test_the_export_scores_as_the_run_does_and_not_as_the_folder_did(trained):
     folder, _ = trained
     assert cli.main(["export", str(folder / "run"), "--out", str(folder / "out")]) == 0

@@ -68,6 +68,7 @@ def losses(folder):
     return {row["step"]: (row["loss"], row["distance"]) for row in rows}
 
 
+@pytest.mark.release
 def test_a_kind_of_each_trains_on_a_mesh_and_resumes_from_a_kill_to_the_same_bits(toys, tmp_path):
     toys("train", "run.yml")
     command = [sys.executable, TOYS, "train", "run.yml", "run.name=killed"]
@@ -84,6 +85,7 @@ def test_a_kind_of_each_trains_on_a_mesh_and_resumes_from_a_kill_to_the_same_bit
     assert whole[60][1] > whole[20][1] > 0  # away from the weights that the run began with
 
 
+@pytest.mark.slow
 def test_they_give_on_one_device_what_they_give_on_a_mesh_in_microbatches(toys, tmp_path):
     one = ("run.virtual_devices=1", "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1")
     toys("train", "run.yml", "train.steps=3")
@@ -93,6 +95,7 @@ def test_they_give_on_one_device_what_they_give_on_a_mesh_in_microbatches(toys, 
         assert found == pytest.approx(mesh[step], rel=2e-4)
 
 
+@pytest.mark.release
 def test_a_reference_beside_adapters_shares_the_base_and_costs_no_more_than_they_do(toys, tmp_path):
     lora = ("lora.rank=2", "lora.targets=[.*value]")
     toys("train", "run.yml", "train.steps=6", "optimizer.learning_rate=0.01", *lora)
@@ -103,6 +106,7 @@ def test_a_reference_beside_adapters_shares_the_base_and_costs_no_more_than_they
     assert 0 < state["reference"] < state["parameters"] / 4
 
 
+@pytest.mark.slow
 def test_plan_counts_the_weights_and_flops_that_a_mixer_declares(toys, tmp_path):
     toys("plan", "run.yml", "--json", "plan.json")
     found = json.loads((tmp_path / "plan.json").read_text())

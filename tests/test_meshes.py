@@ -78,6 +78,8 @@ CASES = {
     "stage expert": ("mla", {"stage": 2, "expert": 2, "fsdp": 2}),
     "stage context": ("dense", {"stage": 2, "context": 2, "tensor": 2}),
 }
+SLOW = "context ring", "stage", "fsdp", "zero 1", "hsdp, all in host memory"
+"""Those of `make test-all`."""
 
 
 def config(model: str, mesh: dict):
@@ -116,9 +118,7 @@ def alone():
     )
 
 
-@pytest.mark.parametrize(
-    "case", tiers.of(CASES, "stage", "fsdp", "expert", "context ring", "tensor")
-)
+@pytest.mark.parametrize("case", tiers.of(CASES, "expert", "tensor", slow=SLOW))
 def test_losses_and_gradients_equal_those_of_one_device(case, alone, capfd):
     model, mesh = CASES[case]
     (ours, our_gradients), (theirs, their_gradients) = five_steps(model, mesh), alone(model)

@@ -8,7 +8,9 @@ import documents
 import numpy as np
 import parity
 import pytest
+import tiers
 import tokenizers
+from engines import SMALL
 
 from maxstack import cli, train
 from maxstack.data import people
@@ -16,6 +18,7 @@ from maxstack.data.tokenizers import open_tokenizer
 from maxstack.inference import records as scoring
 from maxstack.load import load
 
+pytestmark = pytest.mark.slow
 MODEL = {
     "vocab": 264,
     "embed": 32,
@@ -93,7 +96,7 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("model", ["sft", "sft/checkpoints/4", "adapted"])
+@pytest.mark.parametrize("model", tiers.of(["sft", "sft/checkpoints/4", "adapted"], slow=["sft"]))
 def test_preferences_begin_where_another_run_ended(made, tmp_path, model):
     """The reference is where the run begins: the first loss is ln 2, at stored log-probabilities
     of that run too."""
@@ -115,9 +118,13 @@ def test_preferences_begin_where_another_run_ended(made, tmp_path, model):
     assert again[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("record", "objective"),
-    [("pairs", "{kind: preference}"), ("labelled", "{kind: unpaired}")],
+    [
+        ("pairs", "{kind: preference}"),
+        ("labelled", "{kind: unpaired}"),
+    ],
 )
 def test_a_run_with_a_reference_resumes_bit_for_bit(made, tmp_path, record, objective):
     source = f"{{kind: function, call: 'maxstack.data.people:{record}', documents: 64, "
@@ -198,6 +205,7 @@ def test_a_teacher_that_reads_other_tokens_is_refused(made, tmp_path, capsys):
     assert "its tokenizer is not that of the run" in said and "b'alpha', and b'omega'" in said
 
 
+@pytest.mark.release
 def test_a_head_that_is_trained_beside_an_adapter_is_exported_merged(made, tmp_path, capsys):
     lora = "lora={rank: 2, modules_to_save: [head]}"
     words = [str(made / "run.yml"), f"model.from={made}/sft", PAIRS, lora]
@@ -255,7 +263,7 @@ def test_an_export_holds_the_template_and_the_end_of_answers(made, tmp_path, cap
     for model in (made / "sft", out):
         maxstack(
             *("generate", model, "--chat", "--prompt", "Ada, 36, Rome. age?"),
-            *("--max-tokens", 8, "--temperature", 0, "model.dtype=float32"),
+            *("--max-tokens", 8, "--temperature", 0, "model.dtype=float32", *SMALL),
         )
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]

@@ -16,7 +16,7 @@ MESHES = {
 ONE_LAYER = tiny.model(layers=1, pattern=["local"])
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_twenty_steps_agree_with_one_device():
     rows = tiny.steps(tiny.make_run(tiny.config(mesh=MESHES["fsdp-tensor"]), 8), 20)
     for ours, theirs in zip(rows, tiny.steps(tiny.make_run(tiny.config()), 20), strict=True):
@@ -26,11 +26,15 @@ def test_twenty_steps_agree_with_one_device():
 @pytest.mark.parametrize(
     ("mesh", "warns"),
     [
-        *(pytest.param(mesh, False, marks=pytest.mark.slow) for mesh in ("data", "fsdp", "tensor")),
+        *(
+            pytest.param(mesh, False, marks=pytest.mark.release)
+            for mesh in ("data", "fsdp", "tensor")
+        ),
         ("fsdp-tensor", False),
         ("embed on fsdp and tensor", True),
     ],
 )
+@pytest.mark.slow
 def test_only_a_known_bad_mesh_makes_xla_rematerialize_what_was_sharded(mesh, warns, capfd):
     sizes = MESHES.get(mesh, MESHES["fsdp-tensor"] | {"rules": {"embed": ["fsdp", "tensor"]}})
     run = tiny.make_run(tiny.config(mesh=sizes), 8)
@@ -40,6 +44,7 @@ def test_only_a_known_bad_mesh_makes_xla_rematerialize_what_was_sharded(mesh, wa
     assert ("Involuntary full rematerialization" in capfd.readouterr().err) is warns
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     cfg = tiny.config()
     run = tiny.make_run(cfg)
@@ -56,6 +61,7 @@ def test_training_lowers_the_loss():
     [{"ema": {"decay": 0.9}}, {"chain": [{"kind": "sgd", "momentum": 0.9}], "learning_rate": 0.3}],
     ids=str,
 )
+@pytest.mark.slow
 def test_weights_in_half_precision_are_trained_and_stay_so_with_optimizer_state_in_float32(
     dtype, optimizer
 ):
@@ -70,6 +76,7 @@ def test_weights_in_half_precision_are_trained_and_stay_so_with_optimizer_state_
 
 
 @pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.slow
 def test_one_microbatch_of_eight_rows_equals_eight_of_one(devices):
     one, eight = (
         tiny.make_run(
@@ -119,6 +126,7 @@ def test_weights_and_optimizer_state_are_made_in_shards():
     )
 
 
+@pytest.mark.slow
 def test_initial_weights_do_not_depend_on_the_mesh():
     one, eight = (
         tiny.make_run(tiny.config(mesh=mesh), n).init()
@@ -137,6 +145,7 @@ def test_rows_of_a_batch_come_back_as_they_went_in():
         np.testing.assert_array_equal(array, data[name])
 
 
+@pytest.mark.slow
 def test_bfloat16_compute_keeps_float32_weights_and_loss():
     run = tiny.make_run(tiny.config(model=ONE_LAYER | {"dtype": "bfloat16"}))
     state, scalars = run.step(run.init(), run.batches.place(tiny.batch(run.cfg), 8))
@@ -146,6 +155,7 @@ def test_bfloat16_compute_keeps_float32_weights_and_loss():
     assert "dot_general" in text and "tensor<384x32xbf16>" in text
 
 
+@pytest.mark.slow
 def test_padding_after_a_document_reaches_no_expert_and_attention_asks_for_no_segments():
     moe = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 16, "router": {"balance_loss": 0.1}}
     layer = ONE_LAYER["blocks"]["local"] | {"mlp": moe}

@@ -29,6 +29,7 @@ sys.exit(cli.run(train.program, sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_process_says_what_it_waits_for_and_leaves_where_another_one_never_joins(tmp_path):
     command = [
         sys.executable,
@@ -51,6 +52,7 @@ def test_a_process_says_what_it_waits_for_and_leaves_where_another_one_never_joi
     assert "Traceback" not in done.stderr and "***" not in done.stderr
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_see_one_run_folder_are_refused(tmp_path):
     config, program, started = (
         write_config(tmp_path, run={"output_dir": "runs"}),
@@ -82,7 +84,7 @@ def test_processes_that_do_not_see_one_run_folder_are_refused(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_processes_share_a_learnt_tokenizer_and_the_steps_that_its_epochs_take(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text(" ".join(f"word{i} and other{i % 7}" for i in range(100)))
@@ -155,6 +157,7 @@ ALL, TABLES, NORMS = (
     ],
     ids=["whole", "ptq", "qlora", "frozen", "carried"],
 )
+@pytest.mark.slow
 def test_parameters_are_those_of_the_model_and_its_adapters_however_they_are_kept(
     sections, parameters, says
 ):
@@ -169,6 +172,7 @@ def test_parameters_are_those_of_the_model_and_its_adapters_however_they_are_kep
     assert report.read("", run.cfg, parse("v5e:1x1"), refused).parameters == parameters
 
 
+@pytest.mark.slow
 def test_a_rank_beyond_every_target_is_refused():
     with pytest.raises(
         ConfigError,
@@ -178,6 +182,7 @@ def test_a_rank_beyond_every_target_is_refused():
 
 
 @pytest.mark.parametrize(("weights", "begins"), [(None, True), (None, False), (str(LLAMA), True)])
+@pytest.mark.slow
 def test_adapters_on_a_random_base_are_told(weights, begins):
     said = []
     run = tiny.make_run(tiny.config(lora={"rank": 4}, model=tiny.model(weights=weights)))

@@ -86,6 +86,7 @@ def test_an_interrupt_saves_leaves_with_42_and_the_same_command_goes_on(base):
     assert numbers(folder / "interrupted") == numbers(folder / "base")
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_leaves_at_once_with_130(base, tmp_path):
     config, folder, _ = base
     command = processes.command(
@@ -113,6 +114,7 @@ def until(condition, process):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_signal_before_the_first_step_leaves_at_once_with_42(base):
     config, folder, _ = base
     assert processes.interrupt(config, folder / "early", 0, signal.SIGTERM, "run.name=early") == 42
@@ -147,6 +149,7 @@ def test_a_batch_that_does_not_divide_over_the_devices_is_refused_once_they_are_
         ("model.lyers", "unknown key model.lyers; did you mean layers?"),
     ],
 )
+@pytest.mark.slow
 def test_what_cannot_be_forced_is_told(base, forced, said):
     output = train(
         base[0],
@@ -160,6 +163,7 @@ def test_what_cannot_be_forced_is_told(base, forced, said):
     assert said in output and "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_changed_documents_are_refused_on_resume(base, tmp_path):
     config, folder, _ = base
     for name in "ab":
@@ -176,6 +180,7 @@ def test_changed_documents_are_refused_on_resume(base, tmp_path):
     assert "text-0: has more files (1)" in train(config, *quick, "train.steps=8", code=1)
 
 
+@pytest.mark.slow
 def test_restore_none_refuses_to_run_over_a_finished_run(base):
     config, folder, _ = base
     assert "step 24 is already in" in train(
@@ -183,6 +188,7 @@ def test_restore_none_refuses_to_run_over_a_finished_run(base):
     )
 
 
+@pytest.mark.slow
 def test_restore_takes_a_step_or_the_path_of_another_run(base):
     config, folder, _ = base
     assert "resumed from step 24 of" in train(
@@ -204,6 +210,7 @@ def test_restore_takes_a_step_or_the_path_of_another_run(base):
     assert "holds no step 5" in train(config, "run.name=rewound", "checkpoint.restore=5", code=1)
 
 
+@pytest.mark.slow
 def test_keep_rules_choose_the_checkpoints_that_stay(base):
     config, folder, _ = base
     train(config, "run.name=keep", "checkpoint={every: 2, keep: 2, keep_every: 10, keep_best: 1}")
@@ -219,6 +226,7 @@ def test_keep_rules_choose_the_checkpoints_that_stay(base):
     assert stay == {10, 20, 22, 24, best}
 
 
+@pytest.mark.slow
 def test_a_profile_is_written_where_asked(base):
     config, folder, _ = base
     train(
@@ -232,6 +240,7 @@ def test_a_profile_is_written_where_asked(base):
     assert list((folder / "profiled" / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.slow
 def test_a_diverging_run_stops_and_says_so(base):
     config, folder, _ = base
     output = train(
@@ -256,6 +265,7 @@ def test_the_resolved_config_is_plain_yaml(base):
     assert yaml.safe_load((folder / "base" / "config.yml").read_text())["train"]["steps"] == 24
 
 
+@pytest.mark.slow
 def test_a_run_in_use_is_refused(base):
     config, folder, _ = base
     words = processes.command(config, "run.name=held", "train.steps=100000", "eval.every=0")
@@ -270,6 +280,7 @@ def test_a_run_in_use_is_refused(base):
         holder.wait()
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_a_shorter_one_is_refused(base):
     config, folder, _ = base
     before = (folder / "base" / "config.yml").read_text()
@@ -279,6 +290,7 @@ def test_a_finished_run_says_so_and_a_shorter_one_is_refused(base):
     assert (folder / "base" / "config.yml").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_restored_even_where_none_will_be_written(base):
     config, folder, _ = base
     output = train(
@@ -294,6 +306,7 @@ def test_a_checkpoint_is_restored_even_where_none_will_be_written(base):
     assert "the learning rate goes on at" in output and "changed: train.steps: 24 -> 26" in output
 
 
+@pytest.mark.slow
 def test_an_output_folder_that_cannot_be_made_is_an_error_of_one_line(base, tmp_path):
     config, _, _ = base
     (tmp_path / "file").write_text("")
@@ -310,6 +323,7 @@ def test_a_first_step_without_memory_is_an_error_of_one_line(base, tmp_path, mon
     assert told.startswith("error: memory: the first step found too little (Out of memory alloc")
 
 
+@pytest.mark.slow
 def test_prepared_shards_are_neither_read_as_text_nor_trained_on_where_held_out(base, tmp_path):
     config, _, _ = base
     assert cli.main(["data", "prepare", str(config), "--out", str(tmp_path / "shards")]) == 0

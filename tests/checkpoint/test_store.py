@@ -102,6 +102,7 @@ def test_a_damaged_step_is_named_put_aside_and_the_one_before_is_taken(saved, fa
     feed.close()
 
 
+@pytest.mark.slow
 def test_where_no_step_is_intact_the_run_does_not_start_from_scratch(saved):
     again, _, folder, _ = saved
     for step in (1, 2, 3):
@@ -154,6 +155,7 @@ def test_a_step_that_is_deleted_counts_no_more_from_the_first_moment_and_what_a_
     )
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_back_to_a_step_once(saved):
     again, states, folder, said = saved
     saves, feed, run = again(restore=2)
@@ -319,6 +321,7 @@ print(saves.steps())
     != 0,
     reason="a full file system needs a mount of one's own",
 )
+@pytest.mark.slow
 def test_a_full_disk_costs_the_step_that_did_not_fit_and_no_other(tmp_path):
     command = (
         f"mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -c '{FULL}' {tmp_path}"
@@ -387,12 +390,14 @@ def tiered(seven, tmp_path, monkeypatch):
     return functools.partial(tiers_of, tmp_path, said.append), states, tmp_path, said
 
 
+@pytest.mark.slow
 def test_each_tier_has_its_own_pace_and_keeps_its_own(tiered):
     again, _, folder, said = tiered
     assert [tier.storage.steps() for tier in again()[0]._tiers] == [[6, 7], [3, 6], [2, 4, 6]]
     assert {path.name for path in folder.glob("ssd/run/host_0/*")} == {"6", "7"}
 
 
+@pytest.mark.slow
 def test_a_last_step_that_a_kill_left_on_a_host_s_own_disk_is_saved_where_all_see_it(tiered):
     again, states, folder, _ = tiered
     saves, feed, _ = again()
@@ -482,6 +487,7 @@ def test_another_mesh_reads_what_all_processes_see_and_not_a_disk_of_shards_cut_
     jax.tree.map(np.testing.assert_array_equal, saves.restore(feed), states[6])
 
 
+@pytest.mark.slow
 def test_a_task_of_orbax_that_fails_prints_no_traceback(caplog):
     async def fails():
         raise OSError("No space left on device")

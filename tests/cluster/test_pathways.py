@@ -44,6 +44,7 @@ def train(path, target, folder):
     )
 
 
+@pytest.mark.slow
 def test_the_client_is_made_before_any_device_is_touched(tmp_path):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as proxy:
         done = train(write_config(tmp_path), f"grpc://127.0.0.1:{proxy.getsockname()[1]}", tmp_path)
@@ -57,6 +58,7 @@ def test_the_client_is_made_before_any_device_is_touched(tmp_path):
         ("here:29000", "JAX_BACKEND_TARGET='here:29000' is no such address"),
     ],
 )
+@pytest.mark.slow
 def test_a_proxy_that_nobody_named_is_told(target, says, tmp_path):
     done = train(write_config(tmp_path), target, tmp_path)
     assert (

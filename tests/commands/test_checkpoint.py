@@ -45,6 +45,7 @@ def said(capsys, *words, code=0):
     return out.err if code and not out.out else out.out
 
 
+@pytest.mark.slow
 def test_list_names_every_step_in_every_tier(run, capsys):
     told = said(capsys, "list", run)
     assert (

@@ -97,6 +97,7 @@ def test_an_import_that_is_done_is_not_done_again(tmp_path, capsys):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_a_killed_import_is_no_run_and_goes_on(tmp_path):
     source, out = tmp_path / "source", tmp_path / "run"
     synthetic(source, layers=12, embed=256, hidden=1024, vocab=1000)
@@ -136,6 +137,7 @@ print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_far_below_the_model(tmp_path):
     largest = synthetic(tmp_path / "source", layers=8, embed=1024, hidden=8192, vocab=16000)
     bound = 3 * largest + 2**30

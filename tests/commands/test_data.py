@@ -184,6 +184,7 @@ def test_a_tokenizer_cannot_be_learnt_from_bytes_that_are_no_text(capsys):
     )
 
 
+@pytest.mark.slow
 def test_prepare_ends_well_and_says_how_much_it_wrote(capsys):
     assert (
         main(

@@ -6,6 +6,7 @@ import asked
 import jax
 import numpy as np
 import pytest
+import tiers
 import tiny
 from served import make
 
@@ -45,6 +46,7 @@ def figures(capsys, *words):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_and_its_checkpoints_have_the_figures_that_training_wrote(run, tmp_path, capsys):
     folder, _ = run
     rows = {}
@@ -72,6 +74,7 @@ def test_tasks_are_asked_of_a_run_and_every_answer_is_written(run, tmp_path, cap
     assert "rolling" in out and "±" in out and "centered" in out
 
 
+@pytest.mark.slow
 def test_a_model_folder_is_asked_by_its_own_tokenizer(run, tmp_path, capsys):
     _, names = run
     choice = next(name for name in names if name.endswith("choice.yaml"))
@@ -101,6 +104,7 @@ def test_what_cannot_be_evaluated_says_why(run, tmp_path, capsys):
         assert says in said and "Traceback" not in said, said
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_no_model(run, capsys, monkeypatch):
     folder, names = run
     monkeypatch.setattr(
@@ -113,20 +117,21 @@ def test_weights_that_are_not_finite_are_no_model(run, capsys, monkeypatch):
     assert cli.main([*words, "--allow-nonfinite"]) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("objective", "figure"),
-    [
-        ({"kind": "preference"}, "eval_rewards_accuracies"),
-        ({"kind": "reward"}, "eval_accuracy"),
-        ({"kind": "masked_diffusion"}, "eval_hidden_accuracy"),
-        ({"kind": "policy_gradient"}, "eval_reward/exact"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ("kind", "figure"),
+    tiers.of(
+        [
+            ("preference", "eval_rewards_accuracies"),
+            ("reward", "eval_accuracy"),
+            ("masked_diffusion", "eval_hidden_accuracy"),
+            ("policy_gradient", "eval_reward/exact"),
+        ],
+        slow=[("reward", "eval_accuracy")],
+    ),
 )
-def test_other_objectives_are_evaluated_by_their_own_figures(tmp_path, capsys, objective, figure):
+def test_other_objectives_are_evaluated_by_their_own_figures(tmp_path, capsys, kind, figure):
     evaluation = {"every": 4, "steps": 2}
-    kind = objective["kind"]
+    objective = {"kind": kind}
     source = {"kind": "function", "documents": 64, "holdout": 0.25}
     source |= {"call": "maxstack.data.people:pairs", "record": {"kind": "pairs"}}
     data = {"tokenizer": {"kind": "bytes"}, "template": "plain", "packing": "fit", "seq_len": 96}

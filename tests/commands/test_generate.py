@@ -11,11 +11,11 @@ import parity
 import processes
 import pytest
 import served
+from engines import SMALL
 
 from maxstack import cli
 from maxstack.errors import ConfigError, DataError
 
-SMALL = ("serve.rows=8", "serve.page=4", "serve.max_length=192", "serve.identical=any")
 F32 = ("model.dtype=float32", f"run.compilation_cache={processes.COMPILED}", *SMALL)
 
 
@@ -37,6 +37,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_prompt_is_gone_on_from_the_same_way_each_time(model, capsys):
     texts = []
     for _ in range(2):
@@ -45,12 +46,14 @@ def test_a_prompt_is_gone_on_from_the_same_way_each_time(model, capsys):
     assert texts[0] == texts[1] and len(texts[0]) > 3
 
 
+@pytest.mark.slow
 def test_several_answers_to_a_prompt_differ(model, capsys):
     assert generate(model, "--prompt", "Hello", "--n", "2", "--max-tokens", "12") == 0
     first, second = capsys.readouterr().out.split("--- 1 ---")
     assert first.removeprefix("--- 0 ---") != second
 
 
+@pytest.mark.slow
 def test_the_terminal_holds_a_conversation(model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n\nMore\n"))
     assert generate(model, "--chat", "--system", "Be brief.", "--max-tokens", "4") == 0
@@ -75,6 +78,7 @@ def test_a_file_of_prompts_is_answered_in_its_order_with_tokens_and_logprobs(mod
         assert isinstance(row["text"], str) and row["finish_reason"] == "length"
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_an_answer_and_is_not_in_it(model, tmp_path):
     prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "Once"}])
     out = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
@@ -87,6 +91,7 @@ def test_a_stop_string_ends_an_answer_and_is_not_in_it(model, tmp_path):
     assert cut["text"] == whole[: whole.index(whole[3:5])]
 
 
+@pytest.mark.release
 def test_a_killed_command_goes_on_to_the_same_bytes(model, tmp_path):
     rows = [{"id": i, "prompt": f"Text {i}"} for i in range(24)]
     prompts, out = write_prompts(tmp_path / "p.jsonl", rows), tmp_path / "o.jsonl"
@@ -174,6 +179,7 @@ def test_a_missing_tokenizer_and_wrong_tokens_are_named_before_weights_are_read(
         (["--prompts", "p.jsonl", "--out", "none/o.jsonl"], "the folder none does not exist"),
     ],
 )
+@pytest.mark.slow
 def test_options_that_do_not_fit_are_refused(model, words, message):
     with pytest.raises(ConfigError, match=message):
         generate_raising(model, *words)

@@ -45,7 +45,11 @@ def mixture(backends, mesh):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs(name)) for name in ("v5e:2x2", "h100:1x4")]
+    "name",
+    [
+        pytest.param("v5e:2x2", marks=needs("v5e:2x2")),
+        pytest.param("h100:1x4", marks=[needs("h100:1x4"), pytest.mark.release]),
+    ],
 )
 def test_pinned_kernels_serve_a_step_split_over_fsdp_and_tensor_and_experts_count(name):
     where = parse(name)
@@ -67,6 +71,7 @@ def test_pinned_kernels_serve_a_step_split_over_fsdp_and_tensor_and_experts_coun
     assert 9 * matmul <= flops <= 2 * 9 * matmul and not program.uncounted
 
 
+@pytest.mark.slow
 def test_the_command_names_what_serves_and_why_each_other_does_not(tmp_path, capsys):
     (tmp_path / "run.yml").write_text(dump(tiny.config()))
     assert (
@@ -116,6 +121,7 @@ def test_a_pinned_kernel_that_cannot_serve_and_a_flag_that_is_none_are_errors(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_step_that_generates_names_its_kernels(tmp_path, capsys):
     (tmp_path / "run.yml").write_text(dump(tiny.config()))
     assert cli.main(["kernels", str(tmp_path / "run.yml"), "--serve", "serve.rows=16"]) == 0

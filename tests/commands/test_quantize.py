@@ -58,6 +58,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_show_lists_every_weight_with_its_rule_and_bytes(trained, capsys):
     rule = "quantization={mode: ptq, rules: [{module_path: '.*/mlp', weight_qtype: int4}]}"
     assert (
@@ -188,6 +189,7 @@ def nf4(trained):
     return out
 
 
+@pytest.mark.slow
 def test_weights_in_low_precision_are_exported_as_floats_that_compute_the_same(
     trained, nf4, capsys
 ):
@@ -212,7 +214,7 @@ def test_weights_in_low_precision_are_exported_as_floats_that_compute_the_same(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_adapters_are_trained_on_a_run_in_low_precision_and_begin_from_those_of_a_folder(
     trained, nf4
 ):
@@ -268,6 +270,7 @@ def test_weights_that_nobody_could_train_are_not_trained_around(nf4):
         train.main([str(nf4 / "config.yml"), "run.name=alone"])
 
 
+@pytest.mark.slow
 def test_adapters_begin_on_the_weights_of_a_whole_run(trained):
     given = [
         str(trained / "run.yml"),

@@ -72,6 +72,7 @@ def texts(browser, selector):
     )
 
 
+@pytest.mark.slow
 def test_charts_are_drawn_without_an_error_or_a_request(browser, run, tmp_path):
     out = opened(browser, tmp_path, run)
     captions = " ".join(texts(browser, "figcaption"))
@@ -214,6 +215,7 @@ def test_several_runs_are_drawn_together_with_what_differs(browser, run, tmp_pat
     assert {"spiked", "other"} <= {*texts(browser, "thead th")}
 
 
+@pytest.mark.slow
 def test_a_running_job_is_followed_on_this_machine_alone(browser, run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "live")
     command = [sys.executable, "-m", "maxstack.cli", "report", str(folder), "--serve"]
@@ -318,6 +320,7 @@ def test_pictures_that_are_none_or_lead_elsewhere_are_left_out(tmp_path):
     assert [name for name, _ in recorded.pictures(folder)] == ["3.png"]
 
 
+@pytest.mark.slow
 def test_the_vendored_files_are_those_that_their_page_names():
     page = document.policy(live=False)
     names = re.findall(r"^(\w{64})  (\S+)$", document.read("README.md"), re.M)

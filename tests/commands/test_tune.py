@@ -19,6 +19,7 @@ def file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_the_table_holds_the_fastest_sizes_of_each_shape_and_the_next_run_takes_them(
     file, tmp_path, capsys
 ):
@@ -40,6 +41,7 @@ def test_the_table_holds_the_fastest_sizes_of_each_shape_and_the_next_run_takes_
     )
 
 
+@pytest.mark.slow
 def test_a_kernel_with_wrong_values_is_told_and_not_kept(file, tmp_path, capsys, monkeypatch):
     op, *rest = examples.OPS["attention"]
     fast = dataclasses.replace(op["blockwise"], name="fast", module="wrong_attention")

@@ -357,6 +357,7 @@ def test_files_that_extend_one_file_twice_at_every_level_compose_quickly(folder)
     assert composed("f39.yml") == {"a": 1}
 
 
+@pytest.mark.slow
 def test_a_bomb_of_likes_is_refused(folder):
     text = "{k: 1}"
     for _ in range(30):

@@ -139,6 +139,7 @@ sys.exit(code)
 @pytest.mark.parametrize(
     ("overrides", "code"), [([], 0), (["modle.layers=2"], 1), (["train.steps=x"], 1)]
 )
+@pytest.mark.slow
 def test_a_file_is_checked_without_importing_jax(tiny, overrides, code):
     done = subprocess.run(
         [sys.executable, "-c", PROBE, "config", "show", tiny, *overrides],

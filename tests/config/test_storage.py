@@ -122,6 +122,7 @@ def test_a_model_folder_at_a_url_is_read_as_at_a_path(bucket):
         np.testing.assert_array_equal(read.tensors[name].array(), tensor.array())
 
 
+@pytest.mark.slow
 def test_a_model_folder_at_a_url_is_scored_and_imported(bucket, tmp_path):
     model = put(bucket, "llama", GOLDENS / "llama")
     tokens = np.arange(8, dtype=np.int32).reshape(1, 8)
@@ -225,6 +226,7 @@ def test_a_store_that_fails_is_an_error_with_its_words(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_local_paths_import_no_fsspec():
     code = (
         "import sys; from maxstack.load import load; load('quickstart.yml'); "

@@ -26,6 +26,7 @@ DATA = st.recursive(
 
 @settings(deadline=None, max_examples=200)
 @given(st.dictionaries(TEXT.filter(bool), DATA, min_size=1, max_size=4))
+@pytest.mark.slow
 def test_block_style_reads_back_unchanged(data):
     assert (
         plain(read_yaml("".join(f"{line}\n" for line, _ in write_yaml(data)), "file.yml")) == data
@@ -34,6 +35,7 @@ def test_block_style_reads_back_unchanged(data):
 
 @settings(deadline=None, max_examples=200)
 @given(DATA)
+@pytest.mark.slow
 def test_flow_style_reads_back_unchanged(data):
     back = plain(read_yaml(f"key: {inline(data)}", "file.yml"))["key"]
     assert back == data and type(back) is type(data)

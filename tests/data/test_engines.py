@@ -90,6 +90,7 @@ def cluster(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.release
 def test_ray_writes_what_one_process_does_over_lost_workers_nodes_and_drivers(cluster, tmp_path):
     cluster, nodes = cluster
     _config(tmp_path)
@@ -118,7 +119,7 @@ def test_ray_writes_what_one_process_does_over_lost_workers_nodes_and_drivers(cl
     assert kept == {name: (out / name.removesuffix(".json")).stat().st_mtime_ns for name in kept}
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_an_error_on_a_cluster_started_for_the_purpose_names_the_document(tmp_path):
     pytest.importorskip("ray")
     _config(tmp_path)
@@ -129,6 +130,7 @@ def test_an_error_on_a_cluster_started_for_the_purpose_names_the_document(tmp_pa
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_an_error_that_says_what_is_kept(tmp_path):
     _config(tmp_path)
     (tmp_path / "slow.py").write_text("import os\ndef text(index):\n    os._exit(9)\n")
@@ -181,6 +183,7 @@ def _counted(start, task):
     yield from range(start, start + task)
 
 
+@pytest.mark.slow
 def test_the_values_of_a_task_come_in_order_and_all_of_them():
     made: dict[int, list[int]] = {}
     for task, value in Processes(2).map(_counted, 5, [3, 1, 2]):

@@ -102,6 +102,7 @@ def test_the_global_batches_do_not_depend_on_the_number_of_processes(processes, 
 
 
 @pytest.mark.parametrize("processes", tiers.of([1, 2, 4], 2))
+@pytest.mark.slow
 def test_the_global_batches_do_not_depend_on_two_workers_in_each_process(processes, feeds):
     expected = batches(feeds(config(), range(BATCH), BATCH), 25)
     share = BATCH // processes
@@ -115,6 +116,7 @@ def test_the_global_batches_do_not_depend_on_two_workers_in_each_process(process
         assert the_same(expected, batches(feed, 25), slice(process * share, (process + 1) * share))
 
 
+@pytest.mark.slow
 def test_workers_beyond_the_lanes_of_an_odd_split_change_nothing(feeds):
     expected = batches(feeds(config(), range(BATCH), BATCH), 5)
     assert the_same(
@@ -386,6 +388,7 @@ def hanging(folder, *arguments):
     ("ending", "code"),
     [("closed", 0), ("stopped", 0), ("evaluation", 0), ("error", 1), ("leaves", 42)],
 )
+@pytest.mark.release
 def test_workers_that_hang_or_are_stopped_hold_up_no_end_and_leave_no_memory_and_no_warning(
     ending, code, tmp_path
 ):
@@ -408,6 +411,7 @@ def test_workers_that_hang_or_are_stopped_hold_up_no_end_and_leave_no_memory_and
     )
 
 
+@pytest.mark.slow
 def test_a_thread_whose_source_hangs_holds_up_no_end_and_the_source_is_named(tmp_path):
     code, _, lines, told = hanging(tmp_path, "closed", "0")
     assert code == 0 and lines == ["False 0"]
@@ -453,6 +457,7 @@ def alive(process):
         return False
 
 
+@pytest.mark.slow
 def test_a_long_held_out_document_spreads_over_all_lanes_of_every_split(feeds, tmp_path):
     (tmp_path / "long.txt").write_text("abcdefgh" * 64)
     cfg = DataConfig(

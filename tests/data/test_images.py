@@ -151,6 +151,7 @@ def test_an_epoch_holds_each_picture_once():
     assert labels == [number % 3 for number in numbers]
 
 
+@pytest.mark.slow
 def test_changes_depend_on_neither_lanes_nor_workers_nor_a_restart():
     image = {"crop": "inception", "flip": True, "randaugment": {"layers": 2}, "shift": 1}
 
@@ -259,6 +260,7 @@ def test_two_sources_number_their_classes_alike():
     assert made.describe() == ["images-0: 12 documents; 3 classes: 0 cat, 1 dog, 2 eel"]
 
 
+@pytest.mark.slow
 def test_evaluation_data_number_their_classes_as_training_does(capsys):
     folders()
     own = "eval.data={sources: [{kind: images, files: ['train/dog/*.png']}]}"

@@ -355,6 +355,7 @@ def test_what_was_fed_is_counted_by_source(drawn):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.slow
 def test_a_feed_with_every_feature_is_the_same_in_parts_and_after_a_restart(workers):
     cfg = config(
         *(

@@ -61,6 +61,7 @@ def all_of(documents):
     return [documents[i] for i in range(len(documents))]
 
 
+@pytest.mark.slow
 def test_shards_hold_the_documents_of_each_source_and_split_in_order():
     cfg = config()
     prepare(cfg, "out", Processes(2), shard_size=7)
@@ -80,6 +81,7 @@ def test_shards_hold_the_documents_of_each_source_and_split_in_order():
     assert len(list(Path("out").glob("jsonl-1-train-*-of-00003.array_record"))) == 3
 
 
+@pytest.mark.slow
 def test_the_manifest_counts_and_checksums_every_shard():
     prepare(config(), "out")
     manifest = json.loads(Path("out/manifest.json").read_text())
@@ -126,6 +128,7 @@ def passed(cfg, lanes=2):
     return made
 
 
+@pytest.mark.slow
 def test_an_evaluation_counts_bytes_of_documents_from_text_and_from_lossy_shards():
     for path in Path("texts").iterdir():
         path.write_text(f"  \u4e2d\u6587 {path.read_text()}   ")
@@ -215,6 +218,7 @@ def test_after_a_kill_finished_shards_are_kept_and_the_rest_is_made(folder):
     assert all(np.array_equal(made[i].ids, plain[i]) for i in range(0, 8000, 97))
 
 
+@pytest.mark.slow
 def test_a_shard_that_finds_no_room_is_an_error_that_names_it_and_leaves_no_piece():
     Path("program.py").write_text(
         "import resource, signal\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
@@ -231,6 +235,7 @@ def test_a_shard_that_finds_no_room_is_an_error_that_names_it_and_leaves_no_piec
     assert [*Path("out").rglob("*.unfinished")] == [*Path("out").glob(".finished/*.json")] == []
 
 
+@pytest.mark.slow
 def test_a_finished_folder_is_left_alone_and_says_so(capsys):
     prepare(config(), "out")
     before = {path: path.stat().st_mtime_ns for path in Path("out").iterdir()}
@@ -246,6 +251,7 @@ def test_a_path_where_no_folder_can_be_is_refused_before_anything_is_read():
             prepare(config(tokenizer={"kind": "sentencepiece", "path": "missing"}), out)
 
 
+@pytest.mark.slow
 def test_preparing_asks_for_no_rules_between_sections(capsys):
     words = ["data.sources.0.holdout=0", "eval.every=10"]
     assert (
@@ -270,6 +276,7 @@ def test_a_folder_with_shards_of_other_data_is_refused(change):
         prepare(cfg, "out", shard_size=3 if change == "shard size" else None)
 
 
+@pytest.mark.slow
 def test_a_bad_record_is_named_and_a_corrected_one_completes():
     Path("lines.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
     with pytest.raises(DataError, match="lines.jsonl: line 2"):
@@ -282,6 +289,7 @@ def test_a_bad_record_is_named_and_a_corrected_one_completes():
     ] == [b"good", b"3"]
 
 
+@pytest.mark.slow
 def test_shards_of_another_tokenizer_are_refused_by_name():
     prepare(config(), "out")
     other = DataConfig(

@@ -238,6 +238,7 @@ def test_a_file_that_is_cut_while_it_is_open_gives_an_error_and_no_empty_documen
         opened[20]
 
 
+@pytest.mark.slow
 def test_workers_tell_what_they_pass_over_once_and_change_nothing(feeds):
     source, name = jsonl()
     flip(name)
@@ -258,6 +259,7 @@ def test_workers_tell_what_they_pass_over_once_and_change_nothing(feeds):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.slow
 def test_the_first_empty_document_of_a_source_is_told_and_the_others_are_not(workers, feeds):
     source, _ = one_a_file("", bytes)
     for name in ("03.txt", "09.txt"):
@@ -298,6 +300,7 @@ def test_a_document_damaged_while_it_is_half_read_is_passed_over(feeds):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.slow
 def test_one_damaged_record_too_many_ends_the_run_however_they_spread_over_workers(workers, feeds):
     source, name = parquet()
     flip(name)

@@ -195,6 +195,7 @@ def test_a_missing_tokenizer_at_a_url_is_told(bucket):
     )
 
 
+@pytest.mark.slow
 def test_shards_are_prepared_at_a_url_and_trained_on_from_there(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MAXSTACK_CACHE", str(tmp_path / "cache"))

@@ -90,6 +90,7 @@ def all_files(out):
     }
 
 
+@pytest.mark.slow
 def test_what_is_left_is_written_and_what_was_removed_is_read_back(capsys):
     prepare(config(), "out")
     a, b = ([json.loads(line)["text"] for line in Path(f).open()] for f in ("a.jsonl", "b.jsonl"))
@@ -173,6 +174,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", ["passes/0-*", "passes/1-*", "passes/2-*", "result.npz"])
+@pytest.mark.release
 def test_a_killed_preparation_goes_on_where_it_stopped(after):
     write("a.jsonl", [text_of(random.Random(n), 200) for n in range(1000)])
     Path("program.py").write_text(PROGRAM)
@@ -194,6 +196,7 @@ def test_a_killed_preparation_goes_on_where_it_stopped(after):
         assert {path: path.stat().st_mtime_ns for path in kept} == kept
 
 
+@pytest.mark.slow
 def test_other_steps_are_other_data():
     prepare(config(STEPS[:2]), "out")
     for steps in ([], STEPS[:1]):
@@ -229,6 +232,7 @@ def test_a_file_that_a_step_names_must_be_there(step, key):
         prepare(config([step]), "out")
 
 
+@pytest.mark.slow
 def test_tasks_are_looked_for_by_their_names():
     from maxstack.evals.task_texts import texts_of
 
@@ -290,6 +294,7 @@ def test_a_package_that_is_not_installed_is_named_before_the_first_pass(
         ("{kind: text, files: [a.jsonl], encoding_errors: keep}", "is keep, but data.steps"),
     ],
 )
+@pytest.mark.slow
 def test_steps_need_plain_text(source, message):
     with pytest.raises(ValueError, match=message):
         config([{"kind": "pii"}], sources=[yaml.safe_load(source)])

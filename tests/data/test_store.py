@@ -139,7 +139,7 @@ def test_parquet_that_changes_after_it_was_opened_is_refused(store, tmp_path):
         documents[19]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_waits_for_a_store_that_vanishes_and_books_the_time_to_data(store, tmp_path):
     for i in range(120):
         put(f"{i:03d}.txt", (f"text {i} " * 12).encode())

@@ -16,30 +16,30 @@ class Drill(NamedTuple):
     function: Callable[[Path, int, random.Random], Outcome]
     full: int
     """By `make drills`."""
-    table: int
-    """By `make test-all`: every kind of the fault once."""
-    short: int = 0
-    """By `make test`; 0: left to `make test-all`."""
+    kinds: int
+    """By `make test-release`: every kind of the fault once."""
+    once: int = 1
+    """By `make test-all`; 0: left to `make test-release`."""
 
 
 DRILLS = {
-    1: Drill(kills.sigkill, 100, 2, 1),
-    2: Drill(kills.in_a_save, 110, 11, 1),
-    3: Drill(disks.damaged, 40, 5, 1),
-    4: Drill(disks.full, 12, 4),
+    1: Drill(kills.sigkill, 100, 2),
+    2: Drill(kills.in_a_save, 110, 11),
+    3: Drill(disks.damaged, 40, 5),
+    4: Drill(disks.full, 12, 4, 0),
     5: Drill(kills.preempt, 6, 1),
-    6: Drill(values.poisoned, 20, 7),
-    7: Drill(values.spikes, 4, 1),
+    6: Drill(values.poisoned, 20, 7, 2),
+    7: Drill(values.spikes, 4, 1, 0),
     8: Drill(silent.corrupt, 9, 3),
-    9: Drill(hangs.worker, 8, 2),
-    10: Drill(hangs.killed, 9, 1),
-    11: Drill(hangs.stopped, 6, 1),
-    12: Drill(changes.elastic, 4, 1),
+    9: Drill(hangs.worker, 8, 2, 0),
+    10: Drill(hangs.killed, 9, 1, 0),
+    11: Drill(hangs.stopped, 6, 1, 0),
+    12: Drill(changes.elastic, 4, 1, 0),
     13: Drill(changes.changed, 24, 12, 2),
-    14: Drill(silent.flipped, 8, 3),
-    15: Drill(hangs.straggler, 6, 2),
+    14: Drill(silent.flipped, 8, 3, 0),
+    15: Drill(hangs.straggler, 6, 2, 0),
     16: Drill(tiers.tiers, 12, 5),
-    17: Drill(changes.crowded, 10, 1),
+    17: Drill(changes.crowded, 10, 1, 0),
     18: Drill(learning.samples, 60, 6),
     0: Drill(changes.clock, 6, 2),
 }

@@ -1,10 +1,11 @@
-"""Every kind of every drill once, from fixed seeds; `make drills` draws others, many times. What
-they promise stands in the README, word for word."""
+"""Every drill once, by `make test-release` each kind of its fault, from fixed seeds; `make drills`
+draws others, many times. What they promise stands in the README, word for word."""
 
 import random
 from pathlib import Path
 
 import pytest
+import tiers
 
 from drills import disks
 from drills.promises import PROMISES
@@ -24,17 +25,13 @@ def beside(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(number, marks=[] if drill.short else pytest.mark.slow)
-        for number, drill in DRILLS.items()
-    ],
+    "number", tiers.of(DRILLS, slow=[number for number, drill in DRILLS.items() if drill.once])
 )
 def test_drill(number, beside, request):
     drill = DRILLS[number]
     if number == 4 and not disks.can_mount():
         pytest.skip("a full file system needs a mount of one's own")
-    count = drill.short if "not slow" in request.config.option.markexpr else drill.table
+    count = drill.once if "not release" in request.config.option.markexpr else drill.kinds
     found = drill.function(beside / f"{number}", count, random.Random(f"suite {number}"))
     assert found.injected >= count and found.lost == 0, "\n".join(found.notes)
 

@@ -42,6 +42,7 @@ def bits(folder):
     }
 
 
+@pytest.mark.slow
 def test_a_run_ends_where_a_metric_gets_no_better_and_keeps_its_best_checkpoint(base):
     _, folder, said = base
     found = bits(folder / "base")
@@ -57,6 +58,7 @@ def test_a_run_ends_where_a_metric_gets_no_better_and_keeps_its_best_checkpoint(
     assert facts["eval_loss"] == facts["evaluated"]["eval_loss"]
 
 
+@pytest.mark.release
 def test_a_run_that_ended_early_stays_so_until_it_is_given_more_patience(base):
     config, folder, _ = base
     last = max(bits(folder / "base"))
@@ -65,6 +67,7 @@ def test_a_run_that_ended_early_stays_so_until_it_is_given_more_patience(base):
     assert rows(folder / "base")[-1]["step"] == last + 2
 
 
+@pytest.mark.release
 def test_a_killed_run_ends_where_the_other_did(base):
     config, folder, _ = base
     given = "run.name=killed", "checkpoint.keep_best=0"
@@ -76,6 +79,7 @@ def test_a_killed_run_ends_where_the_other_did(base):
     assert {step: found[step] for step in other} == other
 
 
+@pytest.mark.slow
 def test_a_metric_that_evaluations_do_not_give_is_named_before_the_first_step(base):
     config, _, _ = base
     for metric, says in (
@@ -122,7 +126,7 @@ def test_early_stopping_goes_on_where_a_checkpoint_left_it():
     assert StopEarly(cfg, saved).read(4, {"eval_accuracy": 0.75}) and not first.over
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_eight_devices_and_two_processes_score_tasks_in_training_as_one_device_does(tmp_path):
     names = [name for name in asked.write_tasks(tmp_path) if "generate" not in name]
     config = write_config(

@@ -52,6 +52,7 @@ def test_the_questions_are_not_all_answered_alike(both):
     assert ours["generate"].keys() >= {"exact_match,strict", "exact_match,first"}
 
 
+@pytest.mark.release
 def test_what_the_harness_does_not_know_is_named(tmp_path):
     run = asked.run_of()
     tasks = asked.asked(run, [])

@@ -3,6 +3,7 @@
 import threading
 
 import numpy as np
+import pytest
 import tiny
 
 from maxstack.data.feed import Feed
@@ -19,6 +20,7 @@ DOCUMENTS = {
 }
 
 
+@pytest.mark.slow
 def test_an_evaluation_reads_the_same_each_time_and_leaves_nothing_running(tmp_path):
     run = tiny.make_run(
         tiny.config(data={"sources": [DOCUMENTS], "seq_len": 48}, eval={"every": 10, "steps": 1})

@@ -44,6 +44,7 @@ def alone(files):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.slow
 def test_a_mesh_scores_as_one_device_does(mesh, files, alone):
     params, found, records = alone
     devices = math.prod(size for size in MESHES[mesh].values() if isinstance(size, int))

@@ -86,6 +86,7 @@ def test_either_takes_one_tree_whole_in_the_types_of_the_old_one(monkeypatch, pl
     assert [leaf.dtype for leaf in taken.values()] == [leaf.dtype for leaf in old.values()]
 
 
+@pytest.mark.slow
 def test_a_step_on_a_cpu_copies_nothing_of_the_optimizers_state(make):
     ours = make(1)
     text = ours.lower().compile().as_text()
@@ -139,6 +140,7 @@ def test_a_poisoned_batch_is_refused_and_leaves_all_as_if_it_had_been_passed_ove
     )
 
 
+@pytest.mark.slow
 def test_a_spike_is_refused_and_ordinary_noise_is_not(make):
     ours = make(faults={"spike": {"warm_up": 20, "window": 30}})
     state, kinds = ours.init(), []

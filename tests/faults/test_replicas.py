@@ -246,6 +246,7 @@ def test_passing_faults_are_passed_over_three_times(many):
         health.compare_copies(20, flipped(state, "step", 1, 0, 7))
 
 
+@pytest.mark.slow
 def test_a_bit_of_a_gradient_flipped_inside_the_step_on_one_replica_is_found(monkeypatch):
     def build(cfg, steps, info):
         return optax.chain(

@@ -243,6 +243,7 @@ def test_a_child_whose_parent_is_killed_is_asked_to_save_and_leave(parent, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the child in /proc")
+@pytest.mark.release
 def test_a_training_that_is_killed_twice_and_stopped_once_ends_bit_for_bit_as_if_it_had_not_been(
     tmp_path,
 ):

@@ -91,11 +91,13 @@ def ended(started):
     return [process.returncode for process in started], outputs
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_is_left_alone(tmp_path):
     assert ended(run(tmp_path, 3)) == ([0] * 3, [""] * 3)
     assert not (tmp_path / "log.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_process_that_lives_on_after_its_run_is_watched_no_longer(tmp_path):
     """As a notebook does, or this one, which would be ended an hour later."""
     path = processes.write_config(tmp_path, eval={"every": 0}, checkpoint={"every": 0})
@@ -133,6 +135,7 @@ def test_a_watchdog_that_begins_after_its_process_is_gone_leaves_too(tmp_path):
 
 
 @pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.slow
 def test_an_error_in_one_process_ends_all_with_its_code_and_says_where(tmp_path, who):
     started = run(tmp_path, 3, "error", who)
     while started[0].poll() is None:
@@ -149,6 +152,7 @@ def test_an_error_in_one_process_ends_all_with_its_code_and_says_where(tmp_path,
 
 
 @pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.slow
 def test_a_hang_ends_all_to_be_started_again_with_every_stack_in_the_log(tmp_path, count):
     codes, _ = ended(run(tmp_path, count, "hang", who=0))
     log = (tmp_path / "log.txt").read_text()
@@ -173,6 +177,7 @@ def test_where_one_is_killed_the_others_leave_at_once(tmp_path, who):
     )
 
 
+@pytest.mark.slow
 def test_one_of_several_that_is_stopped_is_named_and_ended_with_the_others(tmp_path):
     started = run(tmp_path, 3, "wait")
     started[1].send_signal(signal.SIGSTOP)
@@ -184,6 +189,7 @@ def test_one_of_several_that_is_stopped_is_named_and_ended_with_the_others(tmp_p
     )
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_that_is_stopped_goes_on_when_it_is_continued(tmp_path):
     started = run(tmp_path, 1)
     started[0].send_signal(signal.SIGSTOP)
@@ -193,6 +199,7 @@ def test_a_run_of_one_process_that_is_stopped_goes_on_when_it_is_continued(tmp_p
     assert ended(started) == ([0], [""])
 
 
+@pytest.mark.slow
 def test_a_process_that_lost_its_watchdog_says_so_once(tmp_path):
     codes, outputs = ended(run(tmp_path, 1, "orphan"))
     assert codes == [0] and outputs[0].count("the watchdog is gone") == 1

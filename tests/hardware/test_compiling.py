@@ -44,6 +44,7 @@ def test_effort_that_the_environment_names_comes_before_ours(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["init", "start", "step", "eval_step"])
+@pytest.mark.slow
 def test_every_program_of_a_run_is_compiled_in_order(name, monkeypatch):
     monkeypatch.setattr(compiling, "in_order", lambda mesh: {"xla_nonsense": 1})
     run = assemble(tiny.config(mesh={"data": 1, "fsdp": 8}), meshes()[1])
@@ -73,7 +74,7 @@ def test_weights_are_treated_in_order(monkeypatch):
         run.weights._made(lambda x: {"embed": x}, jnp.zeros(run.weights.shapes["embed"].shape))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_another_clone_finds_the_programs_that_one_has_compiled(tmp_path):
     cache, found = tmp_path / "cache", []
     path = processes.write_config(tmp_path, eval={"every": 0}, checkpoint={"every": 0})

@@ -26,6 +26,7 @@ sys.exit(cli.run(train.program, sys.argv[1:]))
 @pytest.mark.parametrize(
     ("tunables", "kept"), [("glibc.malloc.hugetlb=0", False), (None, True)], ids=str
 )
+@pytest.mark.slow
 def test_train_keeps_pages_between_steps_unless_the_environment_chooses(tmp_path, tunables, kept):
     """An array of the MLP's hidden units is 64 MiB: 32 pages where they are huge, else 16,384."""
     block = {

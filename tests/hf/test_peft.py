@@ -50,6 +50,7 @@ def far(found, wanted):
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in ADAPTERS.iterdir()))
+@pytest.mark.slow
 def test_an_adapter_of_peft_computes_what_it_does_there(name):
     golden = np.load(ADAPTERS / name / "golden.npz")
     run, params = open_model(str(parity.GOLDENS / name.partition("-")[2]), FLOAT)
@@ -119,6 +120,7 @@ def written(folder, family: str, lora: dict):
         pytest.param("gemma3", {"targets": [".*/query", ".*/mlp"]}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_an_adapter_of_ours_is_read_back_and_merges_alike_in_both_layouts(family, lora, tmp_path):
     run, weights, bound, adapted = written(tmp_path / "adapter", family, lora)
     ours = {
@@ -146,6 +148,7 @@ def test_an_adapter_of_ours_is_read_back_and_merges_alike_in_both_layouts(family
         np.testing.assert_allclose(leaf, merged[path], rtol=1e-4, atol=1e-5, err_msg=path)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_peft_would_take_for_that_of_an_expert_is_refused(tmp_path):
     with pytest.raises(
         ConfigError,

@@ -109,6 +109,7 @@ def quantized(folder, name, change=lambda held: None):
 
 
 @pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.slow
 def test_import_and_export_give_the_numbers_in_bfloat16_and_no_quantization(tmp_path, name):
     meant = quantized(tmp_path / "source", name)
     assert (

@@ -32,6 +32,7 @@ def learn(tmp_path_factory):
 
 
 @pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.slow
 def test_the_files_give_the_ids_of_the_model(learn, tmp_path, begins):
     path = learn("bpe")
     for name, content in sentencepiece_files.files_of(path, begins).items():

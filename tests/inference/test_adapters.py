@@ -99,12 +99,13 @@ def dora(name, folder):
     ("name", "lengths"),
     [
         ("lora-llama", False),
-        ("dora-qwen3", True),
-        ("latent-deepseek_v3", True),
-        pytest.param("fused-phi3", False, marks=pytest.mark.slow),
-        pytest.param("turned-gpt2", False, marks=pytest.mark.slow),
+        pytest.param("dora-qwen3", True, marks=pytest.mark.slow),
+        pytest.param("latent-deepseek_v3", True, marks=pytest.mark.slow),
+        pytest.param("fused-phi3", False, marks=pytest.mark.release),
+        pytest.param("turned-gpt2", False, marks=pytest.mark.release),
     ],
 )
+@pytest.mark.slow
 def test_an_adapter_beside_the_model_answers_as_the_model_that_it_is_merged_into(
     name, lengths, tmp_path
 ):
@@ -118,6 +119,7 @@ def test_an_adapter_beside_the_model_answers_as_the_model_that_it_is_merged_into
     assert made != answers(beside, [(prompt, None) for prompt in PROMPTS])
 
 
+@pytest.mark.slow
 def test_requests_with_different_adapters_have_the_same_bits_together_and_alone(served):
     asked = [*zip(PROMPTS, (None, "x", "y"), strict=True)]
     alone = [answers(served, [request])[0] for request in asked]
@@ -125,12 +127,14 @@ def test_requests_with_different_adapters_have_the_same_bits_together_and_alone(
     assert answers(served, asked[::-1]) == alone[::-1]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_the_same_whichever_others_there_are(served, other):
     made = answers(served, [(prompt, "y") for prompt in PROMPTS])
     own = engine_of(parity.GOLDENS / "llama", {"own": other})
     assert_alike(made, answers(own, [(prompt, "own") for prompt in PROMPTS]))
 
 
+@pytest.mark.slow
 def test_a_request_without_an_adapter_has_the_bits_of_an_engine_without_adapters(served):
     asked = [(prompt, None) for prompt in PROMPTS]
     assert answers(served, asked) == answers(engine_of(parity.GOLDENS / "llama", {}), asked)
@@ -147,6 +151,7 @@ def test_pages_of_a_prefix_are_shared_only_by_requests_of_one_adapter(served):
     assert len({tuple(token.logprob for token in tokens) for tokens in first}) == 3
 
 
+@pytest.mark.slow
 def test_a_mesh_of_devices_answers_with_adapters_as_one_device_does(served, other):
     asked = [*zip(PROMPTS, (None, "x", "y"), strict=True)]
     mesh = "mesh.tensor=2", "mesh.data=2", "mesh.rules.residual=null"
@@ -176,6 +181,7 @@ def test_an_adapter_of_experts_is_refused_by_the_name_of_their_weight(tmp_path):
         engine_of(model, {"x": str(tmp_path)})
 
 
+@pytest.mark.release
 def test_generate_answers_with_an_adapter_and_has_the_same_bits_in_any_company(tmp_path, capsys):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps({"tokens": tokens}) + "\n" for tokens in PROMPTS))

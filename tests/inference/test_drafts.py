@@ -81,6 +81,7 @@ def answers(engine, prompts, sampling):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.slow
 def test_a_guess_is_what_training_predicts_from_the_same_tokens(mixer):
     engine = engine_of(1, mixer=mixer)
     graph, weights = engine.programs._run.graph, nnx.State(initial(engine.cfg.model, 0))
@@ -108,6 +109,7 @@ def test_a_guess_is_what_training_predicts_from_the_same_tokens(mixer):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.slow
 def test_guesses_that_are_right_save_steps_and_change_no_answer(name, depth):
     plain, long = answers(engine_of(0, depth, True), PROMPTS, SETTINGS[name])
     engine = engine_of(depth, depth, True)
@@ -135,6 +137,7 @@ def test_answers_with_guesses_are_the_same_alone_preempted_and_after_a_prefix_hi
     assert tight.scheduler.preemptions > 0
 
 
+@pytest.mark.slow
 def test_a_mesh_of_devices_guesses_as_one_device_does():
     whole, split = (engine_of(1, bigram=True, mesh=mesh) for mesh in ((), MESH))
     assert answers(split, PROMPTS, GREEDY)[0] == answers(whole, PROMPTS, GREEDY)[0]

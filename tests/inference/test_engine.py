@@ -12,6 +12,7 @@ import numpy as np
 import parity
 import processes
 import pytest
+import tiers
 from engines import fresh
 from flax import nnx
 
@@ -115,12 +116,7 @@ def leaked(engine):
     return sum(pool.size - pool.available for pools in scheduler.pools for pool in pools)
 
 
-def slow_but(names, fast):
-    """Parameters of which only some run in `make test`."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", slow_but(GOLDENS, ["gemma3", "deepseek_v3", "phi3"]))
+@pytest.mark.parametrize("name", tiers.of(GOLDENS, "deepseek_v3", slow=["gemma3", *KINDS[:3]]))
 def test_greedy_answers_to_prompts_of_unequal_length_are_those_of_transformers(name):
     golden = np.load(GOLDENS[name] / "greedy.npz")
     for part, length in {"": LENGTH, "short_": int(golden.get("original", 0))}.items():
@@ -139,11 +135,12 @@ def test_greedy_answers_to_prompts_of_unequal_length_are_those_of_transformers(n
 @pytest.mark.parametrize(
     "name, dtype",
     [
-        *((name, "null") for name in ("llama", "qwen3_next")),
-        *(pytest.param(name, "null", marks=pytest.mark.slow) for name in KINDS[1:-1]),
-        ("llama", "int8"),
-        ("deepseek_v3", "fp8"),
-        pytest.param("qwen3_next", "int8", marks=pytest.mark.slow),
+        ("llama", "null"),
+        *(pytest.param(name, "null", marks=pytest.mark.release) for name in KINDS[1:-1]),
+        pytest.param("qwen3_next", "null", marks=pytest.mark.slow),
+        pytest.param("llama", "int8", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "fp8", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "int8", marks=pytest.mark.release),
     ],
 )
 def test_a_request_has_the_same_bits_alone_in_company_preempted_and_after_a_prefix_hit(name, dtype):
@@ -161,7 +158,7 @@ def test_a_request_has_the_same_bits_alone_in_company_preempted_and_after_a_pref
     assert leaked(roomy) == leaked(tight) == 0
 
 
-@pytest.mark.parametrize("name", slow_but(KINDS, ["llama"]))
+@pytest.mark.parametrize("name", tiers.of(KINDS, "llama", slow=["qwen3_next"]))
 def test_an_embedding_is_the_state_that_gives_the_logits_of_transformers(name):
     golden = np.load(GOLDENS[name] / "golden.npz")
     prompts = [
@@ -185,7 +182,9 @@ def test_an_embedding_is_the_state_that_gives_the_logits_of_transformers(name):
         np.testing.assert_allclose(own, row[length - 1], atol=2e-4 * row.std(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", slow_but(["llama", "deepseek_v3", "qwen3_next"], ["llama"]))
+@pytest.mark.parametrize(
+    "name", tiers.of(["llama", "deepseek_v3", "qwen3_next"], "llama", slow=["deepseek_v3"])
+)
 def test_log_probabilities_of_prompt_and_answer_are_those_of_score(name):
     prompts = random_prompts(17, 9)
     engine = engine_of(name)
@@ -211,7 +210,10 @@ def test_log_probabilities_of_prompt_and_answer_are_those_of_score(name):
 
 
 @pytest.mark.parametrize("dtype, most", [("int8", 0.02), ("fp8", 0.16)])
-@pytest.mark.parametrize("name", slow_but(["llama", "deepseek_v3", "gpt_oss"], ["llama"]))
+@pytest.mark.parametrize(
+    "name", tiers.of(["llama", "deepseek_v3", "gpt_oss"], "llama", slow=["deepseek_v3"])
+)
+@pytest.mark.slow
 def test_a_cache_in_low_precision_gives_nearly_the_same_log_probabilities(name, dtype, most):
     # an eighth step of e4m3 beside a 254th of int8, through few layers whose scores are of size 1
     prompts, sampling = random_prompts(40), dataclasses.replace(GREEDY, prompt_logprobs=0)
@@ -235,7 +237,7 @@ def test_the_start_finds_no_different_bits_with_a_cache_in_low_precision(dtype):
     assert differing(engine.programs, layout, engine.cfg.model.vocab, LENGTH) == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_next"])
 def test_steps_of_all_sizes_have_equal_bits_on_a_cpu(name, tmp_path):
     """By one device and XLA's usual optimizations, in a process of their own."""
@@ -250,16 +252,11 @@ def test_steps_of_all_sizes_have_equal_bits_on_a_cpu(name, tmp_path):
 @pytest.mark.parametrize(
     "name, dtype, expert",
     [
-        ("gpt_oss", "int8", 2),
-        *(
-            pytest.param(*given, marks=pytest.mark.slow)
-            for given in (
-                ("gpt_oss", "null", 1),
-                ("deepseek_v3", "null", 2),
-                ("deepseek_v3", "fp8", 1),
-                ("qwen3_next", "null", 2),
-            )
-        ),
+        pytest.param("gpt_oss", "int8", 2, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "null", 2, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "null", 1, marks=pytest.mark.release),
+        pytest.param("deepseek_v3", "fp8", 1, marks=pytest.mark.release),
+        pytest.param("qwen3_next", "null", 2, marks=pytest.mark.release),
     ],
 )
 def test_a_mesh_of_devices_gives_the_tokens_of_one(name, dtype, expert):
@@ -276,6 +273,7 @@ def test_a_mesh_of_devices_gives_the_tokens_of_one(name, dtype, expert):
     ]
 
 
+@pytest.mark.slow
 def test_guesses_change_neither_greedy_nor_sampled_answers_and_save_steps():
     prompts = [[5, 6, 7, 8] * 4, random_prompts(9)[0]]
     for sampling in (GREEDY, dataclasses.replace(GREEDY, temperature=0.3, top_k=3, seed=2)):
@@ -285,6 +283,7 @@ def test_guesses_change_neither_greedy_nor_sampled_answers_and_save_steps():
         assert 0 < guessing.accepted <= guessing.drafted
 
 
+@pytest.mark.slow
 def test_recurrent_layers_take_no_guesses():
     with pytest.raises(ConfigError, match="serve.speculate"):
         engine_of("qwen3_next", overrides=["serve.speculate=3"])
@@ -347,12 +346,13 @@ def answers_and_ends(engine, prompts, sampling, many=1):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *(pytest.param(name, "null", marks=pytest.mark.slow) for name in KINDS[1:-1]),
         ("llama", "null"),
-        ("llama", "int8"),
-        ("qwen3_next", "null"),
+        pytest.param("llama", "int8", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "null", marks=pytest.mark.slow),
+        *(pytest.param(name, "null", marks=pytest.mark.release) for name in KINDS[1:-1]),
     ],
 )
+@pytest.mark.slow
 def test_many_steps_at_once_give_the_bits_of_one_at_a_time(name, dtype):
     overrides, prompts = cached_in(dtype), random_prompts(19, 1, 26, 7, 30, 3)
     single, steps = answers_and_ends(engine_of(name, overrides=overrides), prompts, STOPPING)
@@ -366,7 +366,7 @@ def test_many_steps_at_once_give_the_bits_of_one_at_a_time(name, dtype):
     assert tight.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("name", slow_but(["llama", "gpt_oss"], ["llama"]))
+@pytest.mark.parametrize("name", tiers.of(["llama", "gpt_oss"], slow=["llama"]))
 def test_many_steps_at_once_on_a_mesh_give_its_bits_of_one_at_a_time(name):
     mesh, prompts = ["mesh.tensor=2", "mesh.data=4"], random_prompts(11, 2, 21, 5, 13, 9)
     single, many = (
@@ -390,10 +390,10 @@ def test_requests_that_need_the_host_at_each_token_are_answered_step_by_step():
     ("name", "mesh"),
     [
         ("llama", []),
-        ("gpt_oss", []),
-        *(pytest.param(name, [], marks=pytest.mark.slow) for name in KINDS[2:]),
-        ("llama", ["mesh.tensor=2", "mesh.data=2"]),
-        pytest.param("gpt_oss", ["mesh.tensor=2", "mesh.data=2"], marks=pytest.mark.slow),
+        pytest.param("gpt_oss", [], marks=pytest.mark.slow),
+        pytest.param("llama", ["mesh.tensor=2", "mesh.data=2"], marks=pytest.mark.release),
+        *(pytest.param(name, [], marks=pytest.mark.release) for name in KINDS[2:]),
+        pytest.param("gpt_oss", ["mesh.tensor=2", "mesh.data=2"], marks=pytest.mark.release),
     ],
     ids=str,
 )

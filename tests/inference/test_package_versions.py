@@ -103,6 +103,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 def test_a_newer_version_answers_without_a_lost_request(server, folder, versions):
     """Each client sees one change, and the old version is let go."""
     ended, seen, problems = threading.Event(), [[] for _ in range(CLIENTS)], []
@@ -140,6 +141,7 @@ def test_a_newer_version_answers_without_a_lost_request(server, folder, versions
     until(lambda: 'queue{model="toy.classify",version="1"}' not in server.http.get("/metrics").text)
 
 
+@pytest.mark.slow
 def test_broken_versions_are_refused_by_name_and_the_old_one_answers(
     server, client, folder, versions, tmp_path
 ):
@@ -163,6 +165,7 @@ def test_broken_versions_are_refused_by_name_and_the_old_one_answers(
     until(lambda: scale(server) == 1, 30)
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_under_way_is_no_version_until_it_is_whole(server, folder, versions):
     target = folder / "2"
     (target / "programs").mkdir(parents=True)
@@ -177,6 +180,7 @@ def test_a_copy_that_is_under_way_is_no_version_until_it_is_whole(server, folder
     until(lambda: scale(server) == 2, 30)
 
 
+@pytest.mark.slow
 def test_a_client_loads_and_unloads(versions, folder, tmp_path):
     """Without --poll nothing changes by itself."""
     other = make(tmp_path / "other", 5, "other")
@@ -205,6 +209,7 @@ def test_a_client_loads_and_unloads(versions, folder, tmp_path):
         assert "Traceback" not in server.output.read_text()
 
 
+@pytest.mark.slow
 def test_a_version_that_was_replaced_leaves_no_weights(versions, folder):
     def kernels():
         return sum(array.shape == KERNEL.shape for array in jax.live_arrays())

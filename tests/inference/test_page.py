@@ -11,6 +11,7 @@ from served import make, serving
 LENGTH = 4096
 MARKUP = "<b>bold</b><img src=x onerror=alert(1)>&amp;"
 ANSWER = "document.querySelector('.assistant .text').textContent"
+pytestmark = pytest.mark.slow
 IDLE = "document.querySelector('#stop').hidden"
 CHANGED = """
 window.own ??= window.fetch;
@@ -256,6 +257,7 @@ def test_text_stands_out_and_fits_a_phone(tab, scheme):
         assert tab.contrast(selector) >= 4.5
 
 
+@pytest.mark.release
 def test_a_model_without_template_completes_texts_for_those_with_a_key(browser, tmp_path):
     """One server, because each takes seconds to start."""
     folder = make(tmp_path / "model", LENGTH)

@@ -23,6 +23,7 @@ SOURCE = {
 }
 
 
+@pytest.mark.release
 def test_samples_of_a_mesh_are_what_generate_answers_by_the_last_checkpoint(tmp_path):
     cfg = tiny.config(
         data={"sources": [SOURCE], "seq_len": 48},

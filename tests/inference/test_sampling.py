@@ -85,6 +85,7 @@ def test_filters_that_keep_more_than_the_sorted_candidates_are_exact(fields, mon
 
 
 @pytest.mark.parametrize(("fields", "kept"), [({"top_k": 1100}, 1100), ({"top_p": 0.9}, 1170)])
+@pytest.mark.slow
 def test_flat_logits_of_a_large_vocabulary_are_filtered(fields, kept):
     logits = RNG.permutation(1300).astype(np.float32) * 1e-6
     ranks = 1299 - logits[drawn(logits, rows=1500, **fields)] * 1e6
@@ -113,6 +114,7 @@ def test_the_smallest_temperatures_take_the_likeliest_token(temperature):
     assert {*drawn(logits, rows=8, temperature=temperature, top_p=0.9)} == {logits.argmax()}
 
 
+@pytest.mark.slow
 def test_a_barred_token_is_never_drawn():
     logits = np.full(500, -np.inf, np.float32)
     logits[[3, 499]] = 0, -1
@@ -133,6 +135,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0])
+@pytest.mark.slow
 def test_a_row_does_not_depend_on_its_company(spread):
     rows = len(KINDS)
     logits = RNG.standard_normal((rows, 1500)).astype(np.float32) * spread
@@ -268,6 +271,7 @@ def test_logprobs_are_log_softmax_and_the_same_bits_as_chosen_and_as_likely():
 
 
 @pytest.mark.parametrize("vocab", [260, 5003])
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_among_any_number_of_rows(vocab):
     rng = np.random.default_rng(3)
     logits = (rng.standard_normal((64, vocab)) * 3).astype(np.float32)

@@ -274,6 +274,7 @@ def engines(draw):
 
 @hypothesis.settings(max_examples=500, deadline=None)
 @hypothesis.given(engines(), arrivals(), st.booleans(), st.sampled_from([1, 2, 7]))
+@pytest.mark.slow
 def test_every_request_reads_its_own_tokens_and_ends(engine, requests, twins, many):
     layout, limits, replicas, draft, sizes = engine
     draft = None if layout.recurrent or many > 1 else draft

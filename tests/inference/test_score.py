@@ -53,6 +53,7 @@ def test_logits_and_log_probabilities_are_those_of_transformers(tmp_path, capsys
     assert told == pytest.approx(np.exp(-chosen.sum() / REAL[:, 1:].sum()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_the_batch_and_the_padding(tmp_path):
     tokens = np.pad(np.concatenate([GOLDEN["tokens"]] * 2), ((0, 0), (0, 9)), constant_values=7)
     lengths = np.concatenate([GOLDEN["lengths"], GOLDEN["lengths"] - 5])

@@ -409,6 +409,7 @@ def test_what_a_conversation_cannot_have_is_refused_by_name(server, fields, word
         server.openai.chat.completions.create(model="tiny", messages=HELLO, extra_body=fields)
 
 
+@pytest.mark.slow
 def test_keys_a_full_queue_and_the_end_by_a_signal(folder, tmp_path):
     """One process, because each takes seconds to start."""
     (tmp_path / "keys").write_text("first\n\n second \n")

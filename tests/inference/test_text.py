@@ -135,6 +135,7 @@ def has_invalid_run(tokenizer, ids):
 @pytest.mark.parametrize("name", NAMES)
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
+@pytest.mark.slow
 def test_the_pieces_are_the_tokenizers_text_after_the_prompts(opened, name, data):
     tokenizer = opened(name)
     token = st.integers(0, tokenizer.vocab_size - 1)

@@ -71,6 +71,7 @@ def options(words):
     return dict(zip(words[2::2], words[3::2], strict=False))
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_is_handed_as_it_is_with_the_same_settings(folder, vllm):
     before = sorted(path.name for path in folder.iterdir())
     settings = ["serve.max_requests=7", "serve.max_length=99", "serve.cache=0.5", "mesh.tensor=2"]
@@ -100,6 +101,7 @@ def test_a_hugging_face_folder_is_handed_as_it_is_with_the_same_settings(folder,
     assert "JAX_PLATFORMS" not in environment and "VLLM_API_KEY" not in environment
 
 
+@pytest.mark.slow
 def test_a_key_goes_by_the_environment_and_never_by_the_command(folder, vllm, tmp_path):
     (tmp_path / "keys").write_text("a-secret\n")
     words, environment, printed = vllm(folder, "--api-key-file", str(tmp_path / "keys"))
@@ -110,6 +112,7 @@ def test_a_key_goes_by_the_environment_and_never_by_the_command(folder, vllm, tm
     assert "vLLM reads one key of its environment, and there are 2" in printed
 
 
+@pytest.mark.slow
 def test_a_run_is_exported_beside_it_and_again_only_when_its_checkpoint_changed(run, vllm):
     beside = run.with_name("tuned-vllm")
     words, _, printed = vllm(run)
@@ -125,6 +128,7 @@ def test_a_run_is_exported_beside_it_and_again_only_when_its_checkpoint_changed(
     assert not [*run.parent.glob("*.unfinished")]
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_no_export_is_not_overwritten(run, vllm, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").touch()
@@ -135,6 +139,7 @@ def test_a_folder_that_is_no_export_is_not_overwritten(run, vllm, tmp_path):
     assert json.loads((tmp_path / "new" / MARK).read_text())["step"] == 0
 
 
+@pytest.mark.slow
 def test_adapters_are_handed_with_their_rank_and_dora_is_refused(folder, vllm, tmp_path):
     adapter = parity.GOLDENS / "adapters" / "lora-llama"
     words, _, _ = vllm(folder, f"serve.adapters.tuned={adapter}")

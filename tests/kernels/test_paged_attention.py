@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from jax.sharding import NamedSharding, PartitionSpec
 from topologies import needs
 
@@ -80,13 +81,15 @@ def inputs(arrays=2 * KV, rows=11):
     return [jnp.asarray(x, jnp.float32) for x in (q, new, pages)] + [jnp.asarray(tables)]
 
 
+CASES = [
+    (backend, name, (i + j) % 2 == 1)
+    for i, backend in enumerate(name for name in OP.names if name != "reference")
+    for j, name in enumerate(REQUESTS)
+]
+
+
 @pytest.mark.parametrize(
-    ("backend", "name", "sinks"),
-    [
-        (backend, name, (i + j) % 2 == 1)
-        for i, backend in enumerate(name for name in OP.names if name != "reference")
-        for j, name in enumerate(REQUESTS)
-    ],
+    ("backend", "name", "sinks"), tiers.of(CASES, *(c for c in CASES if c[0] != "pallas_tpu"))
 )
 def test_a_backend_computes_the_definition_and_writes_the_same_pages(backend, name, sinks):
     biases = jnp.linspace(-1, 2, HEADS) if sinks else None
@@ -100,6 +103,7 @@ def test_a_backend_computes_the_definition_and_writes_the_same_pages(backend, na
 
 
 @pytest.mark.parametrize(("name", "sinks"), [(name, i % 2 == 1) for i, name in enumerate(REQUESTS)])
+@pytest.mark.slow
 def test_pieces_of_prompts_are_computed_in_long_tiles_and_their_rest_in_short_ones(name, sinks):
     # for 6 heads, 3 to a kv head, a long tile has 16 rows and a short one 2
     slots = np.repeat([1, 3, 2, 1, 0], [34, 1, 9, 1, 2])
@@ -148,6 +152,7 @@ def test_low_precision_is_attention_over_what_it_stands_for(backend, latent, dty
 
 
 @pytest.mark.parametrize("backend", ANY_PAGES)
+@pytest.mark.slow
 def test_bits_of_small_floats_are_those_floats(backend):
     q, new, pages, tables = (x.astype(jnp.bfloat16) for x in inputs())
     tables, pages = inputs()[3], pages.astype(jnp.bfloat16)
@@ -158,6 +163,7 @@ def test_bits_of_small_floats_are_those_floats(backend):
 
 
 @pytest.mark.parametrize("backend", OP.names)
+@pytest.mark.slow
 def test_a_latent_is_the_key_of_all_heads_and_its_first_numbers_the_value(backend):
     q, new, pages, tables = inputs(1)
     o, pages = run(
@@ -170,6 +176,7 @@ def test_a_latent_is_the_key_of_all_heads_and_its_first_numbers_the_value(backen
     assert np.abs(o[6] - wanted).max() < 1e-6 * np.abs(wanted).max()
 
 
+@pytest.mark.slow
 def test_the_definition_is_attention_over_the_whole_text():
     q, new, pages, tables = inputs()
     o, pages = run(q, new, pages, tables, SLOTS, POSITIONS, REQUESTS["window"], "reference")
@@ -207,6 +214,7 @@ def test_what_is_not_finite_is_not_left_to_the_next_owner_of_a_page():
     assert np.isfinite(pages).all()
 
 
+@pytest.mark.slow
 def test_keys_and_values_in_bfloat16_are_the_definition_in_float32():
     q, _, pages, tables = inputs()
     cut = [x.astype(jnp.bfloat16) for x in (q, pages)]

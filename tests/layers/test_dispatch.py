@@ -114,6 +114,7 @@ def assert_same(got, wanted, within=1e-5):
 
 
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.slow
 def test_tokens_that_travel_get_what_they_get_on_one_device(mesh):
     cfg, inputs = config(slack=0.5), batch()
     run, weights = on(mesh, cfg), drawn(cfg)[1]
@@ -128,6 +129,7 @@ def test_tokens_that_travel_get_what_they_get_on_one_device(mesh):
     assert 1 < rounds[0] < rounds[1]
 
 
+@pytest.mark.slow
 def test_a_capacity_drops_the_same_with_and_without_the_axis():
     cfg, inputs = config(capacity=0.75), batch()
     weights = flooded(drawn(cfg)[1])
@@ -139,6 +141,7 @@ def test_a_capacity_drops_the_same_with_and_without_the_axis():
     assert report.keys() == wanted_report.keys() == {"load", "dropped"}
 
 
+@pytest.mark.slow
 def test_a_program_in_stages_agrees_on_the_rounds_of_all_of_them():
     cfg, (x, segments, probe) = config(top_k=2), batch()
     graph, weights, _ = drawn(cfg)
@@ -161,6 +164,7 @@ def test_a_program_in_stages_agrees_on_the_rounds_of_all_of_them():
     assert rounds[0] == rounds[1] > 1
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_one_round_whatever_the_routing_may_be():
     mesh_cfg = MeshConfig(data=1, expert=8)
     mesh = sharding.make_mesh(mesh_cfg, jax.devices())
@@ -201,6 +205,7 @@ def test_memory_is_that_of_one_round_whatever_the_routing_may_be():
     )  # the latter holds all rows that can come, and the former needs up to 29 rounds for them
 
 
+@pytest.mark.slow
 def test_a_window_is_no_larger_than_what_can_come():
     def travel(slack=1.25, taken=None, tokens=64):
         mesh_cfg = MeshConfig(data=1, expert=8)

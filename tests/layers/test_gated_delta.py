@@ -162,6 +162,7 @@ def test_bfloat16_stays_near_float32():
     assert np.abs(short.astype(np.float32) - exact).mean() < 0.03 * exact.std()
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_where_heads_forget_everything_or_nothing():
     layer = build()
     layer.a_log.set_value(jnp.asarray([-80.0, 20.0, 80.0, 0.0]))

@@ -221,6 +221,7 @@ def test_bfloat16_stays_near_float32():
     assert np.abs(short.astype(np.float32) - exact).mean() < 0.03 * exact.std()
 
 
+@pytest.mark.slow
 def test_eight_devices_agree_with_one():
     graph, state = nnx.split(build(q_lora=6, bias=True, rope=YARN))
     mesh_cfg = MeshConfig(data=2, fsdp=2, tensor=2)

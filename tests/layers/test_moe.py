@@ -138,6 +138,7 @@ def choices(cfg, state, x, residual):
 
 
 @pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
+@pytest.mark.slow
 def test_the_mixture_equals_the_dense_one_in_values_and_gradients(fields):
     cfg, (x, residual) = config(**fields), streams()
     graph, state = drawn(cfg)
@@ -262,6 +263,7 @@ def test_parallel_is_two_normed_mlps_and_its_router_reads_the_residual_stream():
     np.testing.assert_allclose(*both(state), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_eight_devices_agree_with_one():
     cfg = config(bias=True, router={"bias": True, **LOSSES}, shared={"hidden": 8, "gate": True})
     graph, state = drawn(cfg)

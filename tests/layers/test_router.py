@@ -120,6 +120,7 @@ def test_normed_input_and_bias_reach_the_logits():
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.slow
 def test_the_loss_is_that_of_a_loop_over_real_tokens(score):
     cfg, logits = RouterConfig(score=score, balance_loss=0.3, z_loss=0.2), draw(3, 6, 4)
     real = np.array([[True] * 6, [True, True, False, True, False, False], [False] * 6])
@@ -139,6 +140,7 @@ def test_the_loss_is_that_of_a_loop_over_real_tokens(score):
     assert counts.sum(-1).tolist() == [12, 6, 0]
 
 
+@pytest.mark.slow
 def test_an_even_load_costs_one_a_token():
     logits = np.tile(np.float32([[5, 0], [0, 5]]), (1, 3, 1))
     experts, _ = router.route(cfg := RouterConfig(balance_loss=1.0), 1, logits)

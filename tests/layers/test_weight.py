@@ -11,6 +11,7 @@ from maxstack.layers.weight import multiply
 @pytest.mark.parametrize(
     "shape", [(8, 6), (6, 8), (8, 4096), (8, 2, 4096), (4096, 8), (4096, 8192)], ids=str
 )
+@pytest.mark.slow
 def test_gradients_of_a_product_are_those_of_einsum_whatever_the_shape(shape):
     """Gradients of weights are multiplied as they are, turned, or in pieces, by their shape."""
     x = jax.random.normal(jax.random.key(0), (2, 3, shape[0]))

@@ -72,6 +72,7 @@ def on_one_device():
 
 
 @pytest.mark.parametrize("kind", tiers.of(["ring", "ulysses"], "ring"))
+@pytest.mark.slow
 def test_a_model_of_split_sequences_is_that_of_whole_ones(kind):
     wanted, gradients = on_one_device()
     loss, found = loss_and_gradients(

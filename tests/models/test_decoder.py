@@ -133,6 +133,7 @@ def test_the_pattern_repeats_after_the_prefix_until_the_layers_are_used_up():
     assert cfg.order == ("global", *("local", "local", "global") * 2, "local")
 
 
+@pytest.mark.slow
 def test_unrolling_the_scan_changes_no_value():
     data = {name: jnp.asarray(x) for name, x in tiny.batch(tiny.config()).items()}
     outs = [
@@ -154,6 +155,7 @@ def kept(policy, names=()):
     return text.count("dot_general["), text
 
 
+@pytest.mark.slow
 def test_remat_none_recomputes_nothing_and_full_recomputes_every_matmul():
     none, text = kept("none")
     full, full_text = kept("full")
@@ -162,6 +164,7 @@ def test_remat_none_recomputes_nothing_and_full_recomputes_every_matmul():
     assert full > none
 
 
+@pytest.mark.slow
 def test_dots_recompute_no_matmul_that_full_does():
     assert kept("none")[0] <= kept("dots")[0] <= kept("dots_no_batch")[0] <= kept("full")[0]
     assert kept("dots")[0] < kept("full")[0]

@@ -39,6 +39,7 @@ def computed(folder, golden):
     return made, grads["patch"]
 
 
+@pytest.mark.slow
 def test_output_and_gradients_are_those_of_diffusers():
     """The output to 1e-5 of its deviation, the gradient of the patches to 1e-3."""
     golden = np.load(GOLDEN / "dit.npz")
@@ -48,6 +49,7 @@ def test_output_and_gradients_are_those_of_diffusers():
     assert np.abs(grad - wanted).max() < 1e-3 * np.abs(wanted).max()
 
 
+@pytest.mark.slow
 def test_one_condition_is_exported_into_every_block(tmp_path):
     golden, own = np.load(GOLDEN / "dit.npz"), Contents(GOLDEN).model
     blocks = {
@@ -93,6 +95,7 @@ def test_a_pipelines_folder_names_the_one_inside(tmp_path):
         Contents(tmp_path / "pipeline")
 
 
+@pytest.mark.slow
 def test_a_folder_is_drawn_from_once_it_is_said_what_it_predicts(tmp_path, capsys):
     out = tmp_path / "grid.png"
     words = ["sample", str(GOLDEN), "--classes", "1,3", "--count", "2", "--steps", "2"]

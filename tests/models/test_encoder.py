@@ -17,6 +17,7 @@ FAMILIES = sorted(path.parent.name for path in parity.GOLDENS.glob("*/vision.npz
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_states_and_gradients_are_those_of_transformers(family):
     """States and outputs to 1e-5 of their deviation, the gradient of the patches to 1e-3."""
     golden = np.load(parity.GOLDENS / family / "vision.npz")

@@ -119,6 +119,7 @@ def alone(mixed):
 
 
 @pytest.mark.parametrize("name", tiers.of(MESHES, "stage=2, fsdp=2, data=2"))
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_one_device_and_nothing_is_rematerialized(name, capfd):
     spec, mesh = MESHES[name]
     ours, theirs = loss_and_gradients(run_of(spec, mesh, 8)), alone(spec is MIXED)
@@ -165,6 +166,7 @@ def kept(policy, rounds):
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.slow
 def test_a_stage_keeps_what_the_policy_says_and_no_copy_of_weights(rounds):
     assert kept({"policy": "full"}, rounds) == [(1, 8, 16)]
     assert {shape[:2] for shape in kept({"policy": "none"}, rounds) if len(shape) > 2} == {

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import parity
 import pytest
+import tiers
 import tiny
 import tiny_vision
 from flax import nnx
@@ -72,7 +73,8 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", tiers.of(MESHES, "accumulated", slow=["fsdp"]))
+@pytest.mark.slow
 def test_a_mesh_gives_what_one_device_does(name):
     """Mixup's numbers too are those of the step, whatever the mesh."""
     sections, devices = MESHES[name]
@@ -104,6 +106,7 @@ def rows_of(recipe, *overrides):
     )
 
 
+@pytest.mark.release
 def test_a_run_goes_on_bit_for_bit_whatever_reads_its_images(recipe):
     """After a checkpoint, with worker processes and on a mesh: the same pictures, changed alike."""
     whole, accuracies, rows = rows_of(recipe, "run.name=whole")
@@ -135,6 +138,7 @@ def test_a_mistake_is_named(recipe, overrides, message):
         load(recipe, overrides)
 
 
+@pytest.mark.slow
 def test_a_model_without_a_head_is_read_and_not_trained(recipe, tmp_path, capsys):
     folder = parity.GOLDENS / "dinov2_gated"
     assert cli.main(["import", str(folder), "--out", str(tmp_path / "run")]) == 0
@@ -143,9 +147,9 @@ def test_a_model_without_a_head_is_read_and_not_trained(recipe, tmp_path, capsys
     assert "classify needs a number of classes; set model.classes" in capsys.readouterr().err
 
 
-def test_what_is_for_language_models_refuses_others(recipe, capsys):
-    rows_of(recipe, "run.name=short", "train.steps=3")
-    run = str(recipe.parent / "short")
+def test_what_is_for_language_models_refuses_others(tmp_path, capsys):
+    run = str(tmp_path / "vit")
+    assert cli.main(["import", str(parity.GOLDENS / "vit"), "--out", run]) == 0
     for words in (
         ["generate", run, "--prompt", "a"],
         ["serve", run, "--port", "0"],
@@ -154,6 +158,7 @@ def test_what_is_for_language_models_refuses_others(recipe, capsys):
         assert "model.kind=encoder" in capsys.readouterr().err
 
 
+@pytest.mark.release
 def test_adapters_and_a_new_head_alone_are_trained(tmp_path):
     """From a folder, for other classes and images of another size."""
     settings = {
@@ -177,8 +182,16 @@ def test_adapters_and_a_new_head_alone_are_trained(tmp_path):
     assert all("lora" in path for path in moved - {"head", "head_bias"})
 
 
-@pytest.mark.parametrize("make", [tiny_vision.config, tiny_vision.dit])
-@pytest.mark.parametrize("mode", ["qt", "ptq"])
+@pytest.mark.parametrize(
+    ("make", "mode"),
+    [
+        (tiny_vision.config, "qt"),
+        pytest.param(tiny_vision.dit, "ptq", marks=pytest.mark.slow),
+        pytest.param(tiny_vision.config, "ptq", marks=pytest.mark.release),
+        pytest.param(tiny_vision.dit, "qt", marks=pytest.mark.release),
+    ],
+)
+@pytest.mark.slow
 def test_low_precision_learns(make, mode):
     """int8 products, and adapters on weights kept in nf4 (of a head that is not zero)."""
     rule = {"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "int8", "act_qtype": "int8"}

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+import tiers
 import tiny
 import tiny_vision
 from flax import nnx
@@ -64,6 +65,7 @@ def test_times_classes_and_noise_are_drawn_as_the_keys_say():
     assert time.std() < 0.2
 
 
+@pytest.mark.slow
 def test_evaluation_is_on_fixed_times_with_noise_of_the_images_alone():
     run = tiny.make_run(tiny_vision.dit(objective={"eval_times": 3}))
     rows, (_, params) = tiny_vision.batch(run.cfg), model_of(run)
@@ -77,19 +79,18 @@ def test_evaluation_is_on_fixed_times_with_noise_of_the_images_alone():
 
 
 MESHES = {
-    "fsdp": ({"mesh": {"fsdp": 8}}, 8),
-    "tensor": ({"mesh": {"tensor": 2, "fsdp": 2}}, 4),
-    "context": ({"mesh": {"context": 4, "data": 2}}, 8),
-    "stages": ({"mesh": {"stage": 2}}, 2),
-    "accumulated": ({"train": {"accumulate": 4}}, 1),
+    "fsdp": ("shared", {"mesh": {"fsdp": 8}}, 8),
+    "tensor": ("own", {"mesh": {"tensor": 2, "fsdp": 2}}, 4),
+    "context": ("own", {"mesh": {"context": 4, "data": 2}}, 8),
+    "stages": ("shared", {"mesh": {"stage": 2}}, 2),
+    "accumulated": ("own", {"train": {"accumulate": 4}}, 1),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "modulation"), zip(MESHES, ("shared", "own", "own", "shared", "own"), strict=True)
-)
-def test_a_mesh_gives_what_one_device_does(name, modulation):
-    sections, devices = MESHES[name]
+@pytest.mark.parametrize("name", tiers.of(MESHES, "accumulated", slow=["stages"]))
+@pytest.mark.slow
+def test_a_mesh_gives_what_one_device_does(name):
+    modulation, sections, devices = MESHES[name]
     alone, spread = (
         tiny_vision.three_steps(tiny_vision.dit(modulation, **more), number)
         for more, number in (({}, 1), (sections, devices))
@@ -100,6 +101,7 @@ def test_a_mesh_gives_what_one_device_does(name, modulation):
 
 
 @pytest.mark.parametrize("modulation", ["shared", "own"])
+@pytest.mark.slow
 def test_a_fresh_model_changes_nothing_and_says_nothing(modulation):
     """Gates and the last projection begin at zero (adaLN-zero)."""
     run = tiny.make_run(tiny_vision.dit(modulation))
@@ -113,6 +115,7 @@ def test_a_fresh_model_changes_nothing_and_says_nothing(modulation):
     assert made.shape == (2, SIDE, SIDE, 1) and not np.asarray(made).any()
 
 
+@pytest.mark.slow
 def test_a_sample_is_the_same_alone_and_follows_the_velocity():
     run = tiny.make_run(tiny_vision.dit())
     model, params = model_of(run)
@@ -130,6 +133,7 @@ def test_a_sample_is_the_same_alone_and_follows_the_velocity():
     assert np.abs(values - alone).max() <= 1
 
 
+@pytest.mark.slow
 def test_guidance_is_a_line_through_what_is_predicted_with_and_without_a_class():
     run = tiny.make_run(tiny_vision.dit())
     model, params = model_of(run)
@@ -168,6 +172,7 @@ def test_heun_is_of_second_order(monkeypatch):
     assert errors["euler", 8] == pytest.approx(errors["euler", 4] / 2, rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_path_of_ddpm_is_trained_and_followed_by_ddim():
     """arXiv:2006.11239 eq. 4 and 12, arXiv:2010.02502 eq. 12 with sigma = 0, in numpy."""
     run = tiny.make_run(tiny_vision.dit(objective={"prediction": "eps", "path": "vp"}))
@@ -213,6 +218,7 @@ def figures(recipe, *overrides):
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_draws(recipe, capsys, monkeypatch):
     whole = figures(recipe, "run.name=whole")
     shutil.copytree(recipe.parent / "whole", recipe.parent / "again")
@@ -242,6 +248,7 @@ def test_a_run_goes_on_bit_for_bit_and_draws(recipe, capsys, monkeypatch):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.release
 def test_samples_are_by_the_moving_average(recipe):
     """Which the checkpoint's optimizer state holds."""
     from maxstack.checkpoint.weights import WeightsReader
@@ -258,6 +265,7 @@ def test_samples_are_by_the_moving_average(recipe):
         np.testing.assert_array_equal(found.transpose(2, 3, 1, 0), wanted)
 
 
+@pytest.mark.release
 def test_evaluations_draw(recipe):
     """The same noise at every step, the weights' moving average, in the run's folder and
     TensorBoard."""
@@ -278,6 +286,7 @@ def test_evaluations_draw(recipe):
     assert np.abs(one - other).max() <= 1
 
 
+@pytest.mark.release
 def test_latents_are_learned_from_and_made(recipe):
     """The recipe of DiT-B/2 on latents, tiny: 4 channels, in .npz files."""
     folder, rng = recipe.parent, np.random.default_rng(0)

@@ -36,6 +36,7 @@ def batch(cfg):
 
 
 @pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.slow
 def test_the_loss_is_the_sum_over_hidden_tokens_of_their_cross_entropy_over_t(shift):
     run = tiny.make_run(config(objective={"shift": shift}))
     rows, params = batch(run.cfg), run.init().params
@@ -62,6 +63,7 @@ def test_the_loss_is_the_sum_over_hidden_tokens_of_their_cross_entropy_over_t(sh
     assert float(found.weight) == known.sum()
 
 
+@pytest.mark.release
 def test_a_step_is_the_same_in_microbatches_and_on_a_mesh():
 
     runs = [
@@ -80,6 +82,7 @@ def test_a_step_is_the_same_in_microbatches_and_on_a_mesh():
             np.testing.assert_allclose(ours, wanted, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_evaluation_hides_by_a_rows_content_whatever_batch_it_is_in():
     run = tiny.make_run(config(objective={"eval_times": 2}))
     rows, params = batch(run.cfg), run.init().params
@@ -95,6 +98,7 @@ def test_evaluation_hides_by_a_rows_content_whatever_batch_it_is_in():
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.slow
 def test_samples_keep_what_is_given_fill_the_rest_and_depend_on_no_mesh(order):
     one, eight = tiny.make_run(config()), tiny.make_run(config(mesh={"fsdp": 8}), 8)
     params = jax.tree.map(np.asarray, one.init().params)
@@ -141,6 +145,7 @@ def test_a_model_of_next_tokens_is_not_sampled(tmp_path, capsys):
     assert "no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sample_begins_with_the_prompt_as_training_has_it_and_the_run_is_not_scored(
     tmp_path, capsys
 ):

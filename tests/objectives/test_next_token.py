@@ -57,6 +57,7 @@ def test_a_further_token_counts_where_it_is_in_the_same_document(depth):
     )
 
 
+@pytest.mark.slow
 def test_a_step_moves_the_selection_bias_towards_balance_and_the_optimizer_leaves_it():
     run = tiny.make_run(config(EXPERTS))
     data, before = run.batches.place(tiny.batch(run.cfg), 8), run.init()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import tiny
 from flax import nnx
 
@@ -38,8 +39,6 @@ KINDS = {
     "reward": {"kind": "reward", "centre": 0.01},
     "distill": {"kind": "distill", "next_token": 0.5},
 }
-
-QUICK = "sft of sequences", "sum", "kto", "reward"
 
 
 def config(objective, **changes):
@@ -83,10 +82,7 @@ def same(first, second, tolerance=1e-5):
         assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
-)
+@pytest.mark.parametrize("name", tiers.of(KINDS, "kto", slow=["sft of sequences", "reward"]))
 def test_microbatches_and_devices_change_nothing(name):
     """Losses, norms of gradients and metrics of three steps."""
     alone = losses(config(KINDS[name]))
@@ -94,13 +90,15 @@ def test_microbatches_and_devices_change_nothing(name):
     same(losses(config(KINDS[name], train={"accumulate": 2}, mesh=MESH), 8), alone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sft of sequences", "kto", "distill"])
+@pytest.mark.parametrize(
+    "name", tiers.of(["sft of sequences", "kto", "distill"], slow=["sft of sequences"])
+)
 def test_sequences_split_over_a_ring_change_nothing(name):
     same(losses(config(KINDS[name], mesh=RING), 8), losses(config(KINDS[name])))
 
 
 @pytest.mark.parametrize("name", ["sft", "sft of sequences", "dpo", "wpo", "reward", "distill"])
+@pytest.mark.slow
 def test_packing_changes_no_sum(name):
     """Over all held-out records, of losses that are sums over them: others are means over a
     batch."""
@@ -122,7 +120,8 @@ def test_packing_changes_no_sum(name):
     assert first["weight"] > 0 and first == pytest.approx(second, rel=2e-5)
 
 
-@pytest.mark.parametrize("name", ["dpo", "sum", "wpo", "orpo", "kto"])
+@pytest.mark.parametrize("name", tiers.of(["dpo", "sum", "wpo", "orpo", "kto"], "kto"))
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_loss_by_logits(name):
     """Weights of a linear cross-entropy stand for the derivative of the loss."""
     cfg = config(KINDS[name])
@@ -160,8 +159,13 @@ def test_the_gradient_is_that_of_the_loss_by_logits(name):
         np.testing.assert_allclose(one, other, atol=2e-5 * float(jnp.abs(other).max()) + 1e-7)
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("name", "dora"),
+    tiers.of(
+        [("dpo", True), ("kto", False), ("dpo", False), ("kto", True)],
+        slow=[("kto", False)],
+    ),
+)
 def test_a_reference_by_switching_the_adapter_off_is_the_one_that_is_kept(name, dora):
     lora = {"rank": 2, "dora": dora}
     rows = [
@@ -174,6 +178,7 @@ def test_a_reference_by_switching_the_adapter_off_is_the_one_that_is_kept(name, 
     assert rows[0][0]["loss"] != rows[0][-1]["loss"]
 
 
+@pytest.mark.slow
 def test_a_score_is_trained_beside_adapters():
     cfg = config(KINDS["reward"], lora={"rank": 2})
     run = tiny.make_run(cfg)
@@ -181,6 +186,7 @@ def test_a_score_is_trained_beside_adapters():
     assert losses(cfg)[0]["grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_noise_of_embeddings_is_the_same_in_any_microbatch_and_none_in_evaluation():
     noisy = {"kind": "sft", "neftune": 5.0}
     alone = losses(config(noisy))

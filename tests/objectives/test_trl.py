@@ -135,6 +135,7 @@ def test_losses_without_a_reference_are_trls(name):
 
 
 @pytest.mark.parametrize(("name", "loss"), [("kto", "kto"), ("apo_zero_unpaired", "apo_zero")])
+@pytest.mark.slow
 def test_losses_of_labelled_answers_are_trls(name, loss):
     made = objective(
         kind="unpaired", loss=loss, beta=0.3, desirable_weight=1.2, undesirable_weight=0.9

@@ -96,6 +96,7 @@ def test_every_optimizer_moves_a_weight_against_its_gradient(name):
     assert 0 > float(jnp.vdot(moved["w"] - params["w"], params["w"])) > -jnp.inf
 
 
+@pytest.mark.slow
 def test_the_default_is_clipped_adamw_that_decays_matrices_under_a_warm_up_and_a_cosine():
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-4, 2, 100, 3e-5)
     decayed = jax.tree.map(lambda leaf: leaf.ndim == 2, INFO)
@@ -379,6 +380,7 @@ def test_a_weight_decay_may_follow_a_schedule():
 
 
 @pytest.mark.parametrize("kind", ["reduce_on_plateau", "polyak_sgd", "momo", "momo_adam"])
+@pytest.mark.slow
 def test_transforms_that_need_the_loss_get_it(kind):
     chain = [{"kind": kind}, *([{"kind": "sgd"}] if kind == "reduce_on_plateau" else [])]
     tx, params = built(of=SMALL, learning_rate=0.1, chain=chain), tree(SMALL)

@@ -49,7 +49,7 @@ def after_three_steps(optimizer, mesh, devices):
     return jax.tree.map(np.subtract, jax.device_get(state.params), begin)
 
 
-@pytest.mark.parametrize("optimizer", tiers.of(OPTIMIZERS, "muon"))
+@pytest.mark.parametrize("optimizer", tiers.of(OPTIMIZERS, slow=["muon"]))
 def test_a_mesh_moves_weights_as_one_device_does(optimizer):
     ours, alone = (
         after_three_steps(optimizer, {"data": 1, "fsdp": 4, "tensor": 2}, 8),

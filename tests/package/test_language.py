@@ -23,6 +23,7 @@ def server(tmp_path_factory):
 
 
 @pytest.mark.parametrize("path", ["/v1", "/models/llama/v1"])
+@pytest.mark.slow
 def test_the_answer_is_that_of_transformers(server, path):
     count = GOLDEN["tokens"].shape[1]
     body = {"prompt": PROMPT, "max_tokens": count, "temperature": 0, "return_token_ids": True}
@@ -42,6 +43,7 @@ def test_the_same_process_answers_for_both_packages_by_the_inference_protocol(se
     assert server.http.get("/health").json() == {"ready": True}
 
 
+@pytest.mark.slow
 def test_unknown_paths_are_refused_as_the_protocol_has_errors(server):
     answer = server.http.get("/v2/nothing")
     assert answer.status_code == 404 and "GET" in answer.json()["error"]

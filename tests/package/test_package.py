@@ -23,7 +23,7 @@ from maxstack.inference.opened import config_of, read_weights
 from maxstack.package.loader import FORMAT, Package, PackageError
 from maxstack.run import assemble
 
-FAST, OTHERS = ["gemma3", "qwen3_next"], ["deepseek_v3", "gpt_oss", "llama4"]
+SOME, OTHERS = ["gemma3", "qwen3_next"], ["deepseek_v3", "gpt_oss", "llama4"]
 PARTS = json.dumps({"format": FORMAT, "name": "no more"})
 
 
@@ -46,7 +46,7 @@ def found_alone(*folders):
 
 @pytest.mark.parametrize(
     "families",
-    [FAST, pytest.param(OTHERS, marks=pytest.mark.slow)],
+    [pytest.param(SOME, marks=pytest.mark.slow), pytest.param(OTHERS, marks=pytest.mark.release)],
     ids=["some", "others"],
 )
 def test_a_process_without_maxstack_computes_the_runs_bits_and_answers(
@@ -59,6 +59,7 @@ def test_a_process_without_maxstack_computes_the_runs_bits_and_answers(
     assert found == {str(folder): {"score": True, "decode": True} for folder in folders}
 
 
+@pytest.mark.slow
 def test_images_are_classified_and_embedded_as_by_the_run(tmp_path):
     golden, out = np.load(parity.GOLDENS / "vit/vision.npz"), tmp_path / "vit"
     assert cli.main(["package", str(parity.GOLDENS / "vit"), "--out", str(out)]) == 0
@@ -79,6 +80,7 @@ def test_images_are_classified_and_embedded_as_by_the_run(tmp_path):
     assert package.manifest["platforms"] == ["cpu", "tpu", "cuda"]
 
 
+@pytest.mark.slow
 def test_a_diffusion_transformer_makes_the_images_of_sample(tmp_path):
     """As float16, in which `sample` keeps latents: a program of all steps is one of its own."""
     model, said = str(parity.GOLDENS / "dit"), ["objective.prediction=eps", "objective.path=vp"]
@@ -201,7 +203,10 @@ def test_a_package_of_two_devices_answers_as_one_of_one(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "topology",
-    [pytest.param(name, marks=pytest.mark.compiler(name)) for name in ("v5e:1x1", "h100:1x1")],
+    [
+        pytest.param("v5e:1x1", marks=pytest.mark.compiler("v5e:1x1")),
+        pytest.param("h100:1x1", marks=[pytest.mark.compiler("h100:1x1"), pytest.mark.release]),
+    ],
 )
 def test_programs_compile_for_hardware_that_is_not_here(topology, tmp_path, monkeypatch, capsys):
     out = write(tmp_path, "gpt_oss", monkeypatch, ["--platforms", "tpu,cuda"])
@@ -226,6 +231,7 @@ def test_mistakes_are_told(words, message, tmp_path, capsys):
     assert not Path(out).exists()
 
 
+@pytest.mark.slow
 def test_devices_of_a_cpu_are_made_where_asked(tmp_path):
     model, out = str(parity.GOLDENS / "llama"), str(tmp_path / "out")
     words = ["package", model, "--out", out, "--devices", "2", "run.virtual_devices=2"]

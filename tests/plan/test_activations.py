@@ -23,11 +23,13 @@ def saved(layers, policy, **mesh):
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 4, "data": 2}, {"fsdp": 4, "tensor": 2}], ids=str)
+@pytest.mark.slow
 def test_full_remat_saves_a_layers_input_alone(mesh):
     each = ROWS * SEQ * EMBED * 4 // 8
     assert saved(8, "full", **mesh) - saved(4, "full", **mesh) == 4 * each
 
 
+@pytest.mark.slow
 def test_without_remat_a_layer_saves_what_it_computes_but_no_copies_of_its_weights():
     each, weights = ROWS * SEQ * EMBED * 4 // 8, 4 * (EMBED * 8 * (4 + 2 + 2 + 4) + 3 * EMBED * 64)
     of_a_layer = (saved(8, "none", fsdp=8) - saved(4, "none", fsdp=8)) / 4

@@ -47,6 +47,7 @@ def total_of(kind, rows):
     return sum(row.bytes for row in rows if row.kind == kind)
 
 
+@pytest.mark.slow
 def test_the_assignment_adds_up_to_the_totals(compiled, folder):
     total, blocks, stats = memory(compiled), allocations(folder), compiled.memory_analysis()
     new = stats.output_size_in_bytes - stats.alias_size_in_bytes

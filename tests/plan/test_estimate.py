@@ -210,6 +210,7 @@ def compiled(policy, **mesh):
 @pytest.mark.parametrize(
     "policy, mesh", [("full", {"fsdp": 8}), ("none", {"data": 2, "fsdp": 2, "tensor": 2})], ids=str
 )
+@pytest.mark.slow
 def test_memory_is_within_a_factor_of_1_5_of_the_compiler_s_count(policy, mesh):
     cfg, made = compiled(policy, **mesh)
     assert 1 / 1.5 < of(cfg, mesh).memory / memory(made).needed < 1.5

@@ -23,6 +23,7 @@ def saved(tmp_path_factory):
     return run, compiled, path
 
 
+@pytest.mark.slow
 def test_a_loaded_step_gives_what_the_compiled_one_gave(saved):
     run, compiled, path = saved
     batch = run.batches.place(tiny.batch(run.cfg), 8)
@@ -44,6 +45,7 @@ def test_a_loaded_step_keeps_the_names_and_lines_that_a_profile_needs(saved):
     assert {*program.frames} and "buffer_assignment" in "".join(dir(loaded.memory_analysis()))
 
 
+@pytest.mark.slow
 def test_a_step_that_a_run_before_compiled_is_compiled_again_to_be_saved(tmp_path):
     """What is read from the folder of programs and saved again has lost its functions."""
     compiling.keep_programs(str(tmp_path / "programs"))
@@ -65,6 +67,7 @@ def test_a_step_of_another_configuration_is_refused_with_what_differs(saved):
         executable.load(other, str(path))
 
 
+@pytest.mark.slow
 def test_a_step_of_other_adapters_or_of_dropout_by_another_seed_is_refused(tmp_path):
     def made(alpha, seed):
         return tiny.make_run(

@@ -8,19 +8,19 @@ from topologies import needs
 from maxstack.plan.step import compile_step
 from maxstack.plan.topology import parse
 
-CASES_OF = {
-    "v5e:2x4": ("context ring", "stage rounds", "expert context"),
-    "h100:1x8": ("data context tensor", "stage rounds"),
-}
+RELEASE = [pytest.mark.release]
+COMPILED = [
+    ("v5e:2x4", "context ring", []),
+    ("v5e:2x4", "stage rounds", RELEASE),
+    ("v5e:2x4", "expert context", RELEASE),
+    ("h100:1x8", "data context tensor", RELEASE),
+    ("h100:1x8", "stage rounds", []),
+]
 
 
 @pytest.mark.parametrize(
     "name, case",
-    [
-        pytest.param(name, case, marks=needs(name))
-        for name, cases in CASES_OF.items()
-        for case in cases
-    ],
+    [pytest.param(name, case, marks=[needs(name), *marks]) for name, case, marks in COMPILED],
 )
 def test_a_step_compiles_for_devices_that_are_not_here(name, case, capfd):
     model, mesh = CASES[case]

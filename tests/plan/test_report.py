@@ -30,12 +30,14 @@ def planned(tmp_path_factory):
     return cfg, "\n".join(said), json.loads((folder / "plan.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_parts_of_memory_add_up_to_what_is_needed(planned):
     _, _, found = planned
     assert sum(found["memory"].values()) == found["needed"] <= found["usable"]
     assert found["fits"] is True
 
 
+@pytest.mark.slow
 def test_state_is_counted_by_its_shards(planned):
     cfg, _, found = planned
     state = tiny.make_run(cfg, 8).init()
@@ -55,6 +57,7 @@ def test_flops_are_those_of_mfu(planned):
     )
 
 
+@pytest.mark.slow
 def test_products_in_low_precision_are_told_by_their_type(planned, tmp_path, capsys):
     rule = {"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "int8", "act_qtype": "int8"}
     (tmp_path / "run.yml").write_text(dump(tiny.config(mesh=MESH, quantization={"rules": [rule]})))

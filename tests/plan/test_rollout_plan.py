@@ -66,6 +66,7 @@ FAST = "split", "ahead, in several steps"
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
+@pytest.mark.slow
 def test_cache_and_weights_are_the_bytes_that_a_real_run_takes(name):
     sections, devices = RUNS[name]
     cfg = tiny.with_rollouts(**sections)
@@ -179,6 +180,7 @@ def file(tmp_path):
     return tmp_path / "tiny.yml"
 
 
+@pytest.mark.slow
 def test_the_screen_has_a_column_for_each_time(file, tmp_path, capsys):
     out = tmp_path / "plan.json"
     words = ["--json", str(out), "--prompt", "9"]

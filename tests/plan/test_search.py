@@ -86,6 +86,7 @@ def memory(cfg):
     [("v5e:4x4", {}), ("v5e:2x4*2", MOE), ("h100:2x8", MOE)],
     ids=["dense", "experts, two slices", "gpus"],
 )
+@pytest.mark.slow
 def test_every_candidate_runs_on_all_devices(name, model):
     where = parse(name)
     found = candidates(
@@ -158,6 +159,7 @@ def test_a_pipeline_that_is_given_does_not_keep_other_meshes_from_being_tried():
     assert any(sizes["stage"] == 1 for _, sizes in candidates(cfg))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_returned_and_nothing_larger_is_tried():
     cfg = config()
     fake = Compiler(lambda one: (USABLE + (one.model.remat.policy != "full"), 1.0))

@@ -90,6 +90,7 @@ def test_any_other_fault_is_no_want_of_memory(message):
     assert too_large(message) is None
 
 
+@pytest.mark.slow
 def test_a_compiler_s_refusal_is_a_step_without_a_program_and_its_other_faults_are_raised(
     monkeypatch,
 ):

@@ -48,6 +48,7 @@ def test_products_have_the_flops_that_the_compiler_counts(f, arguments):
     assert flops(parse(made.as_text())) == made.cost_analysis()["flops"] > 0
 
 
+@pytest.mark.slow
 def test_a_training_step_on_eight_devices_has_the_flops_of_a_count_by_hand():
     embed, hidden, heads, kv, head, seq, rows, layers, vocab = 32, 64, 4, 2, 8, 48, 8, 3, tiny.VOCAB
     mixer = {

@@ -46,6 +46,7 @@ def eight(runs):
     return summary(runs / "eight")
 
 
+@pytest.mark.slow
 def test_whole_steps_are_shown_and_those_under_way_left_out(profile):
     assert profile.steps == (5, 6, 7) and profile.dropped <= 1
     assert profile.devices in (1, 8) and not profile.unproven
@@ -139,6 +140,7 @@ def test_the_assignment_in_memory_is_the_one_that_is_dumped(tmp_path):
     assert [{*row.values} for row in ours] == [{*row.values} for row in dumped]
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_writes_every_figure(runs, tmp_path, capsys):
     path = tmp_path / "profile.json"
     assert cli.main(["profile", str(runs / "eight"), "--json", str(path)]) == 0
@@ -149,6 +151,7 @@ def test_the_command_prints_tables_and_writes_every_figure(runs, tmp_path, capsy
     assert re.search(r"model\.blocks\.block\.mlp +[\d.]+ +[\d.]+", text)
 
 
+@pytest.mark.slow
 def test_two_runs_stand_side_by_side_with_what_changed(runs, tmp_path, capsys):
     path = tmp_path / "both.json"
     words = ["profile", str(runs / "one"), str(runs / "eight"), "--json", str(path)]
@@ -158,6 +161,7 @@ def test_two_runs_stand_side_by_side_with_what_changed(runs, tmp_path, capsys):
     assert f"{change:+,.2f}" in text and "all-reduce over" in text and "recomputed" in text
 
 
+@pytest.mark.slow
 def test_reading_needs_neither_tensorflow_nor_the_model(runs):
     code = (
         "import sys\nfrom pathlib import Path\nfrom maxstack.profile.figures import summary\n"

@@ -44,6 +44,7 @@ def job(tmp_path):
         process.kill()
 
 
+@pytest.mark.release
 def test_a_running_job_traces_when_it_is_asked_and_only_one_at_a_time(job, capsys):
     run, process = job
     until(lambda: saved.traces(run))  # that of the signal
@@ -76,6 +77,7 @@ def tracer(tmp_path):
     tracer.close()
 
 
+@pytest.mark.slow
 def test_a_trace_of_steps_that_are_undone_is_dropped(tracer, tmp_path):
     tracer.before(3)
     assert tracer.tracing and not tracer.after(3, True)
@@ -165,7 +167,7 @@ def test_a_thread_looks_for_requests_so_that_no_step_does(tracer, monkeypatch):
     assert threading.get_ident() not in looked
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_processes_agree_on_the_step_from_which_on_they_trace(tmp_path, capsys):
     mesh = ("run.virtual_devices=4", "mesh.data=4", "train.steps=100000", "eval.every=0")
     words = ["submit", write_config(tmp_path), "--target", "local", "--processes", 2, *mesh]

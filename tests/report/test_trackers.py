@@ -65,6 +65,7 @@ def written_again(run):
 
 
 @needs("tensorboard")
+@pytest.mark.release
 def test_tensorboard_shows_each_step_once(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -111,6 +112,7 @@ def records(path):
 
 
 @needs("wandb")
+@pytest.mark.slow
 def test_wandb_goes_on_under_one_id_without_a_gap(run):
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -135,6 +137,7 @@ def test_wandb_goes_on_under_one_id_without_a_gap(run):
 
 
 @needs("mlflow", "sqlalchemy", "alembic")
+@pytest.mark.slow
 def test_mlflow_goes_on_in_one_run_of_a_database_in_the_runs_folder(run):
     from mlflow import MlflowClient
 

@@ -46,6 +46,7 @@ def groups_of(batch):
     return found
 
 
+@pytest.mark.release
 def test_a_group_may_fill_several_rows(tmp_path):
     """Thirty-two rows hold one sample each, eight rows four: the same samples."""
     wide, narrow = (
@@ -57,6 +58,7 @@ def test_a_group_may_fill_several_rows(tmp_path):
     assert {len(group) for group in groups_of(wide).values()} == {4}
 
 
+@pytest.mark.release
 def test_groups_without_signal_are_replaced(tmp_path):
     """Dynamic sampling: half of the prompts have equal rewards, and other prompts are drawn."""
     rewards = [reward("even")]
@@ -74,6 +76,7 @@ def test_groups_without_signal_are_replaced(tmp_path):
     assert any("after 2 draws 8 groups of rollout 0 still have equal" in line for line in told)
 
 
+@pytest.mark.slow
 def test_answers_without_an_end_can_count_and_teach_nothing(tmp_path):
     usual, figures, _ = played(tmp_path)
     masked, _, _ = played(tmp_path, rollout={"truncated": "mask"})
@@ -81,6 +84,7 @@ def test_answers_without_an_end_can_count_and_teach_nothing(tmp_path):
     assert groups_of(usual) == groups_of(masked)
 
 
+@pytest.mark.slow
 def test_components_and_weights_of_rewards_are_logged(tmp_path):
     rewards = [reward("parts", weight=2.0), {"kind": "length", "most": 16, "buffer": 4}]
     _, figures, _ = played(tmp_path, rewards=rewards)
@@ -94,6 +98,7 @@ def test_components_and_weights_of_rewards_are_logged(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["fail", "zero", "drop"])
+@pytest.mark.slow
 def test_a_reward_that_fails_is_named_and_counted(tmp_path, policy):
     sections = {"rewards": [reward("picky", failure=policy)], "rollout": {"record": 32}}
     if policy == "fail":
@@ -113,6 +118,7 @@ def test_a_reward_that_fails_is_named_and_counted(tmp_path, policy):
     assert rewards.count(0.0) == (0 if policy == "drop" else failed)
 
 
+@pytest.mark.slow
 def test_a_rollout_of_which_nothing_counts_is_told(tmp_path):
     rewards = [{"kind": "exact", "field": "nowhere", "failure": "drop"}]
     _, figures, told = played(tmp_path, rewards=rewards)
@@ -120,6 +126,7 @@ def test_a_rollout_of_which_nothing_counts_is_told(tmp_path):
     assert any("rollout 0: no sample counts" in line for line in told)
 
 
+@pytest.mark.slow
 def test_a_control_has_the_same_rewards_for_other_samples(tmp_path):
     usual, _, _ = played(tmp_path)
     control, _, _ = played(tmp_path, rollout={"permute": True})
@@ -154,7 +161,7 @@ def scorer(tmp_path_factory):
     return folder / "scorer"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_reward_model_scores_prompt_and_answer(tmp_path, scorer):
     """As `maxstack score` does: here, another score for each sample, the same each time."""
     rewards = [{"kind": "model", "path": str(scorer), "name": "judge"}]
@@ -187,9 +194,13 @@ def figures_of(rows):
     }
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     "rollout",
-    [{"ahead": 1}, pytest.param({"epochs": 3, "ahead": 2}, marks=pytest.mark.slow)],
+    [
+        {"ahead": 1},
+        {"epochs": 3, "ahead": 2},
+    ],
     ids=str,
 )
 def test_a_run_goes_on_bit_for_bit_from_any_checkpoint(tmp_path, rollout):
@@ -216,6 +227,7 @@ def test_a_run_goes_on_bit_for_bit_from_any_checkpoint(tmp_path, rollout):
     assert "rollout 0: " in (tmp_path / "whole" / "log.txt").read_text()
 
 
+@pytest.mark.release
 def test_a_checkpoint_binds_what_samples_are_worth(tmp_path):
     """Another reward or temperature is refused; limits of a reward may change."""
     trained(tmp_path, "parts", "train.steps=3")

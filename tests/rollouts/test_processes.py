@@ -12,7 +12,7 @@ import tiny
 from maxstack.config import dump
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_processes_sample_what_one_does(tmp_path):
     """Rewards and lengths are those of all samples, losses and norms agree to 1e-5, and both
     processes evaluate."""

@@ -6,6 +6,7 @@ import contextlib
 import jax
 import numpy as np
 import pytest
+import tiers
 import tiny
 
 from maxstack import startup
@@ -49,6 +50,7 @@ KINDS = {
         "rewards": [],
     },
 }
+TRAINED = [name for name in KINDS if name != "ppo"]  # the same in two epochs is more
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +89,7 @@ def played(cfg, folder, devices=1, steps=3):
     return found, batches
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "grpo" else pytest.param(name, marks=pytest.mark.slow)
-        for name in KINDS
-        if name != "ppo"  # the same in two epochs is more
-    ],
-)
+@pytest.mark.parametrize("name", tiers.of(TRAINED, slow=["grpo"]))
 def test_devices_and_microbatches_change_nothing(name, tmp_path):
     """The same samples in microbatches on eight devices, and losses within 1e-5."""
     alone, rows = played(config(name), tmp_path)
@@ -109,6 +104,7 @@ def test_devices_and_microbatches_change_nothing(name, tmp_path):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_engine_and_trainer_agree_on_every_sampled_token(tmp_path):
     """In float32, at another temperature than 1, where the logits have a cap: to 1e-5 for each
     token; the metric shows it."""
@@ -123,6 +119,7 @@ def test_engine_and_trainer_agree_on_every_sampled_token(tmp_path):
     )
 
 
+@pytest.mark.release
 def test_samples_depend_on_their_seed_and_not_on_their_company(tmp_path):
     """Fewer requests at a time, and rows of a step: the same samples to the bit; another seed:
     others."""
@@ -135,6 +132,7 @@ def test_samples_depend_on_their_seed_and_not_on_their_company(tmp_path):
     assert (usual["tokens"] != other["tokens"]).any()
 
 
+@pytest.mark.release
 def test_weights_that_move_are_counted_and_change_no_sample(tmp_path):
     """rollout.tensor: the engine has a mesh of its own."""
     _, (usual,) = played(config("grpo", mesh=MESH), tmp_path, 8, steps=1)
@@ -154,7 +152,7 @@ def test_weights_that_move_are_counted_and_change_no_sample(tmp_path):
         assert any("MiB of weights move" in line for line in feed.describe())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_adapters_learn_on_a_quantized_base(tmp_path):
     """GRPO with LoRA: the reference is the model without its adapter, whose distance is 0 at the
     first step; and the engine answers as the trainer does."""

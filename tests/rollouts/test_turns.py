@@ -82,6 +82,7 @@ def test_words_of_an_environment_are_read_and_not_learned(tmp_path, monkeypatch,
     assert all(len(tokens) <= 8 for chosen, tokens in runs if chosen)
 
 
+@pytest.mark.slow
 def test_words_that_leave_no_room_are_told(tmp_path, monkeypatch):
     environment(tmp_path, answer="'again?' * 200")
     monkeypatch.chdir(tmp_path)
@@ -92,6 +93,7 @@ def test_words_that_leave_no_room_are_told(tmp_path, monkeypatch):
         assert any("32 samples so far ended because" in line for line in feed.damaged())
 
 
+@pytest.mark.slow
 def test_an_environment_that_fails_is_named_with_its_row(tmp_path, monkeypatch):
     environment(tmp_path, check="False")
     with pytest.raises(DataError, match=r"echo:Echo, turn 1, .*sample 0: AssertionError"):
@@ -104,6 +106,7 @@ def test_an_environment_that_fails_is_named_with_its_row(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.slow
 def test_distillation_learns_from_answers_of_records_too(tmp_path, monkeypatch, share):
     """GKD's lambda (arXiv:2306.13649): a share of the prompts has the record's completion."""
     (tmp_path / "rows.py").write_text(

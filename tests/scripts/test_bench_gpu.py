@@ -85,6 +85,7 @@ def found(tmp_path_factory):
     )
 
 
+@pytest.mark.release
 def test_every_section_runs_at_toy_sizes_with_jax_flax_and_optax_alone(found):
     results, report, printed = found
     assert (
@@ -98,6 +99,7 @@ def test_every_section_runs_at_toy_sizes_with_jax_flax_and_optax_alone(found):
     assert {row["status"] for row in results["rows"]} <= {"ok", "unsupported"}, results["rows"]
 
 
+@pytest.mark.release
 def test_a_backend_of_another_platform_is_told_once(found):
     told = [row for row in found[0]["rows"] if row.get("backend") == "hopper"]
     assert [(row["status"], row["reason"]) for row in told] == [
@@ -116,6 +118,7 @@ def test_training_is_of_the_preset_with_heads_of_128():
     assert gpu_train.configuration(gpu_train.SHAPES["full"], 8).model == preset.model
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_called_wrong_and_its_speed_is_not_measured(monkeypatch):
     without_documents = functools.partial(_without_documents, blockwise.run)
     monkeypatch.setattr(blockwise, "run", without_documents)

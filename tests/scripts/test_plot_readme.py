@@ -51,6 +51,7 @@ def test_the_page_about_profiles_shows_its_pictures():
     assert "(pictures/profile.svg)" in page and "(pictures/layers.svg)" in page
 
 
+@pytest.mark.release
 def test_a_trace_makes_new_pictures_of_a_profile(plot, tmp_path):
     from processes import train, write_config
 

@@ -127,6 +127,7 @@ def test_quantization_curves_and_weak_scaling_are_plotted_again_from_their_figur
         assert (docs / plot).read_text() == (ROOT / "docs" / plot).read_text()
 
 
+@pytest.mark.slow
 def test_the_size_is_counted_by_folder():
     counted = process("measure_size.py")
     assert re.search(r"[\d,]+  maxstack/schema/ \(\d+ files\)", counted)
@@ -138,7 +139,7 @@ def test_drills_print_the_promises_of_the_readme(monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in (ROOT / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_bench_cpu_measures_steps_starts_and_attention(tmp_path):
     said = process("bench_cpu.py", "--tiny", "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
@@ -181,7 +182,7 @@ def test_maxtext_is_measured_by_its_own_log(tmp_path):
     assert said.returncode == 1 and "no python0 here; MaxText needs Python 3.12" in said.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_bench_serve_measures_prefill_and_decode_beside_the_bandwidth(tmp_path):
     process(
         "bench_serve.py",
@@ -195,7 +196,7 @@ def test_bench_serve_measures_prefill_and_decode_beside_the_bandwidth(tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_bench_post_measures_sft_and_dpo_packed_and_not(tmp_path):
     said = process(
         *("bench_post.py", "--tiny", "--peer-python", "no-such-python"),
@@ -208,7 +209,7 @@ def test_bench_post_measures_sft_and_dpo_packed_and_not(tmp_path):
         assert all(row["tokens_per_second"] > 0 for [row] in figures.values())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_recipes_of_post_training_are_measured_from_a_run_on(tmp_path):
     """From weights that say nothing: every figure is there, and KL of a model to itself is 0."""
     config = (
@@ -245,7 +246,7 @@ def test_made_up_people_are_records_of_every_kind(tmp_path):
         ]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_bench_protection_compares_on_and_off(tmp_path):
     said = process(
         "bench_protection.py",
@@ -267,7 +268,7 @@ def test_bench_protection_compares_on_and_off(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_bench_checkpoint_times_each_tier(tmp_path):
     said = process(
         "bench_checkpoint.py",
@@ -286,7 +287,7 @@ def test_bench_checkpoint_times_each_tier(tmp_path):
     assert said.startswith("0.2")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_training_curve_is_measured_and_kept_beside_the_others(tmp_path):
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     process(
@@ -308,7 +309,7 @@ def test_a_training_curve_is_measured_and_kept_beside_the_others(tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_weak_scaling_measures_processes_together_and_apart(tmp_path):
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     process(
@@ -330,20 +331,20 @@ def test_weak_scaling_measures_processes_together_and_apart(tmp_path):
     }
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_an_import_and_an_export_are_measured():
     said = process("measure_import.py", "--gigabytes", "0.31", "--layers", "1")
     assert re.search(r"import_model: peak [\d.]+ GiB.*\nexport_model: peak [\d.]+ GiB", said)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_memory_of_a_run_is_measured_beside_its_plan():
     assert "| dense, fsdp 4 x tensor 2 |" in process(
         "measure_memory.py", "dense, fsdp 4 x tensor 2"
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_step_is_measured_by_component(tmp_path):
     process(
         "profile_step.py",
@@ -359,7 +360,7 @@ def test_a_step_is_measured_by_component(tmp_path):
     assert any("attention" in part["name"] for part in parts)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_clients_soak_a_server_and_nothing_is_lost(tmp_path):
     folder = make(tmp_path / "model", length=128)
     process(
@@ -372,7 +373,7 @@ def test_clients_soak_a_server_and_nothing_is_lost(tmp_path):
     assert found["all pages free at the end"] and found["seconds to first token"]["p50"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_clients_load_a_server_of_packages_and_nothing_is_lost_or_wrong(tmp_path):
     folder, found = packaged.make(tmp_path / "toy"), tmp_path / "found.json"
     words = ["--package", folder, "--clients", "4", "--seconds", "9", "--json", found]
@@ -382,7 +383,7 @@ def test_clients_load_a_server_of_packages_and_nothing_is_lost_or_wrong(tmp_path
     assert "is damaged" in found["the damaged version"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_joined_requests_are_measured_beside_single_ones_and_a_plain_loop(tmp_path):
     folder = packaged.make(tmp_path / "toy")
     for words in (["--batch", "8"], ["--signature", "mean"]):
@@ -423,7 +424,7 @@ def test_plans_that_were_kept_are_written_into_the_page_and_not_made_again(tmp_p
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_measure_rl_trains_a_seed_and_its_control_and_draws_them(tmp_path):
     small = "rollout.prompts=8", "train.batch_size=8", "train.steps=5", "eval.steps=1"
     words = "--out", tmp_path / "runs", "--pictures", tmp_path, "--seeds", "3"
@@ -434,13 +435,14 @@ def test_measure_rl_trains_a_seed_and_its_control_and_draws_them(tmp_path):
     assert (tmp_path / "rl.svg").read_text().startswith("<svg")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_bench_images_measures_steps_and_the_feed(tmp_path):
     process("bench_images.py", "--tiny", "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["vit-ti16"]["maxstack"][0] > 0 and found["feed"]["maxstack, 0 workers"][0] > 0
 
 
+@pytest.mark.slow
 def test_measure_images_judges_held_out_digits_as_the_page_says(monkeypatch):
     """The page is up to date, and the classifier and distances give what it says of real digits."""
     assert run(monkeypatch, SCRIPTS / "measure_images.py", "--check") == 0
@@ -449,7 +451,7 @@ def test_measure_images_judges_held_out_digits_as_the_page_says(monkeypatch):
     assert measure["real_digits"]() == pytest.approx(kept["real"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_plot_report_makes_a_run_and_draws_its_page(tmp_path):
     browser.installed()
     words = "--out", tmp_path / "out", "--pictures", tmp_path, "--steps", 36
@@ -458,7 +460,7 @@ def test_plot_report_makes_a_run_and_draws_its_page(tmp_path):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_feed_alone_is_measured_under_each_packing():
     said = process("bench/feed_tokens.py", "--documents", "300", "--batches", "2")
     rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
@@ -466,12 +468,14 @@ def test_the_feed_alone_is_measured_under_each_packing():
     assert rows[0]["padding"] == 0 < rows[2]["padding"] < rows[1]["padding"] < rows[3]["padding"]
 
 
+@pytest.mark.slow
 def test_near_duplicates_are_measured_against_brute_force():
     said = process("bench/near_duplicates.py", "--documents", "400")
     found = re.search(r"precision ([\d.]+) \(theory .*\), recall ([\d.]+) \(theory", said)
     assert min(map(float, found.groups())) > 0.8 and "Jaccard 0.95 to 1.00" in said
 
 
+@pytest.mark.slow
 def test_every_kind_of_step_has_a_speed():
     said = process("bench/steps.py", "README.md", "--megabytes", "0.01")
     kinds = {line.split()[0].removeprefix("kind=") for line in said.splitlines()}

@@ -86,6 +86,7 @@ def started(words, folder, **environment):
     return done.returncode, (folder / "seen").read_text() if (folder / "seen").exists() else None
 
 
+@pytest.mark.slow
 def test_thousands_of_sources_reach_the_processes_of_every_target(cfg, tmp_path):
     many = job(cfg, sources=MANY)
     assert len(many.text) > 4 * STRING  # as it is, no process could be started with it

@@ -143,6 +143,7 @@ def test_files_that_a_cluster_may_not_have_are_told(tmp_path, monkeypatch, capfd
     )
 
 
+@pytest.mark.slow
 def test_a_mistake_in_one_process_ends_all_and_is_the_run_s(tmp_path):
     config = write_config(
         tmp_path, data={"sources": [{"kind": "text", "files": [str(tmp_path / "none*.txt")]}]}
@@ -203,6 +204,7 @@ def test_a_name_that_nobody_submitted(command, capsys):
 
 
 @given(st.text(max_size=80), st.text(max_size=80))
+@pytest.mark.slow
 def test_any_name_becomes_one_that_clusters_take_and_two_stay_two(one, other):
     first, second = safe(one), safe(other)
     assert PLAIN.fullmatch(first) and len(first) <= LONGEST and safe(first) == first

@@ -16,7 +16,7 @@ from processes import FLAGS, environment, rows, run, stand_ins, training, write_
 
 from maxstack import cli
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.release
 SHORT = ["train.steps=24"]
 AFTER = 6
 """The step after which something happens."""

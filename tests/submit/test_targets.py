@@ -429,6 +429,7 @@ NASTY = st.text(st.sampled_from("a'\"$`;|&<>(){}[]*?!#~ \\\t-=:%@,é\u2028"), ma
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40
 )
 @given(value=NASTY, line=NASTY)
+@pytest.mark.slow
 def test_no_value_becomes_shell_or_yaml(value, line, job, tmp_path):
     one = job("h100:2x8", env={"A": value, "B": line})
     environment = environment_of(written(one), 0, 0)
@@ -454,6 +455,7 @@ def test_no_value_becomes_shell_or_yaml(value, line, job, tmp_path):
     suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25
 )
 @given(text=st.text(max_size=3000))
+@pytest.mark.slow
 def test_no_text_of_the_configuration_becomes_shell_or_yaml(text, job, tmp_path):
     """Any text at all in it, through the shell that each target hands the configuration to."""
     one = job("v5e:4x4")

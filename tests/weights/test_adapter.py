@@ -36,9 +36,15 @@ def flat(params) -> dict:
     return nnx.traversals.flatten_mapping(params, sep="/")
 
 
-@pytest.mark.parametrize("quantization", [{}, NF4], ids=["float", "nf4"])
 @pytest.mark.parametrize(
-    "lora", [{}, pytest.param({"dora": True}, marks=pytest.mark.slow)], ids=["lora", "dora"]
+    ("lora", "quantization"),
+    [
+        pytest.param({}, NF4, marks=pytest.mark.slow),
+        pytest.param({"dora": True}, NF4, marks=pytest.mark.release),
+        pytest.param({}, {}, marks=pytest.mark.release),
+        pytest.param({"dora": True}, {}, marks=pytest.mark.release),
+    ],
+    ids=["lora, nf4", "dora, nf4", "lora", "dora"],
 )
 def test_a_fresh_adapter_changes_nothing(lora, quantization):
     own, base = run_of(lora, quantization=quantization), run_of(None, quantization=quantization)
@@ -50,7 +56,12 @@ def test_a_fresh_adapter_changes_nothing(lora, quantization):
     )  # a length over itself need not be 1 to the last place
 
 
-@pytest.mark.parametrize("saved", [{}, {"modules_to_save": ["head"]}], ids=["alone", "head"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "saved",
+    [{}, pytest.param({"modules_to_save": ["head"]}, marks=pytest.mark.release)],
+    ids=["alone", "head"],
+)
 def test_adapters_and_what_is_named_are_trained_and_have_optimizer_state(saved):
     run = run_of({"targets": [".*/mixer", ".*/mlp/gate"], **saved}, quantization=NF4)
     before = flat(jax.device_get(run.init().params))
@@ -72,7 +83,7 @@ def test_adapters_and_what_is_named_are_trained_and_have_optimizer_state(saved):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_mesh_trains_adapters_as_one_device_does():
     alone, spread = (
         tiny.steps(run_of({"dora": True}, devices, quantization=NF4, mesh=mesh), 3)
@@ -133,7 +144,10 @@ def dropped_alone():
 
 @pytest.mark.parametrize(
     ("devices", "mesh", "accumulate"),
-    [pytest.param(1, {}, 2, marks=pytest.mark.slow), (8, {"context": 2, "stage": 2, "fsdp": 2}, 2)],
+    [
+        pytest.param(1, {}, 2, marks=pytest.mark.release),
+        pytest.param(8, {"context": 2, "stage": 2, "fsdp": 2}, 2, marks=pytest.mark.release),
+    ],
     ids=["accumulate", "ring, stage, fsdp, accumulate"],
 )
 def test_dropout_drops_the_same_on_any_mesh_and_in_microbatches(
@@ -148,6 +162,7 @@ def test_dropout_drops_the_same_on_any_mesh_and_in_microbatches(
         assert np.linalg.norm(mine - other) <= 1e-5 * np.linalg.norm(other)
 
 
+@pytest.mark.release
 def test_dropout_is_of_training_alone_and_differs_between_steps_and_layers():
     run = run_of({"dropout": 0.5}, model=tiny.model(layers=4))
     state = jax.device_get(run.init())
@@ -173,9 +188,9 @@ def test_dropout_is_of_training_alone_and_differs_between_steps_and_layers():
 @pytest.mark.parametrize(
     "lora",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.release),
         {"dora": True},
-        pytest.param({"rslora": True}, marks=pytest.mark.slow),
+        pytest.param({"rslora": True}, marks=pytest.mark.release),
     ],
     ids=["lora", "dora", "rslora"],
 )
@@ -201,6 +216,7 @@ def test_a_merged_weight_multiplies_as_the_adapter_does(lora):
     )
 
 
+@pytest.mark.slow
 def test_the_gradient_of_dora_is_that_of_the_formula_with_its_length_held():
     run = run_of({"dora": True}, model=tiny.model(layers=1, pattern=["global"]))
     model = nnx.merge(run.graph, nnx.State(run.init().params))

@@ -162,6 +162,7 @@ def test_bfloat16_operands_are_rounded_by_scales_of_float32():
 
 
 @pytest.mark.parametrize(("tile", "bwd"), [(None, None), (8, None), (None, "int8")])
+@pytest.mark.slow
 def test_experts_in_low_precision_are_products_one_by_one(tile, bwd):
     rng = np.random.default_rng(0)
     sizes = jnp.asarray([5, 0, 12, 3])
@@ -194,6 +195,7 @@ def test_experts_in_low_precision_are_products_one_by_one(tile, bwd):
         ).max() and not np.array_equal(ours_, float_)
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_are_rounded_where_activations_are_not():
     rng = np.random.default_rng(0)
     sizes = np.array([5, 0, 12, 7])

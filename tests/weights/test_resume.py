@@ -33,7 +33,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", tiers.of(CASES, "int8 training"))
+@pytest.mark.parametrize("case", tiers.of(CASES, slow=["int8 training"]))
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(case, tmp_path):
     shape = tiny.model(layers=1, pattern=["global"]) | CASES[case].get("model", {})
     cfg = tiny.config(

@@ -97,13 +97,9 @@ def logits(run, params) -> np.ndarray:
     ("kind", "rule"),
     [
         ("attention", W8A8),
-        *(
-            pytest.param(kind, rule, marks=pytest.mark.slow)
-            for kind, rule in (
-                *((kind, W8A8) for kind in KINDS if kind != "attention"),
-                ("latent, experts, further", W4),
-            )
-        ),
+        pytest.param("latent, experts, further", W8A8, marks=pytest.mark.release),
+        pytest.param("latent, experts, further", W4, marks=pytest.mark.release),
+        pytest.param("delta, dense, parallel, per layer, tied", W8A8, marks=pytest.mark.release),
     ],
 )
 def test_weights_trained_for_low_precision_compute_what_quantized_ones_do(kind, rule):
@@ -121,8 +117,8 @@ def test_weights_trained_for_low_precision_compute_what_quantized_ones_do(kind, 
     assert 0 < np.sqrt(np.square(low - exact).mean()) < FAR[rule["weight_qtype"]] * exact.std()
 
 
-@pytest.mark.parametrize(("kind", "mode"), zip(MESHES, ["qt", "ptq"], strict=True))
-@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "mode"), [*zip(MESHES, ["qt", "ptq"], strict=True)])
+@pytest.mark.release
 def test_a_mesh_computes_what_one_device_does(kind, mode):
     quantization = recipe(mode, **(W8A8 if mode == "qt" else W4))
     runs = (
@@ -136,7 +132,7 @@ def test_a_mesh_computes_what_one_device_does(kind, mode):
     assert spread["grad_norm"] == pytest.approx(alone["grad_norm"], rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_pipeline_computes_what_one_device_does():
     runs = (
         tiny.make_run(config("attention", recipe("qt", **W8A8), mesh), devices)
@@ -151,12 +147,17 @@ def test_a_pipeline_computes_what_one_device_does():
 @pytest.mark.parametrize(
     ("weight", "rest"),
     [
-        ("int8", {"act_qtype": "int8"}),
+        pytest.param("int8", {"act_qtype": "int8"}, marks=pytest.mark.slow),
         ("int8", {"act_qtype": "int8", "tile_size": 8, "bwd_qtype": "int8"}),
         pytest.param("int4", {}, marks=pytest.mark.slow),
-        ("float8_e4m3fn", {"act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"}),
+        pytest.param(
+            "float8_e4m3fn",
+            {"act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
+@pytest.mark.slow
 def test_quantized_training_follows_full_precision(weight, rest):
     low = recipe("qt", module_path="blocks/.*", weight_qtype=weight, **rest)
     exact, ours = (
@@ -168,6 +169,7 @@ def test_quantized_training_follows_full_precision(weight, rest):
         assert row["loss"] == pytest.approx(known["loss"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_weights_that_are_kept_in_low_precision_are_not_trained_and_have_no_optimizer_state():
     run = tiny.make_run(config("attention", recipe("ptq", module_path="blocks/.*", **W4)))
     begin = jax.device_get(run.init())
@@ -196,9 +198,9 @@ def test_weights_that_are_kept_in_low_precision_are_not_trained_and_have_no_opti
 @pytest.mark.parametrize(
     ("sections", "optimizer"),
     [
-        pytest.param({"lora": {"rank": 4, "dora": True}}, "muon", marks=pytest.mark.slow),
-        ({"quantization": recipe("ptq", **W4)}, "muon"),
-        (
+        pytest.param({"lora": {"rank": 4, "dora": True}}, "muon", marks=pytest.mark.release),
+        pytest.param({"quantization": recipe("ptq", **W4)}, "muon", marks=pytest.mark.release),
+        pytest.param(
             {"quantization": recipe("ptq", **W4), "lora": {"rank": 4}},
             {
                 "frozen": ["blocks/global/mlp/gate"],
@@ -207,6 +209,7 @@ def test_weights_that_are_kept_in_low_precision_are_not_trained_and_have_no_opti
                     {"match": ["*", "!embed"], "chain": [{"kind": "adamw"}]},
                 ],
             },
+            marks=pytest.mark.release,
         ),
     ],
     ids=str,
@@ -246,6 +249,7 @@ def test_four_bit_weights_take_half_a_byte():
     assert (leaf.dtype, leaf.shape) == (np.uint8, (2, 32, 32))
 
 
+@pytest.mark.slow
 def test_tiles_of_experts_divide_over_the_devices_that_share_them():
     moe = {
         "layers": 1,
@@ -265,6 +269,7 @@ def test_tiles_of_experts_divide_over_the_devices_that_share_them():
         tiny.steps(tiny.make_run(cfg, 2), 1)
 
 
+@pytest.mark.release
 def test_tiles_of_positions_lie_along_a_sequence_on_a_mesh_and_on_one_device():
     rule = recipe(
         "qt",

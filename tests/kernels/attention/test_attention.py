@@ -90,6 +90,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("t", "kv", "asked", "features"), CASES)
+@pytest.mark.slow
 def test_blockwise_equals_the_reference_in_values_and_gradients(
     t, kv, asked, features, monkeypatch
 ):
@@ -139,6 +140,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.slow
 def test_blockwise_serves_queries_anywhere_among_other_keys(name):
     """Documents lie in no order, and some queries' hold no key. A query that sees none gives
     exactly nothing, and adds to no gradient of theirs."""

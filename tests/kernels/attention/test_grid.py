@@ -72,7 +72,7 @@ def outputs(run, example, dtype):
     return [np.asarray(x, np.float64) for x in jax.jit(both)(*floats)]
 
 
-@pytest.mark.parametrize("name", tiers.of(DEVICES, "blockwise"))
+@pytest.mark.parametrize("name", tiers.of(DEVICES))
 def test_values_and_gradients_are_those_of_the_reference_in_float64(name):
     backend = OP[name]
     run = (

@@ -141,6 +141,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
 def test_split_sequences_give_what_whole_ones_do(name, monkeypatch):
     monkeypatch.setitem(blockwise.SIZES, "cpu", (8, 8))
     given, asked, heads, kv, features = CASES[name]

@@ -35,6 +35,7 @@ REQUESTS = {
 
 
 @pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.slow
 def test_values_and_gradients_are_the_reference_also_where_documents_hide_all_keys(name):
     t, s, request = REQUESTS[name]
     assert (

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from maxstack.kernels.cross_entropy import cross_entropy
 
@@ -29,6 +30,7 @@ def test_values_are_log_softmax():
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_are_log_softmax():
     ours = jax.grad(weighted(lambda x: cross_entropy(x, TARGETS)))(LOGITS)
     np.testing.assert_allclose(ours, jax.grad(weighted(plain))(LOGITS), rtol=1e-5, atol=1e-6)

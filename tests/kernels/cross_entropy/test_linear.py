@@ -106,6 +106,7 @@ def in_float64(x, head, bias, targets, weights, request):
 
 @pytest.mark.parametrize("asked", REQUESTS)
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
 def test_values_and_gradients_are_those_of_the_reference_in_float64(backend, asked):
     request, bias, dtype = REQUESTS[asked]
     given = arrays(dtype, bias)
@@ -170,6 +171,7 @@ def test_no_logits_of_all_rows_are_in_the_program(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow
 def test_slices_of_the_vocabulary_on_two_devices_make_one(backend):
     request, module_ = Request(5.0, 0.05), module(backend)
     call = Call(request, ("tensor",), **BACKENDS[backend])

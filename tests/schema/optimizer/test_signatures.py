@@ -127,6 +127,7 @@ def test_a_name_that_a_newer_optax_may_have_is_refused_with_both_versions(monkey
         OptimizerConfig(**optimizer)
 
 
+@pytest.mark.slow
 def test_a_mistyped_kind_is_explained_quickly_and_imports_no_jax():
     code = (
         "import time, sys; from maxstack.schema.optimizer import OptimizerConfig; start "
