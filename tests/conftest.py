@@ -103,15 +103,17 @@ def pytest_unconfigure(config):
 def _programs(request):
     """Read compiled programs from their folder, whatever a command in this process has set before,
     but for the tests of FRESH."""
-    fresh = request.node.nodeid.startswith(FRESH)
-    programs.read_from(None if fresh else os.environ[COMPILED])
+    _read_programs(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_fixtures(request):
     """The same for what a module makes once for its tests."""
-    fresh = request.node.nodeid.startswith(FRESH)
-    programs.read_from(None if fresh else os.environ[COMPILED])
+    _read_programs(request.node.nodeid)
+
+
+def _read_programs(nodeid):
+    programs.read_from(None if nodeid.startswith(FRESH) else os.environ[COMPILED])
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -17,14 +17,18 @@ _BEGAN = time.time()
 
 
 def read_from(folder):
-    """Let jax read and keep compiled programs in a folder, or in none."""
-    if (jax := sys.modules.get("jax")) and jax.config.jax_compilation_cache_dir != folder:
-        from jax.experimental.compilation_cache import compilation_cache
+    """Let jax, where it is imported, read and keep compiled programs in a folder, or in none."""
+    if not (jax := sys.modules.get("jax")):
+        return
+    from jax.experimental.compilation_cache import compilation_cache
 
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    from maxstack.hardware.compiling import keep_programs
+
+    changes = jax.config.jax_compilation_cache_dir != folder
+    keep_programs(folder)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST)
+    if changes:
         compilation_cache.reset_cache()
 
 

@@ -33,7 +33,7 @@ OURS = {
 }
 """Fields of requests that OpenAI's API lacks."""
 FEW = ("model.dtype=float32", "serve.rows=32", f"run.compilation_cache={processes.COMPILED}")
-"""A server that compiles three sizes of step in place of six comes up sooner."""
+"""A server that compiles four sizes of step in place of six comes up sooner."""
 HELLO = [{"role": "user", "content": "Hello"}]
 
 

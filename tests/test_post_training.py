@@ -121,10 +121,7 @@ def test_preferences_begin_where_another_run_ended(made, tmp_path, model):
 @pytest.mark.release
 @pytest.mark.parametrize(
     ("record", "objective"),
-    [
-        ("pairs", "{kind: preference}"),
-        ("labelled", "{kind: unpaired}"),
-    ],
+    [("pairs", "{kind: preference}"), ("labelled", "{kind: unpaired}")],
 )
 def test_a_run_with_a_reference_resumes_bit_for_bit(made, tmp_path, record, objective):
     source = f"{{kind: function, call: 'maxstack.data.people:{record}', documents: 64, "

@@ -112,10 +112,7 @@ def scores(folder, rows, starts):
 @pytest.mark.skipif(HARNESS is None, reason="lm_eval is not installed, as `make test-all` does it")
 @pytest.mark.parametrize(
     ("options", "more"),
-    [
-        ((), {"num_concurrent": 4}),
-        (("--batch_size", "4"), {"tokenized_requests": False}),
-    ],
+    [((), {"num_concurrent": 4}), (("--batch_size", "4"), {"tokenized_requests": False})],
     ids=["tokens", "texts"],
 )
 def test_lm_evaluation_harness_computes_what_score_does(server, options, more):

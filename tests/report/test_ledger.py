@@ -192,6 +192,7 @@ def test_a_killed_process_has_lived_until_its_last_row(tmp_path):
     (_, again) = (row["monotonic"] for row in rows(tmp_path) if row["event"] == "begin")
     assert found.seconds["idle"] == pytest.approx(again - lived) and again - lived >= 0.8
     assert math.isclose(sum(found.seconds.values()), found.wall, abs_tol=1e-6)
+    assert found.wall <= time.monotonic() - first["monotonic"]
 
 
 FULL = """

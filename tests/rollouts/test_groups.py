@@ -197,10 +197,7 @@ def figures_of(rows):
 @pytest.mark.release
 @pytest.mark.parametrize(
     "rollout",
-    [
-        {"ahead": 1},
-        {"epochs": 3, "ahead": 2},
-    ],
+    [{"ahead": 1}, {"epochs": 3, "ahead": 2}],
     ids=str,
 )
 def test_a_run_goes_on_bit_for_bit_from_any_checkpoint(tmp_path, rollout):
