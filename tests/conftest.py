@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -15,16 +16,15 @@ from flags import flags
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "1"  # XLA warns of what it had to replicate
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        flags(
-            xla_backend_optimization_level="0",
-            xla_force_host_platform_device_count="8",
-            xla_cpu_enable_concurrency_optimized_scheduler="false",
-        ),
-        os.environ.get("XLA_FLAGS", ""),
-    ]
-)
+XLA_FLAGS = [
+    *flags(
+        xla_backend_optimization_level="0",
+        xla_force_host_platform_device_count="8",
+        xla_cpu_enable_concurrency_optimized_scheduler="false",
+    ).split(),
+    *os.environ.get("XLA_FLAGS", "").split(),
+]
+os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(XLA_FLAGS))  # workers inherit them
 
 gc.set_threshold(200_000, 20, 100)  # as in training: tracing makes many objects, and few cycles
 COMPILED = "MAXSTACK_TESTS_COMPILED"
@@ -34,6 +34,7 @@ ALONE = {
     "tests/test_documents.py::test_a_page_works_from_top_to_bottom",
 }
 """Tests that share nothing with their file, and may run on another worker than the rest of it."""
+FIRST = "tests/test_types.py"
 FRESH = (
     "tests/hardware/",
     "tests/package/",
@@ -55,13 +56,17 @@ def pytest_configure(config):
     is_worker = hasattr(config, "workerinput")
     config.pluginmanager.register(price.Price(is_worker))
     if not is_worker:
+        for given in config.args:  # of which xdist's workers say nothing
+            if not Path(given.partition("::")[0]).exists():
+                raise pytest.UsageError(f"no such file or folder: {given}")
         config.pluginmanager.register(waiting.Waiting())
         os.environ[COMPILED] = str(programs.FOLDER)
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files first."""
+    """The longest files first, after the one test that takes a minute of one processor."""
     seconds = json.loads((Path(__file__).parent / "durations.json").read_text())
+    seconds[FIRST] = math.inf
     items.sort(key=lambda item: -seconds.get(_file(item), 0.0))
     for item in items:
         if (needed := item.get_closest_marker("compiler")) and (missing := _missing(*needed.args)):

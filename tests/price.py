@@ -88,6 +88,8 @@ class Price:
 
     def pytest_configure(self):
         if not self._is_worker:
+            if (path := os.environ.get(DURATIONS)) and not Path(path).absolute().parent.is_dir():
+                raise pytest.UsageError(f"{DURATIONS}={path}: there is no such folder")
             os.environ[FORKS] = tempfile.mkdtemp(prefix="maxstack-forks-")
 
     def pytest_unconfigure(self):
@@ -104,7 +106,8 @@ class Price:
         return report
 
     def pytest_runtest_logreport(self, report):
-        if price := dict(report.user_properties).get("price"):
+        price = dict(report.user_properties).get("price")
+        if price is not None:
             file = self._files[report.nodeid.partition("::")[0]]
             file.update(price | {"seconds": report.duration})
 
@@ -121,9 +124,11 @@ class Price:
                 f"lower {price['lower']:.0f}, compile {price['compile']:.0f})"
             )
         if path := os.environ.get(DURATIONS):
-            seconds = {file: round(price["seconds"], 1) for file, price in self._files.items()}
+            file = Path(path)
+            seconds = json.loads(file.read_text()) if file.exists() else {}
+            seconds |= {name: round(price["seconds"], 1) for name, price in self._files.items()}
             ordered = dict(sorted(seconds.items(), key=lambda pair: -pair[1]))
-            Path(path).write_text(json.dumps(ordered, indent=0) + "\n")
+            file.write_text(json.dumps(ordered, indent=0) + "\n")
 
     def _since_last(self):
         if not self._listening and "jax" in sys.modules:

@@ -5,17 +5,19 @@ import time
 
 TOLD = 60.0
 """Seconds after which a test is named, and named again."""
+LOOKS = 5.0
+"""Seconds between looks at what runs."""
 
 
 class Waiting:
     """The plugin, in the process that shares out the tests."""
 
     def __init__(self):
-        self._began = {}
+        self._began, self._told = {}, {}
         self._ended = threading.Event()
 
     def pytest_runtest_logstart(self, nodeid):
-        self._began[nodeid] = time.monotonic()
+        self._began[nodeid] = self._told[nodeid] = time.monotonic()
 
     def pytest_runtest_logfinish(self, nodeid):
         self._began.pop(nodeid, None)
@@ -28,9 +30,10 @@ class Waiting:
         self._ended.set()
 
     def _tell(self, reporter):
-        while not self._ended.wait(TOLD):
+        while not self._ended.wait(LOOKS):
             now = time.monotonic()
             for nodeid, began in [*self._began.items()]:
-                if now - began >= TOLD:
+                if now - self._told[nodeid] >= TOLD:
+                    self._told[nodeid] = now
                     reporter.ensure_newline()
                     reporter.write_line(f"running for {now - began:.0f} s: {nodeid}")
