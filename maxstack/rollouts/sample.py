@@ -87,8 +87,9 @@ class Group:
 
     @property
     def equal(self) -> bool:
-        """True where all rewards are the same, so that none is better than expected."""
-        return len({sample.reward for sample in self.counted}) < 2
+        """True where all rewards are the same in a batch's float32, so that none is better than
+        expected."""
+        return len({np.float32(sample.reward) for sample in self.counted}) < 2
 
 
 def rows_of(groups: Sequence[Group], first: int, rows: int, cfg: "Config") -> dict[str, np.ndarray]:
