@@ -54,6 +54,7 @@ def training_step(
             cfg.train.accumulate,
         )
         batch = objective.weigh(measured)
+    batch = {**batch, **objective.factors(batch)}
     summed, grads = _gradient(
         lambda params, batch: objective.loss(models(joined(params, rest), frozen), batch),
         params,

@@ -25,8 +25,9 @@ ROUTER = {
 EXPERTS = BLOCK | {"mlp": {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 16, "router": ROUTER}}
 
 
-def config(block, train=None, **changes):
+def config(block, train=None, objective=None, **changes):
     return tiny.config(
+        objective=objective or {},
         model={"layers": 1, "pattern": [], "blocks": {"block": block}} | changes,
         train=train or {},
         optimizer={"learning_rate": 1.0, "chain": [{"kind": "sgd"}], "schedule": None},
@@ -102,3 +103,44 @@ def test_experts_under_accumulation_and_on_a_mesh_are_those_of_one_batch():
             jax.tree.leaves(state.params), jax.tree.leaves(whole[0].params), strict=True
         ):
             np.testing.assert_allclose(ours, wanted, atol=2e-5)
+
+
+def added(objective, block, **changes):
+    """What the model's parts add to the loss of a batch, beside the objective's own."""
+    cfg = config(block, objective=objective, **changes)
+    data = tiny.batch(cfg)
+    ends = (np.diff(data["segments"], append=0) != 0).astype(np.float32)
+    some = (np.arange(48) % 7 < 3).astype(np.float32)
+    data |= {"ends": ends, "mask": np.maximum(ends, some)}
+    made, (graph, state) = objective_of(cfg), abstract(cfg.model)
+    state = jax.tree.map(
+        lambda leaf: 0.1 * np.random.default_rng(leaf.size).normal(size=leaf.shape), state
+    )
+
+    @jax.jit
+    def loss(state, data):
+        data = made.prepare(data, jax.random.key(0))
+        return made.loss(Models(nnx.merge(graph, state)), data | made.factors(data))
+
+    found = loss(state, data)
+    return float((found.total - found.metrics["loss"]) / found.weight)
+
+
+SEQUENCES = {"kind": "sft", "weigh": "sequence"}
+PAIRS = {"kind": "preference", "loss": "simpo"}
+
+
+@pytest.mark.parametrize("objective", [{"kind": "sft"}, SEQUENCES, PAIRS, {"kind": "reward"}])
+def test_routers_add_the_same_mean_to_every_objective(objective):
+    """Of real tokens, whatever the objective masks, weighs and counts."""
+    head = {"head": {"scores": True}} if objective["kind"] == "reward" else {}
+    assert added(objective, EXPERTS, **head) == pytest.approx(
+        added({"kind": "next_token"}, EXPERTS), rel=1e-4
+    )
+
+
+def test_further_tokens_add_the_same_mean_to_sequences():
+    further = {"mtp": {"block": "block", "depth": 1, "loss": 0.5}}
+    assert added(SEQUENCES, BLOCK, **further) == pytest.approx(
+        added({"kind": "next_token"}, BLOCK, **further), rel=1e-4
+    )
