@@ -31,7 +31,7 @@ class TextStream:
     ):
         self.stopped: str | None = None
         """The stop string that ended the text."""
-        self._tokenizer, self._shown = tokenizer, shown
+        self._tokenizer, self.shown = tokenizer, shown
         self._stops, self._include_stop = [stop for stop in stops if stop], include_stop
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
@@ -42,20 +42,20 @@ class TextStream:
             start -= 1
             with_text += bool(self._decode([prompt_tokens[start]]))
         for token in prompt_tokens[start:]:
-            self._text(token)
+            self.grow(token)
 
     def feed(self, token: int) -> str:
         """The text that became certain with the next token; none after a stop string."""
-        return self._until_stop(self._text(token), last=False)
+        return self._until_stop(self.grow(token), last=False)
 
     def flush(self) -> str:
         """The rest of the text, after the last token."""
         return self._until_stop(self._utf8.decode(b"", final=True), last=True)
 
-    def _text(self, token: int) -> str:
-        """Text of the next token, and of bytes before it."""
+    def grow(self, token: int) -> str:
+        """The text that the next token completes, whatever the stop strings are."""
         special = self._tokenizer.special
-        if token in self._shown and token in special:
+        if token in self.shown and token in special:
             return self._utf8.decode(b"", final=True) + special[token]
         if token in special or token >= self._tokenizer.vocab_size:
             return ""
