@@ -71,8 +71,9 @@ def test_the_page_is_sent_with_the_policy_that_it_asks_its_own_server_alone(serv
 
 def test_an_adapter_answers_by_its_name(server):
     own = server.complete(temperature=0).choices[0].text
-    tuned = server.complete(temperature=0, model="tuned").choices[0].text
-    assert tuned != own == server.complete(temperature=0).choices[0].text
+    tuned = server.complete(temperature=0, model="tuned")
+    assert tuned.model == "tuned"
+    assert tuned.choices[0].text != own == server.complete(temperature=0).choices[0].text
 
 
 def test_a_stream_joined_is_the_answer_that_is_not_streamed(server):
@@ -157,6 +158,7 @@ def test_an_answer_tells_why_it_ended(server):
     by_stop_token = server.complete(**forced).choices[0]
     with_it = server.complete(**forced, include_stop_str_in_output=True).choices[0]
     assert (by_stop_token.finish_reason, by_stop_token.stop_reason) == ("stop", 64)
+    assert with_it.stop_reason == 64
     assert (by_stop_token.text, with_it.text) == ("", "a")
     by_string = server.complete(guided_regex="abcdef", stop="d").choices[0]
     by_token = server.complete(guided_regex="ab").choices[0]
@@ -234,6 +236,8 @@ def test_biased_tokens_are_chosen_and_barred_ones_are_not(server):
         ({"n": 0}, "n=0"),
         ({"priority": -1}, "priority=-1"),
         ({"stream": "yes"}, "stream='yes': Input should be a valid boolean"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: 9 is more than the 8 tokens"),
+        ({"min_tokens": 2, "guided_regex": "ab"}, "min_tokens: cannot be kept beside a grammar"),
         ({"prompt": []}, "prompt: is empty"),
         ({"prompt": [[]]}, "the prompt is empty"),
         ({"prompt": [1, 5000]}, "token 5000 is outside the model's vocabulary of 260"),

@@ -95,6 +95,13 @@ def asks_of(
         raise Refusal(400, f"stop: {state.name} has no tokenizer; use stop_token_ids", param="stop")
     state.service.check(len(prompts) * body.n)
     grammar = _grammar(state, body, wish.schema)
+    if grammar is not None and body.min_tokens:
+        raise Refusal(
+            400,
+            "min_tokens: cannot be kept beside a grammar, which may allow only the end; give one "
+            "of them",
+            param="min_tokens",
+        )
     adapter = state.adapter_of(body.model)
     asks, choices = [], []
     for prompt in prompts:
@@ -143,9 +150,17 @@ def _sampling(state: State, body: Sampled, prompt: Sequence[int], wish: Wish) ->
                 param=name,
             )
     rest = state.served.engine.max_length - len(prompt)
+    most = rest if wish.max_tokens is None else wish.max_tokens
+    if body.min_tokens > most:
+        raise Refusal(
+            400,
+            f"min_tokens: {body.min_tokens} is more than the {most} tokens that the answer may "
+            "have; ask for fewer, or raise max_tokens",
+            param="min_tokens",
+        )
     own = frozenset() if body.ignore_eos else state.served.stop_tokens
     return Sampling(
-        max_tokens=max(1, rest if wish.max_tokens is None else wish.max_tokens),
+        max_tokens=max(1, most),
         temperature=body.temperature,
         top_k=max(0, body.top_k),
         top_p=body.top_p,

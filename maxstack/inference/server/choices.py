@@ -99,12 +99,12 @@ class Choice:
         return delta
 
     def _fed(self, token: Token, finish: str | None) -> Delta:
-        hidden = finish == "stop" and token.token in self.sampling.stop_tokens
-        if hidden and not self._shows_stop:
-            own = token.token in self._own_stops
-            return Delta(tokens=(token,), stopped=None if own else token.token)
-        text = self._stream.feed(token.token) if self._stream else ""
-        return self._ended(text, None) + Delta(tokens=(token,))
+        ends = finish == "stop" and token.token in self.sampling.stop_tokens
+        stopped = token.token if ends and token.token not in self._own_stops else None
+        text = ""
+        if self._stream and (self._shows_stop or not ends):
+            text = self._stream.feed(token.token)
+        return self._ended(text, None) + Delta(tokens=(token,), stopped=stopped)
 
     def _ended(self, text: str, finish: str | None) -> Delta:
         """The text, with the end that a stop string in it brings."""
