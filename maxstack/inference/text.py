@@ -11,6 +11,17 @@ _CONTEXT = 4
 """Tokens of the prompt with text that are read; those of an unfinished character are fewer."""
 
 
+def answer_text(
+    tokenizer: Tokenizer,
+    prompt_tokens: Sequence[int],
+    tokens: Sequence[int],
+    shown: Collection[int] = (),
+) -> str:
+    """The text of a whole answer, as a TextStream gives it out."""
+    stream = TextStream(tokenizer, prompt_tokens, shown=shown)
+    return "".join(map(stream.feed, tokens)) + stream.flush()
+
+
 class TextStream:
     """From tokens to text, which is given as soon as it is certain: characters with all their
     bytes, and nothing that may be the start of a stop string.

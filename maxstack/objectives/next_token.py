@@ -78,7 +78,10 @@ def further_loss(
     assert model.cfg.mtp
     targets_BT, mask_BT, reports = batch["targets"], batch["mask"].astype(jnp.float32), {}
     segments_BT, total = batch.get("segments"), jnp.zeros((), jnp.float32)
-    same_BT = 1.0 if segments_BT is None else following(segments_BT) == segments_BT
+    # Where documents see each other they are one segment, but the end of one is no input.
+    same_BT = following(batch["tokens"]) == targets_BT
+    if segments_BT is not None:
+        same_BT &= following(segments_BT) == segments_BT
     for key, further in sorted(model.mtp.items(), key=lambda item: int(item[0])):
         x_BTD, aux = further(x_BTD, model.embedded(arrange(targets_BT)), context)
         reports[key] = {"block": aux}

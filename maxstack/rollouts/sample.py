@@ -28,6 +28,8 @@ class Sample:
     """By token: its log-probability by the engine, 0 where the model did not choose it."""
     texts: list[str] = dataclasses.field(default_factory=list)
     """Answers, turn by turn."""
+    spelt: str = ""
+    """The last answer with its special tokens spelled out, where a reward asks for it."""
     calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     """Tool calls of each answer."""
     messages: list[Any] | None = None

@@ -34,7 +34,15 @@ class RewardPart(Section):
         return self.name or self.kind
 
 
-class WorkerReward(RewardPart):
+class TextReward(RewardPart):
+    """Keys of rewards that read the completion's text."""
+
+    special_tokens: bool = False
+    """Special tokens in the completion are spelled out, but for the one that ended it. Without it
+    those are that begin and end a call of a tool by the chat template, and no others."""
+
+
+class WorkerReward(TextReward):
     """Keys of rewards that are computed in worker processes."""
 
     CALL: ClassVar[str] = ""
@@ -77,7 +85,7 @@ class FunctionReward(WorkerReward):
         return self.call
 
 
-class ExactReward(RewardPart):
+class ExactReward(TextReward):
     """1 where the completion equals a field of the row, apart from white space around it."""
 
     kind: Literal["exact"]

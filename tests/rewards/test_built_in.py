@@ -5,7 +5,7 @@ from rewards.cases import case
 
 from maxstack.errors import ConfigError
 from maxstack.rewards import built_in
-from maxstack.schema.rewards import ANSWER_FORM, MathReward
+from maxstack.schema.rewards import ANSWER_FORM, ExactReward, MathReward
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,12 @@ from maxstack.schema.rewards import ANSWER_FORM, MathReward
 )
 def test_exact(completion, answer, value):
     assert built_in.exact("", completion, {"answer": answer}) == value
+
+
+def test_a_reward_reads_special_tokens_where_it_asks(pool):
+    rewards = pool(ExactReward(kind="exact", special_tokens=True), ExactReward(kind="exact"))
+    outcomes = rewards.submit(case("four", answer="<s>four")).result(60)
+    assert [outcome.value for outcome in outcomes] == [1.0, 0.0]
 
 
 def test_a_missing_field_is_named():

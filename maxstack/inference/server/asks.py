@@ -15,7 +15,7 @@ from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import Conversation, Prompts, Sampled, Structure, Tool
 from maxstack.inference.server.state import State
 from maxstack.inference.service import Ask
-from maxstack.inference.text import TextStream
+from maxstack.inference.text import TextStream, answer_text
 from maxstack.inference.tools import ToolFormat, ToolStream, marker_tokens
 
 
@@ -60,8 +60,7 @@ def encode(state: State, text: str, special: bool = True) -> list[int]:
 
 def decode(state: State, tokens: Sequence[int]) -> str:
     """The text of tokens, in which special ones are spelt out: `encode` makes them of it again."""
-    stream = TextStream(state.tokenizer, shown={*state.tokenizer.special})
-    return "".join(map(stream.feed, tokens)) + stream.flush()
+    return answer_text(state.tokenizer, (), tokens, {*state.tokenizer.special})
 
 
 def encode_messages(
