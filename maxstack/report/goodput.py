@@ -88,7 +88,7 @@ class Account:
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(CAUSES, 0.0)
         self._steps: list[tuple[int, int, float, float]] = []
-        self._done = self._lost = self._processes = self._restarts = self._damaged = 0
+        self._done = self._lost = self._processes = self._restarts = self.damaged = 0
         self._resumed = self._ended = False
         self._resumes: list[tuple[float, int, str]] = []
         self._first = self._begin = self._last = self._monotonic = self._claimed = self._past = 0.0
@@ -104,7 +104,7 @@ class Account:
                 if (row := _row(line)) is not None:
                     self.read(row)
                 elif line.endswith(b"\n") and line.strip():
-                    self._damaged += 1
+                    self.damaged += 1
 
     def read(self, row: dict[str, Any]) -> None:
         """Add the next row."""
@@ -223,9 +223,9 @@ class Account:
                 f"the clock went back between processes ({len(back)} x, by {max(back):,.0f} s or "
                 "more); for how long no process ran there is not known, and counts as 0"
             )
-        if self._damaged:
+        if self.damaged:
             remarks.append(
-                f"{self._damaged} damaged line{'s' * (self._damaged > 1)} of {FILE} "
+                f"{self.damaged} damaged line{'s' * (self.damaged > 1)} of {FILE} "
                 "passed over; what stood there counts as other or idle"
             )
         return tuple(remarks)
@@ -245,16 +245,18 @@ def summary(folder: Path) -> Goodput:
     account, path = Account(), folder / FILE
     try:
         account.read_file(path)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{folder}: no {FILE} yet; it is written from the moment that `maxstack "
-            "train` holds the folder"
-        ) from error
+    except FileNotFoundError:
+        pass
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}; make it readable for you"
         ) from error
     goodput = account.goodput()
+    if not goodput.began and not account.damaged:  # no file, or its first line is being written
+        raise ConfigError(
+            f"{folder}: no {FILE} yet; it is written from the moment that `maxstack "
+            "train` holds the folder"
+        )
     if not goodput.began:
         raise ConfigError(
             f"{path}: no line of it can be read; move it away, and the next start of the "

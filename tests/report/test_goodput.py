@@ -271,17 +271,19 @@ def test_the_command_reads_several_runs_by_folder_or_by_name_and_writes_every_fi
         (["."], "not a run's folder; the runs in it are a"),
         (["empty"], "empty: not a run's folder; give one"),
         (["new"], "new: no goodput.jsonl yet"),
+        (["begun"], "begun: no goodput.jsonl yet"),
         (["bad"], "bad/goodput.jsonl: no line of it can be read"),
         (["a", "--json", "x/y"], "the folder x does not exist"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path, monkeypatch, capsys, arguments, told):
     monkeypatch.chdir(tmp_path)
-    for name in ("a", "empty", "new", "bad"):
+    for name in ("a", "empty", "new", "begun", "bad"):
         (tmp_path / name).mkdir()
     written(tmp_path / "a", *KILLED)
     (tmp_path / "new" / "config.yml").touch()
-    (tmp_path / "bad" / FILE).write_text("torn")
+    (tmp_path / "begun" / FILE).write_text('{"event": "beg')
+    (tmp_path / "bad" / FILE).write_text("torn\n")
     assert cli.main(["goodput", *arguments]) == 1
     assert (
         told in (error := capsys.readouterr().err)
