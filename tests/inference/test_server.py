@@ -70,8 +70,8 @@ def test_the_page_is_sent_with_the_policy_that_it_asks_its_own_server_alone(serv
 
 
 def test_an_adapter_answers_by_its_name(server):
-    models = "tiny", "tuned", "tiny"
-    answers = [server.complete(temperature=0, model=model) for model in models]
+    models = "tiny tuned tiny".split()
+    answers = [server.complete(model=model, temperature=0) for model in models]
     own, tuned, again = (answer.choices[0].text for answer in answers)
     assert tuned != own == again and answers[1].model == "tuned"
 
@@ -157,9 +157,8 @@ def test_an_answer_tells_why_it_ended(server):
     forced = {"logit_bias": {"64": 100}, "stop_token_ids": [64]}
     by_stop_token = server.complete(**forced).choices[0]
     with_it = server.complete(**forced, include_stop_str_in_output=True).choices[0]
-    assert by_stop_token.finish_reason == "stop"
-    assert by_stop_token.stop_reason == with_it.stop_reason == 64
-    assert (by_stop_token.text, with_it.text) == ("", "a")
+    for answer, text in ((by_stop_token, ""), (with_it, "a")):
+        assert (answer.finish_reason, answer.stop_reason, answer.text) == ("stop", 64, text)
     by_string = server.complete(guided_regex="abcdef", stop="d").choices[0]
     by_token = server.complete(guided_regex="ab").choices[0]
     by_length = server.complete(guided_regex="abcdef", max_tokens=2).choices[0]
