@@ -157,8 +157,9 @@ def test_an_answer_tells_why_it_ended(server):
     forced = {"logit_bias": {"64": 100}, "stop_token_ids": [64]}
     by_stop_token = server.complete(**forced).choices[0]
     with_it = server.complete(**forced, include_stop_str_in_output=True).choices[0]
-    for answer, text in ((by_stop_token, ""), (with_it, "a")):
-        assert (answer.finish_reason, answer.stop_reason, answer.text) == ("stop", 64, text)
+    assert by_stop_token.finish_reason == "stop"
+    assert by_stop_token.stop_reason == with_it.stop_reason == 64
+    assert (by_stop_token.text, with_it.text) == ("", "a")
     by_string = server.complete(guided_regex="abcdef", stop="d").choices[0]
     by_token = server.complete(guided_regex="ab").choices[0]
     by_length = server.complete(guided_regex="abcdef", max_tokens=2).choices[0]
@@ -225,7 +226,7 @@ def test_biased_tokens_are_chosen_and_barred_ones_are_not(server):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    "fields, words",
     [
         ({"max_tokenz": 3}, "max_tokenz=3: this server does not know it"),
         ({"best_of": 2}, "best_of=2: Input should be 1"),
@@ -397,7 +398,7 @@ def test_calls_that_the_model_makes_are_told_from_its_text(server, stream):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    "fields, words",
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0"),
