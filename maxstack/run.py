@@ -155,12 +155,13 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     that never trains has no optimizer."""
     rewrite = Rewrite(cfg)
     graph, params, info = rewrite.graph, *of_weights(rewrite.state, rewrite.replaced)
-    trained = optim.trained(cfg.optimizer, info) if trains else jax.tree.map(lambda _: False, info)
+    if trains:
+        trained, changed = optim.trained(cfg.optimizer, info), optim.changed(cfg.optimizer, info)
+    else:
+        trained = jax.tree.map(lambda _: False, info)
+        changed = jax.tree.map(lambda i: i.carried and not i.frozen, info)
     tx = optax.with_extra_args_support(
         optim.build(cfg.optimizer, cfg.train.steps, info) if trains else optax.identity()
-    )
-    changed = jax.tree.map(
-        lambda by_optimizer, i: by_optimizer or (i.carried and not i.frozen), trained, info
     )
     abstract = State(
         jax.ShapeDtypeStruct((), jnp.int32),

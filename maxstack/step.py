@@ -54,6 +54,7 @@ def training_step(
             cfg.train.accumulate,
         )
         batch = objective.weigh(measured)
+    batch = {**batch, **objective.factors(batch)}
     summed, grads = _gradient(
         lambda params, batch: objective.loss(models(joined(params, rest), frozen), batch),
         params,
@@ -76,7 +77,13 @@ def training_step(
             updates, opt = tx.update(grads, state.opt, params, value=value, grad=grads)
             moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
             moved = joined(moved, rest)
-            return (moved if cfg.lora else after_step(moved)[0]), opt
+            if cfg.lora:
+                return moved, opt
+            after = after_step(moved)[0]
+            kept = jax.tree.map(
+                lambda moves, new, old: new if moves else old, changed, after, moved
+            )
+            return kept, opt
 
         new_params, opt = guard.either(accepted, updated, (state.params, state.opt))
         reported = after_step(state.params)[1]

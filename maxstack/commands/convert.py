@@ -64,11 +64,6 @@ ARCHITECTURE = argument(
         help="the run's folder, to be made",
     ),
     argument("--dtype", choices=DTYPES, help="of the weights (default: as in the folder)"),
-    argument(
-        "--ignore-unsafe",
-        action="store_true",
-        help="leave pickles and code in the folder aside instead of refusing it",
-    ),
     ALLOW_NONFINITE,
     on_cpu=True,
 )
@@ -77,7 +72,7 @@ def import_model(args: Namespace) -> None:
     where the folder is refused."""
     from maxstack.hf.contents import Contents
 
-    contents = Contents(args.folder, ignore_unsafe=args.ignore_unsafe)
+    contents = Contents(args.folder)
     dtype = args.dtype or contents.dtype
     text = _configuration(contents, args.out, dtype, args.overrides)
     progress = _progress(args.out, contents, args.dtype)

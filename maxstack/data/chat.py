@@ -186,11 +186,25 @@ def template_of(data: DataConfig) -> ChatTemplate:
 
 
 def answer_ends(data: DataConfig, tokenizer: Tokenizer) -> set[int]:
-    """Tokens that end an answer in a run's data: EOS, and what its chat template writes there."""
+    """Tokens that end an answer in a run's data: EOS, those that the files of a model beside the
+    tokenizer name, and what its chat template writes there."""
     ends = {*tokenizer.eos}
+    if path := getattr(data.tokenizer, "path", None):
+        beside = os.path.dirname(hub.file_of(path)) or "."
+        ends |= ends_beside(hub.model_folder(beside, weights=False))
     if data.has_records:
         with contextlib.suppress(ConfigError):  # records of texts need no template
             ends |= template_of(data).ends(tokenizer)
+    return ends
+
+
+def ends_beside(folder: Path) -> set[int]:
+    """Ids at which generation stops by config.json and generation_config.json of a folder, which
+    may name several."""
+    ends: set[int] = set()
+    for name in ("config.json", hub.GENERATION):
+        given = read(folder / name).get("eos_token_id")
+        ends.update(given if isinstance(given, list) else [] if given is None else [given])
     return ends
 
 

@@ -24,6 +24,11 @@ ROLES = {
 }
 """Roles by what ShareGPT's `from` calls them."""
 Messages = list[dict[str, Any]]
+TRAINING_KEYS = {
+    *("train", "training", "trainable", "train_detail", "training_detail"),
+    *("loss", "loss_mask", "loss_weight", "mask"),
+}
+"""Keys by which other programs say what of a message is trained on."""
 
 
 class Conversation(NamedTuple):
@@ -32,6 +37,8 @@ class Conversation(NamedTuple):
     messages: Messages
     tools: list[Any] | None
     trained: int = 0
+    weights: Mapping[int, float] = {}
+    """By the number of a message, where it says so itself: the weight of its tokens."""
 
 
 class Completion(NamedTuple):
@@ -51,7 +58,7 @@ def example(record: Mapping[str, Any]) -> Example:
         return continued(record, "completion")
     for key in ("messages", "conversations"):
         if record.get(key) is not None:
-            return Conversation(_messages(record, key), _tools(record))
+            return _conversation(_messages(record, key), _tools(record))
     raise _without(record, "messages, conversations, or prompt and completion")
 
 
@@ -70,8 +77,8 @@ def continued(record: Mapping[str, Any], key: str) -> Example:
         answer = [{"role": "assistant", "content": answer}]
     elif isinstance(answer, dict):
         answer = [answer]
-    after = _messages({key: answer}, key)
-    return Conversation(before + after, _tools(record), len(before))
+    after = _after(before, _messages({key: answer}, key), key)
+    return _conversation(before + after, _tools(record), len(before))
 
 
 def alone(record: Mapping[str, Any]) -> Example:
@@ -81,12 +88,12 @@ def alone(record: Mapping[str, Any]) -> Example:
     if "prompt" not in record and "messages" not in record:
         raise _without(record, "prompt or messages")
     messages = _messages(record, "prompt" if "prompt" in record else "messages")
-    return Conversation(messages, _tools(record), len(messages))
+    return _conversation(messages, _tools(record), len(messages))
 
 
 def messages_of(given: Any) -> Messages:
     """A list of messages as templates take them. DataError for anything else."""
-    return _messages({"messages": given}, "messages")
+    return _conversation(_messages({"messages": given}, "messages"), None).messages
 
 
 def prompt_of(given: Example) -> Any:
@@ -100,8 +107,9 @@ def with_answer_of(given: Example, other: Example) -> Example:
     if isinstance(given, Completion) and isinstance(other, Completion):
         return Completion(given.prompt, other.completion)
     if isinstance(given, Conversation) and isinstance(other, Conversation):
-        before = given.messages[: _answer(given)]
-        return Conversation(before + other.messages[_answer(other) :], given.tools, len(before))
+        before, begin = given.messages[: _answer(given)], _answer(other)
+        moved = {i - begin + len(before): weight for i, weight in other.weights.items()}
+        return Conversation(before + other.messages[begin:], given.tools, len(before), moved)
     raise DataError("some records are texts and others are messages; make them all one kind")
 
 
@@ -136,7 +144,7 @@ def preference(record: Mapping[str, Any]) -> tuple[Example, Example]:
             "chosen and rejected share no prompt, or one holds the other; give the prompt by itself"
         )
     tools = _tools(record)
-    return Conversation(both[0], tools, shared), Conversation(both[1], tools, shared)
+    return _conversation(both[0], tools, shared), _conversation(both[1], tools, shared)
 
 
 def margin(record: Mapping[str, Any]) -> float:
@@ -195,6 +203,45 @@ def _scores(record: Mapping[str, Any]) -> list[float]:
             "2 or more"
         )
     return [number({f"scores[{i}]": score}, f"scores[{i}]") for i, score in enumerate(scores)]
+
+
+def _after(before: Messages, answer: Messages, key: str) -> Messages:
+    """An answer to messages, which may begin with them, as ultrafeedback_binarized's do. DataError
+    where another turn of a user is in it."""
+    asked = before
+    if before[0]["role"] == "system" and answer[0]["role"] != "system":
+        asked = before[1:]
+    if asked and answer[: len(asked)] == asked:
+        answer = answer[len(asked) :]
+    if any(message["role"] == "user" for message in answer):
+        raise DataError(
+            f"{key}: holds a turn of the user that is not the prompt's, so it is not known where "
+            "the answer begins; give the whole conversation as the prompt, and its last answer as "
+            f"{key}"
+        )
+    return answer
+
+
+def _conversation(messages: Messages, tools: list[Any] | None, trained: int = 0) -> Conversation:
+    """Messages without their keys `weight`, which templates do not know. DataError for a weight
+    that is none, and for other keys that say what is to be trained on."""
+    weights, plain = {}, []
+    for i, message in enumerate(messages):
+        if unread := [key for key in message if key in TRAINING_KEYS]:
+            raise DataError(
+                f"message {i}: {unread[0]} is not read, and would be trained on in silence; say it "
+                "as `weight` of the assistant's message: 1, or 0 to leave it out"
+            )
+        weight = message.get("weight")
+        if weight is not None:
+            weights[i] = number(message, "weight")
+            if weights[i] < 0 or (weights[i] and message["role"] != "assistant"):
+                raise DataError(
+                    f"message {i}: weight={quoted(weight)} of a message of the "
+                    f"{message['role']}; only messages of the assistant count, from 0 on"
+                )
+        plain.append({key: value for key, value in message.items() if key != "weight"})
+    return Conversation(plain, tools, trained, weights)
 
 
 def _messages(record: Mapping[str, Any], key: str) -> Messages:

@@ -1,6 +1,7 @@
 """Examples of records as tokens: which of them count, and what else is known of them."""
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,9 +23,15 @@ from maxstack.data.conversations import (
     with_answer_of,
 )
 from maxstack.data.documents import Documents
-from maxstack.data.tokenizers import naming, open_prompt_tokenizer, open_tokenizer, within
+from maxstack.data.tokenizers import (
+    Tokenizer,
+    naming,
+    open_prompt_tokenizer,
+    open_tokenizer,
+    within,
+)
 from maxstack.errors import DataError, quoted
-from maxstack.schema.data import ChatRecord, DataConfig, Record
+from maxstack.schema.data import AnswerRecord, ChatRecord, DataConfig, Record
 
 if TYPE_CHECKING:
     from maxstack.schema.objective import RowField as Field
@@ -41,8 +48,21 @@ likeliest tokens under a teacher, and their log-probabilities. label, margin, mi
 reference are the same on a whole sequence."""
 Raw = Mapping[str, Any]
 Another = Callable[[int], Raw]
-TRIES = 8
-"""Other records that are looked at for an answer to another prompt."""
+STRADDLES = (
+    "record.joined: a token holds the end of a prompt and the beginning of its answer, at {}; let "
+    "the answer begin with the space, or leave record.joined out"
+)
+_ASKED = {"prompt", "messages", "conversations", "system", "tools"}
+_REFERENCES = {"ref_logps", "ref_chosen_logps", "ref_rejected_logps"}
+READ = {
+    "chat": _ASKED | {"completion", "top_tokens", "top_logprobs"},
+    "labelled": _ASKED | _REFERENCES | {"completion", "label"},
+    "pairs": _ASKED | _REFERENCES | {"chosen", "rejected", "completions", "scores", "margin"},
+}
+"""Keys of records by their kind, of those whose other keys nothing reads."""
+TRIES, MORE = 8, 64
+"""Other records that are looked at for an answer to another prompt: first 8, and where all of them
+repeat the prompt 64 more."""
 
 
 class Segment(NamedTuple):
@@ -87,8 +107,14 @@ class Unit(NamedTuple):
 class Examples:
     """Units of the records of one kind, with the arrays in `fields`."""
 
-    def __init__(self, cfg: DataConfig, fields: Mapping[str, "Field"], train: str = "assistant"):
-        self._cfg, self._fields, self._train = cfg, fields, train
+    def __init__(
+        self,
+        cfg: DataConfig,
+        fields: Mapping[str, "Field"],
+        train: str = "assistant",
+        joined: bool = False,
+    ):
+        self._cfg, self._fields, self._train, self._joined = cfg, fields, train, joined
         self._tokenizer = open_tokenizer(cfg.tokenizer)
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
@@ -123,38 +149,77 @@ class Examples:
         ]
 
     def _completion(self, given: Completion) -> Segment:
-        """Prompt and completion as one text, of which the completion and EOS count."""
-        text = (given.prompt + given.completion).encode()
+        """Prompt and completion, of which the completion and EOS count."""
         if not self._tokenizer.eos:
             raise DataError(
                 "a completion must end in a token at which generation stops, and data.tokenizer "
                 "has none; set data.tokenizer.eos"
             )
-        longest = self._cfg.longest
-        ids = self._tokenizer.encode(text, longest)
-        spans = self._tokenizer.spans(text, longest)
-        return _counted(ids, spans, [(len(given.prompt.encode()), len(text))])
+        longest, before = self._cfg.longest, given.prompt.encode()
+        prompt = self._prompts.encode(before, longest)
+        ids = self._tokenizer.encode(before + given.completion.encode(), longest)
+        if not np.array_equal(ids[: len(prompt)], prompt):
+            # A token of the joined text holds the end of the prompt and the beginning of the
+            # completion, as " no" does after "Answer: ".
+            if self._joined:
+                raise DataError(
+                    STRADDLES.format(quoted(given.prompt[-20:] + given.completion[:20]))
+                )
+            rest = self._completions.encode(given.completion.encode(), longest)
+            ids = np.concatenate([prompt, rest])
+        mask = (np.arange(len(ids)) >= len(prompt)).astype(np.float32)
+        return Segment(ids, {"mask": mask})
+
+    @functools.cached_property
+    def _prompts(self) -> Tokenizer:
+        return open_prompt_tokenizer(self._cfg.tokenizer)
+
+    @functools.cached_property
+    def _completions(self) -> Tokenizer:
+        """The tokenizer of what goes on from a prompt, without BOS."""
+        cfg = self._cfg.tokenizer
+        none = None if cfg.kind == "huggingface" else False
+        return open_tokenizer(cfg.model_copy(update={"bos": none}))
 
     def _conversation(self, given: Conversation, train: str) -> list[Segment]:
-        turns = [
-            i
+        turns = {
+            i: given.weights.get(i, 1.0)
             for i, message in enumerate(given.messages)
             if message["role"] == "assistant" and i >= given.trained
-        ]
+        }
         if not turns:
             raise DataError("no message of the assistant, so there is nothing to train on")
-        if train == "each":
-            return [self._spelt(given.messages[: turn + 1], given, [turn]) for turn in turns]
         if train == "all":
+            if {*turns.values()} != {1.0}:
+                raise DataError(
+                    "a message has a weight, and record.train=all trains on the whole conversation;"
+                    " set record.train=assistant, or leave the weight out"
+                )
             text = self._template.render(given.messages, given.tools, add_generation_prompt=False)
-            return [self._tokens(text, [(0, len(text))], check=False)]
-        return [self._spelt(given.messages, given, turns[-1:] if train == "last" else turns)]
+            return [self._tokens(text, {(0, len(text)): 1.0}, check=False)]
+        if train == "last":
+            turns = dict([[*turns.items()][-1]])
+        turns = {turn: weight for turn, weight in turns.items() if weight}
+        if not turns:
+            raise DataError(
+                "all messages of the assistant that would count have weight 0, so there is nothing "
+                "to train on; leave the record out"
+            )
+        if train == "each":
+            return [
+                self._spelt(given.messages[: turn + 1], given, {turn: weight})
+                for turn, weight in turns.items()
+            ]
+        return [self._spelt(given.messages, given, turns)]
 
     def _spelt(
-        self, messages: Sequence[Mapping[str, Any]], given: Conversation, turns: list[int]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        given: Conversation,
+        turns: Mapping[int, float],
     ) -> Segment:
-        """Messages of which these turns count: what the template's markers enclose, or else what
-        comes after the prompt of each turn."""
+        """Messages of which these turns count, each with its weight: what the template's markers
+        enclose, or else what comes after the prompt of each turn."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if marked := self._template.marked(messages, given.tools):
             text, spans = marked
@@ -163,10 +228,10 @@ class Examples:
                     f"{self._template.where}: {len(spans)} {{% generation %}} blocks for "
                     f"{len(answers)} messages of the assistant; there must be one for each"
                 )
-            return self._tokens(text, [spans[answers.index(turn)] for turn in turns])
+            return self._tokens(text, {spans[answers.index(i)]: turns[i] for i in turns})
         text = self._template.render(messages, given.tools, add_generation_prompt=False)
         return self._tokens(
-            text, [self._after_prompt(messages, given, turn, text) for turn in turns]
+            text, {self._after_prompt(messages, given, i, text): turns[i] for i in turns}
         )
 
     def _after_prompt(
@@ -183,24 +248,26 @@ class Examples:
                 at = next(
                     (i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), 0
                 )
+                each = "set record.train=each, which gives each answer a row of its own, or "
                 raise DataError(
                     f"{self._template.where}: the template writes the {what} message {turn} "
                     f"otherwise than in the whole conversation, from {quoted(part[at : at + 30])} "
-                    "on, so it is not known what is trained on; set record.train=each, which gives "
-                    "each answer a row of its own, or mark answers in the template with "
-                    "{% generation %} and {% endgeneration %}"
+                    f"on, so it is not known what is trained on; {each * (self._train != 'each')}"
+                    "mark answers in the template with {% generation %} and {% endgeneration %}"
                 )
         return len(prompt), len(whole)
 
-    def _tokens(self, text: str, spans: Sequence[Span], check: bool = True) -> Segment:
-        """The text's tokens, of which those in the spans count up to the token that ends a turn."""
-        ids, tokens = encode_chat(self._tokenizer, text)
-        counted = [(len(text[:begin].encode()), len(text[:end].encode())) for begin, end in spans]
-        segment = _counted(ids, tokens, counted)
-        if not check:
-            return segment
-        mask, written = segment.values["mask"], text.encode()
-        for begin, end in counted:
+    def _tokens(self, text: str, spans: Mapping[Span, float], check: bool = True) -> Segment:
+        """The text's tokens, of which those in the spans count up to the token that ends a turn,
+        each with its span's weight."""
+        ids, tokens = self._encoded(text, [begin for begin, _ in spans])
+        mask, written = np.zeros(len(ids), np.float32), text.encode()
+        segment = Segment(ids, {"mask": mask})
+        for (first, after), weight in spans.items():
+            begin, end = len(text[:first].encode()), len(text[:after].encode())
+            mask[(tokens[:, 0] >= begin) & (tokens[:, 1] <= end)] = weight
+            if not check:
+                continue
             inside = np.flatnonzero((tokens[:, 0] >= begin) & (tokens[:, 1] <= end))
             last = len(inside)
             while last and not written[slice(*tokens[inside[last - 1]])].strip():
@@ -214,6 +281,27 @@ class Examples:
                 )
             mask[inside[last:]] = 0
         return segment
+
+    def _encoded(self, text: str, begins: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a rendered conversation, and the bytes that each stands for; what begins where a
+        token would hold the end of a prompt and the beginning of an answer is encoded by
+        itself."""
+        ids, tokens = encode_chat(self._tokenizer, text)
+        cuts = []
+        for begin in begins:
+            at = len(text[:begin].encode())
+            if np.any((tokens[:, 0] < at) & (tokens[:, 1] > at)):
+                cuts.append(begin)
+        if not cuts:
+            return ids, tokens
+        if self._joined:
+            raise DataError(STRADDLES.format(quoted(text[max(0, cuts[0] - 20) : cuts[0] + 20])))
+        parts = []
+        for first, after in itertools.pairwise([0, *cuts, len(text)]):
+            part, spans = encode_chat(self._tokenizer, text[first:after])
+            parts.append((part, spans + len(text[:first].encode())))
+        ids, tokens = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return ids, tokens
 
 
 class Chats(Examples):
@@ -252,10 +340,14 @@ class Labelled(Examples):
             values["reference"] = number(record, "ref_logps")
         segments = self._segments(given, **values)
         if "mismatched" in self._fields:
-            for attempt in range(TRIES):
-                other = example(another(attempt))
-                if prompt_of(other) != prompt_of(given):
-                    break
+            others = (example(another(attempt)) for attempt in range(TRIES + MORE))
+            other = next((one for one in others if prompt_of(one) != prompt_of(given)), None)
+            if other is None:
+                raise DataError(
+                    f"{TRIES + MORE} other records have this prompt too, and objective.loss=kto "
+                    "compares with answers to other prompts; add records of others, or set "
+                    "objective.loss=apo_zero, which needs none"
+                )
             segments += self._segments(with_answer_of(given, other), mismatched=1.0)
         return [Unit(segments, whole=True)]
 
@@ -267,7 +359,7 @@ class Prompts(Examples):
         """One unit of one segment."""
         given = alone(record)
         if isinstance(given, Completion):
-            ids = open_prompt_tokenizer(self._cfg.tokenizer).encode(given.prompt.encode())
+            ids = self._prompts.encode(given.prompt.encode())
         else:
             ids, _ = encode_chat(
                 self._tokenizer, self._template.render(given.messages, given.tools)
@@ -291,7 +383,8 @@ def units_of(
 
     def another(attempt: int) -> Raw:
         # Spread over the source, so that neighbours, which often share a prompt, are far.
-        step = 1 + (attempt + 1) * len(documents) // (TRIES + 1)
+        tries, number = (TRIES + 1, attempt + 1) if attempt < TRIES else (MORE, attempt - TRIES)
+        step = 1 + number * len(documents) // tries
         return _record(documents, (index + step) % len(documents), cfg)
 
     assert documents.record
@@ -306,8 +399,10 @@ def units_of(
 
 @functools.lru_cache(maxsize=16)
 def _examples(record: Record, cfg: DataConfig, fields: frozenset[tuple[str, "Field"]]) -> Examples:
-    train = {"train": record.train} if isinstance(record, ChatRecord) else {}
-    return KINDS[record.kind](cfg, dict(fields), **train)
+    asked: dict[str, Any] = {"train": record.train} if isinstance(record, ChatRecord) else {}
+    if isinstance(record, AnswerRecord):
+        asked["joined"] = record.joined
+    return KINDS[record.kind](cfg, dict(fields), **asked)
 
 
 def _record(documents: Documents, index: int, cfg: DataConfig) -> Mapping[str, Any]:
@@ -323,14 +418,6 @@ def _record(documents: Documents, index: int, cfg: DataConfig) -> Mapping[str, A
     if not isinstance(value, dict):
         raise DataError(f"{documents.where(index)}: is no JSON object")
     return value
-
-
-def _counted(ids: np.ndarray, tokens: np.ndarray, counted: Sequence[Span]) -> Segment:
-    """Tokens of which those count that lie in one of the spans of bytes, from beginning to end."""
-    mask = np.zeros(len(ids), np.float32)
-    for begin, end in counted:
-        mask[(tokens[:, 0] >= begin) & (tokens[:, 1] <= end)] = 1
-    return Segment(ids, {"mask": mask})
 
 
 def _taught(segment: Segment, record: Mapping[str, Any], fields: Mapping[str, "Field"]) -> Segment:

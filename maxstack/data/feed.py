@@ -2,23 +2,26 @@
 changes."""
 
 import codecs
+import contextlib
 import itertools
+import json
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import grain
 import numpy as np
 
 from maxstack.data.documents import Documents
+from maxstack.data.examples import READ
 from maxstack.data.lanes import FED, Batch, EvaluationRows, Rows, maker_of
 from maxstack.data.mixture import Mixture
 from maxstack.data.quarantine import Notices
 from maxstack.data.sources import open_sources
 from maxstack.data.workers import Made, Workers, made
-from maxstack.errors import DataEnded, DataError
+from maxstack.errors import DataEnded, DataError, shortened
 from maxstack.schema.data import DataConfig
 from maxstack.schema.stages import Stages
 
@@ -245,13 +248,14 @@ class Feed(BatchFeed):
 
     def describe(self) -> list[str]:
         """A line for each source: its name, number of documents, share of the next step, byte order
-        marks and CRLF in them, and their classes."""
+        marks and CRLF in them, their classes, and keys of records that nothing reads."""
         mixture, shares = self.mixture, [""]
         if len(mixture.sources) > 1 and not mixture.evaluation:
             step, by = int(self._state[0, -1]) + 1, mixture.cfg.mixture.by
             shares = [f", {share:.2%} of step {step}'s {by}" for share in mixture.shares(step)]
         return [
             f"{source.name}: {len(source)} documents{share}{_marks(source)}{_classes(source)}"
+            f"{_unread(source)}"
             for source, share in zip(mixture.sources, itertools.cycle(shares), strict=False)
         ]
 
@@ -275,16 +279,23 @@ def _classes(source: Documents) -> str:
     return f"; {len(source.classes)} classes: {', '.join(shown)}{more}" if shown else ""
 
 
+def _unread(source: Documents) -> str:
+    """Keys that nothing reads in a few records, spread over a source."""
+    if not source.record or source.record.kind not in READ:
+        return ""
+    keys: dict[str, None] = {}
+    for _, document in _some_texts(source):
+        with contextlib.suppress(ValueError):  # told when the record is due
+            record = json.loads(document)
+            keys |= dict.fromkeys(record if isinstance(record, dict) else ())
+    unread = [key for key in keys if key not in READ[source.record.kind]]
+    return f"; not read: {shortened(', '.join(unread), 200)}" if unread else ""
+
+
 def _marks(source: Documents) -> str:
     """Byte order marks and CRLF in a few documents, spread over a source, with advice."""
     marks: dict[str, str] = {}
-    for index in range(0, len(source), max(1, -(-len(source) // SAMPLED))):
-        try:
-            document = source[index]
-        except DataError:  # which is reported when the document is due
-            continue
-        if not isinstance(document, bytes):
-            break  # no document of such a source is text
+    for index, document in _some_texts(source):
         if document.startswith(codecs.BOM_UTF8):
             marks.setdefault(
                 "a byte order mark", f"{source.where(index)} (normalize: [bom] drops it)"
@@ -292,6 +303,18 @@ def _marks(source: Documents) -> str:
         if b"\r\n" in document:
             marks.setdefault("CRLF", f"{source.where(index)} (normalize: [newlines] makes it LF)")
     return "".join(f"; {mark} is kept, as in {where}" for mark, where in marks.items())
+
+
+def _some_texts(source: Documents) -> Iterator[tuple[int, bytes]]:
+    """A few documents, spread over a source, with their numbers; none where they are no texts."""
+    for index in range(0, len(source), max(1, -(-len(source) // SAMPLED))):
+        try:
+            document = source[index]
+        except DataError:  # which is told when the document is due
+            continue
+        if not isinstance(document, bytes):
+            return
+        yield index, document
 
 
 class _Batches(grain.IterDataset):

@@ -328,7 +328,7 @@ class HuggingFace(Tokenizer):
         return [number]
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     """The tokenizer of a configuration, its file read once a process. DataError if the file is
     missing or damaged."""

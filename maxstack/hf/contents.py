@@ -38,8 +38,8 @@ class Contents:
     index are believed.
     """
 
-    def __init__(self, path: str | Path, *, ignore_unsafe: bool = False, weights: bool = True):
-        self.folder = Folder(path, ignore_unsafe=ignore_unsafe, weights=weights)
+    def __init__(self, path: str | Path, *, weights: bool = True):
+        self.folder = Folder(path, weights=weights)
         self.family: Family = of_config(self.folder.config, FAMILIES, self.folder.where)
         limits.check_numbers(self.folder.config, self.folder.where)
         self.folder.check_generation()

@@ -18,11 +18,11 @@ from maxstack.data import byte_level
 from maxstack.data.chat import JINJA
 from maxstack.data.hub import DIFFUSERS, GENERATION, MODEL, TOKENIZER
 from maxstack.errors import ConfigError
-from maxstack.hf import sentencepiece_files
+from maxstack.hf import sentencepiece_files, unread
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import VALUE, Contents, check_tensors
 from maxstack.hf.families import ALL, FAMILIES
-from maxstack.hf.family import SILENT, Family
+from maxstack.hf.family import Family
 from maxstack.hf.rows import Shape
 from maxstack.hf.table import Mismatch
 from maxstack.hf.writer import Read, new_folder, write_json, write_tensors
@@ -90,9 +90,13 @@ def export(
     usual = _dtype(dtype or model.param_dtype)
     dtypes = {tensor.name: recorded.get(tensor.name, usual) for tensor in bound}
     names = [dtype.name for dtype in dtypes.values()]
-    kept = SILENT - {"auto_map", "torch_dtype"}
+    kept = {
+        key: value
+        for key, value in came_with.items()
+        if unread.passed_over(key, value) and key not in ("auto_map", "torch_dtype")
+    }
     config = {
-        **{key: value for key, value in came_with.items() if key in kept},
+        **kept,
         **(_lengths(model, came_with, length or 0) if tokens else {}),
         **config,
     }
@@ -195,7 +199,7 @@ def _recorded_dtypes(source: Path) -> dict[str, np.dtype]:
     if (source / RECORD).is_file():
         return {name: _dtype(dtype) for name, dtype in byte_level.read(source / RECORD).items()}
     if any(file for stem in (MODEL, DIFFUSERS) for file in source.glob(f"{stem}*.safetensors*")):
-        tensors = Contents(source, ignore_unsafe=True).tensors
+        tensors = Contents(source).tensors
         return {name: tensor.dtype for name, tensor in tensors.items()}
     return {}
 

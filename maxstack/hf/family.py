@@ -9,7 +9,7 @@ from maxstack.config import plain_data
 from maxstack.config.annotations import listed
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import ConfigError, quoted
-from maxstack.hf import table
+from maxstack.hf import table, unread
 from maxstack.hf.blocks import Layers
 from maxstack.hf.folder import CLASS_NAME
 from maxstack.hf.rows import Row
@@ -17,32 +17,6 @@ from maxstack.hf.table import Mismatch, Sink, Source
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.stack import StackConfig
 
-# Keys that say nothing about the computation of logits.
-SILENT = frozenset(
-    """
-    _name_or_path architectures attention_dropout attn_pdrop aux_loss_alpha auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
-    chunk_size_feed_forward classifier_dropout dtype embd_pdrop embedding_dropout eos_token_id
-    ep_size finetuning_task hidden_dropout id2label initializer_range is_decoder label2id
-    max_position_embeddings model_type num_labels output_attentions output_hidden_states
-    output_router_logits pad_token_id problem_type resid_pdrop return_dict router_aux_loss_coef
-    router_jitter_noise sep_token_id seq_aux task_specific_params tokenizer_class torch_dtype
-    transformers_version transformers.js_config unsloth_fixed use_cache vision_start_token_id
-    vision_end_token_id vision_token_id image_token_id video_token_id
-    """.split()
-)
-# Keys of generation and training that older versions of transformers wrote into every config.json.
-STALE = frozenset(
-    """
-    attn_implementation cross_attention_hidden_size decoder_start_token_id diversity_penalty
-    do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
-    forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_scores prefix
-    pruned_heads remove_invalid_values repetition_penalty return_dict_in_generate
-    suppress_tokens temperature tf_legacy_loss tie_encoder_decoder top_k top_p torchscript
-    typical_p use_bfloat16
-    """.split()
-)
 CAUSAL, SCORING = "ForCausalLM", "ForSequenceClassification"
 """Ends of the names of architectures with a language model's head, and a reward model's."""
 CLASSIFYING = "ForImageClassification"
@@ -121,19 +95,23 @@ class Family:
             raise Mismatch(f"it has no way to say {', '.join(different[:5])}{more}")
         return config
 
+    @property
+    def _classes(self) -> set[str]:
+        """Names of classes of transformers that compute this family."""
+        stem = self.architecture.removesuffix(CAUSAL)
+        return {self.architecture, self.bare, f"{stem}Model", f"{stem}{SCORING}"}
+
     def _refuse(self, source: Source, config: Mapping[str, Any]) -> None:
         fixed = {**NEVER, **self.fixed}
-        known = source.used.union(SILENT, STALE, self.silent, fixed)
+        known = {*source.used, *table.keys((self.model, self.layers)), *self.silent, *fixed}
         reasons = []
         for key, allowed in fixed.items():
             values = allowed if isinstance(allowed, tuple) else (allowed,)
             if config.get(key) is not None and config[key] not in values:
                 reasons.append(f"{key}={quoted(config[key])} (supported: {quoted(allowed)})")
-        unknown = sorted(
-            key
-            for key, value in config.items()
-            if key not in known and not key.startswith("_") and value is not None
-        )
+        unknown = unread.refused(config, known, source.where)
+        if other := unread.other_class(config, self._classes):
+            reasons.append(f"auto_map={quoted(other)} (supported: {self.architecture})")
         reasons = reasons[:3] + ([f"unknown keys: {listed(unknown)}"] if unknown else [])
         if reasons:
             raise ConfigError(

@@ -3,11 +3,10 @@ trusted, and nothing in it is run."""
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from maxstack.config import storage
 from maxstack.data import hub
 from maxstack.data.hub import GENERATION, INDEX, SINGLE
 from maxstack.data.json_files import read_object
@@ -29,8 +28,7 @@ UNSAFE = {
 }
 INSTEAD = (
     "maxstack reads safetensors and never runs what a folder brings. Use the safetensors version "
-    "of the model (transformers writes it with save_pretrained), or, where the safetensors are "
-    "there, delete the rest, or leave it aside with `maxstack import --ignore-unsafe`"
+    "of the model (transformers writes it with save_pretrained)"
 )
 # Prefixes of the language model's tensors in a model with vision or audio, and what they become.
 WRAPPERS = (
@@ -57,18 +55,15 @@ class Folder:
     mistake of its user, DataError for damage.
 
     Of the hub and at a URL, only files that are read are downloaded, safetensors only for
-    `weights`; pickles and code beside them are ignored.
+    `weights`; pickles and code beside them are neither read nor run.
     """
 
-    def __init__(self, path: str | Path, *, ignore_unsafe: bool = False, weights: bool = True):
+    def __init__(self, path: str | Path, *, weights: bool = True):
         self.path = hub.model_folder(str(path), weights)
-        ignore_unsafe = ignore_unsafe or hub.named(path) or storage.is_url(path)
         if not os.path.isdir(self.path):  # False, too, for what can be no path
             what = "is a file; give the folder of a model" if os.path.exists(path) else hub.NOWHERE
             raise ConfigError(f"{shortened(str(path), 200)}: {what}")
         outer = read_object(self.file("config.json"))
-        if not ignore_unsafe:
-            self._refuse_unsafe(outer)
         inner = outer.get("text_config")
         self.config: dict[str, Any] = outer
         """config.json, of the language model where the folder holds more."""
@@ -92,7 +87,13 @@ class Folder:
             entry.name for entry in self.path.iterdir() if entry.name.endswith(".safetensors")
         )
         if not shards and single not in names:
-            only = f" (only {', '.join(names[:3])})" if names else ""
+            unsafe = [
+                f"{entry.name}, which is {UNSAFE[entry.suffix]}"
+                for entry in sorted(self.path.iterdir())
+                if entry.suffix in UNSAFE
+            ]
+            found = [*names, *unsafe]
+            only = f" (only {'; '.join(found[:3])}{and_more(found, 3)})" if found else ""
             raise ConfigError(
                 f"{self.path}: has neither {single} nor {self._index}{only}. {INSTEAD}"
             )
@@ -176,19 +177,6 @@ class Folder:
         if target.parent not in (folder, cache):
             raise DataError(f"{path}: is a link that leads out of the folder, to {target}")
         return path
-
-    def _refuse_unsafe(self, config: Mapping[str, Any]) -> None:
-        reasons = [
-            f"{entry.name} is {UNSAFE[entry.suffix]}"
-            for entry in sorted(self.path.iterdir())
-            if entry.suffix in UNSAFE
-        ]
-        if config.get("auto_map"):
-            reasons.append("config.json asks to run code (auto_map)")
-        if reasons:
-            raise ConfigError(
-                f"{self.path}: refused: {'; '.join(reasons[:4])}{and_more(reasons, 4)}. {INSTEAD}"
-            )
 
 
 def and_more(names: list[str], shown: int = 1) -> str:

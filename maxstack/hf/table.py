@@ -172,6 +172,25 @@ def read(table: Any, source: Source) -> Any:
     return table.read(source) if hasattr(table, "read") else table
 
 
+def keys(table: Any) -> set[str]:
+    """Names of the keys in a table, and in whatever it is made of, chosen or not."""
+    found: set[str] = set()
+    if isinstance(table, Key):
+        found |= {table.name, *table.also}
+    elif isinstance(table, Case | Optional):
+        found.add(table.key)
+    if isinstance(table, Mapping):
+        parts = [*table.values()]
+    elif isinstance(table, list | tuple):
+        parts = [*table]
+    else:
+        parts = [*vars(table).values()] if hasattr(table, "__dict__") else []
+    for part in parts:
+        if not callable(part):
+            found |= keys(part)
+    return found
+
+
 def write(table: Any, value: Any, sink: Sink) -> None:
     """Put the keys that express `value`; Mismatch where the table cannot."""
     if isinstance(table, Mapping):

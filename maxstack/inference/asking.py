@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxstack.config import storage
-from maxstack.data.chat import ChatTemplate, encode_chat
+from maxstack.data.chat import ChatTemplate, encode_chat, template_messages
 from maxstack.errors import ConfigError, DataError, shortened
 from maxstack.inference.bursts import STEPS
 from maxstack.inference.request import Sampling, Token
@@ -101,6 +101,11 @@ def check_prompt(where: str, kind: str, value: Any) -> None:
         isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
     ):
         raise DataError(f'{where}: messages must be a list of {{"role", "content"}}')
+    if kind == "messages":
+        try:
+            template_messages(value)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
 
 
 class Asker:
@@ -131,7 +136,8 @@ class Asker:
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation, up to where the model's answer begins."""
         assert self._template, "messages without a chat template"
-        return encode_chat(self._tokenizer, self._template.render(messages))[0].tolist()
+        text = self._template.render(template_messages(messages))
+        return encode_chat(self._tokenizer, text)[0].tolist()
 
     def stream(self, prompt: Sequence[int], choice: int = 0) -> Iterator[str]:
         """The answer to a prompt, in pieces as they become certain."""

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxstack.data.byte_level import read
-from maxstack.data.chat import ChatTemplate, answer_ends, read_chat_template, template_of
+from maxstack.data.chat import (
+    ChatTemplate,
+    answer_ends,
+    ends_beside,
+    read_chat_template,
+    template_of,
+)
 from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
 from maxstack.inference.opened import config_of, read_weights
@@ -260,10 +266,7 @@ def tokenizer_of(
     """The model's tokenizer, None where it has none, and the tokens that end its answers."""
     from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 
-    stops: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        ends = read(folder / name).get("eos_token_id") if folder else None
-        stops.update(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    stops = ends_beside(folder) if folder else set[int]()
     if own is None and "tokenizer" not in cfg.data.model_fields_set:
         return None, frozenset(stops)
     tokenizer = open_tokenizer(cfg.data.tokenizer)

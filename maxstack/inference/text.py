@@ -11,6 +11,17 @@ _CONTEXT = 4
 """Tokens of the prompt with text that are read; those of an unfinished character are fewer."""
 
 
+def answer_text(
+    tokenizer: Tokenizer,
+    prompt_tokens: Sequence[int],
+    tokens: Sequence[int],
+    shown: Collection[int] = (),
+) -> str:
+    """The text of a whole answer, as a TextStream gives it out."""
+    stream = TextStream(tokenizer, prompt_tokens, shown=shown)
+    return "".join(map(stream.feed, tokens)) + stream.flush()
+
+
 class TextStream:
     """From tokens to text, which is given as soon as it is certain: characters with all their
     bytes, and nothing that may be the start of a stop string.
@@ -31,7 +42,7 @@ class TextStream:
     ):
         self.stopped: str | None = None
         """The stop string that ended the text."""
-        self._tokenizer, self._shown = tokenizer, shown
+        self._tokenizer, self.shown = tokenizer, shown
         self._stops, self._include_stop = [stop for stop in stops if stop], include_stop
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
@@ -42,20 +53,20 @@ class TextStream:
             start -= 1
             with_text += bool(self._decode([prompt_tokens[start]]))
         for token in prompt_tokens[start:]:
-            self._text(token)
+            self.grow(token)
 
     def feed(self, token: int) -> str:
         """The text that became certain with the next token; none after a stop string."""
-        return self._until_stop(self._text(token), last=False)
+        return self._until_stop(self.grow(token), last=False)
 
     def flush(self) -> str:
         """The rest of the text, after the last token."""
         return self._until_stop(self._utf8.decode(b"", final=True), last=True)
 
-    def _text(self, token: int) -> str:
-        """Text of the next token, and of bytes before it."""
+    def grow(self, token: int) -> str:
+        """The text that the next token completes, whatever the stop strings are."""
         special = self._tokenizer.special
-        if token in self._shown and token in special:
+        if token in self.shown and token in special:
             return self._utf8.decode(b"", final=True) + special[token]
         if token in special or token >= self._tokenizer.vocab_size:
             return ""

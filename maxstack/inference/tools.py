@@ -74,6 +74,12 @@ def marker_tokens(tokenizer: Tokenizer, form: ToolFormat) -> set[int]:
     return {token for token, written in special if written in (form.begin, form.end)}
 
 
+def read_calls(form: ToolFormat, text: str, seed: int = 0) -> list[ToolCall]:
+    """The calls in the text of a whole answer."""
+    stream = ToolStream(form, random.Random(seed))
+    return [*stream.feed(text)[1], *stream.flush()[1]]
+
+
 class ToolStream:
     """Divides the text of an answer into content, given out as soon as it cannot belong to a call,
     and calls, given out when they are complete.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.errors import ConfigError
-from maxstack.models.stack import losses_and_reports
+from maxstack.models.block import Aux
 from maxstack.objectives.images import ImageObjective
 from maxstack.objectives.objective import Batch, Loss, Models
 from maxstack.schema.objective import ClassifyConfig
@@ -38,20 +38,19 @@ class Classify(ImageObjective):
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Metrics: loss and accuracy."""
-        logits_BK, reports, added = self._logits(models, batch)
+        logits_BK, aux = self._logits(models, batch)
         losses_B = self._losses(logits_BK, batch["label"])
         if "other" in batch:
             others_B = self._losses(logits_BK, batch["other"])
             losses_B = batch["share"] * losses_B + (1.0 - batch["share"]) * others_B
         real_B = batch["real"]
         nll, right = (losses_B * real_B).sum(), self._right(logits_BK, batch, 1)
-        metrics = {"loss": nll, "accuracy": right} | added
-        return Loss(sum(added.values(), nll), real_B.sum(), metrics, reports)
+        return self.whole(batch, nll, {"loss": nll, "accuracy": right}, aux)
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
         """Cross-entropy without smoothing, accuracy, and with more than five classes top5, the
         share of images whose class is among the five likeliest."""
-        logits_BK, _, _ = self._logits(models, batch)
+        logits_BK, _ = self._logits(models, batch)
         real_B = batch["real"]
         log_p_BK = jax.nn.log_softmax(logits_BK)
         log_p_B1 = jnp.take_along_axis(log_p_BK, batch["label"][:, None], axis=1)
@@ -63,14 +62,11 @@ class Classify(ImageObjective):
                 sums[f"{name}/weight"] = real_B.sum()
         return sums
 
-    def _logits(
-        self, models: Models, batch: Batch
-    ) -> tuple[jax.Array, dict[tuple[str, ...], jax.Array], dict[str, jax.Array]]:
-        """float32 [B, K], reports of the blocks, and what they add to the loss."""
+    def _logits(self, models: Models, batch: Batch) -> tuple[jax.Array, Aux]:
+        """float32 [B, K], and reports of the blocks."""
         model = models.policy
         x_BTD, aux, _ = model.trunk({**batch, "pixels": self.pixels(batch["image"])})
-        added, reports = losses_and_reports(aux)
-        return model.logits(model.features(x_BTD)), reports, added
+        return model.logits(model.features(x_BTD)), aux
 
     def _losses(self, logits_BK: jax.Array, label_B: jax.Array) -> jax.Array:
         log_p_BK = jax.nn.log_softmax(logits_BK)

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxstack.kernels.sequences import natural
-from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
 from maxstack.objectives.statistics import by_blocks
 from maxstack.schema.objective import DistillConfig
@@ -69,9 +68,7 @@ class Distill(Objective):
                 ("agreement", agrees_BT),
             )
         }
-        added, reports = losses_and_reports(aux)
-        total = sum(added.values(), sums["loss"])
-        return Loss(total, mask_BT.sum(), sums | added, reports)
+        return self.whole(batch, sums["loss"], sums, aux)
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, and agreement."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.models.stack import losses_and_reports
+from maxstack.models.block import Aux
 from maxstack.objectives.images import ImageObjective
 from maxstack.objectives.objective import Batch, Loss, Models, content_keys, row_keys
 from maxstack.schema.dit import DiTConfig
@@ -90,10 +90,9 @@ class Flow(ImageObjective):
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Metrics: loss."""
-        errors_B, reports, added = self._errors(models, batch)
+        errors_B, aux = self._errors(models, batch)
         total = (errors_B * batch["real"]).sum()
-        metrics = {"loss": total} | added
-        return Loss(sum(added.values(), total), batch["real"].sum(), metrics, reports)
+        return self.whole(batch, total, {"loss": total}, aux)
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
         """The mean of the loss over eval_times fixed times; noise follows from an image alone."""
@@ -104,20 +103,17 @@ class Flow(ImageObjective):
             normal = functools.partial(jax.random.normal, shape=batch["image"].shape[1:])
             noise = jax.vmap(normal)(content_keys(batch["image"], part))
             at = {**batch, "time": self.shifted(middle), "noise": noise}
-            errors_B, _, _ = self._errors(models, at)
+            errors_B, _ = self._errors(models, at)
             total += (errors_B * batch["real"]).sum() / times
         return {"nll": total, "weight": batch["real"].sum(), "bytes": jnp.zeros(())}
 
-    def _errors(
-        self, models: Models, batch: Batch
-    ) -> tuple[jax.Array, dict[tuple[str, ...], jax.Array], dict[str, jax.Array]]:
-        """Mean squared errors float32 [B], reports of the blocks, and what they add to the loss."""
+    def _errors(self, models: Models, batch: Batch) -> tuple[jax.Array, Aux]:
+        """Mean squared errors float32 [B], and reports of the blocks."""
         x, noise, time_B = self.pixels(batch["image"]), batch["noise"], batch["time"]
         of_image, of_noise = self.shares(time_B[:, None, None, None])
         pixels = of_image * x + of_noise * noise
         given = {**batch, "pixels": pixels, "time": self.units(time_B)}
         made, aux = models.policy(given)
         wanted = {"velocity": noise - x, "x0": x, "eps": noise}[self.section.prediction]
-        added, reports = losses_and_reports(aux)
         made = made[..., : self.model.channels]
-        return jnp.square(made - wanted).mean(axis=(1, 2, 3)), reports, added
+        return jnp.square(made - wanted).mean(axis=(1, 2, 3)), aux

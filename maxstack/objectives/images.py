@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxstack.objectives.objective import Objective
+from maxstack.objectives.objective import Batch, Objective
 from maxstack.schema.objective import RowField as Field
 
 
@@ -26,6 +26,14 @@ class ImageObjective(Objective):
             "label": Field("batch", "int32", below=model.classes),
             "real": Field("batch", "float32"),
         }
+
+    def weight(self, batch: Batch) -> jax.Array:
+        return batch["real"].sum()
+
+    def tokens(self, batch: Batch) -> jax.Array:
+        """All of a row's, since the layers do not know of rows that are none."""
+        assert self.cfg.model.tokens
+        return jnp.asarray(batch["real"].shape[0] * self.cfg.model.tokens, jnp.float32)
 
     def pixels(self, image: jax.Array) -> jax.Array:
         """Values from 0 to 255, or latents, [B, S, S, C] -> float32, by data.image.mean and

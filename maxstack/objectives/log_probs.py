@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
-from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.next_token import head_losses
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
 from maxstack.objectives.statistics import statistics
@@ -41,10 +40,6 @@ class LogProbs(Objective):
     def terms(self, batch: Batch) -> Terms:
         """The loss of a batch with `logps`, and where they are asked for `reference_logps` and
         `sharpness`, of all targets [B, T]; natural order. `logps` are 0 in padding."""
-        raise NotImplementedError
-
-    def weight(self, batch: Batch) -> Array:
-        """Divisor of all sums."""
         raise NotImplementedError
 
     @property
@@ -115,12 +110,10 @@ class LogProbs(Objective):
             for name, x in batch.items()
             if name.startswith("sum/")
         }
-        added, reports = losses_and_reports(aux)
         beside, more = self.beside(models, batch, normed_BTD)
         # The value is the loss's, the gradient that of the weighed log-probabilities.
         total = metrics["loss"] + beside + pulled - jax.lax.stop_gradient(pulled)
-        metrics = {**metrics, **more, **added}
-        return Loss(sum(added.values(), total), self.weight(batch), metrics, reports)
+        return self.whole(batch, total, {**metrics, **more}, aux)
 
     def _measured(self, models: Models, batch: Batch, normed_BTD: Array) -> Batch:
         model, real_BT = models.policy, batch["segments"] > 0

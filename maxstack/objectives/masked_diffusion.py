@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.sequences import arrange
-from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.next_token import following, head_losses
 from maxstack.objectives.objective import (
     Batch,
@@ -69,10 +68,10 @@ class MaskedDiffusion(Objective):
             arrange(predicted_BT / time_B1),
             bias_V=self._excluded(),
         )
-        added, reports = losses_and_reports(aux)
-        weight = self._counted(batch).sum()
-        total = sum(added.values(), losses.total)
-        return Loss(total, weight, {"loss": losses.total} | added, reports)
+        return self.whole(batch, losses.total, {"loss": losses.total}, aux)
+
+    def weight(self, batch: Batch) -> jax.Array:
+        return self._counted(batch).sum()
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
         """The bound, its mean over eval_times fixed t, and hidden_accuracy: how many of 15 % hidden

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from maxstack.kernels.backends import config_scope
 from maxstack.kernels.cross_entropy import Losses, Request, linear_cross_entropy
 from maxstack.kernels.sequences import arrange
-from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
 from maxstack.schema.objective import NextTokenConfig
 
@@ -22,7 +21,8 @@ class NextToken(Objective):
     section 5) and what the model's parts add."""
 
     def loss(self, models: Models, batch: Batch) -> Loss:
-        """Metrics: loss, and where they have a weight z_loss, mtp_loss, router_loss."""
+        """Metrics: loss, and where they have a weight z_loss, mtp_loss, router_loss, these two as
+        means of their own."""
         assert isinstance(self.cfg.objective, NextTokenConfig)
         model, z_loss = models.policy, self.cfg.objective.z_loss
         x_BTD, aux, context = model.trunk(batch)
@@ -33,12 +33,10 @@ class NextToken(Objective):
         metrics = {"loss": (nll_BT * mask_BT).sum()}
         if z_loss:
             metrics["z_loss"] = z_loss * (jnp.square(log_z_BT) * mask_BT).sum()
+        further = {}
         if model.cfg.mtp and model.cfg.mtp.loss:
-            metrics["mtp_loss"], aux["mtp"] = further_loss(model, x_BTD, batch, context)
-            total = total + metrics["mtp_loss"]
-        added, reports = losses_and_reports(aux)
-        total = sum(added.values(), total)
-        return Loss(total, mask_BT.sum(), metrics | added, reports)
+            further["mtp_loss"], aux["mtp"] = further_loss(model, x_BTD, batch, context)
+        return self.whole(batch, total, metrics, aux, **further)
 
 
 def head_losses(
@@ -80,7 +78,10 @@ def further_loss(
     assert model.cfg.mtp
     targets_BT, mask_BT, reports = batch["targets"], batch["mask"].astype(jnp.float32), {}
     segments_BT, total = batch.get("segments"), jnp.zeros((), jnp.float32)
-    same_BT = 1.0 if segments_BT is None else following(segments_BT) == segments_BT
+    # Where documents see each other they are one segment, but the end of one is no input.
+    same_BT = following(batch["tokens"]) == targets_BT
+    if segments_BT is not None:
+        same_BT &= following(segments_BT) == segments_BT
     for key, further in sorted(model.mtp.items(), key=lambda item: int(item[0])):
         x_BTD, aux = further(x_BTD, model.embedded(arrange(targets_BT)), context)
         reports[key] = {"block": aux}

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 
+from maxstack.models.block import Aux
 from maxstack.models.model import Reports
+from maxstack.models.stack import losses_and_reports
 from maxstack.schema.objective import RowField as Field
 
 if TYPE_CHECKING:
@@ -88,9 +90,47 @@ class Objective:
         """The global batch, measured, with what `loss` reads of it, where `coupled`."""
         return batch
 
+    def weight(self, batch: Batch) -> jax.Array:
+        """`Loss.weight` of a batch or microbatch, float32; by default its counted targets. It
+        follows from the batch alone, so that it is known of all microbatches before the first."""
+        return batch["mask"].astype(jax.numpy.float32).sum()
+
+    def tokens(self, batch: Batch) -> jax.Array:
+        """Tokens that the layers see, float32: the divisor of what experts' routers add to the
+        loss."""
+        if "segments" in batch:
+            return (batch["segments"] > 0).sum().astype(jax.numpy.float32)
+        real = batch.get("real", jax.numpy.ones(batch["tokens"].shape, bool))
+        return real.sum().astype(jax.numpy.float32)
+
+    def factors(self, batch: Batch) -> Batch:
+        """Factors of the global batch for what the model's parts add to the loss. Each is a mean
+        by its own count of tokens, whatever the objective counts, while a step divides all sums by
+        `Loss.weight` alone."""
+        weight, factors = self.weight(batch), {}
+        if any(block.experts for block in self.cfg.model.blocks.values()):
+            factors["factor/router_loss"] = weight / jax.numpy.maximum(self.tokens(batch), 1.0)
+        if self.cfg.model.depth:
+            targets = Objective.weight(self, batch)
+            factors["factor/mtp_loss"] = weight / jax.numpy.maximum(targets, 1.0)
+        return factors
+
     def loss(self, models: Models, batch: Batch) -> Loss:
         """The loss of a microbatch."""
         raise NotImplementedError
+
+    def whole(
+        self, batch: Batch, total: jax.Array, metrics: Batch, aux: Aux, **added: jax.Array
+    ) -> Loss:
+        """The objective's own sum with the sums that the model's parts add: `added`, and by the
+        reports of its blocks, `aux`, router_loss."""
+        routers, reports = losses_and_reports(aux)
+        metrics = {**metrics}
+        for name, value in (added | routers).items():
+            total = total + value * batch.get(f"factor/{name}", 1.0)
+            count = self.tokens(batch) if name in routers else Objective.weight(self, batch)
+            metrics |= {name: value, f"{name}/weight": count}
+        return Loss(total, self.weight(batch), metrics, reports)
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
         """Sums over a held-out batch: `nll` and its `weight`, `bytes` of text; of any other figure

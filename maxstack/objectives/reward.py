@@ -4,7 +4,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.nn import log_sigmoid
 
-from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
 from maxstack.objectives.sequences import count_pairs, lasts, pair_sums, pairs_of
 from maxstack.schema.objective import RewardConfig
@@ -22,9 +21,10 @@ class Reward(Objective):
         model = models.policy
         x_BTD, aux, _ = model.trunk(batch)
         sums = self.sums(batch, model.scores(model.norm(x_BTD)))
-        added, reports = losses_and_reports(aux)
-        total = sum(added.values(), sums["loss"])
-        return Loss(total, count_pairs(batch["segments"]), sums | added, reports)
+        return self.whole(batch, sums["loss"], sums, aux)
+
+    def weight(self, batch: Batch) -> Array:
+        return count_pairs(batch["segments"])
 
     def sums(self, batch: Batch, scores_BT: Array) -> dict[str, Array]:
         """The loss and the figures of a batch, by the score of each position."""

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
-from maxstack.models.stack import losses_and_reports
 from maxstack.objectives.log_probs import log_probs
 from maxstack.objectives.next_token import NextToken, further_loss, head_losses
 from maxstack.objectives.objective import Batch, Loss, Models, row_keys
@@ -29,6 +28,13 @@ class SFT(NextToken):
             return batch
         return {**batch, "neftune": row_keys(key, batch["tokens"].shape[0])}
 
+    def weight(self, batch: Batch) -> Array:
+        """Targets that count, or sequences that have one."""
+        if self.section.weigh != "sequence":
+            return super().weight(batch)
+        counts_BT, segments_BT = _counts(batch)
+        return (lasts(segments_BT) & (counts_BT > 0)).sum().astype(jnp.float32)
+
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Metrics: those of next_token, and where they are asked for entropy and token_accuracy."""
         cfg, model, mask_BT = self.section, models.policy, batch["mask"]
@@ -36,9 +42,7 @@ class SFT(NextToken):
             batch = {**batch, "embedding_noise": self._noise(batch)}
         x_BTD, aux, context = model.trunk(batch)
         normed_BTD = model.norm(x_BTD)
-        weights_BT, weight = mask_BT, mask_BT.sum()
-        if cfg.weigh == "sequence":
-            weights_BT, weight = self._by_sequence(batch)
+        weights_BT = self._by_sequence(batch) if cfg.weigh == "sequence" else mask_BT
         if cfg.dft:
             weights_BT = weights_BT * jnp.exp(log_probs(model, normed_BTD, batch["targets"]))
         total, nll_BT, log_z_BT = head_losses(
@@ -47,13 +51,12 @@ class SFT(NextToken):
         metrics = {"loss": (natural(nll_BT) * weights_BT).sum()}
         if cfg.z_loss:
             metrics["z_loss"] = cfg.z_loss * (jnp.square(natural(log_z_BT)) * weights_BT).sum()
-        if model.cfg.mtp and model.cfg.mtp.loss:
-            metrics["mtp_loss"], aux["mtp"] = further_loss(model, x_BTD, batch, context)
-            total = total + metrics["mtp_loss"]
         if cfg.statistics:
             metrics |= self._statistics(models, batch, normed_BTD)
-        added, reports = losses_and_reports(aux)
-        return Loss(sum(added.values(), total), weight, metrics | added, reports)
+        further = {}
+        if model.cfg.mtp and model.cfg.mtp.loss:
+            further["mtp_loss"], aux["mtp"] = further_loss(model, x_BTD, batch, context)
+        return self.whole(batch, total, metrics, aux, **further)
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, entropy and token_accuracy."""
@@ -76,14 +79,10 @@ class SFT(NextToken):
         return sums | {f"{name}/weight": mask_BT.sum() for name in figures}
 
     @staticmethod
-    def _by_sequence(batch: Batch) -> tuple[Array, Array]:
-        """Weights of targets that make each sequence's loss a mean, and the number of sequences
-        with targets that count."""
-        mask_BT = batch["mask"]
-        segments_BT = batch.get("segments", jnp.ones_like(batch["tokens"]))
-        counts_BT = running_sums(mask_BT, segments_BT)
-        sequences = (lasts(segments_BT) & (counts_BT > 0)).sum().astype(jnp.float32)
-        return mask_BT / jnp.maximum(spread(counts_BT, segments_BT), 1.0), sequences
+    def _by_sequence(batch: Batch) -> Array:
+        """Weights of targets that make each sequence's loss a mean [B, T]."""
+        counts_BT, segments_BT = _counts(batch)
+        return batch["mask"] / jnp.maximum(spread(counts_BT, segments_BT), 1.0)
 
     def _noise(self, batch: Batch) -> Array:
         """Noise of embeddings [B, T, D]."""
@@ -96,3 +95,9 @@ class SFT(NextToken):
         )(keys_B)
         scale_BT = self.section.neftune / jnp.sqrt(jnp.maximum(sizes_BT, 1.0) * embed)
         return noise_BTD * scale_BT[:, :, None]
+
+
+def _counts(batch: Batch) -> tuple[Array, Array]:
+    """Of each position the targets that count in its sequence so far, and its segment [B, T]."""
+    segments_BT = batch.get("segments", jnp.ones_like(batch["tokens"]))
+    return running_sums(batch["mask"], segments_BT), segments_BT

@@ -84,12 +84,11 @@ def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
     """A tree of flags: True for a parameter that the optimizer updates. A pattern that matches no
     parameter, or none that is left to train, is a ConfigError."""
     optimizer, params = cfg.parsed, wrappers.by_path(params_info)
-    chosen = {path for path, info in params.items() if not info.carried and not info.frozen}
     for name, selectors in (("trainable", optimizer.trainable), ("frozen", optimizer.frozen)):
         if selectors is not None:
             check_matches(selectors, params, name)
-            matched = {path for path in chosen if selected(selectors, path, params[path])}
-            chosen = matched if name == "trainable" else chosen - matched
+    moving = _moving(optimizer, params)
+    chosen = {path for path in moving if not params[path].carried}
     if optimizer.decay is not None:
         check_matches(optimizer.decay, params, "decay")
     if not chosen:
@@ -104,6 +103,24 @@ def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
             "optimizer.trainable wider"
         )
     return wrappers.of_paths(chosen.__contains__)(params_info)
+
+
+def changed(cfg: OptimizerConfig, params_info: Any) -> Any:
+    """A tree of flags: True for a parameter that a step changes, by the optimizer or, as a
+    selection bias, by a rule of the model."""
+    moving = _moving(cfg.parsed, wrappers.by_path(params_info))
+    return wrappers.of_paths(moving.__contains__)(params_info)
+
+
+def _moving(optimizer: Optimizer, params: Params) -> set[str]:
+    """Paths of parameters that are not frozen, by nature or by a pattern."""
+    return {
+        path
+        for path, info in params.items()
+        if not info.frozen
+        and (optimizer.trainable is None or selected(optimizer.trainable, path, info))
+        and not (optimizer.frozen and selected(optimizer.frozen, path, info))
+    }
 
 
 def _grouped(scope: _Scope) -> GradientTransformation:

@@ -5,16 +5,24 @@ import re
 from collections import deque
 from collections.abc import Mapping
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from maxstack.errors import quoted
 
-_NUMBER = re.compile(
+_NUMBER = (
     r"(?:(?<![\w.)\]}])[-+\u2212])?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]+)?"
 )
 """A sign after a word, a number or a bracket is an operator. U+2212 is the minus of typography."""
+_QUANTITY = re.compile(
+    r"(?P<compound>(?<![\w.])[0-9]+(?:(?::[0-9]+)+|(?:/[0-9]+){2,}|-[0-9]{2}-[0-9]{2})(?!\w))"
+    rf"|(?P<above>{_NUMBER})(?: ?/ ?(?P<below>{_NUMBER}))?(?P<percent> ?\\?%| percent\b)?"
+)
+"""A number, a fraction or a percentage; a compound is a time, a ratio or a date."""
+_MOST_DIGITS = 1000
+"""Digits up to which a number becomes a fraction: 1e999999999 would fill the memory."""
 
 
 def exact(prompt: str, completion: str, row: Mapping[str, Any], *, field: str = "answer") -> float:
@@ -44,19 +52,37 @@ def valid_json(
 
 
 def number(prompt: str, completion: str, row: Mapping[str, Any], *, field: str = "answer") -> float:
-    """1.0 where the last number in the completion equals the last in row[field]. ValueError if
-    there is none in row[field]."""
+    """1.0 where the last number in the completion is that in row[field], of which only what stands
+    after the last #### counts, as in GSM8K's answers. ValueError if there is not one number."""
     text = str(wanted(row, field))
-    right = last_number(text)
-    if right is None:
-        raise ValueError(f"row[{field!r}] is {quoted(text)}, which has no number")
-    return float(last_number(completion) == right)
+    found = [*_QUANTITY.finditer(text.rpartition("####")[2])]
+    if len(found) != 1 or not (right := _values(found[0])):
+        several = f"where one is meant: {', '.join(match[0] for match in found)}"
+        raise ValueError(
+            f"row[{field!r}] is {quoted(text)}, which has {several if found else 'no number'}; "
+            "mend the row, or compare by `kind: math` or `kind: exact`"
+        )
+    last = deque(_QUANTITY.finditer(completion), maxlen=1)
+    return float(bool(last and right & _values(last[0])))
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number in a text; None if there is none."""
-    found = deque(_NUMBER.finditer(text), maxlen=1)
-    return Decimal(found[0][0].replace(",", "").replace("\u2212", "-")) if found else None
+def _values(match: re.Match[str]) -> set[Fraction | Decimal]:
+    """What a quantity may stand for: 50% is 50 and 1/2, as to math-verify; a compound or a division
+    by zero is nothing."""
+    if match["compound"]:
+        return set()
+    parts = [
+        Decimal(match[name].replace(",", "").replace("\u2212", "-"))
+        for name in ("above", "below")
+        if match[name]
+    ]
+    if any(abs(part.adjusted()) > _MOST_DIGITS for part in parts):
+        return set(parts[:1]) if len(parts) == 1 else set()
+    above, *below = map(Fraction, parts)
+    if below == [0]:
+        return set()
+    value = above / below[0] if below else above
+    return {value, value / 100} if match["percent"] else {value}
 
 
 def soft_overlong(tokens: int, most: int, buffer: int) -> float:

@@ -1,5 +1,6 @@
 """The reward of kind math, by the library math-verify."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,13 +25,49 @@ _EXPRESSIONS = (
 """The last \\boxed{} comes before any other expression."""
 
 
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
 def equal(prompt: str, completion: str, row: Mapping[str, Any], *, field: str = "answer") -> float:
-    """1.0 where the completion's last \\boxed{}, or else its last expression, equals row[field].
+    """1.0 where the completion's last box, or else its last expression, equals row[field].
     ValueError if row[field] is no expression."""
     text = str(wanted(row, field))
-    marked = text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
-    right = parse(marked, _EXPRESSIONS, parsing_timeout=_SECONDS)
+    right = _parsed(text, marked=last_box(text) is None and "$" not in text)
     if not right:
         raise ValueError(f"row[{field!r}] is {quoted(text)}, which is no expression")
-    found = parse(completion, _EXPRESSIONS, parsing_timeout=_SECONDS)
-    return float(verify(right, found, timeout_seconds=_SECONDS))
+    return float(verify(right, _parsed(completion), timeout_seconds=_SECONDS))
+
+
+def _parsed(text: str, marked: bool = False) -> list[Any]:
+    """The expressions of the last box of a text, of the whole text where it is `marked`, or else
+    the last that it has. math-verify looks for a box by words around it too, so that it sees only
+    what is in ours."""
+    box = text if marked else last_box(text)
+    shown = text if box is None else f"\\boxed{{{box}}}"
+    return list(parse(shown, _EXPRESSIONS, parsing_timeout=_SECONDS))
+
+
+def last_box(text: str) -> str | None:
+    """What stands in the last \\boxed{} or \\fbox{} of a text whose braces match, or after \\boxed
+    without a brace up to a space or $; None if there is none."""
+    found, at = None, 0
+    while match := _BOX.search(text, at):
+        at = match.end()
+        if text[at : at + 1] != "{":
+            found = re.match(r"[^\s$]*", text[at:])[0].rstrip(".,;")  # type: ignore[index]
+            continue
+        if (end := _closing(text, at)) is not None:
+            found, at = text[at + 1 : end], end
+    inner = last_box(found) if found else None
+    return found if inner is None else inner
+
+
+def _closing(text: str, begin: int) -> int | None:
+    """Where the brace that opens at `begin` is closed."""
+    depth = 0
+    for match in _BRACE.finditer(text, begin):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return match.start()
+    return None

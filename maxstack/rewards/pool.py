@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from maxstack.errors import ConfigError, shortened
 from maxstack.rewards.built_in import exact, soft_overlong
 from maxstack.rewards.child import Child, Closed
-from maxstack.schema.rewards import ExactReward, LengthReward, RewardPart, WorkerReward
+from maxstack.schema.rewards import ExactReward, LengthReward, RewardPart, TextReward, WorkerReward
 
 _LONGEST = 600
 """Characters of a message."""
@@ -25,6 +25,8 @@ class Case(NamedTuple):
 
     prompt: str
     completion: str
+    spelt: str
+    """The completion with its special tokens spelled out, where a reward asks for it."""
     row: Mapping[str, Any]
     """The row of data that the prompt is from."""
     tokens: int
@@ -32,6 +34,10 @@ class Case(NamedTuple):
     truncated: bool
     where: str
     """Names the row in messages."""
+
+    def read_by(self, part: TextReward) -> str:
+        """The completion as a reward asks for it."""
+        return self.spelt if part.special_tokens else self.completion
 
 
 class Outcome(NamedTuple):
@@ -200,7 +206,7 @@ def _at_once(part: RewardPart, case: Case) -> Outcome | None:
     if not isinstance(part, ExactReward):
         return None
     try:
-        equal = exact(case.prompt, case.completion, case.row, field=part.field)
+        equal = exact(case.prompt, case.read_by(part), case.row, field=part.field)
     except KeyError as error:
         return Outcome(0.0, {}, _sentence(f"reward {part.label}", case.where, error.args[0]))
     return Outcome(equal, {}, None)
@@ -214,7 +220,7 @@ def _outcome(child: Child, part: RewardPart, case: Case) -> Outcome | None:
         "call": part.function,
         "settings": part.settings,
         "prompt": case.prompt,
-        "completion": case.completion,
+        "completion": case.read_by(part),
         "row": dict(case.row),
         "timeout": part.timeout,
         "memory": part.memory,

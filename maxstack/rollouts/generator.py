@@ -1,5 +1,6 @@
 """Answers to prompts by the weights of a run in training, on its mesh."""
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxstack import sharding
-from maxstack.data.chat import answer_ends
+from maxstack.data.chat import DEFAULT, answer_ends, template_of
 from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 from maxstack.errors import ConfigError
 from maxstack.inference.bursts import STEPS
@@ -20,13 +21,17 @@ from maxstack.inference.programs import serving
 from maxstack.inference.request import Sampling
 from maxstack.inference.scheduler import Limits
 from maxstack.inference.started import limits_of
+from maxstack.inference.text import answer_text
+from maxstack.inference.tools import FORMATS, ToolFormat, guess_format, marker_tokens
 from maxstack.rollouts.sample import Sample
 from maxstack.run import assemble
 from maxstack.schema.mesh import MeshConfig, parts
+from maxstack.schema.rewards import TextReward
 
 if TYPE_CHECKING:
     from maxstack.run import Run
     from maxstack.schema.config import Config
+    from maxstack.schema.data import DataConfig
 
 REQUESTS, TOKENS = 256, 1 << 17
 """Answers under way at a time on each replica, unless serve.max_requests says otherwise; more of
@@ -55,6 +60,12 @@ class Generator:
         tokenizer = open_tokenizer(run.cfg.data.tokenizer)
         self.tokenizer = open_prompt_tokenizer(run.cfg.data.tokenizer)
         self.stops = frozenset(answer_ends(run.cfg.data, tokenizer))
+        self.form = _tool_format(run.cfg.data)
+        """How the model's chat template writes calls of tools."""
+        self._shown = marker_tokens(self.tokenizer, self.form) if self.form else set[int]()
+        self._spells = any(
+            isinstance(reward, TextReward) and reward.special_tokens for reward in run.cfg.rewards
+        )
         self.moved = moved_bytes(run.abstract.params, self._run.abstract.params)
         self.temperature = rollout.temperature
 
@@ -107,21 +118,33 @@ class Generator:
                         sample.choose(token.token, token.logprob)
                     if output.finish:
                         del under_way[output.request]
-                        self._finish(sample, begin, output.finish)
+                        sample.finish = output.finish
+                        answer = sample.ids[begin : -1 if output.finish == "stop" else None]
+                        self.note_answer(sample, sample.ids[:begin], answer)
                         done(sample)
         finally:
             for number in under_way:
                 engine.abort(number)
 
-    def _finish(self, sample: Sample, begin: int, finish: str) -> None:
-        answer = sample.ids[begin:]
-        sample.finish = finish
-        sample.texts[-1] = self.text(answer[:-1] if finish == "stop" else answer)
+    def note_answer(self, sample: Sample, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Note what the last answer says, by its tokens without the one that ended it."""
+        sample.texts[-1] = answer_text(self.tokenizer, prompt, answer, self._shown)
+        if self._spells:
+            spelt = {*self.tokenizer.special}
+            sample.spelt = answer_text(self.tokenizer, prompt, answer, spelt)
 
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+    def prompt_text(self, ids: Sequence[int]) -> str:
+        """The text of a prompt, without special tokens."""
         known = [token for token in ids if token < self.tokenizer.vocab_size]
         return self.tokenizer.decode(np.array(known, np.int32)).decode(errors="replace")
+
+
+def _tool_format(data: "DataConfig") -> ToolFormat | None:
+    """How calls are written by the chat template of a run, if it has one."""
+    with contextlib.suppress(ConfigError):  # prompts that are texts need none
+        name = guess_format(template_of(data).sources[DEFAULT])
+        return FORMATS[name] if name else None
+    return None
 
 
 def seed_of(*parts: Any) -> int:

@@ -115,12 +115,18 @@ class Maker:
         except DataError as error:
             raise DataError(f"{prompt.where}: rollout.on_policy: {error}") from error
         (segment,) = unit.segments
+        stops = self.generator.stops
         for sample in group.samples:
             sample.ids = segment.ids.tolist()
             sample.chosen = (segment.values["mask"] > 0).tolist()
             sample.logps = [0.0] * len(sample.ids)
             sample.given, sample.done = True, True
-            sample.texts = [self.generator.text(segment.ids[segment.values["mask"] > 0].tolist())]
+            sample.texts = [""]
+            chosen = segment.ids[segment.values["mask"] > 0].tolist()
+            begin = sample.chosen.index(True)
+            self.generator.note_answer(
+                sample, sample.ids[:begin], chosen[: -1 if chosen[-1] in stops else None]
+            )
         if len(segment.ids) > self.generator.room:
             raise DataError(
                 f"{prompt.where}: {len(segment.ids)} tokens with its completion, and a sample has "
@@ -151,7 +157,7 @@ class Maker:
 
     def _submit(self, sample: Sample) -> None:
         end = len(sample.prompt.ids)
-        self._scores.submit(sample, self.generator.text(sample.ids[:end]))
+        self._scores.submit(sample, self.generator.prompt_text(sample.ids[:end]))
 
     def news(self) -> list[str]:
         """Lines about what happened since the last call, each once."""

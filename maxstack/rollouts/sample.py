@@ -28,6 +28,8 @@ class Sample:
     """By token: its log-probability by the engine, 0 where the model did not choose it."""
     texts: list[str] = dataclasses.field(default_factory=list)
     """Answers, turn by turn."""
+    spelt: str = ""
+    """The last answer with its special tokens spelled out, where a reward asks for it."""
     calls: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
     """Tool calls of each answer."""
     messages: list[Any] | None = None
@@ -87,8 +89,9 @@ class Group:
 
     @property
     def equal(self) -> bool:
-        """True where all rewards are the same, so that none is better than expected."""
-        return len({sample.reward for sample in self.counted}) < 2
+        """True where all rewards are the same in a batch's float32, so that none is better than
+        expected."""
+        return len({np.float32(sample.reward) for sample in self.counted}) < 2
 
 
 def rows_of(groups: Sequence[Group], first: int, rows: int, cfg: "Config") -> dict[str, np.ndarray]:

@@ -39,6 +39,7 @@ class Scores:
         case = Case(
             prompt,
             sample.texts[-1],
+            sample.spelt,
             sample.prompt.record,
             sample.length,
             sample.finish == "length",

@@ -1,7 +1,6 @@
 """Samples of several turns: the model answers, an environment answers it."""
 
 import functools
-import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +8,7 @@ from maxstack.data.chat import ChatTemplate, encode_chat, template_of
 from maxstack.data.conversations import Completion, alone, messages_of
 from maxstack.data.tokenizers import open_prompt_tokenizer
 from maxstack.errors import DataError
-from maxstack.inference.tools import FORMATS, ToolStream, guess_format
+from maxstack.inference.tools import read_calls
 from maxstack.rewards.pool import Observation, Pool, Turn
 from maxstack.rollouts.generator import Generator
 from maxstack.rollouts.sample import Sample
@@ -156,11 +155,8 @@ class Turns:
 
     def _note_calls(self, sample: Sample) -> None:
         """The tool calls of an answer that is complete."""
-        form = guess_format(self._chat.sources["default"]) if sample.messages is not None else None
-        calls: list[Any] = []
-        if form:
-            stream = ToolStream(FORMATS[form], random.Random(0))
-            calls = [*stream.feed(sample.texts[-1])[1], *stream.flush()[1]]
+        form = self._generator.form if sample.messages is not None else None
+        calls = read_calls(form, sample.texts[-1]) if form else []
         sample.calls.append(
             tuple(
                 {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}

@@ -68,10 +68,20 @@ Tokenizer = Annotated[
 ]
 
 
-class ChatRecord(Section):
+class AnswerRecord(Section):
+    """Keys of records that are trained on where the model answers."""
+
+    joined: bool = False
+    """Prompt and answer are tokenized as one text, and a token that holds the end of the one and
+    the beginning of the other is an error. Without it the answer's tokens begin where the prompt's
+    end, as they do where the model generates."""
+
+
+class ChatRecord(AnswerRecord):
     """A conversation: `messages` (role and content, with tool_calls and beside them `tools`), or
     ShareGPT's `conversations`; or a `prompt` and its `completion`, each a text, which no template
-    changes, or messages."""
+    changes, or messages. `weight` of an assistant's message is that of its tokens, by default 1; 0
+    leaves them out."""
 
     kind: Literal["chat"]
     """The record."""
@@ -81,7 +91,7 @@ class ChatRecord(Section):
     the whole conversation."""
 
 
-class PairsRecord(Section):
+class PairsRecord(AnswerRecord):
     """A preference: `chosen` and `rejected` with their `prompt`, or with the prompt that both begin
     with; or the best and the worst of `completions` by their `scores`. `margin` says by how much
     the chosen one is better."""
@@ -90,7 +100,7 @@ class PairsRecord(Section):
     """The record."""
 
 
-class LabelledRecord(Section):
+class LabelledRecord(AnswerRecord):
     """An answer that is wanted or not: `prompt`, `completion` and `label`, true or false."""
 
     kind: Literal["labelled"]

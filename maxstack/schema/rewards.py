@@ -34,7 +34,15 @@ class RewardPart(Section):
         return self.name or self.kind
 
 
-class WorkerReward(RewardPart):
+class TextReward(RewardPart):
+    """Keys of rewards that read the completion's text."""
+
+    special_tokens: bool = False
+    """Special tokens in the completion are spelled out, but for the one that ended it. Without it
+    those are that begin and end a call of a tool by the chat template, and no others."""
+
+
+class WorkerReward(TextReward):
     """Keys of rewards that are computed in worker processes."""
 
     CALL: ClassVar[str] = ""
@@ -77,7 +85,7 @@ class FunctionReward(WorkerReward):
         return self.call
 
 
-class ExactReward(RewardPart):
+class ExactReward(TextReward):
     """1 where the completion equals a field of the row, apart from white space around it."""
 
     kind: Literal["exact"]
@@ -112,8 +120,8 @@ class FormatReward(WorkerReward):
 
 
 class MathReward(WorkerReward):
-    """1 where the completion's last \\boxed{}, or its last expression, equals a field of the row,
-    by math-verify (pip install 'maxstack[math]')."""
+    """1 where what the completion's last \\boxed{} or \\fbox{} holds, or without one its last
+    expression, equals a field of the row, by math-verify (pip install 'maxstack[math]')."""
 
     CALL = "maxstack.rewards.mathematics:equal"
     SETTINGS = ("field",)
@@ -141,8 +149,8 @@ class JsonReward(WorkerReward):
 
 
 class NumberReward(WorkerReward):
-    """1 where the last number in the completion equals the last in a field of the row. Commas may
-    separate thousands."""
+    """1 where the last number in the completion equals the one in a field of the row, which may be
+    a fraction (3/4) or a percentage (50% is 50 and 1/2) and have commas between thousands."""
 
     CALL = "maxstack.rewards.built_in:number"
     SETTINGS = ("field",)
@@ -150,7 +158,8 @@ class NumberReward(WorkerReward):
     kind: Literal["number"]
     """The reward."""
     field: str = "answer"
-    """Field of the row."""
+    """Field of the row. Where it has ####, as GSM8K's answers do, what stands after the last one
+    counts. A row without a number, or with several (12:30), is an error."""
 
 
 class LengthReward(RewardPart):

@@ -134,6 +134,10 @@ def generate_raising(model, *words):
         ('{"prompt": 3}', "p.jsonl:1: prompt is 3, and must be text"),
         ('{"tokens": [1.5]}', "p.jsonl:1: tokens must be a list of whole numbers"),
         ('{"messages": []}', "p.jsonl:1: messages must be a list"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}',
+            r"p.jsonl:1: messages\[0\].content: a part 'image'; only text can be read",
+        ),
         ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "p.jsonl:2: id 1 is that of line 1"),
     ],
 )

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from maxstack.data.feed import Feed
 from maxstack.errors import ConfigError, DataError
@@ -182,6 +182,108 @@ def test_a_completion_has_no_template_and_ends_in_eos(tmp_path, model):
     cfg = data(tmp_path, model, [{"prompt": "1 + 2 =", "completion": " 3"}], {"kind": "chat"})
     (((inputs, targets),), _), *_ = rows(cfg)
     assert (inputs, targets) == ("1 + 2 = 3", "3 <eos>")
+
+
+@pytest.fixture(scope="module")
+def spaced(tmp_path_factory):
+    """A folder whose tokenizer joins a space to the word after it."""
+    folder = tmp_path_factory.mktemp("spaced")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: i for i, piece in enumerate([*letters, "no", "\u0120no"])}
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, [("n", "o"), ("\u0120", "no")]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<eos>"])
+    made.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+ASKED = {"prompt": "Answer: ", "completion": "no"}
+SAID = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "no"}]}
+
+
+@pytest.mark.parametrize("record", [ASKED, SAID])
+def test_an_answer_begins_where_the_prompt_ends(tmp_path, spaced, record):
+    """The joined text has one token for ` no`, whose beginning is the prompt's. As TRL and a model
+    that generates have it, the answer is `no`, and counts."""
+    row = next(Feed(data(tmp_path, spaced, [record], {"kind": "chat"}), [0], 1))
+    made = tokenizers.Tokenizer.from_file(str(spaced / "tokenizer.json"))
+    counted = row["targets"][0][row["mask"][0] > 0].tolist()
+    assert counted == made.encode("no<eos>").ids
+    inputs = row["tokens"][0][row["segments"][0] == 1].tolist()
+    assert inputs[-2:] == made.encode(" ").ids + made.encode("no").ids
+
+
+@pytest.mark.parametrize("record", [ASKED, SAID])
+def test_a_token_of_both_prompt_and_answer_is_refused_where_they_are_joined(
+    tmp_path, spaced, record
+):
+    cfg = data(tmp_path, spaced, [record], {"kind": "chat", "joined": True})
+    with pytest.raises(DataError, match="line 1: record.joined: a token holds the end .*: no"):
+        next(Feed(cfg, [0], 1))
+
+
+@pytest.mark.parametrize(
+    ("weights", "counted"),
+    [((None, 1), "3 <end> b a <end>"), ((0, None), "b a <end>"), ((1, 0), "3 <end>")],
+)
+@pytest.mark.parametrize("template", [PREFIX, MARKED])
+def test_a_message_of_weight_0_does_not_count(tmp_path, model, weights, counted, template):
+    messages = [dict(message) for message in SUM]
+    for turn, weight in zip((1, 3), weights, strict=True):
+        messages[turn] |= {"weight": weight}
+    cfg = data(tmp_path, model, [{"messages": messages}], {"kind": "chat"}, template=template)
+    (((_, targets),), _), *_ = rows(cfg)
+    assert targets == counted
+
+
+def test_a_weight_is_that_of_the_tokens(tmp_path, model):
+    messages = [SUM[0], SUM[1] | {"weight": 0.25}, SUM[2], SUM[3]]
+    cfg = data(tmp_path, model, [{"messages": messages}], {"kind": "chat"})
+    ((_, row),) = rows(cfg)
+    assert row["mask"][row["mask"] > 0].tolist() == [0.25, 0.25, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({1: {"train": False}}, "message 1: train is not read"),
+        ({0: {"weight": 1}}, "message 0: weight=1 of a message of the user"),
+        ({1: {"weight": -1}}, "message 1: weight=-1"),
+        ({1: {"weight": "no"}}, "weight='no': must be a number"),
+        ({1: {"weight": 0}, 3: {"weight": 0}}, "all messages of the assistant .* weight 0"),
+    ],
+)
+def test_what_else_says_that_a_message_is_trained_on_is_refused(tmp_path, model, changes, words):
+    messages = [message | changes.get(i, {}) for i, message in enumerate(SUM)]
+    with pytest.raises(DataError, match=words):
+        rows(data(tmp_path, model, [{"messages": messages}], {"kind": "chat"}))
+
+
+def test_keys_of_records_that_nothing_reads_are_listed(tmp_path, model):
+    records = [{"messages": SUM, "source": "a", "system": None}, {"messages": SUM, "score": 1}]
+    feed = Feed(data(tmp_path, model, records, {"kind": "chat"}), [0], 1)
+    assert [line.partition("; ")[2] for line in feed.describe()] == ["not read: source, score"]
+
+
+def test_a_prompt_that_whole_conversations_repeat_counts_once(tmp_path, model):
+    """As HuggingFaceH4/ultrafeedback_binarized has them."""
+    asked, said, other = SUM[0], SUM[1], {"role": "assistant", "content": "4"}
+    record = {"prompt": "1 + 2 =", "chosen": [asked, said], "rejected": [asked, other]}
+    cfg = data(tmp_path, model, [record], {"kind": "pairs"})
+    ((parts, _),) = rows(cfg)
+    assert parts == [
+        ("<user> 1 + 2 = <end> <assistant> 3", "3 <end>"),
+        ("<user> 1 + 2 = <end> <assistant> 4", "4 <end>"),
+    ]
+    record["rejected"] = [SUM[2], other]
+    with pytest.raises(DataError, match="rejected: holds a turn of the user that is not the prom"):
+        rows(data(tmp_path, model, [record], {"kind": "pairs"}))
 
 
 PAIR = {"prompt": "1 + 2 =", "chosen": " 3", "rejected": " 4 5"}

@@ -95,7 +95,7 @@ def server(tmp_path, monkeypatch):
     shutil.copytree(GOLDENS / "llama", folder)
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
-        json.dumps(described | {"auto_map": {"AutoModel": "modeling.Model"}})
+        json.dumps(described | {"auto_map": {"AutoModel": "modeling_llama.LlamaForCausalLM"}})
     )
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "<unk>": 3}, unk_token="<unk>")

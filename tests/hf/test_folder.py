@@ -156,16 +156,14 @@ def test_an_index_beside_a_single_file_that_it_does_not_name_is_refused(folder):
         "tf_model.h5",
     ],
 )
-def test_pickles_and_code_are_refused_unless_left_aside(folder, name):
+def test_pickles_and_code_are_never_read(folder, name):
+    """What training leaves beside the safetensors is no reason to refuse them; without these it
+    is named."""
     (folder / name).write_bytes(b"import os")
-    with pytest.raises(ConfigError, match="safetensors"):
-        Contents(folder)
-    assert Contents(folder, ignore_unsafe=True).model.layers
-
-
-def test_a_folder_that_wants_code_run_is_refused(folder):
-    config(folder, auto_map={"AutoModelForCausalLM": "modeling.Model"})
-    with pytest.raises(ConfigError, match=r"auto_map.*never runs"):
+    config(folder, auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})
+    assert Contents(folder).model.layers
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=f"only {name}, which is .*never runs"):
         Contents(folder)
 
 
@@ -188,11 +186,65 @@ def test_an_architecture_that_is_not_known_gives_the_ones_that_are(folder):
         Contents(folder)
 
 
+PUBLISHED = {
+    "SmolLM2-135M": {"rope_interleaved": False, "is_llama_config": True},
+    "of a tool": {
+        "unsloth_version": "2025.1",
+        "model_name": "a/b",
+        "total_flos": 1,
+        "device_map": 0,
+    },
+    "of tokens": {
+        "unk_token_id": 0,
+        "end_token_id": 2,
+        "pad_token": "<pad>",
+        "image_token_index": 9,
+    },
+    "of training": {
+        "gradient_checkpointing": False,
+        "output_past": True,
+        "max_sequence_length": 2048,
+        "activation_checkpointing_enabled": True,
+        "use_flash_attention": True,
+        "tensor_parallel_degree": 2,
+        "rope_dropout": 0.1,
+    },
+    "that say nothing": {
+        "qkv_bias": False,
+        "shared_expert_intermediate_size": 0,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+        "logit_scale": None,
+    },
+}
+"""Keys in config.json files of public repositories that transformers' Llama does not read."""
+
+
+@pytest.mark.parametrize("changes", PUBLISHED.values(), ids=PUBLISHED)
+def test_keys_that_change_no_output_are_passed_over(folder, changes, caplog):
+    before = Contents(folder).mapping
+    config(folder, **changes)
+    assert Contents(folder).mapping == before and not caplog.records
+
+
+def test_other_keys_that_change_no_output_are_told_once(folder, caplog):
+    config(folder, team="a", year=2025)
+    for _ in range(2):
+        Contents(folder)
+    (record,) = caplog.records
+    assert "config.json: keys that the family does not read, passed over: team" in record.message
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"hidden_act": "relu6"}, "hidden_act='relu6': not supported; supported: silu"),
         ({"clip_qkv": 8.0}, "unknown keys: clip_qkv"),
+        ({"embedding_multiplier": 12.0, "rope_interleaved": True}, "rope_interleaved=True"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling.OtherForCausalLM"}},
+            "auto_map='OtherForCausalLM' .supported: LlamaForCausalLM",
+        ),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "RoPE of type 'dynamic' is not supported",

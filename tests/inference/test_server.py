@@ -70,9 +70,10 @@ def test_the_page_is_sent_with_the_policy_that_it_asks_its_own_server_alone(serv
 
 
 def test_an_adapter_answers_by_its_name(server):
-    own = server.complete(temperature=0).choices[0].text
-    tuned = server.complete(temperature=0, model="tuned").choices[0].text
-    assert tuned != own == server.complete(temperature=0).choices[0].text
+    models = "tiny tuned tiny".split()
+    answers = [server.complete(model=model, temperature=0) for model in models]
+    own, tuned, again = (answer.choices[0].text for answer in answers)
+    assert tuned != own == again and answers[1].model == "tuned"
 
 
 def test_a_stream_joined_is_the_answer_that_is_not_streamed(server):
@@ -156,7 +157,8 @@ def test_an_answer_tells_why_it_ended(server):
     forced = {"logit_bias": {"64": 100}, "stop_token_ids": [64]}
     by_stop_token = server.complete(**forced).choices[0]
     with_it = server.complete(**forced, include_stop_str_in_output=True).choices[0]
-    assert (by_stop_token.finish_reason, by_stop_token.stop_reason) == ("stop", 64)
+    assert by_stop_token.finish_reason == "stop"
+    assert by_stop_token.stop_reason == with_it.stop_reason == 64
     assert (by_stop_token.text, with_it.text) == ("", "a")
     by_string = server.complete(guided_regex="abcdef", stop="d").choices[0]
     by_token = server.complete(guided_regex="ab").choices[0]
@@ -195,7 +197,7 @@ def test_log_probabilities_of_an_echoed_prompt_begin_with_null(server):
     found = answer.choices[0].logprobs
     assert answer.choices[0].text.startswith("Hello") and found.tokens[:5] == [*"Hello"]
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
-    assert found.text_offset[:5] == [0, 1, 2, 3, 4] and len(found.tokens) == 8
+    assert found.text_offset[:5] == [*range(5)] and len(found.tokens) == 8
     for chosen, top in zip(found.token_logprobs[5:], found.top_logprobs[5:], strict=True):
         assert chosen == max(top.values()) and len(top) == 2
 
@@ -224,7 +226,7 @@ def test_biased_tokens_are_chosen_and_barred_ones_are_not(server):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    "fields, words",
     [
         ({"max_tokenz": 3}, "max_tokenz=3: this server does not know it"),
         ({"best_of": 2}, "best_of=2: Input should be 1"),
@@ -234,6 +236,8 @@ def test_biased_tokens_are_chosen_and_barred_ones_are_not(server):
         ({"n": 0}, "n=0"),
         ({"priority": -1}, "priority=-1"),
         ({"stream": "yes"}, "stream='yes': Input should be a valid boolean"),
+        ({"min_tokens": 99}, "min_tokens: 99 is more than the 16 tokens"),
+        ({"min_tokens": 2, "guided_regex": "ab"}, "min_tokens: cannot be kept beside a grammar"),
         ({"prompt": []}, "prompt: is empty"),
         ({"prompt": [[]]}, "the prompt is empty"),
         ({"prompt": [1, 5000]}, "token 5000 is outside the model's vocabulary of 260"),
@@ -394,7 +398,7 @@ def test_calls_that_the_model_makes_are_told_from_its_text(server, stream):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    "fields, words",
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0"),

@@ -14,6 +14,8 @@ from tokenizers.models import BPE, WordPiece
 
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.data.vocabulary import train
+from maxstack.inference.request import Sampling, Token
+from maxstack.inference.server.choices import Choice
 from maxstack.inference.text import TextStream
 from maxstack.schema.data import (
     BytesTokenizer,
@@ -160,6 +162,25 @@ def test_the_text_comes_token_by_token(opened):
     ids = [tokenizer._model.token_to_id(piece) for piece in ("▁hi", "▁a", "<0xC3>", "<0xA9>", "b")]
     assert pieces(tokenizer, [], ids) == ["hi", " a", "", "é", "b", ""]
     assert pieces(tokenizer, ids[:1], ids[:1]) == [" hi", ""]
+
+
+def offsets(tokenizer, prompt, answer, echo=None, **settings):
+    stream = TextStream(tokenizer, prompt, **settings)
+    choice = Choice(tokenizer, prompt, Sampling(max_tokens=9), stream, echo=echo)
+    tokens = [*(prompt if echo is not None else []), *answer]
+    return choice.completion_logprobs([*map(Token, tokens)])["text_offset"]
+
+
+def test_offsets_count_in_the_text_that_is_returned(opened):
+    """A special token that it hides, the first space, and what completes a character."""
+    tokenizer = opened("llama")
+    pieces = ("<s>", "▁hi", "▁a", "<0xC3>", "<0xA9>", "b")
+    bos, hi, a, first, second, b = map(tokenizer._model.token_to_id, pieces)
+    assert offsets(tokenizer, [bos, hi], [a, b], echo="hi") == [0, 0, 2, 4]
+    assert offsets(tokenizer, [bos, hi], [a, b], echo="<s>hi") == [0, 3, 5, 7]
+    assert offsets(tokenizer, [bos, hi], [a, first, second, b]) == [0, 2, 2, 3]
+    assert offsets(tokenizer, [hi], [bos, a, b], shown=[bos]) == [0, 3, 5]
+    assert offsets(tokenizer, [hi], [bos, a, b]) == [0, 0, 2]
 
 
 def test_an_unfinished_character_at_the_end_is_replaced(opened):

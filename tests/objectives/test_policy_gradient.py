@@ -120,6 +120,18 @@ def test_a_penalty_comes_off_the_return_before_the_baseline_as_in_trls_rloo():
     )
 
 
+@pytest.mark.parametrize("baseline", ["mean", "others"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_teach_nothing(baseline, scale):
+    """Twelve times 10000.3, whose sum float32 rounds."""
+    made = advantages_of(
+        {"advantage": {"baseline": baseline, "scale": scale}},
+        reward=jnp.asarray(MASK * 10000.3, jnp.float32),
+        group=jnp.asarray(MASK, jnp.int32),
+    )
+    assert np.all(np.asarray(made) == 0)
+
+
 def advantages_of(section, **more):
     objective = objective_of(config(section, rollout={"epochs": 2}))
     return objective.prepare(batch(**more), jax.random.key(0))["advantages"]

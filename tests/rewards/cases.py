@@ -14,7 +14,9 @@ def function(name, /, **keys):
 
 
 def case(completion="four", **row):
-    return Case("prompt", completion, row, len(completion), False, "rows.jsonl:7")
+    return Case(
+        "prompt", completion, f"<s>{completion}", row, len(completion), False, "rows.jsonl:7"
+    )
 
 
 def marked(mark):

@@ -5,7 +5,7 @@ from rewards.cases import case
 
 from maxstack.errors import ConfigError
 from maxstack.rewards import built_in
-from maxstack.schema.rewards import ANSWER_FORM, MathReward
+from maxstack.schema.rewards import ANSWER_FORM, ExactReward, MathReward
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,12 @@ from maxstack.schema.rewards import ANSWER_FORM, MathReward
 )
 def test_exact(completion, answer, value):
     assert built_in.exact("", completion, {"answer": answer}) == value
+
+
+def test_a_reward_reads_special_tokens_where_it_asks(pool):
+    rewards = pool(ExactReward(kind="exact", special_tokens=True), ExactReward(kind="exact"))
+    outcomes = rewards.submit(case("four", answer="<s>four")).result(60)
+    assert [outcome.value for outcome in outcomes] == [1.0, 0.0]
 
 
 def test_a_missing_field_is_named():
@@ -69,6 +75,19 @@ def test_valid_json(completion, keys, value):
         ("72, or 73?", 72, 0.0),
         ("$1,234.50", 1234.5, 1.0),
         ("1,2", 2, 1.0),
+        ("3/4", "3/4", 1.0),
+        ("4/4", "3/4", 0.0),
+        ("0.75", "3/4", 1.0),
+        ("so 6 / 8", 0.75, 1.0),
+        ("1/0", 1, 0.0),
+        ("50%", "50 %", 1.0),
+        ("it is 50", "50\\%", 1.0),
+        ("0.5", "50 percent", 1.0),
+        ("0.05", "50%", 0.0),
+        ("at 12:30", 30, 0.0),
+        ("on 1/2/2024", 2024, 0.0),
+        ("3 of 2024-05-01", 1, 0.0),
+        ("72", "48/2 = <<48/2=24>>24, and 24+48 = 72\n#### 72", 1.0),
         ("-5", "-5", 1.0),
         ("\u22125", -5, 1.0),
         ("10-5", 5, 1.0),
@@ -83,9 +102,19 @@ def test_last_number(completion, answer, value):
     assert built_in.number("", completion, {"answer": answer}) == value
 
 
-def test_an_answer_without_a_number_is_an_error():
-    with pytest.raises(ValueError, match="row\\['answer'\\] is 'five', which has no number"):
-        built_in.number("", "5", {"answer": "five"})
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("five", "no number"),
+        ("12:30", "where one is meant: 12:30"),
+        ("3 or 4", "where one is meant: 3, 4"),
+        ("5 1/2", "where one is meant: 5, 1/2"),
+        ("1/0", "where one is meant: 1/0"),
+    ],
+)
+def test_an_answer_that_is_not_one_number_is_an_error(answer, said):
+    with pytest.raises(ValueError, match=f"'{answer}', which has {said}; .*`kind: math`"):
+        built_in.number("", "5", {"answer": answer})
 
 
 def test_overlong_completions_are_punished_softly():
@@ -113,6 +142,14 @@ def test_math(pool):
         ("\\boxed{5} then 6", 5): 1.0,
         ("\\boxed{5}" + " and so on " * 20 + "\\boxed{6}", 5): 0.0,
         ("\\boxed{5}" + " and so on " * 20 + "\\boxed{6}", 6): 1.0,
+        ("first \\boxed{3}, so the answer is \\boxed{2}. Done, in 7.", 2): 1.0,
+        ("first \\boxed{3}, so the answer is \\boxed{2}. Done, in 7.", 3): 0.0,
+        ("$\\boxed{3}$ or rather $\\fbox{2}$", 2): 1.0,
+        ("$\\boxed 2$ of 9", 2): 1.0,
+        ("\\boxed{\\boxed{\\frac{1}{2}}}", "so \\fbox{0.5}"): 1.0,
+        ("\\boxed{\\left\\{1, 2\\right\\}}", "\\{1,2\\}"): 1.0,
+        ("\\boxed{2} or \\boxed{3", 2): 1.0,
+        ("7 \\boxed{}", 7): 0.0,
         ("nothing", 5): 0.0,
         ("\\boxed{9^{9^{9^9}}}", 5): 0.0,
     }

@@ -24,6 +24,7 @@ LLAMA = Family(
     decoder(),
     alike(attention(Rope(), window=None, **BIASED), gated(bias=Key("mlp_bias", False))),
     LLAMA_ROWS,
+    fixed={"rope_interleaved": False, "is_llama_config": True},
     silent=("pretraining_tp",),
 )
 

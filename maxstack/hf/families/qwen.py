@@ -94,7 +94,7 @@ QWEN3_MOE = Family(
         Sparse(),
     ),
     LLAMA_ROWS + EXPERTS,
-    fixed={"use_sliding_window": False},
+    fixed={"use_sliding_window": False, "use_qk_norm": True},
     silent="intermediate_size max_window_layers sliding_window".split(),
 )
 

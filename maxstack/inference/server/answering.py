@@ -56,7 +56,7 @@ async def answer(
     state, body = state_of(request), await read_body(request, kind)
     state.service.check()
     asks, choices = await asyncio.to_thread(asked, state, body)
-    answers, writer = state.service.submit(asks), written(state.name, body, choices)
+    answers, writer = state.service.submit(asks), written(body.model or state.name, body, choices)
     if writer.body.stream:
         return EventStream(answers, writer.events(answers))
     return await whole(request, answers, writer.whole(answers))

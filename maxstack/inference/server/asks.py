@@ -15,7 +15,7 @@ from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import Conversation, Prompts, Sampled, Structure, Tool
 from maxstack.inference.server.state import State
 from maxstack.inference.service import Ask
-from maxstack.inference.text import TextStream
+from maxstack.inference.text import TextStream, answer_text
 from maxstack.inference.tools import ToolFormat, ToolStream, marker_tokens
 
 
@@ -60,8 +60,7 @@ def encode(state: State, text: str, special: bool = True) -> list[int]:
 
 def decode(state: State, tokens: Sequence[int]) -> str:
     """The text of tokens, in which special ones are spelt out: `encode` makes them of it again."""
-    stream = TextStream(state.tokenizer, shown={*state.tokenizer.special})
-    return "".join(map(stream.feed, tokens)) + stream.flush()
+    return answer_text(state.tokenizer, (), tokens, {*state.tokenizer.special})
 
 
 def encode_messages(
@@ -95,6 +94,13 @@ def asks_of(
         raise Refusal(400, f"stop: {state.name} has no tokenizer; use stop_token_ids", param="stop")
     state.service.check(len(prompts) * body.n)
     grammar = _grammar(state, body, wish.schema)
+    if grammar is not None and body.min_tokens:
+        raise Refusal(
+            400,
+            "min_tokens: cannot be kept beside a grammar, which may allow only the end; give one "
+            "of them",
+            param="min_tokens",
+        )
     adapter = state.adapter_of(body.model)
     asks, choices = [], []
     for prompt in prompts:
@@ -143,9 +149,17 @@ def _sampling(state: State, body: Sampled, prompt: Sequence[int], wish: Wish) ->
                 param=name,
             )
     rest = state.served.engine.max_length - len(prompt)
+    most = rest if wish.max_tokens is None else wish.max_tokens
+    if body.min_tokens > most:
+        raise Refusal(
+            400,
+            f"min_tokens: {body.min_tokens} is more than the {most} tokens that the answer may "
+            "have; ask for fewer, or raise max_tokens",
+            param="min_tokens",
+        )
     own = frozenset() if body.ignore_eos else state.served.stop_tokens
     return Sampling(
-        max_tokens=max(1, rest if wish.max_tokens is None else wish.max_tokens),
+        max_tokens=max(1, most),
         temperature=body.temperature,
         top_k=max(0, body.top_k),
         top_p=body.top_p,

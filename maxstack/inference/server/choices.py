@@ -1,6 +1,5 @@
 """The text and the log-probabilities of an answer, while its tokens arrive."""
 
-import codecs
 import dataclasses
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -61,8 +60,10 @@ class Choice:
         self._stream, self._own_stops, self._shows_stop = stream, own_stops, shows_stop
         self._echo, self._empty = echo, empty
         self._tools, self._parallel = tools, parallel
-        self._characters = codecs.getincrementaldecoder("utf-8")("ignore")
-        self._offset = 0
+        self._echoed, self._offset, self._reader = echo or "", 0, None
+        if tokenizer and stream:
+            before = prompt if echo is None else ()
+            self._reader = TextStream(tokenizer, before, shown=stream.shown)
 
     def feed(self, output: Output) -> Delta:
         """The growth of the answer by the progress of its request."""
@@ -98,12 +99,12 @@ class Choice:
         return delta
 
     def _fed(self, token: Token, finish: str | None) -> Delta:
-        hidden = finish == "stop" and token.token in self.sampling.stop_tokens
-        if hidden and not self._shows_stop:
-            own = token.token in self._own_stops
-            return Delta(tokens=(token,), stopped=None if own else token.token)
-        text = self._stream.feed(token.token) if self._stream else ""
-        return self._ended(text, None) + Delta(tokens=(token,))
+        ends = finish == "stop" and token.token in self.sampling.stop_tokens
+        stopped = token.token if ends and token.token not in self._own_stops else None
+        text = ""
+        if self._stream and (self._shows_stop or not ends):
+            text = self._stream.feed(token.token)
+        return self._ended(text, None) + Delta(tokens=(token,), stopped=stopped)
 
     def _ended(self, text: str, finish: str | None) -> Delta:
         """The text, with the end that a stop string in it brings."""
@@ -129,17 +130,27 @@ class Choice:
 
     def completion_logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         """As /v1/completions has them: a token whose text another one has too counts once, with the
-        larger probability."""
+        larger probability. Offsets are characters of the text that is returned, in which a special
+        token may be hidden and a token's first space stripped."""
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
-            self._offset += len(self._characters.decode(self.token_bytes(token.token)))
+            self._offset += self._length(token.token)
         return {
             "tokens": [self.token_text(token.token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
             "text_offset": offsets,
         }
+
+    def _length(self, token: int) -> int:
+        """Characters that the next token adds to the text."""
+        if self._reader is None or self.tokenizer is None:
+            return 0
+        spelt = self.tokenizer.special.get(token)
+        if spelt and self._echoed.startswith(spelt, self._offset):
+            return len(spelt)
+        return len(self._reader.grow(token))
 
     def chat_logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         """As /v1/chat/completions has them."""
