@@ -5,7 +5,7 @@ Of these only the arguments are tried: what needs torch, transformers, diffusers
 oracle, oracle_trl, oracle_vision, torch_*, post_trl, trl_sort with bench_rl; `make oracle` runs
 them), another package (make_jobset_schema: kubeflow;
 record_xpk_options: xpk), or hours (drills; tests/drills runs each). bench_gpu with its worker,
-plot_performance, generate_docs and make_optax_signatures have tests of their own.
+plot_performance, generate_docs, check_configs and make_optax_signatures have tests of their own.
 """
 
 import json
