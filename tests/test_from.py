@@ -77,7 +77,10 @@ def test_a_folder_replaces_the_model_of_an_extended_file_and_keeps_what_is_given
             ),
             "did you mean LlamaForCausalLM",
         ),
-        (lambda folder: (folder / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            "only pytorch_model.bin, which is pickled weights",
+        ),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_named(here, change, says, capsys):
@@ -255,8 +258,8 @@ def test_a_folder_that_changes_between_two_starts_is_read_again(here):
         json.dumps(described | {"rms_norm_eps": 2e-5})
     )
     assert load("runs/mine.yml").model.norm.eps == 2e-5
-    (here / "runs" / "llama" / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match="pytorch_model.bin is pickled weights"):
+    (here / "runs" / "llama" / "config.json").write_text(json.dumps(described | {"clip_qkv": 8}))
+    with pytest.raises(ConfigError, match="unknown keys: clip_qkv"):
         load("runs/mine.yml")
 
 
