@@ -90,6 +90,12 @@ def test_a_folder_that_cannot_be_used_is_named(here, change, says, capsys):
     assert says in error and "Traceback" not in error
 
 
+def test_an_absolute_path_is_kept_so_that_the_run_opens_from_any_folder(here):
+    folder = str(here / "runs" / "llama")
+    assert load("runs/mine.yml", [f"model.from={folder}"]).model.weights == folder
+    assert load("runs/mine.yml", ["model.from=runs/llama"]).model.weights == "runs/llama"
+
+
 def test_a_run_starts_from_the_weights_on_any_mesh(here):
     cfg = load("runs/mine.yml", ["mesh.fsdp=2", "mesh.tensor=2", "train.batch_size=8"])
     alone = parity.loaded(

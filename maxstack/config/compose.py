@@ -252,8 +252,9 @@ class _Composer:
                 f"{name.where}: {section}.from: preset and from both say what the "
                 f"{section} is; give one"
             )
+        path = text if os.path.isabs(text) else shown(storage.join(folder, text))
         try:
-            source, content = self._readers[section](shown(storage.join(folder, text)), text)
+            source, content = self._readers[section](path, text)
         except ConfigError as error:
             raise ConfigError(f"{name.where}: {section}.from: {error}") from error
         return Node(

@@ -251,8 +251,14 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return changed
 
 
-def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = dict(call["function"])
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not {"name", "arguments"} <= function.keys():
+        raise DataError(
+            f"{where}.tool_calls: {quoted(call)} is no call; wanted: "
+            '{"function": {"name": ..., "arguments": ...}}'
+        )
+    function = dict(function)
     where = f"{where}.tool_calls: arguments of {quoted(function['name'])}"
     if isinstance(function["arguments"], str):
         function["arguments"] = parse((function["arguments"] or "{}").encode(), where)

@@ -138,6 +138,10 @@ def generate_raising(model, *words):
             '{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}',
             r"p.jsonl:1: messages\[0\].content: a part 'image'; only text can be read",
         ),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"name": "add"}]}]}',
+            r"p.jsonl:1: messages\[0\].tool_calls: .* is no call; wanted",
+        ),
         ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "p.jsonl:2: id 1 is that of line 1"),
     ],
 )
