@@ -231,6 +231,12 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
             "lora: the base is random: neither model.from nor checkpoint.restore gives "
             "its weights, and adapters alone are trained"
         )
+    if cfg.lora and cfg.lora.adapter and getattr(cfg.objective, "reference", "") == "adapter_off":
+        log.say(
+            "objective.reference=adapter_off: compares with the model without an adapter, and not "
+            f"with what the run begins with by lora.adapter={cfg.lora.adapter}; "
+            "objective.reference=start does"
+        )
     if (
         begins
         and cfg.model.weights

@@ -1,10 +1,12 @@
 """Start before the first step: where it needs more than one process, and what is said of the
 run."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -124,6 +126,19 @@ ALL, TABLES, NORMS = (
     2 * tiny.VOCAB * 32,
     7 * 32,
 )
+
+
+@pytest.mark.slow
+def test_a_reference_without_the_adapter_that_the_run_begins_with_is_told():
+    objective = {"kind": "preference", "reference": "adapter_off"}
+    run = tiny.make_run(
+        tiny.config(model=tiny.model(**tiny.ONE_KIND), lora={"rank": 2}, objective=objective)
+    )
+    for adapter, told in ((None, False), ("mine", True)):
+        cfg, said = run.cfg, []
+        cfg = cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"adapter": adapter})})
+        startup.introduce(dataclasses.replace(run, cfg=cfg), [], SimpleNamespace(say=said.append))
+        assert any("begins with by lora.adapter=mine" in line for line in said) == told
 
 
 @pytest.mark.parametrize(
