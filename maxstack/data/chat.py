@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CONFIG, JINJA, JSON = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
+FURTHER = "additional_chat_templates"
+"""Folder of templates beside the default one, each named as its file."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of templates where a model has several."""
 LARGEST = 1 << 25
@@ -157,14 +159,17 @@ def read_chat_template(
     config = special_tokens(beside)
     tokens = {name: text for name in NAMED if (text := content(config.get(name))) is not None}
     tokens = {**(named or {}), **tokens}
-    path = Path(file) if file else beside / JINJA
-    if file or path.is_file():
-        return ChatTemplate({DEFAULT: _text(path)}, tokens, str(path))
-    for name in (JSON, CONFIG):
+    if file:
+        return ChatTemplate({DEFAULT: _text(Path(file))}, tokens, str(file))
+    further = {path.stem: _text(path) for path in sorted((beside / FURTHER).glob("*.jinja"))}
+    path = beside / JINJA
+    if path.is_file():
+        return ChatTemplate({**further, DEFAULT: _text(path)}, tokens, str(path))
+    for name in (CONFIG, JSON):  # of which AutoTokenizer reads the first alone
         path = beside / name
         template = read(path).get("chat_template")
         if template is not None:
-            return ChatTemplate(_named(template, path), tokens, str(path))
+            return ChatTemplate({**_named(template, path), **further}, tokens, str(path))
     raise ConfigError(
         f"{folder}: has no chat template, neither {JINJA}, nor chat_template in {JSON} or "
         f"{CONFIG}; {remedy or ASKED}"

@@ -132,6 +132,23 @@ def test_conversations_with_tools_use_the_template_for_them(tmp_path):
     assert template.render(HELLO, tools=[{"name": "f"}]) == "tools"
 
 
+def test_further_templates_are_files_beside_the_default_one(tmp_path):
+    """As transformers' save_pretrained writes them."""
+    write(tmp_path, "chat_template.jinja", "plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    write(tmp_path / "additional_chat_templates", "tool_use.jinja", "tools")
+    template = read_chat_template(tmp_path)
+    assert template.render(HELLO) == "plain"
+    assert template.render(HELLO, tools=[{"name": "f"}]) == "tools"
+
+
+def test_a_tokenizers_template_comes_before_a_processors(tmp_path):
+    """Of which AutoTokenizer reads the first alone."""
+    write(tmp_path, "tokenizer_config.json", {"chat_template": "tokenizer"})
+    write(tmp_path, "chat_template.json", {"chat_template": "processor"})
+    assert read_chat_template(tmp_path).render(HELLO) == "tokenizer"
+
+
 @pytest.mark.parametrize(
     "config, error, words",
     [
