@@ -35,6 +35,18 @@ NAMED_TEMPLATES = Path(__file__).parent / "templates"
 BEGIN, END = "generation_begins", "generation_ends"
 """Variables of a template that are written before and after what is trained on."""
 MARKER = re.compile(r"\{%[-+]?\s*generation\b")
+PROBE = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "abcdefghi",
+            "type": "function",
+            "function": {"name": "f", "arguments": {"a": "b"}},
+        }
+    ],
+}
+"""A message with a call, by which it is found how a template takes its arguments."""
 Span = tuple[int, int]
 ASKED = (
     "give one: --chat-template FILE, or ask for completions of text: /v1/completions, or generate "
@@ -59,6 +71,7 @@ class ChatTemplate:
             )
         self.sources, self.where = sources, where
         self.tokens = tokens
+        self._wants_text: dict[str, bool] = {}
         self._templates = {name: self._parsed(text) for name, text in sources.items()}
 
     def render(
@@ -72,6 +85,32 @@ class ChatTemplate:
         `extra`, further variables, are plain JSON. DataError for what the template refuses, and
         for a template that does what the sandbox refuses."""
         name = self._name(tools)
+        if any(message.get("tool_calls") for message in messages) and self._reads_text(name):
+            messages = [_with_text_arguments(message) for message in messages]
+        return self._rendered(name, messages, tools, add_generation_prompt, **extra)
+
+    def _reads_text(self, name: str) -> bool:
+        """True for a template that takes the arguments of a tool's call as JSON text, as DeepSeek's
+        do, which put it together with other text, and not as an object."""
+        if name not in self._wants_text:
+            works = []
+            for call in (PROBE, _with_text_arguments(PROBE)):
+                try:
+                    self._rendered(name, [{"role": "user", "content": "a"}, call], None, False)
+                    works.append(True)
+                except DataError:
+                    works.append(False)
+            self._wants_text[name] = works == [False, True]
+        return self._wants_text[name]
+
+    def _rendered(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        **extra: Any,
+    ) -> str:
         variables = {
             "messages": messages,
             "tools": tools,
@@ -270,6 +309,15 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function["arguments"], dict):
         raise DataError(f"{where}: are no JSON object")
     return {**call, "function": function}
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON text."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, **({"tool_calls": calls} if calls else {})}
 
 
 def _named(template: Any, path: Path) -> dict[str, str]:

@@ -132,6 +132,25 @@ def test_conversations_with_tools_use_the_template_for_them(tmp_path):
     assert template.render(HELLO, tools=[{"name": "f"}]) == "tools"
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        "{{ call.function.name + ' ' + call.function.arguments }}",
+        "{{ call.function.name }} {{ call.function.arguments | tojson }}",
+        "{{ call.function.name }} {% if call.function.arguments is string %}no"
+        "{% else %}{{ call.function.arguments | tojson }}{% endif %}",
+    ],
+    ids=["DeepSeek V3", "Hermes", "Qwen3"],
+)
+def test_arguments_of_calls_reach_a_template_in_the_form_that_it_takes(tmp_path, written):
+    calls = "{% for call in message.tool_calls %}" + written + "{% endfor %}"
+    source = "{% for message in messages %}" + calls + "{% endfor %}"
+    write(tmp_path, "tokenizer_config.json", {"chat_template": source})
+    call = {"function": {"name": "add", "arguments": {"a": "ä"}}}
+    said = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert read_chat_template(tmp_path).render(said) == 'add {"a": "ä"}'
+
+
 def test_further_templates_are_files_beside_the_default_one(tmp_path):
     """As transformers' save_pretrained writes them."""
     write(tmp_path, "chat_template.jinja", "plain")
