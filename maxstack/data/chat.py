@@ -35,6 +35,9 @@ NAMED_TEMPLATES = Path(__file__).parent / "templates"
 BEGIN, END = "generation_begins", "generation_ends"
 """Variables of a template that are written before and after what is trained on."""
 MARKER = re.compile(r"\{%[-+]?\s*generation\b")
+THOUGHT = "reasoning_content", "thinking", "reasoning"
+"""Names that a message's thought has in data; templates read the first, gpt-oss's the second
+(transformers 5.24, utils/chat_template_utils.py)."""
 PROBE = {
     "role": "assistant",
     "content": "",
@@ -276,8 +279,9 @@ def encode_chat(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages of OpenAI's API as templates take them: parts of content as one text, a line each,
-    and arguments of tool calls as objects. DataError for parts that are no text, and for arguments
-    that are no JSON object."""
+    arguments of tool calls as objects, and a thought by whichever of its names it has under those
+    that templates read. DataError for parts that are no text, and for arguments that are no JSON
+    object."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -290,6 +294,10 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
                 kind = part.get("type") if isinstance(part, dict) else part
                 raise DataError(f"{where}.content: a part {quoted(kind)}; only text can be read")
         changed["content"] = "\n".join(part["text"] for part in parts)
+    thoughts = [message[name] for name in THOUGHT if message.get(name) is not None]
+    if thoughts:
+        changed["reasoning_content"] = thoughts[0]
+        changed.setdefault("thinking", thoughts[0])
     if message.get("tool_calls"):
         changed["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
     return changed

@@ -151,6 +151,14 @@ def test_arguments_of_calls_reach_a_template_in_the_form_that_it_takes(tmp_path,
     assert read_chat_template(tmp_path).render(said) == 'add {"a": "ä"}'
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_a_thought_reaches_templates_by_any_of_its_names(name):
+    (made,) = chat.template_messages([{"role": "assistant", "content": "b", name: "a"}])
+    assert (made["reasoning_content"], made["thinking"]) == ("a", "a")
+    (both,) = chat.template_messages([{"reasoning_content": "a", "thinking": "b"}])
+    assert (both["reasoning_content"], both["thinking"]) == ("a", "b")
+
+
 def test_further_templates_are_files_beside_the_default_one(tmp_path):
     """As transformers' save_pretrained writes them."""
     write(tmp_path, "chat_template.jinja", "plain")
