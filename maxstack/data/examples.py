@@ -176,10 +176,7 @@ class Examples:
 
     @functools.cached_property
     def _completions(self) -> Tokenizer:
-        """The tokenizer of what goes on from a prompt, without BOS."""
-        cfg = self._cfg.tokenizer
-        none = None if cfg.kind == "huggingface" else False
-        return open_tokenizer(cfg.model_copy(update={"bos": none}))
+        return open_prompt_tokenizer(self._cfg.tokenizer, bos=False, eos=True)
 
     def _conversation(self, given: Conversation, train: str) -> list[Segment]:
         turns = {
@@ -198,7 +195,8 @@ class Examples:
             text = self._template.render(given.messages, given.tools, add_generation_prompt=False)
             return [self._tokens(text, {(0, len(text)): 1.0}, check=False)]
         if train == "last":
-            turns = dict([[*turns.items()][-1]])
+            last = max(turns)
+            turns = {last: turns[last]}
         turns = {turn: weight for turn, weight in turns.items() if weight}
         if not turns:
             raise DataError(
@@ -248,11 +246,13 @@ class Examples:
                 at = next(
                     (i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), 0
                 )
-                each = "set record.train=each, which gives each answer a row of its own, or "
+                each = ""
+                if self._train != "each":
+                    each = "set record.train=each, which gives each answer a row of its own, or "
                 raise DataError(
                     f"{self._template.where}: the template writes the {what} message {turn} "
                     f"otherwise than in the whole conversation, from {quoted(part[at : at + 30])} "
-                    f"on, so it is not known what is trained on; {each * (self._train != 'each')}"
+                    f"on, so it is not known what is trained on; {each}"
                     "mark answers in the template with {% generation %} and {% endgeneration %}"
                 )
         return len(prompt), len(whole)
@@ -265,10 +265,10 @@ class Examples:
         segment = Segment(ids, {"mask": mask})
         for (first, after), weight in spans.items():
             begin, end = len(text[:first].encode()), len(text[:after].encode())
-            mask[(tokens[:, 0] >= begin) & (tokens[:, 1] <= end)] = weight
+            inside = np.flatnonzero((tokens[:, 0] >= begin) & (tokens[:, 1] <= end))
+            mask[inside] = weight
             if not check:
                 continue
-            inside = np.flatnonzero((tokens[:, 0] >= begin) & (tokens[:, 1] <= end))
             last = len(inside)
             while last and not written[slice(*tokens[inside[last - 1]])].strip():
                 last -= 1  # white space after the end of a turn is never generated

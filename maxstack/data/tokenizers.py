@@ -337,12 +337,14 @@ def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     return SentencePiece(cfg) if isinstance(cfg, SentencePieceTokenizer) else HuggingFace(cfg)
 
 
-def open_prompt_tokenizer(cfg: TokenizerConfig, bos: bool = True) -> Tokenizer:
-    """The tokenizer of a configuration, without EOS, and with BOS as it says or not at all: it
-    encodes texts that a model goes on from, or scores."""
+def open_prompt_tokenizer(cfg: TokenizerConfig, bos: bool = True, eos: bool = False) -> Tokenizer:
+    """The tokenizer of a configuration, with BOS and EOS as it says or not at all: by default it
+    encodes texts that a model goes on from, or scores, and without BOS what goes on from them."""
     none = None if cfg.kind == "huggingface" else False
-    changes = {"eos": none} if bos else {"eos": none, "bos": none}
-    return open_tokenizer(cfg.model_copy(update=changes))
+    wanted = {"bos": bos, "eos": eos}
+    return open_tokenizer(
+        cfg.model_copy(update={k: none for k, keep in wanted.items() if not keep})
+    )
 
 
 def tokens_of(

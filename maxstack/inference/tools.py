@@ -74,9 +74,9 @@ def marker_tokens(tokenizer: Tokenizer, form: ToolFormat) -> set[int]:
     return {token for token, written in special if written in (form.begin, form.end)}
 
 
-def read_calls(form: ToolFormat, text: str, seed: int = 0) -> list[ToolCall]:
-    """The calls in the text of a whole answer."""
-    stream = ToolStream(form, random.Random(seed))
+def read_calls(form: ToolFormat, text: str) -> list[ToolCall]:
+    """The calls in the text of a whole answer, with the same ids each time."""
+    stream = ToolStream(form, random.Random(0))
     return [*stream.feed(text)[1], *stream.flush()[1]]
 
 

@@ -1,6 +1,7 @@
 """The text and the log-probabilities of an answer, while its tokens arrive."""
 
 import dataclasses
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -60,10 +61,7 @@ class Choice:
         self._stream, self._own_stops, self._shows_stop = stream, own_stops, shows_stop
         self._echo, self._empty = echo, empty
         self._tools, self._parallel = tools, parallel
-        self._echoed, self._offset, self._reader = echo or "", 0, None
-        if tokenizer and stream:
-            before = prompt if echo is None else ()
-            self._reader = TextStream(tokenizer, before, shown=stream.shown)
+        self._echoed, self._offset = echo, 0
 
     def feed(self, output: Output) -> Delta:
         """The growth of the answer by the progress of its request."""
@@ -148,9 +146,17 @@ class Choice:
         if self._reader is None or self.tokenizer is None:
             return 0
         spelt = self.tokenizer.special.get(token)
-        if spelt and self._echoed.startswith(spelt, self._offset):
+        if spelt and self._echoed and self._echoed.startswith(spelt, self._offset):
             return len(spelt)
         return len(self._reader.grow(token))
+
+    @functools.cached_property
+    def _reader(self) -> TextStream | None:
+        """Reads what offsets count, which few requests ask for."""
+        if self.tokenizer is None or self._stream is None:
+            return None
+        before = self.prompt if self._echoed is None else ()
+        return TextStream(self.tokenizer, before, shown=self._stream.shown)
 
     def chat_logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
         """As /v1/chat/completions has them."""
