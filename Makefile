@@ -33,6 +33,7 @@ drills: .venv/test-installed
 
 oracle: .venv-oracle/installed .venv-xpk/installed
 	.venv-oracle/bin/python scripts/oracle.py
+	.venv-oracle/bin/python scripts/make_absent_goldens.py --check
 	.venv-oracle/bin/python scripts/make_trl_goldens.py --check
 	.venv-oracle/bin/python scripts/oracle_trl.py
 	.venv-oracle/bin/python scripts/oracle_vision.py

@@ -77,6 +77,12 @@ ALLOW_NONFINITE = argument(
     action="store_true",
     help="take NaN and infinities among weights, instead of refusing them",
 )
+WEIGHTS = argument(
+    "--weights",
+    choices=("evaluated", "train", "average"),
+    help="of a run: those that training evaluates, those that it moves, or their moving average "
+    "(default: evaluated)",
+)
 BATCH_SIZE = argument("--batch-size", type=positive, default=8, help="rows at a time (default: 8)")
 JSON = argument("--json", metavar="FILE", help="write all of it to FILE too, in full precision")
 
@@ -159,8 +165,11 @@ def load_config(args: argparse.Namespace) -> "Config":
 
 
 def model_overrides(args: argparse.Namespace) -> list[str]:
-    """OVERRIDES of a MODEL, with what ALLOW_NONFINITE means."""
-    return [*args.overrides, *["checkpoint.allow_nonfinite=true"] * args.allow_nonfinite]
+    """OVERRIDES of a MODEL, with what ALLOW_NONFINITE and WEIGHTS mean."""
+    said = ["checkpoint.allow_nonfinite=true"] * args.allow_nonfinite
+    if args.weights:
+        said.append(f"checkpoint.weights={args.weights}")
+    return [*args.overrides, *said]
 
 
 def check_writable(option: str, file: str | None) -> None:

@@ -1,6 +1,7 @@
 """The weights that a run starts from: those of a Hugging Face folder, or of another run."""
 
 import functools
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ from maxstack.state import flat
 if TYPE_CHECKING:
     from maxstack.run import Run
     from maxstack.schema.config import Config
+
+log = logging.getLogger(__name__)
 
 
 def check(run: "Run") -> None:
@@ -104,7 +107,10 @@ def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
     cfg = load(own / "config.yml", ["run.virtual_devices=null"])
     _check_shapes(run, folder, cfg)
     source, wanted = _source(run, cfg), run.weights.original
-    leaves = WeightsReader(Path(folder)).load(source.weights.shapes, source.weights.sources)
+    reader = WeightsReader(Path(folder))
+    if words := reader.choose(run.cfg.checkpoint.weights, cfg.optimizer.ema):
+        log.info("%s: %s", folder, words)
+    leaves = reader.load(source.weights.shapes, source.weights.sources)
     fresh, _ = run.cfg.model.exchanged(cfg.model)
     for path in (wanted.keys() & source.weights.original.keys()) - fresh:
         of_path = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{path}/")}

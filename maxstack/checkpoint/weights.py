@@ -4,11 +4,10 @@ one at a time or into shards."""
 import itertools
 import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -18,12 +17,23 @@ from orbax.checkpoint import v1 as ocp
 from maxstack.checkpoint import manifest
 from maxstack.errors import ConfigError
 
+if TYPE_CHECKING:
+    from maxstack.schema.optimizer import EmaConfig
+
 Index = tuple[slice, ...]
 Made = Callable[[Iterable[tuple[str, jax.Array]]], dict[str, jax.Array]]
 PREFIX = "params/"
-AVERAGE = re.compile(r"opt/(?:.*/)?average/(.*)")
-"""Key of a weight's moving average."""
 CHUNK = 64 << 20
+Choice = Literal["evaluated", "train", "average"]
+BESIDE = {"average": "steps", "slow": "steps_since_sync", "z": "weight_sum"}
+"""Field of an optimizer's state that holds weights -> a field beside it, by which it is told from a
+weight of that name: WeightEmaState and LookaheadState of optim.wrappers, optax's ScheduleFreeState.
+"""
+WORDS = {
+    "average": "the moving average of the weights (optimizer.ema)",
+    "slow": "the slow weights of lookahead",
+    "z": "the averaged weights of schedule-free",
+}
 
 
 class WeightsWriter:
@@ -98,8 +108,7 @@ class WeightsReader:
     """The weights of a checkpoint's step, whatever else it holds; ConfigError where its files were
     lost or changed."""
 
-    def __init__(self, path: Path, average: bool = False):
-        """`average`: their moving averages, where the optimizer's state holds some."""
+    def __init__(self, path: Path):
         folder, self.step = step_of(path, f"{path}:")
         self._path = folder / f"{self.step}"
         if damages := list(manifest.damages(self._path)):
@@ -108,17 +117,55 @@ class WeightsReader:
             )
         parts = ocp.checkpointables_metadata(self._path).metadata
         self.weights_only = "meta" not in parts
+        self._state = parts["state"]
         self._keys = {
-            key.removeprefix(PREFIX): key for key in parts["state"] if key.startswith(PREFIX)
+            key.removeprefix(PREFIX): key for key in self._state if key.startswith(PREFIX)
         }
-        if average:
-            found = (AVERAGE.fullmatch(key) for key in parts["state"])
-            self._keys |= {names[1]: names[0] for names in found if names}
-        self._leaves = {path: parts["state"][key] for path, key in self._keys.items()}
+        self._between: dict[str, tuple[str, float]] = {}
+        """Path -> key of Schedule-Free's z, and b1: its weights are (y - (1 - b1) z) / b1."""
+        self._leaves = {path: self._state[key] for path, key in self._keys.items()}
         self.shapes: dict[str, tuple[int, ...]] = {
             path: tuple(leaf.shape) for path, leaf in self._leaves.items()
         }
         """Path -> shape."""
+
+    def choose(self, choice: Choice, ema: "EmaConfig | None") -> str:
+        """Read from now on the weights that training evaluates (`optim.eval_params`), the `train`
+        ones that it moves, or their moving `average`; what they are in words, empty for those that
+        it moves. ConfigError where there is no average."""
+        kept = {field: self._kept(field) for field in BESIDE}
+        if choice == "average" and not kept["average"]:
+            raise ConfigError(
+                f"{self._path}: holds no moving average (optimizer.ema); take other weights"
+            )
+        if choice == "train":
+            return ""
+        averaged = choice == "average" or (ema and ema.eval and kept["average"])
+        wanted = ("average",) if averaged else ("slow", "z")
+        said = [field for field in wanted if kept[field]]
+        for field in said:
+            for path, (key, base) in kept[field].items():
+                if field == "z":
+                    b1 = float(self._read(f"{base}b1", np.empty((), np.float32)))
+                    self._between[path] = key, b1
+                else:
+                    self._keys[path] = key
+        return " and ".join(WORDS[field] for field in said)
+
+    def _kept(self, field: str) -> dict[str, tuple[str, str]]:
+        """Path -> key of what the optimizer's state keeps of a weight, and the key's beginning."""
+        beside = f"/{BESIDE[field]}"
+        bases = [
+            key.removesuffix(beside[1:])
+            for key in self._state
+            if key.startswith("opt/") and key.endswith(beside)
+        ]
+        return {
+            key.removeprefix(f"{base}{field}/"): (key, base)
+            for base in bases
+            for key in self._state
+            if key.startswith(f"{base}{field}/")
+        }
 
     def config(self) -> dict[str, Any] | None:
         """The configuration of the run that wrote the checkpoint; None in one of weights alone."""
@@ -168,10 +215,20 @@ class WeightsReader:
         raise ConfigError(text)
 
     def _load(self, path: str, wanted: Any) -> Any:
+        if path not in self._between:
+            return self._read(self._keys[path], wanted)
+        key, b1 = self._between[path]
+        if isinstance(wanted, np.ndarray):
+            wide: Any = np.empty(wanted.shape, np.float32)
+        else:
+            wide = jax.ShapeDtypeStruct(wanted.shape, np.float32, sharding=wanted.sharding)
+        y, z = self._read(self._keys[path], wide), self._read(key, wide)
+        return ((y - (1.0 - b1) * z) / b1).astype(wanted.dtype)
+
+    def _read(self, key: str, wanted: Any) -> Any:
         context = ocp.Context()
         context.pytree.loading.partial_load = True
         with context:
-            key = self._keys[path]
             return ocp.load_checkpointables(self._path, {"state": {key: wanted}})["state"][key]
 
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from maxstack.command import ALLOW_NONFINITE, OVERRIDES, argument, command, local_folder
+from maxstack.command import ALLOW_NONFINITE, OVERRIDES, WEIGHTS, argument, command, local_folder
 from maxstack.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from maxstack.checkpoint.weights import WeightsReader
+    from maxstack.checkpoint.weights import Choice, WeightsReader
     from maxstack.hf.contents import Contents
     from maxstack.hf.exported import Answers
     from maxstack.schema.config import Config
@@ -118,11 +118,7 @@ def import_model(args: Namespace) -> None:
         help="bytes of a safetensors file at most (default: 5GB)",
     ),
     ARCHITECTURE,
-    argument(
-        "--average",
-        action="store_true",
-        help="the moving average of the weights (optimizer.ema) in place of themselves",
-    ),
+    WEIGHTS,
     on_cpu=True,
 )
 def export_model(args: Namespace) -> None:
@@ -131,7 +127,7 @@ def export_model(args: Namespace) -> None:
     from maxstack.hf.exported import shard_bytes
 
     size = shard_bytes(args.shard_size)
-    write_folder(args.run, args.out, args.dtype, size, args.architecture, args.average)
+    write_folder(args.run, args.out, args.dtype, size, args.architecture, args.weights)
 
 
 def write_folder(
@@ -140,10 +136,10 @@ def write_folder(
     dtype: str | None = None,
     shard_size: int = 5 * 10**9,
     architecture: str | None = None,
-    average: bool = False,
+    weights: "Choice | None" = None,
 ) -> None:
     """Export a run or checkpoint into a new folder, with a progress bar. `shard_size`: bytes of a
-    file at most; `average`: the weights' moving average."""
+    file at most."""
     if not run.is_dir():
         raise ConfigError(
             f"{run}: no such folder; give a run's folder, or one step inside its checkpoints folder"
@@ -156,12 +152,10 @@ def write_folder(
     from maxstack.hf.exported import export
     from maxstack.schema.config import Config
 
-    reader = WeightsReader(run, average)
+    reader = WeightsReader(run)
     data = configured(run, reader)
-    kept = bool(data.get("optimizer", {}).get("ema"))
-    if average and not kept:
-        raise ConfigError("--average: the run has no optimizer.ema; leave it out")
-    model = Config.model_validate(data).model
+    cfg = Config.model_validate(data)
+    model, words = cfg.model, reader.choose(weights or "evaluated", cfg.optimizer.ema)
     treated = data.get("lora") or data["quantization"]["rules"]
     shapes, read = _untreated(data, reader) if treated else (reader.shapes, reader.read)
     total = sum(map(math.prod, shapes.values()))
@@ -182,8 +176,8 @@ def write_folder(
             done=bar.update,
         )
     left = ", without the estimate of rewards" if VALUE in shapes else ""
-    if kept:
-        left += ", the moving average" if average else "; --average gives their moving average"
+    if words:
+        left += f", {words}"
     if model.tokens is None and not any((out / name).exists() for name in TOKENIZER):
         left += "; no tokenizer: the run has none that a folder can hold"
     print(f"{run} step {reader.step} -> {out}: {family.architecture}{left}")

@@ -11,6 +11,7 @@ from maxstack.command import (
     JSON,
     MODEL,
     OVERRIDES,
+    WEIGHTS,
     argument,
     check_writable,
     command,
@@ -56,6 +57,7 @@ TOO_LONG = "have more than {} tokens, and lose their beginning; --length gives m
     BATCH_SIZE,
     argument("--out", metavar="FILE.jsonl", help="write each question with its answer"),
     JSON,
+    WEIGHTS,
     ALLOW_NONFINITE,
 )
 def main(args: Namespace) -> None:
@@ -142,7 +144,6 @@ def _held_out(model: str, overrides: list[str]) -> dict[str, Any]:
             "of a run that starts from it"
         )
     from maxstack import startup
-    from maxstack.evals.opened import averaged
     from maxstack.inference.opened import assembled, read_weights
     from maxstack.report.log import Log
     from maxstack.report.metrics import Writer
@@ -153,4 +154,4 @@ def _held_out(model: str, overrides: list[str]) -> dict[str, Any]:
         silent = Log(own, run.cfg.train.steps, False), Writer(own, first=False)
         evaluation = startup.evaluator(run, *silent, startup.frozen(run), maker)
         assert evaluation
-        return evaluation.figures(0, read_weights(model, run, own, averaged(run)))
+        return evaluation.figures(0, read_weights(model, run, own))

@@ -9,6 +9,7 @@ from maxstack.command import (
     HOTTEST,
     MODEL,
     OVERRIDES,
+    WEIGHTS,
     argument,
     check_writable,
     command,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     argument("--n", type=positive, default=1, help="answers to each prompt (default: 1)"),
     argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer"),
     argument("--ignore-eos", action="store_true", help="go on after the end of a text"),
+    WEIGHTS,
     ALLOW_NONFINITE,
 )
 def main(args: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 import json
 from argparse import Namespace
 
-from maxstack.command import ALLOW_NONFINITE, argument, command, group
+from maxstack.command import ALLOW_NONFINITE, WEIGHTS, argument, command, group
 from maxstack.commands.convert import ARCHITECTURE, CHECKPOINT, OUT_FOLDER
 from maxstack.errors import ConfigError
 
@@ -32,6 +32,7 @@ MERGING = (
     ),
     ARCHITECTURE,
     OUT_FOLDER,
+    WEIGHTS,
     on_cpu=True,
 )
 def export(args: Namespace) -> None:
@@ -50,6 +51,7 @@ def export(args: Namespace) -> None:
 
     reader = WeightsReader(args.run)
     cfg = Config.model_validate(configured(args.run, reader))
+    words = reader.choose(args.weights or "evaluated", cfg.optimizer.ema)
     if cfg.lora is None:
         raise ConfigError(
             f"{args.run}: was trained without lora, so it has no adapter; maxstack "
@@ -82,7 +84,7 @@ def export(args: Namespace) -> None:
         )
     print(
         f"{args.run} step {reader.step} -> {args.out}: adapters of {count} modules of "
-        f"{family.architecture}"
+        f"{family.architecture}{f', {words}' * bool(words)}"
     )
 
 

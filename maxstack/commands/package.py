@@ -10,6 +10,7 @@ from maxstack.command import (
     ALLOW_NONFINITE,
     MODEL,
     OVERRIDES,
+    WEIGHTS,
     argument,
     command,
     local_folder,
@@ -81,6 +82,7 @@ def lengths(text: str) -> list[int]:
     argument("--steps", type=positive, default=50, help="of sample (default: 50)"),
     argument("--solver", choices=("euler", "heun"), default="euler", help="of sample"),
     argument("--guidance", type=up_to(100), default=1.0, help="of sample (default: 1, none)"),
+    WEIGHTS,
     ALLOW_NONFINITE,
 )
 def _write(args: Namespace) -> None:

@@ -17,6 +17,7 @@ from maxstack.command import (
     CONFIG,
     MODEL,
     OVERRIDES,
+    WEIGHTS,
     argument,
     command,
     load_config,
@@ -66,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         help="the run to make; without it, only the report",
     ),
     BATCH_SIZE,
+    WEIGHTS,
     ALLOW_NONFINITE,
     on_cpu=True,
 )

@@ -12,6 +12,7 @@ from maxstack.command import (
     HOTTEST,
     MODEL,
     OVERRIDES,
+    WEIGHTS,
     argument,
     check_writable,
     command,
@@ -89,6 +90,7 @@ def classes(text: str) -> list[int]:
     argument(
         "--solver", choices=("euler", "heun"), default="euler", help="of images (default: euler)"
     ),
+    WEIGHTS,
     ALLOW_NONFINITE,
 )
 def main(args: argparse.Namespace) -> None:
@@ -102,10 +104,8 @@ def main(args: argparse.Namespace) -> None:
         if override.startswith("objective") and run_folder(args.model):
             raise ConfigError(f"{override}: a trained model's objective cannot be changed")
     run, own = assembled(args.model, model_overrides(args))
-    pictures, ema = run.cfg.objective.kind == "flow", run.cfg.optimizer.ema
-    average = pictures and ema is not None and ema.eval
-    params = read_weights(args.model, run, own, average)
-    if pictures:
+    params = read_weights(args.model, run, own)
+    if run.cfg.objective.kind == "flow":
         _draw(args, run, params)
     else:
         _write(args, run, params)

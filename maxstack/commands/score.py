@@ -10,6 +10,7 @@ from maxstack.command import (
     BATCH_SIZE,
     MODEL,
     OVERRIDES,
+    WEIGHTS,
     argument,
     check_writable,
     command,
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
         help="in PEFT's format: score with it too, into FILE.NAME.npz; may be given several times",
     ),
     BATCH_SIZE,
+    WEIGHTS,
     ALLOW_NONFINITE,
 )
 def main(args: Namespace) -> None:

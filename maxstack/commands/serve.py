@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from maxstack.command import (
     ALLOW_NONFINITE,
+    WEIGHTS,
     argument,
     command,
     local_folder,
@@ -78,6 +79,7 @@ LOOPBACK = "127.0.0.1", "::1", "localhost"
         help="for vllm: the folder of the export (default: RUN-vllm beside the run)",
     ),
     *FLAGS,
+    WEIGHTS,
     ALLOW_NONFINITE,
 )
 def main(args: Namespace) -> None:

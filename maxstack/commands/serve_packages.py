@@ -56,7 +56,7 @@ FLAGS = (
     ),
 )
 OF_PACKAGES = "batch_sizes", "batch_timeout", "queue", "poll"
-OF_RUNS = "served_model_name", "chat_template", "tool_parser", "export_to", "allow_nonfinite"
+OF_RUNS = "served_model_name chat_template tool_parser export_to weights allow_nonfinite".split()
 
 
 def are_packages(folders: Sequence[str]) -> bool:

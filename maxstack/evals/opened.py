@@ -43,7 +43,7 @@ def ask(
         raise ConfigError(f"--length {length}: the model has positions for {most} tokens alone")
     length = length or (run.cfg.data.seq_len if own else min(most, USUAL))
     tasks = Tasks(run, opened, batch_size, length, ends, limit)
-    return tasks, read_weights(model, run, own, averaged(run))
+    return tasks, read_weights(model, run, own)
 
 
 def check_finite(run: "Run", records: Sequence[dict[str, Any]]) -> None:
@@ -57,8 +57,3 @@ def check_finite(run: "Run", records: Sequence[dict[str, Any]]) -> None:
             "damaged, or too large for model.dtype: try model.dtype=float32, or take it as it is "
             "with --allow-nonfinite"
         )
-
-
-def averaged(run: "Run") -> bool:
-    """True where evaluation is by the moving average of the weights."""
-    return bool(run.cfg.optimizer.ema and run.cfg.optimizer.ema.eval)

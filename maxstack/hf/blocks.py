@@ -72,13 +72,16 @@ class Every:
         sink.put(self.flags, chosen if self.indices else flags)
 
 
+@dataclasses.dataclass(frozen=True)
 class FirstDense:
     """The first few layers are dense, the others mixtures of experts."""
 
+    absent: int
+    """Dense layers where the key is absent."""
     key = "first_k_dense_replace"
 
     def read(self, source: Source, layers: int) -> list[str]:
-        dense = min(source.get(self.key, 0) or 0, layers)
+        dense = min(source.get(self.key, self.absent) or 0, layers)
         return ["dense"] * dense + ["moe"] * (layers - dense)
 
     def write(self, names: Names, sink: Sink) -> None:

@@ -83,7 +83,12 @@ class Rope:
     def read(self, source: Source) -> dict[str, Any]:
         """The mapping of a RopeConfig."""
         parameters = self._parameters(source)
-        theta = parameters.get("rope_theta") or source.get(self.old_theta) or self.theta
+        inside, beside = parameters.get("rope_theta"), source.get(self.old_theta)
+        if inside and beside and inside != beside:
+            raise source.fail(
+                self.old_theta, f"rope_parameters say {inside}; leave out the one that is wrong"
+            )
+        theta = inside or beside or self.theta
         fraction = (
             parameters.get("partial_rotary_factor")
             or source.get("partial_rotary_factor")
@@ -137,7 +142,17 @@ class Rope:
                 raise source.fail(key, "must be a mapping")
         if not new:
             return (old if self.old_scaling else None) or self.default
-        if not any(isinstance(value, Mapping) for value in new.values()):
+        by_layer = any(isinstance(value, Mapping) for value in new.values())
+        whole = (new.get(self.layer) or {}) if by_layer else new
+        if old and self.old_scaling and _scaled(old) != _scaled(whole):
+            raise source.fail(
+                "rope_scaling", "rope_parameters say otherwise; leave out the one that is wrong"
+            )
+        if not by_layer and self.layer is not None:
+            raise source.fail(
+                "rope_parameters", f"must have a mapping for each layer type, such as {self.layer}"
+            )
+        if not by_layer:
             return new
         if self.layer is None:
             raise source.fail(
@@ -163,6 +178,11 @@ class Rope:
             )
         length = source.get("max_position_embeddings")
         beside = source.get(ORIGINAL) if self.outside else None
+        if self.outside and keys and beside is None:
+            raise ConfigError(
+                f"{source.where}: key {ORIGINAL} is missing, by which RoPE of type {kind} changes "
+                "its factors; it stands beside the other keys of the model"
+            )
         original = beside or parameters.get(ORIGINAL) or length
         scaling: dict[str, Any] = {"kind": kind}
         for ours, (theirs, default) in keys.items():
@@ -175,3 +195,11 @@ class Rope:
                 raise ConfigError(f"{source.where}: RoPE of type {kind} needs {theirs}")
             scaling[ours] = default if value is None else value
         return scaling if keys else None
+
+
+def _scaled(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What one of the two spellings says of the scaling."""
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    names = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
+    more = {key: value for key, value in parameters.items() if key not in names}
+    return {"kind": OTHER_NAMES.get(kind, kind), **more}

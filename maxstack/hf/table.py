@@ -32,12 +32,14 @@ class Source:
 
     def need(self, key: str) -> Any:
         """The value; ConfigError where there is none."""
-        value = self.get(key)
-        if value is None:
-            raise ConfigError(
-                f"{self.where}: key {key} is missing{did_you_mean(key, self._config)}"
-            )
-        return value
+        value = self.get(key, _MISSING)
+        if value is _MISSING:
+            said = f"is missing{did_you_mean(key, self._config)}"
+        elif value is None:
+            said = "is null, and the model needs its value"
+        else:
+            return value
+        raise ConfigError(f"{self.where}: key {key} {said}")
 
     def choose(self, key: str, value: Any, choices: Mapping[Any, Any]) -> Any:
         """The choice that a key's value names; ConfigError where it names none."""
@@ -80,6 +82,10 @@ class Key:
     """A value, or a function of the source, for an absent key and, unless `null` is a value, for
     null."""
     _: dataclasses.KW_ONLY
+    absent: Any = _MISSING
+    """What an absent key means where that is not what null means: a default of transformers."""
+    other: str = ""
+    """Another spelling of the name."""
     words: Mapping[Any, Any] | None = None
     """Their value -> ours."""
     null: bool = False
@@ -91,7 +97,13 @@ class Key:
 
     def read(self, source: Source) -> Any:
         source.used |= {*self.also}
-        value = source.get(self.name, _MISSING)
+        value = source.get(self.name, self.absent)
+        if self.other and (second := source.get(self.other)) is not None:
+            if value not in (_MISSING, None, second):
+                raise source.fail(
+                    self.name, f"{self.other} says {second}; leave out the one that is wrong"
+                )
+            value = second
         if value is _MISSING or (value is None and not self.null):
             if self.default is _MISSING:
                 return source.need(self.name)
@@ -109,7 +121,7 @@ class Key:
                     sink.put(self.name, word)
                     return
             raise Mismatch(f"{self.name} cannot say {quoted(value)}")
-        if value is None and self.default is _MISSING:
+        if value is None and self.default is _MISSING and not self.null:
             raise Mismatch(f"{self.name} is needed")
         if value is None and self.default is not None and not self.null:
             raise Mismatch(f"{self.name} cannot be null")
@@ -149,14 +161,17 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Optional:
-    """A table where a key is set, null where it is null, 0 or absent."""
+    """A table where a key is set, null where it is null or 0. It may not be absent."""
 
     key: str
     table: Any
     off: Any = None
 
     def read(self, source: Source) -> Any:
-        return read(self.table, source) if source.get(self.key) else None
+        set_ = source.get(self.key, _MISSING)
+        if set_ is _MISSING:
+            source.need(self.key)
+        return read(self.table, source) if set_ else None
 
     def write(self, value: Any, sink: Sink) -> None:
         if value is None:
@@ -176,7 +191,7 @@ def keys(table: Any) -> set[str]:
     """Names of the keys in a table, and in whatever it is made of, chosen or not."""
     found: set[str] = set()
     if isinstance(table, Key):
-        found |= {table.name, *table.also}
+        found |= {table.name, *table.also, *filter(None, [table.other])}
     elif isinstance(table, Case | Optional):
         found.add(table.key)
     if isinstance(table, Mapping):

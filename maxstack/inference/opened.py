@@ -93,14 +93,17 @@ def assembled(
     raise ConfigError("\n".join(f"{key}: {message}" for key, message in faults))
 
 
-def read_weights(model: str, run: "Run", own: Path | None, average: bool = False) -> Any:
-    """The weights of an assembled run, or their moving average."""
+def read_weights(model: str, run: "Run", own: Path | None) -> Any:
+    """The weights of an assembled run; of those that a checkpoint holds, the ones that
+    checkpoint.weights says."""
     from maxstack.checkpoint.weights import WeightsReader
     from maxstack.hf.contents import opened
     from maxstack.hf.reader import load_params
 
     if own is not None:
-        reader = WeightsReader(Path(model), average)
+        reader = WeightsReader(Path(model))
+        if words := reader.choose(run.cfg.checkpoint.weights, run.cfg.optimizer.ema):
+            log.info("%s: %s", model, words)
         return tree(reader.load(run.weights.shapes, run.weights.sources))
     assert run.cfg.model.weights
     finite = not run.cfg.checkpoint.allow_nonfinite

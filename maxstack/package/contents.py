@@ -116,8 +116,7 @@ def chosen(signatures: Sequence[Signature], names: Sequence[str]) -> Sequence[Si
 
 def _pictures(model: str, run: "Run", own: Path | None, options: Options) -> Contents:
     flow = run.cfg.objective.kind == "flow"
-    ema = run.cfg.optimizer.ema
-    params = read_weights(model, run, own, flow and ema is not None and ema.eval)
+    params = read_weights(model, run, own)
     made = (
         of_noise(run, options.steps, options.solver, options.guidance) if flow else of_images(run)
     )

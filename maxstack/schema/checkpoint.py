@@ -63,6 +63,10 @@ class CheckpointConfig(Section):
     takes all of what it saved since. [params, data, step]: the optimizer changed, and begins
     without moments, its schedules at the step where they would be; [params]: the weights of another
     run, from its path, and nothing else."""
+    weights: Literal["evaluated", "train", "average"] = "evaluated"
+    """Weights of a run that model.from and commands take: those that its training evaluates
+    (optimizer.ema with eval, the slow weights of lookahead, the averaged ones of schedule-free),
+    those that it moves, or the moving average."""
     allow_nonfinite: bool = False
     """Take NaN and infinities among the weights of a model folder or an adapter that a fresh run
     starts from; false: such a tensor is refused by name."""

@@ -74,6 +74,41 @@ def test_tasks_are_asked_of_a_run_and_every_answer_is_written(run, tmp_path, cap
     assert "rolling" in out and "±" in out and "centered" in out
 
 
+LOOKAHEAD = {"kind": "lookahead", "sync_period": 3, "slow_step_size": 0.5}
+EVALUATED = {
+    "lookahead": {"chain": [LOOKAHEAD | {"inner": [{"kind": "adam"}]}]},
+    "schedule_free": {"chain": [{"kind": "schedule_free_adamw", "learning_rate": 0.1}]},
+    "average": {"chain": [{"kind": "adam"}], "ema": {"decay": 0.9}},
+}
+EVALUATED["lookahead"] |= {"learning_rate": 0.1}
+EVALUATED["average"] |= {"learning_rate": 0.1}
+
+
+@pytest.mark.parametrize("kind", tiers.of([*EVALUATED], slow=["average"]))
+def test_the_weights_that_are_read_back_are_those_that_training_evaluates(tmp_path, capsys, kind):
+    cfg = tiny.config(
+        optimizer=EVALUATED[kind] | {"schedule": None},
+        data=asked.DATA
+        | {"sources": [{"kind": "text", "files": ["{stdlib}/[a-b]*.py"], "holdout": 0.2}]},
+        eval={"every": 4, "steps": 2},
+        model=tiny.model(**tiny.ONE_KIND, param_dtype="float32"),
+    )
+    folder = trained(tmp_path, cfg, "run")
+    (wanted,) = [
+        each["eval_loss"]
+        for each in tiny.metrics(folder)
+        if each["step"] == 4 and "eval_loss" in each
+    ]
+    losses = {}
+    for choice in ("evaluated", "train"):
+        figures(capsys, folder, "--weights", choice, "--json", tmp_path / "found.json")
+        losses[choice] = json.loads((tmp_path / "found.json").read_text())["figures"]["eval_loss"]
+    assert losses["evaluated"] == pytest.approx(wanted, rel=1e-5)
+    assert abs(losses["train"] - wanted) > 1e-2
+    assert cli.main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert kind.replace("_", "-") in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_model_folder_is_asked_by_its_own_tokenizer(run, tmp_path, capsys):
     _, names = run

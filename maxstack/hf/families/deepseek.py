@@ -65,7 +65,7 @@ def _latent(interleaved: object) -> Table:
     return {
         "kind": "mla",
         "heads": Key("num_attention_heads", also=("num_key_value_heads",)),
-        "q_lora": Key("q_lora_rank", None),
+        "q_lora": Key("q_lora_rank", null=True),
         "kv_lora": Key("kv_lora_rank"),
         "nope_dim": Key("qk_nope_head_dim"),
         "rope_dim": Key("qk_rope_head_dim"),
@@ -76,10 +76,10 @@ def _latent(interleaved: object) -> Table:
     }
 
 
-def _layers(mixer: Table, router: Any, norm: Table | None = None) -> Layers:
+def _layers(mixer: Table, router: Any, first: int, norm: Table | None = None) -> Layers:
     moe = {**experts("n_routed_experts", router, shared=SHARED), "activation": "silu"}
     mlps = {"moe": moe, "dense": gated()}
-    return Layers({name: block(mixer, mlp, norm) for name, mlp in mlps.items()}, FirstDense())
+    return Layers({name: block(mixer, mlp, norm) for name, mlp in mlps.items()}, FirstDense(first))
 
 
 BY_MAX = {
@@ -90,15 +90,21 @@ BY_MAX = {
 }
 ALL_GROUPS = {"groups": 1, "top_groups": 1}
 LIMITED = {"groups": Key("n_group"), "top_groups": Key("topk_group"), "group_score": "max"}
-BY_TOP_TWO = {
-    "score": "sigmoid",
-    "normalize": Key("norm_topk_prob", True),
-    "scale": Key("routed_scaling_factor", 1.0),
-    "selection_bias": True,
-    "groups": Key("n_group", 1),
-    "top_groups": Key("topk_group", 1),
-    "group_score": "top2",
-}
+
+
+def _by_top_two(scale: float, groups: int, top_groups: int) -> Table:
+    """The router of V3; its arguments are what absent keys mean."""
+    return {
+        "score": "sigmoid",
+        "normalize": Key("norm_topk_prob", True),
+        "scale": Key("routed_scaling_factor", 1.0, absent=scale),
+        "selection_bias": True,
+        "groups": Key("n_group", 1, absent=groups),
+        "top_groups": Key("topk_group", 1, absent=top_groups),
+        "group_score": "top2",
+    }
+
+
 SILENT = ("head_dim", "qk_head_dim", "pretraining_tp")
 
 DEEPSEEK_V2 = Family(
@@ -112,10 +118,11 @@ DEEPSEEK_V2 = Family(
             {"greedy": BY_MAX | ALL_GROUPS, "group_limited_greedy": BY_MAX | LIMITED},
             "greedy",
         ),
+        first=0,
     ),
     ROWS,
     fixed={
-        "hidden_act": "silu",
+        "hidden_act": ("silu", "swish"),
         "mlp_bias": False,
         "moe_layer_freq": 1,
         "norm_topk_prob": False,
@@ -128,10 +135,10 @@ DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     "deepseek_v3",
     decoder(mtp=Further("moe", "num_nextn_predict_layers")),
-    _layers(_latent(Key("rope_interleave", True)), BY_TOP_TWO),
+    _layers(_latent(Key("rope_interleave", True)), _by_top_two(2.5, 8, 4), first=3),
     ROWS + FURTHER_ROWS,
     fixed={
-        "hidden_act": "silu",
+        "hidden_act": ("silu", "swish"),
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -149,15 +156,17 @@ GLM4_MOE = Family(
     _layers(
         attention(
             Rope(fraction=0.5),
+            absent=(8, None),
             window=None,
             qkv_bias=BIAS,
             qk_norm=Case("use_qk_norm", {True: GLM_NORM, False: None}, False),
         ),
-        BY_TOP_TWO,
-        GLM_NORM,
+        _by_top_two(1.0, 1, 1),
+        first=1,
+        norm=GLM_NORM,
     ),
     LLAMA_ROWS + EXPERTS + SHARED_ROWS + FURTHER_ROWS,
-    fixed={"hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    fixed={"hidden_act": ("silu", "swish"), "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     further="model.layers.{}",
     further_after=True,
 )

@@ -43,12 +43,14 @@ BLOCK: dict[str, Any] = {
 }
 WINDOW = Key("sliding_window", 4096)
 BIDIRECTIONAL = {"use_bidirectional_attention": (None, False)}
+GEMMA_ACTIVATION = Key("hidden_act", "gelu_pytorch_tanh", words=SILU | {"gelu": "gelu_tanh"})
+"""Its first release says `gelu` and means the tanh form; transformers reads it so."""
 
 GEMMA = Family(
     "GemmaForCausalLM",
     "gemma",
     decoder(**OUTSIDE),
-    alike(attention(Rope(), window=None, **BIASED), gated(gelu("hidden_act")), NORM),
+    alike(attention(Rope(), (16, 256), window=None, **BIASED), gated(GEMMA_ACTIVATION), NORM),
     LLAMA_ROWS,
     fixed=BIDIRECTIONAL,
     silent=("hidden_activation",),
@@ -62,7 +64,7 @@ GEMMA2 = Family(
         full_every(2),
         WINDOW,
         (Rope(), Rope()),
-        MIXER | {"soft_cap": Key("attn_logit_softcapping", 50.0, null=True)},
+        MIXER | {"absent": (4, 256), "soft_cap": Key("attn_logit_softcapping", 50.0, null=True)},
         **BLOCK,
     ),
     SANDWICHED,
@@ -207,6 +209,7 @@ def _mixer(full: bool, owner: object) -> Any:
         )
     return attention(
         Rope("sliding_attention", old_scaling=False),
+        (4, None),
         window=Key("sliding_window", 512),
         values_are_keys=False,
         **common | {"head_dim": Key("head_dim", 256)},

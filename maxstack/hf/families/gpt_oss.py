@@ -28,10 +28,10 @@ ROPE = Rope(
     },
 )
 EXPERTS = experts(
-    Key("num_local_experts", lambda source: source.need("num_experts")),
+    Key("num_local_experts", other="num_experts"),
     {"score": "softmax", "normalize": True, "bias": True},
     "intermediate_size",
-    top_k=Key("num_experts_per_tok", lambda source: source.need("experts_per_token")),
+    top_k=Key("num_experts_per_tok", other="experts_per_token"),
     activation="silu",
     clamp=Key("swiglu_limit", 7.0),
     bias=True,
@@ -45,7 +45,7 @@ GPT_OSS = Family(
         full_every(2),
         Key("sliding_window", 128),
         (ROPE, ROPE),
-        {"sinks": True, "qkv_bias": BIAS, "out_bias": BIAS},
+        {"absent": (8, 64), "sinks": True, "qkv_bias": BIAS, "out_bias": BIAS},
         mlp=EXPERTS,
         norm=NORM,
     ),
@@ -58,6 +58,6 @@ GPT_OSS = Family(
 {layer}.mlp.experts.down_proj[e]         | mlp/down                           | f d
 {layer}.mlp.experts.down_proj_bias[e]    | mlp/down_bias                      | d
 """),
-    fixed={"hidden_act": "silu", "swiglu_alpha": 1.702},
+    fixed={"hidden_act": ("silu", "swish"), "swiglu_alpha": 1.702},
     silent=("initial_context_length", "experts_per_token"),
 )

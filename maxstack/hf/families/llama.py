@@ -16,8 +16,6 @@ from maxstack.hf.rope import Rope
 from maxstack.hf.rows import rows
 from maxstack.hf.table import Key
 
-WINDOW = Key("sliding_window", None)
-
 LLAMA = Family(
     "LlamaForCausalLM",
     "llama",
@@ -32,7 +30,7 @@ MISTRAL = Family(
     "MistralForCausalLM",
     "mistral",
     decoder(),
-    alike(attention(Rope(), window=WINDOW)),
+    alike(attention(Rope(), (8, None), window=Key("sliding_window", None, absent=4096))),
     LLAMA_ROWS,
 )
 
@@ -41,7 +39,7 @@ MIXTRAL = Family(
     "mixtral",
     decoder(norm=rms(1e-5)),
     alike(
-        attention(Rope(theta=1e6), window=WINDOW),
+        attention(Rope(theta=1e6), (8, None), window=Key("sliding_window", None)),
         experts("num_local_experts", {"score": "softmax", "normalize": True}, "intermediate_size"),
         rms(1e-5),
     ),

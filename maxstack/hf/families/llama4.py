@@ -19,9 +19,11 @@ from maxstack.hf.table import Case, Derived, Key
 
 NORM = rms(1e-5)
 TUNED = {"scale": Key("attn_scale", 0.1), "length": Key("floor_scale", 8192)}
+ABSENT = 8, 128
 MIXERS = {
     "rope": attention(
         Rope(theta=500_000.0, interleaved=True),
+        ABSENT,
         chunk=Key("attention_chunk_size", 8192, null=True),
         temperature=None,
         **BIASED,
@@ -34,6 +36,7 @@ MIXERS = {
     ),
     "nope": attention(
         None,
+        ABSENT,
         chunk=None,
         qk_norm=None,
         **BIASED,

@@ -25,7 +25,7 @@ OLMO2 = Family(
     "Olmo2ForCausalLM",
     "olmo2",
     decoder(norm=NORM),
-    alike(attention(Rope(theta=500_000.0), window=None, **MIXER), norm=NORM, placement="post"),
+    alike(attention(Rope(), window=None, **MIXER), norm=NORM, placement="post"),
     ROWS,
 )
 

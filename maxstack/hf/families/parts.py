@@ -17,11 +17,9 @@ SILU = {
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
     "relu": "relu",
+    "swish": "silu",
 }
 ACTIVATION = Key("hidden_act", "silu", words=SILU)
-HEAD_DIM = Key(
-    "head_dim", lambda source: source.need("hidden_size") // source.need("num_attention_heads")
-)
 
 
 BIASED: Table = dict.fromkeys(("qkv_bias", "out_bias"), Key("attention_bias", False))
@@ -54,13 +52,25 @@ def decoder(
     }
 
 
-def attention(rope: Any, **more: Any) -> Table:
-    """Grouped-query attention."""
+def attention(
+    rope: Any, absent: tuple[int | None, int | None] = (None, None), **more: Any
+) -> Table:
+    """Grouped-query attention; `absent` is what absent keys mean, heads of keys and the size of a
+    head, null where these follow from the heads and from the width."""
+    kv_heads, head_dim = absent
     return {
         "kind": "attention",
         "heads": Key("num_attention_heads"),
-        "kv_heads": Key("num_key_value_heads", lambda source: source.need("num_attention_heads")),
-        "head_dim": HEAD_DIM,
+        "kv_heads": Key(
+            "num_key_value_heads",
+            lambda source: source.need("num_attention_heads"),
+            absent=kv_heads,
+        ),
+        "head_dim": Key(
+            "head_dim",
+            lambda source: source.need("hidden_size") // source.need("num_attention_heads"),
+            absent=head_dim,
+        ),
         "rope": rope,
         **more,
     }
@@ -84,7 +94,8 @@ def alike(*parts: Any, **more: Any) -> Layers:
 def windowed(
     order: Order, window: Any, ropes: tuple[Any, Any], mixer: Table, **more: Any
 ) -> Layers:
-    """Full and sliding layers, with a RoPE for each, which are otherwise the same."""
+    """Full and sliding layers, with a RoPE for each, which are otherwise the same; `mixer` are
+    further arguments of `attention`."""
     full, sliding = (
         block(attention(rope, window=size, **mixer), **more)
         for rope, size in zip(ropes, (None, window), strict=True)
@@ -137,9 +148,12 @@ class Times:
 
     key: str
     unit: str
+    absent: int | None = None
+    """The first where its key is absent; null: it may not be."""
 
     def read(self, source: Source) -> int:
-        return source.need(self.key) * source.need(self.unit)
+        times = source.need(self.key) if self.absent is None else source.get(self.key, self.absent)
+        return times * source.need(self.unit)
 
     def write(self, value: Any, sink: Sink) -> None:
         if value % sink[self.unit]:

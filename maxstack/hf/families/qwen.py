@@ -60,7 +60,7 @@ QWEN2 = Family(
     "Qwen2ForCausalLM",
     "qwen2",
     decoder(),
-    windowed(ORDER, SLIDING, ROPES, {"qkv_bias": True, "out_bias": False}),
+    windowed(ORDER, SLIDING, ROPES, {"absent": (32, None), "qkv_bias": True, "out_bias": False}),
     LLAMA_ROWS,
     fixed={"use_mrope": False},
     silent=SILENT,
@@ -70,12 +70,12 @@ QWEN3 = Family(
     "Qwen3ForCausalLM",
     "qwen3",
     decoder(),
-    windowed(ORDER, SLIDING, ROPES, {"qk_norm": rms(), **BIASED}),
+    windowed(ORDER, SLIDING, ROPES, {"absent": (32, 128), "qk_norm": rms(), **BIASED}),
     LLAMA_ROWS,
     silent=SILENT,
 )
 
-MIXER = attention(Rope(), window=None, qk_norm=rms(), **BIASED)
+MIXER = attention(Rope(), (4, None), window=None, qk_norm=rms(), **BIASED)
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
@@ -85,7 +85,7 @@ QWEN3_MOE = Family(
             "moe": block(
                 MIXER,
                 experts(
-                    Key("num_experts", lambda source: source.need("num_local_experts")),
+                    Key("num_experts", other="num_local_experts"),
                     {"score": "softmax", "normalize": Key("norm_topk_prob", False)},
                 ),
             ),
@@ -164,9 +164,11 @@ mtp.norm.weight                  | mtp/0/norm/scale        | d
 COMMON_ROWS = OUTER + PRE_NORMS + FULL_ROWS + LINEAR_ROWS + MLP_ROWS + FURTHER_ROWS
 
 
-def _layers(mlp: Table) -> Layers:
+def _layers(mlp: Table, kv_heads: int) -> Layers:
+    """Its second argument is what an absent key means."""
     full = attention(
         Rope(fraction=0.25),
+        (kv_heads, None),
         head_dim=Key("head_dim", 256),
         gate=True,
         qk_norm=NORM,
@@ -186,7 +188,7 @@ QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM",
     "qwen3_next",
     OUTSIDE,
-    _layers(_experts(Key("norm_topk_prob", True))),
+    _layers(_experts(Key("norm_topk_prob", True)), 2),
     COMMON_ROWS + BY_KEY_HEAD,
     fixed={
         "decoder_sparse_step": 1,
@@ -206,7 +208,7 @@ QWEN3_5 = Family(
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
     OUTSIDE,
-    _layers(gated()),
+    _layers(gated(), 4),
     COMMON_ROWS + ONE_AFTER_THE_OTHER,
     fixed=FIXED,
     silent=SILENT_NEXT,
@@ -216,7 +218,7 @@ QWEN3_5_MOE = Family(
     "Qwen3_5MoeForCausalLM",
     "qwen3_5_moe_text",
     OUTSIDE,
-    _layers(_experts(True)),
+    _layers(_experts(True), 2),
     COMMON_ROWS + ONE_AFTER_THE_OTHER,
     fixed=FIXED,
     silent=(*SILENT_NEXT, "norm_topk_prob", "intermediate_size"),

@@ -19,7 +19,10 @@ SMOLLM3 = Family(
     decoder(tied=True),
     Layers(
         {
-            name: block(attention(rope, window=None, **BIASED), gated(bias=Key("mlp_bias", False)))
+            name: block(
+                attention(rope, (4, None), window=None, **BIASED),
+                gated(bias=Key("mlp_bias", False)),
+            )
             for name, rope in (("rope", Rope(theta=2e6)), ("nope", None))
         },
         Every("nope", "rope", of="no_rope_layer_interval", default=4, flags="no_rope_layers"),

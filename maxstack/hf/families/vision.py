@@ -193,6 +193,7 @@ DINOV2 = Family(
     "dinov2",
     encoder(
         1e-6,
+        patch=Key("patch_size", 14),
         mask_token=Key("use_mask_token", True),
         pool={"kind": WithHead("cls_mean", "cls")},
     ),
@@ -202,7 +203,7 @@ DINOV2 = Family(
                 attention(qkv_bias=Key("qkv_bias", True)),
                 Case(
                     "use_swiglu_ffn",
-                    {False: dense(Times("mlp_ratio", "hidden_size")), True: GATED},
+                    {False: dense(Times("mlp_ratio", "hidden_size", 4)), True: GATED},
                     False,
                 ),
                 norm(1e-6),
