@@ -171,7 +171,6 @@ def write_folder(
             architecture=architecture,
             length=data["data"]["seq_len"],
             tokenizer=_tokenizer(data["data"]),
-            begins=bool(data["data"].get("tokenizer", {}).get("bos", True)),
             answers=_answers(data["data"]),
             done=bar.update,
         )
@@ -355,17 +354,23 @@ def _tokenizer(data: Mapping[str, Any]) -> 'Path | Literal["source", "bytes"]':
 
 
 def _answers(data: Mapping[str, Any]) -> "Answers":
-    """How a run on conversations was trained to answer; nothing of any other run."""
+    """How a run was trained to read and to answer; nothing where its data held tokens."""
     from maxstack.data.chat import DEFAULT, answer_ends, template_of
     from maxstack.data.tokenizers import open_tokenizer
     from maxstack.hf.exported import Answers
-    from maxstack.schema.data import DataConfig
+    from maxstack.hf.tokenizer_files import Marks, Token
+    from maxstack.schema.data import DataConfig, holds_text
 
     cfg = DataConfig.model_validate(data)
-    if not cfg.has_records:
+    if not any(map(holds_text, data["sources"])):
         return Answers()
-    template = template_of(cfg).sources[DEFAULT] if cfg.template else None
-    return Answers(template, frozenset(answer_ends(cfg, open_tokenizer(cfg.tokenizer))))
+    tokenizer = open_tokenizer(cfg.tokenizer)
+    around = [
+        Token(ids[0], tokenizer.text_of(ids[0])) if ids else None
+        for ids in (tokenizer.bos, tokenizer.eos)
+    ]
+    template = template_of(cfg).sources[DEFAULT] if cfg.has_records and cfg.template else None
+    return Answers(template, frozenset(answer_ends(cfg, tokenizer)), Marks(*around))
 
 
 def source_of(path: Path, model: "StackConfig") -> Path | None:

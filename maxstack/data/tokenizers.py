@@ -52,6 +52,11 @@ class Tokenizer(ABC):
     _eos: Sequence[int]
 
     @property
+    def bos(self) -> tuple[int, ...]:
+        """Ids that begin a document."""
+        return tuple(self._bos)
+
+    @property
     def eos(self) -> tuple[int, ...]:
         """Ids that end a document."""
         return tuple(self._eos)
@@ -85,6 +90,10 @@ class Tokenizer(ABC):
     def id_of(self, token: str) -> int | None:
         """The id of a token by its text; None where the vocabulary has none."""
         return next((i for i, text in self.special.items() if text == token), None)
+
+    @abstractmethod
+    def text_of(self, token: int) -> str:
+        """How a token is written in the tokenizer's own file."""
 
     def ends(self, document: bytes, longest: int = LONGEST) -> np.ndarray:
         """int64 [N]: the byte of the document at which the text of each id of `encode` ends; they
@@ -169,6 +178,9 @@ class Bytes(Tokenizer):
     def raw(self, token: int) -> bytes:
         return self.pieces[token]
 
+    def text_of(self, token: int) -> str:
+        return self.special[token]
+
     def _text_ids(self, document: bytes) -> np.ndarray:
         return np.frombuffer(document, np.uint8)
 
@@ -205,6 +217,9 @@ class SentencePiece(Tokenizer):
     def id_of(self, token: str) -> int | None:
         number = self._model.piece_to_id(token)
         return number if self._model.id_to_piece(number) == token else None
+
+    def text_of(self, token: int) -> str:
+        return self._model.id_to_piece(token)
 
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids]).encode()
@@ -283,6 +298,9 @@ class HuggingFace(Tokenizer):
 
     def id_of(self, token: str) -> int | None:
         return self._model.token_to_id(token)
+
+    def text_of(self, token: int) -> str:
+        return self._model.id_to_token(token)
 
     def decode(self, ids: np.ndarray) -> bytes:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True).encode()

@@ -1,7 +1,6 @@
 """A model of ours as a model folder: which family holds it, its config.json, the dtypes of its
 tensors, the files that come along."""
 
-import filecmp
 import json
 import os
 import re
@@ -18,13 +17,14 @@ from maxstack.data import byte_level
 from maxstack.data.chat import JINJA
 from maxstack.data.hub import DIFFUSERS, GENERATION, MODEL, TOKENIZER
 from maxstack.errors import ConfigError
-from maxstack.hf import sentencepiece_files, unread
+from maxstack.hf import unread
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import VALUE, Contents, check_tensors
 from maxstack.hf.families import ALL, FAMILIES
 from maxstack.hf.family import Family
 from maxstack.hf.rows import Shape
 from maxstack.hf.table import Mismatch
+from maxstack.hf.tokenizer_files import Marks, copy, copy_tokenizer
 from maxstack.hf.writer import Read, new_folder, write_json, write_tensors
 from maxstack.schema.mixers import LongRopeScaling
 from maxstack.schema.stack import StackConfig
@@ -36,12 +36,14 @@ PREPROCESSOR = "preprocessor_config.json"
 
 
 class Answers(NamedTuple):
-    """How a model was trained to answer."""
+    """How a model was trained to read and to answer."""
 
     template: str | None = None
     """The chat template, where it is not that which the model came with."""
     ends: frozenset[int] = frozenset()
     """Tokens at which an answer ends."""
+    marks: Marks | None = None
+    """Tokens around a document; None: not known, since the data held tokens."""
 
 
 NO_ANSWERS = Answers()
@@ -59,7 +61,6 @@ def export(
     architecture: str | None = None,
     length: int | None = None,
     tokenizer: Path | Literal["source", "bytes"] = "source",
-    begins: bool = True,
     answers: Answers = NO_ANSWERS,
     done: Callable[[int], object] = lambda count: None,
 ) -> Family:
@@ -68,8 +69,7 @@ def export(
 
     `source` is a folder with the config.json, tokenizer and dtypes that the model once came with;
     `length` the longest input that it was trained on; `tokenizer` the file of that which the model
-    was trained with, or that of `source`, or one of single bytes; `begins`: it puts BOS before a
-    text; `answers` are its conversations.
+    was trained with, or that of `source`, or one of single bytes; `answers` are its texts.
     ConfigError where no family, or not the one of that architecture, can express the model.
     """
     came_with = byte_level.read(source / "config.json") if source else {}
@@ -98,6 +98,7 @@ def export(
     config = {
         **kept,
         **(_lengths(model, came_with, length or 0) if tokens else {}),
+        **_marked(came_with, answers.marks),
         **config,
     }
     if family.model_type:
@@ -105,12 +106,12 @@ def export(
     with new_folder(out) as folder:
         write_json(folder / "config.json", dict(sorted(config.items())))
         if tokens:
-            _copy_tokenizer(source, tokenizer, folder, begins)
+            copy_tokenizer(source, tokenizer, folder, answers.marks)
             if answers.template is not None:
                 (folder / JINJA).write_text(answers.template, encoding="utf-8")
             _write_generation(source, folder, config, answers.ends)
         elif source:
-            _copy(source, (PREPROCESSOR,), folder)
+            copy(source, (PREPROCESSOR,), folder)
         stem = MODEL if family.model_type else DIFFUSERS
         body = "" if model.has_head else family.body  # which files of the bare body lack
         write_tensors(folder, bound, dtypes, read, shard_size, done, stem, body)
@@ -140,6 +141,19 @@ def _with_own_conditions(
         return np.broadcast_to(read(CONDITION + weight), own[path])
 
     return {path: shape for path, shape in shapes.items() if path not in one} | own, read_own
+
+
+def _marked(came_with: Mapping[str, Any], marks: Marks | None) -> dict[str, Any]:
+    """bos_token_id and eos_token_id of config.json: those of training; null, which is not the
+    default of transformers' classes, where there is none, and the model came with none."""
+    if marks is None:
+        return {}
+    ids = {f"{key}_token_id": token and token.id for key, token in marks._asdict().items()}
+    for key, number in ids.items():
+        came = came_with.get(key)
+        if number is None or number == came or (isinstance(came, list) and number in came):
+            ids[key] = came
+    return ids
 
 
 def _lengths(model: StackConfig, came_with: Mapping[str, Any], length: int) -> dict[str, int]:
@@ -208,41 +222,13 @@ def _dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _copy_tokenizer(source: Path | None, tokenizer: Path | str, folder: Path, begins: bool) -> None:
-    """Copy the tokenizer's files: all those of `source` where it is the same. A SentencePiece model
-    that stands alone gets those that transformers reads besides."""
-    path = tokenizer if isinstance(tokenizer, Path) and tokenizer.is_file() else None
-    came = source / path.name if source and path else None
-    if path is None or (came and came.is_file() and filecmp.cmp(path, came, shallow=False)):
-        if tokenizer == "bytes":
-            for name, content in byte_level.of_bytes().items():
-                write_json(folder / name, content)
-        elif source:
-            _copy(source, TOKENIZER, folder)
-    elif path.name in TOKENIZER:
-        _copy(path.parent, TOKENIZER, folder)
-    else:
-        name = "tokenizer.json" if path.suffix == ".json" else "tokenizer.model"
-        shutil.copyfile(path, folder / name)
-    alone = folder / "tokenizer.model"
-    if alone.is_file() and not any((folder / name).is_file() for name in sentencepiece_files.NAMES):
-        for name, content in sentencepiece_files.files_of(alone, begins).items():
-            write_json(folder / name, content)
-
-
-def _copy(source: Path, names: tuple[str, ...], folder: Path) -> None:
-    for name in names:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-
-
 def _write_generation(
     source: Path | None, folder: Path, config: Mapping[str, Any], ends: frozenset[int]
 ) -> None:
     """Copy generation_config.json, or make it of the special tokens of config.json, with `ends`
     among those at which generation stops."""
     if source:
-        _copy(source, (GENERATION,), folder)
+        copy(source, (GENERATION,), folder)
     path = folder / GENERATION
     settings = byte_level.read(path)
     if not path.exists():

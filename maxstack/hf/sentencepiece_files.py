@@ -9,12 +9,12 @@ from maxstack.data.tokenizers import SPACE
 NAMES = "tokenizer.json", "tokenizer_config.json"
 
 
-def files_of(path: Path, begins: bool) -> dict[str, Any]:
+def files_of(path: Path) -> dict[str, Any]:
     """The files of NAMES for a BPE model without normal forms, as `maxstack data tokenizer` learns
-    it; `begins`: they put BOS before a text. None where they would give other ids than the model at
-    `path`: of a unigram model, or one that puts a space before a text."""
+    it. None where they would give other ids than the model at `path`: of a unigram model, or one
+    that puts a space before a text."""
     import sentencepiece
-    from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
 
     model: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -47,10 +47,6 @@ def files_of(path: Path, begins: bool) -> dict[str, Any]:
     if made.encode(probe, add_special_tokens=False).ids != model.encode(probe):
         return {}
     made.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in special])
-    if begins and (bos := model.bos_id()) >= 0:
-        made.post_processor = processors.TemplateProcessing(
-            f"{pieces[bos]} $A", None, [(pieces[bos], bos)]
-        )
     named = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

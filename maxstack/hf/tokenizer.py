@@ -1,7 +1,7 @@
 """The tokenizer of a model folder, as a section of the configuration."""
 
-import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
     explains. DataError for a file that is damaged.
 
     Documents end with the EOS token that tokenizer_config.json or special_tokens_map.json names.
-    They begin with its BOS token if add_bos_token says so, or, where that is not said, the
-    post-processor of tokenizer.json; a SentencePiece model's do unless it says not.
+    They begin with its BOS token if add_bos_token says so, or, where that is not said, with what
+    the post-processor of tokenizer.json puts before a text; a SentencePiece model's do unless it
+    says not.
     """
     split, file = byte_level.split_of(folder), folder / "tokenizer.json"
     settings = (split.defaults if split else {}) | special_tokens(folder)
@@ -25,8 +26,9 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
     if os.path.lexists(file):
         if not file.is_file():
             return None
-        if adds is None and bos:
-            adds = json.dumps(bos) in json.dumps(read(file).get("post_processor"))
+        if adds is None:
+            before = put_before(read(file).get("post_processor"))
+            adds, bos = bool(before), bos if bos in before else next(iter(before), None)
     elif (folder / "tokenizer.model").is_file():
         return {
             "kind": "sentencepiece",
@@ -39,6 +41,19 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
     else:
         return None
     return {"kind": "huggingface", "path": str(file), "bos": bos if adds else None, "eos": eos}
+
+
+def put_before(processor: Mapping[str, Any] | None) -> list[str]:
+    """Special tokens that the post_processor of a tokenizer.json puts before a text."""
+    tokens = []
+    for part in processor.get("processors", [processor]) if processor else ():
+        if part["type"] in ("BertProcessing", "RobertaProcessing"):
+            tokens.append(part["cls"][0])
+        for item in part.get("single", ()):
+            if "SpecialToken" not in item:
+                break
+            tokens.append(item["SpecialToken"]["id"])
+    return tokens
 
 
 def unread(folder: Path) -> str:

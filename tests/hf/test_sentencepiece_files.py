@@ -31,14 +31,13 @@ def learn(tmp_path_factory):
     return learnt
 
 
-@pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.slow
-def test_the_files_give_the_ids_of_the_model(learn, tmp_path, begins):
+def test_the_files_give_the_ids_of_the_model(learn, tmp_path):
     path = learn("bpe")
-    for name, content in sentencepiece_files.files_of(path, begins).items():
+    for name, content in sentencepiece_files.files_of(path).items():
         write_json(tmp_path / name, content)
     made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    settings = {"kind": "sentencepiece", "path": str(path), "bos": begins, "eos": False}
+    settings = {"kind": "sentencepiece", "path": str(path), "bos": False, "eos": False}
     model = open_tokenizer(SentencePieceTokenizer.model_validate(settings))
     plain = [file.read_text() for file in sorted((LIBRARY / "email").glob("*.py"))]
     for text in plain + ODD:
@@ -51,4 +50,4 @@ def test_the_files_give_the_ids_of_the_model(learn, tmp_path, begins):
 
 
 def test_no_files_are_made_of_a_model_that_cuts_in_another_way(learn):
-    assert sentencepiece_files.files_of(learn("unigram"), True) == {}
+    assert sentencepiece_files.files_of(learn("unigram")) == {}
