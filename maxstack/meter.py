@@ -11,7 +11,11 @@ import jax
 from maxstack.data.feed import BatchFeed
 from maxstack.faults.stragglers import Lag
 from maxstack.hardware.chips import peak_flops
+from maxstack.optim.rounding import STILL
 from maxstack.run import Run
+
+WATCHED = 20
+"""Steps over which weights that stand still are counted."""
 
 
 class Meter:
@@ -31,6 +35,8 @@ class Meter:
         self._busy, self._count, self._tokens, self._rows = 0.0, 0, 0, 0
         self._fed = collections.Counter[str]()
         self._lag = Lag(0, 0.0, 0.0, 0.0)
+        self._still = collections.deque[float](maxlen=WATCHED)
+        self._rate, self._told = float("inf"), False
 
     def restart(self) -> None:
         """Begin the next step's time now."""
@@ -90,6 +96,26 @@ class Meter:
     def begins(self) -> bool:
         """No step has come to its end."""
         return not self._count
+
+    def standing(self, row: dict[str, Any]) -> str:
+        """A warning where most weights of few bits stood still in WATCHED steps, warm-up aside; ""
+        where they did not, or it was given before."""
+        rate, before = row.get("learning_rate", 0.0), self._rate
+        self._rate = rate
+        chance = self._run.cfg.optimizer.rounding == "stochastic"
+        if STILL not in row or chance or self._told or rate > before or row["skipped"]:
+            return ""
+        self._still.append(row[STILL])
+        share = sum(self._still) / len(self._still)
+        if len(self._still) < WATCHED or share < 0.5:
+            return ""
+        self._told = True
+        return (
+            f"{share:.0%} of the weights in {self._run.cfg.model.param_dtype} stood still in a "
+            f"step, on average over {WATCHED}, because updates are smaller than their last bit: "
+            "set optimizer.rounding=stochastic, model.param_dtype=float32 or a higher "
+            "optimizer.learning_rate"
+        )
 
     def lag(self) -> Lag:
         """Times of the steps since the last call."""

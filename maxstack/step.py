@@ -15,6 +15,7 @@ from maxstack.faults import guard
 from maxstack.kernels import tuning
 from maxstack.models.model import model_of
 from maxstack.objectives.objective import Batch, Loss, Models, Objective, row_keys
+from maxstack.optim import rounding
 from maxstack.state import Moves, State, Tree
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def training_step(
 
         def updated() -> tuple[Tree, Tree]:
             updates, opt = tx.update(grads, state.opt, params, value=value, grad=grads)
-            moved = jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+            moved = rounding.moved(params, updates, cfg.optimizer.rounding, key)
             moved = joined(moved, rest)
             if cfg.lora:
                 return moved, opt
@@ -87,6 +88,7 @@ def training_step(
 
         new_params, opt = guard.either(accepted, updated, (state.params, state.opt))
         reported = after_step(state.params)[1]
+        reported |= rounding.still(params, only(trained, new_params))
     scalars = _means(summed.metrics, weight) | reported
     scalars |= {
         "weight": summed.weight,

@@ -239,6 +239,8 @@ def train(
         if (share := ledger.news()) is not None:
             writer.write({"step": row["step"], "goodput": share})
         log.step(row, meter.left(row["step"]))
+        if standing := meter.standing(row):
+            log.warn(standing)
         if row["skipped"]:
             log.say(refusal(row))
         return policy.read(row)

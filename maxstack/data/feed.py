@@ -20,6 +20,7 @@ from maxstack.data.lanes import FED, Batch, EvaluationRows, Rows, maker_of
 from maxstack.data.mixture import Mixture
 from maxstack.data.quarantine import Notices
 from maxstack.data.sources import open_sources
+from maxstack.data.tokenizers import open_tokenizer
 from maxstack.data.workers import Made, Workers, made
 from maxstack.errors import DataEnded, DataError, shortened
 from maxstack.schema.data import DataConfig
@@ -248,16 +249,25 @@ class Feed(BatchFeed):
 
     def describe(self) -> list[str]:
         """A line for each source: its name, number of documents, share of the next step, byte order
-        marks and CRLF in them, their classes, and keys of records that nothing reads."""
+        marks and CRLF in them, their classes, and keys of records that nothing reads; and one where
+        documents run together."""
         mixture, shares = self.mixture, [""]
         if len(mixture.sources) > 1 and not mixture.evaluation:
             step, by = int(self._state[0, -1]) + 1, mixture.cfg.mixture.by
             shares = [f", {share:.2%} of step {step}'s {by}" for share in mixture.shares(step)]
-        return [
+        lines = [
             f"{source.name}: {len(source)} documents{share}{_marks(source)}{_classes(source)}"
             f"{_unread(source)}"
             for source, share in zip(mixture.sources, itertools.cycle(shares), strict=False)
         ]
+        if mixture.cfg.across_documents:
+            tokenizer = open_tokenizer(mixture.cfg.tokenizer)
+            if not tokenizer.bos and not tokenizer.eos:
+                lines.append(
+                    "documents run together: data.across_documents, and a tokenizer without BOS "
+                    "and EOS; give data.tokenizer.eos"
+                )
+        return lines
 
     @property
     def sources(self) -> Sequence[Documents]:

@@ -14,7 +14,7 @@ from maxstack.data.infilling import infilled, marks
 from maxstack.data.order import Order
 from maxstack.data.position import Part, Position, Sources
 from maxstack.data.quarantine import Quarantine
-from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of, tokens_of
+from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of, tokens_of
 from maxstack.errors import DataError, StoreError
 from maxstack.schema.data import AnySource, DataConfig
 from maxstack.schema.mixture import weight_at
@@ -243,18 +243,27 @@ class Mixture:
             limit = self.cfg.longest, self.cfg.beyond
             if self.evaluation:
                 ids, sizes = sized_tokens_of(documents, index, tokenizer, *limit)
-                return [Unit([Segment(ids, {"bytes": sizes})], whole=False)]
+                apart = self._parting(ids, tokenizer)
+                ids, sizes = np.append(apart, ids), np.append(0 * apart, sizes)
+                return [Unit([Segment(ids, {"bytes": sizes.astype(np.float32)})], whole=False)]
             if cut := self._config(source).fill_in_the_middle:
                 seed = f"{self.cfg.seed} middle {self._parts[source].key} {place}"
                 ids = infilled(documents, index, tokenizer, cut, seed, *limit)
             else:
                 ids = tokens_of(documents, index, tokenizer, *limit)
+            ids = np.append(self._parting(ids, tokenizer), ids)
             return [Unit([Segment(ids, {})], whole=False)]
         except (TooLong, StoreError):
             raise
         except DataError as error:
             quarantine.add(f"{source} {index}", str(error))
             return []
+
+    def _parting(self, ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+        """int32 ids before a document: its end's, where rows go across documents that none begins
+        with BOS. Else EOS would be a target alone, and documents would run together."""
+        ends = self.cfg.across_documents and not tokenizer.bos and len(ids)
+        return np.array([*tokenizer.eos] if ends and ids[-1] in tokenizer.eos else [], np.int32)
 
     def _fitting(
         self, units: list[Unit], documents: Documents, index: int, quarantine: Quarantine

@@ -23,6 +23,7 @@ def faults(cfg: "Config") -> list[Fault]:
     rules = (
         *map(_with_teacher, (mesh_rules.sizes, _model)),
         _schedules,
+        _rounding,
         _evaluation,
         _samples,
         _steps,
@@ -43,6 +44,15 @@ def faults(cfg: "Config") -> list[Fault]:
 def device_faults(cfg: "Config", devices: int) -> list[Fault]:
     """The broken rules about sizes on so many devices, which give every axis of the mesh."""
     return [*_with_teacher(mesh_rules.sizes)(cfg, devices), *_shapes(cfg, devices)]
+
+
+def _rounding(cfg: "Config") -> Iterator[Fault]:
+    if cfg.optimizer.rounding == "stochastic" and cfg.model.param_dtype != "bfloat16":
+        yield (
+            "optimizer.rounding",
+            f"stochastic is for weights in bfloat16, and model.param_dtype={cfg.model.param_dtype};"
+            " leave it out",
+        )
 
 
 def _with_teacher(rule: Callable[..., Iterator[Fault]]) -> Callable[..., Iterator[Fault]]:

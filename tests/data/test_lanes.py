@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxstack.data.documents import Documents
+from maxstack.data.feed import Feed
 from maxstack.data.lanes import Rows
 from maxstack.data.mixture import Mixture
 from maxstack.errors import DataError
@@ -153,6 +154,23 @@ def test_a_row_across_documents_is_one_segment_with_positions_that_count_on():
     assert batch["segments"][0].tolist() == [1] * 7
     assert batch["positions"][0].tolist() == [*range(7)]
     assert batch["targets"][0].tolist() == [2, 3, 4, 5, 7, 8, 9]
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_a_row_across_documents_says_where_one_ends(tmp_path, bos):
+    """By BOS, or where there is none by EOS, which is an input then, as nanoGPT has it."""
+    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n{"text": "cd"}\n')
+    data = {
+        "sources": [{"kind": "jsonl", "files": [f"{tmp_path}/a.jsonl"]}],
+        "shuffle": False,
+        "tokenizer": {"kind": "bytes", "bos": bos, "eos": True},
+        "across_documents": True,
+        "seq_len": 6,
+    }
+    batch = next(Feed(DataConfig.model_validate(data), [0], 1))
+    a, b, c, d = map(ord, "abcd")
+    assert batch["tokens"][0].tolist() == [256, a, b, 256, c, d]
+    assert batch["targets"][0].tolist() == [a, b, 256, c, d, 256]
 
 
 def test_none_cuts_each_document_at_the_end_of_its_row():

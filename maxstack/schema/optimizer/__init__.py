@@ -4,7 +4,7 @@ Checked without importing jax."""
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field, WithJsonSchema
@@ -135,6 +135,9 @@ class OptimizerConfig(Section):
     """Patterns of the parameters that are trained; null: all."""
     frozen: Patterns = None
     """Patterns of the parameters that never change and have no optimizer state; null: none."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Of weights in bfloat16 (model.param_dtype) after an update. stochastic: up or down by chance,
+    so that they move by updates below their last bit too."""
     ema: EmaConfig | None = None
     """Keep an average of the weights; null: none."""
 
