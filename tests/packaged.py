@@ -71,7 +71,10 @@ def make(folder: Path, scale: float = 1.0, name: str = "toy") -> Path:
             [{"file": "programs/classify", "sizes": free}],
         ),
         "mean": _signature(
-            {"tokens": _spec("int32", "batch", "length"), "lengths": _spec("int32", "batch")},
+            {
+                "tokens": _spec("int32", "batch", "length") | {"range": [0, 99]},
+                "lengths": _spec("int32", "batch") | {"range": [1, "length"]},
+            },
             {"used": _spec("int32", "batch", "length"), "mean": _spec("float32", "batch")},
             lengths,
         ),

@@ -144,7 +144,7 @@ def _texts(model: str, run: "Run", own: Path | None, options: Options) -> Conten
     state = named(jax.eval_shape(programs.empty))
     signatures = [
         *of_texts(run, weights, lengths, normalize),
-        *of_requests(run, programs, weights, layout),
+        *of_requests(run, programs, weights, layout, limits.pages, length),
     ]
     cache = {
         "rows": limits.rows,

@@ -95,14 +95,20 @@ class Signature:
         """Results, numpy arrays by name; for a signature with a state, (results, the next state):
         the state that is given is used up. Batches and lengths for which there is no program are
         padded with zeros, and the results cut."""
-        arrays, sizes = self.arrays(inputs)
+        return self.compute(*self.arrays(inputs), state)
+
+    def compute(
+        self, arrays: dict[str, Any], sizes: dict[str, int], state: dict[str, Any] | None = None
+    ) -> Any:
+        """As a call with what `arrays` gives."""
         program = self.program(sizes)
         call, (weights, states, places) = self.loaded(program["file"])
+        padded = dict[str, Any]()
         for name, array in arrays.items():
             dims = zip(self.spec["inputs"][name]["shape"], array.shape, strict=True)
             pads = [(0, (program["sizes"].get(dim) or size) - size) for dim, size in dims]
-            arrays[name] = np.pad(array, pads) if pads else array
-        own, given = jax.device_put((state or {}, arrays), (states, places))
+            padded[name] = np.pad(array, pads) if pads else array
+        own, given = jax.device_put((state or {}, padded), (states, places))
         results, after = call(self.package.weights(weights), own, given)
         used = {
             name: np.asarray(results[name])[tuple(slice(sizes.get(d, d)) for d in spec["shape"])]
@@ -112,7 +118,7 @@ class Signature:
 
     def arrays(self, inputs: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """Arguments as arrays of their types, and the sizes of named dimensions. PackageError for
-        wrong names, types or shapes."""
+        wrong names, types or shapes, and for values beyond a range of the manifest."""
         wanted, where = self.spec["inputs"], f"{self.package.manifest['name']}.{self.name}"
         if inputs.keys() != wanted.keys():
             raise PackageError(f"{where}: takes {', '.join(wanted)}; not {', '.join(inputs)}")
@@ -128,6 +134,15 @@ class Signature:
             if [*array.shape] != [known.get(dim, dim) for dim in spec["shape"]]:
                 shape, must = [*array.shape], spec["shape"]
                 raise PackageError(f"{where}: {name} is {shape}; it must be {must} ({known})")
+        for name, array in given.items():
+            low, high = wanted[name].get("range", (None, None))
+            high = sizes.get(high, high)
+            if low is None or not array.size:
+                continue
+            wrong = ~((array >= low) & ((array <= high) if high is not None else True))
+            if wrong.any():
+                beyond = f"from {low} to {high}" if high is not None else f"at least {low}"
+                raise PackageError(f"{where}: {name} holds {array[wrong][0]}; it must be {beyond}")
         return given, sizes
 
     def program(self, sizes: dict[str, int]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def of_noise(run: "Run", steps: int, solver: Solver, guidance: float) -> Iterato
         return {"images": images}, {}
 
     inputs = {
-        "labels": Array(("batch",), "int32"),
+        "labels": Array(("batch",), "int32", (0, max(sampler.classes - 1, 0))),
         "numbers": Array(("batch",), "uint32"),
         "seed": Array((), "uint32"),
     }

@@ -25,6 +25,8 @@ class Array:
 
     shape: Dims
     dtype: str
+    range: tuple[float, float | str | None] | None = None
+    """The least and the greatest value, which may be the size of a named dimension; null: any."""
 
 
 @dataclasses.dataclass(frozen=True)

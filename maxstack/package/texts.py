@@ -72,7 +72,11 @@ def rows_of(inputs: Mapping[str, Any]) -> Rows:
     return Rows(tokens, inputs["positions"], inputs["requests"], jnp.zeros_like(tokens))
 
 
-TEXTS = {"tokens": Array(("batch", "length"), "int32"), "lengths": Array(("batch",), "int32")}
+def _texts(vocab: int) -> dict[str, Array]:
+    return {
+        "tokens": Array(("batch", "length"), "int32", (0, vocab - 1)),
+        "lengths": Array(("batch",), "int32", (1, "length")),
+    }
 
 
 def of_texts(
@@ -93,9 +97,10 @@ def of_texts(
         model, x_BTD, last_B1 = hidden(arrays, inputs)
         return {"rewards": jnp.take_along_axis(model.scores(x_BTD), last_B1, 1)[:, 0]}, {}
 
+    texts = _texts(run.cfg.decoder.vocab)
     if run.cfg.decoder.head.scores:
         about = "The score of the last token of each text."
-        yield Signature("reward", about, rewarded, TEXTS, {"rewards": ("batch",)}, sizes)
+        yield Signature("reward", about, rewarded, texts, {"rewards": ("batch",)}, sizes)
         return
 
     def scored(arrays: Arrays, state: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
@@ -112,19 +117,26 @@ def of_texts(
     vocab, embed = run.cfg.decoder.vocab, run.cfg.decoder.embed
     about = "Logits at each token, and the log-probability of each token by those before it."
     outputs = {"logprobs": ("batch", "length"), "logits": ("batch", "length", vocab)}
-    yield Signature("score", about, scored, TEXTS, outputs, sizes)
+    yield Signature("score", about, scored, texts, outputs, sizes)
     about = f"The state of the last token{', of length 1' * normalize}."
-    yield Signature("embed", about, embedded, TEXTS, {"embedding": ("batch", embed)}, sizes)
+    yield Signature("embed", about, embedded, texts, {"embedding": ("batch", embed)}, sizes)
 
 
 def of_requests(
-    run: "Run", programs: Programs, weights: Weights, layout: Layout
+    run: "Run",
+    programs: Programs,
+    weights: Weights,
+    layout: Layout,
+    pages: Sequence[int],
+    length: int,
 ) -> list[Signature]:
     """Signatures that make tokens, over a cache in pages: `prefill` writes rows into it, `logits`
     reads some of what it gives, `decode` takes the last token of each request and gives the next,
     by temperature, top_k, top_p, min_p and seed as `maxstack generate` does."""
     slots, width = programs.slots, programs.width
-    tables = {f"tables.{i}": Array((slots, width), "int32") for i in range(len(layout.reaches))}
+    tables = {
+        f"tables.{i}": Array((slots, width), "int32", (0, most)) for i, most in enumerate(pages)
+    }
     embed, vocab = run.cfg.decoder.embed, run.cfg.decoder.vocab
     dtype = run.cfg.model.dtype
 
@@ -165,9 +177,11 @@ def of_requests(
         chosen = {"next": next_R, "logprobs": logprobs(logits_RV, next_R, one, 0)[0]}
         return chosen, cache
 
-    rows = {name: Array(("rows",), "int32") for name in ("tokens", "positions", "requests")}
-    reals = {name: Array(("rows",), "float32") for name in ("temperature", "top_p", "min_p")}
-    numbers = {name: Array(("rows",), "int32") for name in ("top_k", "choices")}
+    most = {"tokens": vocab - 1, "positions": length - 1, "requests": slots - 1}
+    rows = {name: Array(("rows",), "int32", (0, last)) for name, last in most.items()}
+    shares = {"temperature": None, "top_p": 1, "min_p": 1}
+    reals = {name: Array(("rows",), "float32", (0, last)) for name, last in shares.items()}
+    numbers = {name: Array(("rows",), "int32", (0, None)) for name in ("top_k", "choices")}
     seeds = {"seeds": Array(("rows", 2), "uint32")}
     some = [{"rows": size} for size in programs.sizes]
     few = [{"rows": size} for size in programs.sizes if size <= max(programs.outputs)]

@@ -105,6 +105,7 @@ def _signature(folder: Path, signature: Signature, made: Sequence[Program]) -> d
         "about": signature.about,
         "inputs": {
             name: {"shape": [*array.shape], "dtype": array.dtype}
+            | ({"range": [*array.range]} if array.range else {})
             for name, array in signature.inputs.items()
         },
         "outputs": {

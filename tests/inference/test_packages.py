@@ -173,6 +173,12 @@ def tensor(**fields):
     return {"inputs": [TENSOR | fields]}
 
 
+def texts(tokens, length):
+    """A request of one text."""
+    text = {"name": "tokens", "datatype": "INT32", "shape": [1, len(tokens)], "data": tokens}
+    return {"inputs": [text, text | {"name": "lengths", "shape": [1], "data": [length]}]}
+
+
 @pytest.mark.parametrize(
     ("model", "body", "status", "words"),
     [
@@ -205,6 +211,10 @@ def tensor(**fields):
         ("toy.root", tensor(shape=[8], data=[-1] * 8), 400, "root: holds NaN or infinities"),
         ("toy.mean", {"inputs": [{"name": "tokens", "datatype": "INT32", "shape": [1, 2],
                                   "data": [1.5, 2]}]}, 400, "integers that INT32 can hold"),
+        ("toy.mean", texts([5, 100], 2), 400, "tokens holds 100; it must be from 0 to 99"),
+        ("toy.mean", texts([5, -1], 2), 400, "tokens holds -1; it must be from 0 to 99"),
+        ("toy.mean", texts([5, 6], 99), 400, "lengths holds 99; it must be from 1 to 2"),
+        ("toy.mean", texts([5, 6], -3), 400, "lengths holds -3; it must be from 1 to 2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(server, model, body, status, words):

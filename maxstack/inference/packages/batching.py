@@ -148,8 +148,11 @@ class Queue:
         began = time.perf_counter()
         rows, first = sum(each.rows for each in batch), batch[0]
         padded = next(size for size in first.allowed if size >= rows)
-        inputs = self._joined(batch, padded) if self.batched else first.arrays
-        results = self.signature(**inputs)
+        if self.batched:
+            sizes = {**dict(first.bucket), BATCH: padded}
+            results = self.signature.compute(self._joined(batch, sizes), sizes)
+        else:
+            results = self.signature.compute(first.arrays, first.sizes)
         self.figures.batches += 1
         self.figures.rows += rows
         self.figures.padded_rows += padded - rows
@@ -161,9 +164,8 @@ class Queue:
             place += each.rows
         return answers
 
-    def _joined(self, batch: Sequence[Waiting], padded: int) -> dict[str, np.ndarray]:
+    def _joined(self, batch: Sequence[Waiting], sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
         """The arguments of all requests, one after the other, and zeros."""
-        sizes = {**dict(batch[0].bucket), BATCH: padded}
         joined = {}
         for name, spec in self.signature.spec["inputs"].items():
             shape = [sizes.get(dim, dim) for dim in spec["shape"]]
@@ -203,4 +205,4 @@ class Queue:
             name: np.zeros([sizes.get(dim, dim) for dim in spec["shape"]], jnp.dtype(spec["dtype"]))
             for name, spec in self.signature.spec["inputs"].items()
         }
-        self.signature(**inputs)
+        self.signature.compute(inputs, dict(sizes))
