@@ -1,14 +1,16 @@
 """The part of a configuration that a checkpoint binds, and the errors where a run's differs."""
 
+import contextlib
 import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pydantic
 
 from maxstack import config
 from maxstack.config.spelling import did_you_mean
 from maxstack.config.writer import inline
 from maxstack.errors import ConfigError
-from maxstack.schema.mixture import MixtureConfig
 from maxstack.schema.quantization import RuleConfig
 
 if TYPE_CHECKING:
@@ -38,27 +40,13 @@ FREE = (
 """Keys below those of BOUND that may change nevertheless."""
 HARMLESS: dict[str, list[tuple[Any, Any]]] = {
     "data.sources.*.encoding_errors": [
-        (config.ABSENT, "refuse"),
         (config.ABSENT, "keep"),
         ("refuse", "keep"),
         ("refuse", "replace"),
     ],
-    "data.sources.*.normalize": [(config.ABSENT, [])],
-    "data.mixture": [(config.ABSENT, MixtureConfig().model_dump(mode="json"))],
-    "data.steps": [(config.ABSENT, [])],
-    "data.longest": [(config.ABSENT, 1 << 20)],
-    "data.beyond": [(config.ABSENT, "split")],
-    "data.tokenizer.learn": [(config.ABSENT, None)],
-    "data.window": [(config.ABSENT, 64)],
-    "data.across_documents": [(config.ABSENT, False)],
-    "data.sources.*.epochs": [(config.ABSENT, None)],
-    "data.sources.*.fill_in_the_middle": [(config.ABSENT, None)],
-    "model.blocks.*.mixer.causal": [(config.ABSENT, True)],
-    "rollout": [(config.ABSENT, None)],
-    "rewards": [(config.ABSENT, [])],
 }
 """Changes, (old, new), that leave the model and every document that was read before as they were;
-ABSENT: older checkpoints lack the key."""
+ABSENT: older checkpoints lack the key. A key that they lack has its default too."""
 
 
 def check_forced(keys: Sequence[str], cfg: "Config") -> None:
@@ -150,11 +138,25 @@ class Compatibility(NamedTuple):
 
     def changed(self, keys: Sequence[str], free: Sequence[str] = ()) -> list[str]:
         """`key: old -> new` for each difference below some keys."""
+        now = self.cfg.model_dump(mode="json")
+        added = {key for key, old, _ in config.difference(self.saved, now) if old == config.ABSENT}
+        added -= {key for key, *_ in config.difference(self._completed, now)}
         return [
             f"{key}: {_shown(key, old)} -> {_shown(key, new)}"
-            for key, old, new in config.difference(self.saved, self.cfg.model_dump(mode="json"))
-            if under(key, keys) and not under(key, free) and not _harmless(key, old, new)
+            for key, old, new in config.difference(self.saved, now)
+            if under(key, keys)
+            and not under(key, free)
+            and key not in added
+            and not _harmless(key, old, new)
         ]
+
+    @property
+    def _completed(self) -> dict[str, Any]:
+        """The saved configuration with the defaults of keys that it lacks; as it is where it has
+        keys that there are no more."""
+        with contextlib.suppress(pydantic.ValidationError):
+            return type(self.cfg).model_validate(self.saved).model_dump(mode="json")
+        return self.saved
 
 
 def _harmless(key: str, old: Any, new: Any) -> bool:

@@ -18,6 +18,17 @@ from maxstack.errors import ConfigError, quoted
 
 Item = TypeVar("Item")
 Items = Annotated[tuple[Item, ...], pydantic.Field(strict=False)]
+
+
+class NameMap(dict[str, str]):
+    """A mapping that sections which are compared by their hash may hold."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+Names = Annotated[dict[str, str], pydantic.AfterValidator(NameMap)]
+"""A mapping of names."""
 PositiveInt = Annotated[int, pydantic.Field(ge=1)]
 NonNegativeInt = Annotated[int, pydantic.Field(ge=0)]
 PositiveFloat = Annotated[float, pydantic.Field(gt=0)]

@@ -67,7 +67,7 @@ def continued(record: Mapping[str, Any], key: str) -> Example:
     prompt = record.get("prompt")
     if prompt is None:
         raise _without(record, "prompt")
-    if isinstance(prompt, str) and isinstance(record.get(key), str):
+    if isinstance(prompt, str) and isinstance(record.get(key), str) and not record.get("system"):
         return Completion(prompt, record[key])
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -84,7 +84,9 @@ def continued(record: Mapping[str, Any], key: str) -> Example:
 def alone(record: Mapping[str, Any]) -> Example:
     """`prompt` of a record, a text or messages, or its `messages`, without an answer."""
     if isinstance(record.get("prompt"), str):
-        return Completion(record["prompt"], "")
+        if not record.get("system"):
+            return Completion(record["prompt"], "")
+        record = {**record, "prompt": [{"role": "user", "content": record["prompt"]}]}
     if "prompt" not in record and "messages" not in record:
         raise _without(record, "prompt or messages")
     messages = _messages(record, "prompt" if "prompt" in record else "messages")

@@ -23,6 +23,7 @@ from maxstack.data.conversations import (
     with_answer_of,
 )
 from maxstack.data.documents import Documents
+from maxstack.data.presets import standard
 from maxstack.data.tokenizers import (
     Tokenizer,
     naming,
@@ -417,7 +418,11 @@ def _record(documents: Documents, index: int, cfg: DataConfig) -> Mapping[str, A
         ) from error
     if not isinstance(value, dict):
         raise DataError(f"{documents.where(index)}: is no JSON object")
-    return value
+    assert documents.record
+    try:
+        return standard(value, documents.record)
+    except DataError as error:
+        raise DataError(f"{documents.where(index)}: {error}") from error
 
 
 def _taught(segment: Segment, record: Mapping[str, Any], fields: Mapping[str, "Field"]) -> Segment:

@@ -18,6 +18,7 @@ from maxstack.data.documents import Documents
 from maxstack.data.examples import READ
 from maxstack.data.lanes import FED, Batch, EvaluationRows, Rows, maker_of
 from maxstack.data.mixture import Mixture
+from maxstack.data.presets import read_by
 from maxstack.data.quarantine import Notices
 from maxstack.data.sources import open_sources
 from maxstack.data.tokenizers import open_tokenizer
@@ -298,7 +299,8 @@ def _unread(source: Documents) -> str:
         with contextlib.suppress(ValueError):  # told when the record is due
             record = json.loads(document)
             keys |= dict.fromkeys(record if isinstance(record, dict) else ())
-    unread = [key for key in keys if key not in READ[source.record.kind]]
+    read = READ[source.record.kind] | read_by(source.record)
+    unread = [key for key in keys if key not in read]
     return f"; not read: {shortened(', '.join(unread), 200)}" if unread else ""
 
 

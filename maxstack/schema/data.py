@@ -4,9 +4,19 @@ is imported."""
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
+import pydantic
 from pydantic import Field
 
-from maxstack.config import Fault, Items, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from maxstack.config import (
+    Fault,
+    Items,
+    NameMap,
+    Names,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from maxstack.schema.mixture import (
     FillInTheMiddleConfig,
     MixtureConfig,
@@ -68,7 +78,49 @@ Tokenizer = Annotated[
 ]
 
 
-class AnswerRecord(Section):
+PresetName = Literal[
+    "alpaca",
+    "dolly",
+    "qa",
+    "gsm8k",
+    "math",
+    "hh-rlhf",
+    "nectar",
+    "orca-pairs",
+    "xlam",
+    "oasst",
+]
+OF_PRESETS: Mapping[PresetName, tuple[str, ...]] = {
+    "alpaca": ("chat",),
+    "dolly": ("chat",),
+    "qa": ("chat", "prompts"),
+    "gsm8k": ("prompts", "chat"),
+    "math": ("prompts", "chat"),
+    "hh-rlhf": ("pairs",),
+    "nectar": ("pairs",),
+    "orca-pairs": ("pairs",),
+    "xlam": ("chat",),
+    "oasst": ("chat",),
+}
+"""Kinds of record that a preset makes; the first is what it is by itself."""
+
+
+class TextRecord(Section):
+    """Keys of records of text."""
+
+    preset: PresetName | None = None
+    """The published data set whose shape these records have; it says their kind too."""
+    columns: Names = Field(default_factory=NameMap)
+    """Key that is read -> the column that it stands in, as in {question: prompt_text}; a key that
+    is not here stands in the column of its name."""
+
+    def own_faults(self) -> Iterator[Fault]:
+        kind = self.kind  # type: ignore[attr-defined]
+        if self.preset and kind not in (kinds := OF_PRESETS[self.preset]):
+            yield "kind", f"preset={self.preset} gives {' or '.join(kinds)}; leave the kind out"
+
+
+class AnswerRecord(TextRecord):
     """Keys of records that are trained on where the model answers."""
 
     joined: bool = False
@@ -133,7 +185,7 @@ class LatentsRecord(Section):
     """Feature of the class, a whole number."""
 
 
-class PromptsRecord(Section):
+class PromptsRecord(TextRecord):
     """A `prompt` alone, a text or messages, or `messages`, of which nothing is trained on. Other
     fields are for rewards."""
 
@@ -141,6 +193,8 @@ class PromptsRecord(Section):
     """The record."""
 
 
+PICTURED = "image", "latents"
+"""Kinds of record that are no text."""
 Record = Annotated[
     ChatRecord | PairsRecord | LabelledRecord | PromptsRecord | ImageRecord | LatentsRecord,
     Field(discriminator="kind"),
@@ -167,6 +221,14 @@ class Source(Section):
 
     fill_in_the_middle: FillInTheMiddleConfig | None = None
     """Some documents in another order of their parts; null: none."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _kind_of_preset(cls, data: Any) -> Any:
+        record = data.get("record") if isinstance(data, dict) else None
+        if isinstance(record, dict) and record.get("preset") in OF_PRESETS:
+            data = data | {"record": {"kind": OF_PRESETS[record["preset"]][0]} | record}
+        return data
 
     @property
     def holds(self) -> str | None:
@@ -418,7 +480,8 @@ class DataConfig(Section):
     not fit whole starts the next row, and is split only if longer than a row; best: of `window`
     rows' worth of documents each goes to the row that it fills best (Ding et al. 2024,
     arXiv:2404.10830), and is split only if longer than a row; none: one document a row, cut at
-    seq_len. Records are not split: they need fit, best or none."""
+    seq_len. Records are not split: they are packed by fit where nothing is said, and cannot have
+    concat."""
     window: PositiveInt = 64
     """Rows that packing=best fills together."""
     across_documents: bool = False
@@ -449,6 +512,18 @@ class DataConfig(Section):
     """Background processes that read and tokenize; 0: a thread. The batches do not depend on it."""
     prefetch: PositiveInt = 2
     """Batches made ahead."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _packing_of_records(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "packing" in data:
+            return data
+        sources = data.get("sources")
+        for source in sources if isinstance(sources, list | tuple) else ():
+            record = source.get("record") if isinstance(source, dict) else None
+            if record and (not isinstance(record, dict) or record.get("kind") not in PICTURED):
+                return data | {"packing": "fit"}
+        return data
 
     @property
     def named(self) -> list[str]:
