@@ -55,8 +55,9 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
 
+# With what README shows: serve, package, images, Parquet files and models of the hub.
 .venv/installed: .venv/bin/uv pyproject.toml
-	$(INSTALL) .
+	$(INSTALL) '.[hub,images,parquet,serve]'
 	@touch $@
 
 .venv/test-installed: .venv/bin/uv pyproject.toml

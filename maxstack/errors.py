@@ -2,6 +2,9 @@
 library, so `--help` need not load more."""
 
 import reprlib
+import shutil
+import sys
+from pathlib import Path
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
@@ -30,6 +33,25 @@ class DataEnded(DataError):
 class StoreError(DataError):
     """A store that did not answer, or an object that is another one than was listed: nothing is
     known of the record, so it is not one that is passed over as damaged."""
+
+
+def installing(extra: str) -> str:
+    """The command that installs what an extra names, for the Python that runs: of a checkout its
+    own, since a registry may not have it."""
+    root = Path(__file__).resolve().parents[1]
+    package = f"'maxstack[{extra}]'"
+    if (root / "pyproject.toml").is_file():
+        package = f"-e '{_near(root)}[{extra}]'"
+    python = Path(sys.executable)
+    own = shutil.which("pip") == f"{python.with_name('pip')}"
+    pip = "pip" if own else f"{_near(python)} -m pip"
+    return f"{pip} install {package}"
+
+
+def _near(path: Path) -> Path:
+    """The path from the working folder, where it lies inside."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def quoted(value: object) -> str:

@@ -8,7 +8,7 @@ import socket
 import time
 
 from maxstack.cluster.roll_call import OFTEN, Missing
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, installing
 
 TARGET = "JAX_BACKEND_TARGET"
 WAIT = 120.0
@@ -28,7 +28,7 @@ def initialize() -> None:
     missing; Missing, which ends the process so that it is started again, where no proxy answers in
     time."""
     if importlib.util.find_spec("pathwaysutils") is None:
-        raise ConfigError("runtime: pathways needs pathwaysutils; pip install 'maxstack[pathways]'")
+        raise ConfigError(f"runtime: pathways needs pathwaysutils: {installing('pathways')}")
     host, port = address()
     deadline = time.monotonic() + WAIT
     while True:

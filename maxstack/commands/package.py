@@ -18,7 +18,7 @@ from maxstack.command import (
     positive,
     up_to,
 )
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, installing
 from maxstack.hardware import devices
 
 PLATFORMS = "cpu", "tpu", "cuda", "rocm"
@@ -89,7 +89,7 @@ def _write(args: Namespace) -> None:
     """Write the package."""
     if importlib.util.find_spec("flatbuffers") is None:
         raise ConfigError(
-            "maxstack package needs the flatbuffers package: pip install 'maxstack[package]'"
+            f"maxstack package needs the flatbuffers package: {installing('package')}"
         )
     if (Path(args.model) / "manifest.json").is_file():
         raise ConfigError(f"{args.model}: is a package already; give what it was made of")

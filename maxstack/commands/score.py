@@ -47,8 +47,10 @@ if TYPE_CHECKING:
     argument(
         "--kind",
         choices=("chat", "pairs", "labelled"),
-        default="pairs",
-        help="of these records (default: pairs)",
+        help="of these records (default: what --preset gives, or pairs)",
+    ),
+    argument(
+        "--preset", metavar="NAME", help="their shape, as record.preset: alpaca, hh-rlhf, ..."
     ),
     argument(
         "--train",
@@ -114,11 +116,21 @@ def main(args: Namespace) -> None:
 def _score_records(run: "Run", params: Any, args: Namespace) -> None:
     from pydantic import TypeAdapter
 
+    from maxstack.config.spelling import did_you_mean
     from maxstack.inference.records import score_records
-    from maxstack.schema.data import Record
+    from maxstack.schema.data import OF_PRESETS, Record
 
-    kind = {"kind": args.kind} | ({"train": args.train} if args.kind == "chat" else {})
-    record = TypeAdapter(Record).validate_python(kind)
+    if args.preset not in (None, *OF_PRESETS):
+        raise ConfigError(
+            f"--preset {args.preset}: no such shape{did_you_mean(args.preset, OF_PRESETS)}; there "
+            f"are {', '.join(OF_PRESETS)}"
+        )
+    kinds = OF_PRESETS[args.preset] if args.preset else ("pairs",)
+    kind = args.kind or next((name for name in kinds if name != "prompts"), "prompts")
+    if args.preset and kind not in kinds:
+        raise ConfigError(f"--kind {kind}: --preset {args.preset} gives {' or '.join(kinds)}")
+    said = {"kind": kind, "preset": args.preset} | ({"train": args.train} if kind == "chat" else {})
+    record = TypeAdapter(Record).validate_python(said)
     count = score_records(
         run,
         params,

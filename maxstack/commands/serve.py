@@ -23,7 +23,7 @@ from maxstack.commands.serve_packages import (
     refuse_flags,
     serve_packages,
 )
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, installing
 
 if TYPE_CHECKING:
     from maxstack.data.chat import ChatTemplate
@@ -128,7 +128,7 @@ def _check_installed() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"maxstack serve needs the {error.name} package: pip install 'maxstack[serve]'"
+            f"maxstack serve needs the {error.name} package: {installing('serve')}"
         ) from None
 
 

@@ -11,7 +11,7 @@ from multiprocessing import connection, get_context
 from typing import Any, TypeVar, cast
 
 from maxstack.data.signals import settle
-from maxstack.errors import ConfigError, DataError, shortened
+from maxstack.errors import ConfigError, DataError, installing, shortened
 
 Task = TypeVar("Task")
 Function = Callable[[Any, Task], Iterator[Any]]
@@ -100,9 +100,7 @@ class Ray(Engine):
         try:
             import ray
         except ImportError as error:
-            raise ConfigError(
-                "--engine ray needs the ray package: pip install 'maxstack[ray]'"
-            ) from error
+            raise ConfigError(f"--engine ray needs the ray package: {installing('ray')}") from error
         self._ray: Any = ray
 
     def map(

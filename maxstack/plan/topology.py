@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, installing
 from maxstack.hardware.chips import Chip, by_kind
 from maxstack.hardware.chips import chip as find_chip
 from maxstack.hardware.devices import arrange, box, slice_of
@@ -226,7 +226,7 @@ def _ahead_of_time(topology: Topology) -> tuple[Any, ...]:
     chip = topology.chip
     assert chip
     modules, extra = _PLUGINS[chip.platform]
-    install = f'pip install "maxstack[{extra}]"'
+    install = installing(extra)
     if not any(map(_importable, modules)):
         raise ConfigError(
             f"--topology {topology.name}: the compiler for {chip.name} is not installed; {install}"

@@ -22,7 +22,7 @@ import numpy as np
 
 from maxstack import config
 from maxstack.config import atomic
-from maxstack.errors import ConfigError, shortened
+from maxstack.errors import ConfigError, installing, shortened
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -284,7 +284,7 @@ def check_installed(names: Sequence[str]) -> None:
         package = TRACKERS[name][0]
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"run.trackers: {name} needs the {package} package: pip install 'maxstack[{name}]'"
+                f"run.trackers: {name} needs the {package} package: {installing(name)}"
             )
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from maxstack.errors import ConfigError, quoted
+from maxstack.errors import ConfigError, installing, quoted
 from maxstack.rewards.built_in import wanted
 
 try:
@@ -12,7 +12,7 @@ try:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 except ImportError as error:
     raise ConfigError(
-        f"rewards of kind math need the math-verify package ({error}): pip install 'maxstack[math]'"
+        f"rewards of kind math need the math-verify package ({error}): {installing('math')}"
     ) from error
 
 _SECONDS = 2

@@ -365,7 +365,7 @@ class TarSource(PictureSource, Files):
 
 class DigitsSource(PictureSource):
     """The 1,797 handwritten digits of 8 x 8 pixels that scikit-learn ships (Alpaydin & Kaynak 1998;
-    pip install 'maxstack[images]')."""
+    extra images)."""
 
     kind: Literal["digits"]
     """The source."""

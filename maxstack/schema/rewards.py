@@ -121,7 +121,7 @@ class FormatReward(WorkerReward):
 
 class MathReward(WorkerReward):
     """1 where what the completion's last \\boxed{} or \\fbox{} holds, or without one its last
-    expression, equals a field of the row, by math-verify (pip install 'maxstack[math]')."""
+    expression, equals a field of the row, by math-verify (extra math)."""
 
     CALL = "maxstack.rewards.mathematics:equal"
     SETTINGS = ("field",)

@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import pickle
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,7 +20,7 @@ from maxstack.data.documents import Tokens
 from maxstack.data.files import matched
 from maxstack.data.shards import pack
 from maxstack.data.sources import open_source
-from maxstack.errors import DataError
+from maxstack.errors import DataError, installing
 from maxstack.schema.data import AnySource, DataConfig
 
 TEXTS = ["first\nlines", "zweites d\u00f6kument", "3rd", "\U0001f600 fourth"]
@@ -130,7 +131,7 @@ def test_bagz_reads_text():
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(kind, package, monkeypatch):
     write("a.file", "x")
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(DataError, match=rf"{package} package: pip install 'maxstack\[{kind}\]'"):
+    with pytest.raises(DataError, match=rf"{package} package: {re.escape(installing(kind))}"):
         open_source(source(kind, files=["a.file"]))
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import xxhash
 
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, installing
 from maxstack.schema.steps import Step as StepConfig
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -101,7 +101,7 @@ def ngrams(hashes: np.ndarray, size: int) -> np.ndarray:
 def missing(package: str, step: str, error: ImportError) -> ConfigError:
     """The error where an optional package is not installed."""
     return ConfigError(
-        f"data.steps: {step} needs the {package} package: pip install 'maxstack[clean]' ({error})"
+        f"data.steps: {step} needs the {package} package: {installing('clean')} ({error})"
     )
 
 
