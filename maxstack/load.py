@@ -3,6 +3,7 @@ validated and checked against the rules between its sections."""
 
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from maxstack.schema.data import DataConfig, SentencePieceTokenizer, holds_text
 from maxstack.schema.stack import StackConfig
 
 log = logging.getLogger(__name__)
+WEIGHTS = ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5"
+"""Ends of the names of files that hold or list weights."""
 
 
 def load(path: config.Source, overrides: Sequence[str] = ()) -> Config:
@@ -123,7 +126,10 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     if of_hub:
         check_no_run_beside(path)
     folder = hub.pinned(name) if of_hub else path
-    contents = Contents(folder, weights=False) if of_hub else opened(folder)
+    # config.json alone is enough to show a configuration; whoever reads weights asks for them.
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    alone = bool(names) and not any(name.endswith(WEIGHTS) for name in names)
+    contents = Contents(folder, weights=False) if of_hub or alone else opened(folder)
     dtype = "float32" if contents.dtype == "float32" else "bfloat16"
     return folder, contents.mapping | {"weights": folder, "dtype": dtype}
 

@@ -63,11 +63,17 @@ class Family:
     """Name of the architecture without a head."""
     schema: type[StackConfig] = DecoderConfig
     """Section of the model."""
+    needed: Collection[str] = ()
+    """Keys that may not be absent, of a type whose class of transformers has other defaults."""
 
     def read(self, config: Mapping[str, Any], where: str, mtp: int | None = 0) -> dict[str, Any]:
         """config.json -> the mapping of a DecoderConfig. ConfigError lists keys and values that are
         not supported."""
         source = Source(config, where, mtp)
+        inside = config.get("rope_parameters")
+        for key in self.needed:
+            if not isinstance(inside, Mapping) or key not in inside:
+                source.need(key)
         model = table.read(self.model, source) | self.layers.read(source)
         if self.schema is DecoderConfig and scores(config):
             _check_labels(config, where)

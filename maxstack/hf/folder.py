@@ -1,6 +1,9 @@
 """A model folder on disk: config.json and the tensors of its safetensors files. Nothing in it is
 trusted, and nothing in it is run."""
 
+import collections
+import functools
+import logging
 import os
 import re
 from collections.abc import Iterable
@@ -17,6 +20,7 @@ from maxstack.hf.safetensors_file import SafetensorsFile, check_name
 from maxstack.hf.tensors import Plain, Tensor
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 CLASS_NAME = "_class_name"
 """Key of diffusers' config.json with the name of a class."""
 UNSAFE = {
@@ -30,12 +34,15 @@ INSTEAD = (
     "maxstack reads safetensors and never runs what a folder brings. Use the safetensors version "
     "of the model (transformers writes it with save_pretrained)"
 )
-# Prefixes of the language model's tensors in a model with vision or audio, and what they become.
-WRAPPERS = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
+TEXT = "text_config", "language_config", "llm_config", "thinker_config"
+"""Keys of config.json with the language model of a folder that holds more."""
+WITHIN = (
+    *("model.language_model.", "language_model.model.", "model.text_model.", "text_model.model."),
+    *("language.model.", "llm.model.", "thinker.model.", "language_model.", "text_model."),
 )
+"""Beginnings of its tensors' names there, in place of `model.`."""
+OF_ALL = "lm_head.", "score.", "mtp.", "classifier."
+"""Beginnings of names that stand beside the body."""
 OTHER_TOWERS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio|mm_projector)\."
 )
@@ -64,13 +71,15 @@ class Folder:
             what = "is a file; give the folder of a model" if os.path.exists(path) else hub.NOWHERE
             raise ConfigError(f"{shortened(str(path), 200)}: {what}")
         outer = read_object(self.file("config.json"))
-        inner = outer.get("text_config")
         self.config: dict[str, Any] = outer
         """config.json, of the language model where the folder holds more."""
-        if isinstance(inner, dict):
-            shared = {key: outer[key] for key in OF_WRAPPER if key in outer}
-            own = {**inner, "architectures": inner.get("architectures") or []}
-            self.config = shared | own
+        self.has_parts = False
+        """It holds more than a language model."""
+        while inner := next((key for key in TEXT if isinstance(self.config.get(key), dict)), None):
+            shared = {key: self.config[key] for key in OF_WRAPPER if key in self.config}
+            own = self.config[inner]
+            self.config = shared | own | {"architectures": own.get("architectures") or []}
+            self.has_parts = True
         self.where = str(self.path / "config.json")
         self.stem = hub.DIFFUSERS if CLASS_NAME in outer else hub.MODEL
         """Beginning of the names of files with weights."""
@@ -125,12 +134,40 @@ class Folder:
         tensors: dict[str, Tensor] = {**self.raw()}
         if not tensors:
             raise DataError(f"{self.path}: its safetensors hold no tensor")
-        return self._unpack(_of_language_model(tensors, body))
+        return self._unpack(self._of_language_model(tensors, body))
 
     def listed(self, body: str = "model.") -> Iterable[str] | None:
         """Names of the tensors in the index, as in `tensors`; None where there is no index."""
         names = {name: None for listed in self.shards().values() for name in listed}
-        return _of_language_model(names, body) if names else None
+        return self._of_language_model(names, body) if names else None
+
+    def _of_language_model(self, tensors: dict[str, T], body: str) -> dict[str, T]:
+        """The language model's tensors, under its own names; those of other parts are left out, in
+        a line. Of a family that is such a part, all."""
+        within = next((begin for begin in WITHIN if f"{begin}embed_tokens.weight" in tensors), "")
+        outside = within.removesuffix("model.") if within.endswith(".model.") else ""
+        found, left = dict[str, T](), list[str]()
+        for name, tensor in tensors.items():
+            own = name.removeprefix(outside)
+            if within and name.startswith(within):
+                own = f"model.{name.removeprefix(within)}"
+            elif within and not own.startswith(OF_ALL):
+                left.append(name)
+                continue
+            elif OTHER_TOWERS.match(name) and not OTHER_TOWERS.match(body):
+                left.append(name)
+                continue
+            found[own] = tensor
+        if left:
+            parts = collections.Counter(name.removeprefix("model.").split(".")[0] for name in left)
+            said = ", ".join(f"{part} ({count})" for part, count in sorted(parts.items()))
+            _tell(self.where, said)
+        if any(name.startswith(body) for name in found):
+            return found
+        return {
+            name if name.startswith(OF_ALL) else body + name: tensor
+            for name, tensor in found.items()
+        }
 
     def shards(self) -> dict[str, set[str]]:
         """The index: file -> names of its tensors; empty where there is no index."""
@@ -153,8 +190,8 @@ class Folder:
         return INDEX.format(self.stem)
 
     def check_generation(self) -> None:
-        """ConfigError where generation_config.json, which is copied into exports, has special
-        tokens outside of the vocabulary; DataError where it is no JSON object."""
+        """ConfigError where special tokens of generation_config.json, which is copied into exports,
+        are no ids; DataError where it is no JSON object."""
         if os.path.lexists(self.path / GENERATION):
             path, vocab = self.file(GENERATION), self.config.get("vocab_size")
             settings = read_object(path)
@@ -184,20 +221,8 @@ def and_more(names: list[str], shown: int = 1) -> str:
     return f" (and {len(names) - shown} more)" if len(names) > shown else ""
 
 
-def _of_language_model(tensors: dict[str, T], body: str) -> dict[str, T]:
-    """The language model's tensors, under its own names."""
-    for outer, inner in WRAPPERS:
-        tensors = {
-            inner + name.removeprefix(outer) if name.startswith(outer) else name: tensor
-            for name, tensor in tensors.items()
-        }
-    if not OTHER_TOWERS.match(body):
-        tensors = {name: x for name, x in tensors.items() if not OTHER_TOWERS.match(name)}
-    if any(name.startswith(body) for name in tensors):
-        return tensors
-    return {
-        name
-        if name.startswith(("lm_head.", "score.", "mtp.", "classifier."))
-        else body + name: tensor
-        for name, tensor in tensors.items()
-    }
+@functools.cache
+def _tell(where: str, parts: str) -> None:
+    log.warning(
+        "%s: tensors of other parts than the language model are passed over: %s", where, parts
+    )

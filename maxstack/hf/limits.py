@@ -1,11 +1,15 @@
 """Values of config.json that no model has, refused by file and key."""
 
+import functools
+import logging
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from maxstack.errors import ConfigError, quoted
+
+log = logging.getLogger(__name__)
 
 
 class Limit(NamedTuple):
@@ -35,8 +39,8 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_numbers(config: Mapping[str, Any], where: str) -> None:
-    """ConfigError for a number that is out of LIMITS or infinite, and for ids of special tokens
-    outside of the vocabulary; -1 for padding is transformers' word for none."""
+    """ConfigError for a number that is out of LIMITS or infinite; a line for ids of special tokens
+    outside of the vocabulary, of which -1 for padding is transformers' word for none."""
     for path, key, value in _values(config, ""):
         number = type(value) in (int, float)
         if number and not math.isfinite(value):
@@ -53,17 +57,22 @@ def check_numbers(config: Mapping[str, Any], where: str) -> None:
 
 
 def check_ids(config: Mapping[str, Any], keys: Iterable[str], vocab: int, where: str) -> None:
-    """ConfigError where the value of a key is no id, or list of ids, of a vocabulary of that
-    size."""
+    """Tell where a key holds an id that a vocabulary of that size has not, which only whoever
+    waits for it needs. ConfigError for what is no id."""
     for key in keys:
         ids = config.get(key)
         for token in ids if isinstance(ids, list) else [ids]:
-            none = token is None or (token == -1 and key == "pad_token_id")
-            if not none and (type(token) is not int or not 0 <= token < vocab):
-                raise ConfigError(
-                    f"{where}: {key}={quoted(ids)}: must be an id of the vocabulary, which has "
-                    f"{vocab} (vocab_size)"
-                )
+            if token is None or (token == -1 and key == "pad_token_id"):
+                continue
+            if type(token) is not int:
+                raise ConfigError(f"{where}: {key}={quoted(ids)}: must be the id of a token")
+            if not 0 <= token < vocab:
+                _tell(where, f"{key}={quoted(ids)}", vocab)
+
+
+@functools.cache
+def _tell(where: str, said: str, vocab: int) -> None:
+    log.warning("%s: %s: the vocabulary has %d tokens (vocab_size)", where, said, vocab)
 
 
 def _values(config: Mapping[str, Any], before: str) -> Iterator[tuple[str, str, Any]]:

@@ -263,10 +263,18 @@ def longest_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
 def tokenizer_of(
     cfg: "Config", own: Path | None, folder: Path | None
 ) -> tuple["Tokenizer | None", frozenset[int]]:
-    """The model's tokenizer, None where it has none, and the tokens that end its answers."""
+    """The model's tokenizer, None where it has none, and the tokens that end its answers.
+    ConfigError where all of these are outside of the vocabulary."""
     from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 
-    stops = ends_beside(folder) if folder else set[int]()
+    said = ends_beside(folder) if folder else set[int]()
+    stops = {token for token in said if 0 <= token < cfg.decoder.vocab}
+    if said and not stops:
+        raise ConfigError(
+            f"{folder}: eos_token_id={sorted(said)} of its config.json or generation_config.json: "
+            f"the vocabulary has {cfg.decoder.vocab} tokens, so an answer would never end; correct "
+            "it there"
+        )
     if own is None and "tokenizer" not in cfg.data.model_fields_set:
         return None, frozenset(stops)
     tokenizer = open_tokenizer(cfg.data.tokenizer)

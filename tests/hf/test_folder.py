@@ -15,6 +15,8 @@ from maxstack.errors import ConfigError, DataError
 from maxstack.hf.contents import Contents
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import of_config
+from maxstack.inference.opened import config_of
+from maxstack.inference.started import tokenizer_of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -288,26 +290,58 @@ def test_a_tied_flag_that_contradicts_the_tensors_is_refused(folder):
         Contents(folder)
 
 
-def test_the_language_model_inside_a_wrapper_is_read(folder):
-    plain = Contents(folder)
+WRAPPERS = {
+    "llava": ("language_model.model.", "language_model.lm_head.", "text_config"),
+    "gemma3": ("model.language_model.", "lm_head.", "text_config"),
+    "idefics3": ("model.text_model.", "lm_head.", "text_config"),
+    "internvl_chat": ("language_model.model.", "language_model.lm_head.", "llm_config"),
+    "deepseek_vl_v2": ("language.model.", "language.lm_head.", "language_config"),
+    "qwen2_5_omni": ("thinker.model.", "thinker.lm_head.", "thinker_config"),
+    "qwen2_5_vl": ("model.", "lm_head.", "text_config"),
+}
+"""How models of pictures and sound name their language model, as they are published."""
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_the_language_model_inside_a_wrapper_is_read(folder, caplog, kind):
+    plain, (body, head, key) = Contents(folder), WRAPPERS[kind]
     inner = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["LlavaForConditionalGeneration"],
-                "model_type": "llava",
-                "text_config": inner,
-            }
-        )
-    )
-    found = {f"language_model.{name}": array for name, array in tensors(folder).items()}
-    safetensors.numpy.save_file(
-        found | {"vision_tower.patch.weight": np.zeros((2, 2), np.float32)},
-        folder / "model.safetensors",
-    )
+    if kind == "qwen2_5_omni":
+        inner = {"model_type": "qwen2_5_omni_thinker", "text_config": inner}
+    outer = {"architectures": ["Other"], "model_type": kind, key: inner}
+    (folder / "config.json").write_text(json.dumps(outer))
+    found = {
+        name.replace("model.", body, 1).replace("lm_head.", head, 1): array
+        for name, array in tensors(folder).items()
+    }
+    found["visual.patch.weight"] = np.zeros((2, 2), np.float32)
+    safetensors.numpy.save_file(found, folder / "model.safetensors")
     inside = Contents(folder)
     assert inside.model == plain.model
     assert inside.tensors.keys() == plain.tensors.keys()
+    assert "other parts than the language model are passed over: visual (1)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model_type", "of"), [("qwen2_5_vl_text", "qwen2"), ("qwen3_vl_text", "qwen3")]
+)
+def test_qwens_language_models_of_pictures_are_its_others_with_other_defaults(model_type, of):
+    given = json.loads((GOLDENS / of / "config.json").read_text()) | {"architectures": []}
+    mapping = FAMILIES[of].read(given, "")
+    given["rope_parameters"] |= {"rope_type": "mrope", "mrope_section": [1, 1, 2]}
+    given["model_type"] = model_type
+    assert FAMILIES[model_type].read(given, "") == mapping
+    del given["rms_norm_eps"]
+    with pytest.raises(ConfigError, match="rms_norm_eps is missing"):
+        FAMILIES[model_type].read(given, "")
+
+
+def test_ids_outside_of_the_vocabulary_are_told_and_end_what_would_not_end(folder, caplog):
+    config(folder, eos_token_id=[500, 501])
+    Contents(folder)
+    assert "eos_token_id=[500, 501]: the vocabulary has 128 tokens" in caplog.text
+    with pytest.raises(ConfigError, match=r"eos_token_id=\[500, 501\] .* would never end"):
+        tokenizer_of(config_of(str(folder), [])[0], None, folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
@@ -335,10 +369,8 @@ def test_what_is_no_file_is_not_taken_for_absent(folder, name, kind):
         ("intermediate_size", -1, "from 0"),
         ("max_position_embeddings", "x", "whole number"),
         ("initializer_range", -1, "from 0"),
-        ("eos_token_id", 128, "must be an id of the vocabulary, which has 128"),
-        ("eos_token_id", [1, 999], "must be an id"),
-        ("bos_token_id", "x", "must be an id"),
-        ("pad_token_id", -2, "must be an id"),
+        ("eos_token_id", "</s>", "must be the id of a token"),
+        ("bos_token_id", "x", "must be the id of a token"),
         ("attention_dropout", 1e999, "is no finite number"),
         ("initializer_range", "x", "from 0"),
         ("model_type", 3, "written as text"),
@@ -385,8 +417,8 @@ def test_kimi_k2_has_a_type_of_its_own():
 @pytest.mark.parametrize(
     ("said", "error", "says"),
     [
-        ({"eos_token_id": [1, 999]}, ConfigError, "eos_token_id=.*: must be an id"),
-        ({"bos_token_id": "x"}, ConfigError, "bos_token_id='x': must be an id"),
+        ({"eos_token_id": [1, 2.5]}, ConfigError, "eos_token_id=.*: must be the id"),
+        ({"bos_token_id": "x"}, ConfigError, "bos_token_id=.x.: must be the id"),
         ([], DataError, "is no JSON object"),
     ],
 )

@@ -1,5 +1,7 @@
 """The families, a module for each group of relatives."""
 
+import dataclasses
+
 from maxstack.hf.families import (
     deepseek,
     dit,
@@ -34,9 +36,19 @@ ALL: tuple[Family, ...] = tuple(
     value for module in _MODULES for value in vars(module).values() if isinstance(value, Family)
 )
 """Every Family that a module declares; the first that can express a model is written."""
-_OTHER_TYPES = {"kimi_k2": deepseek.DEEPSEEK_V3}
+_NEEDED = "rms_norm_eps", "rope_theta", "num_key_value_heads"
+_OF_PICTURES = dict.fromkeys(
+    ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"),
+    dataclasses.replace(qwen.QWEN2, needed=_NEEDED),
+)
+_OTHER_TYPES = {
+    "kimi_k2": deepseek.DEEPSEEK_V3,
+    **_OF_PICTURES,
+    "qwen3_vl_text": dataclasses.replace(qwen.QWEN3, needed=_NEEDED),
+}
 """Further values of model_type: Kimi K2 is published with the architecture of DeepSeek V3 and a
-type of its own."""
+type of its own; the language models of Qwen's models of pictures, which turn a text's positions
+alike in all sections, are its others with other defaults."""
 FAMILIES: dict[str, Family] = {
     name: family for family in ALL for name in (family.architecture, family.model_type) if name
 } | _OTHER_TYPES
