@@ -63,13 +63,15 @@ class Family:
     """Name of the architecture without a head."""
     schema: type[StackConfig] = DecoderConfig
     """Section of the model."""
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Values of keys that published folders leave out and others may not."""
     needed: Collection[str] = ()
     """Keys that may not be absent, of a type whose class of transformers has other defaults."""
 
     def read(self, config: Mapping[str, Any], where: str, mtp: int | None = 0) -> dict[str, Any]:
         """config.json -> the mapping of a DecoderConfig. ConfigError lists keys and values that are
         not supported."""
-        source = Source(config, where, mtp)
+        source = Source({**self.defaults, **config}, where, mtp)
         inside = config.get("rope_parameters")
         for key in self.needed:
             if not isinstance(inside, Mapping) or key not in inside:

@@ -41,6 +41,8 @@ WITHIN = (
     *("language.model.", "llm.model.", "thinker.model.", "language_model.", "text_model."),
 )
 """Beginnings of its tensors' names there, in place of `model.`."""
+TOWERS = {"siglip": "vision_config"}
+"""model_type of models of pictures and texts -> key of the part that is read."""
 OF_ALL = "lm_head.", "score.", "mtp.", "classifier."
 """Beginnings of names that stand beside the body."""
 OTHER_TOWERS = re.compile(
@@ -75,7 +77,8 @@ class Folder:
         """config.json, of the language model where the folder holds more."""
         self.has_parts = False
         """It holds more than a language model."""
-        while inner := next((key for key in TEXT if isinstance(self.config.get(key), dict)), None):
+        parts = [TOWERS[kind]] if (kind := outer.get("model_type")) in TOWERS else TEXT
+        while inner := next((key for key in parts if isinstance(self.config.get(key), dict)), None):
             shared = {key: self.config[key] for key in OF_WRAPPER if key in self.config}
             own = self.config[inner]
             self.config = shared | own | {"architectures": own.get("architectures") or []}
@@ -146,6 +149,7 @@ class Folder:
         a line. Of a family that is such a part, all."""
         within = next((begin for begin in WITHIN if f"{begin}embed_tokens.weight" in tensors), "")
         outside = within.removesuffix("model.") if within.endswith(".model.") else ""
+        tower = OTHER_TOWERS.match(body)
         found, left = dict[str, T](), list[str]()
         for name, tensor in tensors.items():
             own = name.removeprefix(outside)
@@ -154,14 +158,17 @@ class Folder:
             elif within and not own.startswith(OF_ALL):
                 left.append(name)
                 continue
-            elif OTHER_TOWERS.match(name) and not OTHER_TOWERS.match(body):
+            elif self.has_parts and tower and not name.startswith(body):
+                left.append(name)
+                continue
+            elif OTHER_TOWERS.match(name) and not tower:
                 left.append(name)
                 continue
             found[own] = tensor
         if left:
             parts = collections.Counter(name.removeprefix("model.").split(".")[0] for name in left)
             said = ", ".join(f"{part} ({count})" for part, count in sorted(parts.items()))
-            _tell(self.where, said)
+            _tell(self.where, "tower of pictures" if tower else "language model", said)
         if any(name.startswith(body) for name in found):
             return found
         return {
@@ -222,7 +229,5 @@ def and_more(names: list[str], shown: int = 1) -> str:
 
 
 @functools.cache
-def _tell(where: str, parts: str) -> None:
-    log.warning(
-        "%s: tensors of other parts than the language model are passed over: %s", where, parts
-    )
+def _tell(where: str, read: str, parts: str) -> None:
+    log.warning("%s: tensors of other parts than the %s are passed over: %s", where, read, parts)

@@ -4,12 +4,17 @@ import copy
 import json
 from pathlib import Path
 
+import numpy as np
 import pydantic
 import pytest
+import safetensors.numpy
 
 from maxstack.errors import ConfigError
+from maxstack.hf.binding import bind
+from maxstack.hf.contents import Contents, check_tensors
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import meaning, of_config
+from maxstack.models.model import weights_of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 ABSENT = json.loads((GOLDENS / "absent.json").read_text())
@@ -82,3 +87,43 @@ def test_gelu_of_gemma_is_the_tanh_form_and_swish_is_silu():
     """GemmaConfig of transformers 5.24 says so of the first release's files; ACT2FN of swish."""
     assert model_of(golden("gemma") | {"hidden_act": "gelu"}) == model_of(golden("gemma"))
     assert model_of(golden("llama") | {"hidden_act": "swish"}) == model_of(golden("llama"))
+
+
+def published(tmp_path, name, config, more, before=""):
+    """A golden folder as its model was published: another config.json, and `more` tensors."""
+    file = next((GOLDENS / name).glob("*.safetensors"))
+    held = {f"{before}{key}": array for key, array in safetensors.numpy.load_file(file).items()}
+    held |= {key: np.zeros(shape, np.float32) for key, shape in more.items()}
+    safetensors.numpy.save_file(held, tmp_path / file.name)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return Contents(tmp_path), Contents(GOLDENS / name)
+
+
+def test_siglip_as_it_is_published_is_read_for_its_tower(tmp_path, caplog):
+    tower = golden("siglip") | {"model_type": "siglip_vision_model"}
+    text = {"model_type": "siglip_text_model", "hidden_size": 8}
+    config = {"architectures": ["SiglipModel"], "model_type": "siglip", "text_config": text}
+    left = {"logit_scale": 1, "text_model.final_layer_norm.bias": 8}
+    config["vision_config"] = tower
+    found, wanted = published(tmp_path, "siglip", config, left, before="vision_model.")
+    assert found.mapping == wanted.mapping and found.tensors.keys() == wanted.tensors.keys()
+    assert "than the tower of pictures are passed over: logit_scale (1), text_model" in caplog.text
+    base = {"model_type": "siglip_vision_model"}  # all that siglip-base-patch16-224 says of it
+    assert FAMILIES["siglip_vision_model"].read(base, "")["embed"] == 768
+
+
+def test_dit_as_it_is_published_is_a_class_of_several_models(tmp_path):
+    config = golden("dit") | {
+        "_class_name": "Transformer2DModel",
+        "cross_attention_dim": None,
+        "num_vector_embeds": None,
+        "only_cross_attention": False,
+        "use_linear_projection": False,
+    }
+    found, wanted = published(tmp_path, "dit", config, {"pos_embed.pos_embed": (1, 16, 16)})
+    assert found.mapping == wanted.mapping
+    shapes = {path: leaf.shape for path, leaf in weights_of(found.model).items()}
+    check_tensors(found, bind(found.family, found.model, shapes))
+    for changes, said in (({"norm_type": "ada_norm"}, "norm_type"), ({"norm_type": None}, "null")):
+        with pytest.raises(ConfigError, match=said):
+            published(tmp_path, "dit", config | changes, {})

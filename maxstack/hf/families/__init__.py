@@ -45,10 +45,14 @@ _OTHER_TYPES = {
     "kimi_k2": deepseek.DEEPSEEK_V3,
     **_OF_PICTURES,
     "qwen3_vl_text": dataclasses.replace(qwen.QWEN3, needed=_NEEDED),
+    "Transformer2DModel": dataclasses.replace(
+        dit.DIT, needed=("norm_type", "num_embeds_ada_norm", "num_attention_heads", "num_layers")
+    ),
 }
 """Further values of model_type: Kimi K2 is published with the architecture of DeepSeek V3 and a
 type of its own; the language models of Qwen's models of pictures, which turn a text's positions
-alike in all sections, are its others with other defaults."""
+alike in all sections, are its others with other defaults; DiT was published as a class that was
+several models, by `norm_type`."""
 FAMILIES: dict[str, Family] = {
     name: family for family in ALL for name in (family.architecture, family.model_type) if name
 } | _OTHER_TYPES

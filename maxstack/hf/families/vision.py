@@ -188,46 +188,61 @@ GATED = {
     "activation": "silu",
     "bias": True,
 }
-DINOV2 = Family(
-    "Dinov2ForImageClassification",
-    "dinov2",
-    encoder(
-        1e-6,
-        patch=Key("patch_size", 14),
-        mask_token=Key("use_mask_token", True),
-        pool={"kind": WithHead("cls_mean", "cls")},
-    ),
-    Layers(
-        {
-            "block": block(
-                attention(qkv_bias=Key("qkv_bias", True)),
-                Case(
-                    "use_swiglu_ffn",
-                    {False: dense(Times("mlp_ratio", "hidden_size", 4)), True: GATED},
-                    False,
-                ),
-                norm(1e-6),
-                layer_scale=Key("layerscale_value", 1.0),
-            )
-        }
-    ),
-    outer("dinov2")
-    + LAYER_MODULES
-    + SCALED
-    + rows("dinov2.embeddings.mask_token | mask_token | 1 d -> d")
-    + without("mlp/gate", FC)
-    + only(
-        "mlp/gate: d f",
-        modules("""
+
+
+def _dinov2(name: str, body: str, patch: int, **more: Any) -> Family:
+    """DINOv2, the beginning of whose classes' names is `name`; `patch` is what an absent key means,
+    `more` of the model."""
+    return Family(
+        f"{name}ForImageClassification",
+        body,
+        encoder(
+            1e-6,
+            patch=Key("patch_size", patch),
+            mask_token=Key("use_mask_token", True),
+            pool={"kind": WithHead("cls_mean", "cls")},
+            **more,
+        ),
+        Layers(
+            {
+                "block": block(
+                    attention(qkv_bias=Key("qkv_bias", True)),
+                    Case(
+                        "use_swiglu_ffn",
+                        {False: dense(Times("mlp_ratio", "hidden_size", 4)), True: GATED},
+                        False,
+                    ),
+                    norm(1e-6),
+                    layer_scale=Key("layerscale_value", 1.0),
+                )
+            }
+        ),
+        outer(body)
+        + LAYER_MODULES
+        + SCALED
+        + rows(f"""
+{body}.embeddings.mask_token      | mask_token | 1 d -> d
+{body}.embeddings.register_tokens | registers  | 1 r d -> r d
+""")
+        + without("mlp/gate", FC)
+        + only(
+            "mlp/gate: d f",
+            modules("""
 {layer}.mlp.weights_in  | mlp/gate: f, mlp/up: f | (+) d -> d +
 {layer}.mlp.weights_out | mlp/down               | d f -> f d
 """),
-    ),
-    silent=[*DROPOUT, "hidden_act"],  # which gated MLPs of DINOv2 do not read
-    layer="dinov2.encoder.layer.{}",
-    body="dinov2.",
-    bare="Dinov2Model",
-    schema=EncoderConfig,
+        ),
+        silent=[*DROPOUT, "hidden_act"],  # which gated MLPs of DINOv2 do not read
+        layer=body + ".encoder.layer.{}",
+        body=f"{body}.",
+        bare=f"{name}Model",
+        schema=EncoderConfig,
+    )
+
+
+DINOV2 = _dinov2("Dinov2", "dinov2", 14)
+DINOV2_REGISTERS = _dinov2(
+    "Dinov2WithRegisters", "dinov2_with_registers", 16, registers=Key("num_register_tokens", 4)
 )
 DINOV3 = Family(
     "DINOv3ViTModel",
@@ -329,4 +344,10 @@ vision_model.head.mlp.fc2               | pool/mlp/down | d f -> f d
     body="vision_model.",
     bare="SiglipVisionModel",
     schema=EncoderConfig,
+    defaults={
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+    },
 )
