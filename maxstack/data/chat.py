@@ -50,6 +50,7 @@ PROBE = {
     ],
 }
 """A message with a call, by which it is found how a template takes its arguments."""
+PART = "words of a part"
 Span = tuple[int, int]
 ASKED = (
     "give one: --chat-template FILE, or ask for completions of text: /v1/completions, or generate "
@@ -75,6 +76,7 @@ class ChatTemplate:
         self.sources, self.where = sources, where
         self.tokens = tokens
         self._wants_text: dict[str, bool] = {}
+        self._takes_parts: dict[tuple[str, str], bool] = {}
         self._templates = {name: self._parsed(text) for name, text in sources.items()}
 
     def render(
@@ -88,9 +90,29 @@ class ChatTemplate:
         `extra`, further variables, are plain JSON. DataError for what the template refuses, and
         for a template that does what the sandbox refuses."""
         name = self._name(tools)
+        messages = [self._with_content(name, message) for message in messages]
         if any(message.get("tool_calls") for message in messages) and self._reads_text(name):
             messages = [_with_text_arguments(message) for message in messages]
         return self._rendered(name, messages, tools, add_generation_prompt, **extra)
+
+    def _with_content(self, name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The message, its parts of text as one text, a line each, unless the template takes parts
+        of this role, as those of models of pictures do."""
+        content, role = message.get("content"), str(message.get("role"))
+        if not isinstance(content, list):
+            return message
+        if (name, role) not in self._takes_parts:
+            probe = {"role": role, "content": [{"type": "text", "text": PART}]}
+            before = [] if role in ("system", "user") else [{"role": "user", "content": "a"}]
+            after = [{"role": "user", "content": "a"}] if role == "system" else []
+            try:
+                found = self._rendered(name, [*before, probe, *after], None, False)
+            except DataError:
+                found = ""
+            self._takes_parts[name, role] = PART in found and not re.search("['\"]text['\"]", found)
+        if self._takes_parts[name, role]:
+            return message
+        return {**message, "content": "\n".join(part["text"] for part in content)}
 
     def _reads_text(self, name: str) -> bool:
         """True for a template that takes the arguments of a tool's call as JSON text, as DeepSeek's
@@ -278,22 +300,19 @@ def encode_chat(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray
 
 
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of OpenAI's API as templates take them: parts of content as one text, a line each,
-    arguments of tool calls as objects, and a thought by whichever of its names it has under those
-    that templates read. DataError for parts that are no text, and for arguments that are no JSON
-    object."""
+    """Messages of OpenAI's API as templates take them: arguments of tool calls as objects, and a
+    thought by whichever of its names it has under those that templates read. DataError for parts
+    of content that are no text, and for arguments that are no JSON object."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     changed = dict(message)
     if isinstance(message.get("content"), list):
-        parts = message["content"]
-        for part in parts:
+        for part in message["content"]:
             if not isinstance(part, dict) or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, dict) else part
                 raise DataError(f"{where}.content: a part {quoted(kind)}; only text can be read")
-        changed["content"] = "\n".join(part["text"] for part in parts)
     thoughts = [message[name] for name in THOUGHT if message.get(name) is not None]
     if thoughts:
         changed["reasoning_content"] = thoughts[0]

@@ -13,22 +13,24 @@ from maxstack.config.annotations import listed
 log = logging.getLogger(__name__)
 FIELDS = frozenset(
     """
-    architectures attn_implementation auto_map aux_loss_alpha bad_words_ids
-    begin_suppress_tokens cache_config cache_implementation
-    chunk_size_feed_forward compile_config constraints cross_attention_hidden_size device_map
+    architectures assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
+    assistant_lookbehind attn_implementation auto_map aux_loss_alpha bad_words_ids
+    begin_suppress_tokens cache_config cache_implementation chunk_size_feed_forward
+    compile_config constraints continuous_batching_config cross_attention_hidden_size device_map
     disable_compile diversity_penalty do_sample dola_layers dtype early_stopping
     encoder_no_repeat_ngram_size encoder_repetition_penalty ep_size epsilon_cutoff eta_cutoff
     exponential_decay_length_penalty finetuning_task force_words_ids gradient_checkpointing
     guidance_scale id2label initializer_range is_assistant is_decoder label2id length_penalty
-    low_memory max_length max_matching_ngram_size max_new_tokens max_position_embeddings
-    max_sequence_length max_time min_length min_new_tokens min_p model_name model_type
-    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
-    num_beams num_labels num_return_sequences penalty_alpha prefill_chunk_size
-    prefix problem_type prompt_lookup_num_tokens pruned_heads remove_invalid_values
-    renormalize_logits repetition_penalty router_aux_loss_coef router_jitter_noise seq_aux
-    sequence_bias stop_strings suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder token_healing tokenizer_class top_k top_p torch_dtype torchscript
-    total_flos transformers.js_config typical_p use_bfloat16 use_cache watermarking_config
+    low_memory max_cache_len max_length max_matching_ngram_size max_new_tokens
+    max_position_embeddings max_sequence_length max_time min_length min_new_tokens min_p
+    model_name model_type no_repeat_ngram_size num_assistant_tokens
+    num_assistant_tokens_schedule num_beam_groups num_beams num_labels num_return_sequences
+    penalty_alpha prefill_chunk_size prefix problem_type prompt_lookup_num_tokens pruned_heads
+    remove_invalid_values renormalize_logits repetition_penalty router_aux_loss_coef
+    router_jitter_noise seq_aux sequence_bias speculation_type stop_strings suppress_tokens
+    target_lookbehind task_specific_params temperature tf_legacy_loss tie_encoder_decoder
+    token_healing tokenizer_class top_h top_k top_p torch_dtype torchscript total_flos
+    transformers.js_config typical_p use_bfloat16 use_cache use_mtp watermarking_config
     """.split()
 )
 """Fields of transformers' PretrainedConfig and GenerationConfig, those of training's losses, and

@@ -221,10 +221,35 @@ def call(arguments):
     return {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
 
 
+PARTS = {
+    "role": "user",
+    "content": [{"type": "text", "text": " a "}, {"type": "text", "text": "b"}],
+}
+TAKES_PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text | trim }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+
+
 def test_messages_of_the_api_become_those_of_templates():
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = template_messages([{"role": "user", "content": parts}, call('{"x": [1]}'), *HELLO])
-    assert messages == [{"role": "user", "content": "a\nb"}, call({"x": [1]}), *HELLO]
+    messages = template_messages([PARTS, call('{"x": [1]}'), *HELLO])
+    assert messages == [PARTS, call({"x": [1]}), *HELLO]
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        (TAKES_PARTS, "<user>ab"),  # as transformers renders it, which gives any template the list
+        ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "<user> a \nb"),
+        (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content + '!' }}{% endfor %}",
+            "<user> a \nb!",
+        ),
+    ],
+)
+def test_parts_of_text_reach_a_template_that_takes_them(source, written):
+    assert rendered(source, template_messages([PARTS]), add_generation_prompt=False) == written
 
 
 @pytest.mark.parametrize(
