@@ -7,6 +7,9 @@ from typing import Any
 
 from maxstack.data import byte_level
 from maxstack.data.byte_level import content, read, special_tokens
+from maxstack.errors import quoted
+
+MODEL = "tokenizer.model"
 
 
 def tokenizer_of(folder: Path) -> dict[str, Any] | None:
@@ -29,10 +32,12 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
         if adds is None:
             before = put_before(read(file).get("post_processor"))
             adds, bos = bool(before), bos if bos in before else next(iter(before), None)
-    elif (folder / "tokenizer.model").is_file():
+    elif (folder / MODEL).is_file():
+        if _added(folder):
+            return None
         return {
             "kind": "sentencepiece",
-            "path": str(folder / "tokenizer.model"),
+            "path": str(folder / MODEL),
             "bos": bool(bos) and adds is not False,
             "eos": eos is not None,
         }
@@ -60,6 +65,12 @@ def unread(folder: Path) -> str:
     """The reason why `tokenizer_of` gives nothing, and a remedy."""
     if os.path.lexists(folder / "tokenizer.json"):
         why = "tokenizer.json is no file (a folder, or a link that leads nowhere)"
+    elif (folder / MODEL).is_file():
+        added = _added(folder)
+        why = (
+            f"{len(added)} tokens such as {quoted(next(iter(added)))} are added beside {MODEL}, "
+            "which by itself writes them in pieces"
+        )
     elif _spelt_out(folder):
         why = byte_level.unknown(folder)
     else:
@@ -69,6 +80,29 @@ def unread(folder: Path) -> str:
         "tokenizer.json (transformers: AutoTokenizer.from_pretrained(FOLDER)"
         ".save_pretrained(FOLDER)), or give data.tokenizer='{kind: huggingface, path: FILE}'"
     )
+
+
+def _added(folder: Path) -> dict[str, int]:
+    """Token -> id of those that added_tokens.json or tokenizer_config.json add to the SentencePiece
+    model of a folder, which has not these tokens under these ids."""
+    import sentencepiece
+
+    ids: dict[str | None, int] = dict(read(folder / "added_tokens.json"))
+    decoder = special_tokens(folder).get("added_tokens_decoder") or {}
+    ids |= {content(token): int(number) for number, token in decoder.items() if number.isdecimal()}
+    if not ids:
+        return {}
+    try:
+        model: Any = sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL))
+    except (RuntimeError, OSError):  # which is told where it is opened
+        return {}
+    size = model.vocab_size()
+    return {
+        token: number
+        for token, number in ids.items()
+        if token is not None
+        if not 0 <= number < size or model.id_to_piece(number) != token
+    }
 
 
 def _spelt_out(folder: Path) -> bool:

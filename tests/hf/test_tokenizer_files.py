@@ -14,6 +14,7 @@ from maxstack.checkpoint.weights import WeightsWriter
 from maxstack.config import dump
 from maxstack.data import vocabulary
 from maxstack.data.tokenizers import open_tokenizer
+from maxstack.hf.tokenizer import tokenizer_of, unread
 from maxstack.models.model import initial, weights_of
 from maxstack.schema.data import DataConfig
 from maxstack.state import flat
@@ -92,3 +93,15 @@ def test_a_run_and_its_export_score_alike_and_end_alike(exported, tmp_path):
         ours = [*tokenizer.bos, *tokenizer.without_ends(tokenizer.encode(TEXT.encode()))]
         assert theirs.encode(TEXT).ids == ours
         assert theirs.decode(ours) == TEXT
+
+
+def test_tokens_added_beside_a_sentencepiece_model_are_no_pieces_of_it(tmp_path):
+    """As of dolphin-2.5-mixtral, whose <|im_end|> is EOS, and of Phi-3 without tokenizer.json."""
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(Path(written(tmp_path, "sentencepiece")["path"]).read_bytes())
+    own = {"added_tokens_decoder": {"2": {"content": "</s>"}}, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    assert tokenizer_of(tmp_path)["eos"]
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 400}))
+    assert tokenizer_of(tmp_path) is None
+    assert "tokens such as '<|im_end|>' are added beside tokenizer.model" in unread(tmp_path)
