@@ -87,9 +87,10 @@ def _added(folder: Path) -> dict[str, int]:
     model of a folder, which has not these tokens under these ids."""
     import sentencepiece
 
-    ids: dict[str | None, int] = dict(read(folder / "added_tokens.json"))
-    decoder = special_tokens(folder).get("added_tokens_decoder") or {}
-    ids |= {content(token): int(number) for number, token in decoder.items() if number.isdecimal()}
+    ids = read(folder / "added_tokens.json")
+    for number, token in (special_tokens(folder).get("added_tokens_decoder") or {}).items():
+        if (text := content(token)) is not None and number.isdecimal():
+            ids[text] = int(number)
     if not ids:
         return {}
     try:
@@ -100,7 +101,6 @@ def _added(folder: Path) -> dict[str, int]:
     return {
         token: number
         for token, number in ids.items()
-        if token is not None
         if not 0 <= number < size or model.id_to_piece(number) != token
     }
 
