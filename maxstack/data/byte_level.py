@@ -19,6 +19,7 @@ _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 # GPT-2's: a printable byte is the character of its number, the others follow from 256 on.
 _BYTES = {256 + index: byte for index, byte in enumerate(_OTHERS)}
+_WRITTEN = {byte: chr(byte) for byte in _PRINTABLE} | {b: chr(code) for code, b in _BYTES.items()}
 _ALPHABET = frozenset(map(chr, (*_PRINTABLE, *_BYTES)))
 
 
@@ -55,6 +56,11 @@ def bytes_of(token: str) -> bytes:
     if _ALPHABET.issuperset(token):
         return token.translate(_BYTES).encode("latin-1")
     return token.encode()
+
+
+def letters(token: bytes) -> str:
+    """Bytes as a vocabulary writes them: the inverse of `bytes_of`."""
+    return "".join(_WRITTEN[byte] for byte in token)
 
 
 def split_of(folder: Path) -> Split | None:
@@ -108,8 +114,7 @@ def of_bytes() -> dict[str, Any]:
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
-    others = {byte: code for code, byte in _BYTES.items()}
-    vocab = {chr(others.get(byte, byte)): byte for byte in range(256)}
+    vocab = {_WRITTEN[byte]: byte for byte in range(256)}
     tokenizer: Any = Tokenizer(BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -38,6 +38,7 @@ TOKENIZER = (
     "vocab.txt",
     "spiece.model",
     "tiktoken.model",
+    "qwen.tiktoken",
     "chat_template.jinja",
     "chat_template.json",
 )

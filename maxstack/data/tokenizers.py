@@ -6,13 +6,14 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from maxstack.config import storage
-from maxstack.data import byte_level, hub
+from maxstack.data import byte_level, hub, tiktoken_files
 from maxstack.data.documents import Document, Documents, Picture, Tokens
 from maxstack.data.files import digest
 from maxstack.data.long_texts import LONGEST, parts
@@ -249,7 +250,8 @@ class SentencePiece(Tokenizer):
 
 
 class HuggingFace(Tokenizer):
-    """A tokenizer.json file of the Hugging Face tokenizers library, or vocab.json with merges.txt.
+    """A tokenizer.json file of the Hugging Face tokenizers library, vocab.json with merges.txt, or
+    a file of tiktoken.
 
     Special tokens spelt out in a document are plain text.
     """
@@ -261,12 +263,16 @@ class HuggingFace(Tokenizer):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         text, files = _read(cfg.path), "not a tokenizer.json file"
         folder, name = os.path.split(hub.file_of(cfg.path))
-        if is_vocab := name == byte_level.VOCAB:
+        make: Callable[[Path], bytes] | None = None
+        if name == byte_level.VOCAB:
             files = f"not a {name} with {byte_level.MERGES} beside it"
-            vocab = hub.model_folder(folder, weights=False) / name
+            make = byte_level.tokenizer_json
+        elif name in tiktoken_files.FILES:
+            files = "not a file of tiktoken"
+            make = tiktoken_files.tokenizer_json
         try:
-            if is_vocab:
-                text = byte_level.tokenizer_json(vocab)
+            if make:
+                text = make(hub.model_folder(folder, weights=False) / name)
             spec = json.loads(text)
             self._model: Any = tokenizers.Tokenizer.from_buffer(text)
         except DataError:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from maxstack.data import byte_level
+from maxstack.data import byte_level, tiktoken_files
 from maxstack.data.byte_level import content, read, special_tokens
 from maxstack.errors import quoted
 
@@ -13,9 +13,9 @@ MODEL = "tokenizer.model"
 
 
 def tokenizer_of(folder: Path) -> dict[str, Any] | None:
-    """The mapping of a data.tokenizer for the folder's tokenizer.json, or else its SentencePiece
-    model, or its vocab.json with merges.txt; None where it has none that can be read, as `unread`
-    explains. DataError for a file that is damaged.
+    """The mapping of a data.tokenizer for the folder's tokenizer.json, or else its file of
+    tiktoken, its SentencePiece model, or its vocab.json with merges.txt; None where it has none
+    that can be read, as `unread` explains. DataError for a file that is damaged.
 
     Documents end with the EOS token that tokenizer_config.json or special_tokens_map.json names.
     They begin with its BOS token if add_bos_token says so, or, where that is not said, with what
@@ -32,6 +32,10 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
         if adds is None:
             before = put_before(read(file).get("post_processor"))
             adds, bos = bool(before), bos if bos in before else next(iter(before), None)
+    elif tiktoken := _of_tiktoken(folder):
+        if tiktoken_files.unknown(tiktoken):
+            return None
+        file = tiktoken
     elif (folder / MODEL).is_file():
         if _added(folder):
             return None
@@ -65,6 +69,8 @@ def unread(folder: Path) -> str:
     """The reason why `tokenizer_of` gives nothing, and a remedy."""
     if os.path.lexists(folder / "tokenizer.json"):
         why = "tokenizer.json is no file (a folder, or a link that leads nowhere)"
+    elif tiktoken := _of_tiktoken(folder):
+        why = tiktoken_files.unknown(tiktoken)
     elif (folder / MODEL).is_file():
         added = _added(folder)
         why = (
@@ -74,12 +80,20 @@ def unread(folder: Path) -> str:
     elif _spelt_out(folder):
         why = byte_level.unknown(folder)
     else:
-        why = "it holds neither tokenizer.json, tokenizer.model, nor vocab.json with merges.txt"
+        why = (
+            "it holds neither tokenizer.json, tokenizer.model, tiktoken.model nor vocab.json with "
+            "merges.txt"
+        )
     return (
         f"{folder} brings no tokenizer that maxstack reads: {why}; save it there as "
         "tokenizer.json (transformers: AutoTokenizer.from_pretrained(FOLDER)"
         ".save_pretrained(FOLDER)), or give data.tokenizer='{kind: huggingface, path: FILE}'"
     )
+
+
+def _of_tiktoken(folder: Path) -> Path | None:
+    paths = (folder / name for name in tiktoken_files.FILES)
+    return next(filter(tiktoken_files.is_tiktoken, paths), None)
 
 
 def _added(folder: Path) -> dict[str, int]:
