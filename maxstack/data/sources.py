@@ -3,8 +3,10 @@ many documents each: records.py."""
 
 import functools
 import json
+import os
 import pkgutil
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +30,13 @@ from maxstack.schema.data import (
     DataConfig,
     Files,
     FunctionSource,
+    GrainSource,
     SyntheticSource,
     TextSource,
 )
+
+MOST = 1 << 48
+"""Elements of a dataset that ends."""
 
 
 class WholeFiles(Documents):
@@ -115,13 +121,98 @@ class Called(Documents):
     @functools.cached_property
     def _call(self) -> Callable[[int], Any]:
         """The function, which no pickle holds."""
-        try:
-            return pkgutil.resolve_name(self._cfg.call)
-        except (ImportError, AttributeError) as error:
-            raise DataError(f"data.sources: call: {self._cfg.call}: {error}") from error
+        return _named(self._cfg.call)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_call"}
+
+
+class OfGrain(Documents):
+    """Elements of a grain.MapDataset."""
+
+    def __init__(self, cfg: GrainSource):
+        self._cfg = cfg
+        self._size = len(self._dataset)
+        if self._size > MOST:
+            raise ConfigError(
+                f"data.sources: call: {cfg.call}: repeats without end; leave repeat() out, since "
+                "passes are the run's (sources.*.epochs, train.epochs)"
+            )
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> bytes | np.ndarray:
+        found = element = self._dataset[index]
+        if isinstance(element, Mapping):
+            if self._cfg.record:
+                return json.dumps(element, ensure_ascii=False, default=_plain).encode()
+            if self._cfg.field not in element:
+                keys = listed([*map(str, element)])
+                raise DataError(f"{self.where(index)}: no {self._cfg.field} in it; it has {keys}")
+            found = element[self._cfg.field]
+        if found is None:  # what a filter leaves out
+            return b""
+        if isinstance(found, np.ndarray) and found.dtype.kind in "iu" and found.ndim == 1:
+            return found.astype(np.int32)
+        if isinstance(found, str):
+            return found.encode()
+        if isinstance(found, bytes):
+            return found
+        raise DataError(
+            f"{self.where(index)}: is a {type(found).__name__}; wanted: a text, an array of ids, "
+            "or a mapping with one of them"
+        )
+
+    def where(self, index: int) -> str:
+        return f"{self._cfg.call}()[{index}]"
+
+    def hashes(self) -> np.ndarray:
+        return record_hashes(np.uint64(text_hash(self._cfg.call)), len(self))
+
+    def identity(self) -> str:
+        return f"{self._cfg.call} {len(self)} {self._cfg.field} {self._cfg.record}"
+
+    @functools.cached_property
+    def _dataset(self) -> Any:
+        """The dataset, which no pickle holds."""
+        import grain
+
+        made = _named(self._cfg.call)()
+        if isinstance(made, grain.MapDataset):
+            return made
+        why = f"is a {type(made).__name__}"
+        if isinstance(made, grain.IterDataset):
+            why = (
+                "is an IterDataset, which gives no element by its number, and lanes, resuming on "
+                "other devices and holdout go by numbers"
+            )
+        raise ConfigError(
+            f"data.sources: call: {self._cfg.call}: {why}; return the grain.MapDataset before "
+            "to_iter_dataset(), or write its texts to files"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_dataset"}
+
+
+def _named(call: str) -> Callable[..., Any]:
+    """What module:function names, of the working folder too, as for `python -m`."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return pkgutil.resolve_name(call)
+    except (ImportError, AttributeError) as error:
+        raise DataError(f"data.sources: call: {call}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has for numpy's numbers and arrays, and for bytes."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, bytes):
+        return value.decode()
+    raise TypeError(f"{type(value).__name__} is no JSON")
 
 
 def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Documents:
@@ -136,6 +227,7 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
         "array_record": records.ArrayRecords,
         "bagz": records.Bagz,
         "function": Called,
+        "grain": OfGrain,
         "synthetic": Synthetic,
         "images": pictures.Images,
         "tar": pictures.Tar,

@@ -333,6 +333,19 @@ class FunctionSource(Source):
     """Number of documents."""
 
 
+class GrainSource(Source):
+    """A grain.MapDataset of one's own, with its transforms: its elements are texts, mappings with a
+    text, or the ids of tokens. Order, epochs and shares of processes are the run's, so it needs no
+    shuffle, repeat, shard or batch; an element that its filter leaves out is passed over."""
+
+    kind: Literal["grain"]
+    """The source."""
+    call: str = Field(pattern=r"^[\w.]+:\w+$")
+    """module:function, which without arguments returns the dataset, the same in each process."""
+    field: str = "text"
+    """Key of a mapping that holds the text, or the ids; with `record` the mapping is a record."""
+
+
 class PictureSource(Source):
     """A source of pictures with their classes."""
 
@@ -439,6 +452,7 @@ AnySource = Annotated[
     | ArrayRecordSource
     | BagzSource
     | FunctionSource
+    | GrainSource
     | ImagesSource
     | TarSource
     | NpzSource
