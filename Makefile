@@ -35,6 +35,7 @@ oracle: .venv-oracle/installed .venv-xpk/installed
 	.venv-oracle/bin/python scripts/oracle.py
 	.venv-oracle/bin/python scripts/make_absent_goldens.py --check
 	.venv-oracle/bin/python scripts/make_tiktoken_goldens.py --check
+	.venv-oracle/bin/python scripts/make_quantized_goldens.py --check
 	.venv-oracle/bin/python scripts/make_trl_goldens.py --check
 	.venv-oracle/bin/python scripts/oracle_trl.py
 	.venv-oracle/bin/python scripts/oracle_vision.py
@@ -72,7 +73,7 @@ clean:
 .venv-oracle/installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "maxstack needs Python 3.11, 3.12 or 3.13 on the PATH, or: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv-oracle
-	.venv-oracle/bin/python -m pip install --quiet --editable . torch==2.13.0 'transformers>=5.23' 'peft>=0.21' trl==1.16.0 diffusers==0.42.1 tiktoken
+	.venv-oracle/bin/python -m pip install --quiet --editable . torch==2.13.0 'transformers>=5.23' 'peft>=0.21' trl==1.16.0 diffusers==0.42.1 tiktoken bitsandbytes compressed-tensors
 	@touch $@
 
 .venv-xpk/installed:

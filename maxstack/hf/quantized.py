@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from maxstack.errors import ConfigError, DataError, quoted, shortened
+from maxstack.errors import DataError, quoted
 from maxstack.hf.tensors import Tensor
 
 # e2m1: one bit of sign, two of exponent, one of mantissa.
@@ -58,7 +58,7 @@ class MXFP4(Quantized):
         ):
             raise DataError(
                 f"{blocks.where}: MXFP4 has uint8 blocks [experts, out, n, 16] and "
-                f"scales [experts, out, n], not {_kind(blocks)} and {_kind(scales)}"
+                f"scales [experts, out, n], not {kind_of(blocks)} and {kind_of(scales)}"
             )
         experts, out, groups = scales.shape
         self.shape = experts, groups * 32, out
@@ -81,12 +81,12 @@ class BlockFP8(Quantized):
         self.shape, self._block = weight.shape, block
         if weight.dtype != ml_dtypes.float8_e4m3fn:
             raise DataError(
-                f"{weight.where}: is {_kind(weight)}, and {scale.where} scales float8_e4m3fn"
+                f"{weight.where}: is {kind_of(weight)}, and {scale.where} scales float8_e4m3fn"
             )
         _check_scale(scale, weight.shape, block, f"weight_block_size {list(block)}")
 
     def array(self, index: int | None = None) -> np.ndarray:
-        codes, scale = self._parts[0].array(), _finite(self._parts[1])
+        codes, scale = self._parts[0].array(), finite(self._parts[1])
         # Largest number of the block / 448; zero for a block of zeros. Those of int4 may be
         # negative, where an exporter turns the larger end of a group to -8.
         if (least := scale.min(initial=0)) < 0:
@@ -113,8 +113,8 @@ class GroupInt4(Quantized):
         if packed.dtype != np.int32 or not matrices or not sizes:
             raise DataError(
                 f"{packed.where}: int4 weights are int32 [out, in / 8] with scales "
-                f"[out, in / {group}] and the two sizes, not {_kind(packed)}, "
-                f"{_kind(scale)} and {_kind(shape)}"
+                f"[out, in / {group}] and the two sizes, not {kind_of(packed)}, "
+                f"{kind_of(scale)} and {kind_of(shape)}"
             )
         out, words = packed.shape
         whole = words * 8 == scale.shape[1] * group
@@ -132,43 +132,26 @@ class GroupInt4(Quantized):
             )
         codes = _nibbles(packed.array().view(np.uint8))
         values = codes[:, : self.shape[1]].astype(np.float32)
-        scale = _finite(scales).repeat(self._group, axis=1)[:, : self.shape[1]]
+        scale = finite(scales).repeat(self._group, axis=1)[:, : self.shape[1]]
         values = ((values - INT4_ZERO) * scale).astype(self.dtype)
         return values if index is None else values[index]
 
 
-def unpacking(settings: Any, where: str) -> Unpack:
-    """Function from the tensors of a folder to its whole weights, for the quantization_config of
-    the config.json at `where`. ConfigError for a quantization that is not read here."""
-    if not settings:
-        return lambda tensors: tensors
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
-    if not isinstance(settings, Mapping) or method not in METHODS:
-        raise ConfigError(
-            f"{where}: weights quantized by {shortened(str(method))} are not supported; those by "
-            f"{', '.join(METHODS)} are; use the unquantized version of the model"
-        )
-    try:
-        return METHODS[method](settings)
-    except ValueError as error:
-        raise ConfigError(
-            f"{where}: quantization_config: {error}; use the unquantized version of the model"
-        ) from None
+def mxfp4(settings: Mapping[str, Any]) -> Unpack:
+    """gpt-oss's."""
+    return functools.partial(joined, "_blocks", ["_scales"], MXFP4)
 
 
-def _mxfp4(settings: Mapping[str, Any]) -> Unpack:
-    return functools.partial(_joined, "_blocks", ["_scales"], MXFP4)
-
-
-def _fp8(settings: Mapping[str, Any]) -> Unpack:
-    """Layers that modules_to_not_convert or ignored_layers name need no rule: theirs are floats."""
+def fp8(settings: Mapping[str, Any]) -> Unpack:
+    """DeepSeek V3's. Layers that modules_to_not_convert or ignored_layers name need no rule: theirs
+    are floats."""
     block = settings.get("weight_block_size")
     if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
         raise ValueError(
             f"weight_block_size={quoted(block)}: must be two whole numbers above 0; fp8 is read in "
             "blocks alone"
         )
-    _expect(settings, {"fmt": "e4m3", "activation_scheme": "dynamic"})
+    expect(settings, {"fmt": "e4m3", "activation_scheme": "dynamic"})
 
     def unpack(tensors: Tensors) -> Tensors:
         for name, tensor in tensors.items():
@@ -176,14 +159,15 @@ def _fp8(settings: Mapping[str, Any]) -> Unpack:
                 raise DataError(
                     f"{tensor.where}: is float8_e4m3fn without its scales {name}_scale_inv"
                 )
-        return _joined("_scale_inv", [""], functools.partial(BlockFP8, tuple(block)), tensors)
+        return joined("_scale_inv", [""], functools.partial(BlockFP8, tuple(block)), tensors)
 
     return unpack
 
 
-def _compressed(settings: Mapping[str, Any]) -> Unpack:
-    """Layers that `ignore` names need no rule: theirs are floats."""
-    _expect({"format": "dense", **settings}, {"format": "pack-quantized"})
+def compressed(settings: Mapping[str, Any]) -> Unpack:
+    """compressed-tensors' int4 in groups. Layers that `ignore` names need no rule: theirs are
+    floats."""
+    expect({"format": "dense", **settings}, {"format": "pack-quantized"})
     groups = settings.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ValueError(f"config_groups={quoted(groups)}: must say how weights are quantized")
@@ -193,28 +177,27 @@ def _compressed(settings: Mapping[str, Any]) -> Unpack:
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):
             raise ValueError(f"config_groups.{name}.weights={quoted(weights)}: must be a mapping")
-        _expect({"num_bits": 8, **weights}, wanted)
+        expect({"num_bits": 8, **weights}, wanted)
         sizes.append(weights.get("group_size"))
     size = sizes[0]
     if sizes != [size] * len(sizes) or type(size) is not int or size < 1:
         raise ValueError("config_groups: must have one group_size for all weights")
     make = functools.partial(GroupInt4, size)
-    return functools.partial(_joined, "_packed", ["_scale", "_shape"], make)
+    return functools.partial(joined, "_packed", ["_scale", "_shape"], make)
 
 
-METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "compressed-tensors": _compressed}
-
-
-def _expect(settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def expect(settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """ValueError where a key that is given has another value."""
     for key, value in wanted.items():
         if settings.get(key, value) != value:
             raise ValueError(f"{key}={quoted(settings[key])}: only {value!r} is read")
 
 
-def _joined(
-    first: str, others: list[str], make: Callable[..., Quantized], tensors: Tensors
+def joined(
+    first: str, others: list[str], make: Callable[..., Quantized], tensors: Tensors, to: str = ""
 ) -> Tensors:
-    """`tensors` with each that ends in `first`, and those of `others`, as one weight."""
+    """`tensors` with each that ends in `first`, and those of `others`, as one weight, whose name
+    ends in `to`."""
     for name in [name for name in tensors if name.endswith(first)]:
         weight = name.removesuffix(first)
         for other in others:
@@ -224,7 +207,7 @@ def _joined(
                     "holds"
                 )
         parts = [tensors.pop(weight + part) for part in (first, *others)]
-        tensors[weight] = make(*parts)
+        tensors[weight + to] = make(*parts)
     return tensors
 
 
@@ -235,7 +218,7 @@ def _check_scale(
     shape = tuple(-(-n // size) for n, size in zip(weight, block, strict=False))
     if len(weight) != 2 or scale.shape != shape or scale.dtype.name not in SCALES:
         raise DataError(
-            f"{scale.where}: is {_kind(scale)}; {setting} in config.json, on a weight "
+            f"{scale.where}: is {kind_of(scale)}; {setting} in config.json, on a weight "
             f"{list(weight)}, needs {' or '.join(SCALES)} {list(shape)}"
         )
 
@@ -245,12 +228,14 @@ def _nibbles(codes: np.ndarray) -> np.ndarray:
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
-def _finite(scale: Tensor) -> np.ndarray:
+def finite(scale: Tensor) -> np.ndarray:
+    """Scales in float32. DataError where one is not finite."""
     values = scale.array().astype(np.float32)
     if not np.isfinite(values).all():
         raise DataError(f"{scale.where}: holds a number that is not finite")
     return values
 
 
-def _kind(tensor: Tensor) -> str:
+def kind_of(tensor: Tensor) -> str:
+    """Dtype and shape, for messages."""
     return f"{tensor.dtype.name} {list(tensor.shape)}"

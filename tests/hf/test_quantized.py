@@ -250,8 +250,8 @@ def test_tensors_that_do_not_fit_each_other_are_named(tmp_path, name, change, sa
     ("said", "says"),
     [
         (
-            FP8 | {"quant_method": "gptq"},
-            "quantized by gptq are not supported; those by mxfp4, fp8, ",
+            FP8 | {"quant_method": "torchao"},
+            "quantized by torchao are not supported; those by mxfp4, fp8, ",
         ),
         (FP8 | {"weight_block_size": None}, "weight_block_size=None: must be two whole numbers"),
         (FP8 | {"weight_block_size": [0, 128]}, "must be two whole numbers above 0"),
@@ -259,8 +259,8 @@ def test_tensors_that_do_not_fit_each_other_are_named(tmp_path, name, change, sa
         (FP8 | {"fmt": "e5m2"}, "fmt='e5m2': only 'e4m3' is read"),
         (FP8 | {"activation_scheme": "static"}, "activation_scheme='static': only 'dynamic'"),
         (
-            COMPRESSED | {"format": "float-quantized"},
-            "format='float-quantized': only 'pack-quantized'",
+            COMPRESSED | {"format": "nvfp4-pack-quantized"},
+            "format='nvfp4-pack-quantized': only 'pack-quantized'",
         ),
         (COMPRESSED | {"config_groups": {}}, "config_groups={}: must say"),
         *(
