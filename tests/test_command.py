@@ -9,6 +9,7 @@ from maxstack.command import (
     ALLOW_NONFINITE,
     MODEL,
     OVERRIDES,
+    WEIGHTS,
     argument,
     check_writable,
     command,
@@ -32,7 +33,14 @@ WORDS = [
 
 
 @command(
-    "try", "Try.", "try MODEL", MODEL, OVERRIDES, ALLOW_NONFINITE, argument("--code", type=int)
+    "try",
+    "Try.",
+    "try MODEL",
+    MODEL,
+    OVERRIDES,
+    WEIGHTS,
+    ALLOW_NONFINITE,
+    argument("--code", type=int),
 )
 def attempt(args):
     return args.code
@@ -56,8 +64,10 @@ def test_overrides_may_stand_before_and_after_options():
 
 
 def test_overrides_of_one_call_are_not_those_of_the_next():
-    assert model_overrides(attempt.parse(["m", "--allow-nonfinite"])) == [
-        "checkpoint.allow_nonfinite=true"
+    given = ["m", "--allow-nonfinite", "--weights", "train"]
+    assert model_overrides(attempt.parse(given)) == [
+        "checkpoint.allow_nonfinite=true",
+        "checkpoint.weights=train",
     ]
     assert model_overrides(attempt.parse(["m"])) == []
 

@@ -3,6 +3,7 @@ device is touched."""
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from processes import write_config
 
 from maxstack.cluster import pathways
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, installing
 from maxstack.load import load
 
 STAND_IN = """
@@ -85,7 +86,7 @@ def test_a_proxy_that_does_not_answer_ends_the_process_in_time(monkeypatch):
 def test_without_pathwaysutils_the_extra_is_named(monkeypatch):
     monkeypatch.setenv(pathways.TARGET, "grpc://127.0.0.1:1")
     monkeypatch.setattr(pathways.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'maxstack\[pathways\]'"):
+    with pytest.raises(ConfigError, match=re.escape(installing("pathways"))):
         pathways.initialize()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import yaml
 
 from maxstack.data.engines import Engine, Processes, Ray
 from maxstack.data.prepare import prepare
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, installing
 from maxstack.schema.data import DataConfig
 
 SLOW = """
@@ -168,7 +169,7 @@ def test_a_worker_that_sees_other_files_says_so(missing, tmp_path, monkeypatch):
 
 def test_ray_that_is_not_installed_is_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'maxstack\[ray\]'"):
+    with pytest.raises(ConfigError, match=re.escape(installing("ray"))):
         Ray(1)
 
 
