@@ -180,7 +180,7 @@ class Bytes(Tokenizer):
         return self.pieces[token]
 
     def text_of(self, token: int) -> str:
-        return self.special[token]
+        return self.special.get(token) or self.pieces[token].decode("latin-1")
 
     def _text_ids(self, document: bytes) -> np.ndarray:
         return np.frombuffer(document, np.uint8)

@@ -84,7 +84,7 @@ async def tokenize(request: Request) -> Response:
         "token_strs": None,
     }
     if body.return_token_strs:
-        content["token_strs"] = [decode(state, [token]) for token in tokens]
+        content["token_strs"] = [state.tokenizer.text_of(token) for token in tokens]
     return JSONResponse(content)
 
 

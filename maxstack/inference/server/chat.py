@@ -41,10 +41,7 @@ def _asked(state: State, body: ChatBody) -> tuple[list[Ask], list[Choice]]:
 
 class _Writer(Writer):
     prefix, name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, model: str, body: ChatBody, choices: list[Choice]):
-        super().__init__(model, body, choices)
-        self._begun: set[int] = set()
+    above = True
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
         calls = [_written(call) for call in delta.calls]
@@ -59,8 +56,7 @@ class _Writer(Writer):
         first = self.choices[index].called - len(delta.calls)
         calls = [{"index": first + i} | _written(call) for i, call in enumerate(delta.calls)]
         grown: dict[str, Any] = {"content": delta.text} if delta.text else {}
-        if index not in self._begun:
-            self._begun.add(index)
+        if self.first(index):
             grown = {"role": "assistant", "content": "" if not calls else None} | grown
         return self._around(index, delta, {"delta": grown | _calls(calls)})
 
@@ -78,7 +74,7 @@ class _Writer(Writer):
             else delta.finish,
             "stop_reason": delta.stopped,
             "seed": choice.sampling.seed,
-            **({"token_ids": [token.token for token in delta.tokens]} if ids else {}),
+            **({"token_ids": delta.ids} if ids else {}),
         }
 
 

@@ -23,6 +23,13 @@ class Delta:
     stopped: int | str | None = None
     """The stop token or string that ended it, but for the model's own."""
     calls: tuple[ToolCall, ...] = ()
+    echoed: int = 0
+    """The first so many tokens are the prompt's."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Those of the tokens that were generated."""
+        return [token.token for token in self.tokens[self.echoed :]]
 
     def __add__(self, other: "Delta") -> "Delta":
         return Delta(
@@ -31,6 +38,7 @@ class Delta:
             other.finish or self.finish,
             self.stopped if other.stopped is None else other.stopped,
             self.calls + other.calls,
+            self.echoed + other.echoed,
         )
 
 
@@ -84,7 +92,7 @@ class Choice:
         delta = Delta()
         if self._echo is not None:
             known = self.prompt_tokens or [Token(token) for token in self.prompt]
-            delta, self._echo = Delta(self._echo, tuple(known)), None
+            delta, self._echo = Delta(self._echo, tuple(known), echoed=len(known)), None
         if self._empty:
             return delta + Delta(finish="length")
         for token in output.tokens:

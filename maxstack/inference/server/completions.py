@@ -55,7 +55,8 @@ class _Writer(Writer):
             "prompt_logprobs": choice.prompt_logprobs() if asked and delta.finish else None,
         }
         if body.return_token_ids or choice.tokenizer is None:
-            content["token_ids"] = [token.token for token in delta.tokens]
+            content["token_ids"] = delta.ids
+            content["prompt_token_ids"] = [*choice.prompt] if self.first(index) else None
         return content
 
     chunk = choice
