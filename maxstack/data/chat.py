@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CONFIG, JINJA, JSON = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
-FURTHER = "additional_chat_templates"
-"""Folder of templates beside the default one, each named as its file."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of templates where a model has several."""
 LARGEST = 1 << 25
@@ -225,7 +223,7 @@ def read_chat_template(
     tokens = {**(named or {}), **tokens}
     if file:
         return ChatTemplate({DEFAULT: _text(Path(file))}, tokens, str(file))
-    further = {path.stem: _text(path) for path in sorted((beside / FURTHER).glob("*.jinja"))}
+    further = {path.stem: _text(path) for path in sorted((beside / hub.FURTHER).glob("*.jinja"))}
     path = beside / JINJA
     if path.is_file():
         return ChatTemplate({**further, DEFAULT: _text(path)}, tokens, str(path))

@@ -48,6 +48,8 @@ SMALL = "config.json", INDEX.format(MODEL), INDEX.format(DIFFUSERS), GENERATION,
 READ = "*.json", "model*.safetensors", "tokenizer*", "merges.txt"
 """Patterns of the files that are read of nearly every model; without consolidated.safetensors,
 which holds the same weights again."""
+FURTHER = "additional_chat_templates"
+"""Folder of chat templates beside the default one, each named as its file."""
 AT_ONCE = 8
 
 
@@ -143,7 +145,9 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
 
     get = functools.partial(hf_hub_download, repo, revision=commit)
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        folder = Path([*pool.map(get, files.intersection(SMALL))][0]).parent
+        templates = {name for name in files if re.fullmatch(rf"{FURTHER}/[\w-]+[.]jinja", name)}
+        small = sorted(files.intersection(SMALL))
+        folder = Path([*pool.map(get, [*small, *templates])][0]).parent
         if weights:
             if not {INDEX.format(MODEL), SINGLE.format(MODEL)} & files:
                 raise ConfigError(

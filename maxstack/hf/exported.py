@@ -24,7 +24,7 @@ from maxstack.hf.families import ALL, FAMILIES
 from maxstack.hf.family import Family
 from maxstack.hf.rows import Shape
 from maxstack.hf.table import Mismatch
-from maxstack.hf.tokenizer_files import Marks, copy, copy_tokenizer
+from maxstack.hf.tokenizer_files import Marks, copy, copy_tokenizer, templates
 from maxstack.hf.writer import Read, new_folder, write_json, write_tensors
 from maxstack.schema.mixers import LongRopeScaling
 from maxstack.schema.stack import StackConfig
@@ -204,6 +204,7 @@ def record(contents: Contents, folder: Path) -> None:
     for name in (*TOKENIZER, GENERATION, PREPROCESSOR):
         if os.path.lexists(contents.folder.path / name):
             shutil.copyfile(contents.folder.file(name), folder / name)
+    copy(contents.folder.path, templates(contents.folder.path), folder)
     dtypes = {name: tensor.dtype.name for name, tensor in contents.tensors.items()}
     (folder / RECORD).write_text(json.dumps(dtypes) + "\n")
 

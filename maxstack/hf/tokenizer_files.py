@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from maxstack.data import byte_level
 from maxstack.data.byte_level import content, read, special_tokens
-from maxstack.data.hub import TOKENIZER
+from maxstack.data.hub import FURTHER, TOKENIZER
 from maxstack.hf import sentencepiece_files
 from maxstack.hf.tokenizer import put_before, tokenizer_of
 from maxstack.hf.writer import write_json
@@ -44,9 +44,9 @@ def copy_tokenizer(
             for name, made in byte_level.of_bytes().items():
                 write_json(folder / name, made)
         elif source:
-            copy(source, TOKENIZER, folder)
+            copy(source, (*TOKENIZER, *templates(source)), folder)
     elif path.name in TOKENIZER:
-        copy(path.parent, TOKENIZER, folder)
+        copy(path.parent, (*TOKENIZER, *templates(path.parent)), folder)
     else:
         name = "tokenizer.json" if path.suffix == ".json" else "tokenizer.model"
         shutil.copyfile(path, folder / name)
@@ -62,7 +62,13 @@ def copy(source: Path, names: tuple[str, ...], folder: Path) -> None:
     """Copy those files that there are."""
     for name in names:
         if (source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, folder / name)
+
+
+def templates(source: Path) -> tuple[str, ...]:
+    """Names of the chat templates beside the default one."""
+    return tuple(f"{FURTHER}/{path.name}" for path in sorted((source / FURTHER).glob("*.jinja")))
 
 
 def _mark(folder: Path, marks: Marks) -> None:

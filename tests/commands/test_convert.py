@@ -34,6 +34,8 @@ def test_a_folder_becomes_a_run_and_a_folder_again(tmp_path):
     source = tmp_path / "source"
     shutil.copytree(GOLDENS / "llama", source)
     (source / "generation_config.json").write_text('{"temperature": 0.5}')
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
     assert imported(source, tmp_path / "run") == 0
     assert load(tmp_path / "run" / "config.yml").model.param_dtype == "float32"
     assert exported(tmp_path / "run", tmp_path / "out", "--shard-size", "20kB") == 0
@@ -41,6 +43,7 @@ def test_a_folder_becomes_a_run_and_a_folder_again(tmp_path):
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
         "temperature": 0.5
     }
+    assert (tmp_path / "out" / "additional_chat_templates" / "rag.jinja").is_file()
     assert len([*(tmp_path / "out").glob("model-*.safetensors")]) > 1
     before, after = Contents(source).tensors, Contents(tmp_path / "out").tensors
     assert {name: tensor.array().tobytes() for name, tensor in before.items()} == {
