@@ -253,7 +253,7 @@ def test_an_export_holds_the_template_and_the_end_of_answers(made, tmp_path, cap
     theirs = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
     text = "Žluťoučký kůň<|endoftext|>\n\0 36"
     ids, _ = own.encode_marked(text)
-    assert theirs.encode(text).ids == ids.tolist()
+    assert theirs.encode(text).ids == [*own.bos, *ids.tolist()]
     assert theirs.decode(ids, skip_special_tokens=False) == text
     capsys.readouterr()
     said = []
