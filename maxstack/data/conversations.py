@@ -5,7 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from maxstack.data.chat import template_messages
+from maxstack.data.chat import THOUGHT, template_messages
+from maxstack.data.presets import shape_of
 from maxstack.errors import DataError, quoted, shortened
 
 ROLES = {
@@ -90,6 +91,11 @@ def alone(record: Mapping[str, Any]) -> Example:
     if "prompt" not in record and "messages" not in record:
         raise _without(record, "prompt or messages")
     messages = _messages(record, "prompt" if "prompt" in record else "messages")
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            "ends with an answer of the assistant, which the model would be shown; leave the last "
+            "message out, or train on it: record.kind=chat"
+        )
     return _conversation(messages, _tools(record), len(messages))
 
 
@@ -271,6 +277,12 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         return {"role": ROLES[role], "content": value}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{where}: has no role; must be a mapping with role and content")
+    if message.get("content") is None and not {"tool_calls", *THOUGHT} & message.keys():
+        keys = ", ".join(map(str, message))
+        said = "is null" if "content" in message else f"is missing; it has {shortened(keys, 100)}"
+        raise DataError(f"{where}: content {said}, and a message without calls needs it")
+    if not isinstance(message.get("content"), str | list | None):
+        raise DataError(f"{where}.content={quoted(message['content'])}: must be text")
     plain = {name: value for name, value in message.items() if value is not None}
     return {"content": "", **plain}
 
@@ -315,4 +327,7 @@ def _kind(value: Any) -> str:
 
 def _without(record: Mapping[str, Any], wanted: str) -> DataError:
     keys: Sequence[str] = [*map(str, record)]
-    return DataError(f"no {wanted} in it; it has {shortened(', '.join(keys), 200) or 'nothing'}")
+    hint = f"; set {shape}" if (shape := shape_of(record)) else ""
+    return DataError(
+        f"no {wanted} in it; it has {shortened(', '.join(keys), 200) or 'nothing'}{hint}"
+    )

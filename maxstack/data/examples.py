@@ -186,7 +186,10 @@ class Examples:
             if message["role"] == "assistant" and i >= given.trained
         }
         if not turns:
-            raise DataError("no message of the assistant, so there is nothing to train on")
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in given.messages))
+            raise DataError(
+                f"no message of the assistant, so there is nothing to train on; roles are {roles}"
+            )
         if train == "all":
             if {*turns.values()} != {1.0}:
                 raise DataError(
@@ -412,17 +415,23 @@ def _record(documents: Documents, index: int, cfg: DataConfig) -> Mapping[str, A
     try:
         value = json.loads(document)
     except (ValueError, RecursionError) as error:
+        said = getattr(error, "msg", error)
         raise DataError(
-            f"{documents.where(index)}: not JSON: {getattr(error, 'msg', error)}; mend or remove "
-            "the record"
+            f"{documents.where(index)}: not JSON: {said}; {_remedy(document)}"
         ) from error
     if not isinstance(value, dict):
-        raise DataError(f"{documents.where(index)}: is no JSON object")
+        raise DataError(f"{documents.where(index)}: is no JSON object; {_remedy(document)}")
     assert documents.record
     try:
         return standard(value, documents.record)
     except DataError as error:
         raise DataError(f"{documents.where(index)}: {error}") from error
+
+
+def _remedy(document: bytes) -> str:
+    if document.lstrip()[:1] == b"[":
+        return "write a line for each element of the array: jq -c '.[]' FILE > FILE.jsonl"
+    return "mend or remove the record"
 
 
 def _taught(segment: Segment, record: Mapping[str, Any], fields: Mapping[str, "Field"]) -> Segment:

@@ -219,3 +219,19 @@ PRESETS: Mapping[str, Preset] = {
     "oasst": Preset(("prompt",), _oasst),
 }
 """By name; docs/POSTTRAINING.md has them in a table."""
+
+
+def shape_of(record: Raw) -> str:
+    """The setting that reads a record of a known shape, to be offered; empty for another."""
+    read = {
+        name: len(record.keys() & {*preset.keys, *preset.more})
+        for name, preset in PRESETS.items()
+        if {*preset.keys} <= record.keys()
+    }
+    if read:
+        return f"record: {{preset: {max(read, key=read.__getitem__)}}}"
+    if "messages" in record or "conversations" in record or {"prompt", "completion"} <= {*record}:
+        return "record: {kind: chat}"
+    if {"prompt", "response"} <= {*record}:
+        return "record: {kind: chat, columns: {completion: response}}"
+    return ""

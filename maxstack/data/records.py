@@ -40,6 +40,7 @@ from maxstack.data.files import (
     separated_bounds,
     text_of,
 )
+from maxstack.data.presets import shape_of
 from maxstack.data.shards import check_size, refuse_as_text, unpack
 from maxstack.data.tf_example import features
 from maxstack.errors import DataError, StoreError, installing
@@ -232,17 +233,22 @@ class Jsonl(Spans):
         try:
             value = json.loads(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"not JSON: {getattr(error, 'msg', error)}; mend or remove the line"
-            ) from error
+            whole = line.lstrip("\ufeff \t")[:1] == "[" and record == 0
+            advice = (
+                "a JSON array is one value; write a line for each of its elements: "
+                "jq -c '.[]' FILE > FILE.jsonl"
+                if whole
+                else "mend or remove the line"
+            )
+            raise DataError(f"not JSON: {getattr(error, 'msg', error)}; {advice}") from error
         if isinstance(value, dict) and self._cfg.field in value:
             return self._utf8(value[self._cfg.field])
-        content = f"the line is a {type(value).__name__}"
+        content, advice = f"the line is a {type(value).__name__}", "the key of the text"
         if isinstance(value, dict):
             content = f"it has {brief(', '.join(map(repr, value)))}"
-        raise DataError(
-            f"no key '{self._cfg.field}'; {content}. Set `field` to the key of the text"
-        )
+            if shape := shape_of(value):
+                advice = f"the key of the text, or set {shape}"
+        raise DataError(f"no key '{self._cfg.field}'; {content}. Set `field` to {advice}")
 
     def _where(self, file: int, record: int) -> str:
         """The line number, blank lines included, as long as the file can be read up to there."""

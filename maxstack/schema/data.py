@@ -16,6 +16,7 @@ from maxstack.config import (
     PositiveFloat,
     PositiveInt,
     Section,
+    fault,
 )
 from maxstack.schema.mixture import (
     FillInTheMiddleConfig,
@@ -226,8 +227,13 @@ class Source(Section):
     @classmethod
     def _kind_of_preset(cls, data: Any) -> Any:
         record = data.get("record") if isinstance(data, dict) else None
-        if isinstance(record, dict) and record.get("preset") in OF_PRESETS:
-            data = data | {"record": {"kind": OF_PRESETS[record["preset"]][0]} | record}
+        if not isinstance(record, dict):
+            return data
+        if record.get("kind") in OF_PRESETS and "preset" not in record:
+            raise fault("record.kind", f"is a preset: write record: {{preset: {record['kind']}}}")
+        if "preset" in record:
+            kinds = OF_PRESETS.get(record["preset"], ("chat",))
+            data = data | {"record": {"kind": kinds[0]} | record}
         return data
 
     @property
