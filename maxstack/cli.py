@@ -94,6 +94,17 @@ LASTING = (
     errno.ELOOP,
 )
 """Errors of a path that the user must correct."""
+GUESSED = {
+    **dict.fromkeys(("pretrain", "fit", "run"), "train CONFIG"),
+    **dict.fromkeys(("sft", "finetune", "fine-tune"), "train sft model.from=FOLDER"),
+    "dpo": "train dpo model.from=FOLDER",
+    **dict.fromkeys(("grpo", "rl", "ppo"), "train grpo-sort, and docs/RL.md"),
+    **dict.fromkeys(("chat", "infer", "inference", "predict"), "generate MODEL --chat"),
+    **dict.fromkeys(("evaluate", "benchmark", "lm_eval"), "eval MODEL --tasks pairs,cloze"),
+    "convert": "import FOLDER --out RUN, or export RUN --out FOLDER",
+    "merge": "lora merge FOLDER --adapter ADAPTER --out FOLDER",
+}
+"""Commands of other programs, and ours for the same."""
 EXAMPLE = "example: maxstack train quickstart train.steps=100 run.name=first"
 
 
@@ -146,13 +157,17 @@ def _dispatch(argv: Sequence[str]) -> int:
         "--version", action="version", version=f"maxstack {importlib.metadata.version('maxstack')}"
     )
     parser.add_argument("command", help=argparse.SUPPRESS)
+    if not argv:
+        parser.print_help()
+        return 1
     name = parser.parse_args(argv[:1]).command
     if name not in COMMANDS:
         from maxstack.config.spelling import did_you_mean
 
+        meant = f"; for that: maxstack {GUESSED[name]}" if name in GUESSED else ""
         raise ConfigError(
             f"no command {name}; the commands are "
-            f"{', '.join(COMMANDS)}{did_you_mean(name, COMMANDS)}"
+            f"{', '.join(COMMANDS)}{meant or did_you_mean(name, COMMANDS)}"
         )
     return pkgutil.resolve_name(COMMANDS[name][0])(argv[1:])
 

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from maxstack.errors import ConfigError
 
@@ -148,12 +149,34 @@ def group(
     return run
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaint about an unknown flag says how settings are given."""
+
+    def error(self, message: str) -> NoReturn:
+        flags = re.findall(r"(?<=[ :])--?([a-zA-Z][\w-]*)", message)
+        if message.startswith("unrecognized arguments:") and flags:
+            from maxstack.config.spelling import nearest
+            from maxstack.schema.foreign import equivalent
+
+            own = [option for action in self._actions for option in action.option_strings]
+            hints = []
+            for flag in flags[:3]:
+                if near := nearest(f"--{flag}".replace("_", "-"), own):
+                    hints.append(f"did you mean {near[0]}?")
+                elif meant := equivalent(flag.replace("-", "_")):
+                    hints.append(f"--{flag}: {meant}")
+            message += "".join(f"; {hint}" for hint in hints)
+            if any(action.dest == "overrides" for action in self._actions):
+                message += "; settings are given as key=value, as in train.steps=100"
+        super().error(message)
+
+
 def _parser(name: str, description: str, example: str, **options: Any) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f"maxstack {name}",
         description=description,
         epilog=f"example: maxstack {example}",
-        **options,
+        **{"allow_abbrev": False} | options,
     )
 
 

@@ -30,6 +30,16 @@ itself, to the source's name and the section's content; ConfigError if it cannot
 
 SectionKeys = Mapping[str, Collection[str]]
 """Keys of each section; "" stands for the whole file."""
+DATA = {
+    ".jsonl": "jsonl",
+    ".json": "jsonl",
+    ".txt": "text",
+    ".md": "text",
+    ".parquet": "parquet",
+    ".arrayrecord": "array_record",
+    ".bagz": "bagz",
+}
+"""Ends of the names of data files, and the kind of their source."""
 _WORDS = ("extends", "preset", "from", "kind")
 _SEGMENT = re.compile(r'"([^"]*)"|([^."=]+)')
 
@@ -185,11 +195,15 @@ class _Composer:
             if storage.kind(candidate) == "file":
                 return candidate
         name_shown = shortened(name)
+        if not section and (advice := self._advice(name, path)):
+            raise ConfigError(f"{where}{name_shown}: {advice}")
         presets = sorted({file.stem for inside in folders for file in inside.glob("*.yml")})
         is_run = storage.kind(f"{path}/config.yml") == "file"
         if storage.kind(path) == "directory" and (is_path or is_run):
             instead = did_you_mean(Path(name).name, presets)
-            if is_run:
+            if is_run and section:
+                instead = f", a run's; {section}.from={name} starts from it"
+            elif is_run:
                 instead = f"; give {name.rstrip('/')}/config.yml"
             raise ConfigError(f"{where}{name_shown} is a folder, not a YAML file{instead}")
         hint = did_you_mean(re.sub(r"\.ya?ml$", "", Path(name).name), presets)
@@ -201,6 +215,34 @@ class _Composer:
         raise ConfigError(
             f"{where}no {what}{'file' if is_path else 'preset'} {name_shown}{listed}{hint}"
         )
+
+    def _advice(self, name: str, path: str) -> str:
+        """What to write for a name that is no configuration: data, a model, or a preset of a
+        section; empty where it is not known."""
+        kind = DATA.get(Path(name).suffix)
+        if kind and storage.kind(path) == "file":
+            source = f"[{{kind: {kind}, files: [{name}]}}]"
+            return (
+                f"is data, not a configuration: maxstack train quickstart 'data.sources={source}'"
+            )
+        folder = storage.kind(path) == "directory"
+        if folder and storage.kind(f"{path}/config.json") == "file":
+            return f"is the folder of a model: maxstack train quickstart model.from={name}"
+        if folder and storage.kind(f"{path}/config.yml") != "file":
+            source = f"[{{kind: text, files: ['{name.rstrip('/')}/**/*']}}]"
+            return (
+                "is a folder, not a configuration; texts in it: maxstack train quickstart "
+                f"'data.sources={source}'"
+            )
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith((".yml", ".yaml")):
+            return f"no such file; a model of the hub: maxstack train quickstart model.from={name}"
+        for key, inside in self._presets.items():
+            if key and any((self._shipped / each / f"{name}.yml").is_file() for each in inside):
+                return (
+                    f"is a preset of {key}, not a whole configuration: maxstack train quickstart "
+                    f"{key}={name}"
+                )
+        return ""
 
     def expanded(self, node: Node, folder: str) -> Node:
         """The tree with preset names at the top-level keys that have presets replaced by what they
