@@ -126,6 +126,8 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     if of_hub:
         check_no_run_beside(path)
     folder = hub.pinned(name) if of_hub else path
+    if runs := sorted(file.parent.name for file in Path(folder).glob("*/config.yml")):
+        raise ConfigError(f"{shortened(path, 200)}: is a folder of runs; give one: {listed(runs)}")
     # config.json alone is enough to show a configuration; whoever reads weights asks for them.
     names = os.listdir(folder) if os.path.isdir(folder) else []
     alone = bool(names) and not any(name.endswith(WEIGHTS) for name in names)

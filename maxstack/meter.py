@@ -36,7 +36,7 @@ class Meter:
         self._fed = collections.Counter[str]()
         self._lag = Lag(0, 0.0, 0.0, 0.0)
         self._still = collections.deque[float](maxlen=WATCHED)
-        self._rate, self._told = float("inf"), False
+        self._rate, self._told, self._silent = float("inf"), False, 0
 
     def restart(self) -> None:
         """Begin the next step's time now."""
@@ -96,6 +96,18 @@ class Meter:
     def begins(self) -> bool:
         """No step has come to its end."""
         return not self._count
+
+    def silent(self, row: dict[str, Any]) -> str:
+        """A warning where no group of samples had a signal in WATCHED steps one after the other;
+        "" where some had, or it was given before."""
+        self._silent = self._silent + 1 if row.get("groups_without_signal") == 1.0 else 0
+        if self._silent != WATCHED:
+            return ""
+        return (
+            f"no group of samples had a signal in {WATCHED} steps: all its rewards are equal, so "
+            "nothing is learned; give rewards that tell answers apart, more rollout.samples, or a "
+            "model that is right now and then (model.from)"
+        )
 
     def standing(self, row: dict[str, Any]) -> str:
         """A warning where most weights of few bits stood still in WATCHED steps, warm-up aside; ""

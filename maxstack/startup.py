@@ -261,6 +261,20 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
         log.say(f"tokenizer: {getattr(cfg.data.tokenizer, 'path', 'none, bytes are the tokens')}")
     if begins and cfg.model.weights:
         log.say(f"weights: those of {cfg.model.weights}")
+    elif begins and cfg.checkpoint.restore in ("latest", "none"):
+        after = {"next_token", "masked_diffusion", "classify", "flow"}
+        little = "" if cfg.objective.kind in after else ", of which post-training makes little"
+        log.say(
+            f"weights: drawn at random{little}; model.from=FOLDER, Org/Name or a run starts from "
+            "others"
+        )
+    if cfg.objective.kind == "sft" and not cfg.data.has_records:
+        log.say(
+            "objective.kind=sft: no source has records, so every token of the texts counts; for "
+            "conversations set `record`"
+        )
+    if not cfg.checkpoint.every:
+        log.say("checkpoint.every=0: no weights of this run are kept")
 
 
 def check_steps(cfg: "Config", begin: int) -> None:

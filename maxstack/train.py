@@ -239,8 +239,8 @@ def train(
         if (share := ledger.news()) is not None:
             writer.write({"step": row["step"], "goodput": share})
         log.step(row, meter.left(row["step"]))
-        if standing := meter.standing(row):
-            log.warn(standing)
+        for line in filter(None, (meter.standing(row), meter.silent(row))):
+            log.warn(line)
         if row["skipped"]:
             log.say(refusal(row))
         return policy.read(row)

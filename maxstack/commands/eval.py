@@ -37,6 +37,7 @@ TOO_LONG = "have more than {} tokens, and lose their beginning; --length gives m
     OVERRIDES,
     argument(
         "--tasks",
+        action="append",
         metavar="A,B.yaml",
         help="shipped tasks (pairs, cloze) and files; see docs/EVALUATION.md",
     ),
@@ -83,7 +84,8 @@ def main(args: Namespace) -> None:
 
 
 def _by_tasks(args: Namespace) -> None:
-    names = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    parts = (name.strip() for given in args.tasks for name in given.split(","))
+    names = [name for name in parts if name]
     if not names:
         raise ConfigError("--tasks: is empty; name some, as in --tasks pairs,cloze")
     if args.num_fewshot is not None and not args.lm_eval:

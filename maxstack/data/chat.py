@@ -365,7 +365,10 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: the chat template cannot be read: {error}") from error
+        raise ConfigError(
+            f"{path}: the chat template cannot be read: {error}; give chatml, plain, or a file of "
+            "Jinja"
+        ) from error
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from maxstack import config
 from maxstack.config import storage
 from maxstack.config.compose import merged_tree
 from maxstack.data import json_files
-from maxstack.errors import ConfigError, DataError
+from maxstack.errors import ConfigError, DataError, installing
 from maxstack.evals.task import Document, Task
 from maxstack.schema.tasks import GENERATED, OTHERWISE, GroupConfig, TaskConfig
 
@@ -37,7 +37,15 @@ def _opened(name: str, folder: str, depth: int) -> Iterator[Task | GroupConfig]:
         raise ConfigError(f"group {name}: more than {DEEPEST} groups inside one another")
     if ("/" in name or name.endswith((".yml", ".yaml"))) and storage.kind(name) != "file":
         name = storage.join(folder, name)
-    tree = merged_tree(TaskConfig.PRESETS, name)
+    try:
+        tree = merged_tree(TaskConfig.PRESETS, name)
+    except ConfigError as error:
+        if "no configuration preset" not in str(error):
+            raise
+        raise ConfigError(
+            f"{error}; those of lm-evaluation-harness, such as mmlu: --lm-eval "
+            f"({installing('eval')})"
+        ) from None
     if "group" not in (tree.mapping or {}):
         yield _task(config.load(TaskConfig, name), os.path.dirname(name))
         return

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from maxstack.report.progress import progress
 
 if TYPE_CHECKING:
     from maxstack.inference.started import Served
+
+log = logging.getLogger(__name__)
 
 AHEAD = 4
 """Requests that are handed to the engine at a time, as a multiple of those that it runs."""
@@ -144,6 +147,13 @@ class Asker:
         engine = self._served.engine
         text = TextStream(self._tokenizer, prompt, self._stops)
         sampling = dataclasses.replace(self.sampling, choice=choice)
+        room = engine.max_length - len(prompt)
+        if choice == 0 and sampling.max_tokens > room >= 0:
+            log.warning(
+                "a text has %d tokens at most (serve.max_length), so the answer ends after %d",
+                engine.max_length,
+                room,
+            )
         number = engine.add(prompt, sampling, adapter=self._adapter)
         try:
             while engine.task(number) is not None and text.stopped is None:

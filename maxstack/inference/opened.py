@@ -122,9 +122,11 @@ def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | No
     if kind is None:
         check_no_run_beside(model)
     if kind != "directory" and not hub.named(model):
+        beside = Path("runs") / model
+        hint = f"; did you mean {beside}?" if (beside / "config.yml").is_file() else ""
         raise ConfigError(
             f"{shortened(model, 200)}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, "
-            "a Hugging Face folder, or such a name"
+            f"a Hugging Face folder, or such a name{hint}"
         )
     folder = Path(model)
     if (folder / "hf/source.json").is_file() and not (folder / "config.yml").is_file():

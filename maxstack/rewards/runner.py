@@ -25,6 +25,11 @@ CLOSED = 75
 """Exit code of a runner whose socket was closed by what it ran."""
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which rewards reach the devices."""
+OF_OTHERS = {
+    *("prompts", "completions", "completion_ids", "responses"),
+    *("data_source", "solution_str", "ground_truth", "extra_info"),
+}
+"""Parameters of rewards of TRL, which get a batch, and of verl."""
 ARGUMENTS = {"reset": "row, seed", "step": "text, tool_calls", "": "prompt, completion, row"}
 """What a method of an environment gets, and "" a reward."""
 _GIB = 2**30
@@ -201,6 +206,11 @@ def _check_takes(
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of what is not written in Python
         return
+    if others := [name for name in signature.parameters if name in OF_OTHERS]:
+        raise ConfigError(
+            f"{call}{signature}: {others[0]} is of another program's rewards; this one is called "
+            f"once for each sample, with ({given})"
+        )
     try:
         signature.bind(*names, **settings)
     except TypeError as error:

@@ -297,6 +297,19 @@ MEANINGS: Mapping[str, str] = {
 }
 
 
+OF_OTHERS = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_sequences": "stop",
+    "do_sample": "temperature (0: the likeliest token)",
+    "inputs": "prompt or messages",
+    "guided_decoding": "structured_outputs",
+}
+"""Fields of other servers, and those that say the same."""
+
+
 def parsed(kind: type[AnyBody], data: bytes) -> AnyBody:
     """The body of a request. Refusal with status 400 that names a wrong field."""
     try:
@@ -328,5 +341,7 @@ def _refused(error: ValidationError) -> Refusal:
     name = ".".join(map(str, deepest["loc"]))
     given = f"={quoted(deepest['input'])}" if deepest["type"] != "missing" and name else ""
     message = "; ".join(list(words)[:4]).replace("Value error, ", "")
+    if deepest["type"] == "extra_forbidden" and name in OF_OTHERS:
+        message = f"this server does not know it; here it is {OF_OTHERS[name]}"
     param = str(path[0]) if path else None
     return Refusal(400, f"{name}{given}: {message}" if name else message, param=param)

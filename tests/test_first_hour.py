@@ -1,0 +1,107 @@
+"""What a newcomer guesses in the first hour ends in a sentence that names the mend."""
+
+import json
+import re
+
+import pytest
+
+from maxstack import cli
+from maxstack.data.conversations import alone, example
+from maxstack.data.examples import _remedy
+from maxstack.errors import ConfigError, DataError
+from maxstack.inference.server.refusal import Refusal
+from maxstack.inference.server.schemas import CompletionBody, parsed
+from maxstack.meter import WATCHED, Meter
+from maxstack.rewards.runner import ARGUMENTS, _check_takes
+
+DATA = "data.sources=[{kind: jsonl, files: [d.jsonl], record: %s}]"
+GUESSES = {
+    "train d.jsonl": r"'data\.sources=\[\{kind: jsonl, files: \[d\.jsonl\]\}\]'",
+    "train folder": r"files: \['folder/\*\*/\*'\]",
+    "train model": r"the folder of a model: maxstack train quickstart model\.from=model",
+    "train gpt2": "is a preset of model, not a whole .* quickstart model=gpt2",
+    "train Qwen/Qwen3-0.6B": r"model\.from=Qwen/Qwen3-0\.6B",
+    "train quickstart model=run": r"a run's; model\.from=run starts from it",
+    "train quickstart model.from=runs": "is a folder of runs; give one: a",
+    "sft d.jsonl": r"for that: maxstack train sft model\.from=FOLDER",
+    "chat run": "for that: maxstack generate MODEL --chat",
+    "train quickstart --lr 1e-4": r"--lr: here that is optimizer\.learning_rate.*key=value",
+    "train --model x": "settings are given as key=value",
+    "generate run --max_tokens 3": "did you mean --max-tokens",
+    "serve run --api-key abc": "did you mean --api-key-file",
+    "generate a --prompt b": "did you mean runs/a",
+    "eval run --tasks mmlu": "those of lm-evaluation-harness, such as mmlu: --lm-eval",
+    "train quickstart epochs=3": r"here that is train\.epochs",
+    "train quickstart num_generations=8": r"here that is rollout\.samples",
+    "train quickstart chat_template=x": r"here that is data\.template",
+    f"config|show|quickstart|{DATA % '{kind: alpaca}'}": r"write record: \{preset: alpaca\}",
+    f"config|show|quickstart|{DATA % '{preset: Alpaca}'}": "did you mean alpaca",
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
+    for name in ("folder", "model", "run", "runs/a"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "folder" / "a.txt").write_text("a")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for name in ("run", "runs/a"):
+        (tmp_path / name / "config.yml").write_text("extends: quickstart\n")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("words", "said"), GUESSES.items(), ids=[*GUESSES])
+def test_a_guess_is_told_what_to_write(here, capsys, words, said):
+    assert cli.main(words.split("|" if "|" in words else None)) == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert "Traceback" not in err
+    assert re.search(said, err), err
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"instruction": "a", "output": "b"}, r"set record: \{preset: alpaca\}"),
+        ({"prompt": "a", "response": "b"}, r"columns: \{completion: response\}"),
+        ({"messages": [{"role": "user", "text": "a"}]}, "content is missing; it has role, text"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "content is null"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content=3: must be text"),
+    ],
+)
+def test_a_record_of_another_shape_is_told_which_it_is(record, said):
+    with pytest.raises(DataError, match=said):
+        example(record)
+
+
+def test_a_prompt_does_not_show_its_answer():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(DataError, match="ends with an answer of the assistant"):
+        alone({"messages": messages})
+
+
+def test_a_json_array_is_told_how_to_become_lines():
+    assert "jq -c" in _remedy(json.dumps([{"a": 1}]).encode())
+
+
+def test_rewards_of_other_programs_are_told_how_ours_are_called():
+    def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+        return 0.0
+
+    with pytest.raises(ConfigError, match=r"data_source is of another program's .* \(prompt, com"):
+        _check_takes("rewards:of_verl", of_verl, ARGUMENTS[""])
+
+
+def test_fields_of_other_servers_are_told_with_ours():
+    with pytest.raises(Refusal, match="max_new_tokens=5.*here it is max_tokens"):
+        parsed(CompletionBody, b'{"model": "a", "prompt": "b", "max_new_tokens": 5}')
+
+
+def test_samples_without_a_signal_are_told_once():
+    meter = Meter.__new__(Meter)
+    meter._silent = 0
+    rows = [{"groups_without_signal": 1.0}] * (WATCHED - 1) + [{"groups_without_signal": 0.5}]
+    assert not any(map(meter.silent, rows))
+    told = [*map(meter.silent, [{"groups_without_signal": 1.0}] * 3 * WATCHED)]
+    assert [bool(line) for line in told].index(True) == WATCHED - 1
+    assert sum(map(bool, told)) == 1 and "no group of samples had a signal" in told[WATCHED - 1]
