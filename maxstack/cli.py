@@ -158,7 +158,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     )
     parser.add_argument("command", help=argparse.SUPPRESS)
     if not argv:
-        parser.print_help()
+        parser.print_help(sys.stderr)
         return 1
     name = parser.parse_args(argv[:1]).command
     if name not in COMMANDS:

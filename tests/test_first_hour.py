@@ -15,14 +15,15 @@ from maxstack.meter import WATCHED, Meter
 from maxstack.rewards.runner import ARGUMENTS, _check_takes
 
 DATA = "data.sources=[{kind: jsonl, files: [d.jsonl], record: %s}]"
+# `config show` reads a configuration as `train` does, and is quicker.
 GUESSES = {
-    "train d.jsonl": r"'data\.sources=\[\{kind: jsonl, files: \[d\.jsonl\]\}\]'",
-    "train folder": r"files: \['folder/\*\*/\*'\]",
-    "train model": r"the folder of a model: maxstack train quickstart model\.from=model",
-    "train gpt2": "is a preset of model, not a whole .* quickstart model=gpt2",
-    "train Qwen/Qwen3-0.6B": r"model\.from=Qwen/Qwen3-0\.6B",
-    "train quickstart model=run": r"a run's; model\.from=run starts from it",
-    "train quickstart model.from=runs": "is a folder of runs; give one: a",
+    "config show d.jsonl": r"'data\.sources=\[\{kind: jsonl, files: \[d\.jsonl\]\}\]'",
+    "config show folder": r"files: \['folder/\*\*/\*'\]",
+    "config show model": r"the folder of a model: maxstack train quickstart model\.from=model",
+    "config show gpt2": "is a preset of model, not a whole .* quickstart model=gpt2",
+    "config show Qwen/Qwen3-0.6B": r"model\.from=Qwen/Qwen3-0\.6B",
+    "config show quickstart model=run": r"a run's; model\.from=run starts from it",
+    "config show quickstart model.from=runs": "is a folder of runs; give one: a",
     "sft d.jsonl": r"for that: maxstack train sft model\.from=FOLDER",
     "chat run": "for that: maxstack generate MODEL --chat",
     "train quickstart --lr 1e-4": r"--lr: here that is optimizer\.learning_rate.*key=value",
@@ -31,9 +32,9 @@ GUESSES = {
     "serve run --api-key abc": "did you mean --api-key-file",
     "generate a --prompt b": "did you mean runs/a",
     "eval run --tasks mmlu": "those of lm-evaluation-harness, such as mmlu: --lm-eval",
-    "train quickstart epochs=3": r"here that is train\.epochs",
-    "train quickstart num_generations=8": r"here that is rollout\.samples",
-    "train quickstart chat_template=x": r"here that is data\.template",
+    "config show quickstart epochs=3": r"here that is train\.epochs",
+    "config show quickstart num_generations=8": r"here that is rollout\.samples",
+    "config show quickstart chat_template=x": r"here that is data\.template",
     f"config|show|quickstart|{DATA % '{kind: alpaca}'}": r"write record: \{preset: alpaca\}",
     f"config|show|quickstart|{DATA % '{preset: Alpaca}'}": "did you mean alpaca",
 }

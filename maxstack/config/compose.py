@@ -30,6 +30,8 @@ itself, to the source's name and the section's content; ConfigError if it cannot
 
 SectionKeys = Mapping[str, Collection[str]]
 """Keys of each section; "" stands for the whole file."""
+LONGEST = 200
+"""Characters of a name that may be meant."""
 DATA = {
     ".jsonl": "jsonl",
     ".json": "jsonl",
@@ -195,8 +197,8 @@ class _Composer:
             if storage.kind(candidate) == "file":
                 return candidate
         name_shown = shortened(name)
-        if not section and (advice := self._advice(name, path)):
-            raise ConfigError(f"{where}{name_shown}: {advice}")
+        if not section and len(name) < LONGEST and (advice := self._advice(name, path)):
+            raise ConfigError(f"{where}{name_shown} {advice}")
         presets = sorted({file.stem for inside in folders for file in inside.glob("*.yml")})
         is_run = storage.kind(f"{path}/config.yml") == "file"
         if storage.kind(path) == "directory" and (is_path or is_run):
@@ -231,11 +233,11 @@ class _Composer:
         if folder and storage.kind(f"{path}/config.yml") != "file":
             source = f"[{{kind: text, files: ['{name.rstrip('/')}/**/*']}}]"
             return (
-                "is a folder, not a configuration; texts in it: maxstack train quickstart "
+                "is a folder, not a YAML file; to train on its texts: maxstack train quickstart "
                 f"'data.sources={source}'"
             )
         if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.endswith((".yml", ".yaml")):
-            return f"no such file; a model of the hub: maxstack train quickstart model.from={name}"
+            return f"is no file; a model of the hub: maxstack train quickstart model.from={name}"
         for key, inside in self._presets.items():
             if key and any((self._shipped / each / f"{name}.yml").is_file() for each in inside):
                 return (
