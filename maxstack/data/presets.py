@@ -227,6 +227,7 @@ def shape_of(record: Raw) -> str:
         name: len(record.keys() & {*preset.keys, *preset.more})
         for name, preset in PRESETS.items()
         if {*preset.keys} <= record.keys()
+        and (name != "oasst" or isinstance(record["prompt"], dict))
     }
     if read:
         return f"record: {{preset: {max(read, key=read.__getitem__)}}}"

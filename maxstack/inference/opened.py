@@ -118,11 +118,10 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
 def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
     """The configuration of a model, and the run's folder, None for a Hugging Face folder."""
 
-    kind = storage.kind(model)
-    if kind is None:
+    kind, beside = storage.kind(model), Path("runs") / model
+    if kind is None and not (beside / "config.yml").is_file():
         check_no_run_beside(model)
     if kind != "directory" and not hub.named(model):
-        beside = Path("runs") / model
         hint = f"; did you mean {beside}?" if (beside / "config.yml").is_file() else ""
         raise ConfigError(
             f"{shortened(model, 200)}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, "
