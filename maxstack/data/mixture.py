@@ -11,7 +11,7 @@ import numpy as np
 from maxstack.data.documents import Documents, Selection, part_at, text_hash
 from maxstack.data.examples import Segment, Unit, units_of
 from maxstack.data.infilling import infilled, marks
-from maxstack.data.order import Order
+from maxstack.data.order import EVEN, SMALL, Order
 from maxstack.data.position import Part, Position, Sources
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of, tokens_of
@@ -99,7 +99,7 @@ class Mixture:
             documents = self._whole[number]
             files = documents.by_file() if len(documents.files) <= MOST_FILES else None
             known = files[0] if files else []
-            key = source.name or f"{number}"
+            key = (source.name or f"{number}") + EVEN * (len(documents) > SMALL)
             described.append(Part(name, name, key, documents.identity(), known))
         return described
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxstack.data.files import digest
+from maxstack.data.order import EVEN
 
 WINDOW = -2
 REORDERED = "reordered"
@@ -152,7 +153,8 @@ class Sources(list[Part]):
                 parts += [old._replace(whole=False) for old in before]
             if before and added:
                 name = f"{part.name}+{step}"
-                parts.append(Part(part.name, name, name, files_digest(added), added, whole=False))
+                key = f"{name}{EVEN}"
+                parts.append(Part(part.name, name, key, files_digest(added), added, whole=False))
         return Sources(parts)
 
     def moved(self, states: np.ndarray, now: "Sources", changed: bool) -> np.ndarray:
