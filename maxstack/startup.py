@@ -25,7 +25,7 @@ from maxstack.report.run_folder import folder_of
 from maxstack.report.trackers import check_installed
 from maxstack.run import Run
 from maxstack.schema import rules
-from maxstack.schema.data import holds_text
+from maxstack.schema.data import PICTURED, holds_text
 from maxstack.shaped import Shaped
 from maxstack.state import State, count, flat
 from maxstack.step import only
@@ -262,8 +262,8 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
     if begins and cfg.model.weights:
         log.say(f"weights: those of {cfg.model.weights}")
     elif begins and cfg.checkpoint.restore in ("latest", "none"):
-        after = {"next_token", "masked_diffusion", "classify", "flow"}
-        little = "" if cfg.objective.kind in after else ", of which post-training makes little"
+        answers = {*cfg.objective.records(cfg)} - {None, *PICTURED}
+        little = ", of which post-training makes little" if answers else ""
         log.say(
             f"weights: drawn at random{little}; model.from=FOLDER, Org/Name or a run starts from "
             "others"

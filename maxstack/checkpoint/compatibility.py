@@ -139,11 +139,12 @@ class Compatibility(NamedTuple):
     def changed(self, keys: Sequence[str], free: Sequence[str] = ()) -> list[str]:
         """`key: old -> new` for each difference below some keys."""
         now = self.cfg.model_dump(mode="json")
-        added = {key for key, old, _ in config.difference(self.saved, now) if old == config.ABSENT}
+        different = list(config.difference(self.saved, now))
+        added = {key for key, old, _ in different if old == config.ABSENT}
         added -= {key for key, *_ in config.difference(self._completed, now)}
         return [
             f"{key}: {_shown(key, old)} -> {_shown(key, new)}"
-            for key, old, new in config.difference(self.saved, now)
+            for key, old, new in different
             if under(key, keys)
             and not under(key, free)
             and key not in added

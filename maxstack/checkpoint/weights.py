@@ -143,13 +143,13 @@ class WeightsReader:
         averaged = choice == "average" or (ema and ema.eval and kept["average"])
         wanted = ("average",) if averaged else ("slow", "z")
         said = [field for field in wanted if kept[field]]
-        for field in said:
-            for path, (key, base) in kept[field].items():
-                if field == "z":
-                    b1 = float(self._read(f"{base}b1", np.empty((), np.float32)))
-                    self._between[path] = key, b1
-                else:
-                    self._keys[path] = key
+        for field in {*said} - {"z"}:
+            self._keys |= {path: key for path, (key, _) in kept[field].items()}
+        if "z" in said:
+            between = kept["z"].items()
+            bases = {base for _, (_, base) in between}
+            b1 = {base: float(self._read(f"{base}b1", np.empty((), np.float32))) for base in bases}
+            self._between = {path: (key, b1[base]) for path, (key, base) in between}
         return " and ".join(WORDS[field] for field in said)
 
     def _kept(self, field: str) -> dict[str, tuple[str, str]]:

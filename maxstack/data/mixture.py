@@ -243,15 +243,17 @@ class Mixture:
             limit = self.cfg.longest, self.cfg.beyond
             if self.evaluation:
                 ids, sizes = sized_tokens_of(documents, index, tokenizer, *limit)
-                apart = self._parting(ids, tokenizer)
-                ids, sizes = np.append(apart, ids), np.append(0 * apart, sizes)
+                if len(apart := self._parting(ids, tokenizer)):
+                    ids = np.concatenate([apart, ids])
+                    sizes = np.concatenate([np.zeros(len(apart), np.float32), sizes])
                 return [Unit([Segment(ids, {"bytes": sizes.astype(np.float32)})], whole=False)]
             if cut := self._config(source).fill_in_the_middle:
                 seed = f"{self.cfg.seed} middle {self._parts[source].key} {place}"
                 ids = infilled(documents, index, tokenizer, cut, seed, *limit)
             else:
                 ids = tokens_of(documents, index, tokenizer, *limit)
-            ids = np.append(self._parting(ids, tokenizer), ids)
+            if len(apart := self._parting(ids, tokenizer)):
+                ids = np.concatenate([apart, ids])
             return [Unit([Segment(ids, {})], whole=False)]
         except (TooLong, StoreError):
             raise
