@@ -30,6 +30,7 @@ FREE = (
     "data.workers",
     "data.prefetch",
     "data.quarantine",
+    "data.sources.*.partial",
     "objective.eval_times",
     "lora.dropout",
     "lora.adapter",

@@ -2,6 +2,7 @@
 and end."""
 
 import codecs
+import collections
 import contextlib
 import fnmatch
 import glob
@@ -11,7 +12,7 @@ import mmap
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from maxstack.schema.data import Files
 log = logging.getLogger(__name__)
 _INSTALLED = ("site-packages", "dist-packages", "__pycache__")
 _ESCAPED = re.compile(r"\[([*?[])\]")
+_PART = re.compile(r"(?<!\d)(\d{1,6})(?=[-_]of[-_](\d{1,6})(?!\d))")
+"""The number of a file that is one of several, as in 00003-of-00016, and how many they are."""
 _CHUNK = 1 << 24
 DECODE_ERRORS = {"refuse": "strict", "replace": "replace", "keep": "surrogateescape"}
 """encoding_errors -> the `errors` of str.decode."""
@@ -45,8 +48,8 @@ class File:
 
 
 def matched(cfg: Files) -> list[File]:
-    """The files of a source, sorted by key. DataError for a missing file or a glob without a
-    match."""
+    """The files of a source, sorted by key. DataError for a missing file, a glob without a match,
+    and a file whose number others name: 00003-of-00016."""
     files: dict[str, File] = {}
     for pattern in cfg.files:
         paths = _expand(pattern)
@@ -59,20 +62,58 @@ def matched(cfg: Files) -> list[File]:
         for path, version in paths.items():
             key = Path(os.path.relpath(path, root)).as_posix()
             files.setdefault(path, File(path, key, version))
-    excludes = [_excludes(pattern) for pattern in cfg.exclude]
-    anywhere = [pattern for pattern in cfg.exclude if pattern.startswith("**/")]
-    remaining = [
-        file
-        for path, file in files.items()
-        if not any(holds(path) for holds in excludes)
-        and not any(fnmatch.fnmatchcase(f"/{file.key}", pattern) for pattern in anywhere)
-    ]
+    excluded = _excluded(cfg)
+    remaining = [file for file in files.values() if not excluded(file)]
     if not remaining:
         raise DataError(
             f"{', '.join(cfg.files)}: every matching file is excluded by "
             f"{', '.join(cfg.exclude)}; this source is empty"
         )
+    _check_parts(cfg, files)
     return sorted(remaining, key=lambda file: (file.key, file.path))
+
+
+def refuse_absent(cfg: Files, beside: File, paths: Iterable[str], named_by: str) -> None:
+    """DataError where files of these paths, which are not there, belong to a source, as one beside
+    them does: `files` match them, `exclude` does not, and it is not `partial`."""
+    asked, excluded = [_matches_path(pattern) for pattern in cfg.files], _excluded(cfg)
+    root = beside.path.removesuffix(beside.key)
+    lost = [
+        path
+        for path in paths
+        if any(holds(path) for holds in asked) and not excluded(File(path, path.removeprefix(root)))
+    ]
+    if lost and not cfg.partial:
+        raise DataError(
+            f"{', '.join(lost[:3])}{f' and {len(lost) - 3} more' * (len(lost) > 3)}: no such file, "
+            f"and {named_by} names it; finish what writes or copies them, or read what is there by "
+            "`partial: true` of this source"
+        )
+
+
+def _check_parts(cfg: Files, files: Mapping[str, File]) -> None:
+    """DataError where files are numbered as parts of a whole, and others of it are absent."""
+    wholes = collections.defaultdict[tuple[str, str, str], dict[int, File]](dict)
+    for path, file in files.items():
+        part = _PART.search(path, path.rfind("/") + 1)
+        if part and len(part[1]) == len(part[2]):
+            wholes[path[: part.start()], part[2], path[part.end() :]][int(part[1])] = file
+    for (begin, count, end), held in wholes.items():
+        first = int(int(count) in held)
+        absent = {*range(first, first + int(count))} - held.keys()
+        paths = [f"{begin}{number:0{len(count)}}{end}" for number in sorted(absent)]
+        beside = next(iter(held.values()))
+        refuse_absent(cfg, beside, paths, f"the number of {beside.path}")
+
+
+def _excluded(cfg: Files) -> Callable[[File], bool]:
+    """True for the files that `exclude` leaves out."""
+    patterns = [_matches_path(pattern) for pattern in cfg.exclude]
+    anywhere = [pattern for pattern in cfg.exclude if pattern.startswith("**/")]
+    return lambda file: (
+        any(holds(file.path) for holds in patterns)
+        or any(fnmatch.fnmatchcase(f"/{file.key}", pattern) for pattern in anywhere)
+    )
 
 
 def _missing(pattern: str) -> str:
@@ -221,7 +262,7 @@ def _expand(pattern: str) -> dict[str, storage.Stamp | None]:
     return {os.path.normpath(path): None for path in _walk(root, wanted, skipped)}
 
 
-def _excludes(pattern: str) -> Callable[[str], bool]:
+def _matches_path(pattern: str) -> Callable[[str], bool]:
     """True for the paths that a pattern would match, as `_expand` gives them, by their names alone:
     no folder is listed."""
     full = _absolute(pattern)

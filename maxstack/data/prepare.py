@@ -31,7 +31,10 @@ _STEP = 1 << 22
 """Bytes of text after which progress is told."""
 _FINISHED, _BEGUN = ".finished", "begun"
 _FORMAT = 2
-_ELSEWHERE = {"name", "weight", "epochs", "fill_in_the_middle", "holdout", "files", "exclude"}
+_ELSEWHERE = {
+    *("name", "weight", "epochs", "fill_in_the_middle", "holdout"),
+    *("files", "exclude", "partial"),
+}
 """Keys of a source that the documents' identity and the names of the shards contain, or that are of
 training alone."""
 

@@ -41,10 +41,10 @@ from maxstack.data.files import (
     text_of,
 )
 from maxstack.data.presets import shape_of
-from maxstack.data.shards import check_size, refuse_as_text, unpack
+from maxstack.data.shards import check_size, check_whole, refuse_as_text, unpack
 from maxstack.data.tf_example import features
 from maxstack.errors import DataError, StoreError, installing
-from maxstack.schema.data import Files, JsonlSource, ParquetSource, TextSource
+from maxstack.schema.data import ArrayRecordSource, Files, JsonlSource, ParquetSource, TextSource
 
 _OPEN_FILES = 64
 _CACHED_BYTES = 1 << 28
@@ -348,7 +348,12 @@ class Parquet(Records):
 
 class ArrayRecords(Records):
     """ArrayRecord files of UTF-8 text or of tokens; a manifest.json beside token files is checked
-    against the file sizes."""
+    against the shards that are there, and their sizes."""
+
+    def __init__(self, cfg: ArrayRecordSource):
+        super().__init__(cfg)
+        if cfg.content == "tokens":
+            check_whole(cfg, self.files)
 
     def _count(self, file: int) -> int:
         check = check_size if self._cfg.content == "tokens" else refuse_as_text

@@ -3,13 +3,16 @@
 import functools
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from maxstack.config import storage
 from maxstack.data.documents import Tokens
+from maxstack.data.files import File, refuse_absent
 from maxstack.errors import DataError, quoted
+from maxstack.schema.data import Files
 from maxstack.schema.data import Tokenizer as TokenizerConfig
 
 MANIFEST = "manifest.json"
@@ -65,6 +68,24 @@ def check_size(path: str) -> None:
             f"{path}: {size} bytes, but {MANIFEST} says {listed['size']}; copy it again, "
             "or run `maxstack data prepare` again"
         )
+
+
+def check_whole(cfg: Files, files: Sequence[File]) -> None:
+    """DataError where a folder of shards has no manifest, or lists some of a source that are not
+    there."""
+    beside = {os.path.dirname(file.path): file for file in files}
+    held = {file.path for file in files}
+    for folder, file in beside.items():
+        manifest, path = manifest_of(folder), storage.join(folder, MANIFEST)
+        if manifest is None and not cfg.partial:
+            raise DataError(
+                f"{path}: no such file, so it is not known whether all shards are there: "
+                "`maxstack data prepare` writes it last, and goes on by the same command; copy it "
+                "with the shards, or set `partial: true` for this source (`content: text` if these "
+                "are texts)"
+            )
+        listed = [storage.join(folder, name) for name in (manifest or {"shards": ()})["shards"]]
+        refuse_absent(cfg, file, [each for each in listed if each not in held], path)
 
 
 def refuse_as_text(path: str) -> None:

@@ -71,6 +71,11 @@ def _check_modules(
     floats = {name for name, tensor in tensors.items() if tensor.dtype.name in FLOATS}
     absent = sorted({f"{module}.weight" for module in adapter.modules} - floats)
     if not absent:
+        adapter.check_whole(
+            name.removesuffix(".weight")
+            for name in sorted(floats)
+            if name.endswith(".weight") and len(tensors[name].shape) == 2
+        )
         return
     names = f"{absent[0]}{and_more(absent)}"
     if folder.quantized:

@@ -8,7 +8,7 @@ module  R rank.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,29 @@ class Adapter:
                 alpha = value
                 break
         return alpha / (rank**0.5 if self.lora["rslora"] else rank)
+
+    def check_whole(self, names: Iterable[str]) -> None:
+        """ConfigError where modules of a base, by their `names`, have no adapter though
+        target_modules lists their last names, as peft reads them."""
+        targets, layers = self.said.get("target_modules"), self.said.get("layers_to_transform")
+        excluded = self.said.get("exclude_modules") or ()
+        if not isinstance(targets, list) or layers is not None or isinstance(excluded, str):
+            return
+        stacks = {_stack(module) for module in self.modules}
+        absent = [
+            name
+            for name in names
+            if _stack(name) in stacks
+            and _listed(name, targets)
+            and not _listed(name, excluded)
+            and ".experts." not in name  # whose modules peft knows by other names
+            and name not in self.modules
+        ]
+        if absent:
+            raise ConfigError(
+                f"{self.folder}: {TENSORS} has no adapter of {absent[0]}, though target_modules in "
+                f"{CONFIG} names it ({len(absent)} are missing); save it with peft again"
+            )
 
     def settings(self, adapted: Sequence[str]) -> dict[str, Any]:
         """The mapping of a LoraConfig that starts from it, for weights of these paths."""
@@ -368,7 +391,8 @@ def bound_to(adapter: Adapter, model: StackConfig, shapes: Mapping[str, Shape]) 
             bound = bind(family, model, shapes)
         except (Mismatch, ConfigError, ValueError):
             continue
-        if adapter.modules <= {_name(tensor) for tensor in bound}:
+        if adapter.modules <= (names := {_name(tensor) for tensor in bound}):
+            adapter.check_whole(sorted(names))
             return bound
     raise ConfigError(
         f"{adapter.folder}: is of another model: no family of ours that is this one has "
@@ -407,6 +431,15 @@ def _refuse_others(
 
 def _name(tensor: Bound) -> str:
     return tensor.name.removesuffix(".weight")
+
+
+def _stack(module: str) -> str:
+    """What stands before the number of a module's layer."""
+    return re.split(r"\d", module, maxsplit=1)[0]
+
+
+def _listed(module: str, names: Iterable[str]) -> bool:
+    return any(f".{module}".endswith(f".{name}") for name in names)
 
 
 def _whole(number: float) -> float:

@@ -253,6 +253,10 @@ class Files(Source):
     exclude: Items[str] = ()
     """Globs of files to leave out; one that begins with **/ matches in any folder below the fixed
     part of `files`."""
+    partial: bool = False
+    """Read what is there where parts of a whole are missing: files whose names number them, as in
+    00003-of-00016, and shards of tokens that their manifest.json lists, or that have none. false:
+    what is missing of what `files` match is an error, unless `exclude` names it."""
     encoding_errors: Literal["refuse", "replace", "keep"] = "refuse"
     """For text that is not UTF-8. refuse: a bad record, which ends the run unless data.quarantine
     allows it; replace: U+FFFD for the wrong bytes; keep: the bytes as they are, for the bytes

@@ -171,7 +171,9 @@ def test_tokens_that_older_versions_kept_have_no_bytes_but_where_each_token_is_o
     lossy = SentencePieceTokenizer(kind="sentencepiece", path="sp.model")
     for tokenizer, expected in ((BytesTokenizer(kind="bytes"), 3), (lossy, np.nan)):
         batches = passed(
-            DataConfig(sources=[tokens("old.array_record")], seq_len=16, tokenizer=tokenizer)
+            DataConfig(
+                sources=[tokens("old.array_record", partial=True)], seq_len=16, tokenizer=tokenizer
+            )
         )
         np.testing.assert_equal(sum(batch["bytes"].sum() for batch in batches), expected)
 
@@ -312,6 +314,34 @@ def test_a_shard_cut_short_or_not_in_the_manifest_is_refused():
         file.write(b"x" * 65536)
     with pytest.raises(DataError, match=f"{shard.name}: .* bytes, but manifest.json says"):
         open_source(tokens("out/jsonl*"))
+
+
+def test_shards_that_a_stopped_prepare_did_not_write_are_named():
+    prepare(config(), "out")
+    shards = sorted(Path("out").glob("my_texts-train-*"))
+    for path in shards[6:]:
+        path.unlink()
+    Path("out/manifest.json").unlink()
+    with pytest.raises(DataError, match=rf"^{shards[6]}, .* and {len(shards) - 9} more: no such"):
+        open_source(tokens("out/*-train-*"))
+    assert len(open_source(tokens("out/*-train-*", partial=True))) > 6
+
+
+def test_all_shards_of_a_source_that_the_manifest_lists_and_files_match_must_be_there():
+    prepare(config(), "out", shard_size=100)
+    lost = Path("out/jsonl-1-train-00000-of-00001.array_record")
+    lost.unlink()
+    with pytest.raises(DataError, match=f"^{lost}: no such file, and out/manifest.json names it"):
+        open_source(tokens("out/*-train-*"))
+    assert len(open_source(tokens("out/my_texts-train-*")))
+
+
+def test_shards_without_a_manifest_are_read_where_that_is_asked_for():
+    prepare(config(), "out")
+    Path("out/manifest.json").unlink()
+    with pytest.raises(DataError, match=r"^out/manifest.json: no such file, .*partial: true"):
+        open_source(tokens("out/*-train-*"))
+    assert len(open_source(tokens("out/jsonl-*", partial=True))) == 20
 
 
 def test_a_manifest_of_something_else_is_an_error():

@@ -64,6 +64,7 @@ def array_record(content):
         "kind": "array_record",
         "files": ["a.array_record"],
         "content": content,
+        "partial": True,
     }, "a.array_record"
 
 

@@ -110,7 +110,8 @@ def test_array_record_reads_tokens_of_any_width(largest):
     write_array_records(
         "a.array_record", [pack(Tokens(ids, None)), pack(Tokens(ids[:0], np.array([[0, 70_000]])))]
     )
-    documents = open_source(source("array_record", files=["a.array_record"], content="tokens"))
+    cfg = source("array_record", files=["a.array_record"], content="tokens", partial=True)
+    documents = open_source(cfg)
     assert (
         documents[0].ids.dtype == np.int32
         and documents[0].ids.tolist() == ids.tolist()
@@ -443,7 +444,8 @@ def broken_shard(case):
         return source("array_record", files=["a.array_record"]), ["a.array_record", "intact"]
     if case == "text for tokens":
         write_array_records("a.array_record", [b"plain text"])
-        return source("array_record", files=["a.array_record"], content="tokens"), [
+        cfg = source("array_record", files=["a.array_record"], content="tokens", partial=True)
+        return cfg, [
             "a.array_record: record 0",
             "content: text",
         ]
@@ -488,6 +490,31 @@ def test_damage_is_an_error_that_names_the_file_and_record(case):
             documents[i]
     assert all(word in str(caught.value) for word in words), caught.value
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "names, asked, absent",
+    [
+        (["a-00000-of-00003.txt", "a-00002-of-00003.txt"], {}, "a-00001-of-00003.txt"),
+        (["a_1_of_3.txt", "a_3_of_3.txt"], {}, "a_2_of_3.txt"),
+        (["a-0-of-2.txt", "b-0-of-1.txt"], {}, "a-1-of-2.txt"),
+        (["a-0-of-2.txt"], {"files": ["a-0-of-2.txt"]}, None),
+        (["a-0-of-9.txt", "a-1-of-9.txt"], {"files": ["a-[01]-of-9.txt"]}, None),
+        (["a-0-of-2.txt"], {"exclude": ["**/a-1-of-2*"]}, None),
+        (["a-0-of-2.txt"], {"exclude": ["a-1-of-2.txt"]}, None),
+        (["a-0-of-2.txt"], {"partial": True}, None),
+        (["a-1-of-100.txt"], {}, None),
+    ],
+)
+def test_a_file_that_the_numbers_of_others_name_must_be_there(names, asked, absent):
+    for name in names:
+        write(name, "x")
+    cfg = source("text", **{"files": ["*.txt"]} | asked)
+    if absent is None:
+        assert [file.path for file in matched(cfg)] == names
+        return
+    with pytest.raises(DataError, match=rf"^{absent}: no such file, and the number of .* names it"):
+        matched(cfg)
 
 
 def test_a_holdout_that_keeps_nothing_is_an_error():

@@ -282,8 +282,8 @@ def test_an_adapter_whose_matrices_are_no_pair_is_refused(change, says, tmp_path
         ),
         (
             "less",
-            r"has no adapter for model.layers.0.self_attn.q_proj, which lora.targets "
-            r"names \(blocks/block/mixer/query\)",
+            "has no adapter of model.layers.0.self_attn.q_proj, though target_modules in "
+            r"adapter_config.json names it \(1 are missing\)",
         ),
     ],
 )
@@ -360,6 +360,16 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
         )
     with pytest.raises(ConfigError, match="is of another model"):
         adapted_run(assembled(str(parity.GOLDENS / "gpt2"), FLOAT)[0], str(ADAPTERS / "lora-llama"))
+
+
+def test_an_adapter_without_all_modules_that_it_names_is_not_merged(tmp_path):
+    shutil.copytree(ADAPTERS / "lora-llama", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensors[name] for name in tensors if "layers.1.mlp.up" not in name}, file)
+    base = parity.GOLDENS / "llama"
+    with pytest.raises(ConfigError, match=r"has no adapter of model.layers.1.mlp.up_proj, though"):
+        merge(base, Adapter(tmp_path / "adapter"), tmp_path / "merged", 1, lambda size: None)
 
 
 def test_an_adapter_or_a_model_that_is_not_finite_is_not_merged(tmp_path, capsys):

@@ -109,7 +109,7 @@ def _plan(cfg: DataConfig, sources: Sources, data: Found) -> str:
     described = [
         _FORMAT,
         [step.model_dump(mode="json") for step in cfg.steps],
-        [source.model_dump(mode="json", exclude={"weight"}) for source in cfg.sources],
+        [source.model_dump(mode="json", exclude={"weight", "partial"}) for source in cfg.sources],
         [(*key, documents.identity()) for key, documents in sources.items()],
         files,
         [*data.items()],
