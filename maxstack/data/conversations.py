@@ -274,12 +274,13 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             raise DataError(f"{where}.from={quoted(role)}: must be one of {', '.join(ROLES)}")
         if role == "function_call":
             return {"role": "assistant", "content": "", "tool_calls": _calls(value, where)}
-        return {"role": ROLES[role], "content": value}
+        message = {"role": ROLES[role], "content": value}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{where}: has no role; must be a mapping with role and content")
-    if message.get("content") is None and not {"tool_calls", *THOUGHT} & message.keys():
+    instead = any(message.get(key) for key in ("tool_calls", *THOUGHT))
+    if message.get("content") in (None, []) and not instead:
         keys = ", ".join(map(str, message))
-        said = "is null" if "content" in message else f"is missing; it has {shortened(keys, 100)}"
+        said = "is empty" if "content" in message else f"is missing; it has {shortened(keys, 100)}"
         raise DataError(f"{where}: content {said}, and a message without calls needs it")
     if not isinstance(message.get("content"), str | list | None):
         raise DataError(f"{where}.content={quoted(message['content'])}: must be text")

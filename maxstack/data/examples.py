@@ -23,6 +23,7 @@ from maxstack.data.conversations import (
     with_answer_of,
 )
 from maxstack.data.documents import Documents
+from maxstack.data.omissions import refuse_omissions
 from maxstack.data.presets import standard
 from maxstack.data.tokenizers import (
     Tokenizer,
@@ -196,6 +197,7 @@ class Examples:
                     "a message has a weight, and record.train=all trains on the whole conversation;"
                     " set record.train=assistant, or leave the weight out"
                 )
+            refuse_omissions(self._template, given.messages, given.tools, turns)
             text = self._template.render(given.messages, given.tools, add_generation_prompt=False)
             return [self._tokens(text, {(0, len(text)): 1.0}, check=False)]
         if train == "last":
@@ -223,6 +225,7 @@ class Examples:
         """Messages of which these turns count, each with its weight: what the template's markers
         enclose, or else what comes after the prompt of each turn."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        refuse_omissions(self._template, messages, given.tools, turns)
         if marked := self._template.marked(messages, given.tools):
             text, spans = marked
             if len(spans) != len(answers):
@@ -365,9 +368,9 @@ class Prompts(Examples):
         if isinstance(given, Completion):
             ids = self._prompts.encode(given.prompt.encode())
         else:
-            ids, _ = encode_chat(
-                self._tokenizer, self._template.render(given.messages, given.tools)
-            )
+            refuse_omissions(self._template, given.messages, given.tools, ())
+            text = self._template.render(given.messages, given.tools)
+            ids, _ = encode_chat(self._tokenizer, text)
         segment = Segment(ids, {"mask": np.zeros(len(ids), np.float32)})
         return [Unit([segment], whole=True, record=record)]
 

@@ -34,6 +34,10 @@ SUM = [
     {"role": "user", "content": "a b"},
     {"role": "assistant", "content": "b a"},
 ]
+CALLS = {
+    "role": "assistant",
+    "tool_calls": [{"type": "function", "function": {"name": "a", "arguments": "{}"}}],
+}
 EXTRA = {
     name: Field("batch seq", "float32")
     for name in ("ends", "label", "margin", "mismatched", "reference")
@@ -152,8 +156,8 @@ def test_what_follows_the_end_of_a_turn_does_not_count(tmp_path, model):
 def test_markers_inside_a_filter_are_refused(tmp_path, model):
     template = (
         "{% filter trim %}{% for m in messages %}{% if m.role == 'assistant' %}"
-        "{% generation %} {{ m.content }} <end>  {% endgeneration %}{% endif %}{% endfor %}"
-        "{% endfilter %}"
+        "{% generation %} {{ m.content }} <end>  {% endgeneration %}{% else %}{{ m.content }}"
+        "{% endif %}{% endfor %}{% endfilter %}"
     )
     cfg = data(tmp_path, model, [{"messages": SUM[:2]}], {"kind": "chat"}, template=template)
     with pytest.raises(DataError, match="changes what a {% generation %} block wrote"):
@@ -419,12 +423,15 @@ def test_units_are_packed_whole_and_resumed_in_the_middle_of_a_record(tmp_path, 
         ({"messages": [{"content": "a"}]}, "chat", r"messages\[0\]: has no role"),
         ({"messages": SUM[:1]}, "chat", "no message of the assistant"),
         ({"conversations": [{"from": "x", "value": "a"}]}, "chat", r"conversations\[0\].from='x'"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, "chat", "content is empty"),
         ({"prompt": "a", "chosen": " b"}, "pairs", "no chosen and rejected"),
         ({"chosen": "a", "rejected": "b"}, "pairs", "share no prompt"),
         ({"prompt": "a", "completions": [" b"], "scores": [1]}, "pairs", "1 completions and 1"),
         ({"prompt": "a", "completions": [" b", "c"], "scores": [1, 1]}, "pairs", "have one score"),
         ({"prompt": "a", "completion": " b", "label": "yes"}, "labelled", "label='yes': must be"),
         ({"completion": "a"}, "chat", "no prompt in it"),
+        ({"prompt": "a", "completion": [CALLS]}, "chat", "leaves out arguments of a call of mess"),
+        ({"prompt": [CALLS, SUM[0]]}, "prompts", "leaves out arguments of a call of message 0"),
     ],
 )
 def test_records_of_another_form_are_refused_by_line(tmp_path, model, record, kind, error):
