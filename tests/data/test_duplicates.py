@@ -42,6 +42,25 @@ def test_near_duplicates_are_those_of_a_brute_force_jaccard_but_for_the_estimate
     assert near < 100
 
 
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        NearDuplicatesStep(kind="near_duplicates"),
+        NearDuplicatesStep(kind="near_duplicates", unit="characters"),
+        ExactDuplicatesStep(kind="exact_duplicates", ignore=["case", "whitespace", "punctuation"]),
+    ],
+)
+def test_texts_without_words_are_alike_where_they_are_equal(cfg):
+    texts = ["\u2192 \u2211 \u222b", "\U0001f600", "{ } ; { }", "\U0001f600", "___", ""]
+    kept, _ = keepers(cfg, signatures(cfg, texts))
+    assert kept.tolist() == [0, 1, 2, 1, 4, 5]
+
+
+def test_an_underscore_joins_no_words():
+    cfg = NearDuplicatesStep(kind="near_duplicates", ngram=1)
+    assert {*shingles(cfg, "a_b __c").tolist()} == {*shingles(cfg, "a b c").tolist()}
+
+
 def test_bands_find_nearly_all_pairs_at_the_threshold():
     for permutations, threshold in itertools.product((64, 128, 256), (0.5, 0.8, 0.9)):
         bands = banded(permutations, threshold)

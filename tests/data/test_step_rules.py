@@ -1,5 +1,7 @@
 """Each rule of a step, by texts just on either side of its bound, counted by hand."""
 
+import time
+
 import pytest
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from pydantic import TypeAdapter
@@ -169,10 +171,32 @@ def test_normalize_changes_what_its_keys_say(keys, before, after):
          "<credit_card>, not 4111 1111 1111 1112"),
         ("call +41 44 668 18 00 today", "call <phone> today"),
         ("call 044 668 18 00 today", "call 044 668 18 00 today"),
+        ("IP:8.8.8.8, IP_8.8.8.8_", "IP:<ip>, IP_<ip>_"),
+        ("\u306e8.8.8.8\u306b:2001:4860:4860::8888: x", "\u306e<ip>\u306b:<ip>: x"),
+        ("::ffff:8.8.8.8 and ::ffff:10.0.0.1", "<ip> and ::ffff:10.0.0.1"),
+        ("v8.8.8.8 and 1.8.8.8.8", "v8.8.8.8 and 1.8.8.8.8"),
+        ("foo@bar.com\u305d\u3057 \u9023foo@bar.com", "<email>\u305d\u3057 \u9023<email>"),
+        ("jos\u00e9@bar.org \u0438\u0432@bar.org :a@b.org_", "<email> <email> :<email>_"),
+        ("\u53f7GB82WEST12345698765432\u3002", "\u53f7<iban>\u3002"),
+        ("\u53614111111111111111\u3002_", "\u5361<credit_card>\u3002_"),
+        ("_4111111111111111_", "_<credit_card>_"),
     ],
 )  # fmt: skip
 def test_personal_data_is_masked_where_its_check_digits_are_right(text, masked):
     assert step("pii")(text) == masked
+
+
+@pytest.mark.parametrize(
+    "text", ["1:" * 50_000, "a" * 10**5 + "@", "a@" + "a." * 50_000, "1 " * 10**5]
+)
+def test_looking_for_personal_data_takes_a_time_that_grows_with_the_text_alone(text):
+    find, half = step("pii", phone=None), text[: len(text) // 2]
+    times = []
+    for part in (half, text):
+        start = time.process_time()
+        find(part)
+        times.append(time.process_time() - start)
+    assert times[1] < max(4 * times[0], 0.5)
 
 
 def test_national_phone_numbers_are_masked_in_the_countries_that_are_named():

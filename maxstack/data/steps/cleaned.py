@@ -25,7 +25,7 @@ from maxstack.schema.data import DataConfig
 from maxstack.schema.steps import GLOBAL, AnyStep, names_of
 
 NOTES, PASSES = ".steps", "passes"
-_FORMAT = 1
+_FORMAT = 2
 _LARGEST_RANGE = 10_000
 Sources = Mapping[tuple[str, Split], Documents]
 

@@ -13,7 +13,7 @@ from maxstack.schema.steps import ExactDuplicatesStep, NearDuplicatesStep
 _CHUNK = 1 << 16
 _FOUND = 0.97
 """Share of the pairs at the threshold that bands must find."""
-_SPACE, _PUNCTUATION = re.compile(r"\s+"), re.compile(r"[^\w\s]+")
+_SPACE, _PUNCTUATION = re.compile(r"\s+"), re.compile(r"(?:[^\w\s]|_)+")
 
 
 def signatures(cfg: ExactDuplicatesStep | NearDuplicatesStep, texts: Sequence[str]) -> np.ndarray:
@@ -44,8 +44,8 @@ def width(cfg: ExactDuplicatesStep | NearDuplicatesStep) -> tuple[int, type]:
 
 
 def shingles(cfg: NearDuplicatesStep, text: str) -> np.ndarray:
-    """uint64: a hash of each n-gram of a text, or of all of a short text."""
-    units = words_of(text) if cfg.unit == "words" else [*text.lower()]
+    """uint64: a hash of each n-gram of a text, or of all of a short text, or one without words."""
+    units = (words_of(text) if cfg.unit == "words" else [*text.lower()]) or [text]
     return ngrams(hashes_of(units), max(1, min(cfg.ngram, len(units))))
 
 
@@ -90,7 +90,8 @@ def _digest(cfg: ExactDuplicatesStep, text: str) -> bytes:
     if "case" in cfg.ignore:
         text = text.casefold()
     if "punctuation" in cfg.ignore:
-        text = _PUNCTUATION.sub("", text)
+        without = _PUNCTUATION.sub("", text)
+        text = without if without.strip() else text  # signs alone are what the text is
     if "whitespace" in cfg.ignore:
         text = _SPACE.sub(" ", text).strip()
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

@@ -8,12 +8,25 @@ from maxstack.data.steps.step import Step, kind, missing
 from maxstack.errors import ConfigError
 from maxstack.schema.steps import PersonalDataStep
 
-_EMAIL = re.compile(r"(?<![\w.+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.)+[A-Za-z]{2,24}\b")
-_IP = re.compile(
-    r"(?<![\w.:])(?:\d{1,3}(?:\.\d{1,3}){3}(?![\w.]*\d)|[0-9A-Fa-f:]{2,}:[0-9A-Fa-f:]*(?![\w:]))"
+# Letters of scripts that are written without spaces end what stands beside them, as `_` does.
+_LETTER = "A-Za-z0-9\u00c0-\u052f"
+_BEFORE, _AFTER = "(?<![A-Za-z0-9{}])", "(?![A-Za-z0-9{}])"
+_EMAIL = re.compile(
+    rf"(?<![{_LETTER}._%+-])[{_LETTER}._%+-]{{1,64}}@(?:[{_LETTER}-]{{1,63}}\.)+[A-Za-z]{{2,24}}"
+    + _AFTER.format("-")
 )
-_IBAN = re.compile(r"\b[A-Z]{2}\d{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?\b")
-_CARD = re.compile(r"(?<![\w-])(?:\d[ -]?){12,18}\d(?![\w-])")
+_IPV4 = r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}(?![0-9A-Za-z]|\.[0-9])"
+_GROUP = "[0-9A-Fa-f]"
+_IP = re.compile(
+    _BEFORE.format(".") + rf"(?:{_IPV4}|(?=::|{_GROUP})(?:{_GROUP}{{0,4}}:){{2,7}}"
+    rf"(?:{_IPV4}|(?:{_GROUP}{{1,4}}|(?<=::))(?![0-9A-Za-z]|:[0-9A-Fa-f:])))"
+)
+_IBAN = re.compile(
+    _BEFORE.format("")
+    + "[A-Z]{2}[0-9]{2}(?: ?[A-Z0-9]{4}){2,7}(?: ?[A-Z0-9]{1,3})?"
+    + _AFTER.format("")
+)
+_CARD = re.compile(_BEFORE.format("-") + "(?:[0-9][ -]?){12,18}[0-9]" + _AFTER.format("-"))
 _DIGITS = re.compile(r"\d(?:[^\w+]*\d){5}")
 """What every phone number has, and the library takes long to look for."""
 _ISSUER = re.compile(r"4|5[1-5]|2[2-7]|3[4-9]|6|8[16]")
@@ -68,7 +81,8 @@ def _masked(mask: str, test: Callable[[str], bool]) -> Callable[[re.Match[str]],
 
 def _is_public(text: str) -> bool:
     try:
-        return ipaddress.ip_address(text).is_global
+        address = ipaddress.ip_address(text)
+        return (getattr(address, "ipv4_mapped", None) or address).is_global
     except ValueError:
         return False
 

@@ -13,7 +13,7 @@ from maxstack.schema.steps import Step as StepConfig
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 TENTHS = 20
-_WORDS = re.compile(r"\w+")
+_WORDS = re.compile(r"[^\W_]+")
 
 
 class Removed(NamedTuple):
