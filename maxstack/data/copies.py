@@ -1,16 +1,19 @@
 """Plain bytes of files that are compressed or at URLs, and copies of them in the cache folder."""
 
+import bz2
+import contextlib
 import fnmatch
 import functools
 import gzip
 import logging
+import lzma
 import os
 import posixpath
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from maxstack.config import atomic, storage
 from maxstack.data.files import File, digest
@@ -20,7 +23,18 @@ from maxstack.report.progress import progress
 log = logging.getLogger(__name__)
 _AT_ONCE = 8
 _CHUNK = 1 << 24
-_COMPRESSED = (".gz", ".zst")
+_COMPRESSED = {
+    ".gz": b"\x1f\x8b",
+    ".zst": b"\x28\xb5\x2f\xfd",
+    ".bz2": b"BZh",
+    ".xz": b"\xfd7zXZ\0",
+}
+"""Endings of compressed files and what they begin with, which alone decides where it is there."""
+_READERS: dict[str, Callable[[IO[bytes]], Any]] = {
+    ".gz": lambda file: gzip.GzipFile(fileobj=file),
+    ".bz2": bz2.BZ2File,
+    ".xz": lzma.LZMAFile,
+}
 _PATIENCE = 5
 """Seconds of copying after which it is shown."""
 Told = Callable[[int], object]
@@ -28,7 +42,7 @@ Told = Callable[[int], object]
 
 
 def read(file: File) -> bytes:
-    """A whole file, decompressed if it ends in .gz or .zst. DataError if it cannot be read,
+    """A whole file, decompressed if it is compressed. DataError if it cannot be read,
     StoreError if it is at a URL and not as it was listed."""
     return b"".join(_pieces(file.path, file.version))
 
@@ -44,7 +58,7 @@ def plain_copies(files: Sequence[File]) -> list[str]:
 
 
 def plain(file: File, told: Told = lambda size: None) -> str:
-    """A local path to the file's plain bytes: itself, or for a URL, .gz and .zst a decompressed
+    """A local path to the file's plain bytes: itself, or of one at a URL or compressed a plain
     copy in the cache folder, made once and shared by all processes.
 
     The copy, in $MAXSTACK_CACHE/data, belongs to one path, size and version.
@@ -108,7 +122,24 @@ def local_folder(path: str, patterns: Sequence[str] = ("*",), depth: int | None 
 
 
 def _needs_copy(path: str) -> bool:
-    return storage.is_url(path) or path.endswith(_COMPRESSED)
+    if storage.is_url(path):
+        return True
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # told when it is read
+        return _compression(path, file) is not None
+    return False
+
+
+def _compression(path: str, file: IO[bytes]) -> str | None:
+    """The ending of the files that this one is like: by its first bytes, or else by its name. Bagz
+    begins with its records, each compressed."""
+    if path.endswith(".bagz"):
+        return None
+    begin = file.read(10)
+    file.seek(0)
+    found = [end for end, magic in _COMPRESSED.items() if begin.startswith(magic)]
+    if found == [".bz2"] and begin[4:] != b"1AY&SY":
+        found = []
+    return next(iter(found), os.path.splitext(path)[1] if path.endswith((*_COMPRESSED,)) else None)
 
 
 def _pieces(
@@ -121,24 +152,22 @@ def _pieces(
                 yield piece
                 told(file.tell() - at)
                 at = file.tell()
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: corrupt gzip data: {error}") from error
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: corrupt data of gzip, bz2 or xz: {error}") from error
     except OSError as error:
         kind = StoreError if storage.is_url(path) else DataError
         raise kind(f"{path}: {error.strerror or error}") from error
 
 
 def _decompressed(path: str, file: IO[bytes]) -> Iterator[bytes]:
-    stream: IO[bytes] | gzip.GzipFile = file
-    if path.endswith(_COMPRESSED):
-        if not file.read(1):
-            raise DataError(f"{path}: empty, which no compressed file is; it was cut short")
-        file.seek(0)
-    if path.endswith(".zst"):
+    kind = _compression(path, file)
+    if kind and not file.read(1):
+        raise DataError(f"{path}: empty, which no compressed file is; it was cut short")
+    file.seek(0)
+    if kind == ".zst":
         yield from _zstd_pieces(path, file)
         return
-    if path.endswith(".gz"):
-        stream = gzip.GzipFile(fileobj=file)
+    stream: IO[bytes] = _READERS[kind](file) if kind else file
     yield from iter(functools.partial(stream.read, _CHUNK), b"")
 
 

@@ -7,12 +7,11 @@ import contextlib
 import fnmatch
 import glob
 import hashlib
-import logging
 import mmap
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from maxstack.config import storage
 from maxstack.errors import DataError, shortened
 from maxstack.schema.data import Files
 
-log = logging.getLogger(__name__)
 _INSTALLED = ("site-packages", "dist-packages", "__pycache__")
 _ESCAPED = re.compile(r"\[([*?[])\]")
 _PART = re.compile(r"(?<!\d)(\d{1,6})(?=[-_]of[-_](\d{1,6})(?!\d))")
@@ -61,7 +59,8 @@ def matched(cfg: Files) -> list[File]:
         root = _rooted(_absolute(pattern))[0]
         for path, version in paths.items():
             key = Path(os.path.relpath(path, root)).as_posix()
-            files.setdefault(path, File(path, key, version))
+            same = path if version else os.path.abspath(path)
+            files.setdefault(same, File(path, key, version))
     excluded = _excluded(cfg)
     remaining = [file for file in files.values() if not excluded(file)]
     if not remaining:
@@ -69,7 +68,7 @@ def matched(cfg: Files) -> list[File]:
             f"{', '.join(cfg.files)}: every matching file is excluded by "
             f"{', '.join(cfg.exclude)}; this source is empty"
         )
-    _check_parts(cfg, files)
+    _check_parts(cfg, files.values())
     return sorted(remaining, key=lambda file: (file.key, file.path))
 
 
@@ -91,10 +90,11 @@ def refuse_absent(cfg: Files, beside: File, paths: Iterable[str], named_by: str)
         )
 
 
-def _check_parts(cfg: Files, files: Mapping[str, File]) -> None:
+def _check_parts(cfg: Files, files: Iterable[File]) -> None:
     """DataError where files are numbered as parts of a whole, and others of it are absent."""
     wholes = collections.defaultdict[tuple[str, str, str], dict[int, File]](dict)
-    for path, file in files.items():
+    for file in files:
+        path = file.path
         part = _PART.search(path, path.rfind("/") + 1)
         if part and len(part[1]) == len(part[2]):
             wholes[path[: part.start()], part[2], path[part.end() :]][int(part[1])] = file
@@ -207,7 +207,7 @@ def line_bounds(path: str) -> Bounds:
             for at in range(0, len(data), _CHUNK)
         ]
         ends = np.concatenate([*breaks, np.array([len(data)])])
-        return _not_blank(data, np.append(0, ends[:-1] + 1), ends, shorter_than=8)
+        return _not_blank(data, np.append(0, ends[:-1] + 1), ends)
 
 
 def separated_bounds(path: str, separator: bytes) -> Bounds:
@@ -217,14 +217,15 @@ def separated_bounds(path: str, separator: bytes) -> Bounds:
         spans = [match.span() for match in re.finditer(separator, data)]
         starts = np.array([0, *(end for _, end in spans)], np.int64)
         ends = np.array([*(start for start, _ in spans), len(data)], np.int64)
-        return _not_blank(data, starts, ends, shorter_than=64)
+        return _not_blank(data, starts, ends)
 
 
-def _not_blank(
-    data: mmap.mmap | bytes, starts: np.ndarray, ends: np.ndarray, *, shorter_than: int
-) -> Bounds:
-    short = np.flatnonzero(ends - starts < shorter_than)
-    blank = [i for i in short if not data[starts[i] : ends[i]].strip()]
+def _not_blank(data: mmap.mmap | bytes, starts: np.ndarray, ends: np.ndarray) -> Bounds:
+    if not data:
+        return starts[:0], ends[:0]
+    first = np.frombuffer(data, np.uint8)[np.minimum(starts, len(data) - 1)]
+    likely = np.flatnonzero((starts == ends) | np.isin(first, [*b" \t\r\n\v\f"]))
+    blank = [i for i in likely if not data[starts[i] : ends[i]].strip()]
     return np.delete(starts, blank), np.delete(ends, blank)
 
 
@@ -300,12 +301,15 @@ def _walk(root: str, wanted: list[str], skipped: tuple[str, ...]) -> Iterator[st
     """The paths of local files below `root` that match. Folders that cannot hold a match, were
     entered by another link, or are named in `skipped` are not entered."""
 
-    def warn(error: OSError) -> None:
+    def refuse(error: OSError) -> None:
         if error.filename != root:
-            log.warning("%s cannot be listed and is left out", error.filename)
+            raise DataError(
+                f"{error.filename}: cannot be listed: {error.strerror}; make it readable, or "
+                "narrow `files`"
+            )
 
     entered = {_inode(root)} if os.path.isdir(root) else set()
-    for folder, folders, names in os.walk(root, followlinks=True, onerror=warn):
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=refuse):
         parts = [] if folder == root else os.path.relpath(folder, root).split(os.sep)
         candidates = [
             name

@@ -267,7 +267,7 @@ class Files(Source):
 
 
 class TextSource(Files):
-    """Text files, plain or compressed (.gz, .zst): one document a file, or split at a separator,
+    """Text files, plain or compressed (gzip, zstd, bz2, xz): one document a file, or split at a separator,
     blank ones left out."""
 
     kind: Literal["text"]
@@ -277,7 +277,7 @@ class TextSource(Files):
 
 
 class JsonlSource(Files):
-    """JSON lines, plain or compressed (.gz, .zst). Blank lines and a byte order mark before the
+    """JSON lines, plain or compressed (gzip, zstd, bz2, xz). Blank lines and a byte order mark before the
     first are left out."""
 
     kind: Literal["jsonl"]

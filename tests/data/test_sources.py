@@ -492,31 +492,6 @@ def test_damage_is_an_error_that_names_the_file_and_record(case):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "names, asked, absent",
-    [
-        (["a-00000-of-00003.txt", "a-00002-of-00003.txt"], {}, "a-00001-of-00003.txt"),
-        (["a_1_of_3.txt", "a_3_of_3.txt"], {}, "a_2_of_3.txt"),
-        (["a-0-of-2.txt", "b-0-of-1.txt"], {}, "a-1-of-2.txt"),
-        (["a-0-of-2.txt"], {"files": ["a-0-of-2.txt"]}, None),
-        (["a-0-of-9.txt", "a-1-of-9.txt"], {"files": ["a-[01]-of-9.txt"]}, None),
-        (["a-0-of-2.txt"], {"exclude": ["**/a-1-of-2*"]}, None),
-        (["a-0-of-2.txt"], {"exclude": ["a-1-of-2.txt"]}, None),
-        (["a-0-of-2.txt"], {"partial": True}, None),
-        (["a-1-of-100.txt"], {}, None),
-    ],
-)
-def test_a_file_that_the_numbers_of_others_name_must_be_there(names, asked, absent):
-    for name in names:
-        write(name, "x")
-    cfg = source("text", **{"files": ["*.txt"]} | asked)
-    if absent is None:
-        assert [file.path for file in matched(cfg)] == names
-        return
-    with pytest.raises(DataError, match=rf"^{absent}: no such file, and the number of .* names it"):
-        matched(cfg)
-
-
 def test_a_holdout_that_keeps_nothing_is_an_error():
     write("a.txt", "x")
     with pytest.raises(DataError, match="holdout=1e-09"):
