@@ -146,6 +146,7 @@ def open_feed(
             may_end=cfg.train.epochs is not None,
         )
         ending.callback(feed.close)
+        feed.check()
         return feed, None
     from maxstack.rewards.pool import Pool  # every other run starts without it
     from maxstack.rollouts.feed import RolloutFeed

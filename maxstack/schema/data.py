@@ -267,8 +267,8 @@ class Files(Source):
 
 
 class TextSource(Files):
-    """Text files, plain or compressed (gzip, zstd, bz2, xz): one document a file, or split at a separator,
-    blank ones left out."""
+    """Text files, plain or compressed (gzip, zstd, bz2, xz): one document a file, or split at a
+    separator, blank ones left out."""
 
     kind: Literal["text"]
     """The source."""
@@ -277,8 +277,8 @@ class TextSource(Files):
 
 
 class JsonlSource(Files):
-    """JSON lines, plain or compressed (gzip, zstd, bz2, xz). Blank lines and a byte order mark before the
-    first are left out."""
+    """JSON lines, plain or compressed (gzip, zstd, bz2, xz). Blank lines and a byte order mark
+    before the first are left out."""
 
     kind: Literal["jsonl"]
     """The source."""

@@ -472,3 +472,24 @@ def test_a_long_held_out_document_spreads_over_all_lanes_of_every_split(feeds, t
             np.testing.assert_array_equal(ours[key][[1, 3]], theirs[key])
         assert (ours["mask"].sum(1) > 0).all() == ours["mask"].any()
     assert not ours["mask"].any(), "512 bytes are four batches of 4 x 32"
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "says"),
+    [
+        ('{"body": "a"}', {}, "line 1: no key 'text'"),
+        ('{"text": "a"}', {"record": {"kind": "chat"}}, "line 1: no messages, conversations"),
+        ('{"prompt": "a", "completion": " b"}', {"record": {"kind": "pairs"}}, "no chosen"),
+        ('{"text": [1, 2]}', {}, "line 1: 'text' is a list, not text"),
+    ],
+)
+def test_wrong_columns_kinds_and_shapes_are_told_before_the_first_batch(
+    corpus, line, settings, says
+):
+    (corpus / "wrong.jsonl").write_text(f"{line}\n")
+    source = {"kind": "jsonl", "files": ["wrong.jsonl"], **settings}
+    fields = {"sources": [source], "tokenizer": {"kind": "bytes", "eos": True}, "seq_len": 32}
+    feed = Feed(DataConfig.model_validate(fields), [0], 1)
+    with pytest.raises(DataError, match=says):
+        feed.check()
+    Feed(DataConfig.model_validate(fields | {"quarantine": 1}), [0], 1).check()
