@@ -153,7 +153,7 @@ def _pieces(
                 told(file.tell() - at)
                 at = file.tell()
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}: corrupt data of gzip, bz2 or xz: {error}") from error
+        raise DataError(f"{path}: corrupt gzip, bz2 or xz data: {error}") from error
     except OSError as error:
         kind = StoreError if storage.is_url(path) else DataError
         raise kind(f"{path}: {error.strerror or error}") from error
