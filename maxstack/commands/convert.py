@@ -157,7 +157,8 @@ def write_folder(
     cfg = Config.model_validate(data)
     model, words = cfg.model, reader.choose(weights or "evaluated", cfg.optimizer.ema)
     treated = data.get("lora") or data["quantization"]["rules"]
-    shapes, read = _untreated(data, reader) if treated else (reader.shapes, reader.read)
+    untreated = reader.shapes, reader.read, list[str]()
+    shapes, read, unlike = _untreated(data, reader) if treated else untreated
     total = sum(map(math.prod, shapes.values()))
     with tqdm(total=total, unit=" weights", unit_scale=True, desc="writing") as bar:
         family = export(
@@ -175,8 +176,7 @@ def write_folder(
             done=bar.update,
         )
     left = ", without the estimate of rewards" if VALUE in shapes else ""
-    if words:
-        left += f", {words}"
+    left += "".join(f", {said}" for said in (words, *unlike) if said)
     if model.tokens is None and not any((out / name).exists() for name in TOKENIZER):
         left += "; no tokenizer: the run has none that a folder can hold"
     print(f"{run} step {reader.step} -> {out}: {family.architecture}{left}")
@@ -332,9 +332,10 @@ def configured(path: Path, reader: "WeightsReader") -> dict[str, Any]:
 
 def _untreated(
     data: Mapping[str, Any], reader: "WeightsReader"
-) -> tuple[dict[str, tuple[int, ...]], Callable[[str], "np.ndarray"]]:
-    """Shapes of the weights of a quantized or adapted run as its model has them untreated, and a
-    function that reads a weight, dequantized and with its adapter merged into it."""
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str], "np.ndarray"], list[str]]:
+    """Shapes of the weights of a quantized or adapted run as its model has them untreated, a
+    function that reads a weight, dequantized or as qat rounds it, with its adapter merged into it,
+    and what a folder of them does not round, in words."""
     import numpy as np
 
     from maxstack.models.model import weights_of
@@ -345,10 +346,10 @@ def _untreated(
     rewrite, weights = Rewrite(cfg), weights_of(cfg.model)
 
     def read(path: str) -> np.ndarray:
-        weight = rewrite.original(path, reader.under(path))
+        weight = rewrite.original(path, reader.under(path), evaluated=True)
         return np.asarray(weight).astype(weights[path].dtype)
 
-    return {path: leaf.shape for path, leaf in weights.items()}, read
+    return {path: leaf.shape for path, leaf in weights.items()}, read, rewrite.unlike
 
 
 def _tokenizer(data: Mapping[str, Any]) -> 'Path | Literal["source", "bytes"]':
