@@ -310,8 +310,8 @@ def unlike_folder(weights: str, seq_len: int) -> Iterator[str]:
             f"data.seq_len={seq_len} is more than max_position_embeddings={most} of {weights}: "
             "later positions are new to these weights"
         )
-    shares = {key: value for key, value in said.items() if re.search("dropout|_pdrop", key)}
-    if dropped := [f"{key}={value}" for key, value in shares.items() if value]:
+    dropout = re.compile("dropout|_pdrop")
+    if dropped := [f"{key}={said[key]}" for key in filter(dropout.search, said) if said[key]]:
         yield (
             f"{weights} asks for dropout in training ({', '.join(dropped)}), which is not applied; "
             "transformers' Trainer applies it"

@@ -145,15 +145,13 @@ class Rewrite:
     @property
     def unlike(self) -> list[str]:
         """What evaluation rounds and `original` does not, in words."""
-        said = {
-            "weights before their rounding (quantization mode qt)": any(
-                match.mode == "qt" for match in self.matches.values()
-            ),
-            "activations are not rounded (act_qtype)": any(
-                match.quant.act for match in self.matches.values()
-            ),
-        }
-        return [words for words, holds in said.items() if holds]
+        said = dict[str, None]()
+        for match in self.matches.values():
+            if match.mode == "qt":
+                said["weights before their rounding (quantization mode qt)"] = None
+            if match.quant.act:
+                said["activations are not rounded (act_qtype)"] = None
+        return [*said]
 
     def _built(self) -> Model:
         cfg, model = self._cfg, model_of(self._cfg.model)(self._cfg.model)
