@@ -12,10 +12,12 @@ from pydantic import TypeAdapter
 from maxstack.data.hub import model_folder
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
+from maxstack.hf.tensors import with_rows
 from maxstack.hf.tokenizer import tokenizer_of
 from maxstack.load import load, run_folder
 from maxstack.models.model import initial, weights_of
 from maxstack.schema.data import Tokenizer, holds_text
+from maxstack.schema.stack import NewRows
 from maxstack.state import flat
 
 if TYPE_CHECKING:
@@ -111,15 +113,18 @@ def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
     if words := reader.choose(run.cfg.checkpoint.weights, cfg.optimizer.ema):
         log.info("%s: %s", folder, words)
     leaves = reader.load(source.weights.shapes, source.weights.sources)
-    fresh, _ = run.cfg.model.exchanged(cfg.model)
+    (fresh, _), longer = run.cfg.model.exchanged(cfg.model), run.cfg.model.lengthened(cfg.model)
     for path in (wanted.keys() & source.weights.original.keys()) - fresh:
         of_path = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{path}/")}
-        make = functools.partial(_merged, source, path, wanted[path].dtype)
+        make = functools.partial(_merged, source, path, wanted[path], longer.get(path))
         yield path, jax.jit(make, out_shardings=wanted[path].sharding)(of_path)
 
 
-def _merged(source: "Run", path: str, dtype: Any, leaves: Mapping[str, Any]) -> jax.Array:
-    return jax.numpy.asarray(source.weights.rewrite.original(path, leaves)).astype(dtype)
+def _merged(
+    source: "Run", path: str, wanted: Any, new: NewRows | None, leaves: Mapping[str, Any]
+) -> jax.Array:
+    weight = jax.numpy.asarray(source.weights.rewrite.original(path, leaves)).astype(wanted.dtype)
+    return with_rows(weight, new, wanted.shape[new.dim]) if new else weight
 
 
 def _source(run: "Run", cfg: "Config") -> "Run":
@@ -133,6 +138,8 @@ def _check_shapes(run: "Run", folder: str, source: "Config") -> None:
     wanted = {path: tuple(leaf.shape) for path, leaf in run.weights.original.items()}
     shapes = {path: tuple(leaf.shape) for path, leaf in weights_of(source.model).items()}
     fresh, left = run.cfg.model.exchanged(source.model)
+    longer = run.cfg.model.lengthened(source.model)
+    wanted |= {path: longer[path].shape_before(wanted[path]) for path in longer.keys() & wanted}
     wanted = {path: shape for path, shape in wanted.items() if path not in fresh}
     shapes = {path: shape for path, shape in shapes.items() if path not in left}
     odd = sorted(path for path in {*wanted, *shapes} if wanted.get(path) != shapes.get(path))

@@ -4,7 +4,7 @@ compilation."""
 import contextlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,12 +238,9 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
             f"with what the run begins with by lora.adapter={cfg.lora.adapter}; "
             "objective.reference=start does"
         )
-    if (
-        begins
-        and cfg.model.weights
-        and (longer := longer_rows(cfg.model.weights, cfg.data.seq_len))
-    ):
-        log.say(longer)
+    if begins and cfg.model.weights:
+        for line in unlike_folder(cfg.model.weights, cfg.data.seq_len):
+            log.say(line)
     if begins and (done := last_step(folder_of(cfg))):
         log.say(
             f"this run has metrics up to step {done} and no checkpoint: from step 0; "
@@ -301,20 +298,25 @@ def moved_rate(written: dict[str, Any], cfg: "Config", updates: int) -> str:
     return f"{text}; changed: {shortened(', '.join(changed), 400)}"
 
 
-def longer_rows(weights: str, seq_len: int) -> str:
-    """A line where rows are longer than the model of a folder was made for; "" where they are
-    not."""
+def unlike_folder(weights: str, seq_len: int) -> Iterator[str]:
+    """Lines about what a folder says of training that a run does not do: shorter rows, dropout."""
     from maxstack.hf.contents import opened
 
     if run_folder(weights):
-        return ""
-    most = opened(weights).folder.config.get("max_position_embeddings")
-    if not isinstance(most, int) or seq_len <= most:
-        return ""
-    return (
-        f"data.seq_len={seq_len} is more than max_position_embeddings={most} of {weights}: "
-        "later positions are new to these weights"
-    )
+        return
+    said = opened(weights).folder.config
+    most = said.get("max_position_embeddings")
+    if isinstance(most, int) and seq_len > most:
+        yield (
+            f"data.seq_len={seq_len} is more than max_position_embeddings={most} of {weights}: "
+            "later positions are new to these weights"
+        )
+    dropout = re.compile("dropout|_pdrop")
+    if dropped := [f"{key}={said[key]}" for key in filter(dropout.search, said) if said[key]]:
+        yield (
+            f"{weights} asks for dropout in training ({', '.join(dropped)}), which is not applied; "
+            "transformers' Trainer applies it"
+        )
 
 
 def check_can_start(run: Run) -> None:

@@ -49,6 +49,8 @@ def loaded(path, folder) -> Config:
         cfg = load({section: path.stem, "data": data})
         headless = cfg.objective.kind == "classify" and not cfg.model.classes
         return load({section: path.stem, "data": data}, ["model.classes=2"] * headless)
+    if section == "objective" and "policy_gradient" not in path.read_text():
+        return load(f"recipes/{path.stem}.yml", [f"objective={path.stem}"])  # it has the records
     sizes = {"model": WIDE} if section == "quantization" else {}
     cfg = tiny.with_rollouts() if section == "objective" else tiny.config(**sizes)
     (folder / "tiny.yml").write_text(config.dump(cfg))

@@ -4,6 +4,7 @@ run's configuration."""
 import collections
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -17,7 +18,8 @@ import safetensors.numpy
 import tokenizers
 from flax import nnx
 
-from maxstack import cli, config, startup, train
+from maxstack import cli, config, starting_weights, startup, train
+from maxstack.checkpoint.weights import WeightsReader
 from maxstack.commands import convert
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
@@ -368,3 +370,49 @@ def test_a_misspelled_from_is_hinted_at(here):
 def test_an_export_finds_a_tokenizer_among_the_presets():
     tokenizer = {"path": "{configs}/recipes/digits.json"}
     assert convert._tokenizer({"tokenizer": tokenizer, "sources": []}).is_file()
+
+
+@pytest.mark.parametrize("like", ["mean", 7])
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_a_larger_vocabulary_adds_rows_which_an_export_keeps(family, like, here):
+    folder = parity.GOLDENS / family
+    cfg = load(
+        {"model": {"from": str(folder)}, "data": {"sources": [{"kind": "synthetic", "vocab": 2}]}},
+        ["model.vocab=130", f"model.new_tokens={like}", "data.seq_len=16"],
+    )
+    run = assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1]), trains=False)
+    weights = dict(starting_weights.original(run))
+    export(cfg.model, {path: w.shape for path, w in weights.items()}, weights.get, here / "out")
+    before, after = (
+        safetensors.numpy.load_file(path / "model.safetensors") for path in (folder, here / "out")
+    )
+    tables = {name for name in before if before[name].shape != after[name].shape}
+    assert len(tables) == (1 if family == "llama_tied" else 2)
+    for name in tables:
+        wanted = before[name].mean(0, dtype=np.float64) if like == "mean" else before[name][like]
+        np.testing.assert_array_equal(after[name][:128], before[name])
+        np.testing.assert_allclose(after[name][128:], np.stack([wanted] * 2), atol=1e-7)
+    assert json.loads((here / "out" / "config.json").read_text())["vocab_size"] == 130
+
+
+def test_a_token_to_copy_that_the_folder_has_not_is_refused(here):
+    cfg = load("runs/mine.yml", ["model.vocab=130", "model.new_tokens=128"])
+    run = assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:1]), trains=False)
+    with pytest.raises(ConfigError, match="model.new_tokens=128: is no token of .* has 128; give"):
+        dict(starting_weights.original(run))
+
+
+def test_the_advice_about_a_tokenizer_with_further_tokens_is_taken_by_import_and_run(here, capsys):
+    vocab = {f"<{number}>": number for number in range(130)}
+    model = tokenizers.models.WordLevel(vocab, unk_token="<0>")
+    tokenizers.Tokenizer(model).save("runs/llama/tokenizer.json")
+    assert cli.run(convert.import_model, ["runs/llama", "--out", "runs/a"]) == 2
+    (advice,) = re.findall("set (model.vocab) to at least (130)", capsys.readouterr().err)
+    override = "=".join(advice)
+    assert cli.run(convert.import_model, ["runs/llama", override, "--out", "runs/a"]) == 0
+    table = np.asarray(WeightsReader(Path("runs/a")).read("embed"))
+    np.testing.assert_allclose(table[128:], np.stack([table[:128].mean(0)] * 2), atol=1e-7)
+    longer = load("runs/mine.yml", ["model.from=runs/a", "model.vocab=132"])
+    run = assemble(longer, make_mesh(longer.mesh, jax.devices()[:1]), trains=False)
+    again = dict(starting_weights.original(run))["embed"]
+    np.testing.assert_allclose(again[130:], np.stack([table.mean(0)] * 2), atol=1e-7)

@@ -3,6 +3,8 @@ run."""
 
 import dataclasses
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -237,11 +239,21 @@ def test_a_run_with_metrics_that_no_checkpoint_holds_is_told_to_begin_again(
 
 def test_rows_longer_than_the_imported_model_was_made_for_are_told():
     most = json.loads((LLAMA / "config.json").read_text())["max_position_embeddings"]
-    assert startup.longer_rows(str(LLAMA), most) == ""
-    assert (
-        f"data.seq_len={most + 1} is more than max_position_embeddings={most} of "
-        in startup.longer_rows(str(LLAMA), most + 1)
-    )
+    assert [*startup.unlike_folder(str(LLAMA), most)] == []
+    (line,) = startup.unlike_folder(str(LLAMA), most + 1)
+    assert f"data.seq_len={most + 1} is more than max_position_embeddings={most} of " in line
+
+
+def test_dropout_that_the_imported_model_asks_for_is_told_in_one_line(tmp_path):
+    shutil.copytree(LLAMA, folder := tmp_path / "llama")
+    said = json.loads((folder / "config.json").read_text())
+    shares = {"attn_pdrop": 0.1, "attention_dropout": 0.2, "hidden_dropout": 0.0}
+    (folder / "config.json").write_text(json.dumps(said | shares))
+    (line,) = startup.unlike_folder(str(folder), 1)
+    assert re.findall(r"(\w+)=(0\.\d)", line) == [
+        ("attention_dropout", "0.2"),
+        ("attn_pdrop", "0.1"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def import_model(args: Namespace) -> None:
 
     contents = Contents(args.folder)
     dtype = args.dtype or contents.dtype
-    text = _configuration(contents, args.out, dtype, args.overrides)
+    text, model = _configuration(contents, args.out, dtype, args.overrides)
     progress = _progress(args.out, contents, args.dtype)
     if progress == "done":
         if args.overrides:
@@ -84,9 +84,9 @@ def import_model(args: Namespace) -> None:
             )
         print(f"{args.out} is {args.folder} already")
         return
-    _check_tokenizer(contents)
+    _check_tokenizer(contents, model)
     try:
-        _convert(contents, args.out, args.dtype, not args.allow_nonfinite)
+        _convert(contents, model, args.out, args.dtype, not args.allow_nonfinite)
         (args.out / "config.yml").write_text(text)
     except DataError:
         if progress == "new":
@@ -157,7 +157,8 @@ def write_folder(
     cfg = Config.model_validate(data)
     model, words = cfg.model, reader.choose(weights or "evaluated", cfg.optimizer.ema)
     treated = data.get("lora") or data["quantization"]["rules"]
-    shapes, read = _untreated(data, reader) if treated else (reader.shapes, reader.read)
+    untreated = reader.shapes, reader.read, list[str]()
+    shapes, read, unlike = _untreated(data, reader) if treated else untreated
     total = sum(map(math.prod, shapes.values()))
     with tqdm(total=total, unit=" weights", unit_scale=True, desc="writing") as bar:
         family = export(
@@ -175,14 +176,15 @@ def write_folder(
             done=bar.update,
         )
     left = ", without the estimate of rewards" if VALUE in shapes else ""
-    if words:
-        left += f", {words}"
+    left += "".join(f", {said}" for said in (words, *unlike) if said)
     if model.tokens is None and not any((out / name).exists() for name in TOKENIZER):
         left += "; no tokenizer: the run has none that a folder can hold"
     print(f"{run} step {reader.step} -> {out}: {family.architecture}{left}")
 
 
-def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -> None:
+def _convert(
+    contents: "Contents", model: "StackConfig", out: Path, dtype: str | None, finite: bool
+) -> None:
     """Write step 0 of the run at `out`, and what an export gives back beside it."""
     import numpy as np
     from tqdm import tqdm
@@ -192,8 +194,8 @@ def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -
     from maxstack.hf.reader import leading, pieces_of, reading
     from maxstack.models.model import weights_of
 
-    weights = weights_of(contents.model.model_copy(update={"param_dtype": dtype or contents.dtype}))
-    pieces = pieces_of(contents, {path: leaf.shape for path, leaf in weights.items()})
+    weights = weights_of(model)
+    pieces = pieces_of(contents, {path: leaf.shape for path, leaf in weights.items()}, model)
     record(contents, out / BESIDE)
     (out / BESIDE / SOURCE).write_text(json.dumps(_fingerprint(contents, dtype), indent=2) + "\n")
     if (out / "checkpoints" / "0").exists():
@@ -210,8 +212,11 @@ def _convert(contents: "Contents", out: Path, dtype: str | None, finite: bool) -
     writer.finish()
 
 
-def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Sequence[str]) -> str:
-    """The text of the run's config.yml. ConfigError where an override changes the architecture."""
+def _configuration(
+    contents: "Contents", out: Path, dtype: str, overrides: Sequence[str]
+) -> "tuple[str, StackConfig]":
+    """The text of the run's config.yml, and its model. ConfigError where an override changes the
+    architecture, further tokens aside."""
     from maxstack.config import dump
     from maxstack.hf.family import meaning
     from maxstack.hf.tokenizer import tokenizer_of
@@ -232,14 +237,17 @@ def _configuration(contents: "Contents", out: Path, dtype: str, overrides: Seque
     cfg = load(tree, overrides)
     for key, message in cfg.model.unsaid(cfg):
         raise ConfigError(f"{key}: {message}")
-    if meaning(cfg.model) != meaning(contents.model):
+    source = contents.model
+    if cfg.model.lengthened(source):
+        source = source.model_copy(update={"vocab": cfg.decoder.vocab})
+    if meaning(cfg.model) != meaning(source):
         raise ConfigError(
             f"{' '.join(overrides)}: changes the architecture, and the weights in "
             f"{contents.folder.path} are not of that; leave what "
             "config.json says of the model as it is"
         )
     head = f"# Imported by maxstack from {contents.folder.path}.\n{PLACEHOLDER}"
-    return head + dump(settings_of(cfg))
+    return head + dump(settings_of(cfg)), cfg.model
 
 
 def settings_of(cfg: "Config") -> dict[str, Any]:
@@ -253,7 +261,7 @@ def settings_of(cfg: "Config") -> dict[str, Any]:
     return settings
 
 
-def _check_tokenizer(contents: "Contents") -> None:
+def _check_tokenizer(contents: "Contents", model: "StackConfig") -> None:
     """DataError for a tokenizer that is broken or has more tokens than the model."""
     import pydantic
 
@@ -263,7 +271,7 @@ def _check_tokenizer(contents: "Contents") -> None:
 
     if settings := tokenizer_of(contents.folder.path):
         tokenizer = open_tokenizer(pydantic.TypeAdapter(Tokenizer).validate_python(settings))
-        check_fits(tokenizer, contents.model.ids)
+        check_fits(tokenizer, model.ids)
 
 
 def _progress(
@@ -324,9 +332,10 @@ def configured(path: Path, reader: "WeightsReader") -> dict[str, Any]:
 
 def _untreated(
     data: Mapping[str, Any], reader: "WeightsReader"
-) -> tuple[dict[str, tuple[int, ...]], Callable[[str], "np.ndarray"]]:
-    """Shapes of the weights of a quantized or adapted run as its model has them untreated, and a
-    function that reads a weight, dequantized and with its adapter merged into it."""
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str], "np.ndarray"], list[str]]:
+    """Shapes of the weights of a quantized or adapted run as its model has them untreated, a
+    function that reads a weight, dequantized or as qat rounds it, with its adapter merged into it,
+    and what a folder of them does not round, in words."""
     import numpy as np
 
     from maxstack.models.model import weights_of
@@ -337,10 +346,10 @@ def _untreated(
     rewrite, weights = Rewrite(cfg), weights_of(cfg.model)
 
     def read(path: str) -> np.ndarray:
-        weight = rewrite.original(path, reader.under(path))
+        weight = rewrite.original(path, reader.under(path), evaluated=True)
         return np.asarray(weight).astype(weights[path].dtype)
 
-    return {path: leaf.shape for path, leaf in weights.items()}, read
+    return {path: leaf.shape for path, leaf in weights.items()}, read, rewrite.unlike
 
 
 def _tokenizer(data: Mapping[str, Any]) -> 'Path | Literal["source", "bytes"]':

@@ -189,10 +189,15 @@ def _message(
         if tree.at(*path) is None:
             return path, f"missing; allowed: {listed(tags)}"
         tag = _value(tree, path)
-        return path, f"got {_got(tag)}; allowed: {listed(tags)}{did_you_mean(tag, tags)}"
+        meant = foreign(_dotted((*path, tag))) if isinstance(tag, str) else ""
+        hint = f"; {meant}" if meant else did_you_mean(tag, tags)
+        return path, f"got {_got(tag)}; allowed: {listed(tags)}{hint}"
     if kind in ("value_error", "assertion_error"):
         return location.path, str(context.get("error", detail["msg"]))
-    return location.path, _wrong_value(location, _value(tree, location.path), detail["msg"])
+    value = _value(tree, location.path)
+    wrong = _wrong_value(location, value, detail["msg"])
+    example = "" if isinstance(value, dict | list) else foreign(_dotted((*location.path, "=")))
+    return location.path, f"{wrong}{f', {example}' if example else ''}"
 
 
 def _unknown_key(location: _Location, tree: Node, foreign: Foreign, words: Words) -> str:

@@ -24,7 +24,7 @@ CLASSIFYING = "ForImageClassification"
 NEVER = {"add_cross_attention": False, "is_encoder_decoder": False}
 NO_MEANING = frozenset(
     """
-    blocks pattern prefix dtype param_dtype remat unroll init_scale layers mtp weights
+    blocks pattern prefix dtype param_dtype remat unroll init_scale layers mtp weights new_tokens
     """.split()
 )
 """Keys of a DecoderConfig that do not decide the logits, or are rewritten layer by layer."""

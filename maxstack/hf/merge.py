@@ -5,16 +5,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from maxstack.errors import ConfigError
 from maxstack.hf.contents import FLOATS
+from maxstack.hf.families import FAMILIES
+from maxstack.hf.family import of_config
 from maxstack.hf.folder import Folder, and_more
 from maxstack.hf.peft import Adapter
 from maxstack.hf.tensors import Plain, check_finite
 from maxstack.hf.writer import Shard, new_folder
-
-TINY = 1e-12
 
 
 def merge(
@@ -39,6 +37,8 @@ def merge(
     folder = Folder(source)
     tensors = folder.raw()
     _check_modules(folder, tensors, adapter, source)
+    rows = of_config(folder.config, FAMILIES, folder.where).rows
+    turned = tuple(row.name.removeprefix("{layer}") for row in rows if row.inputs_first)
     files: dict[Path, dict[str, Plain]] = {}
     for name, tensor in tensors.items():
         files.setdefault(tensor.file, {})[name] = tensor
@@ -54,7 +54,10 @@ def merge(
             for name, tensor in held.items():
                 values, module = tensor.array(), name.removesuffix(".weight")
                 if module in adapter.modules:
-                    values = _merged(values, adapter, module, sign, folder.path)
+                    first = name.endswith(turned)
+                    adapter.check_sizes(module, first, values.shape, str(folder.path))
+                    whole = adapter.merged(module, values, first, sign)
+                    values = whole.astype(values.dtype)
                 if finite:
                     check_finite(values, tensor.where)
                 shard.arrays[name][...] = values
@@ -85,21 +88,3 @@ def _check_modules(
             f"it first: maxstack import {source} --out RUN, maxstack export RUN --out FOLDER"
         )
     raise ConfigError(f"{adapter.folder}: is of another model: {source} has no {names}")
-
-
-def _merged(
-    values: np.ndarray, adapter: Adapter, module: str, sign: int, source: Path
-) -> np.ndarray:
-    change, lengths = adapter.change(module)
-    change = change.T if adapter.inputs_first else change
-    if change.shape != values.shape:
-        raise ConfigError(
-            f"{adapter.folder}: is of another model: its change of {module} is "
-            f"{list(change.shape)}, and in {source} that is {list(values.shape)}"
-        )
-    whole = values.astype(np.float32) + sign * change
-    if lengths is not None:
-        axis = 0 if adapter.inputs_first else 1
-        factor = lengths / np.maximum(np.linalg.norm(whole, axis=axis), TINY)
-        whole *= np.expand_dims(factor, axis)
-    return whole.astype(values.dtype)

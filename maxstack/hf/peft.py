@@ -43,6 +43,7 @@ REWRITING = ("pissa", "corda", "olora", "loftq")
 """Beginnings of values of init_lora_weights for which peft takes something out of the base's
 weights whenever it loads the adapter."""
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+TINY = 1e-12
 LARGEST = float(np.finfo(np.float32).max)
 SETTINGS = {
     "rank": "r",
@@ -84,18 +85,13 @@ class Adapter:
         self.modules = {
             name.removesuffix(f".{A}") for name in self.tensors if name.endswith(f".{A}")
         }
-        for name in self.tensors:
-            if name.rpartition(".lora_")[0] not in self.modules:
-                raise ConfigError(
-                    f"{folder}: holds {name}, which is no part of an adapter of a linear module"
-                )
         self.lora: dict[str, Any] = {
             key: self.said.get(theirs) or LoraConfig.model_fields[key].default
             for key, theirs in SETTINGS.items()
         }
         """The mapping of a LoraConfig, without targets."""
         self.dora = bool(self.lora["dora"])
-        self.inputs_first = bool(self.said.get("fan_in_fan_out"))
+        self.parts = A, B, *([MAGNITUDE] if self.dora else [])
         self._check_tensors()
 
     def _check_settings(self) -> None:
@@ -137,8 +133,14 @@ class Adapter:
     def _check_tensors(self) -> None:
         if not self.modules:
             raise ConfigError(f"{self.folder}: {TENSORS} holds no adapter")
+        parts = {f"{module}.{part}" for module in self.modules for part in self.parts}
+        if odd := sorted(self.tensors.keys() - parts):
+            raise ConfigError(
+                f"{self.folder}: holds {odd[0]}, which is no part of an adapter of a linear module "
+                f"as {CONFIG} describes it"
+            )
         for module in sorted(self.modules):
-            for name in (A, B, *([MAGNITUDE] if self.dora else [])):
+            for name in self.parts:
                 if f"{module}.{name}" not in self.tensors:
                     raise ConfigError(
                         f"{self.folder}: {TENSORS} has no {module}.{name}; save the adapter with "
@@ -150,21 +152,58 @@ class Adapter:
                     f"{self.folder}: lora_A {[*a]} and lora_B {[*b]} of {module} are no "
                     "pair of matrices [rank, inputs] and [outputs, rank]"
                 )
+            if a[0] != (rank := self._of_module("rank_pattern", module, "r")):
+                raise ConfigError(
+                    f"{self.folder}: lora_A of {module} has {a[0]} rows, and {CONFIG} says rank "
+                    f"{rank}; save the adapter with peft again"
+                )
 
-    def change(self, module: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """scale B A [O, I], and with DoRA the lengths [O] that columns are to have."""
+    def check_sizes(
+        self, module: str, inputs_first: bool, wanted: Sequence[int], where: str
+    ) -> None:
+        """ConfigError where a module is not that of a weight of the shape `wanted`, which begins
+        with the inputs or the outputs whatever fan_in_fan_out says: peft, too, follows the model.
+        """
+        outputs = self.tensors[f"{module}.{B}"].shape[0]
+        inputs = self.tensors[f"{module}.{A}"].shape[1]
+        lengths = self.tensors[f"{module}.{MAGNITUDE}"].size if self.dora else outputs
+        if lengths != outputs:
+            raise ConfigError(
+                f"{self.folder}: has {lengths} lengths of columns for {module}, which has "
+                f"{outputs} outputs; save it with peft again"
+            )
+        change = [inputs, outputs] if inputs_first else [outputs, inputs]
+        if change != [*wanted]:
+            raise ConfigError(
+                f"{self.folder}: is of another model: its change of {module} is {change}, "
+                f"and in {where} that is {[*wanted]}"
+            )
+
+    def merged(self, module: str, weight: np.ndarray, inputs_first: bool, sign: int) -> np.ndarray:
+        """The weight and sign x scale B A in float32, with DoRA its columns as long as they are to
+        be. The weight is [I, O] or [O, I]."""
         change = self.tensors[f"{module}.{B}"] @ self.tensors[f"{module}.{A}"]
-        lengths = self.tensors[f"{module}.{MAGNITUDE}"].reshape(-1) if self.dora else None
-        return self.scale(module) * change, lengths
+        change *= sign * self.scale(module)
+        whole = weight.astype(np.float32) + (change.T if inputs_first else change)
+        if self.dora:
+            axis = 0 if inputs_first else 1
+            lengths = self.tensors[f"{module}.{MAGNITUDE}"].reshape(-1)
+            factor = lengths / np.maximum(np.linalg.norm(whole, axis=axis), TINY)
+            whole *= np.expand_dims(factor, axis)
+        return whole
 
     def scale(self, module: str) -> float:
         """Factor of B A x."""
-        rank, alpha = self.tensors[f"{module}.{A}"].shape[0], self.said["lora_alpha"]
-        for name, value in (self.said.get("alpha_pattern") or {}).items():
-            if re.fullmatch(rf"(.*\.)?({name})", module):
-                alpha = value
-                break
+        rank = self.tensors[f"{module}.{A}"].shape[0]
+        alpha = self._of_module("alpha_pattern", module, "lora_alpha")
         return alpha / (rank**0.5 if self.lora["rslora"] else rank)
+
+    def _of_module(self, patterns: str, module: str, key: str) -> Any:
+        """What the first of some patterns that names a module gives it; else the key's value."""
+        for name, value in (self.said.get(patterns) or {}).items():
+            if re.fullmatch(rf"(.*\.)?({name})", module):
+                return value
+        return self.said[key]
 
     def check_whole(self, names: Iterable[str]) -> None:
         """ConfigError where modules of a base, by their `names`, have no adapter though
@@ -205,12 +244,10 @@ class _Module:
         """Weights of ours in the tensor that have adapters."""
         self.contract = adapted[self.targets[0].path]
         ours = axes_in(self.targets[0].part.ours)[: self.contract]
-        theirs = axes_in(tensor.row.theirs)
         names = {name for axis in ours for name in axis}
-        self.inputs = [name for axis in theirs for name in axis if name in names]
+        self.inputs = [name for name in tensor.row.axes if name in names]
         """Names of the axes of the inputs, in the tensor's order."""
-        self.inputs_first = set(theirs[0]) <= names
-        """The tensor is [I, O]; modules of torch are [O, I]."""
+        self.inputs_first = tensor.row.inputs_first
         self._our_a = " ".join(f"({' '.join(axis)})" for axis in ours) + " rank"
         self._their_a = f"rank ({' '.join(self.inputs)})"
 
@@ -258,24 +295,6 @@ class _Module:
         own = slice(begin, begin + rank)
         others = (self.of_part(other, b[:, own]) for other in self.targets if other != target)
         return (a, b) if any(other.any() for other in others) else (a[own], b[:, own])
-
-    def check_sizes(self, adapter: Adapter, where: str) -> None:
-        """ConfigError where the adapter's module has other inputs and outputs than the tensor."""
-        wanted = [*self.tensor.row.shape(self.tensor.sizes)]
-        a, b = adapter.tensors[f"{self.name}.{A}"], adapter.tensors[f"{self.name}.{B}"]
-        outputs, inputs = b.shape[0], a.shape[1]
-        lengths = adapter.tensors[f"{self.name}.{MAGNITUDE}"].size if adapter.dora else outputs
-        if lengths != outputs:
-            raise ConfigError(
-                f"{adapter.folder}: has {lengths} lengths of columns for {self.name}, which has "
-                f"{outputs} outputs; save it with peft again"
-            )
-        change = [inputs, outputs] if self.inputs_first else [outputs, inputs]
-        if change != wanted:
-            raise ConfigError(
-                f"{adapter.folder}: is of another model: its change of {self.name} is {change}, "
-                f"and in {where} that is {wanted}"
-            )
 
 
 def write(
@@ -357,7 +376,8 @@ def read(
                 f"lora.adapter: {folder} has no adapter for {name}, which "
                 f"lora.targets names ({module.targets[0].path}); narrow it"
             )
-        module.check_sizes(adapter, where)
+        wanted = module.tensor.row.shape(module.tensor.sizes)
+        adapter.check_sizes(name, module.inputs_first, wanted, where)
         for target in module.targets:
             a, b = adapter.tensors[f"{name}.{A}"], adapter.tensors[f"{name}.{B}"]
             if count > 1 and a.shape[0] == lora.rank * count:

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from maxstack.errors import DataError
 from maxstack.hf.binding import Bound, Target, bind
 from maxstack.hf.contents import Contents, check_tensors
-from maxstack.hf.tensors import Tensor, check_finite
-from maxstack.schema.stack import StackConfig
+from maxstack.hf.tensors import Tensor, check_finite, with_rows
+from maxstack.schema.stack import NewRows, StackConfig
 
 Index = tuple[slice, ...]
 
@@ -92,6 +92,18 @@ class Positions(Piece):
         out[...] = np.concatenate([before, made.reshape(-1, made.shape[-1])])[index]
 
 
+@dataclasses.dataclass(frozen=True)
+class Lengthened(Piece):
+    """A table that gets rows for new tokens."""
+
+    new: NewRows
+    rows: int
+    """Rows that are wanted in all."""
+
+    def fill(self, out: np.ndarray, index: Index) -> None:
+        out[...] = with_rows(self._view(None), self.new, self.rows)[index]
+
+
 def bicubic(old: int, new: int) -> np.ndarray:
     """Weights float32 [new, old] of cubic convolution with a = -0.75 between the middles of pixels,
     edges repeated (Keys 1981, doi:10.1109/TASSP.1981.1163711), as torch's interpolate has it."""
@@ -112,12 +124,15 @@ def pieces_of(
     """Our path -> the pieces that make it up. DataError as in load_params. What a `model` draws
     anew where it starts from that of the folder has none; positions of images of another size are
     resized."""
-    fresh, left = (model or contents.model).exchanged(contents.model)
+    model = model or contents.model
+    fresh, left = model.exchanged(contents.model)
     shapes = {path: shape for path, shape in shapes.items() if path not in fresh}
     places = contents.model.places
     own = dict(shapes)
     if places and "positions" in own:
         own["positions"] = sum(places), *own["positions"][1:]
+    longer = model.lengthened(contents.model)
+    own |= {path: longer[path].shape_before(own[path]) for path in longer.keys() & own.keys()}
     try:
         bound = bind(contents.family, contents.model, own)
     except ValueError as error:
@@ -135,6 +150,8 @@ def pieces_of(
             if places and own[target.path] != shapes[target.path]:
                 rows = shapes[target.path][0]
                 piece = Positions(tensor, target, piece.tensor, places[0], rows)
+            elif new := longer.get(target.path):
+                piece = Lengthened(tensor, target, piece.tensor, new, shapes[target.path][new.dim])
             pieces[target.path].append(piece)
     return pieces
 

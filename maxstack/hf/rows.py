@@ -58,6 +58,12 @@ class Row:
         return [name for names in axes_in(self.theirs) for name in names]
 
     @property
+    def inputs_first(self) -> bool:
+        """A matrix of theirs begins with the inputs, as all of ours do; modules of torch are
+        [outputs, inputs]."""
+        return axes_in(self.theirs)[0][0] == axes_in(self.parts[0].ours)[0][0]
+
+    @property
     def experts(self) -> bool:
         """Our weights have a leading dimension of experts."""
         return "{e}" in self.name or self.indexed

@@ -1,12 +1,13 @@
 """Tensors of a safetensors file as they are read."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
 from maxstack.errors import DataError
 from maxstack.hf.safetensors_file import SafetensorsFile
+from maxstack.schema.stack import NewRows
 
 EXPONENTS: dict[np.dtype, np.unsignedinteger] = {
     np.dtype(np.float32): np.uint32(0x7F800000),
@@ -55,6 +56,16 @@ class Plain:
 
     def forget(self) -> None:
         self._file.forget()
+
+
+def with_rows(table: Any, new: NewRows, size: int) -> Any:
+    """A table of numpy or jax with rows added up to `size`."""
+    if new.like == "mean":
+        row = table.mean(new.dim, keepdims=True, dtype=np.float32).astype(table.dtype)
+    else:
+        row = table.take(np.array([new.like]), new.dim)
+    further = row.repeat(size - new.before, new.dim)
+    return table.__array_namespace__().concatenate([table, further], new.dim)
 
 
 def check_finite(values: np.ndarray, where: str) -> None:

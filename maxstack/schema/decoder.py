@@ -5,11 +5,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field
 
-from maxstack.config import Fault, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from maxstack.config import (
+    Fault,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+from maxstack.errors import ConfigError
 from maxstack.schema.data import BYTE_IDS, SyntheticSource
 from maxstack.schema.kernels import CrossEntropy
 from maxstack.schema.parts import Dim
-from maxstack.schema.stack import StackConfig
+from maxstack.schema.stack import NewRows, StackConfig
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -68,7 +76,11 @@ class DecoderConfig(StackConfig):
     kind: Literal["decoder"] = "decoder"
     """The topology."""
     vocab: int = Field(ge=2)
-    """Rows of the embedding table; at least the tokenizer's vocabulary."""
+    """Rows of the embedding table; at least the tokenizer's vocabulary. Where it is more than that
+    of the model that `from` names, rows are added."""
+    new_tokens: Literal["mean"] | NonNegativeInt = "mean"
+    """Rows that are added to the embedding and the head: the mean of the others, or a copy of that
+    of this token."""
     positions: PositiveInt | None = None
     """Rows of a learned table of positions that is added to the embeddings; null: none."""
     head: HeadConfig = HeadConfig()
@@ -115,6 +127,17 @@ class DecoderConfig(StackConfig):
     @property
     def as_exported(self) -> Self:
         return self.model_copy(update={"head": self.head.model_copy(update={"value": False})})
+
+    def lengthened(self, source: StackConfig) -> dict[str, NewRows]:
+        if not isinstance(source, DecoderConfig) or self.vocab <= source.vocab:
+            return {}
+        if self.new_tokens != "mean" and self.new_tokens >= source.vocab:
+            raise ConfigError(
+                f"model.new_tokens={self.new_tokens}: is no token of {self.weights}, which has "
+                f"{source.vocab}; give one of them, or mean"
+            )
+        dims = {"embed": 0, "head": 1, "head_bias": 0}
+        return {path: NewRows(dim, source.vocab, self.new_tokens) for path, dim in dims.items()}
 
     def exchanged(self, source: StackConfig) -> tuple[set[str], set[str]]:
         if not isinstance(source, DecoderConfig):

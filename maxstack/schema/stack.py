@@ -117,6 +117,21 @@ class RematConfig(Section):
         return self.policy == "offload" and name in self.names
 
 
+class NewRows(NamedTuple):
+    """Rows that are added to a table."""
+
+    dim: int
+    """The table's dimension of rows."""
+    before: int
+    """Rows that there are."""
+    like: Literal["mean"] | int
+    """What a new one is: the mean of those, or a copy of that of a number."""
+
+    def shape_before(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the table without them."""
+        return *shape[: self.dim], self.before, *shape[self.dim + 1 :]
+
+
 class StackConfig(ModelPart):
     """Keys of a model whose blocks follow a repeated pattern."""
 
@@ -214,6 +229,11 @@ class StackConfig(ModelPart):
         """(key from the root, what to say) of what a folder with weights does not say of them, and
         the configuration does not either."""
         yield from ()
+
+    def lengthened(self, source: "StackConfig") -> "dict[str, NewRows]":
+        """By path: tables with more rows than those of `source`, whose weights the model starts
+        from. ConfigError where the further ones are not made."""
+        return {}
 
     def exchanged(self, source: "StackConfig") -> tuple[set[str], set[str]]:
         """Weights of this model that are drawn anew where it starts from those of `source`, and

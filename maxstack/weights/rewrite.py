@@ -16,6 +16,7 @@ from jax import Array
 from maxstack.errors import ConfigError, quoted
 from maxstack.layers.weight import Weight, draw
 from maxstack.models.model import Model, initial, model_of
+from maxstack.schema.foreign import equivalent
 from maxstack.weights import adapter
 from maxstack.weights.spec import WeightSpec, matches, module_of, near
 
@@ -121,10 +122,16 @@ class Rewrite:
             }
         )
 
-    def original(self, path: str, leaves: Mapping[str, AnyArray]) -> AnyArray:
+    def original(
+        self, path: str, leaves: Mapping[str, AnyArray], evaluated: bool = False
+    ) -> AnyArray:
         """The original weight that leaves of the rewritten model stand for, with its adapter merged
-        into it in float32."""
+        into it in float32; with `evaluated`, rounded as evaluation rounds it where the mode is
+        qat."""
         whole, lora = self.floats(path, leaves), self._cfg.lora
+        match = self.matches.get(path)
+        if evaluated and match and match.mode == "qat":
+            whole = match.floats(match.stored(jnp.asarray(whole)))
         if path not in self.adapted or not lora:
             return whole
         spec = self.adapted[path]
@@ -134,6 +141,17 @@ class Rewrite:
         names = (f"{path}/{name}" for name in adapter.LEAVES)
         own = (jnp.asarray(leaves[name]) for name in names if name in self._params)
         return merge(jnp.asarray(whole, jnp.float32), *own)
+
+    @property
+    def unlike(self) -> list[str]:
+        """What evaluation rounds and `original` does not, in words."""
+        said = dict[str, None]()
+        for match in self.matches.values():
+            if match.mode == "qt":
+                said["weights before their rounding (quantization mode qt)"] = None
+            if match.quant.act:
+                said["activations are not rounded (act_qtype)"] = None
+        return [*said]
 
     def _built(self) -> Model:
         cfg, model = self._cfg, model_of(self._cfg.model)(self._cfg.model)
@@ -182,9 +200,9 @@ class Rewrite:
             where = f"lora.modules_to_save.{i}: {quoted(pattern)}"
             matching = {path for path in params if matches(pattern, path)}
             if not matching:
-                raise ConfigError(
-                    f"{where} matches no weight; nearest paths: {near(pattern, [*params])}"
-                )
+                meant = equivalent(f"modules_to_save.{pattern}")
+                meant = meant or f"nearest paths: {near(pattern, [*params])}"
+                raise ConfigError(f"{where} matches no weight; {meant}")
             for path in sorted(matching):
                 if path in self.matches and self.matches[path].kept_low:
                     raise ConfigError(
@@ -209,7 +227,10 @@ class Rewrite:
             others = [path for path in matching if uses[path] in ("experts", "rows", "head")]
             self.skipped |= dict.fromkeys(others)
             if not own:
-                why = f"matches no weight; nearest paths: {near(pattern, matmuls)}"
+                meant = (
+                    equivalent(f"targets.{pattern}") or f"nearest paths: {near(pattern, matmuls)}"
+                )
+                why = f"matches no weight; {meant}"
                 if matching:
                     why = (
                         f"matches only {', '.join(matching[:3])}: experts, tables, the head "

@@ -384,3 +384,49 @@ def test_an_adapter_or_a_model_that_is_not_finite_is_not_merged(tmp_path, capsys
         assert cli.main([*command, str(tmp_path / "out")]) == 2
         assert f"tensor {name}: " in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert cli.main([*command, str(tmp_path / "out"), "--allow-nonfinite"]) == 0
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_square_matrix_is_merged_as_the_model_has_it_whatever_fan_in_fan_out_says(said, tmp_path):
+    """peft writes false for GPT-2 beside a head, and computes x W with W [inputs, outputs]."""
+    rng, name = np.random.default_rng(0), "transformer.h.1.attn.c_proj"
+    pair = {
+        f"base_model.model.{name}.lora_A.weight": rng.normal(size=(2, 16)).astype(np.float32),
+        f"base_model.model.{name}.lora_B.weight": rng.normal(size=(16, 2)).astype(np.float32),
+    }
+    (tmp_path / "adapter").mkdir()
+    save_file(pair, tmp_path / "adapter" / TENSORS)
+    words = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "bias": "none", "fan_in_fan_out": said}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(words))
+    adapter = Adapter(tmp_path / "adapter")
+    merge(parity.GOLDENS / "gpt2", adapter, tmp_path / "merged", 1, lambda size: None)
+    merge(tmp_path / "merged", adapter, tmp_path / "again", -1, lambda size: None)
+    folders = parity.GOLDENS / "gpt2", tmp_path / "merged", tmp_path / "again"
+    before, merged, again = (load_file(folder / "model.safetensors") for folder in folders)
+    a, b = pair.values()
+    changed = merged[f"{name}.weight"] - before[f"{name}.weight"]
+    np.testing.assert_allclose(changed, 3 * a.T @ b.T, atol=1e-5)
+    np.testing.assert_allclose(again[f"{name}.weight"], before[f"{name}.weight"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "change", "says"),
+    [
+        ("dora-qwen3", {"use_dora": False}, "holds .*lora_magnitude_vector, which is no part"),
+        ("lora-llama", {"bias": "none", "extra": "lora_B.bias"}, "holds .*lora_B.bias"),
+        ("lora-llama", {"r": 8}, "has 4 rows, and adapter_config.json says rank 8"),
+        ("lora-llama", {"rank_pattern": {"q_proj": 2}}, "q_proj has 4 rows, .* says rank 2"),
+    ],
+)
+def test_an_adapter_whose_settings_contradict_its_tensors_is_refused(
+    adapter, change, says, tmp_path
+):
+    shutil.copytree(ADAPTERS / adapter, tmp_path / "adapter")
+    if extra := change.pop("extra", None):
+        name = f"base_model.model.model.layers.0.self_attn.q_proj.{extra}"
+        held = load_file(tmp_path / "adapter" / TENSORS) | {name: np.ones(32, np.float32)}
+        save_file(held, tmp_path / "adapter" / TENSORS)
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said | change))
+    with pytest.raises(ConfigError, match=says):
+        Adapter(tmp_path / "adapter")

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def test_a_row_without_keys_says_why():
             "training.seq_len: here that is data.seq_len",
         ),
         ("lora.r=8", "here that is lora.rank"),
+        ("objective.kind=dpo", "those of objective.kind=preference (objective.loss)"),
         ("lora={r: 8}", "here that is lora.rank"),
         ("lora.lora_r=8", "here that is lora.rank"),
         ("lora.lora_alpha=8", "here that is lora.alpha"),
@@ -138,3 +140,24 @@ def test_an_argument_of_a_transform_is_told_without_a_place_that_another_optimiz
 
 def test_our_own_key_in_a_section_of_another_kind_is_not_called_foreign():
     assert equivalent("model.blocks.block.mixer.window") == "" != equivalent("model.window")
+
+
+EXAMPLES = {
+    name[:-2]: re.search("'(.*)'", row["remark"])[1]
+    for row in ROWS
+    for name in row["theirs"].split()
+    if name.endswith(".=")
+}
+
+
+@pytest.mark.parametrize("section", sorted(EXAMPLES.keys() - {"peft", "teacher"}))
+def test_a_mapping_given_as_a_scalar_is_answered_by_an_example_that_is_taken(section):
+    with pytest.raises(ConfigError, match=re.escape(f"such as {section}='")):
+        load("quickstart", [f"{section}=x"])
+    load("quickstart", [f"{section}={EXAMPLES[section]}"])
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "orpo", "kto", "reward"])
+def test_an_objective_by_the_name_of_its_paper_is_a_preset(name):
+    cfg = load(f"recipes/{'sft' if name == 'sft' else name}.yml", [f"objective={name}"])
+    assert cfg.objective.kind in ("sft", "preference", "unpaired", "reward")

@@ -262,6 +262,7 @@ def test_the_gradient_of_dora_is_that_of_the_formula_with_its_length_held():
             "lora.targets.0: 'embed' matches only embed: experts, tables, the head and "
             "what is no matrix take no adapters",
         ),
+        (["q_proj"], r"'q_proj' matches no weight; here that is \.\*/mixer/query"),
         ([".*/mixer", ".*norm/scale"], "lora.targets.1: .* matches only blocks/"),
     ],
 )

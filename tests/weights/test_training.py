@@ -10,6 +10,7 @@ from flax import nnx
 from maxstack.config.compose import plain, presets_dir, read_file
 from maxstack.errors import ConfigError
 from maxstack.schema.optimizer import OptimizerConfig
+from maxstack.state import flat, tree
 from maxstack.weights.rewrite import Rewrite
 
 ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -115,6 +116,22 @@ def test_weights_trained_for_low_precision_compute_what_quantized_ones_do(kind, 
         for run, params in ((plain, floats), (kept, Rewrite(kept.cfg).applied(floats)))
     )
     assert 0 < np.sqrt(np.square(low - exact).mean()) < FAR[rule["weight_qtype"]] * exact.std()
+
+
+def test_what_is_exported_after_qat_is_what_was_evaluated_and_else_the_line_says_so():
+    rule = {"weight_qtype": "int4"}
+    run = tiny.make_run(config("attention", recipe("qat", **rule)))
+    rewrite, floats = run.weights.rewrite, flat(run.init().params)
+    rounded, as_trained = (
+        tree({path: rewrite.original(path, floats, evaluated) for path in floats})
+        for evaluated in (True, False)
+    )
+    plain = tiny.make_run(config("attention", {}))
+    wanted = nll(run, tree(floats))
+    assert nll(plain, rounded) == pytest.approx(wanted, rel=1e-6)
+    assert abs(nll(plain, as_trained) - wanted) > 1e-3 and not rewrite.unlike
+    low = Rewrite(config("attention", recipe("qt", **W8A8)))
+    assert [words.partition(" ")[0] for words in low.unlike] == ["weights", "activations"]
 
 
 @pytest.mark.parametrize(("kind", "mode"), [*zip(MESHES, ["qt", "ptq"], strict=True)])

@@ -243,15 +243,15 @@ def _arguments(
         every=around.every * (period if isinstance(period, int) else 1),
         reshaped=around.reshaped or (signature.name if signature.name in RESHAPING else None),
     )
-    values = {}
+    values, absent = {}, list[str]()
     for name, argument in signature.arguments.items():
         written = "inner" if name == wrapped and "inner" in item else name
         if written in item:
             values[name] = _value(name, argument, item[written], f"{key}.{written}", around)
         elif argument.required and name not in supplied:
-            raise fault(
-                key, f"{signature.name} needs {name}{' (or inner)' if name == wrapped else ''}"
-            )
+            absent.append(f"{name} (or inner)" if name == wrapped else name)
+    if absent:
+        raise fault(key, f"{signature.name} needs {' and '.join(absent)}")
     return values
 
 
