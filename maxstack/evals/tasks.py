@@ -111,10 +111,8 @@ class Tasks:
                 record(task, number, *both)
                 for number, both in enumerate(zip(questions, answers, each, strict=True))
             ]
-        sizes = self.sizes
         for group in self._groups:
-            found[group.group] = group_results(group, found, sizes)
-            sizes[group.group] = sum(sizes[name] for name in group.task)
+            found[group.group] = group_results(group, found, self.sizes)
         return found, records
 
     @property
