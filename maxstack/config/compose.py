@@ -62,8 +62,8 @@ def merged_tree(
     readers: Readers | None = None,
     section_keys: SectionKeys | None = None,
 ) -> Node:
-    """The merged tree of a file, a preset's name, a file's content or a merged tree, and `a.b.c=value` overrides;
-    each node knows what gave it.
+    """The merged tree of a file, a preset's name, a file's content or a merged tree, and
+    `a.b.c=value` overrides; each node knows what gave it.
 
     `defaults` is plain data: the lists that overrides with an index change where the file gives
     none. `section_keys` has the keys of each section, "" for the whole file: a file that is

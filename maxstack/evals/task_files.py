@@ -90,22 +90,20 @@ def _tree(name: str, library: str, depth: int = 0) -> Node:
 
 
 def _parts(tree: Node, folder: str, library: str, depth: int) -> Iterator[Task | GroupConfig]:
-    keys = tree.mapping or {}
+    entries = tree.mapping or {}
     try:
-        if "group" not in keys:
-            yield _task(config.load(TaskConfig, tree), folder)
-            return
-        group = config.load(GroupConfig, tree)
+        cfg = config.load(GroupConfig if "group" in entries else TaskConfig, tree)
     except ConfigError as error:
-        if OTHERWISE in str(error):
-            raise
         raise ConfigError(f"{error}; {OTHERWISE}") from None
-    listed = keys["task"].value
-    assert isinstance(listed, list)
+    if isinstance(cfg, TaskConfig):
+        yield _task(cfg, folder)
+        return
+    listed = entries["task"].value
+    assert isinstance(listed, list) and isinstance(cfg, GroupConfig)
     members = [part for each in listed for part in _opened(each, folder, library, depth + 1)]
     yield from members
     names = dict.fromkeys(part.name for part in members if isinstance(part, Task))
-    yield group.model_copy(update={"task": (*names,)})
+    yield cfg.model_copy(update={"task": (*names,)})
 
 
 def _task(cfg: TaskConfig, folder: str) -> Task:
@@ -175,7 +173,10 @@ def _loaded(cfg: TaskConfig, given: dict[str, Any]) -> Mapping[str, Iterable[Doc
     try:
         import datasets
     except ImportError as error:
-        raise ConfigError(f"{name}: is read by Hugging Face's pip install datasets") from error
+        raise ConfigError(
+            f"{name}: is read by Hugging Face's library: pip install datasets"
+        ) from error
+    datasets.disable_progress_bars()
     given.pop("trust_remote_code", None)
     try:
         return datasets.load_dataset(cfg.dataset_path, cfg.dataset_name, **given)

@@ -157,14 +157,14 @@ def _aggregates(
     for each in group.aggregate_metric_list:
         kept = each.filter_list
         if kept is None:
-            there = {name for task in group.task for name in by_task[task]}
+            there = {name for task in group.members for name in by_task[task]}
             names = sorted(name for name in there if name.partition(",")[0] == each.metric)
         else:
             names = [
                 _named(each.metric, name) for name in ([kept] if isinstance(kept, str) else kept)
             ]
         for name in names or [each.metric]:
-            for task in group.task:
+            for task in group.members:
                 if name not in by_task[task]:
                     raise ConfigError(
                         f"group {group.group}: aggregate_metric_list: {task} has no metric {name}; "
@@ -190,11 +190,11 @@ def group_results(
     sizes where tasks count by them, else that of a mean of independent values."""
     found: dict[str, float] = {}
     for name, weighted in _aggregates(group, by_name):
-        counts = [sizes[task] for task in group.task]
+        counts = [sizes[task] for task in group.members]
         weights = counts if weighted else [1] * len(counts)
-        scores = [by_name[task][name] for task in group.task]
+        scores = [by_name[task][name] for task in group.members]
         found[name] = sum(s * w for s, w in zip(scores, weights, strict=True)) / sum(weights)
-        tasks = [task for task in group.task if error_of(name) in by_name[task]]
+        tasks = [task for task in group.members if error_of(name) in by_name[task]]
         errors = [by_name[task][error_of(name)] for task in tasks]
         if len(tasks) == len(counts) and not weighted:
             found[error_of(name)] = math.sqrt(sum(error**2 for error in errors)) / len(counts)

@@ -184,7 +184,7 @@ class TaskConfig(Section):
                 yield (
                     f"{where}.metric",
                     f"{each.metric} is no metric of output_type={self.output_type}; there are "
-                    f"{', '.join(known)}; {OTHERWISE}",
+                    f"{', '.join(known)}",
                 )
             elif each.aggregation not in (None, known[each.metric]):
                 yield (
@@ -260,6 +260,11 @@ class GroupConfig(Section):
     def name(self) -> str:
         """Its name, as a task has one."""
         return self.group
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of its tasks, of a group that was opened."""
+        return tuple(map(str, self.task))
 
 
 OTHERWISE = "`maxstack eval MODEL --lm-eval --tasks ...` runs any task of lm-evaluation-harness"
