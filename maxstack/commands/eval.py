@@ -39,7 +39,26 @@ TOO_LONG = "have more than {} tokens, and lose their beginning; --length gives m
         "--tasks",
         action="append",
         metavar="A,B.yaml",
-        help="shipped tasks (pairs, cloze) and files; see docs/EVALUATION.md",
+        help="shipped tasks (pairs, cloze), files, and names of --tasks-path; see "
+        "docs/EVALUATION.md",
+    ),
+    argument(
+        "--tasks-path",
+        metavar="FOLDER",
+        help="tasks, groups and tags of the files of a folder, as of lm-evaluation-harness's tasks",
+    ),
+    argument(
+        "--apply-chat-template",
+        action="store_true",
+        help="ask by the model's chat template, examples as turns of the conversation",
+    ),
+    argument("--system", default="", metavar="TEXT", help="the beginning of every prompt"),
+    argument(
+        "--fewshot-as-multiturn",
+        nargs="?",
+        const="true",
+        choices=("true", "false"),
+        help="with --apply-chat-template: false puts examples into the turn of the question",
     ),
     argument(
         "--lm-eval",
@@ -73,6 +92,10 @@ def main(args: Namespace) -> None:
         "--out": args.out,
         "--limit": args.limit,
         "--length": args.length,
+        "--tasks-path": args.tasks_path,
+        "--apply-chat-template": args.apply_chat_template,
+        "--system": args.system,
+        "--fewshot-as-multiturn": args.fewshot_as_multiturn,
     }
     if given := [name for name, value in wanted.items() if value]:
         raise ConfigError(f"{', '.join(given)}: of tasks; name some by --tasks")
@@ -92,12 +115,17 @@ def _by_tasks(args: Namespace) -> None:
         raise ConfigError("--num-fewshot: with --lm-eval; a task's file says num_fewshot itself")
     if args.out and args.lm_eval:
         raise ConfigError("--out: is of tasks that are asked without --lm-eval")
+    if args.fewshot_as_multiturn == "true" and not args.apply_chat_template:
+        raise ConfigError("--fewshot-as-multiturn: turns are --apply-chat-template's; give it too")
+    from maxstack.evals.asking import Asking
     from maxstack.evals.opened import ask, check_finite
     from maxstack.evals.task_files import open_tasks
 
-    opened = [] if args.lm_eval else open_tasks(names)
+    opened = [] if args.lm_eval else open_tasks(names, library=args.tasks_path or "")
+    asking = Asking(args.system, multiturn=args.fewshot_as_multiturn != "false")
+    sizes = args.batch_size, args.length, args.limit
     tasks, params = ask(
-        args.model, model_overrides(args), opened, args.batch_size, args.length, args.limit
+        args.model, model_overrides(args), opened, *sizes, asking, args.apply_chat_template
     )
     for task in tasks.tasks:
         if cut := tasks.too_long(task):
@@ -105,7 +133,7 @@ def _by_tasks(args: Namespace) -> None:
     if args.lm_eval:
         from maxstack.evals.harness import evaluate
 
-        found = evaluate(tasks, params, names, args.limit, args.num_fewshot)
+        found = evaluate(tasks, params, names, args.limit, args.num_fewshot, args.tasks_path)
         if tasks.scorer.cut:
             print(f"{tasks.scorer.cut} requests {TOO_LONG.format(tasks.scorer.length)}")
     else:

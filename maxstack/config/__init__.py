@@ -33,8 +33,8 @@ PositiveInt = Annotated[int, pydantic.Field(ge=1)]
 NonNegativeInt = Annotated[int, pydantic.Field(ge=0)]
 PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
 NonNegativeFloat = Annotated[float, pydantic.Field(ge=0)]
-Source = str | Path | Mapping[str, Any]
-"""A file, a preset's name or the content of a file."""
+Source = str | Path | Mapping[str, Any] | Node
+"""A file, a preset's name, the content of a file or a merged tree."""
 ABSENT = "(absent)"
 Fault = tuple[str, str]
 """A key, as a dotted path, and what is wrong there and what to do."""

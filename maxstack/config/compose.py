@@ -56,14 +56,14 @@ def presets_dir() -> Path:
 
 def merged_tree(
     presets: Presets,
-    path: str | Path | Mapping[str, Any],
+    path: str | Path | Mapping[str, Any] | Node,
     overrides: Sequence[str] = (),
     defaults: Any = None,
     readers: Readers | None = None,
     section_keys: SectionKeys | None = None,
 ) -> Node:
-    """The merged tree of a file, a preset's name or a file's content, and `a.b.c=value` overrides;
-    each node knows what gave it.
+    """The merged tree of a file, a preset's name, a file's content or a merged tree, and
+    `a.b.c=value` overrides; each node knows what gave it.
 
     `defaults` is plain data: the lists that overrides with an index change where the file gives
     none. `section_keys` has the keys of each section, "" for the whole file: a file that is
@@ -72,7 +72,9 @@ def merged_tree(
     """
     readers = readers or {}
     composer = _Composer(presets, readers, section_keys or {})
-    if isinstance(path, Mapping):
+    if isinstance(path, Node):
+        tree = path
+    elif isinstance(path, Mapping):
         tree = composer.expanded(_sourced(path, "arguments"), "")
     else:
         tree = composer.file(composer.find(str(path), "", ""), "")

@@ -19,6 +19,7 @@ from maxstack.data.json_files import parse
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.schema.data import DataConfig
+from maxstack.schema.data import Tokenizer as TokenizerConfig
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -263,6 +264,18 @@ def answer_ends(data: DataConfig, tokenizer: Tokenizer) -> set[int]:
         with contextlib.suppress(ConfigError):  # records of texts need no template
             ends |= template_of(data).ends(tokenizer)
     return ends
+
+
+def bos_of(tokenizer: TokenizerConfig) -> list[int]:
+    """The id of the BOS that a file of a tokenizer, or the files beside it, name, whether texts
+    begin with it or not; none where they name none."""
+    path, opened = getattr(tokenizer, "path", None), open_tokenizer(tokenizer)
+    if path is None:
+        return []
+    beside = hub.model_folder(os.path.dirname(hub.file_of(path)) or ".", weights=False)
+    named = content(special_tokens(beside).get("bos_token")) or opened.named.get("bos_token", "")
+    number = opened.id_of(named)
+    return [] if number is None else [number]
 
 
 def ends_beside(folder: Path) -> set[int]:

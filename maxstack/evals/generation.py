@@ -52,6 +52,8 @@ class Generator:
                 f"{self._length} tokens of a request; give less, or more tokens a request"
             )
         engine, found = self._engine, [""] * len(prompts)
+        special = self._texts.tokenizer.special.items()
+        stops = self._stops | {token for token, text in special if text in until}
         engine.load(params)
         running: dict[int, tuple[int, TextStream]] = {}
         for number, text in enumerate(prompts):
@@ -60,7 +62,7 @@ class Generator:
                 max_tokens=cfg.max_gen_toks,
                 seed=self._seed,
                 choice=number,
-                stop_tokens=self._stops,
+                stop_tokens=stops,
                 temperature=cfg.temperature if cfg.do_sample else 0.0,
                 top_k=cfg.top_k,
                 top_p=cfg.top_p,

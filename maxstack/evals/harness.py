@@ -25,17 +25,22 @@ _NAME = re.compile(rb"^(?:task|group): *['\"]?([^'\"\s#]+)", re.M)
 
 
 def evaluate(
-    tasks: Tasks, params: Any, names: Sequence[str], limit: int | None, shots: int | None
+    tasks: Tasks,
+    params: Any,
+    names: Sequence[str],
+    limit: int | None,
+    shots: int | None,
+    library: str | None = None,
 ) -> Results:
-    """The harness's results by task and group, of its own tasks by name and of files and shipped
-    tasks. ConfigError where it is not installed or does not know a task."""
+    """The harness's results by task and group, of its own tasks, or those of a folder, by name and
+    of files and shipped tasks. ConfigError where it is not installed or does not know a task."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager, get_task_dict
     except ImportError as error:
         raise ConfigError(MISSING) from error
     with tempfile.TemporaryDirectory() as made:
-        folders, asked, defaults = {made}, [], False
+        folders, asked, defaults = {made, *filter(None, [library])}, [], False
         for name in names:
             path = storage.kind(name) == "file"
             if own := _read_here(name):
@@ -46,7 +51,7 @@ def evaluate(
                 asked.append(found[1].decode())
             else:
                 asked.append(name)
-                defaults = True
+                defaults = not library
         manager = TaskManager(include_path=sorted(folders), include_defaults=defaults)
         if unknown := [name for name in asked if not manager.match_tasks([name])]:
             raise ConfigError(f"--lm-eval: the harness knows no task {', '.join(unknown)}")
@@ -65,6 +70,9 @@ def evaluate(
             limit=limit,
             num_fewshot=shots,
             log_samples=False,
+            system_instruction=tasks.asking.system or None,
+            apply_chat_template=bool(tasks.asking.template),
+            fewshot_as_multiturn=tasks.asking.multiturn,
         )
     return {name: _plain(metrics) for name, metrics in found["results"].items()}
 
@@ -106,6 +114,11 @@ def _model(tasks: Tasks, params: Any) -> Any:
         return [together([next(flat) for _ in part]) for part in pieces]
 
     class Model(LM):
+        tokenizer_name = tasks.texts.tokenizer.name
+
+        def apply_chat_template(self, history: list[dict[str, str]], **how: Any) -> str:
+            return tasks.asking.rendered(history, **how)
+
         def loglikelihood(self, requests: list[Any], *_: Any, **__: Any) -> list[Any]:
             def of(pairs: list[Any]) -> list[Any]:
                 found = scored([[tasks.texts.pair(*pair)] for pair in pairs], "scoring")

@@ -1,15 +1,18 @@
 """Tasks asked of a model that was trained: a run, one of its checkpoints, or a model folder."""
 
+import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from maxstack.errors import ConfigError, DataError
+from maxstack.evals.asking import Asking
 from maxstack.evals.task import Task
 from maxstack.evals.tasks import Tasks
 from maxstack.inference.opened import assembled, read_weights
-from maxstack.inference.started import files_of, longest_of, tokenizer_of
+from maxstack.inference.started import chat_template, files_of, longest_of, tokenizer_of
 from maxstack.schema.tasks import GroupConfig
 
 if TYPE_CHECKING:
@@ -26,10 +29,13 @@ def ask(
     batch_size: int,
     length: int | None,
     limit: int | None,
+    asking: Asking,
+    chat: bool,
 ) -> tuple[Tasks, Any]:
     """Tasks ready to be asked, and the model's weights. `length`: tokens of a request at most;
-    None: data.seq_len of a run, or what a model folder allows. ConfigError where the model cannot
-    be asked, or has no tokenizer."""
+    None: data.seq_len of a run, or what a model folder allows. `chat`: by the model's chat
+    template; where it has one and is asked without, a line says so. ConfigError where the model
+    cannot be asked, or has no tokenizer."""
     run, own = assembled(model, overrides)
     folder = files_of(run.cfg, own)
     tokenizer, ends = tokenizer_of(run.cfg, own, folder)
@@ -42,7 +48,16 @@ def ask(
     if length and run.cfg.decoder.positions and length > most:
         raise ConfigError(f"--length {length}: the model has positions for {most} tokens alone")
     length = length or (run.cfg.data.seq_len if own else min(most, USUAL))
-    tasks = Tasks(run, opened, batch_size, length, ends, limit)
+    template = None
+    with contextlib.nullcontext() if chat else contextlib.suppress(ConfigError, DataError):
+        template = chat_template(model, run.cfg, own)
+    if chat:
+        asking = dataclasses.replace(asking, template=template)
+    elif template:
+        print(
+            f"{model} has a chat template, and is asked without it; --apply-chat-template uses it"
+        )
+    tasks = Tasks(run, opened, batch_size, length, ends, limit, asking)
     return tasks, read_weights(model, run, own)
 
 

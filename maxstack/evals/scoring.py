@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from maxstack.data.chat import bos_of
 from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 from maxstack.errors import DataError, quoted
 from maxstack.evals.task import Likelihood
@@ -137,25 +138,28 @@ def packed(lengths: Sequence[int], width: int) -> list[list[tuple[int, int]]]:
 
 
 class Texts:
-    """Texts as the tokens that are scored, in lm-evaluation-harness's ways."""
+    """Texts as the tokens that are scored, in lm-evaluation-harness's ways: special tokens that are
+    spelt out are these tokens."""
 
     def __init__(self, tokenizer: "TokenizerConfig"):
         self.tokenizer = open_prompt_tokenizer(tokenizer)
-        bos = self.tokenizer.encode(b"").tolist()
-        self._bos, self._first = len(bos), (bos or list(open_tokenizer(tokenizer).eos))[:1]
+        self._bos, named = self.tokenizer.encode(b"").tolist(), bos_of(tokenizer)
+        self._first = (named or self._bos or list(open_tokenizer(tokenizer).eos))[:1]
+        self._spelt = self.tokenizer.text_of(self._first[0]) if self._first else None
 
     def prompt(self, text: str) -> list[int]:
         """Tokens to go on from."""
-        return self.tokenizer.encode(text.encode()).tolist() or self._begin(text)
+        return self._encoded(text) or self._begin(text)
 
     def pair(self, context: str, continuation: str) -> Scored:
         """A context and what follows: the tokens of the whole, split after as many as the context
         has alone; white space at its end belongs to what follows. DataError where nothing is
         left to score."""
-        whole = self.tokenizer.encode((context + continuation).encode()).tolist()
-        begin = len(self.tokenizer.encode(context.rstrip().encode()))
+        whole = self._encoded(context + continuation, bare=not context)
+        begin = len(self._encoded(context.rstrip())) if context else 0
         if begin == 0:
-            whole, begin = self._begin(continuation) + whole, 1
+            before, begin = self._begin(continuation), 1
+            whole = whole if whole[:1] == before else before + whole
         if begin >= len(whole):
             raise DataError(
                 f"{quoted(continuation)} after {quoted(context[-40:])}: adds no token, so there is "
@@ -164,14 +168,21 @@ class Texts:
         return Scored(whole, begin)
 
     def windows(self, text: str, length: int) -> list[Scored]:
-        """A text in pieces of at most `length` inputs, each of whose tokens is scored once: the
-        first after a BOS or EOS, the last piece with as much before it as fits."""
-        tokens = self.tokenizer.encode(text.encode()).tolist()[self._bos :]
+        """A text in pieces of at most `length` inputs, each of whose tokens is scored once, a BOS
+        that the tokenizer adds too: the first after BOS or else EOS, the last piece with as much
+        before it as fits."""
+        tokens = self._encoded(text)
         pieces = [Scored(self._begin(text) + tokens[:length], 1)] if tokens else []
         for first in range(length, len(tokens), length):
             end = min(first + length, len(tokens))
             pieces.append(Scored(tokens[end - length - 1 : end], length + 1 - (end - first)))
         return pieces
+
+    def _encoded(self, text: str, bare: bool = False) -> list[int]:
+        """Ids, after the BOS that the tokenizer adds, unless the text spells it out, or `bare`."""
+        ids = self.tokenizer.encode_marked(text)[0].tolist()
+        adds = not bare and not (self._spelt and text.startswith(self._spelt))
+        return self._bos * adds + ids
 
     def _begin(self, text: str) -> list[int]:
         if not self._first:

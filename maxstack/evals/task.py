@@ -4,6 +4,7 @@ lm-evaluation-harness makes of it."""
 import ast
 import dataclasses
 import functools
+import itertools
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from maxstack.errors import DataError, shortened
+from maxstack.errors import DataError, quoted, shortened
+from maxstack.evals.asking import PLAIN, Asking, Turn
 from maxstack.schema.tasks import TaskConfig
 
 Document = Mapping[str, Any]
@@ -24,6 +26,28 @@ _TEMPLATES = ImmutableSandboxedEnvironment(
 _TEMPLATES.filters["regex_replace"] = lambda text, pattern, by, count=0: re.sub(
     pattern, by, text, count=count
 )
+_TEMPLATES.tests["none"] = lambda value: value is None or isinstance(value, Null)
+
+
+class Null:
+    """null in a template, where it is false and none, and is refused where it would be written."""
+
+    def __init__(self, field: str):
+        self.field = field
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, Null)
+
+    def __str__(self) -> str:
+        raise _lacking(self.field)
+
+    __repr__ = __str__
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError if name.startswith("_") else _lacking(self.field)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +84,7 @@ class Task:
     examples: Sequence[Document]
     files: Mapping[str, list[str]]
     """By split, the files that its documents were read from."""
+    asking: Asking = PLAIN
 
     @property
     def name(self) -> str:
@@ -72,32 +97,37 @@ class Task:
         rng, made = random.Random(EXAMPLES_SEED), []
         for number, document in enumerate(self.documents):
             try:
-                made.append(self._question(document, self._shots(document, rng)))
+                made.append(self._question(document, self._before(document, rng)))
             except Exception as error:  # a template may do anything
-                what = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
                 raise DataError(
-                    f"task {self.name}, document {number}: {shortened(str(what), 300)}; its fields "
+                    f"task {self.name}, document {number}: {_said(error)}; its fields "
                     f"are {', '.join(document)}"
                 ) from error
         return made
 
-    def _question(self, document: Document, shots: str) -> Question:
+    def _question(self, document: Document, before: list[Turn]) -> Question:
         cfg = self.cfg
         question, answer = self._text(document), self._target(document)
         choices = self._choices(document) if cfg.doc_to_choice is not None else ()
+
+        def prompt(text: str) -> str:
+            return self.asking.prompt([*before, Turn("user", text)])
+
         if cfg.output_type == "loglikelihood_rolling":
             return Question(document, text=str(answer))
         if cfg.output_type == "generate_until":
             answers = answer if isinstance(answer, list | tuple) else (answer,)
             right = [choices[each] if choices else str(each) for each in answers]
-            return Question(document, text=shots + str(question), right=(*right,))
+            return Question(document, text=prompt(str(question)), right=(*right,))
         if cfg.output_type == "loglikelihood":
-            return Question(document, pairs=((shots + str(question), str(answer)),))
+            return Question(document, pairs=((prompt(str(question)), str(answer)),))
+        between = "" if self.asking.template else cfg.target_delimiter
         if isinstance(question, int):  # the choices are questions, which all go on alike
-            pairs = [(shots + each, f"{cfg.target_delimiter}{answer}") for each in choices]
+            pairs = [(prompt(each), f"{between}{answer}") for each in choices]
             answer = question
         else:
-            pairs = [(shots + question, f"{cfg.target_delimiter}{each}") for each in choices]
+            context = prompt(question)
+            pairs = [(context, f"{between}{each}") for each in choices]
         answers = answer if isinstance(answer, list | tuple) else (answer,)
         numbers = [choices.index(each) if each in choices else each for each in answers]
         if not numbers or not all(
@@ -108,58 +138,88 @@ class Task:
             )
         return Question(document, (*pairs,), choices=choices, right=(*numbers,))
 
-    def _shots(self, document: Document, rng: random.Random) -> str:
+    def _before(self, document: Document, rng: random.Random) -> list[Turn]:
         """What comes before the question: the description and examples."""
-        cfg, text = self.cfg, ""
+        cfg, parts = self.cfg, [self.asking.system]
         if cfg.description:
-            text = _field(cfg.description, document)
+            parts.append(str(self._value(cfg.description, document)))
+        parts = [part for part in parts if part]
+        spaced = len(parts) == 2 and (parts[0][-1].isspace() or parts[1][0].isspace())
+        turns = [Turn("system", ("" if spaced else cfg.fewshot_delimiter).join(parts))][
+            : len(parts)
+        ]
         for example in self._drawn(document, rng):
-            question, answer = self._text(example), self._target(example)
-            if isinstance(answer, list | tuple):
-                answer = answer[0]
-            if isinstance(question, int):
-                question = self._choices(example)[question]
-            elif isinstance(answer, int) and cfg.doc_to_choice is not None:
-                answer = self._choices(example)[answer]
-            text += question
-            if answer != "":
-                text += f"{cfg.target_delimiter}{answer}{cfg.fewshot_delimiter}"
-        return text
+            try:
+                turns += self._example(example)
+            except Exception as error:
+                number = self.examples.index(example)
+                raise DataError(f"example {number} of {cfg.examples}: {_said(error)}") from error
+        return turns
+
+    def _example(self, example: Document) -> list[Turn]:
+        cfg = self.cfg
+        question, answer = self._text(example), self._target(example)
+        if isinstance(answer, list | tuple):
+            answer = answer[0]
+        if isinstance(question, int):
+            question = self._choices(example)[question]
+        elif isinstance(answer, int) and cfg.doc_to_choice is not None:
+            answer = self._choices(example)[answer]
+        if answer == "":
+            return [Turn("user", question)]
+        answered = Turn("assistant", f"{answer}", cfg.fewshot_delimiter)
+        return [Turn("user", question, cfg.target_delimiter), answered]
 
     def _drawn(self, document: Document, rng: random.Random) -> Sequence[Document]:
         """The examples before a question, itself never among them where they are of its split."""
-        cfg, count, pool = self.cfg, self.cfg.num_fewshot or 0, list(self.examples)
+        cfg, count, pool = self.cfg, self.cfg.num_fewshot or 0, self.examples
         if not count:
             return ()
-        own = (cfg.fewshot_config.split or cfg.fewshot_split) == cfg.test_split
-        others = [each for each in pool if each != document] if own else pool
-        if count > len(others):
-            raise DataError(
-                f"task {self.name}: num_fewshot={count}, and there are {len(others)} examples"
-            )
+        # lm-evaluation-harness draws so too where neither fewshot_split nor test_split is named.
+        named = (cfg.fewshot_config.split or cfg.fewshot_split) == cfg.test_split
+        own = named or cfg.examples == cfg.split
+        others = (each for each in pool if not own or each != document)
         if cfg.fewshot_config.sampler == "first_n":
-            return others[:count]
-        if not own:
-            return rng.sample(pool, count)
-        drawn = rng.sample(pool, min(count + 1, len(pool)))
-        drawn = [each for each in drawn if each != document][:count]
-        return drawn if len(drawn) == count else rng.sample(others, count)
+            drawn = [*itertools.islice(others, count)]
+        else:
+            drawn = rng.sample(pool, min(count + own, len(pool)))
+            drawn = [each for each in drawn if not own or each != document][:count]
+            if len(drawn) < count and len(left := [*others]) >= count:
+                drawn = rng.sample(left, count)
+        if len(drawn) < count:
+            raise DataError(
+                f"task {self.name}: num_fewshot={count}, and there are {len(drawn)} examples"
+            )
+        return drawn
+
+    @functools.cached_property
+    def _fields(self) -> frozenset[str]:
+        return frozenset(self.documents[0])
+
+    def _value(self, name: str, document: Document) -> Any:
+        """A field of the documents, or what a template makes of them."""
+        if name not in self._fields:
+            return _rendered(name, document)
+        if document.get(name) is None:
+            raise _lacking(name)
+        return document[name]
 
     def _text(self, document: Document) -> str | int:
         """The question, or the number of the right one."""
         text = self.cfg.doc_to_text
-        if isinstance(text, int) or text in document:
-            return text if isinstance(text, int) else document[text]
-        made = _rendered(text, document)
-        return int(made) if made.isdigit() and self.cfg.doc_to_choice is not None else made
+        if isinstance(text, int):
+            return text
+        made = self._value(text, document)
+        is_number = text not in self._fields and made.isdigit()
+        return int(made) if is_number and self.cfg.doc_to_choice is not None else made
 
     def _target(self, document: Document) -> Any:
         target = self.cfg.doc_to_target
         if not isinstance(target, str):
             return target
-        if target in document:
-            return document[target]
-        made = _rendered(target, document)
+        made = self._value(target, document)
+        if target in self._fields:
+            return made
         if made.isdigit() and self.cfg.doc_to_choice is not None:
             return int(made)
         if made.startswith("[") and made.endswith("]") and len(made) > 1:
@@ -172,17 +232,14 @@ class Task:
     def _choices(self, document: Document) -> tuple[str, ...]:
         choices = self.cfg.doc_to_choice
         if isinstance(choices, str):
-            choices = document[choices] if choices in document else _listed(choices, document)
+            named = choices in self._fields
+            choices = (self._value if named else _listed)(choices, document)
         values = list(choices.values()) if isinstance(choices, dict) else choices
         if not isinstance(values, list | tuple) or not all(isinstance(x, str) for x in values):
             raise ValueError(
                 f"doc_to_choice gives {shortened(repr(values), 100)}, no list of texts"
             )
         return (*values,)
-
-
-def _field(name: str, document: Document) -> str:
-    return str(document[name]) if name in document else _rendered(name, document)
 
 
 def _listed(template: str, document: Document) -> Any:
@@ -196,4 +253,28 @@ def _listed(template: str, document: Document) -> Any:
 
 
 def _rendered(template: str, document: Document) -> str:
-    return _TEMPLATES.from_string(template).render(**document)
+    values = {name: _marked(value, name) for name, value in document.items()}
+    return _template(template).render(values)
+
+
+@functools.lru_cache(maxsize=256)
+def _template(text: str) -> jinja2.Template:
+    return _TEMPLATES.from_string(text)
+
+
+def _marked(value: Any, field: str) -> Any:
+    """The value with each null in it marked."""
+    if isinstance(value, dict):
+        return {name: _marked(item, field) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_marked(item, field) for item in value]
+    return Null(field) if value is None else value
+
+
+def _lacking(field: str) -> DataError:
+    return DataError(f"{quoted(field)} is null, or the document lacks it, and it would be asked")
+
+
+def _said(error: Exception) -> str:
+    said = str(error) if isinstance(error, DataError) else getattr(error, "message", None)
+    return shortened(said or f"{type(error).__name__}: {error}", 300)

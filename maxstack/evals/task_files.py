@@ -1,28 +1,36 @@
 """Files of tasks: reading them with their documents, and writing them for lm-evaluation-harness."""
 
+import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from maxstack import config
 from maxstack.config import storage
-from maxstack.config.compose import merged_tree
+from maxstack.config.compose import merged_tree, presets_dir
+from maxstack.config.reader import Node
 from maxstack.data import json_files
-from maxstack.errors import ConfigError, DataError, installing
+from maxstack.errors import ConfigError, DataError, installing, shortened
 from maxstack.evals.task import Document, Task
+from maxstack.evals.task_names import files_of
 from maxstack.schema.tasks import GENERATED, OTHERWISE, GroupConfig, TaskConfig
 
 DEEPEST = 8
-"""Groups inside groups at most."""
+"""Groups inside groups, and files that include others, at most."""
+LIBRARY = "published ones, such as mmlu: --tasks-path FOLDER, as of lm-evaluation-harness's tasks"
 
 
-def open_tasks(names: Sequence[str], folder: str = "") -> list[Task | GroupConfig]:
-    """Tasks by the names of shipped ones or by files, found from `folder` too; each group comes
-    after its tasks. ConfigError for a file that cannot be used, DataError for its documents."""
+def open_tasks(
+    names: Sequence[str], folder: str = "", library: str = ""
+) -> list[Task | GroupConfig]:
+    """Tasks by the names of shipped ones or by files, found from `folder` too, or by the names of
+    tasks, groups and tags in the files of a folder, the `library`; each group comes after its
+    tasks. ConfigError for a file that cannot be used, DataError for its documents."""
     opened: dict[str, Task | GroupConfig] = {}
     for name in names:
-        for part in _opened(name, folder, 0):
+        for part in _opened(Node(name, ""), folder, library, 0):
             twin = opened.get(part.name, part)
             if isinstance(part, Task) and part.cfg != getattr(twin, "cfg", None):
                 raise ConfigError(
@@ -32,53 +40,98 @@ def open_tasks(names: Sequence[str], folder: str = "") -> list[Task | GroupConfi
     return [*opened.values()]
 
 
-def _opened(name: str, folder: str, depth: int) -> Iterator[Task | GroupConfig]:
+def _opened(member: Node, folder: str, library: str, depth: int) -> Iterator[Task | GroupConfig]:
+    """What a name means, or a mapping with a name and keys that replace those of its file, or with
+    a whole group."""
+    keys = member.mapping or {}
+    if {"group", "task"} <= keys.keys():
+        yield from _parts(member, folder, library, depth)
+        return
+    name = str(keys.get("task", keys.get("group", member)).value)
     if depth > DEEPEST:
         raise ConfigError(f"group {name}: more than {DEEPEST} groups inside one another")
-    if ("/" in name or name.endswith((".yml", ".yaml"))) and storage.kind(name) != "file":
-        name = storage.join(folder, name)
+    for file in _files(name, folder, library):
+        tree = _tree(file, library)
+        whole = dataclasses.replace(tree, value=(tree.mapping or {}) | keys)
+        yield from _parts(whole, os.path.dirname(file), library, depth)
+
+
+def _files(name: str, folder: str, library: str) -> list[str]:
+    """The files of a name, several of a tag; a name by itself for a shipped task."""
+    if "/" in name or name.endswith((".yml", ".yaml")):
+        return [name if storage.kind(name) == "file" else storage.join(folder, name)]
+    found = files_of(library, True).get(name) if library else None
+    if not found and not (presets_dir() / "tasks" / f"{name}.yml").is_file():
+        found = files_of(folder or ".", False).get(name)
+    return found or [name]
+
+
+def _tree(name: str, library: str, depth: int = 0) -> Node:
+    """A file above those that it includes, as lm-evaluation-harness does it: key by key at the
+    top."""
     try:
         tree = merged_tree(TaskConfig.PRESETS, name)
     except ConfigError as error:
-        if "no configuration preset" not in str(error):
-            raise
-        raise ConfigError(
-            f"{error}; those of lm-evaluation-harness, such as mmlu: --lm-eval "
-            f"({installing('eval')})"
-        ) from None
-    if "group" not in (tree.mapping or {}):
-        yield _task(config.load(TaskConfig, name), os.path.dirname(name))
+        if "tag !function" in (said := str(error)):
+            said = f"{said.partition(' is refused')[0]}: is code, and none is run; {OTHERWISE}"
+        elif "no configuration preset" in said:
+            where = f"{library} names no such task, group or tag" if library else LIBRARY
+            said = f"{said}; {where}; or --lm-eval ({installing('eval')})"
+        raise ConfigError(said) from None
+    entries = dict(tree.mapping or {})
+    includes = entries.pop("include", Node([], ""))
+    if depth > DEEPEST:
+        raise ConfigError(f"{tree.where}: more than {DEEPEST} files include one another in a row")
+    below: dict[str, Node] = {}
+    for each in includes.value if isinstance(includes.value, list) else [includes]:
+        path = os.path.abspath(storage.join(os.path.dirname(name), str(each.value)))
+        below |= _tree(path, library, depth + 1).mapping or {}
+    return dataclasses.replace(tree, value=below | entries)
+
+
+def _parts(tree: Node, folder: str, library: str, depth: int) -> Iterator[Task | GroupConfig]:
+    entries = tree.mapping or {}
+    try:
+        cfg = config.load(GroupConfig if "group" in entries else TaskConfig, tree)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {OTHERWISE}") from None
+    if isinstance(cfg, TaskConfig):
+        yield _task(cfg, folder)
         return
-    group = config.load(GroupConfig, name)
-    members = [
-        part for each in group.task for part in _opened(each, os.path.dirname(name), depth + 1)
-    ]
+    listed = entries["task"].value
+    assert isinstance(listed, list) and isinstance(cfg, GroupConfig)
+    members = [part for each in listed for part in _opened(each, folder, library, depth + 1)]
     yield from members
-    yield group.model_copy(update={"task": tuple(part.name for part in members)})
+    names = dict.fromkeys(part.name for part in members if isinstance(part, Task))
+    yield cfg.model_copy(update={"task": (*names,)})
 
 
 def _task(cfg: TaskConfig, folder: str) -> Task:
     splits, files = _splits(cfg, folder)
 
-    def split(name: str, key: str) -> Sequence[Document]:
+    def split(name: str, key: str) -> list[Document]:
         if name not in splits:
             raise ConfigError(
                 f"task {cfg.task}: {key}: no split {name}; its data has {', '.join(splits)}"
             )
-        return splits[name]
+        return [*splits[name]]
 
     documents = split(cfg.split, "test_split" if cfg.test_split else "validation_split")
     if not documents:
-        raise DataError(f"task {cfg.task}: {', '.join(files[cfg.split])}: no document in it")
+        raise DataError(
+            f"task {cfg.task}: {', '.join(files.get(cfg.split, ()))}: no document in it"
+        )
     examples: Sequence[Document] = cfg.fewshot_config.samples or ()
-    if cfg.num_fewshot and cfg.examples and cfg.examples != "samples":
+    if cfg.num_fewshot and cfg.examples != "samples":
         examples = split(cfg.examples, "fewshot_split")
     return Task(cfg, documents, examples, files)
 
 
-def _splits(cfg: TaskConfig, folder: str) -> tuple[dict[str, list[Document]], dict[str, list[str]]]:
+def _splits(
+    cfg: TaskConfig, folder: str
+) -> tuple[Mapping[str, Iterable[Document]], dict[str, list[str]]]:
     """Documents by split, and the files that they lie in by split."""
-    given = dict(cfg.dataset_kwargs)
+    given = dict(cfg.dataset_kwargs or {})
     if cfg.dataset_path == GENERATED:
         from maxstack.evals import minimal_pairs
 
@@ -90,6 +143,8 @@ def _splits(cfg: TaskConfig, folder: str) -> tuple[dict[str, list[Document]], di
                 "count and seed"
             ) from error
         return {cfg.split: [*made]}, {}
+    if cfg.dataset_path != "json":
+        return _loaded(cfg, given), {}
     named = given.pop("data_files", None)
     if named is None or given:
         more = f" {', '.join(given)} is not read;" if given else ""
@@ -106,10 +161,37 @@ def _splits(cfg: TaskConfig, folder: str) -> tuple[dict[str, list[Document]], di
         for split, given in by_split.items()
     }
     documents = {
-        split: [document for path in paths for document in _read(cfg, path)]
+        split: _completed([document for path in paths for document in _read(cfg, path)])
         for split, paths in files.items()
     }
     return documents, files
+
+
+def _loaded(cfg: TaskConfig, given: dict[str, Any]) -> Mapping[str, Iterable[Document]]:
+    """A data set by Hugging Face's library, as lm-evaluation-harness loads it."""
+    name = f"task {cfg.task}: dataset_path: {cfg.dataset_path} {cfg.dataset_name or ''}".rstrip()
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{name}: is read by Hugging Face's library: pip install datasets"
+        ) from error
+    datasets.disable_progress_bars()
+    given.pop("trust_remote_code", None)
+    try:
+        return datasets.load_dataset(cfg.dataset_path, cfg.dataset_name, **given)
+    except Exception as error:  # whatever the library, a file of it or the network leads to
+        what = shortened(f"{type(error).__name__}: {error}", 300)
+        raise ConfigError(
+            f"{name}: cannot be had: {what}; without a network it must lie in a folder of this "
+            "name below the current one, or in the library's cache (HF_HOME) from an earlier run"
+        ) from error
+
+
+def _completed(rows: list[Document]) -> list[Document]:
+    """The documents, null for each field that others alone have, as in a table."""
+    fields = {key: None for row in rows for key in row}
+    return [fields | dict(row) for row in rows]
 
 
 def _found(cfg: TaskConfig, path: str, folder: str) -> str:
@@ -157,5 +239,6 @@ def exported(parts: Sequence[Task | GroupConfig], folder: Path) -> None:
                 files = {part.cfg.split: [str(rows)]}
                 fields["dataset_path"] = "json"
                 del fields["dataset_name"]
-            fields["dataset_kwargs"] = {"data_files": files}
+            if files:
+                fields["dataset_kwargs"] = {"data_files": files}
         (folder / f"{name}.yaml").write_text(config.dump(fields))

@@ -3,7 +3,7 @@
 import math
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from maxstack.errors import ConfigError, DataError
@@ -145,16 +145,32 @@ def metric_names(opened: Sequence[Task | GroupConfig]) -> dict[str, list[str]]:
             kept = [each.name for each in part.cfg.filter_list] or ["none"]
             metrics = [each.metric for each in part.cfg.metrics]
             found[part.name] = [_named(metric, name) for name in kept for metric in metrics]
-            continue
-        found[part.group] = [each.metric for each in part.aggregate_metric_list]
-        for metric in found[part.group]:
-            for task in part.task:
-                if metric not in found[task]:
-                    raise ConfigError(
-                        f"group {part.group}: aggregate_metric_list: {task} has no metric "
-                        f"{metric}; it has {', '.join(found[task])}"
-                    )
+        else:
+            found[part.group] = [name for name, _ in _aggregates(part, found)]
     return found
+
+
+def _aggregates(
+    group: GroupConfig, by_task: Mapping[str, Iterable[str]]
+) -> Iterator[tuple[str, bool]]:
+    """Names of a group's metrics, and whether tasks count by their size."""
+    for each in group.aggregate_metric_list:
+        kept = each.filter_list
+        if kept is None:
+            there = {name for task in group.members for name in by_task[task]}
+            names = sorted(name for name in there if name.partition(",")[0] == each.metric)
+        else:
+            names = [
+                _named(each.metric, name) for name in ([kept] if isinstance(kept, str) else kept)
+            ]
+        for name in names or [each.metric]:
+            for task in group.members:
+                if name not in by_task[task]:
+                    raise ConfigError(
+                        f"group {group.group}: aggregate_metric_list: {task} has no metric {name}; "
+                        f"it has {', '.join(by_task[task])}"
+                    )
+            yield name, each.weight_by_size
 
 
 def _named(metric: str, kept: str) -> str:
@@ -171,20 +187,20 @@ def group_results(
     group: GroupConfig, by_name: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int]
 ) -> dict[str, float]:
     """Metrics of a group: means over its tasks, with the pooled standard error of samples of these
-    sizes."""
+    sizes where tasks count by them, else that of a mean of independent values."""
     found: dict[str, float] = {}
-    for each in group.aggregate_metric_list:
-        name, counts = each.metric, [sizes[task] for task in group.task]
-        weights = counts if each.weight_by_size else [1] * len(counts)
-        scores = [by_name[task][name] for task in group.task]
+    for name, weighted in _aggregates(group, by_name):
+        counts = [sizes[task] for task in group.members]
+        weights = counts if weighted else [1] * len(counts)
+        scores = [by_name[task][name] for task in group.members]
         found[name] = sum(s * w for s, w in zip(scores, weights, strict=True)) / sum(weights)
-        errors = [by_name[task].get(error_of(name)) for task in group.task]
-        if all(error is not None for error in errors) and sum(counts) > len(counts):
-            spread = sum(
-                (count - 1) * error**2 * count
-                for count, error in zip(counts, errors, strict=True)
-                if error is not None
-            )
+        tasks = [task for task in group.members if error_of(name) in by_name[task]]
+        errors = [by_name[task][error_of(name)] for task in tasks]
+        if len(tasks) == len(counts) and not weighted:
+            found[error_of(name)] = math.sqrt(sum(error**2 for error in errors)) / len(counts)
+        elif len(tasks) == len(counts) < sum(counts):
+            pairs = zip(counts, errors, strict=True)
+            spread = sum((count - 1) * error**2 * count for count, error in pairs)
             variance = spread / (sum(counts) - len(counts))
             found[error_of(name)] = math.sqrt(variance / sum(counts))
     return found

@@ -1,5 +1,6 @@
 """Evaluation by tasks: of a model as it is trained, and of one that was."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from maxstack.data.chat import answer_ends
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
+from maxstack.evals.asking import PLAIN, Asking
 from maxstack.evals.generation import Generator
 from maxstack.evals.scoring import Scored, Scorer, Texts
 from maxstack.evals.task import Likelihood, Question, Task
@@ -44,13 +46,15 @@ class Tasks:
         length: int,
         stop_tokens: Collection[int],
         limit: int | None = None,
+        asking: Asking = PLAIN,
     ):
         """`length`: tokens of a row, and of a request at most. `stop_tokens` end an answer.
         `limit`: questions of each task at most. ConfigError where the model gives no token a
         probability; DataError for a document that does not fit its task."""
         check_can_be_asked(run)
-        self.run = run
-        self.tasks = [part for part in opened if isinstance(part, Task)]
+        self.run, self.asking = run, asking
+        named = [part for part in opened if isinstance(part, Task)]
+        self.tasks = [dataclasses.replace(task, asking=asking) for task in named]
         self._groups = [part for part in opened if isinstance(part, GroupConfig)]
         self.metrics = metric_names(opened)
         self.questions = {task.name: task.questions[:limit] for task in self.tasks}
@@ -111,10 +115,8 @@ class Tasks:
                 record(task, number, *both)
                 for number, both in enumerate(zip(questions, answers, each, strict=True))
             ]
-        sizes = self.sizes
         for group in self._groups:
-            found[group.group] = group_results(group, found, sizes)
-            sizes[group.group] = sum(sizes[name] for name in group.task)
+            found[group.group] = group_results(group, found, self.sizes)
         return found, records
 
     @property

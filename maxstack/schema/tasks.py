@@ -122,16 +122,20 @@ class TaskConfig(Section):
     """The name that tables show; null: `task`."""
     tag: str | Items[str] | None = None
     """Labels, which nothing is done with."""
-    dataset_path: Literal["json", "maxstack"] = "json"
+    dataset_path: str = "json"
     """json: files of dataset_kwargs.data_files; maxstack: documents that dataset_name names, made
-    of the standard library's files that quickstart.yml holds out."""
+    of the standard library's files that quickstart.yml holds out; any other: a data set as Hugging
+    Face's datasets loads it, a folder's path or a name of the hub."""
     dataset_name: str | None = None
-    """Of maxstack: letters, keywords, brackets, indentation or next_word."""
-    dataset_kwargs: dict[str, Any] = {}
+    """Of maxstack: letters, keywords, brackets, indentation or next_word. Of a data set: its
+    configuration."""
+    dataset_kwargs: dict[str, Any] | None = None
     """Of json: data_files, a path, several, or a mapping of splits to them; JSON lines or a list,
-    found from the current folder or beside the task's file. Of maxstack: count and seed."""
+    found from the current folder or beside the task's file. Of maxstack: count and seed. Of a data
+    set: further arguments of datasets.load_dataset."""
     training_split: str | None = None
-    """Examples are drawn from it, where there is no fewshot_split."""
+    """Examples are drawn from it, where there is no fewshot_split; else from validation_split, else
+    from test_split, where the question itself is never among them."""
     validation_split: str | None = None
     """Questions, where there is no test_split."""
     test_split: str | None = None
@@ -164,8 +168,10 @@ class TaskConfig(Section):
     """Changes of answers, each of which gives metrics of its own; none: answers as they are."""
     repeats: Literal[1] = 1
     """Answers to each question."""
-    should_decontaminate: Literal[False] = False
-    """Nothing is looked up in training data."""
+    should_decontaminate: bool = False
+    """Taken, and not used: `maxstack data prepare` decontaminates."""
+    doc_to_decontamination_query: str | None = None
+    """As should_decontaminate."""
     metadata: dict[str, Any] = {}
     """version and other facts; `baseline`: the score that chance has, for the centred one; default:
     that of drawing among the choices, else 0."""
@@ -178,7 +184,7 @@ class TaskConfig(Section):
                 yield (
                     f"{where}.metric",
                     f"{each.metric} is no metric of output_type={self.output_type}; there are "
-                    f"{', '.join(known)}; {OTHERWISE}",
+                    f"{', '.join(known)}",
                 )
             elif each.aggregation not in (None, known[each.metric]):
                 yield (
@@ -189,11 +195,6 @@ class TaskConfig(Section):
             yield "doc_to_choice", "a task of multiple choice needs choices"
         if not (self.test_split or self.validation_split):
             yield "test_split", "no questions; name the split that holds them, or validation_split"
-        if self.num_fewshot and not self.examples:
-            yield (
-                "fewshot_split",
-                "nothing to draw examples from; set it, training_split or fewshot_config.samples",
-            )
         baseline = self.metadata.get("baseline", 0.0)
         if not isinstance(baseline, int | float) or not 0 <= baseline < 1:
             yield "metadata.baseline", "must be a number from 0 to less than 1"
@@ -204,13 +205,12 @@ class TaskConfig(Section):
         return self.test_split or self.validation_split or ""
 
     @property
-    def examples(self) -> str | None:
-        """The split with examples, or the word samples where they are given; None: there are
-        none."""
+    def examples(self) -> str:
+        """The split with examples, or the word samples where they are given."""
         split = self.fewshot_config.split or self.fewshot_split
         if split is None and self.fewshot_config.samples is not None:
             return "samples"
-        return split or self.training_split
+        return split or self.training_split or self.validation_split or self.split
 
     @property
     def until(self) -> tuple[str, ...]:
@@ -226,16 +226,14 @@ class TaskConfig(Section):
         usual = USUAL.get(self.output_type, METRICS[self.output_type])
         return self.metric_list or tuple(MetricConfig(metric=name) for name in usual)
 
-    @classmethod
-    def foreign(cls, path: str) -> str:
-        return {"include": "extends"}.get(path, "")
-
 
 class AggregateConfig(Section):
     """A metric of a group."""
 
     metric: str
     """A metric that all its tasks have."""
+    filter_list: str | Items[str] | None = None
+    """Names of filters whose metrics are meant; null: all that its tasks have."""
     aggregation: Literal["mean"] = "mean"
     weight_by_size: bool = True
     """Each task counts by its number of documents; false: all alike."""
@@ -250,8 +248,9 @@ class GroupConfig(Section):
     """Its name."""
     group_alias: str | None = None
     """The name that tables show; null: `group`."""
-    task: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]
-    """Names of tasks or groups, or their files, found from this file's folder too."""
+    task: Annotated[tuple[str | dict[str, Any], ...], Field(min_length=1, strict=False)]
+    """Names of tasks, groups or tags, or their files, found from this file's folder too; or
+    mappings of a name as `task` and keys of it that are others here, or of a whole group."""
     aggregate_metric_list: Items[AggregateConfig] = ()
     """Metrics of the group: means over its tasks."""
     metadata: dict[str, Any] = {}
@@ -261,6 +260,11 @@ class GroupConfig(Section):
     def name(self) -> str:
         """Its name, as a task has one."""
         return self.group
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of its tasks, of a group that was opened."""
+        return tuple(map(str, self.task))
 
 
 OTHERWISE = "`maxstack eval MODEL --lm-eval --tasks ...` runs any task of lm-evaluation-harness"
