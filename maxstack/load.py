@@ -115,6 +115,7 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     are that and in bfloat16 if not, and its weights to start from; or those of a run, or one of its
     checkpoints."""
     from maxstack.hf.contents import Contents, opened
+    from maxstack.hf.preprocessor import pictures
 
     if own := run_folder(path):
         model = config.plain_data(load(own / "config.yml").model)
@@ -133,7 +134,10 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     alone = bool(names) and not any(name.endswith(WEIGHTS) for name in names)
     contents = Contents(folder, weights=False) if of_hub or alone else opened(folder)
     dtype = "float32" if contents.dtype == "float32" else "bfloat16"
-    return folder, contents.mapping | {"weights": folder, "dtype": dtype}
+    section = contents.mapping | {"weights": folder, "dtype": dtype}
+    if contents.model.tokens and (said := pictures(contents.folder)):
+        section["image_size"] = said.side
+    return folder, section
 
 
 def described(section: Any) -> StackConfig:
@@ -165,6 +169,7 @@ def _with_images(tree: Node) -> Node:
         return tree
     if section.tokens is None:
         return tree
+    images: Any = section
     if tree.at("objective") is None:
         tree = supply(tree, ("objective",), {}, model.where)
     if tree.at("objective", "kind") is None:
@@ -173,6 +178,44 @@ def _with_images(tree: Node) -> Node:
         for key, value in {"seq_len": section.tokens, "packing": "none"}.items():
             if tree.at(*path) is not None and tree.at(*path, key) is None:
                 tree = supply(tree, (*path, key), value, model.where)
+    return _with_pixels(tree, images.image_size)
+
+
+def _with_pixels(tree: Node, side: int) -> Node:
+    """The tree with what the folder or run that the weights come from says of pictures for images
+    of this side; what data.image says goes first, and is told. eval.data has that of data."""
+    from maxstack.hf.folder import Folder
+    from maxstack.hf.preprocessor import KEYS, of_run, pictures
+
+    path, origin, data = ("data", "image"), _origin(tree), tree.at("data")
+    known = tree.at(*path, "resize")
+    if origin and data and not (known and Path(_file(known.where)).name == "config.yml"):
+        own = run_folder(origin.value)
+        said = (
+            of_run(str(own), load(own / "config.yml"))
+            if own
+            else pictures(Folder(origin.value, weights=False))
+        )
+        if said:
+            tree = _with_said(tree, path, said.at(side), said.where)
+    image = tree.at(*path)
+    if image is None or image.mapping is None or tree.at("eval", "data") is None:
+        return tree
+    given = {key: plain(node) for key, node in image.mapping.items() if key in KEYS}
+    return _with_said(tree, ("eval", *path), given, image.where)
+
+
+def _with_said(tree: Node, path: tuple[str, ...], values: dict[str, Any], where: str) -> Node:
+    """The tree with each of the values at `path` that nothing gave; others are told."""
+    if tree.at(*path) is None:
+        tree = supply(tree, path, {}, where)
+    for key, value in values.items():
+        given = tree.at(*path, key)
+        if given is None:
+            tree = supply(tree, (*path, key), value, where)
+        elif plain(given) != value:
+            place = f"{'.'.join(path)}.{key}: that of {given.where}"
+            log.warning("%s, in place of %s of %s", place, value, where)
     return tree
 
 
@@ -196,14 +239,21 @@ def _file(where: str) -> str:
     return where.rsplit(":", 1)[0]
 
 
-def _with_tokenizer(tree: Node) -> Node:
-    """The tree with the tokenizer of model.weights, or of the import at checkpoint.restore."""
-    folder, given = tree.at("model", "weights"), tree.at("data", "tokenizer")
-    restored, sources = tree.at("checkpoint", "restore"), tree.at("data", "sources")
-    if (folder is None or folder.value is None) and restored and not given:
+def _origin(tree: Node) -> Any:
+    """Node of the folder or run that the weights come from: model.weights, or what lies beside the
+    import at checkpoint.restore; None where there is none."""
+    folder, restored = tree.at("model", "weights"), tree.at("checkpoint", "restore")
+    if (folder is None or folder.value is None) and restored:
         beside = Path(f"{restored.value}").expanduser() / "hf"
         folder = dataclasses.replace(restored, value=str(beside)) if beside.is_dir() else None
-    if not folder or not isinstance(folder.value, str):
+    return folder if folder and isinstance(folder.value, str) else None
+
+
+def _with_tokenizer(tree: Node) -> Node:
+    """The tree with the tokenizer of model.weights, or of the import at checkpoint.restore."""
+    folder, given = _origin(tree), tree.at("data", "tokenizer")
+    sources = tree.at("data", "sources")
+    if folder is None or (given and folder is not tree.at("model", "weights")):
         return tree
     if given:
         origins = {_file(node.where) for node in (given, *(given.mapping or {}).values())}

@@ -150,6 +150,7 @@ def write_folder(
     from maxstack.data.hub import TOKENIZER
     from maxstack.hf.contents import VALUE
     from maxstack.hf.exported import export
+    from maxstack.hf.preprocessor import of_run
     from maxstack.schema.config import Config
 
     reader = WeightsReader(run)
@@ -173,6 +174,7 @@ def write_folder(
             length=data["data"]["seq_len"],
             tokenizer=_tokenizer(data["data"]),
             answers=_answers(data["data"]),
+            images=of_run(str(run), cfg),
             done=bar.update,
         )
     left = ", without the estimate of rewards" if VALUE in shapes else ""
@@ -218,12 +220,15 @@ def _configuration(
     """The text of the run's config.yml, and its model. ConfigError where an override changes the
     architecture, further tokens aside."""
     from maxstack.config import dump
+    from maxstack.hf import preprocessor
     from maxstack.hf.family import meaning
     from maxstack.hf.tokenizer import tokenizer_of
     from maxstack.load import load
 
     length = min(contents.folder.config.get("max_position_embeddings") or 1024, 1024)
     data = contents.model.placeholder(length)
+    if contents.model.tokens and (pictures := preprocessor.pictures(contents.folder)):
+        data["image"] = pictures.at(contents.mapping["image_size"])
     if tokenizer := tokenizer_of(contents.folder.path):
         path = out.resolve() / BESIDE / Path(tokenizer["path"]).name
         data["tokenizer"] = tokenizer | {"path": str(path)}
@@ -346,8 +351,7 @@ def _untreated(
     rewrite, weights = Rewrite(cfg), weights_of(cfg.model)
 
     def read(path: str) -> np.ndarray:
-        weight = rewrite.original(path, reader.under(path), evaluated=True)
-        return np.asarray(weight).astype(weights[path].dtype)
+        return np.asarray(rewrite.original(path, reader.under(path), evaluated=True))
 
     return {path: leaf.shape for path, leaf in weights.items()}, read, rewrite.unlike
 

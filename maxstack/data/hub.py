@@ -43,7 +43,12 @@ TOKENIZER = (
     "chat_template.json",
 )
 GENERATION = "generation_config.json"
-SMALL = "config.json", INDEX.format(MODEL), INDEX.format(DIFFUSERS), GENERATION, *TOKENIZER
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+"""How pictures are made pixels; the other holds it too where transformers wrote both in one."""
+SMALL = (
+    *("config.json", INDEX.format(MODEL), INDEX.format(DIFFUSERS), GENERATION),
+    *(PREPROCESSOR, PROCESSOR, *TOKENIZER),
+)
 """Files that are read of a model beside its weights."""
 READ = "*.json", "model*.safetensors", "tokenizer*", "merges.txt"
 """Patterns of the files that are read of nearly every model; without consolidated.safetensors,

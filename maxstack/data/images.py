@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from maxstack.data.documents import Documents, Picture, text_hash
+from maxstack.data.files import brief
 from maxstack.data.lanes import FED, Batch, Lane
 from maxstack.data.sources import Synthetic
 from maxstack.errors import DataError, StoreError
 from maxstack.schema.data import DataConfig, ImageConfig
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL.Image import Image, Resampling
 
     from maxstack.schema.objective import RowField as Field
 
@@ -28,6 +29,10 @@ RATIO = 3 / 4, 4 / 3
 FIELDS = "image", "label", "real"
 SHOWN = 32
 """Pixels of a small picture in a grid at the least."""
+FORMATS = "AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"
+"""Formats of files that are opened, by Pillow's names; others of its readers start programs."""
+LARGEST = 89_478_485
+"""Pixels of a picture at most, as read or resized: those at which Pillow warns."""
 
 
 class Sample(NamedTuple):
@@ -105,8 +110,9 @@ class ImageLane(Lane):
         try:
             picture = opened(document.content, size[2])
             return Sample(pixels_of(picture, size, cfg.image, random), document.label)
-        except (OSError, ValueError, SyntaxError) as error:  # of Pillow, over damaged bytes
-            raise DataError(f"{where}: no picture that can be read: {error}") from error
+        except Exception as error:  # Pillow's readers raise whatever damaged bytes lead to
+            reason = brief(error) or type(error).__name__
+            raise DataError(f"{where}: no picture that can be read: {reason}") from error
 
 
 def latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str) -> np.ndarray:
@@ -124,23 +130,34 @@ def latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str) -> n
 
 
 def opened(content: bytes | np.ndarray, channels: int) -> "Image":
-    """A picture of as many channels, decoded. OSError or another of Pillow's errors where it
-    cannot be."""
-    from PIL import Image, UnidentifiedImageError
+    """A picture of as many channels, decoded and turned as its EXIF orientation says. Of numbers of
+    16 bits the upper 8 are kept; ValueError for those of 32, which say no range, or another of
+    Pillow's errors where it cannot be read."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     if isinstance(content, np.ndarray):
         picture = Image.fromarray(content)
     else:
         try:
-            picture = Image.open(io.BytesIO(content))
+            picture = Image.open(io.BytesIO(content), formats=FORMATS)
         except UnidentifiedImageError:
-            raise ValueError("of no format that Pillow knows") from None
-    if picture.mode.startswith("I"):  # 16 bits a pixel, which convert() would cut off at 255
+            raise ValueError(f"none of {', '.join(FORMATS)}") from None
+    _check_pixels(*picture.size)
+    ImageOps.exif_transpose(picture, in_place=True)
+    if picture.mode == "F" or (picture.mode == "I" and picture.format not in ("PNG", "PPM")):
+        raise ValueError("of 32 bits a number, whose range no file says; convert it to 8 or 16")
+    if picture.mode.startswith("I"):  # 16 bits, which convert() would cut off at 255
         picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     wanted = {1: "L", 3: "RGB"}
     if channels not in wanted:
         raise ValueError(f"model.channels={channels}: pictures have 1 or 3")
     return picture.convert(wanted[channels])
+
+
+def _check_pixels(width: int, height: int) -> None:
+    """ValueError for more than LARGEST."""
+    if width * height > LARGEST:
+        raise ValueError(f"{width} x {height} pixels, and {LARGEST:,} are read at most")
 
 
 def pixels_of(
@@ -155,11 +172,11 @@ def pixels_of(
 
     side = size[0]
     if random is None or cfg.crop == "center":
-        picture = center(picture, side, cfg.resize or side)
+        picture = center(picture, side, cfg)
     elif cfg.crop == "inception":
-        picture = inception(picture, side, cfg.least_area, random)
+        picture = inception(picture, side, cfg, random)
     else:
-        picture = resized(picture, (0, 0, *picture.size), side)
+        picture = resized(picture, (0, 0, *picture.size), side, cfg)
     if random is not None:
         if cfg.flip and random.random() < 0.5:
             picture = ImageOps.mirror(picture)
@@ -193,36 +210,46 @@ def as_picture(pixels: np.ndarray) -> "Image":
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
-def resized(picture: "Image", box: tuple[float, ...], side: int) -> "Image":
+def resized(picture: "Image", box: tuple[int, ...], side: int, cfg: ImageConfig) -> "Image":
     """A part of a picture as a square."""
+    return picture.resize((side, side), _filter(cfg), box)  # type: ignore[arg-type]
+
+
+def _filter(cfg: ImageConfig) -> "Resampling":
     from PIL.Image import Resampling
 
-    return picture.resize((side, side), Resampling.BILINEAR, box)  # type: ignore[arg-type]
+    return Resampling[cfg.resample.upper()]
 
 
-def center(picture: "Image", side: int, shorter: int) -> "Image":
-    """The middle of a picture whose shorter side is made `shorter`."""
-    width, height = picture.size
-    cut = side * min(width, height) / shorter
-    if cut > min(width, height):
-        raise ValueError(f"data.image.resize={shorter} is less than model.image_size={side}")
-    left, top = (width - cut) / 2, (height - cut) / 2
-    return resized(picture, (left, top, left + cut, top + cut), side)
+def center(picture: "Image", side: int, cfg: ImageConfig) -> "Image":
+    """The middle of a picture that was resized as a whole, to whole numbers of pixels cut off as
+    transformers' processors cut them."""
+    shorter = cfg.resize or side
+    width = height = shorter
+    if cfg.keep_ratio:
+        least = min(picture.size)
+        width, height = (int(shorter * length / least) for length in picture.size)
+    _check_pixels(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    made = picture.resize((width, height), _filter(cfg))
+    return made.crop((left, top, left + side, top + side))
 
 
-def inception(picture: "Image", side: int, least: float, random: np.random.Generator) -> "Image":
-    """A random part with an area between `least` and all of it (Szegedy et al. 2015,
+def inception(
+    picture: "Image", side: int, cfg: ImageConfig, random: np.random.Generator
+) -> "Image":
+    """A random part with an area between `least_area` and all of it (Szegedy et al. 2015,
     arXiv:1409.4842), or the whole picture where none is found."""
     width, height = picture.size
     for _ in range(TRIES):
-        area = random.uniform(least, 1.0) * width * height
+        area = random.uniform(cfg.least_area, 1.0) * width * height
         ratio = np.exp(random.uniform(*np.log(RATIO)))
         wide, high = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
         if 0 < wide <= width and 0 < high <= height:
             left = int(random.integers(0, width - wide + 1))
             top = int(random.integers(0, height - high + 1))
-            return resized(picture, (left, top, left + wide, top + high), side)
-    return resized(picture, (0, 0, width, height), side)
+            return resized(picture, (left, top, left + wide, top + high), side, cfg)
+    return resized(picture, (0, 0, width, height), side, cfg)
 
 
 def shifted(pixels: np.ndarray, most: int, random: np.random.Generator) -> np.ndarray:

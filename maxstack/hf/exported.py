@@ -15,9 +15,9 @@ import numpy as np
 from maxstack.config.spelling import did_you_mean
 from maxstack.data import byte_level
 from maxstack.data.chat import JINJA
-from maxstack.data.hub import DIFFUSERS, GENERATION, MODEL, TOKENIZER
+from maxstack.data.hub import DIFFUSERS, GENERATION, MODEL, PREPROCESSOR, PROCESSOR, TOKENIZER
 from maxstack.errors import ConfigError
-from maxstack.hf import unread
+from maxstack.hf import preprocessor, unread
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import VALUE, Contents, check_tensors
 from maxstack.hf.families import ALL, FAMILIES
@@ -31,8 +31,6 @@ from maxstack.schema.stack import StackConfig
 
 RECORD = "tensors.json"
 CONDITION, MODULATION = "condition/", "modulation"
-PREPROCESSOR = "preprocessor_config.json"
-"""How pictures are made pixels."""
 
 
 class Answers(NamedTuple):
@@ -62,6 +60,7 @@ def export(
     length: int | None = None,
     tokenizer: Path | Literal["source", "bytes"] = "source",
     answers: Answers = NO_ANSWERS,
+    images: preprocessor.Pictures | None = None,
     done: Callable[[int], object] = lambda count: None,
 ) -> Family:
     """Write `out`, whole or not at all. `shapes` are those of our weights by path, `read` gives a
@@ -69,7 +68,8 @@ def export(
 
     `source` is a folder with the config.json, tokenizer and dtypes that the model once came with;
     `length` the longest input that it was trained on; `tokenizer` the file of that which the model
-    was trained with, or that of `source`, or one of single bytes; `answers` are its texts.
+    was trained with, or that of `source`, or one of single bytes; `answers` are its texts,
+    `images` how its pictures became pixels.
     ConfigError where no family, or not the one of that architecture, can express the model.
     """
     came_with = byte_level.read(source / "config.json") if source else {}
@@ -110,8 +110,8 @@ def export(
             if answers.template is not None:
                 (folder / JINJA).write_text(answers.template, encoding="utf-8")
             _write_generation(source, folder, config, answers.ends)
-        elif source:
-            copy(source, (PREPROCESSOR,), folder)
+        elif family.model_type and images:
+            preprocessor.write(folder, images, source)
         stem = MODEL if family.model_type else DIFFUSERS
         body = "" if model.has_head else family.body  # which files of the bare body lack
         write_tensors(folder, bound, dtypes, read, shard_size, done, stem, body)
@@ -201,7 +201,7 @@ def record(contents: Contents, folder: Path) -> None:
     """Keep what an export will give back: config.json, tokenizer files, dtypes of tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", contents.folder.config)
-    for name in (*TOKENIZER, GENERATION, PREPROCESSOR):
+    for name in (*TOKENIZER, GENERATION, PREPROCESSOR, PROCESSOR):
         if os.path.lexists(contents.folder.path / name):
             shutil.copyfile(contents.folder.file(name), folder / name)
     copy(contents.folder.path, templates(contents.folder.path), folder)

@@ -22,6 +22,7 @@ from maxstack.hf.quantized import (
     finite,
     joined,
     kind_of,
+    schemes,
 )
 from maxstack.hf.tensors import Tensor
 
@@ -133,14 +134,16 @@ class Blockwise4(Quantized):
 
 def awq(settings: Mapping[str, Any]) -> Unpack:
     """AutoAWQ's `gemm`."""
-    expect(settings, {"bits": 4, "version": "gemm", "zero_point": True})
+    expect(settings, {"bits": 4, "version": "gemm", "format": "gemm", "zero_point": True})
     make = functools.partial(Grouped, 4, settings.get("group_size", 128), False, 0)
     return lambda tensors: joined("qweight", ["qzeros", "scales"], make, tensors, to="weight")
 
 
 def gptq(settings: Mapping[str, Any]) -> Unpack:
     """AutoGPTQ's and GPTQModel's, whose zeros are stored less one but for `gptq_v2`."""
-    bits, form = settings.get("bits"), settings.get("checkpoint_format", "gptq")
+    expect(settings, {"pack_dtype": "int32", "is_marlin_format": False})
+    bits, form = settings.get("bits"), settings.get("format", "gptq")
+    form = settings.get("checkpoint_format", form)
     if bits not in (2, 4, 8):
         raise ValueError(f"bits={quoted(bits)}: only 2, 4 and 8 are read")
     if form not in ("gptq", "gptq_v2"):
@@ -185,14 +188,11 @@ def bitsandbytes(settings: Mapping[str, Any]) -> Unpack:
 
 def eight_bits(settings: Mapping[str, Any]) -> Unpack:
     """compressed-tensors' int-quantized, float-quantized and naive-quantized."""
-    for name, group in (settings.get("config_groups") or {}).items():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict):
-            raise ValueError(f"config_groups.{name}.weights={quoted(weights)}: must be a mapping")
+    for weights in schemes(settings):
         expect(weights, {"num_bits": 8, "symmetric": True})
-        if weights.get("strategy") not in ("tensor", "channel"):
-            strategy = quoted(weights.get("strategy"))
-            raise ValueError(f"strategy={strategy}: only tensor and channel are read")
+        for key, allowed in (("strategy", ("tensor", "channel")), ("group_size", (None, -1))):
+            if weights.get(key) not in allowed:
+                raise ValueError(f"{key}={quoted(weights.get(key))}: only {allowed} are read")
     activations = ("input_scale", "input_zero_point", "k_scale", "v_scale")
 
     def unpack(tensors: Tensors) -> Tensors:

@@ -1,12 +1,13 @@
 """Weights that a model folder keeps in low precision, read as floats one tensor at a time."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from maxstack.config.annotations import listed
 from maxstack.errors import DataError, quoted
 from maxstack.hf.tensors import Tensor
 
@@ -16,6 +17,11 @@ E8M0_BIAS = 127
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 INT4_ZERO = 8
 SCALES = ("float32", "bfloat16", "float16")
+
+GROUP = "targets weights input_activations output_activations format"
+SCHEME = """num_bits type symmetric strategy group_size dynamic actorder scale_dtype zp_dtype
+observer observer_kwargs"""
+"""Keys of compressed-tensors' groups and of their weights; dtypes are those of the tensors."""
 
 Tensors = dict[str, Tensor]
 Unpack = Callable[[Tensors], Tensors]
@@ -151,7 +157,7 @@ def fp8(settings: Mapping[str, Any]) -> Unpack:
             f"weight_block_size={quoted(block)}: must be two whole numbers above 0; fp8 is read in "
             "blocks alone"
         )
-    expect(settings, {"fmt": "e4m3", "activation_scheme": "dynamic"})
+    expect(settings, {"fmt": "e4m3", "activation_scheme": "dynamic", "expert_dtype": "fp8"})
 
     def unpack(tensors: Tensors) -> Tensors:
         for name, tensor in tensors.items():
@@ -168,22 +174,48 @@ def compressed(settings: Mapping[str, Any]) -> Unpack:
     """compressed-tensors' int4 in groups. Layers that `ignore` names need no rule: theirs are
     floats."""
     expect({"format": "dense", **settings}, {"format": "pack-quantized"})
-    groups = settings.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise ValueError(f"config_groups={quoted(groups)}: must say how weights are quantized")
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
     sizes = []
-    for name, group in groups.items():
-        weights = group.get("weights") if isinstance(group, dict) else None
-        if not isinstance(weights, dict):
-            raise ValueError(f"config_groups.{name}.weights={quoted(weights)}: must be a mapping")
+    for weights in schemes(settings):
         expect({"num_bits": 8, **weights}, wanted)
         sizes.append(weights.get("group_size"))
+    if not sizes:
+        raise ValueError("config_groups={}: must say how weights are quantized")
     size = sizes[0]
     if sizes != [size] * len(sizes) or type(size) is not int or size < 1:
         raise ValueError("config_groups: must have one group_size for all weights")
     make = functools.partial(GroupInt4, size)
     return functools.partial(joined, "_packed", ["_scale", "_shape"], make)
+
+
+def schemes(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """`weights` of each of compressed-tensors' groups. ValueError for a key of a group, or a value,
+    that would change what they mean; what a group says of activations is not computed."""
+    expect(settings.get("sparsity_config") or {}, {"format": "dense"})
+    groups = settings.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise ValueError(f"config_groups={quoted(groups)}: must be a mapping")
+    for name, group in groups.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping):
+            raise ValueError(f"config_groups.{name}.weights={quoted(weights)}: must be a mapping")
+        check_keys(group, GROUP, f"config_groups.{name}.")
+        check_keys(weights, SCHEME, f"config_groups.{name}.weights.")
+        expect(
+            {"format": group.get("format") or settings["format"]}, {"format": settings["format"]}
+        )
+        expect(weights, {"dynamic": False})
+        if weights.get("actorder") not in (None, False, "weight", "static"):
+            raise ValueError(f"actorder={quoted(weights['actorder'])}: its order is not read")
+        yield weights
+
+
+def check_keys(settings: Mapping[str, Any], known: str, where: str = "") -> None:
+    """ValueError for keys that are not among the known ones and say something."""
+    nothing: Any = (None, {}, [], {"config_groups": {}})
+    given = {key for key, value in settings.items() if value not in nothing}
+    if unknown := sorted(given - {*known.split()}):
+        raise ValueError(f"{where}{listed(unknown)}: not known here, and may change the weights")
 
 
 def expect(settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -78,6 +78,7 @@ def check_finite(values: np.ndarray, where: str) -> None:
             odd = int((~np.isfinite(values)).sum())
             raise DataError(
                 f"{where}: {odd:,} of {values.size:,} numbers are NaN or infinite in "
-                f"{values.dtype}; get the weights anew, or take them as they are: "
+                f"{values.dtype}, which ends at {float(ml_dtypes.finfo(values.dtype).max):g}; give "
+                "a wider dtype, or get the weights anew, or take them as they are: "
                 "checkpoint.allow_nonfinite=true in a configuration, --allow-nonfinite for commands"
             )

@@ -15,6 +15,7 @@ from maxstack.config import atomic
 from maxstack.data.hub import INDEX, MODEL, SINGLE
 from maxstack.errors import ConfigError
 from maxstack.hf.binding import Bound, Target
+from maxstack.hf.folder import and_more
 from maxstack.hf.rows import Shape
 from maxstack.hf.safetensors_file import NAMES
 
@@ -93,16 +94,27 @@ def write_tensors(
     for tensor in bound:
         for target in tensor.targets:
             by_path.setdefault(target.path, []).append((tensor, target))
+    beyond: dict[str, float] = {}
     for path, uses in by_path.items():
         weight = np.asarray(read(path))
         for tensor, target in uses:
             out, slab = shards[tensor.name].arrays[tensor.name], np.asarray(weight[target.lead])
             slabs = [(out, slab)] if tensor.experts is None else zip(out, slab, strict=True)
             for part, values in slabs:
-                tensor.row.write(target.part, values, part, tensor.sizes)
+                with np.errstate(over="ignore"):
+                    tensor.row.write(target.part, values, part, tensor.sizes)
+                    largest = np.maximum(values.max(), -values.min())
+                    if np.isfinite(largest) and np.isinf(largest.astype(part.dtype)):
+                        beyond[tensor.name] = max(beyond.get(tensor.name, 0), float(largest))
         done(weight.size)
         for shard in {shards[tensor.name] for tensor, _ in uses}:
             shard.forget()
+    if beyond:
+        names = sorted(beyond)
+        raise ConfigError(
+            f"{', '.join(names[:5])}{and_more(names, 5)}: numbers up to {max(beyond.values()):g} "
+            f"are infinite in {dtypes[names[0]]}; give --dtype bfloat16 or float32"
+        )
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -371,7 +371,7 @@ class PictureSource(Source):
 
 
 class ImagesSource(PictureSource, Files):
-    """Picture files (JPEG, PNG, WebP, whatever Pillow reads), one a document. The class is the
+    """Picture files (AVIF, BMP, GIF, JPEG, PNG, PPM, TIFF, WebP), one a document. The class is the
     number of the file's folder in the order of their names."""
 
     kind: Literal["images"]
@@ -427,7 +427,10 @@ class RandAugmentConfig(Section):
 
 
 class ImageConfig(Section):
-    """From pictures to pixels of the model's image_size and channels."""
+    """From pictures to pixels of the model's image_size and channels. Where they are not given,
+    `resize`, `keep_ratio`, `resample`, `mean` and `std` are those of the folder's
+    preprocessor_config.json, or the run's, that the weights come from, and of eval.data those of
+    data."""
 
     crop: Literal["inception", "center", "none"] = "inception"
     """In training. inception: a random part (Szegedy et al. 2015, arXiv:1409.4842), resized;
@@ -445,6 +448,10 @@ class ImageConfig(Section):
     resize: PositiveInt | None = None
     """Shorter side of a picture before the centre is cut out of it; null: image_size, so that
     nothing but what makes it square is cut off."""
+    keep_ratio: bool = True
+    """false: both sides become `resize`, whatever their ratio was."""
+    resample: Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"] = "bilinear"
+    """Pillow's filter by which pictures are resized."""
     mean: Items[float] = (0.5,)
     """Subtracted from values between 0 and 1: of each channel, or of all."""
     std: Items[float] = (0.5,)

@@ -59,6 +59,12 @@ def image_faults(model: ImageModel, cfg: "Config", classes: int | None) -> Itera
             )
         if data.packing != "none":
             yield f"{key}.packing", "an image is a row of its own: set none, or leave it out"
+        if (data.image.resize or model.image_size) < model.image_size:
+            yield (
+                f"{key}.image.resize",
+                f"resize={data.image.resize} is less than model.image_size={model.image_size}, "
+                "which is cut out of it; give as much or more, or leave it out",
+            )
         for name in ("mean", "std"):
             given = len(getattr(data.image, name))
             if given not in (1, model.channels):

@@ -1,7 +1,9 @@
 """Pictures: sources, what is made of them, what is damaged."""
 
 import io
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -288,6 +290,76 @@ def test_sixteen_bits_keep_their_brightness():
     np.testing.assert_array_equal(found, [[0, 128], [64, 255]])
 
 
+def stored(pixels, kind="png", **settings):
+    """The bytes of a file."""
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, kind, **settings)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("orientation", "seen"),
+    [
+        (1, [[0, 50, 100], [150, 200, 250]]),
+        (2, [[100, 50, 0], [250, 200, 150]]),
+        (3, [[250, 200, 150], [100, 50, 0]]),
+        (4, [[150, 200, 250], [0, 50, 100]]),
+        (5, [[0, 150], [50, 200], [100, 250]]),
+        (6, [[150, 0], [200, 50], [250, 100]]),
+        (7, [[250, 100], [200, 50], [150, 0]]),
+        (8, [[100, 250], [50, 200], [0, 150]]),
+    ],
+)
+def test_a_picture_is_turned_as_its_exif_orientation_says(orientation, seen):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = np.array([[0, 50, 100], [150, 200, 250]], np.uint8)
+    for kind in ("png", "tiff"):
+        np.testing.assert_array_equal(decoded(stored(pixels, kind, exif=exif), 1), seen)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_numbers_of_32_bits_are_refused(dtype):
+    with pytest.raises(ValueError, match="of 32 bits a number, whose range no file says"):
+        decoded(stored(np.full((4, 4), 3, dtype), "tiff"), 1)
+
+
+def bomb():
+    """A PNG file that says that it has 30,000 x 3,000 pixels: more than Pillow warns of."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", 30_000, 3_000, 8, 2, 0, 0, 0)
+    made = stored(np.zeros((4, 4, 3), np.uint8))
+    crc = struct.pack(">I", zlib.crc32(header))
+    return made[:12] + header + crc + made[33:]
+
+
+BROKEN = {
+    "eps": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n",
+    "larger than Pillow warns of": bomb,
+    "larger than Pillow opens": lambda: bomb().replace(
+        *(b"IHDR" + struct.pack(">II", 30_000, high) for high in (3_000, 30_000))
+    ),
+    "avif": lambda: (x := stored(np.zeros((8, 8, 3), np.uint8), "avif"))[: len(x) * 2 // 3],
+    "tiff": lambda: stored(np.zeros((8, 8, 3), np.uint8), "tiff")[:60],
+    "webp": lambda: stored(np.zeros((64, 64, 3), np.uint8), "webp")[:40],
+    "empty": lambda: b"",
+}
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("name", BROKEN)
+def test_whatever_pillow_raises_is_a_broken_record_with_its_name(name, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("starts a program"))
+    source = folders()
+    (path,) = Path("train").glob("*/04.png")
+    path = path.rename(path.with_name("04.jpg"))
+    path.write_bytes(BROKEN[name]())
+    made = feed(source | {"files": ["train/*/*"]})
+    with pytest.raises(DataError, match=r"04\.jpg: no picture that can be read: "):
+        for _ in range(3):
+            next(made)
+    made.close()
+
+
 def test_latents_of_another_shape_are_named():
     made = feed(npz((4, 4, 3)), dtype="float16")
     with pytest.raises(DataError, match=r"a.npz: record .: latents of shape \[4, 4, 3\]"):
@@ -355,20 +427,22 @@ def image():
 def test_the_center_is_cut_after_the_shorter_side_was_made_small():
     pixels = np.zeros((64, 128, 3), np.uint8)
     pixels[16:48, 48:80] = 255  # what is left of the middle at half its side
-    half, whole = (np.asarray(center(Image.fromarray(pixels), 8, side)) for side in (16, 8))
+    sections = ImageConfig(resize=16), ImageConfig()
+    half, whole = (np.asarray(center(Image.fromarray(pixels), 8, cfg)) for cfg in sections)
     assert half.min() > 180 and whole[:1].max() == 0 and whole[3:5, 3:5].min() > 180
-    with pytest.raises(ValueError, match="data.image.resize=4 is less than model.image_size=8"):
-        center(Image.fromarray(pixels), 8, 4)
+    narrow = Image.new("RGB", (1, 20_000))
+    with pytest.raises(ValueError, match="89,478,485 are read at most"):
+        center(narrow, 224, ImageConfig())
 
 
 def test_random_parts_have_areas_and_ratios_in_range(monkeypatch):
     boxes = []
     monkeypatch.setattr(
-        "maxstack.data.images.resized", lambda picture, box, side: boxes.append(box) or picture
+        "maxstack.data.images.resized", lambda picture, box, *_: boxes.append(box) or picture
     )
     rng = np.random.default_rng(0)
     for _ in range(200):
-        inception(image(), 8, 0.2, rng)
+        inception(image(), 8, ImageConfig(least_area=0.2), rng)
     areas = [(right - left) * (low - top) / 2400 for left, top, right, low in boxes]
     ratios = [(right - left) / (low - top) for left, top, right, low in boxes]
     assert 0.17 < min(areas) < 0.3 and 0.8 < max(areas) <= 1.0

@@ -1,6 +1,7 @@
 """Every family's tables, both ways: config.json to a model and back, tensors to weights and back,
 bit by bit."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -67,6 +68,30 @@ def test_import_and_export_give_every_tensor_back(name, tmp_path):
             other.shape,
             other.tobytes(),
         ), tensor
+
+
+@pytest.mark.parametrize("largest", [65519.0, 1e5])
+def test_an_export_that_would_be_infinite_in_float16_is_refused_by_name(tmp_path, largest):
+    contents = Contents(GOLDENS["llama"])
+    shapes = shapes_of(contents.model)
+
+    def read(path):
+        weight = np.zeros(shapes[path], np.float32)
+        weight.flat[0] = -largest if path == "embed" else 1.0
+        return weight
+
+    give = functools.partial(export, contents.model, shapes, read, dtype="float16")
+    if largest < 65520:  # which is the first that rounds to infinity
+        give(tmp_path / "out")
+        assert np.isfinite(
+            Contents(tmp_path / "out").tensors["model.embed_tokens.weight"].array()
+        ).all()
+        return
+    with pytest.raises(
+        ConfigError, match=r"model\.embed_tokens\.weight: numbers up to 100000 are .*"
+    ):
+        give(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", GOLDENS)

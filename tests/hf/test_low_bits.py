@@ -146,11 +146,48 @@ def test_a_folder_is_read_as_the_floats_that_it_stands_for(tmp_path, pack, setti
         np.testing.assert_array_equal(contents.tensors[name].array(), wanted)
 
 
+INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+
+
+def group(**more):
+    """Settings of compressed-tensors with more in their group."""
+    weights = {"num_bits": 8, "symmetric": True, "strategy": "channel"}
+    return INT8 | {"config_groups": {"g": {"targets": ["Linear"], "weights": weights, **more}}}
+
+
+def weights(**more):
+    """Settings with more for the weights of their group."""
+    settings = group()
+    settings["config_groups"]["g"]["weights"] |= more
+    return settings
+
+
+def test_keys_that_say_nothing_of_weights_are_passed_over():
+    more = {"transform_config": {}, "kv_cache_scheme": None, "ignore": ["lm_head"]}
+    unpacking(weights(observer="minmax", actorder="weight", zp_dtype=None) | more, "config.json")
+    unpacking(GPTQ | {"desc_act": True, "dynamic": None, "meta": {"quantizer": []}}, "config.json")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         (AWQ | {"version": "gemv"}, "version='gemv': only 'gemm' is read"),
         (GPTQ | {"bits": 3}, "bits=3: only 2, 4 and 8 are read"),
+        (GPTQ | {"dynamic": {"-:.*down": {}}}, "dynamic: not known here"),
+        (GPTQ | {"rotation": "hadamard"}, "rotation: not known here"),
+        (GPTQ | {"adapter": {"name": "lora"}}, "adapter: not known here"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype='int16': only 'int32' is read"),
+        (AWQ | {"q_group_size": 64}, "q_group_size: not known here"),
+        ({"quant_method": "bitsandbytes", "outliers": 1}, "outliers: not known here"),
+        ({"quant_method": "mxfp4", "block": 16}, "block: not known here"),
+        (INT8 | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config: not known"),
+        (INT8 | {"sparsity_config": {"format": "sparse-24"}}, "format='sparse-24': only 'dense'"),
+        (group(zeros=1), r"config_groups.g.zeros: not known here"),
+        (group(format="float-quantized"), "format='float-quantized': only 'int-quantized'"),
+        (weights(block_structure=[2, 2]), "config_groups.g.weights.block_structure: not known"),
+        (weights(actorder="group"), "actorder='group': its order is not read"),
+        (weights(dynamic=True), "dynamic=True: only False is read"),
+        (weights(group_size=128), "group_size=128: only"),
         ({"quant_method": "torchao"}, "weights quantized by torchao are not supported; those by"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format='nv"),
     ],

@@ -160,8 +160,13 @@ def test_edges_that_are_no_whole_blocks(tmp_path, name, shape, size):
     parts, meant = quantize(weight, size)
     held = {f"x.weight{part}": array for part, array in parts.items()}
     safetensors.numpy.save_file(held, tmp_path / "model.safetensors")
-    described = said | {"weight_block_size": [128, 128]}
-    described["config_groups"] = {"all": {"weights": INT4 | {"group_size": size}}}
+    described = (
+        said
+        | {
+            "fp8": {"weight_block_size": [128, 128]},
+            "int4": {"config_groups": {"all": {"weights": INT4 | {"group_size": size}}}},
+        }[name]
+    )
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": described}))
     tensor = Folder(tmp_path).tensors()["model.x.weight"]
     assert tensor.shape == shape

@@ -1,0 +1,173 @@
+"""How the pictures of a model folder become pixels: its preprocessor_config.json, in which every
+key is computed, changes nothing or is refused, and data.image, both ways."""
+
+import functools
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+
+import numpy as np
+import yaml
+
+from maxstack.config.annotations import listed
+from maxstack.data.hub import MODEL, PREPROCESSOR, PROCESSOR
+from maxstack.data.json_files import read_object
+from maxstack.errors import ConfigError, quoted
+from maxstack.hf.folder import Folder
+from maxstack.hf.writer import write_json
+from maxstack.schema.data import ImageConfig
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+log = logging.getLogger(__name__)
+KEYS = "mean", "std", "resize", "keep_ratio", "resample"
+"""Of data.image, what a folder says."""
+FILTERS = get_args(ImageConfig.model_fields["resample"].annotation)
+"""Filters by Pillow's numbers."""
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text())
+
+
+class Pictures(NamedTuple):
+    """What a folder says of pictures."""
+
+    where: str
+    said: dict[str, Any]
+    """As the file has it."""
+    side: int
+    """Of the images that come out."""
+    image: dict[str, Any]
+    """KEYS of data.image, for images of that side."""
+
+    def at(self, side: int) -> dict[str, Any]:
+        """KEYS for images of another side, which show as much of a picture."""
+        resize = round(self.image["resize"] * side / self.side)
+        if side != self.side:
+            _tell(f"{self.where}: makes {self.side} pixels, not {side}: data.image.resize={resize}")
+        return self.image | {"resize": resize}
+
+
+def pictures(folder: Folder) -> Pictures | None:
+    """What a folder says of pictures; None, in a line, where it says nothing. ConfigError with each
+    key that is not computed here."""
+    where, said = _found(folder)
+    if said is None:
+        if folder.stem == MODEL:
+            _tell(f"{where}: no such file, so data.image is what the configuration makes it")
+        return None
+    kind = said.get("image_processor_type") or said.get("feature_extractor_type")
+    kind = re.sub("(FeatureExtractor|ImageProcessor)(Fast|Pil)?$", "", str(kind or ""))
+    kind = kind or folder.config.get("model_type")
+    given = {key: value for key, value in said.items() if value not in (None, {}, [])}
+    try:
+        if kind not in TABLE["classes"]:
+            raise ValueError(f"image_processor_type: {quoted(kind)} is not computed here")
+        values = TABLE["classes"][kind] | given
+        known = {*TABLE["classes"]["ViT"], *TABLE["inert"]}
+        off = {key for key, value in given.items() if key.startswith("do_") and value is False}
+        if unknown := sorted(given.keys() - known - off):
+            raise ValueError(f"unknown keys: {listed(unknown)}")
+        return Pictures(where, said, *_understood(values))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{where}: {error}; correct it, or copy the folder without this file, and give "
+            f"{listed([f'data.image.{key}' for key in KEYS])} yourself"
+        ) from None
+
+
+def _found(folder: Folder) -> tuple[str, dict[str, Any] | None]:
+    """Path and content; the `image_processor` of processor_config.json goes first, as in
+    transformers."""
+    path = folder.path / PREPROCESSOR
+    if (folder.path / PROCESSOR).is_file():
+        inner = read_object(folder.file(PROCESSOR)).get("image_processor")
+        if isinstance(inner, dict):
+            return str(folder.path / PROCESSOR), inner
+    return str(path), read_object(folder.file(PREPROCESSOR)) if path.is_file() else None
+
+
+def _understood(values: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Side of the images, and KEYS of data.image. ValueError for what they cannot say."""
+    resize, keep_ratio = _size("size", values)
+    side, loose = _size("crop_size", values) if values["do_center_crop"] else (resize, keep_ratio)
+    if not values["do_resize"] or loose or side > resize:
+        keys = "do_resize", "size", "do_center_crop", "crop_size"
+        said = ", ".join(f"{key}={quoted(values[key])}" for key in keys)
+        raise ValueError(f"{said}: does not make a square without a border of every picture")
+    if values["resample"] not in range(len(FILTERS)):
+        raise ValueError(f"resample={quoted(values['resample'])}: is none of Pillow's filters")
+    # (factor x - mean) / std of values x up to 255, where data.image has x / 255.
+    factor = 255 * (values["rescale_factor"] if values["do_rescale"] else 1)
+    if not 0 < factor < float("inf"):
+        raise ValueError(f"rescale_factor={quoted(values['rescale_factor'])}: must be above 0")
+    shift, scale = values["image_mean"], values["image_std"]
+    if not values["do_normalize"]:
+        shift, scale = 0.0, 1.0
+    image = ImageConfig(
+        mean=(np.atleast_1d(shift) / factor).tolist(),
+        std=(np.atleast_1d(scale) / factor).tolist(),
+        resize=resize,
+        keep_ratio=keep_ratio,
+        resample=FILTERS[values["resample"]],
+    )
+    return side, image.model_dump(mode="json", include={*KEYS})
+
+
+def _size(key: str, values: dict[str, Any]) -> tuple[int, bool]:
+    """A side, and whether it is that of the shorter one alone."""
+    size = values[key]
+    if isinstance(size, int):
+        square = values["default_to_square"] or key == "crop_size"
+        size = [size, size] if square else {"shortest_edge": size}
+    if isinstance(size, list):
+        size = dict(zip(("height", "width"), size, strict=True))
+    loose = [*size] == ["shortest_edge"]
+    if (not loose and {*size} != {"height", "width"}) or len({*size.values()}) > 1:
+        raise ValueError(f"{key}={quoted(size)}: must be a shortest_edge, or a height as its width")
+    return next(iter(size.values())), loose
+
+
+def of_run(where: str, cfg: "Config") -> Pictures | None:
+    """What a run says of pictures, as a folder would; None where it reads none."""
+    model: Any = cfg.model
+    if model.tokens is None or model.channels not in (1, 3):
+        return None
+    image, size = cfg.data.image, model.image_size
+    mean, std = (
+        tuple(np.broadcast_to(each, model.channels).tolist()) for each in (image.mean, image.std)
+    )
+    own = image.model_copy(update={"mean": mean, "std": std, "resize": image.resize or size})
+    return Pictures(where, {}, size, own.model_dump(mode="json", include={*KEYS}))
+
+
+def write(out: Path, own: Pictures, source: Path | None) -> None:
+    """preprocessor_config.json of what a run says, as of its evaluation: that of `source`, the
+    folder that it came with, where that says the same, else one of BitImageProcessor, which
+    computes all that data.image can say."""
+    try:
+        came = pictures(Folder(source, weights=False)) if source else None
+    except ConfigError:  # which the run cannot have followed
+        came = None
+    if came and came[2:] == own[2:]:
+        write_json(out / PREPROCESSOR, came.said)
+        return
+    if came:
+        _tell(f"{PREPROCESSOR}: is of the run's data.image, in place of {came.where}")
+    image = own.image
+    edges = ("shortest_edge",) if image["keep_ratio"] else ("height", "width")
+    said = {
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": len(image["mean"]) == 3,
+        "size": dict.fromkeys(edges, image["resize"]),
+        "crop_size": {"height": own.side, "width": own.side},
+        "resample": FILTERS.index(image["resample"]),
+        "image_mean": image["mean"],
+        "image_std": image["std"],
+    }
+    write_json(out / PREPROCESSOR, TABLE["classes"]["Bit"] | said)
+
+
+@functools.cache
+def _tell(message: str) -> None:
+    log.warning("%s", message)
