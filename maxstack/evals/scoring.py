@@ -1,7 +1,8 @@
 """Log-probabilities of continuations, many in a row of tokens, on a run's mesh. Shapes: B rows
-T time  D embed  V vocab."""
+T time  S scored tokens  D embed  V vocab."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 LOGITS = 1 << 30
 """Bytes of logits on a device at a time, about."""
+NARROWEST = 128
+"""Tokens of a row at least, where rows are made narrower than requests may be."""
 
 
 class Scored(NamedTuple):
@@ -35,22 +38,25 @@ class Scored(NamedTuple):
 class Scorer:
     """Scores rows that hold several requests each, one after the other as packed documents lie.
 
-    Rows depend on the requests alone, and are the same on any mesh; every process makes them all
-    and computes its share.
+    Requests lie in the narrowest rows of a few widths that hold them, since attention and empty
+    ends of rows cost by the width; those that differ in their last token alone, as choices of a
+    letter do, are one; and logits are made where tokens are scored. Rows depend on the requests
+    alone, and are the same on any mesh; every process makes them all and computes its share.
     """
 
     def __init__(self, run: "Run", batch_size: int, length: int):
         """`length`: tokens of a row. Both are rounded up to what the mesh divides."""
         rules, shape = run.cfg.mesh.rules, run.mesh.shape
-        pieces, over = parts(rules["seq"], shape), parts(rules["batch"], shape)
-        self.height = -(-batch_size // over) * over
-        self.length = length if pieces == 1 else -(-length // (2 * pieces)) * 2 * pieces
+        self._pieces, self._over = parts(rules["seq"], shape), parts(rules["batch"], shape)
+        self.height = -(-batch_size // self._over) * self._over
+        unit = 2 * self._pieces if self._pieces > 1 else 1
+        self.length = -(-length // unit) * unit
+        self._widths = [self.length]
+        while (narrower := -(-self._widths[0] // 4 // unit) * unit) >= NARROWEST:
+            self._widths.insert(0, narrower)
+        self._vocab = run.cfg.decoder.vocab / parts(rules["vocab"], shape)
         self._run = run
-        chunk = 1
-        if pieces == 1:
-            vocab = run.cfg.decoder.vocab / parts(rules["vocab"], shape)
-            chunk = _divisor(self.length, self.height / over * self.length * vocab * 4 / LOGITS)
-        self._step = run.of_models(_scored(chunk))
+        self._step = functools.cache(lambda chunks: run.of_models(_scored(chunks)))
         self.cut = 0
         """Requests so far that lost their beginning."""
 
@@ -78,61 +84,116 @@ class Scorer:
             Scored(tokens[(lost := max(0, len(tokens) - self.length - 1)) :], max(begin - lost, 1))
             for tokens, begin in requests
         ]
-        rows = packed([len(each.tokens) - 1 for each in cut], self.length)
         found: list[Likelihood | None] = [None] * len(cut)
-        for first in tqdm.tqdm(
-            range(0, len(rows), self.height),
-            desc=progress,
-            unit=" batches",
-            disable=not progress or None,
+        batches = [*self._batches(cut)]
+        for batch in tqdm.tqdm(
+            batches, desc=progress, unit=" batches", disable=not progress or None
         ):
-            batch = rows[first : first + self.height]
-            result = jax.device_get(self._step(params, self._placed(batch, cut)))
-            for row, members in enumerate(batch):
-                for number, start in members:
-                    tokens, begin = cut[number]
-                    span = slice(start + begin - 1, start + len(tokens) - 1)
-                    found[number] = Likelihood(
-                        -float(result["nll"][row, span].sum(dtype=np.float64)),
-                        bool(result["best"][row, span].all()),
-                        len(tokens) - begin,
-                    )
+            scored = batch.arrays["at"].shape[1]
+            chunks = 1
+            if self._pieces == 1:
+                rows = len(batch.arrays["at"]) / self._over
+                chunks = _divisor(scored, rows * scored * self._vocab * 4 / LOGITS)
+            result = jax.device_get(self._step(chunks)(params, self._placed(batch.arrays)))
+            for number, row, first in batch.places:
+                tokens, begin = cut[number]
+                span = slice(first, first + len(tokens) - begin)
+                found[number] = Likelihood(
+                    -float(result["nll"][row, span].sum(dtype=np.float64)),
+                    bool(result["best"][row, span].all()),
+                    len(tokens) - begin,
+                )
         return [each for each in found if each is not None]
 
-    def _placed(self, rows: list[list[tuple[int, int]]], cut: list[Scored]) -> dict[str, jax.Array]:
-        shape = self.height, self.length
-        names = "tokens", "targets", "positions", "segments"
-        arrays: dict[str, np.ndarray] = {name: np.zeros(shape, np.int32) for name in names}
-        for row, members in enumerate(rows):
-            for segment, (number, start) in enumerate(members, 1):
-                tokens = np.asarray(cut[number].tokens, np.int32)
-                span = slice(start, start + len(tokens) - 1)
-                arrays["tokens"][row, span] = tokens[:-1]
-                arrays["targets"][row, span] = tokens[1:]
-                arrays["positions"][row, span] = np.arange(len(tokens) - 1)
-                arrays["segments"][row, span] = segment
-        arrays["real"] = arrays["segments"] > 0
-        batches = self._run.batches
-        own = batches.rows(self.height)
+    def _batches(self, cut: Sequence[Scored]) -> "Iterator[_Rows]":
+        """Rows of each width, as many at a time as asked for, and then as few as the mesh takes, so
+        that none is empty."""
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for number, each in enumerate(cut):
+            alike.setdefault(tuple(each.tokens[:-1]), []).append(number)
+        by_width: dict[int, list[list[int]]] = {width: [] for width in self._widths}
+        for inputs, numbers in alike.items():
+            width = next(width for width in self._widths if len(inputs) <= width)
+            by_width[width].append(numbers)
+        for width, spans in by_width.items():
+            counts = [sum(len(cut[n].tokens) - cut[n].begin for n in each) for each in spans]
+            rows = packed([len(cut[each[0]].tokens) - 1 for each in spans], width, counts)
+            few = all(sum(counts[i] for i, _ in row) <= width // 4 for row in rows)
+            scored = width // 4 if few and self._pieces == 1 else width
+            while rows:
+                height = self.height if len(rows) >= self.height else self._over
+                yield _Rows(rows[:height], spans, cut, (height, width, scored))
+                rows = rows[height:]
+
+    def _placed(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        batches, height = self._run.batches, len(arrays["tokens"])
+        own = batches.rows(height)
         return {
-            name: batches.put(array[own], self.height, batches.sharding(name))
+            name: batches.put(array[own], height, batches.sharding(name))
             for name, array in arrays.items()
         }
 
 
-def packed(lengths: Sequence[int], width: int) -> list[list[tuple[int, int]]]:
+class _Rows:
+    """Rows of spans of tokens, each for one or more requests, as arrays.
+
+    tokens, positions, segments, real [B, T]; `at` and targets [B, S]: the inputs after which a
+    target is scored. `places`: of each request, its row and where in S it begins."""
+
+    def __init__(
+        self,
+        rows: Sequence[Sequence[tuple[int, int]]],
+        spans: Sequence[Sequence[int]],
+        cut: Sequence[Scored],
+        shape: tuple[int, int, int],
+    ):
+        height, width, scored = shape
+        self.arrays: dict[str, np.ndarray] = {
+            name: np.zeros((height, width), np.int32)
+            for name in ("tokens", "positions", "segments")
+        }
+        for name in ("at", "targets"):
+            self.arrays[name] = np.zeros((height, scored), np.int32)
+        self.places: list[tuple[int, int, int]] = []
+        for row, members in enumerate(rows):
+            free = 0
+            for segment, (span, start) in enumerate(members, 1):
+                inputs = cut[spans[span][0]].tokens[:-1]
+                where = slice(start, start + len(inputs))
+                self.arrays["tokens"][row, where] = inputs
+                self.arrays["positions"][row, where] = np.arange(len(inputs))
+                self.arrays["segments"][row, where] = segment
+                for number in spans[span]:
+                    tokens, begin = cut[number]
+                    end = free + len(tokens) - begin
+                    self.arrays["targets"][row, free:end] = tokens[begin:]
+                    self.arrays["at"][row, free:end] = start + np.arange(begin - 1, len(inputs))
+                    self.places.append((number, row, free))
+                    free = end
+        self.arrays["real"] = self.arrays["segments"] > 0
+
+
+def packed(
+    lengths: Sequence[int], width: int, scored: Sequence[int] | None = None
+) -> list[list[tuple[int, int]]]:
     """Rows of (number, start) that hold spans of these lengths, none more than `width`: the longest
-    first, each into the fullest row with room for it."""
+    first, each into the fullest row with room for it, and for what is `scored` of it."""
     rows: list[list[tuple[int, int]]] = []
+    left: list[int] = []
     by_room: list[list[int]] = [[] for _ in range(width + 1)]
+    counts = scored or [0] * len(lengths)
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         need = lengths[number]
-        room = next((room for room in range(need, width + 1) if by_room[room]), width)
-        if not by_room[room]:
-            by_room[width].append(len(rows))
+        rooms = ((room, row) for room in range(need, width + 1) for row in by_room[room])
+        room, row = next((each for each in rooms if left[each[1]] >= counts[number]), (width, -1))
+        if row < 0:
+            row = len(rows)
             rows.append([])
-        row = by_room[room].pop(0)
+            left.append(width)
+        else:
+            by_room[room].remove(row)
         rows[row].append((number, width - room))
+        left[row] -= counts[number]
         by_room[room - need].append(row)
     return rows
 
@@ -195,24 +256,24 @@ class Texts:
 
 def _scored(chunks: int) -> Callable[[Models, Batch], Batch]:
     """A function of models and a batch -> nll float32 and whether the target is the likeliest,
-    both [B, T]; logits are made in so many pieces of the rows."""
+    both [B, S]; logits are made in so many pieces of the rows."""
 
     def of(models: Models, batch: Batch) -> dict[str, jax.Array]:
         model = models.policy
-        x_BTD = model.hidden(batch)
+        x_BSD = jnp.take_along_axis(model.hidden(batch), batch["at"][..., None], axis=1)
 
         def piece(of_piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            x_BTD, targets_BT = of_piece
-            logits_BTV = model.logits(x_BTD)
-            nll_BT, _ = cross_entropy(logits_BTV, targets_BT)
-            return nll_BT, logits_BTV.argmax(-1) == targets_BT
+            x_BSD, targets_BS = of_piece
+            logits_BSV = model.logits(x_BSD)
+            nll_BS, _ = cross_entropy(logits_BSV, targets_BS)
+            return nll_BS, logits_BSV.argmax(-1) == targets_BS
 
         if chunks == 1:
-            nll, best = piece((x_BTD, batch["targets"]))
+            nll, best = piece((x_BSD, batch["targets"]))
             return {"nll": nll, "best": best}
         cut = jax.tree.map(
             lambda x: jnp.moveaxis(x.reshape(len(x), chunks, -1, *x.shape[2:]), 1, 0),
-            (x_BTD, batch["targets"]),
+            (x_BSD, batch["targets"]),
         )
         joined = [
             jnp.moveaxis(x, 0, 1).reshape(batch["targets"].shape) for x in jax.lax.map(piece, cut)
