@@ -3,6 +3,7 @@ runs."""
 
 import collections
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -32,11 +33,21 @@ class Meter:
         self._pending: tuple[int, dict[str, jax.Array], float, float, Future[float]] | None = None
         self._thread = ThreadPoolExecutor(1, "meter")
         self._ready = self._waited = 0.0
-        self._busy, self._count, self._tokens, self._rows = 0.0, 0, 0, 0
+        self._busy, self._count, self._rows = 0.0, 0, 0
+        self._tokens = self._before = 0
         self._fed = collections.Counter[str]()
         self._lag = Lag(0, 0.0, 0.0, 0.0)
         self._still = collections.deque[float](maxlen=WATCHED)
         self._rate, self._told, self._silent = float("inf"), False, 0
+
+    def to_json(self) -> dict[str, int]:
+        """What a checkpoint keeps: the tokens of all steps so far, without padding."""
+        return {"tokens": self._tokens}
+
+    def restore(self, saved: Mapping[str, Any], step: int) -> None:
+        """Go on from a step, where `to_json` returned `saved`."""
+        self._tokens = saved.get("tokens", self._stages.tokens(step)) if step else 0
+        self._before = self._tokens
 
     def restart(self) -> None:
         """Begin the next step's time now."""
@@ -62,30 +73,31 @@ class Meter:
         with jax.profiler.TraceAnnotation("wait for the step before"):
             now = ready.result()
         values = {name: float(value) for name, value in jax.device_get(scalars).items()}
+        fed = {name[4:]: int(value) for name, value in values.items() if name.startswith("fed/")}
         del values["weight"]
         late = min(max(0.0, dispatched - self._ready), now - self._ready)
         starved = max(0.0, min(waited - self._waited, late))
         seconds, self._ready, self._waited = now - self._ready, now, waited
         row = {"step": step, "loss": values.pop("loss")} | values
         _, rows, length = self._stages.at(step)
+        tokens = sum(fed.values()) if fed and not self._images else rows * length
+        self._tokens += tokens
         row |= {
-            "tokens": self._stages.tokens(step),
-            "tokens_per_second": rows * length / seconds,
+            "tokens": self._tokens,
+            "tokens_per_second": tokens / seconds,
             "step_seconds": seconds,
         }
         if self._images:
             row["images_per_second"] = rows / seconds
         if self._peak:
             flops = self._run.flops_of(length)
-            row["mfu"] = flops * row["tokens_per_second"] / self._peak
+            row["mfu"] = flops * rows * length / seconds / self._peak
         row["data_wait"] = starved / seconds
         if "rollout_wait" in row:
             row["update_seconds"] = max(0.0, seconds - row["rollout_wait"])
         self._busy, self._count = self._busy + seconds, self._count + 1
-        self._tokens, self._rows = self._tokens + rows * length, self._rows + rows
-        self._fed.update(
-            {name[4:]: int(value) for name, value in row.items() if name.startswith("fed/")}
-        )
+        self._rows += rows
+        self._fed.update(fed)
         lag = self._lag
         self._lag = Lag(
             lag.steps + 1, lag.seconds + seconds, lag.late + late, lag.starved + starved
@@ -142,7 +154,9 @@ class Meter:
         """A line about all steps: how many, how fast; "" where there were none."""
         if not self._count:
             return ""
-        number, unit = (self._rows, "images") if self._images else (self._tokens, "tokens")
+        number, unit = (
+            (self._rows, "images") if self._images else (self._tokens - self._before, "tokens")
+        )
         shares = [f"{count / self._fed.total():.1%} {name}" for name, count in self._fed.items()]
         fed = f"; fed {', '.join(shares)}" if len(shares) > 1 else ""
         return (

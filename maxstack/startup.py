@@ -43,19 +43,20 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 
-def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "Config":
-    """The configuration with the train.steps that train.epochs take, the same in every process."""
+def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, Sequence[np.ndarray] | None]":
+    """The configuration with the train.steps that train.epochs take, the same in every process, and
+    the documents that lanes take out of turn."""
     if cfg.train.epochs is None:
-        return cfg
+        return cfg, None
     prepare_tokenizer(cfg)  # how many rows the documents fill depends on it
     from maxstack.data.batches import Batches
-    from maxstack.data.epochs import steps_of, with_epochs
+    from maxstack.data.epochs import dealt, with_epochs
     from maxstack.objectives.objective import objective_of
 
     cfg, fields = with_epochs(cfg), objective_of(cfg).fields
     lanes = Batches(cfg, mesh, fields).rows(cfg.train.batch_size)
-    steps = max(Peers().exchange("epochs", steps_of(cfg, lanes, fields)))
-    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": steps})})
+    steps, moves = dealt(cfg, lanes, fields)
+    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": steps})}), moves
 
 
 def prepare_tokenizer(cfg: "Config") -> None:
@@ -126,7 +127,10 @@ def engine_bytes(run: Run) -> dict[str, int]:
 
 
 def open_feed(
-    run: Run, folder: Path, ending: contextlib.ExitStack
+    run: Run,
+    folder: Path,
+    ending: contextlib.ExitStack,
+    moves: "Sequence[np.ndarray] | None" = None,
 ) -> "tuple[BatchFeed, Maker | None]":
     """The feed of a run's batches, until `ending` is closed, and what makes them where they are
     samples of the model. ConfigError or DataError where a part of it cannot be used."""
@@ -143,6 +147,7 @@ def open_feed(
             fields=fields,
             stages=cfg.stages,
             figures=Fed(cfg.data, run.batches, fields),
+            moves=moves,
             may_end=cfg.train.epochs is not None,
         )
         ending.callback(feed.close)

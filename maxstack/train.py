@@ -155,7 +155,7 @@ def train(
     heart = startup.watched(cfg, ending, _is_program)
     keep_programs(cfg.run.compilation_cache, named=cfg.train.profile is not None)
     mesh = startup.make_mesh(cfg, left)
-    cfg = startup.counted(cfg, mesh)
+    cfg, moves = startup.counted(cfg, mesh)
     run = assemble(cfg, mesh)
     steps = ShapedSteps(run)
     steps.check_memory(startup.engine_bytes(run))
@@ -166,7 +166,7 @@ def train(
     folder = run_folder.claim(cfg, first, ending)
     ledger = Ledger(folder, first, started, doing=heart.doing if heart else None)
     ending.callback(ledger.stop)
-    feed, maker = startup.open_feed(run, folder, ending)
+    feed, maker = startup.open_feed(run, folder, ending, moves)
     meter = Meter(run, feed)
     ending.push(lambda kind, error, _: startup.explain_memory(error, meter))
     log = Log(folder, cfg.train.steps, first)
@@ -181,6 +181,7 @@ def train(
     policy, stopping = Policy(cfg.faults, notes), StopEarly(cfg.train.stop_early, notes)
     begin = int(state.step) if state else 0
     startup.check_steps(cfg, begin)
+    meter.restore(notes, begin)
 
     trackers = Trackers(folder, cfg) if first and cfg.run.trackers else None
     writer = Writer(folder, first, trackers, begin)
@@ -193,7 +194,7 @@ def train(
         done_before = stopping.why if stopping.over else f"train.steps={begin} are done"
         log.say(f"nothing left to do: {done_before}")
         if saves:
-            saves.complete(begin, state, feed, policy.to_json() | stopping.to_json())
+            saves.complete(begin, state, feed, saves.notes)
         _close(feed, saves, writer, log)
         ledger.close()
         return 0
@@ -248,7 +249,7 @@ def train(
     def save_now(step: int, evaluated: dict[str, float], last: bool) -> None:
         """Save the state with where the feed and the policies stand."""
         assert saves
-        past = policy.to_json() | stopping.to_json()
+        past = policy.to_json() | stopping.to_json() | meter.to_json()
         with ledger.spent("save"):
             saves.save(step, state, feed, past, evaluated, last)
 
@@ -304,6 +305,7 @@ def train(
                 state = startup.go_back(back, run, saves, feed, start, policy, log)
             stopping.restore(saves.notes if saves else {})
             step = int(state.step)
+            meter.restore(saves.notes if saves else {}, step)
             ledger.resume(step)
             shaped = tracer.shaped = steps.at(step + 1)
             meter.restart()

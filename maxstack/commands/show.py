@@ -42,6 +42,8 @@ def show(cfg: "Config", batches: int, rows: int, out: str, *, full: bool, evalua
         return _draw(feed, batches, out)
     tokenizer = open_tokenizer(data.tokenizer)
     print("\n".join(feed.describe()))
+    if cfg.train.epochs and not evaluation:
+        print("train.epochs: a run also exchanges documents between rows, to end them together")
     try:
         for number in range(batches):
             batch = next(feed)

@@ -6,9 +6,8 @@ so lanes that only take turns come to the end of a pass far apart, and a run of 
 spend its last steps on rows that are mostly padding (EXPERIMENTS.md). Where all lengths are known,
 `level` therefore moves documents at the end of each pass: every lane gives its last ones to a pool,
 and from there each, the longest first, goes to the lane that has the least so far (longest
-processing time first; Graham 1969, doi:10.1137/0117039). A Deal keeps those moves alone, which are
-a few documents a lane and pass; all else is arithmetic. The order of a lane's documents stays that
-of their places.
+processing time first; Graham 1969, doi:10.1137/0117039). A Deal keeps those moves alone; all else
+is arithmetic. The order of a lane's documents stays that of their places.
 """
 
 import bisect
@@ -18,8 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxstack.data.files import digest
+
 POOLED = 8
-"""Documents of mean length that a lane of mean length gives to the pool."""
+"""Documents of mean length that a lane of mean length gives to the pool at first."""
+LEVEL = 0.01
+"""What a lane may have more than the mean; where one has, the pool is doubled."""
 
 
 class Pass(NamedTuple):
@@ -34,29 +37,48 @@ class Pass(NamedTuple):
 
 def level(passes: Iterable[Pass], sources: int, lanes: int) -> list[np.ndarray]:
     """Moves of each source, int64 [moves, 2] of (place, lane that takes it), by which the lanes'
-    totals are level after each of the passes, which follow each other."""
-    moves: list[list[tuple[int, int]]] = [[] for _ in range(sources)]
+    totals are level after each of the passes, which follow each other. Further passes change none
+    of the moves of those before."""
+    moves: list[list[np.ndarray]] = [[np.zeros((0, 2), np.int64)] for _ in range(sources)]
     totals = np.zeros(lanes)
     for source, first, lengths in passes:
-        lane_of = (first + np.arange(len(lengths))) % lanes
-        totals += np.bincount(lane_of, lengths, lanes)
-        floor, pool = totals.mean() - POOLED * lengths.mean(), list[int]()
-        for lane in range(lanes):
-            own = np.arange((lane - first) % lanes, len(lengths), lanes)[::-1]
-            left = totals[lane] - np.cumsum(lengths[own]) + lengths[own]
-            given = own[(left > floor) & (lengths[own] > 0)]
-            totals[lane] -= lengths[given].sum()
-            pool += given.tolist()
-        shortest = [(total, lane) for lane, total in enumerate(totals.tolist())]
-        heapq.heapify(shortest)
-        for at in sorted(pool, key=lambda at: (-lengths[at], at)):
-            total, lane = shortest[0]
-            heapq.heapreplace(shortest, (total + float(lengths[at]), lane))
-            if lane != lane_of[at]:
-                moves[source].append((first + at, lane))
-        for total, lane in shortest:
-            totals[lane] = total
-    return [np.array(pairs, np.int64).reshape(-1, 2) for pairs in moves]
+        in_turn = (first + np.arange(len(lengths))) % lanes
+        taker, pooled = in_turn, 0
+        levelled = totals + np.bincount(in_turn, lengths, lanes)
+        while levelled.max() > (1 + LEVEL) * levelled.mean() and pooled * lanes < len(lengths):
+            pooled = 2 * pooled or POOLED
+            taker, levelled = _dealt(totals, lengths, in_turn, pooled)
+        totals, moved = levelled, np.flatnonzero(taker != in_turn)
+        moves[source].append(np.stack([first + moved, taker[moved]], 1))
+    return [np.concatenate(pairs) for pairs in moves]
+
+
+def _dealt(
+    totals: np.ndarray, lengths: np.ndarray, in_turn: np.ndarray, pooled: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The lane that takes each document of a pass, and the lanes' totals after it."""
+    taker, totals = in_turn.copy(), totals + np.bincount(in_turn, lengths, len(totals))
+    floor, pool = totals.mean() - pooled * lengths.mean(), list[int]()
+    for lane in range(len(totals)):
+        own = np.arange((lane - in_turn[0]) % len(totals), len(lengths), len(totals))[::-1]
+        left = totals[lane] - np.cumsum(lengths[own]) + lengths[own]
+        given = own[(left > floor) & (lengths[own] > 0)]
+        totals[lane] -= lengths[given].sum()
+        pool += given.tolist()
+    shortest = [(total, lane) for lane, total in enumerate(totals.tolist())]
+    heapq.heapify(shortest)
+    for at in sorted(pool, key=lambda at: (-lengths[at], at)):
+        total, taker[at] = shortest[0]
+        heapq.heapreplace(shortest, (total + float(lengths[at]), int(taker[at])))
+    for total, lane in shortest:
+        totals[lane] = total
+    return taker, totals
+
+
+def marked(moves: np.ndarray, first: int | None = None) -> str:
+    """What tells the `first` moves, or all, from others: their number and a digest."""
+    moves = moves[:first]
+    return f"{len(moves)} {digest(moves.tobytes())}"
 
 
 class Deal:
@@ -68,30 +90,29 @@ class Deal:
 
     def count(self, lane: int) -> float:
         """Documents that a lane takes in all."""
-        own = np.ceil((self._limit - lane) / self._lanes)
-        if self._moves is None:
-            return max(0.0, own)
+        in_turn = max(0.0, np.ceil((self._limit - lane) / self._lanes))
         _, added, gone = self._exceptions(lane)
-        return max(0.0, own) + len(added) - len(gone)
+        return in_turn + len(added) - len(gone)
 
     def place(self, lane: int, number: int) -> int:
         """The place of a lane's document, which are numbered from 0."""
-        if self._moves is not None:
-            numbers, added, gone = self._exceptions(lane)
-            before = bisect.bisect_left(numbers, number)
-            if before < len(numbers) and numbers[before] == number:
-                return added[before]
-            number -= before
-            number += bisect.bisect_right(gone, number)
+        numbers, added, gone = self._exceptions(lane)
+        before = bisect.bisect_left(numbers, number)
+        if before < len(numbers) and numbers[before] == number:
+            return added[before]
+        number -= before
+        number += bisect.bisect_right(gone, number)
         return number * self._lanes + lane
 
     def _exceptions(self, lane: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
         """(Numbers that documents from other lanes have, their places; of each that another lane
         took, how many of its turn that nobody took come before it)."""
+        if self._moves is None:
+            return (), (), ()
         if lane not in self._known:
-            assert self._moves is not None
             places, takers = self._moves.T
-            gone, added = np.sort(places[places % self._lanes == lane]), np.sort(places[takers == lane])
+            gone = np.sort(places[places % self._lanes == lane])
+            added = np.sort(places[takers == lane])
             own = -((lane - added) // self._lanes) - np.searchsorted(gone, added)
             self._known[lane] = (
                 (own + np.arange(len(added))).tolist(),

@@ -1,19 +1,68 @@
-"""The steps of a run that is to see its data some times: counted by packing all of it once."""
+"""The steps of a run that is to see its data some times, and the documents that each lane takes for
+all to come to the end together: documents are measured once, dealt, and packed as blanks."""
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxstack.cluster.peers import Peers
 from maxstack.config import storage
+from maxstack.data.deal import Pass, level
+from maxstack.data.examples import Segment, Unit
 from maxstack.data.files import digest
-from maxstack.data.lanes import FED, Rows
+from maxstack.data.lanes import FED, Rows, maker_of
 from maxstack.data.mixture import Mixture
+from maxstack.data.quarantine import Quarantine
 from maxstack.data.sources import open_sources
+from maxstack.errors import DataError
 from maxstack.report.progress import progress
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
     from maxstack.schema.objective import RowField as Field
+
+BLANK = np.zeros(1, np.int32)
+
+
+class Dealt(NamedTuple):
+    """What is known of a run before its first batch."""
+
+    steps: int
+    """Batches until no lane has anything left."""
+    moves: list[np.ndarray] | None
+    """By source, as of deal.level; None where every row is a document."""
+
+
+class Lengths(NamedTuple):
+    """Documents of a source, or its places where what is drawn changes with the place."""
+
+    tokens: np.ndarray
+    """int32: of each of their units, one after the other."""
+    ends: np.ndarray
+    """int64 [documents + 1]: where those of each begin and end."""
+
+
+class _Blanks(Mixture):
+    """Documents of which nothing but their lengths is known."""
+
+    def __init__(self, lengths: Sequence[Lengths], *given: Any):
+        super().__init__(*given)
+        self._lengths = lengths
+
+    def units(self, source: int, index: int, place: int, quarantine: Quarantine) -> list[Unit]:
+        tokens, ends = self._lengths[source]
+        at = place if self.infills(source) else index
+        return [
+            Unit(
+                [Segment(np.broadcast_to(BLANK, count + 1), {})], bool(self.sources[source].record)
+            )
+            for count in tokens[ends[at] : ends[at + 1]].tolist()
+        ]
 
 
 def with_epochs(cfg: "Config") -> "Config":
@@ -25,27 +74,106 @@ def with_epochs(cfg: "Config") -> "Config":
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"sources": sources})})
 
 
-def steps_of(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field"]) -> int:
-    """Batches until some lanes have nothing left, of a configuration by `with_epochs`. The number
-    is kept in $MAXSTACK_CACHE."""
+def dealt(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field"]) -> Dealt:
+    """The steps and moves of a configuration by `with_epochs`, the same in every process, each of
+    which measures a part of the documents and packs its `lanes`. They are kept in $MAXSTACK_CACHE.
+    """
     data, size = cfg.data, cfg.train.batch_size
-    mixture = Mixture(data, open_sources(data), size, False, "data", fields, cfg.stages)
+    given: Any = data, open_sources(data), size, False, "data", fields, cfg.stages
+    mixture, peers = Mixture(*given), Peers()
     described = [mixture.described(), data.model_dump(mode="json"), size, [*lanes]]
     stages = [stage.model_dump() for stage in cfg.train.stages]
-    key = digest(json.dumps([*described, stages, sorted(fields)]).encode())
-    kept = storage.cache_folder() / "epochs" / key
-    if kept.exists():
-        return int(kept.read_text())
+    key = digest(json.dumps(["dealt", *described, stages, sorted(fields)]).encode())
+    kept = storage.cache_folder() / "epochs" / f"{key}.npz"
+    if all(peers.exchange("epochs", kept.exists())):
+        with np.load(kept) as known:
+            moves = [known[f"moves.{i}"] for i in range(len(data.sources))]
+            return Dealt(int(known["steps"]), moves if bool(known["packs"]) else None)
+    packs, moves = maker_of(fields, data).packs, list[np.ndarray]()
+    if packs:
+        lengths = [_measured(mixture, source, peers) for source in range(len(data.sources))]
+        moves = level(_passes(mixture, lengths), len(data.sources), size)
+        mixture = _Blanks(lengths, *given, moves)
+    steps = max(peers.exchange("epochs", _packed(mixture, lanes)))
+    found: dict[str, Any] = {f"moves.{i}": moved for i, moved in enumerate(moves)}
+    with storage.replacing(str(kept)) as unfinished, open(unfinished, "wb") as file:
+        np.savez(file, steps=steps, packs=packs, **found)
+    return Dealt(steps, moves if packs else None)
+
+
+def _measured(mixture: Mixture, source: int, peers: Peers) -> Lengths:
+    """The lengths of a source's documents, of which each process reads every so-manieth. DataError
+    in all of them where one has a document that cannot be read and may not be passed over."""
+    documents, infills = mixture.sources[source], mixture.infills(source)
+    count = mixture.limit(source) if infills else len(documents)
+    quarantine, own, fault = mixture.quarantine(), list[list[int]](), None
+    places = range(peers.number, count, peers.count)
+    with progress(len(places), f"train.epochs: measuring {documents.name}", "documents") as bar:
+        try:
+            for at in places:
+                index = mixture.drawn(source, at) if infills else at
+                units = mixture.units(source, index, at, quarantine)
+                own.append([unit.length for unit in units])
+                bar.update()
+        except DataError as error:
+            fault = str(error)
+    tokens = np.array([length for lengths in own for length in lengths], np.int32)
+    told = peers.exchange("measured", [len(tokens), fault])
+    if faults := [fault for _, fault in told if fault]:
+        raise DataError(faults[0])
+    counts = np.zeros(-(-count // peers.count), np.int32)
+    counts[: len(own)] = [len(lengths) for lengths in own]
+    if peers.count == 1:
+        return Lengths(tokens, np.concatenate([[0], np.cumsum(counts)]))
+    most = max(number for number, _ in told)
+    padded = np.pad(tokens, (0, most - len(tokens)))
+    gather = multihost_utils.process_allgather
+    return joined(gather(counts), gather(padded), count)
+
+
+def joined(counts_PN: np.ndarray, tokens_PM: np.ndarray, documents: int) -> Lengths:
+    """The lengths of all documents, of which P processes took turns to measure one. `counts`: units
+    of the documents of each process, `tokens`: theirs, both padded with zeros."""
+    ends = np.concatenate([[0], np.cumsum(counts_PN.T.reshape(-1)[:documents])])
+    tokens = np.zeros(ends[-1], np.int32)
+    for process, own in enumerate(tokens_PM):
+        begins = ends[process : -1 : len(tokens_PM)]
+        counts = counts_PN[process, : len(begins)]
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        tokens[np.repeat(begins, counts) + within] = own[: counts.sum()]
+    return Lengths(tokens, ends)
+
+
+def _passes(mixture: Mixture, lengths: Sequence[Lengths]) -> Iterator[Pass]:
+    """Every pass over every source: the first over all, the second over all, and so on."""
+    rows = mixture.cfg.packing == "none"
+    costs = []
+    for tokens, ends in lengths:
+        sums = np.concatenate([[0], np.cumsum(tokens > 0 if rows else tokens)])[ends]
+        costs.append(np.diff(sums).astype(np.float64))
+    sizes = [len(documents) for documents in mixture.sources]
+    limits = [mixture.limit(source) for source in range(len(sizes))]
+    most = max(math.ceil(limit / size) for limit, size in zip(limits, sizes, strict=True))
+    for number, source in itertools.product(range(most), range(len(sizes))):
+        first = number * sizes[source]
+        places = np.arange(first, min(limits[source], first + sizes[source]))
+        read = places
+        if not mixture.infills(source):
+            read = np.array([mixture.drawn(source, place) for place in places.tolist()], np.int64)
+        if len(places):
+            yield Pass(source, first, costs[source][read])
+
+
+def _packed(mixture: Mixture, lanes: Sequence[int]) -> int:
+    """Batches until the lanes have nothing left."""
+    size = mixture.batch_size
     rows, steps = Rows(mixture, [*lanes], mixture.start(size)[[*lanes]]), 0
-    sources = zip(data.sources, mixture.sources, strict=True)
-    passes = sum((source.epochs or 0) * len(documents) for source, documents in sources)
-    turns, last = max(size // stage.rows for stage in cfg.stages.all), 0
+    turns, last = max(size // stage.rows for stage in mixture.stages.all), 0
+    passes = sum(mixture.limit(source) for source in range(len(mixture.sources)))
     with progress(int(passes * len(lanes) / size), "train.epochs: counting", "documents") as bar:
         while steps < last + turns:
             counts, steps = rows.next()[FED], steps + 1
             bar.update(int(counts[:, -2].sum()))
             if counts[:, :-2].any():
                 last = steps
-    with storage.replacing(str(kept)) as unfinished:
-        unfinished.write_text(f"{last}")
     return last

@@ -86,7 +86,7 @@ class Feed(BatchFeed):
     `stages` are the shapes of batches by step: all rows of `lanes` are held, and a batch has those
     that its stage takes, [rows, its length, ...]. `figures` makes `metrics` of counts.
     A batch without anything in it, since every source gave its epochs, is a DataError unless the
-    data `may_end`.
+    data `may_end`. `moves`: documents that lanes take out of turn, as of Mixture.
 
     `waited` is the seconds that next() has spent waiting in all. Order and state do not depend on
     `workers`, `prefetch` or which lanes are held.
@@ -103,6 +103,7 @@ class Feed(BatchFeed):
         fields: Mapping[str, "Field"] | None = None,
         stages: Stages | None = None,
         figures: "Fed | None" = None,
+        moves: Sequence[np.ndarray] | None = None,
         may_end: bool = False,
     ):
         if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
@@ -117,6 +118,7 @@ class Feed(BatchFeed):
             section,
             fields or {},
             stages,
+            moves,
         )
         maker_of(self.mixture.fields, cfg)
         self._quarantine, self._notices = self.mixture.quarantine(), Notices(self.mixture)

@@ -48,6 +48,8 @@ class ImageLane(Lane):
     past the end of an evaluation. What is random about a picture is of (seed, its place in the
     order of all epochs), so nothing depends on workers or on where a run went on."""
 
+    packs = False
+
     @classmethod
     def arrays(cls, cfg: DataConfig, fields: Mapping[str, "Field"]) -> dict[str, np.dtype]:
         """Arrays of a row, by name, with their shapes."""
@@ -70,7 +72,7 @@ class ImageLane(Lane):
             counter = mixture.pick(self._at, self._phase, self._lane)
             if counter is None:
                 return None, 0
-            place = int(self._at.finished[counter]) * mixture.batch_size + self._lane
+            place = mixture.place(self._at, counter, self._lane)
             located = mixture.locate(counter, place)
             if located is None:
                 return None, 0

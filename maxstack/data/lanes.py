@@ -59,6 +59,9 @@ class Lane:
     """One row of the global batch: draws documents and packs them. Other row makers derive from
     it and stand in MAKERS."""
 
+    packs = True
+    """A row has as many documents as there is room for."""
+
     @classmethod
     def arrays(cls, cfg: DataConfig, fields: Mapping[str, "Field"]) -> dict[str, np.dtype]:
         """Arrays of a row, by name, with their shapes."""
@@ -136,7 +139,7 @@ class Lane:
                 if picked is None:
                     return None
                 place.current = picked
-            counted = int(place.finished[place.current]) * mixture.batch_size + self._lane
+            counted = mixture.place(place, place.current, self._lane)
             location = mixture.locate(place.current, counted)
             if location is None:
                 place.current = -1

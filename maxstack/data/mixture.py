@@ -3,11 +3,13 @@ the step."""
 
 import functools
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from maxstack.data.deal import Deal, marked
 from maxstack.data.documents import Documents, Selection, part_at, text_hash
 from maxstack.data.examples import Segment, Unit, units_of
 from maxstack.data.infilling import infilled, marks
@@ -15,7 +17,7 @@ from maxstack.data.order import EVEN, SMALL, Order
 from maxstack.data.position import Part, Position, Sources
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of, tokens_of
-from maxstack.errors import DataError, StoreError
+from maxstack.errors import ConfigError, DataError, StoreError
 from maxstack.schema.data import AnySource, DataConfig
 from maxstack.schema.mixture import weight_at
 from maxstack.schema.stages import Stages
@@ -52,7 +54,9 @@ class Mixture:
         section: str,
         fields: Mapping[str, "Field"],
         stages: Stages | None = None,
+        moves: Sequence[np.ndarray] | None = None,
     ):
+        """`moves`: by source, as of deal.level; then lanes do not only take turns."""
         self.fields = fields
         self.stages = stages or Stages((), batch_size, cfg.seq_len)
         """Shapes of the batches, by step."""
@@ -67,7 +71,8 @@ class Mixture:
         self._unit = UNIT * (cfg.seq_len if cfg.mixture.by == "tokens" else 1)
         self.source_of = [*range(len(sources))]
         """The place in cfg.sources of each of `sources`."""
-        self._parts = Sources()
+        self._parts, self._moves = Sources(), moves
+        self._deals, self._counts = [Deal(batch_size, np.inf)], dict[int, np.ndarray]()
         if not evaluation:
             self._whole, self._factors = sources, factors(cfg, sources)
             self._set(self._described)
@@ -100,7 +105,8 @@ class Mixture:
             files = documents.by_file() if len(documents.files) <= MOST_FILES else None
             known = files[0] if files else []
             key = (source.name or f"{number}") + EVEN * (len(documents) > SMALL)
-            described.append(Part(name, name, key, documents.identity(), known))
+            moves = marked(self._moves[number]) if self._moves else ""
+            described.append(Part(name, name, key, documents.identity(), known, moves=moves))
         return described
 
     def _set(self, parts: Sources) -> None:
@@ -118,6 +124,11 @@ class Mixture:
         self._portions = sizes / every
         epochs = [self.cfg.sources[place].epochs or np.inf for place in self.source_of]
         self._limits = np.array(epochs) * sizes
+        self._counts = {}
+        self._deals = [
+            Deal(self.batch_size, limit, self._moves[number] if self._moves else None)
+            for number, limit in enumerate(self._limits)
+        ]
 
     def changes(self, saved: Sources) -> list[str]:
         """A line for each source that is new or has other documents than in a checkpoint, and for
@@ -138,11 +149,33 @@ class Mixture:
     ) -> np.ndarray:
         """Packed positions [rows, K] in the sources of a checkpoint of a step -> those in these
         sources, whose orders go on by the keys that they have there. `changed`: the configuration
-        of the data is another one."""
+        of the data is another one.
+
+        ConfigError where documents were dealt otherwise."""
+        self._check_deal(saved)
         self._set(saved.carried(self._described, step))
         if states.shape[1] == len(saved) + 1:  # of an older version
             states = self._upgraded(saved, states, step)
         return saved.moved(states, self._parts, changed)
+
+    def _check_deal(self, saved: Sources) -> None:
+        """ConfigError where a checkpoint's documents were dealt to lanes in another way, so that
+        some would come twice and others never."""
+        for number, part in enumerate(self._described):
+            before = [old.moves for old in saved if old.source == part.name]
+            if not part.moves and not any(before):
+                continue
+            was = before[0] if len(before) == 1 else ""
+            known = int(was.partition(" ")[0] or 0)
+            if not self._moves or was != marked(self._moves[number], known):
+                raise ConfigError(
+                    f"train.epochs: {part.name} was dealt to the rows of batches "
+                    f"{'by its lengths' if was else 'in turn'} when this run began, and would now "
+                    "be otherwise, with some documents twice and others never: keep or raise the "
+                    "train.epochs that the run began with, on the same data; a run without, or of "
+                    "an older version, goes on by the train.steps of its config.yml and "
+                    "data.sources.*.epochs"
+                )
 
     def _upgraded(self, saved: Sources, states: np.ndarray, step: int) -> np.ndarray:
         """Positions of documents finished and an offset alone, of a mixture by constant weights,
@@ -174,8 +207,9 @@ class Mixture:
     def _open_shares(self, position: Position, lane: int) -> np.ndarray:
         """Shares of the sources that still give documents; all 0 where none does."""
         shares = self._constant if self._constant is not None else self.shares(position.step + 1)
-        places = position.finished * self.batch_size + lane
-        given = np.where(places < self._limits, shares, 0.0)
+        if lane not in self._counts:
+            self._counts[lane] = np.array([deal.count(lane) for deal in self._deals])
+        given = np.where(position.finished < self._counts[lane], shares, 0.0)
         return given / (given.sum() or 1.0)
 
     def phase(self, lane: int) -> np.ndarray:
@@ -197,6 +231,14 @@ class Mixture:
         owed = position.owed + np.rint((shares + phase) * self._unit)
         return int(np.argmax(np.where(given, owed, -np.inf)))
 
+    def limit(self, source: int) -> int:
+        """Documents that a source with epochs gives in all."""
+        return math.ceil(self._limits[source])
+
+    def infills(self, source: int) -> bool:
+        """True where a document's tokens change with its place."""
+        return bool(self._config(source).fill_in_the_middle)
+
     def gives(self, source: int, step: int) -> bool:
         """True where a source has a weight above 0 in the batch of a step."""
         return self.evaluation or weight_at(self._config(source).weight, step) > 0
@@ -217,6 +259,10 @@ class Mixture:
         """A new, empty quarantine."""
         return Quarantine(self.cfg.quarantine, f"{self.section}.quarantine")
 
+    def place(self, position: Position, counter: int, lane: int) -> int:
+        """The place of a lane's next document in a source's global order."""
+        return self._deals[counter].place(lane, int(position.finished[counter]))
+
     def locate(self, counter: int, place: int) -> tuple[int, int] | None:
         """(source, index) of the document at a place of a source's global order; None past the
         end of an evaluation's only pass."""
@@ -224,9 +270,13 @@ class Mixture:
             if place >= self.documents:
                 return None
             return part_at(self._ends, place)
+        return counter, self.drawn(counter, place)
+
+    def drawn(self, source: int, place: int) -> int:
+        """The document at a place of a training source's order."""
         if self.cfg.shuffle:
-            return counter, self._orders[counter][place]
-        return counter, place % len(self.sources[counter])
+            return self._orders[source][place]
+        return place % len(self.sources[source])
 
     def units(self, source: int, index: int, place: int, quarantine: Quarantine) -> list[Unit]:
         """A document, at a place of its source's global order, as units of rows; in an evaluation

@@ -67,6 +67,8 @@ class Part(NamedTuple):
     """A mark of each file; none where they are not known."""
     whole: bool = True
     """All documents of the source."""
+    moves: str = ""
+    """deal.marked of the documents that lanes take out of turn."""
 
 
 class Sources(list[Part]):

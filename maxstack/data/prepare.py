@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxstack.config import atomic, storage
+from maxstack.config.writer import inline
 from maxstack.data.documents import Documents, Split, Tokens
 from maxstack.data.engines import Engine, Processes
 from maxstack.data.files import digest
@@ -31,10 +33,8 @@ _STEP = 1 << 22
 """Bytes of text after which progress is told."""
 _FINISHED, _BEGUN = ".finished", "begun"
 _FORMAT = 2
-_ELSEWHERE = {
-    *("name", "weight", "epochs", "fill_in_the_middle", "holdout"),
-    *("files", "exclude", "partial"),
-}
+_OF_TRAINING = {"name", "weight", "epochs", "fill_in_the_middle"}
+_ELSEWHERE = _OF_TRAINING | {"holdout", "files", "exclude", "partial"}
 """Keys of a source that the documents' identity and the names of the shards contain, or that are of
 training alone."""
 
@@ -130,14 +130,28 @@ def prepare(
         f"{out}: {totals['documents']} documents, {totals['tokens']} tokens, "
         f"{totals['bytes']} bytes of text in {len(shards)} shards"
     )
-    for split, key in (("train", "data.sources"), ("eval", "eval.data.sources")):
-        if any(shard.split == split for shard in shards):
-            print(
-                f"{split} on them: {key}=[{{kind: array_record, content: tokens, files: "
-                f"['{out}/*-{split}-*.array_record']}}]"
-            )
+    for split in dict.fromkeys(shard.split for shard in shards):
+        names = [name for name, of in splits if of == split]
+        print(f"{split} on them: {_overrides(cfg, out, split, names)}")
     if isinstance(cfg.tokenizer, SentencePieceTokenizer) and cfg.tokenizer.learn:
         print(f"their tokenizer, for a run of any name: data.tokenizer.path={cfg.tokenizer.path}")
+
+
+def _overrides(cfg: DataConfig, out: str, split: Split, names: Sequence[str]) -> str:
+    """Words of a command by which a run of the same configuration reads the shards of a split,
+    which have these names, as it would read the texts."""
+    whole = [source for source in cfg.sources if split == "train" or source.holdout]
+    sources = [
+        {"kind": "array_record", "content": "tokens", "files": [f"{out}/{name}-{split}-*"]}
+        | source.model_dump(mode="json", include=_OF_TRAINING, exclude_defaults=True)
+        for name, source in zip(names, whole, strict=True)
+    ]
+    if split == "train":
+        words = [f"data.sources={inline(sources)}", *(["data.steps=[]"] if cfg.steps else [])]
+    else:
+        rest = cfg.model_dump(mode="json", exclude={"sources", "steps"}, exclude_defaults=True)
+        words = [f"eval.data={inline({'sources': sources} | rest)}"]
+    return " ".join(map(shlex.quote, words))
 
 
 def _check_folder(out: str) -> None:

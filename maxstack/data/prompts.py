@@ -77,7 +77,7 @@ class _PromptLane(Lane):
         if unit is None:
             return None
         at = self._at
-        place = int(at.finished[at.current]) * self._mixture.batch_size + self._lane
+        place = self._mixture.place(at, at.current, self._lane)
         located = self._mixture.locate(at.current, place)
         assert located
         source, index = located

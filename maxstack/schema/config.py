@@ -134,7 +134,8 @@ class TrainConfig(Section):
     of its next step, the log says from what to what."""
     epochs: PositiveFloat | None = None
     """Passes over every source that says none itself; train.steps follows from them, counted when
-    the run begins by packing all data once. null: train.steps."""
+    the run begins: it reads all documents once, for their lengths, and shares them out so that all
+    rows of the batch come to the end together. null: train.steps."""
     batch_size: PositiveInt = 8
     """Rows in a step, over all devices and accumulation."""
     stages: Items[StageConfig] = ()

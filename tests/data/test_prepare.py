@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
 from maxstack.evals.baselines import baselines
+from maxstack.load import load
 from maxstack.schema.data import (
     ArrayRecordSource,
     BytesTokenizer,
@@ -30,6 +32,7 @@ from maxstack.schema.data import (
     TextSource,
 )
 
+BYTES = "data.tokenizer={kind: bytes}"
 FEW = "data.sources.0.files=[texts/1*.txt]"
 
 
@@ -261,7 +264,36 @@ def test_preparing_asks_for_no_rules_between_sections(capsys):
         == 0
     )
     told = capsys.readouterr().out
-    assert "train on them: data.sources=" in told and "eval on them" not in told
+    assert "train on them: 'data.sources=" in told and "eval on them" not in told
+
+
+def test_what_prepare_prints_gives_the_rows_that_the_texts_would(capsys):
+    sources = [
+        {"kind": "text", "name": "my texts", "files": ["texts/*.txt"], "holdout": 0.3},
+        {"kind": "jsonl", "files": ["lines.jsonl"], "weight": [[1, 0.2], [9, 0.9]], "epochs": 3},
+    ]
+    words = [
+        f"data.sources={json.dumps(sources)}",
+        "data.seq_len=64",
+        "data.mixture.by=tokens",
+        BYTES,
+    ]
+    texts = load("quickstart", words)
+    prepare(texts.data, "out", shard_size=5)
+    lines = dict(line.split(" on them: ") for line in capsys.readouterr().out.splitlines()[1:])
+    shards = load("quickstart", [*words, *shlex.split(lines["train"]), *shlex.split(lines["eval"])])
+    one, other = (Feed(cfg.data, range(4), 4) for cfg in (texts, shards))
+    for _ in range(12):
+        left, right = next(one), next(other)
+        assert [*map(np.array_equal, left.values(), right.values())] == [True] * len(left)
+    held = (
+        Feed(texts.data, [0], 1, evaluation=True),
+        Feed(shards.eval.data, [0], 1, whole=True, evaluation=True),
+    )
+    left, right = (next(feed)["tokens"] for feed in held)
+    assert np.array_equal(left, right)
+    for feed in (one, other, *held):
+        feed.close()
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "shard size", "documents"])
