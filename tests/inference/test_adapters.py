@@ -64,7 +64,9 @@ def other(tmp_path_factory):
     """A second adapter of llama, of another rank and scale and for fewer modules."""
     folder = tmp_path_factory.mktemp("other")
     said = json.loads((ADAPTERS / "lora-llama" / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(said | {"r": 3, "lora_alpha": 12}))
+    attention = [name for name in said["target_modules"] if name[0] in "qkvo"]
+    fields = {"r": 3, "lora_alpha": 12, "target_modules": attention}
+    (folder / CONFIG).write_text(json.dumps(said | fields))
     tensors = {}
     for name, tensor in load_file(ADAPTERS / "lora-llama" / TENSORS).items():
         if "mlp" not in name:
@@ -167,7 +169,7 @@ def test_an_unknown_adapter_is_refused_with_the_names_of_those_that_there_are(se
 def test_an_adapter_of_experts_is_refused_by_the_name_of_their_weight(tmp_path):
     name = "base_model.model.model.layers.0.mlp.experts.0.gate_proj"
     config = json.loads((ADAPTERS / "lora-llama" / CONFIG).read_text())
-    (tmp_path / CONFIG).write_text(json.dumps(config))
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"target_modules": ["gate_proj"]}))
     model = parity.GOLDENS / "qwen3_moe"
     shape = load_file(model / "model.safetensors")[
         f"{name.removeprefix('base_model.model.')}.weight"
