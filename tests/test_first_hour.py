@@ -66,7 +66,10 @@ def test_a_guess_is_told_what_to_write(here, capsys, words, said):
         ({"instruction": "a", "output": "b"}, r"set record: \{preset: alpaca\}"),
         ({"prompt": "a", "response": "b"}, r"columns: \{completion: response\}"),
         ({"messages": [{"role": "user", "text": "a"}]}, "content is missing; it has role, text"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "content is empty, and a message without calls needs it"),
+        (
+            {"messages": [{"role": "assistant", "content": None}]},
+            "content is empty, and a message without calls needs it",
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, "content=3: must be text"),
     ],
 )

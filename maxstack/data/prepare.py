@@ -18,15 +18,16 @@ from maxstack.config.writer import inline
 from maxstack.data.documents import Documents, Split, Tokens
 from maxstack.data.engines import Engine, Processes
 from maxstack.data.files import digest
+from maxstack.data.quarantine import Quarantine
 from maxstack.data.shards import MANIFEST, pack
 from maxstack.data.shared_files import SharedFiles, check_shared, shared_files
 from maxstack.data.sources import open_source
 from maxstack.data.steps import summary
 from maxstack.data.steps.cleaned import cleaned
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
-from maxstack.errors import ConfigError, DataError
+from maxstack.errors import ConfigError, DataError, StoreError
 from maxstack.report.progress import progress
-from maxstack.schema.data import Beyond, DataConfig, SentencePieceTokenizer
+from maxstack.schema.data import DataConfig, SentencePieceTokenizer
 
 _LARGEST_SHARD = 10_000
 _STEP = 1 << 22
@@ -113,6 +114,10 @@ def prepare(
             bar.update(written.documents)
             if written.counts is not None:
                 made[shard.name] = written.counts
+    quarantine = _quarantine(cfg)
+    for reason in (reason for shard in shards for reason in made[shard.name].get("damaged", ())):
+        quarantine.add(reason, reason)
+        print(f"passed over: {reason}")
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
     manifest["files"] = {
         source: [[file.path, *file.pin()] for file in documents.files]
@@ -247,8 +252,7 @@ def _write(
     path = storage.join(folder, shard.name)
     try:
         with storage.replacing(path) as unfinished:
-            limit = cfg.longest, cfg.beyond
-            counts = yield from _write_records(unfinished, shard, documents, tokenizer, limit)
+            counts = yield from _write_records(unfinished, shard, documents, tokenizer, cfg)
         note = storage.join(folder, f"{_FINISHED}/{shard.name}.json")
         _write_json(note, {"plan": plan, "shard": counts})
     except (RuntimeError, OSError) as error:
@@ -261,15 +265,23 @@ def _write_records(
     shard: Shard,
     documents: Documents,
     tokenizer: Tokenizer,
-    limit: tuple[int, Beyond],
+    cfg: DataConfig,
 ) -> Generator[Written, None, dict[str, Any]]:
+    """A document that cannot be read is one without tokens, so that the others keep their places,
+    if data.quarantine allows it."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
-    counts = {"documents": 0, "tokens": 0, "bytes": 0}
+    counts, quarantine = {"documents": 0, "tokens": 0, "bytes": 0}, _quarantine(cfg)
     told = dict(counts)
     writer = ArrayRecordWriter(str(path), "group_size:1,zstd:1")
     for index in range(shard.start, shard.stop):
-        ids, sizes = sized_tokens_of(documents, index, tokenizer, *limit)
+        try:
+            ids, sizes = sized_tokens_of(documents, index, tokenizer, cfg.longest, cfg.beyond)
+        except StoreError:
+            raise
+        except DataError as error:
+            quarantine.add(f"{index}", str(error))
+            ids, sizes = np.zeros(0, np.int32), np.zeros(0, np.float32)
         if np.isnan(sizes).any():
             raise DataError(
                 f"{documents.where(index)}: tokens without the size of their "
@@ -288,7 +300,13 @@ def _write_records(
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return counts | {"size": os.path.getsize(path), "sha256": sha256}
+        damaged = [*quarantine.news().damaged.values()]
+        more = {"damaged": damaged} if damaged else {}
+        return counts | {"size": os.path.getsize(path), "sha256": sha256} | more
+
+
+def _quarantine(cfg: DataConfig) -> Quarantine:
+    return Quarantine(cfg.quarantine, "data.quarantine")
 
 
 def _manifest(

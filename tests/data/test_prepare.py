@@ -310,6 +310,24 @@ def test_a_folder_with_shards_of_other_data_is_refused(change):
         prepare(cfg, "out", shard_size=3 if change == "shard size" else None)
 
 
+def test_bad_records_that_the_quarantine_allows_leave_the_others_where_they_are(capsys):
+    lines = ['{"text": "good"}', '{"text": 3}', '{"text": "fine"}', "no JSON", '{"text": "last"}']
+    Path("lines.jsonl").write_text("\n".join(lines))
+    source = JsonlSource(kind="jsonl", files=["lines.jsonl"])
+    cfg = config(sources=[source], quarantine=2, seq_len=8)
+    prepare(cfg, "out", shard_size=2)
+    told = capsys.readouterr().out
+    assert all(f"passed over: lines.jsonl: line {number}" in told for number in (2, 4))
+    shards = config(sources=[tokens("out/*-train-*")], seq_len=8, quarantine=0)
+    one, other = (Feed(each, range(2), 2) for each in (cfg, shards))
+    for _ in range(6):
+        assert np.array_equal(next(one)["tokens"], next(other)["tokens"])
+    one.close()
+    other.close()
+    with pytest.raises(DataError, match="line 4"):
+        prepare(config(sources=[source], quarantine=1, seq_len=8), "other", shard_size=2)
+
+
 @pytest.mark.slow
 def test_a_bad_record_is_named_and_a_corrected_one_completes():
     Path("lines.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
