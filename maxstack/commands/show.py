@@ -42,6 +42,7 @@ def show(cfg: "Config", batches: int, rows: int, out: str, *, full: bool, evalua
         return _draw(feed, batches, out)
     tokenizer = open_tokenizer(data.tokenizer)
     print("\n".join(feed.describe()))
+    print(_ends(tokenizer))
     if cfg.train.epochs and not evaluation:
         print("train.epochs: a run also exchanges documents between rows, to end them together")
     try:
@@ -56,6 +57,14 @@ def show(cfg: "Config", batches: int, rows: int, out: str, *, full: bool, evalua
                 _print_row(row, tokenizer, full)
     finally:
         feed.close()
+
+
+def _ends(tokenizer: Tokenizer) -> str:
+    """A line about the tokens that begin and end documents."""
+    begins, ends = (
+        " ".join(map(tokenizer.text_of, ids)) or "nothing" for ids in (tokenizer.bos, tokenizer.eos)
+    )
+    return f"documents begin with {begins} and end with {ends} (data.tokenizer.bos, .eos)"
 
 
 def _fields(cfg: "Config") -> Mapping[str, RowField]:

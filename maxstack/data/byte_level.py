@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,6 +143,31 @@ def special_tokens(folder: Path) -> dict[str, Any]:
     if "added_tokens_decoder" in config:
         return config
     return config | read(folder / "special_tokens_map.json")
+
+
+def ends(folder: Path, processor: Mapping[str, Any] | None) -> dict[str, str | None]:
+    """bos and eos: the tokens, by their text, that begin and end a document by the files of a
+    folder, and by the post_processor of its tokenizer.json where add_bos_token is not said."""
+    split = split_of(folder)
+    settings = (split.defaults if split else {}) | special_tokens(folder)
+    bos, adds = content(settings.get("bos_token")), settings.get("add_bos_token")
+    if adds is None:
+        before = put_before(processor)
+        adds, bos = bool(before), bos if bos in before else next(iter(before), None)
+    return {"bos": bos if adds else None, "eos": content(settings.get("eos_token"))}
+
+
+def put_before(processor: Mapping[str, Any] | None) -> list[str]:
+    """Special tokens that the post_processor of a tokenizer.json puts before a text."""
+    tokens = []
+    for part in processor.get("processors", [processor]) if processor else ():
+        if part["type"] in ("BertProcessing", "RobertaProcessing"):
+            tokens.append(part["cls"][0])
+        for item in part.get("single", ()):
+            if "SpecialToken" not in item:
+                break
+            tokens.append(item["SpecialToken"]["id"])
+    return tokens
 
 
 def content(token: Any) -> str | None:

@@ -20,6 +20,7 @@ from maxstack.data.long_texts import LONGEST, parts
 from maxstack.errors import DataError, quoted
 from maxstack.schema.data import (
     BYTE_IDS,
+    OF_FILES,
     Beyond,
     BytesTokenizer,
     HuggingFaceTokenizer,
@@ -292,8 +293,13 @@ class HuggingFace(Tokenizer):
                     "or fill the gap"
                 )
         self.name, self.vocab_size = cfg.path, max(ids.values()) + 1
-        self.fingerprint = digest(text + f" {cfg.bos} {cfg.eos}".encode())
-        self._bos, self._eos = self._special("bos", cfg.bos), self._special("eos", cfg.eos)
+        ends = {"bos": cfg.bos, "eos": cfg.eos}
+        if OF_FILES in ends.values():
+            beside = hub.model_folder(folder or ".", weights=False)
+            named = byte_level.ends(beside, spec.get("post_processor"))
+            ends = {key: named[key] if said == OF_FILES else said for key, said in ends.items()}
+        self.fingerprint = digest(text + f" {ends['bos']} {ends['eos']}".encode())
+        self._bos, self._eos = (self._special(key, token) for key, token in ends.items())
         self.pieces = _hugging_face_pieces(spec, ids, self.vocab_size)
         self.token_bytes = _sizes(self.pieces)
         added = self._model.get_added_tokens_decoder().items()

@@ -1,7 +1,6 @@
 """The tokenizer of a model folder, as a section of the configuration."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,11 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
     the post-processor of tokenizer.json puts before a text; a SentencePiece model's do unless it
     says not.
     """
-    split, file = byte_level.split_of(folder), folder / "tokenizer.json"
-    settings = (split.defaults if split else {}) | special_tokens(folder)
-    eos, bos = content(settings.get("eos_token")), content(settings.get("bos_token"))
-    adds = settings.get("add_bos_token")
+    processor, file = None, folder / "tokenizer.json"
     if os.path.lexists(file):
         if not file.is_file():
             return None
-        if adds is None:
-            before = put_before(read(file).get("post_processor"))
-            adds, bos = bool(before), bos if bos in before else next(iter(before), None)
+        processor = read(file).get("post_processor")
     elif tiktoken := _of_tiktoken(folder):
         if tiktoken_files.unknown(tiktoken):
             return None
@@ -39,30 +33,16 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
     elif (folder / MODEL).is_file():
         if _added(folder):
             return None
-        return {
-            "kind": "sentencepiece",
-            "path": str(folder / MODEL),
-            "bos": bool(bos) and adds is not False,
-            "eos": eos is not None,
-        }
-    elif split and _spelt_out(folder):
+        settings = special_tokens(folder)
+        bos, eos = (content(settings.get(f"{name}_token")) for name in ("bos", "eos"))
+        adds = bool(bos) and settings.get("add_bos_token") is not False
+        path = str(folder / MODEL)
+        return {"kind": "sentencepiece", "path": path, "bos": adds, "eos": eos is not None}
+    elif byte_level.split_of(folder) and _spelt_out(folder):
         file = folder / byte_level.VOCAB
     else:
         return None
-    return {"kind": "huggingface", "path": str(file), "bos": bos if adds else None, "eos": eos}
-
-
-def put_before(processor: Mapping[str, Any] | None) -> list[str]:
-    """Special tokens that the post_processor of a tokenizer.json puts before a text."""
-    tokens = []
-    for part in processor.get("processors", [processor]) if processor else ():
-        if part["type"] in ("BertProcessing", "RobertaProcessing"):
-            tokens.append(part["cls"][0])
-        for item in part.get("single", ()):
-            if "SpecialToken" not in item:
-                break
-            tokens.append(item["SpecialToken"]["id"])
-    return tokens
+    return {"kind": "huggingface", "path": str(file), **byte_level.ends(folder, processor)}
 
 
 def unread(folder: Path) -> str:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxstack.data import byte_level
-from maxstack.data.byte_level import content, read, special_tokens
+from maxstack.data.byte_level import content, put_before, read, special_tokens
 from maxstack.data.hub import FURTHER, TOKENIZER
 from maxstack.hf import sentencepiece_files
-from maxstack.hf.tokenizer import put_before, tokenizer_of
+from maxstack.hf.tokenizer import tokenizer_of
 from maxstack.hf.writer import write_json
 
 SETTINGS, SPELT = "tokenizer_config.json", "special_tokens_map.json"

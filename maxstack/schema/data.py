@@ -32,6 +32,9 @@ BYTE_IDS = 257
 """Ids of the tokenizer of kind bytes."""
 
 
+OF_FILES = "files"
+
+
 class BytesTokenizer(Section):
     """Each byte is a token: ids 0-255, then 256 for the beginning and end of a document."""
 
@@ -68,10 +71,12 @@ class HuggingFaceTokenizer(Section):
     path: str
     """Path or URL of tokenizer.json, or of vocab.json with merges.txt, config.json and the other
     files of the tokenizer beside it. Org/Name@COMMIT/tokenizer.json: of a model of the hub."""
-    bos: str | None = None
-    """The token, by its text, that begins each document; null: none."""
-    eos: str | None = None
-    """The token, by its text, that ends each document; null: none."""
+    bos: str | None = OF_FILES
+    """The token, by its text, that begins each document; files: the one that they put before a
+    text, by add_bos_token of tokenizer_config.json or the post-processor; null: none."""
+    eos: str | None = OF_FILES
+    """The token, by its text, that ends each document; files: the EOS that they name, if any; null:
+    none."""
 
 
 Tokenizer = Annotated[

@@ -184,7 +184,7 @@ def test_vocab_json_at_a_url_is_read_with_the_files_beside_it(bucket):
         with storage.replacing(f"{bucket}/gpt2/{name}") as file:
             file.write_text(text)
     cfg = HuggingFaceTokenizer(kind="huggingface", path=f"{bucket}/gpt2/vocab.json")
-    assert open_tokenizer(cfg).encode(b"abba").tolist() == [2, 1, 0]
+    assert open_tokenizer(cfg).encode(b"abba").tolist() == [2, 1, 0, 3]
 
 
 def test_a_missing_tokenizer_at_a_url_is_told(bucket):

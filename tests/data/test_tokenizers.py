@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pytest
 import sentencepiece
@@ -160,6 +162,28 @@ def test_begin_and_end_are_left_out_unless_asked_for():
         HuggingFaceTokenizer(kind="huggingface", path="byte_level.json")
     ).encode(b"")
     assert plain.tolist() == [97, 98] and not len(sentence) and not len(hugging)
+
+
+def test_documents_begin_and_end_as_the_files_say_unless_told_otherwise(folder, tmp_path):
+    spec = json.loads((folder / "byte_level.json").read_text())
+    path = tmp_path / "tokenizer.json"
+
+    def ends(settings, before=None, **said):
+        model = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        if before:
+            made = tokenizers.processors.TemplateProcessing(f"{before} $A", None, [(before, 0)])
+            model.post_processor = made
+        model.save(str(path))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        open_tokenizer.cache_clear()
+        opened = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path), **said))
+        return [*opened.bos], [*opened.eos]
+
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    assert ends(named, "<s>") == ([0], [1]) and ends({}, "<s>") == ([0], [])
+    assert ends(named) == ([], [1]) and ends(named | {"add_bos_token": True}) == ([0], [1])
+    assert ends(named, "<s>", bos=None, eos=None) == ([], [])
+    assert ends({}, eos="</s>") == ([], [1])
 
 
 def test_special_tokens_spelt_out_in_a_document_are_text():
