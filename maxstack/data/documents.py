@@ -136,7 +136,13 @@ def part_at(ends: np.ndarray, index: int) -> tuple[int, int]:
 
 def text_hash(text: str) -> int:
     """A hash of 64 bits, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return content_hash(text.encode())
+
+
+def content_hash(content: bytes | np.ndarray) -> int:
+    """A hash of 64 bits of bytes, or of an array's elements."""
+    data = content.tobytes() if isinstance(content, np.ndarray) else content
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def record_hashes(file: np.uint64, count: int) -> np.ndarray:

@@ -188,10 +188,9 @@ def _names(sources: Sequence[Mapping[str, Any]]) -> list[str]:
 def _ordered(data: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """What chooses a source's documents and their order, by its name."""
     sources = data["sources"]
-    return {
-        name: (data["seed"], data["shuffle"], source.get("holdout", 0))
-        for name, source in zip(_names(sources), sources, strict=True)
-    }
+    chosen = [(source.get("holdout", 0), source.get("holdout_by", "place")) for source in sources]
+    named = zip(_names(sources), chosen, strict=True)
+    return {name: (data["seed"], data["shuffle"], *held) for name, held in named}
 
 
 def files_digest(files: Sequence[str]) -> str:

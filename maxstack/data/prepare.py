@@ -15,7 +15,7 @@ import numpy as np
 
 from maxstack.config import atomic, storage
 from maxstack.config.writer import inline
-from maxstack.data.documents import Documents, Split, Tokens
+from maxstack.data.documents import Documents, Split, Tokens, content_hash
 from maxstack.data.engines import Engine, Processes
 from maxstack.data.files import digest
 from maxstack.data.quarantine import Quarantine
@@ -33,9 +33,9 @@ _LARGEST_SHARD = 10_000
 _STEP = 1 << 22
 """Bytes of text after which progress is told."""
 _FINISHED, _BEGUN = ".finished", "begun"
-_FORMAT = 2
+_FORMAT, _HASHES = 2, "hashes"
 _OF_TRAINING = {"name", "weight", "epochs", "fill_in_the_middle"}
-_ELSEWHERE = _OF_TRAINING | {"holdout", "files", "exclude", "partial"}
+_ELSEWHERE = _OF_TRAINING | {"holdout", "holdout_by", "files", "exclude", "partial"}
 """Keys of a source that the documents' identity and the names of the shards contain, or that are of
 training alone."""
 
@@ -118,6 +118,11 @@ def prepare(
     for reason in (reason for shard in shards for reason in made[shard.name].get("damaged", ())):
         quarantine.add(reason, reason)
         print(f"passed over: {reason}")
+    if copies := _copies(shards, made):
+        print(
+            f"{copies} held-out documents stand among those to train on, too, word for word; "
+            "holdout_by: content of their source keeps copies together"
+        )
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
     manifest["files"] = {
         source: [[file.path, *file.pin()] for file in documents.files]
@@ -140,6 +145,15 @@ def prepare(
         print(f"{split} on them: {_overrides(cfg, out, split, names)}")
     if isinstance(cfg.tokenizer, SentencePieceTokenizer) and cfg.tokenizer.learn:
         print(f"their tokenizer, for a run of any name: data.tokenizer.path={cfg.tokenizer.path}")
+
+
+def _copies(shards: Sequence[Shard], made: dict[str, dict[str, Any]]) -> int:
+    """Held-out documents that are also trained on, by hashes of their tokens, which are dropped."""
+    hashes: dict[Split, list[int]] = {"train": [], "eval": []}
+    for shard in shards:
+        hashes[shard.split] += made[shard.name].pop(_HASHES, [])
+    held, trained = (np.array(hashes[split], np.uint64) for split in ("eval", "train"))
+    return int(np.isin(held, trained).sum())
 
 
 def _overrides(cfg: DataConfig, out: str, split: Split, names: Sequence[str]) -> str:
@@ -272,6 +286,7 @@ def _write_records(
     from array_record.python.array_record_module import ArrayRecordWriter
 
     counts, quarantine = {"documents": 0, "tokens": 0, "bytes": 0}, _quarantine(cfg)
+    hashes = list[int]()
     told = dict(counts)
     writer = ArrayRecordWriter(str(path), "group_size:1,zstd:1")
     for index in range(shard.start, shard.stop):
@@ -289,6 +304,7 @@ def _write_records(
             )
         special = np.flatnonzero(sizes != tokenizer.bytes_of(ids))
         writer.write(pack(Tokens(ids, np.stack([special, sizes[special]], 1))))
+        hashes.append(content_hash(ids))
         counts["documents"] += 1
         counts["tokens"] += len(ids)
         counts["bytes"] += int(sizes.sum(dtype=np.float64))
@@ -301,7 +317,9 @@ def _write_records(
         os.fsync(file.fileno())
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         damaged = [*quarantine.news().damaged.values()]
-        more = {"damaged": damaged} if damaged else {}
+        more: dict[str, Any] = {"damaged": damaged} if damaged else {}
+        if any(source.holdout for source in cfg.sources):
+            more[_HASHES] = hashes
         return counts | {"size": os.path.getsize(path), "sha256": sha256} | more
 
 

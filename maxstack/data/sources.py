@@ -11,19 +11,22 @@ from typing import Any
 
 import numpy as np
 
+from maxstack.config import storage
 from maxstack.config.annotations import listed
 from maxstack.data.copies import read
 from maxstack.data.documents import (
     Documents,
     Selection,
     Split,
+    content_hash,
     file_hashes,
     marked,
     record_hashes,
     text_hash,
 )
 from maxstack.data.files import digest, matched, text_of
-from maxstack.errors import ConfigError, DataError
+from maxstack.errors import ConfigError, DataError, StoreError
+from maxstack.report.progress import progress
 from maxstack.schema.data import (
     AnySource,
     ArrayRecordSource,
@@ -246,7 +249,8 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
         raise DataError(f"source {documents.name}{files}: no document in it; every file is empty")
     if split == "all" or (split == "train" and not cfg.holdout):
         return documents
-    held = (documents.hashes() >> np.uint64(11)).astype(np.float64) * 2.0**-53 < cfg.holdout
+    hashes = _contents(documents) if cfg.holdout_by == "content" else documents.hashes()
+    held = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < cfg.holdout
     indices = np.flatnonzero(held if split == "eval" else ~held)
     if not len(indices):
         advice = {
@@ -258,6 +262,29 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
             f"{len(held)} documents {advice[split]}"
         )
     return Selection(documents, indices)
+
+
+def _contents(documents: Documents) -> np.ndarray:
+    """uint64 hashes of what documents hold; of those that cannot be read, of their places."""
+    described = [documents.identity(), *(file.pin() for file in documents.files)]
+    kept = storage.cache_folder() / "contents" / f"{digest(json.dumps(described).encode())}.npy"
+    if kept.exists():
+        return np.load(kept)
+    hashes = documents.hashes()
+    with progress(len(documents), f"holdout of {documents.name}", "documents") as bar:
+        for index in range(len(documents)):
+            bar.update()
+            try:
+                document = documents[index]
+            except StoreError:
+                raise
+            except DataError:
+                continue
+            parts = (document,) if isinstance(document, bytes | np.ndarray) else document[:1]
+            hashes[index] = content_hash(parts[0])
+    with storage.replacing(str(kept)) as unfinished, open(unfinished, "wb") as file:
+        np.save(file, hashes)
+    return hashes
 
 
 def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False) -> list[Documents]:

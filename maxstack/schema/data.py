@@ -221,7 +221,11 @@ class Source(Section):
     as its weight asks for."""
     holdout: float = Field(0.0, ge=0, lt=1)
     """Share of its documents (whole files, where a file is a document) kept from training for
-    evaluation, chosen by a hash of their key."""
+    evaluation."""
+    holdout_by: Literal["place", "content"] = "place"
+    """Which ones, by a hash. place: of their file's path and their number in it; content: of
+    themselves, so that copies stay together and a file may be renamed or compressed; all documents
+    are read for it once, and the choice is kept in $MAXSTACK_CACHE."""
     record: Record | None = None
     """Content of each document: a JSON object, or a row of Parquet, of this kind; null: text."""
 

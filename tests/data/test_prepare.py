@@ -1,3 +1,4 @@
+import gzip
 import hashlib
 import json
 import os
@@ -326,6 +327,31 @@ def test_bad_records_that_the_quarantine_allows_leave_the_others_where_they_are(
     other.close()
     with pytest.raises(DataError, match="line 4"):
         prepare(config(sources=[source], quarantine=1, seq_len=8), "other", shard_size=2)
+
+
+def test_copies_of_held_out_documents_are_counted_and_can_be_kept_together(capsys, monkeypatch):
+    monkeypatch.setenv("MAXSTACK_CACHE", "cache")
+    lines = [json.dumps({"text": f"line {i % 20}"}) + "\n" for i in range(60)]
+    Path("lines.jsonl").write_text("".join(lines))
+
+    def splits(path="lines.jsonl", **by):
+        source = JsonlSource(kind="jsonl", files=[path], holdout=0.3, **by)
+        return source, [
+            [*map(bytes, all_of(open_source(source, split=s)))] for s in ("train", "eval")
+        ]
+
+    source, (train, held) = splits()
+    copies = sum(text in train for text in held)
+    prepare(config(sources=[source]), "out")
+    told = capsys.readouterr().out
+    assert copies and f"{copies} held-out documents stand among those to train on" in told
+    assert "hashes" not in Path("out/manifest.json").read_text()
+    source, (train, held) = splits(holdout_by="content")
+    assert train and held and not {*train} & {*held}
+    prepare(config(sources=[source]), "apart")
+    assert "held-out documents" not in capsys.readouterr().out
+    Path("other.jsonl.gz").write_bytes(gzip.compress(Path("lines.jsonl").read_bytes()))
+    assert splits("other.jsonl.gz", holdout_by="content")[1] == [train, held]
 
 
 @pytest.mark.slow
