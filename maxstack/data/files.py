@@ -141,8 +141,10 @@ def brief(text: object) -> str:
 def text_of(data: bytes, cfg: Files, path: str) -> bytes:
     """A document after `encoding_errors` and `normalize`. DataError, naming the file, if it is
     refused."""
-    if cfg.encoding_errors != "keep":
+    if cfg.encoding_errors == "replace":
         data = decoded(data, cfg, path).encode()
+    elif cfg.encoding_errors == "refuse":
+        decoded(data, cfg, path)
     if "bom" in cfg.normalize:
         data = data.removeprefix(codecs.BOM_UTF8)
     if "newlines" in cfg.normalize:

@@ -230,6 +230,7 @@ class Jsonl(Spans):
         if self._cfg.record:
             return data.removeprefix(codecs.BOM_UTF8)
         line = decoded(data, self._cfg, self.files[file].path)
+        del data  # a line may be hundreds of megabytes
         try:
             value = json.loads(line.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:
