@@ -204,8 +204,8 @@ class Texts:
 
     def __init__(self, tokenizer: "TokenizerConfig"):
         self.tokenizer = open_prompt_tokenizer(tokenizer)
-        self._bos, named = self.tokenizer.encode(b"").tolist(), bos_of(tokenizer)
-        self._first = (named or self._bos or list(open_tokenizer(tokenizer).eos))[:1]
+        self._bos, self._named = self.tokenizer.encode(b"").tolist(), bos_of(tokenizer)
+        self._first = (self._named or self._bos or list(open_tokenizer(tokenizer).eos))[:1]
         self._spelt = self.tokenizer.text_of(self._first[0]) if self._first else None
 
     def prompt(self, text: str) -> list[int]:
@@ -229,10 +229,10 @@ class Texts:
         return Scored(whole, begin)
 
     def windows(self, text: str, length: int) -> list[Scored]:
-        """A text in pieces of at most `length` inputs, each of whose tokens is scored once, a BOS
-        that the tokenizer adds too: the first after BOS or else EOS, the last piece with as much
-        before it as fits."""
-        tokens = self._encoded(text)
+        """A text in pieces of at most `length` inputs, each of whose tokens is scored once, the BOS
+        that a tokenizer's file adds too, as lm-evaluation-harness does: the first after BOS or else
+        EOS, the last piece with as much before it as fits."""
+        tokens = self._encoded(text, bare=not self._named)
         pieces = [Scored(self._begin(text) + tokens[:length], 1)] if tokens else []
         for first in range(length, len(tokens), length):
             end = min(first + length, len(tokens))

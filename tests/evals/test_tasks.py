@@ -208,7 +208,11 @@ def test_centred_scores_are_put_together_as_core_does():
         ({"process_docs": "x"}, ConfigError, "process_docs"),
         ({"output_type": "multiple_choice", "doc_to_choice": None}, ConfigError, "needs choices"),
         ({"num_fewshot": 9, "fewshot_split": "train"}, DataError, "num_fewshot=9, and there are 5"),
-        ({"num_fewshot": 9, "fewshot_split": None}, ConfigError, "nothing to draw examples from"),
+        (
+            {"num_fewshot": 12, "fewshot_split": None},
+            DataError,
+            "num_fewshot=12, and there are 11 examples",
+        ),
         ({"dataset_kwargs": {"data_files": "no.jsonl"}}, ConfigError, "no.jsonl: no such file"),
         ({"dataset_path": "org/set"}, ConfigError, "dataset_path"),
     ],
