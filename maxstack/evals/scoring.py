@@ -108,17 +108,21 @@ class Scorer:
     def _batches(self, cut: Sequence[Scored]) -> "Iterator[_Rows]":
         """Rows of each width, as many at a time as asked for, and then as few as the mesh takes, so
         that none is empty."""
+        counts = [len(tokens) - begin for tokens, begin in cut]
         alike: dict[tuple[int, ...], list[int]] = {}
-        for number, each in enumerate(cut):
-            alike.setdefault(tuple(each.tokens[:-1]), []).append(number)
         by_width: dict[int, list[list[int]]] = {width: [] for width in self._widths}
-        for inputs, numbers in alike.items():
+        for number, (tokens, _) in enumerate(cut):
+            inputs = tuple(tokens[:-1])
             width = next(width for width in self._widths if len(inputs) <= width)
-            by_width[width].append(numbers)
+            span = alike.get(inputs)
+            if span is None or sum(counts[i] for i in [*span, number]) > width:
+                span = alike[inputs] = []
+                by_width[width].append(span)
+            span.append(number)
         for width, spans in by_width.items():
-            counts = [sum(len(cut[n].tokens) - cut[n].begin for n in each) for each in spans]
-            rows = packed([len(cut[each[0]].tokens) - 1 for each in spans], width, counts)
-            few = all(sum(counts[i] for i, _ in row) <= width // 4 for row in rows)
+            scores = [sum(counts[number] for number in span) for span in spans]
+            rows = packed([len(cut[span[0]].tokens) - 1 for span in spans], width, scores)
+            few = all(sum(scores[i] for i, _ in row) <= width // 4 for row in rows)
             scored = width // 4 if few and self._pieces == 1 else width
             while rows:
                 height = self.height if len(rows) >= self.height else self._over

@@ -95,8 +95,9 @@ def test_requests_in_rows_of_any_width_have_the_scores_that_they_have_alone(monk
     for length in [*range(2, 66), 2, 5, 9, 70]:
         tokens = rng.integers(0, 256, length).tolist()
         requests.append(Scored(tokens, int(rng.integers(1, length))))
-        # another last token, as a choice of a letter has
+        # other last tokens, as choices of a letter have
         requests.append(Scored([*tokens[:-1], 7], length - 1))
+        requests += [Scored([*tokens[:-1], last], 1) for last in (8, 9, 10) if length < 66]
     params, scorer = run.init().params, Scorer(run, 8, 64)
     assert {batch.arrays["tokens"].shape[1] for batch in scorer._batches(requests[:-2])} == {
         4,
