@@ -52,8 +52,8 @@ PROBE = {
 PART = "words of a part"
 Span = tuple[int, int]
 ASKED = (
-    "give one: --chat-template FILE, or ask for completions of text: /v1/completions, or generate "
-    "without --chat"
+    "write one there, or give generate and serve --chat-template FILE; or ask for completions of "
+    "text: /v1/completions, generate without --chat, eval without --apply-chat-template"
 )
 REMEDY = "name one in data.template: chatml, plain, or a file of Jinja"
 

@@ -108,17 +108,21 @@ class Scorer:
     def _batches(self, cut: Sequence[Scored]) -> "Iterator[_Rows]":
         """Rows of each width, as many at a time as asked for, and then as few as the mesh takes, so
         that none is empty."""
+        counts = [len(tokens) - begin for tokens, begin in cut]
         alike: dict[tuple[int, ...], list[int]] = {}
-        for number, each in enumerate(cut):
-            alike.setdefault(tuple(each.tokens[:-1]), []).append(number)
         by_width: dict[int, list[list[int]]] = {width: [] for width in self._widths}
-        for inputs, numbers in alike.items():
+        for number, (tokens, _) in enumerate(cut):
+            inputs = tuple(tokens[:-1])
             width = next(width for width in self._widths if len(inputs) <= width)
-            by_width[width].append(numbers)
+            span = alike.get(inputs)
+            if span is None or sum(counts[i] for i in [*span, number]) > width:
+                span = alike[inputs] = []
+                by_width[width].append(span)
+            span.append(number)
         for width, spans in by_width.items():
-            counts = [sum(len(cut[n].tokens) - cut[n].begin for n in each) for each in spans]
-            rows = packed([len(cut[each[0]].tokens) - 1 for each in spans], width, counts)
-            few = all(sum(counts[i] for i, _ in row) <= width // 4 for row in rows)
+            scores = [sum(counts[number] for number in span) for span in spans]
+            rows = packed([len(cut[span[0]].tokens) - 1 for span in spans], width, scores)
+            few = all(sum(scores[i] for i, _ in row) <= width // 4 for row in rows)
             scored = width // 4 if few and self._pieces == 1 else width
             while rows:
                 height = self.height if len(rows) >= self.height else self._over
@@ -204,8 +208,8 @@ class Texts:
 
     def __init__(self, tokenizer: "TokenizerConfig"):
         self.tokenizer = open_prompt_tokenizer(tokenizer)
-        self._bos, named = self.tokenizer.encode(b"").tolist(), bos_of(tokenizer)
-        self._first = (named or self._bos or list(open_tokenizer(tokenizer).eos))[:1]
+        self._bos, self._named = self.tokenizer.encode(b"").tolist(), bos_of(tokenizer)
+        self._first = (self._named or self._bos or list(open_tokenizer(tokenizer).eos))[:1]
         self._spelt = self.tokenizer.text_of(self._first[0]) if self._first else None
 
     def prompt(self, text: str) -> list[int]:
@@ -229,10 +233,10 @@ class Texts:
         return Scored(whole, begin)
 
     def windows(self, text: str, length: int) -> list[Scored]:
-        """A text in pieces of at most `length` inputs, each of whose tokens is scored once, a BOS
-        that the tokenizer adds too: the first after BOS or else EOS, the last piece with as much
-        before it as fits."""
-        tokens = self._encoded(text)
+        """A text in pieces of at most `length` inputs, each of whose tokens is scored once, the BOS
+        that a tokenizer's file adds too, as lm-evaluation-harness does: the first after BOS or else
+        EOS, the last piece with as much before it as fits."""
+        tokens = self._encoded(text, bare=not self._named)
         pieces = [Scored(self._begin(text) + tokens[:length], 1)] if tokens else []
         for first in range(length, len(tokens), length):
             end = min(first + length, len(tokens))

@@ -120,6 +120,38 @@ def test_a_model_folder_is_asked_by_its_own_tokenizer(run, tmp_path, capsys):
     assert "task choice: 6 requests have more than 8 tokens, and lose their beginning" in out
 
 
+def test_a_chat_template_is_used_where_asked_for_and_named_where_not(tmp_path, capsys):
+    names = asked.write_tasks(tmp_path)
+    choice = next(name for name in names if name.endswith("choice.yaml"))
+    model, out = make(tmp_path / "model"), tmp_path / "answers.jsonl"
+    words = model, "--tasks", choice, "--limit", 1, "--length", 256, "--out", out
+
+    def prompt(*more):
+        said = figures(capsys, *words, *more)
+        return json.loads(out.read_text().splitlines()[0])["requests"][0], said
+
+    (context, choice), said = prompt()
+    assert "has a chat template, and is asked without it; --apply-chat-template uses it" in said
+    description, first, second, question = (
+        context.replace("Pick. ", "Pick.\0").replace("\n", "\0").split("\0")
+    )
+    pairs = [example.rpartition(" ") for example in (first, second)]
+    (chat, bare), said = prompt("--apply-chat-template", "--system", "Be terse.")
+    turns = [("system", f"Be terse.\n{description} ")]
+    for asks, _, answer in pairs:
+        turns += [("user", asks), ("assistant", answer)]
+    turns += [("user", question)]
+    rendered = "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns)
+    assert (chat, bare) == (f"{rendered}<|im_start|>assistant\n", choice.lstrip())
+    assert "is asked without it" not in said
+    (chat, _), _ = prompt("--apply-chat-template", "--fewshot-as-multiturn", "false")
+    assert chat.count("<|im_start|>") == 3 and f"{first}\n{second}\n{question}" in chat
+    (model / "chat_template.jinja").unlink()
+    assert cli.main(["eval", *map(str, words), "--apply-chat-template"]) == 1
+    said = capsys.readouterr().err
+    assert "no chat template" in said and "eval without --apply-chat-template" in said
+
+
 def test_what_cannot_be_evaluated_says_why(run, tmp_path, capsys):
     folder, names = run
     model = make(tmp_path / "model")
@@ -127,6 +159,11 @@ def test_what_cannot_be_evaluated_says_why(run, tmp_path, capsys):
     for words, says in (
         ([model], "is no run, so it names no held-out data; give --tasks"),
         ([folder, "--limit", "3"], "--limit: of tasks; name some by --tasks"),
+        ([folder, "--system", "x"], "--system: of tasks; name some by --tasks"),
+        (
+            [folder, "--tasks", names[0], "--fewshot-as-multiturn"],
+            "--fewshot-as-multiturn: turns are --apply-chat-template's",
+        ),
         ([folder, "--tasks", "pairz"], "pairs"),
         ([folder, "--tasks", ", "], "--tasks: is empty"),
         ([folder, "--tasks", names[0], "--num-fewshot", "2"], "--num-fewshot: with --lm-eval"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxstack.errors import ConfigError, DataError
-from maxstack.evals.scoring import Scored, Texts, packed
+from maxstack.evals.scoring import Scored, Scorer, Texts, packed
 from maxstack.evals.task import Likelihood, Question
 from maxstack.evals.task_files import open_tasks
 from maxstack.evals.task_metrics import results, values
@@ -86,6 +86,42 @@ def test_logits_in_pieces_give_the_same_scores(files, alone, monkeypatch):
     _, others = asked.asked(run, files).results(params)
     for ours, theirs in zip(records, others, strict=True):
         np.testing.assert_allclose(ours["answer"], theirs["answer"], rtol=1e-6)
+
+
+def test_requests_in_rows_of_any_width_have_the_scores_that_they_have_alone(monkeypatch):
+    monkeypatch.setattr("maxstack.evals.scoring.NARROWEST", 4)
+    run, rng = asked.run_of(), np.random.default_rng(0)
+    requests = []
+    for length in [*range(2, 66), 2, 5, 9, 70]:
+        tokens = rng.integers(0, 256, length).tolist()
+        requests.append(Scored(tokens, int(rng.integers(1, length))))
+        # other last tokens, as choices of a letter have
+        requests.append(Scored([*tokens[:-1], 7], length - 1))
+        requests += [Scored([*tokens[:-1], last], 1) for last in (8, 9, 10) if length < 66]
+    params, scorer = run.init().params, Scorer(run, 8, 64)
+    assert {batch.arrays["tokens"].shape[1] for batch in scorer._batches(requests[:-2])} == {
+        4,
+        16,
+        64,
+    }
+    likelihoods = scorer(params, requests)
+    kept = [tokens[-65:] for tokens, _ in requests]
+    rows = np.zeros((len(kept), 65), np.int32)
+    for row, tokens in zip(rows, kept, strict=True):
+        row[: len(tokens)] = tokens
+    alone = logprobs_of(run, params, Rows(rows, np.array([*map(len, kept)], np.int32)), 8)
+    for made, row, (tokens, begin) in zip(likelihoods, alone, requests, strict=True):
+        scored = len(tokens) - max(begin, len(tokens) - 64)
+        end = min(len(tokens), 65)
+        assert made.tokens == scored
+        assert made.logprob == pytest.approx(row[end - scored : end].sum(), rel=2e-5)
+
+
+def test_choices_that_differ_in_their_last_token_are_read_once():
+    scorer = Scorer(asked.run_of(), 8, 64)
+    requests = [Scored([*range(30), letter], 30) for letter in range(65, 69)]
+    (batch,) = scorer._batches(requests)
+    assert batch.arrays["real"].sum() == 30 and len(batch.places) == 4
 
 
 @given(st.lists(st.integers(1, 9), max_size=40))
@@ -208,7 +244,11 @@ def test_centred_scores_are_put_together_as_core_does():
         ({"process_docs": "x"}, ConfigError, "process_docs"),
         ({"output_type": "multiple_choice", "doc_to_choice": None}, ConfigError, "needs choices"),
         ({"num_fewshot": 9, "fewshot_split": "train"}, DataError, "num_fewshot=9, and there are 5"),
-        ({"num_fewshot": 9, "fewshot_split": None}, ConfigError, "nothing to draw examples from"),
+        (
+            {"num_fewshot": 12, "fewshot_split": None},
+            DataError,
+            "num_fewshot=12, and there are 11 examples",
+        ),
         ({"dataset_kwargs": {"data_files": "no.jsonl"}}, ConfigError, "no.jsonl: no such file"),
         ({"dataset_path": "org/set"}, ConfigError, "dataset_path"),
     ],
@@ -220,6 +260,73 @@ def test_a_task_that_cannot_be_asked_says_what_is_wrong(tmp_path, changes, error
     )
     with pytest.raises(error, match=says):
         [task.questions for task in open_tasks([path])]
+
+
+LACKING = [
+    {"doc_to_text": "a"},
+    {"doc_to_text": "{{a}} {{b}}"},
+    {"doc_to_text": "{{a.upper()}}"},
+    {"doc_to_target": "a"},
+    {"doc_to_choice": "a"},
+    {"doc_to_choice": "{{[a, 'x']}}"},
+    {"description": "{{[a]}}"},
+]
+
+
+@pytest.mark.parametrize("changes", LACKING, ids=lambda changes: " ".join(changes.values()))
+@pytest.mark.parametrize("line", ["{}", '{"a": null}'], ids=["absent", "null"])
+def test_a_field_that_one_document_lacks_is_refused_with_its_place(tmp_path, changes, line):
+    task = asked.TASKS["choice"] | {"num_fewshot": 0, "description": "", "doc_to_text": "b"}
+    whole = json.dumps({"a": "x", "b": "y", "c": "z", "right": 0})
+    asked.write_tasks(tmp_path)
+    bare = json.dumps({"b": "y", "c": "z", "right": 0} | json.loads(line))
+    (tmp_path / "test.jsonl").write_text(f"{whole}\n{bare}\n")
+    if "{{" not in "".join(changes.values()) and "doc_to_choice" in changes:
+        whole = whole.replace('"x"', '["x", "y"]')
+        (tmp_path / "test.jsonl").write_text(f"{whole}\n{bare}\n")
+    path = asked.write_task(tmp_path, "odd", **{**task, "doc_to_choice": ["x", "y"], **changes})
+    (opened,) = open_tasks([path])
+    with pytest.raises(DataError, match="task odd, document 1: 'a' is null, or the document lacks"):
+        _ = opened.questions
+
+
+def test_null_may_be_asked_about_in_a_template(tmp_path):
+    asked.write_tasks(tmp_path)
+    rows = '{"a": "x", "right": 0}\n{"a": null, "right": 0}\n'
+    (tmp_path / "test.jsonl").write_text(rows)
+    text = "{{a if a else 'no'}} {{a is none}} {{a == none}}"
+    choice = {"output_type": "multiple_choice", "doc_to_choice": ["y"], "doc_to_target": "right"}
+    (task,) = open_tasks([asked.write_task(tmp_path, "odd", doc_to_text=text, **choice)])
+    asked_for = [question.pairs[0][0] for question in task.questions]
+    assert asked_for == ["x False False", "no True True"]
+
+
+def test_published_tasks_are_found_by_the_names_of_tasks_groups_and_tags(tmp_path):
+    asked.write_tasks(tmp_path)
+    (tmp_path / "few").mkdir()
+    for name in ("two", "one"):
+        text = f"include: ../choice.yaml\ntask: {name}\ntag: [few, more]\n"
+        (tmp_path / "few" / f"{name}.yaml").write_text(text)
+    text = "group: all\ntask: [some, {task: two, num_fewshot: 1}]\n"
+    (tmp_path / "few" / "_all.yaml").write_text(text)
+    (tmp_path / "some.yaml").write_text("group: some\ntask:\n  - one\n  - contexts\n")
+    (tmp_path / "code.yaml").write_text("task: code\nprocess_docs: !function utils.f\n")
+
+    def names(asked_for):
+        return [part.name for part in open_tasks([asked_for], library=str(tmp_path))]
+
+    assert names("one") == ["one"]
+    assert names("few") == ["one", "two"]
+    assert names("all") == ["one", "contexts", "some", "two", "all"]
+    parts = {part.name: part for part in open_tasks(["all"], library=str(tmp_path))}
+    assert parts["all"].members == ("one", "contexts", "two")
+    assert (parts["two"].cfg.num_fewshot, parts["one"].cfg.num_fewshot) == (1, 2)
+    with pytest.raises(
+        ConfigError, match="code.yaml:2: tag !function: is code, and none is run; .*--lm-eval"
+    ):
+        names("code")
+    with pytest.raises(ConfigError, match="names no such task, group or tag; or --lm-eval"):
+        names("none")
 
 
 def test_documents_that_are_broken_are_named(tmp_path):
