@@ -244,7 +244,7 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
             "objective.reference=start does"
         )
     if begins and cfg.model.weights:
-        for line in unlike_folder(cfg.model.weights, cfg.data.seq_len):
+        for line in unlike_folder(run, cfg.model.weights):
             log.say(line)
     if begins and (done := last_step(folder_of(cfg))):
         log.say(
@@ -303,13 +303,16 @@ def moved_rate(written: dict[str, Any], cfg: "Config", updates: int) -> str:
     return f"{text}; changed: {shortened(', '.join(changed), 400)}"
 
 
-def unlike_folder(weights: str, seq_len: int) -> Iterator[str]:
-    """Lines about what a folder says of training that a run does not do: shorter rows, dropout."""
+def unlike_folder(run: Run, weights: str) -> Iterator[str]:
+    """Lines about what a folder says of training that a run does not do: shorter rows, dropout, one
+    adapter of a module that is several weights here."""
+    from maxstack.hf.binding import bind
     from maxstack.hf.contents import opened
 
     if run_folder(weights):
         return
-    said = opened(weights).folder.config
+    contents, seq_len = opened(weights), run.cfg.data.seq_len
+    said = contents.folder.config
     most = said.get("max_position_embeddings")
     if isinstance(most, int) and seq_len > most:
         yield (
@@ -322,6 +325,18 @@ def unlike_folder(weights: str, seq_len: int) -> Iterator[str]:
             f"{weights} asks for dropout in training ({', '.join(dropped)}), which is not applied; "
             "transformers' Trainer applies it"
         )
+    lora, adapted = run.cfg.lora, run.weights.rewrite.adapted
+    if not lora:
+        return
+    shapes = {path: leaf.shape for path, leaf in run.weights.original.items()}
+    for tensor in bind(contents.family, run.cfg.model, shapes):
+        if (parts := sum(target.path in adapted for target in tensor.targets)) > 1:
+            yield (
+                f"lora: {tensor.name} is one module of {weights}, to which peft gives one lora_A; "
+                f"here each of its {parts} parts has its own, and `maxstack lora export` writes "
+                f"them as one of rank {parts} x {lora.rank}"
+            )
+            return
 
 
 def check_can_start(run: Run) -> None:

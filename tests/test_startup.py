@@ -237,10 +237,19 @@ def test_a_run_with_metrics_that_no_checkpoint_holds_is_told_to_begin_again(
     )
 
 
+def of_length(seq_len):
+    """What is asked of a run without adapters."""
+    data = SimpleNamespace(seq_len=seq_len)
+    rewrite = SimpleNamespace(adapted={})
+    return SimpleNamespace(
+        cfg=SimpleNamespace(data=data, lora=None), weights=SimpleNamespace(rewrite=rewrite)
+    )
+
+
 def test_rows_longer_than_the_imported_model_was_made_for_are_told():
     most = json.loads((LLAMA / "config.json").read_text())["max_position_embeddings"]
-    assert [*startup.unlike_folder(str(LLAMA), most)] == []
-    (line,) = startup.unlike_folder(str(LLAMA), most + 1)
+    assert [*startup.unlike_folder(of_length(most), str(LLAMA))] == []
+    (line,) = startup.unlike_folder(of_length(most + 1), str(LLAMA))
     assert f"data.seq_len={most + 1} is more than max_position_embeddings={most} of " in line
 
 
@@ -249,7 +258,7 @@ def test_dropout_that_the_imported_model_asks_for_is_told_in_one_line(tmp_path):
     said = json.loads((folder / "config.json").read_text())
     shares = {"attn_pdrop": 0.1, "attention_dropout": 0.2, "hidden_dropout": 0.0}
     (folder / "config.json").write_text(json.dumps(said | shares))
-    (line,) = startup.unlike_folder(str(folder), 1)
+    (line,) = startup.unlike_folder(of_length(1), str(folder))
     assert re.findall(r"(\w+)=(0\.\d)", line) == [
         ("attention_dropout", "0.2"),
         ("attn_pdrop", "0.1"),
