@@ -151,7 +151,7 @@ def open_feed(
             may_end=cfg.train.epochs is not None,
         )
         ending.callback(feed.close)
-        feed.check()
+        feed.mixture.check()
         return feed, None
     from maxstack.rewards.pool import Pool  # every other run starts without it
     from maxstack.rollouts.feed import RolloutFeed
@@ -163,6 +163,7 @@ def open_feed(
     maker = Maker(run, pool)
     rollouts = RolloutFeed(run, maker, folder)
     ending.callback(rollouts.close)
+    rollouts.mixture.check()
     return rollouts, maker
 
 

@@ -24,7 +24,7 @@ from maxstack.data.sources import open_sources
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.data.workers import Made, Workers, made
 from maxstack.errors import DataEnded, DataError, shortened
-from maxstack.schema.data import PICTURED, DataConfig
+from maxstack.schema.data import DataConfig
 from maxstack.schema.stages import Stages
 
 if TYPE_CHECKING:
@@ -249,15 +249,6 @@ class Feed(BatchFeed):
                 file=sys.stderr,
                 flush=True,
             )
-
-    def check(self) -> None:
-        """DataError where a source's first document is not of its kind, columns or shape, unless
-        such may be passed over: so that it is told before anything is compiled."""
-        for number, source in enumerate(self.sources if not self._cfg.quarantine else ()):
-            if source.record and source.record.kind not in PICTURED:
-                self.mixture.units(number, 0, 0, self.mixture.quarantine())
-            else:
-                source[0]
 
     def describe(self) -> list[str]:
         """A line for each source: its name, number of documents, share of the next step, byte order

@@ -18,7 +18,7 @@ from maxstack.data.position import Part, Position, Sources
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of, tokens_of
 from maxstack.errors import ConfigError, DataError, StoreError
-from maxstack.schema.data import AnySource, DataConfig
+from maxstack.schema.data import PICTURED, AnySource, DataConfig
 from maxstack.schema.mixture import weight_at
 from maxstack.schema.stages import Stages
 
@@ -310,6 +310,15 @@ class Mixture:
         except DataError as error:
             quarantine.add(f"{source} {index}", str(error))
             return []
+
+    def check(self) -> None:
+        """DataError where a source's first document is not of its kind, columns or shape, unless
+        such may be passed over: so that it is told before anything is compiled."""
+        for number, source in enumerate(self.sources if not self.cfg.quarantine else ()):
+            if source.record and source.record.kind not in PICTURED:
+                self.units(number, 0, 0, self.quarantine())
+            else:
+                source[0]
 
     def _parting(self, ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
         """int32 ids before a document: its end's, where rows go across documents that none begins

@@ -491,5 +491,5 @@ def test_wrong_columns_kinds_and_shapes_are_told_before_the_first_batch(
     fields = {"sources": [source], "tokenizer": {"kind": "bytes", "eos": True}, "seq_len": 32}
     feed = Feed(DataConfig.model_validate(fields), [0], 1)
     with pytest.raises(DataError, match=says):
-        feed.check()
-    Feed(DataConfig.model_validate(fields | {"quarantine": 1}), [0], 1).check()
+        feed.mixture.check()
+    Feed(DataConfig.model_validate(fields | {"quarantine": 1}), [0], 1).mixture.check()

@@ -10,6 +10,7 @@ import tiers
 import tiny
 
 from maxstack import startup
+from maxstack.errors import DataError
 
 SGD = {"learning_rate": 0.3, "chain": [{"kind": "sgd"}], "schedule": None}
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
@@ -87,6 +88,14 @@ def played(cfg, folder, devices=1, steps=3):
             figures = feed.metrics() | {name: float(value) for name, value in scalars.items()}
             found.append({k: v for k, v in figures.items() if not k.endswith(("seconds", "wait"))})
     return found, batches
+
+
+def test_records_without_prompts_are_told_before_anything_is_compiled(tmp_path):
+    (tmp_path / "wrong.jsonl").write_text('{"text": "a"}\n')
+    source = {"kind": "jsonl", "files": ["wrong.jsonl"], "record": {"kind": "prompts"}}
+    run = tiny.make_run(config("grpo", data={"sources": [source]}))
+    with contextlib.ExitStack() as ending, pytest.raises(DataError, match="wrong.jsonl: line 1"):
+        startup.open_feed(run, tmp_path, ending)
 
 
 @pytest.mark.parametrize("name", tiers.of(TRAINED, slow=["grpo"]))
