@@ -91,7 +91,10 @@ class Deal:
         if lane not in self._known:
             assert self._moves is not None
             places, takers = self._moves.T
-            gone, added = np.sort(places[places % self._lanes == lane]), np.sort(places[takers == lane])
+            gone, added = (
+                np.sort(places[places % self._lanes == lane]),
+                np.sort(places[takers == lane]),
+            )
             own = -((lane - added) // self._lanes) - np.searchsorted(gone, added)
             self._known[lane] = (
                 (own + np.arange(len(added))).tolist(),
