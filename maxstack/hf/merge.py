@@ -5,14 +5,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from maxstack.data.hub import INDEX
+from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError
-from maxstack.hf.contents import FLOATS
+from maxstack.hf.contents import FLOATS, HEAD
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import of_config
 from maxstack.hf.folder import Folder, and_more
 from maxstack.hf.peft import Adapter
+from maxstack.hf.tables import replaced
 from maxstack.hf.tensors import Plain, check_finite
-from maxstack.hf.writer import Shard, new_folder
+from maxstack.hf.writer import Shard, new_folder, write_json
 
 
 def merge(
@@ -29,11 +32,11 @@ def merge(
     `done` is called with the bytes of each tensor. ConfigError where the adapter is of another
     model; DataError where a tensor is, or becomes, NaN or infinite, if `finite`.
     """
-    if sign < 0 and adapter.dora:
-        raise ConfigError(
-            f"{adapter.folder}: is DoRA, whose merging forgets the length of W's "
-            "columns; keep the folder that it was merged into"
-        )
+    if sign < 0 and (adapter.dora or adapter.tables):
+        what = "is DoRA, whose merging forgets the length of W's columns"
+        if adapter.tables:
+            what = f"replaces {min(adapter.tables)}, which merging forgets"
+        raise ConfigError(f"{adapter.folder}: {what}; keep the folder that it was merged into")
     folder = Folder(source)
     tensors = folder.raw()
     _check_modules(folder, tensors, adapter, source)
@@ -42,6 +45,10 @@ def merge(
     files: dict[Path, dict[str, Plain]] = {}
     for name, tensor in tensors.items():
         files.setdefault(tensor.file, {})[name] = tensor
+    embedding = next((row.name for row in rows if row.parts[0].path == "embed"), "")
+    whole = replaced(adapter, tensors, embedding, str(folder.path))
+    if HEAD in whole.keys() - tensors.keys():
+        files[tensors[embedding].file][HEAD] = tensors[embedding]
     with new_folder(out) as made:
         for entry in sorted(folder.path.iterdir()):
             if entry.is_file() and not entry.name.endswith(".safetensors"):
@@ -49,22 +56,43 @@ def merge(
         for path, held in files.items():
             shard = Shard(
                 made / path.name,
-                {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()},
+                {
+                    name: (tensor.dtype, whole[name].shape if name in whole else tensor.shape)
+                    for name, tensor in held.items()
+                },
             )
             for name, tensor in held.items():
                 values, module = tensor.array(), name.removesuffix(".weight")
+                if name in whole:
+                    values = whole[name].astype(values.dtype)
                 if module in adapter.modules:
                     first = name.endswith(turned)
                     adapter.check_sizes(module, first, values.shape, str(folder.path))
-                    whole = adapter.merged(module, values, first, sign)
-                    values = whole.astype(values.dtype)
+                    merged = adapter.merged(module, values, first, sign)
+                    values = merged.astype(values.dtype)
                 if finite:
                     check_finite(values, tensor.where)
                 shard.arrays[name][...] = values
                 done(values.nbytes)
                 tensor.forget()
                 shard.forget()
-    return len(adapter.modules)
+        if embedding in whole or HEAD in whole:
+            _describe(made, len(whole.get(embedding, whole.get(HEAD, ()))), files, HEAD in whole)
+    return len(adapter.modules) + len(whole)
+
+
+def _describe(folder: Path, vocab: int, files: dict[Path, dict[str, Plain]], head: bool) -> None:
+    """Write a merged folder's size of the vocabulary, whether its head is its own, and the index,
+    where they changed."""
+    config = read_object(folder / "config.json")
+    own = config.get("text_config", config)
+    own["vocab_size"] = vocab
+    if head:
+        config["tie_word_embeddings"] = own["tie_word_embeddings"] = False
+    write_json(folder / "config.json", config)
+    if (index := folder / INDEX.format("model")).exists():
+        listed = {name: file.name for file, held in files.items() for name in held}
+        write_json(index, read_object(index) | {"weight_map": listed})
 
 
 def _check_modules(

@@ -25,6 +25,7 @@ from maxstack.hf.families import ALL
 from maxstack.hf.rows import Shape, axes_in
 from maxstack.hf.safetensors_file import SafetensorsFile
 from maxstack.hf.table import Mismatch
+from maxstack.hf.tables import taken
 from maxstack.hf.tensors import check_finite
 from maxstack.hf.writer import Read, write_json
 from maxstack.schema.lora import LoraConfig
@@ -34,9 +35,8 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 REFUSED = """
-    modules_to_save lora_bias layer_replication megatron_config trainable_token_indices
-    target_parameters alora_invocation_tokens use_qalora use_bdlora arrow_config kasa_config
-    monteclora_config
+    lora_bias layer_replication megatron_config target_parameters alora_invocation_tokens use_qalora
+    use_bdlora arrow_config kasa_config monteclora_config
     """.split()
 """Settings of PEFT that are not supported; null, false or an empty list leaves them off."""
 REWRITING = ("pissa", "corda", "olora", "loftq")
@@ -82,6 +82,8 @@ class Adapter:
             if finite:
                 check_finite(tensor, f"{file.path}: tensor {name}")
             self.tensors[name.removeprefix(OUTER)] = tensor.astype(np.float32)
+        self.tables, self.rows = taken(self)
+        """As of tables.taken; `merge` alone reads them."""
         self.modules = {
             name.removesuffix(f".{A}") for name in self.tensors if name.endswith(f".{A}")
         }
@@ -405,6 +407,12 @@ def read(
 def bound_to(adapter: Adapter, model: StackConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
     """The tensors of our model in the first family that has the adapter's modules. ConfigError
     where none has."""
+    if adapter.tables:
+        raise ConfigError(
+            f"{adapter.folder}: holds {min(adapter.tables)} beside adapters, which is read where "
+            f"it is merged alone: maxstack lora merge FOLDER --adapter {adapter.folder} --out "
+            "MERGED, and use MERGED"
+        )
     for family in ALL:
         try:
             family.write(model)
