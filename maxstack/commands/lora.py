@@ -2,6 +2,7 @@
 
 import json
 from argparse import Namespace
+from typing import Any
 
 from maxstack.command import ALLOW_NONFINITE, WEIGHTS, argument, command, group
 from maxstack.commands.convert import ARCHITECTURE, CHECKPOINT, OUT_FOLDER
@@ -57,18 +58,16 @@ def export(args: Namespace) -> None:
             f"{args.run}: was trained without lora, so it has no adapter; maxstack "
             "export gives its weights"
         )
-    architecture = args.architecture
-    if architecture is None and (source := source_of(args.run, cfg.model)):
+    settings: dict[str, Any] = {}
+    if source := source_of(args.run, cfg.model):
         settings = json.loads((source / "config.json").read_text())
-        architecture = settings.get("architectures", [None])[0]
+    architecture = args.architecture or settings.get("architectures", [None])[0]
     rewrite = Rewrite(cfg)
-    if rewrite.saved:
-        raise ConfigError(
-            f"{args.run}: {', '.join(sorted(rewrite.saved))} is trained whole beside the adapter, "
-            "and an adapter's folder would leave it out; maxstack export gives the merged model"
-        )
     family, _ = choose(cfg.model, architecture, must=args.architecture is not None)
     shapes = {path: leaf.shape for path, leaf in weights_of(cfg.model).items()}
+    vocab = getattr(cfg.model, "vocab", 0)
+    grown = {"embed", "head"} if settings.get("vocab_size", vocab) < vocab else set()
+    whole = {*rewrite.saved, *grown} & shapes.keys()
     try:
         bound = bind(family, cfg.model, shapes)
     except ValueError as error:
@@ -80,10 +79,13 @@ def export(args: Namespace) -> None:
     adapted = {path: spec.contract for path, spec in rewrite.adapted.items()}
     with new_folder(args.out) as folder:
         count = peft.write(
-            folder, cfg.lora, adapted, bound, reader.read, base, args.base or cfg.model.weights
+            *(folder, cfg.lora, adapted, bound, reader.read, base),
+            args.base or cfg.model.weights,
+            whole,
         )
+    beside = f" and {', '.join(sorted(whole))} whole" if whole else ""
     print(
-        f"{args.run} step {reader.step} -> {args.out}: adapters of {count} modules of "
+        f"{args.run} step {reader.step} -> {args.out}: adapters of {count} modules{beside} of "
         f"{family.architecture}{f', {words}' * bool(words)}"
     )
 

@@ -8,7 +8,7 @@ module  R rank.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from maxstack.data.copies import local_folder
 from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf.binding import Bound, Target, bind
+from maxstack.hf.contents import HEAD
 from maxstack.hf.families import ALL
 from maxstack.hf.rows import Shape, axes_in
 from maxstack.hf.safetensors_file import SafetensorsFile
@@ -307,10 +308,11 @@ def write(
     read: Read,
     base: Read,
     source: str | None,
+    whole: Collection[str] = (),
 ) -> int:
     """Write the folder; the number of modules. `adapted` has, for each weight with an adapter, how
     many dimensions it contracts, `read` gives a leaf of it by path, `base` a weight without its
-    adapter; `source` is where PEFT finds the model."""
+    adapter; `source` is where PEFT finds the model; `whole` weights stand beside the adapters."""
     modules = _modules(bound, adapted)
     _refuse_taken_for_experts(modules, bound)
     tensors: dict[str, np.ndarray] = {}
@@ -332,6 +334,7 @@ def write(
                 for target in module.tensor.targets
             }
             tensors[f"{name}.{MAGNITUDE}"] = module.in_tensor(lengths)[:, 0]
+    saved = _whole_tensors(bound, whole, base)
     (inputs_first,) = {module.inputs_first for module in modules}
     counts = {module.name: len(module.targets) for module in modules if len(module.targets) > 1}
     said = {
@@ -344,7 +347,7 @@ def write(
         "fan_in_fan_out": inputs_first,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": sorted({name.split(".")[-2] for name in saved}) or None,
         "rank_pattern": {name: lora.rank * count for name, count in counts.items()},
         "alpha_pattern": {
             name: _whole(lora.alpha * (count**0.5 if lora.rslora else count))
@@ -353,9 +356,27 @@ def write(
         "target_modules": _target_modules(modules, bound),
     }
     write_json(out / CONFIG, said)
+    tensors |= {f"{OUTER}{name}": tensor for name, tensor in saved.items()}
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     save_file(contiguous, out / TENSORS, {"format": "pt"})
     return len(modules)
+
+
+def _whole_tensors(
+    bound: Sequence[Bound], whole: Collection[str], base: Read
+) -> dict[str, np.ndarray]:
+    """Tensors of weights that stand beside adapters, by name; of an embedding that is the head,
+    too, that of the head, since peft unties the two otherwise."""
+    made = {}
+    for tensor in bound:
+        if not tensor.row.copy and any(target.path in whole for target in tensor.targets):
+            made[tensor.name] = np.empty(tensor.shape, np.float32)
+            for target in tensor.targets:
+                weight = base(target.path)[target.lead]
+                tensor.row.write(target.part, weight, made[tensor.name], tensor.sizes)
+            if target.path == "embed" and HEAD not in {each.name for each in bound}:
+                made[HEAD] = made[tensor.name]
+    return made
 
 
 def read(
