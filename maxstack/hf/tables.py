@@ -30,7 +30,7 @@ def taken(adapter: "Adapter") -> tuple[dict[str, np.ndarray], dict[str, list[int
             module = name.removesuffix(ROWS)
             found = [own for key, own in named.items() if f".{module}".endswith(f".{key}")]
             tables[f"{module}{ROWS}"] = rows = adapter.tensors.pop(name)
-            if len(found) != 1 or len(found[0]) != len(rows):
+            if len(found) != 1 or not len(found[0]) == len({*found[0]}) == len(rows):
                 raise ConfigError(
                     f"{adapter.folder}: {len(rows)} rows of {module}, and trainable_token_indices="
                     f"{quoted(said)}; save the adapter with peft again"
@@ -52,9 +52,9 @@ def replaced(
         rows = made.pop(name.removesuffix(".weight") + ROWS)
         if name not in made and name in tensors:
             made[name] = tensors[name].array().astype(np.float32)
-        if name in made and (len(made[name]) <= max(numbers) or min(numbers) < 0):
-            raise ConfigError(f"{adapter.folder}: {name} has no row {max(numbers)} in {where}")
         if name in made:
+            if odd := [number for number in numbers if not 0 <= number < len(made[name])]:
+                raise ConfigError(f"{adapter.folder}: {name} has no row {odd[0]} in {where}")
             made[name][numbers] = rows
     if tied and embedding in adapter.tables:
         head = made.setdefault(HEAD, tensors[embedding].array().astype(np.float32))

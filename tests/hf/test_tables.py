@@ -76,7 +76,9 @@ def test_tables_and_rows_are_merged_as_pefts_model_has_them(model, tensors, said
         ({"model.norm.weight": table(1)}, {}, r"model.norm.weight is \[1, 16\]"),
         ({"score.weight": table(2)}, {"modules_to_save": ["score"]}, "that is none"),
         (ROWS, {"trainable_token_indices": [3, 128]}, "has no row 128"),
+        (ROWS, {"trainable_token_indices": [-1, 3]}, "has no row -1"),
         (ROWS, {"trainable_token_indices": [3]}, "2 rows of model.embed_tokens"),
+        (ROWS, {"trainable_token_indices": [3, 3]}, "2 rows of model.embed_tokens"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused(tensors, said, told, tmp_path):
