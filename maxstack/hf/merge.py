@@ -39,8 +39,15 @@ def merge(
         raise ConfigError(f"{adapter.folder}: {what}; keep the folder that it was merged into")
     folder = Folder(source)
     tensors = folder.raw()
+    family = of_config(folder.config, FAMILIES, folder.where)
+    apart = HEAD.removesuffix(".weight") in adapter.modules
+    if apart or adapter.tables:
+        head = family.read(folder.config, folder.where).get("head") or {}
+        apart &= bool(head.get("tied"))
+        if head.get("tied") and not apart:
+            tensors.pop(HEAD, None)  # a copy, which loaders do not read
     _check_modules(folder, tensors, adapter, source)
-    rows = of_config(folder.config, FAMILIES, folder.where).rows
+    rows = family.rows
     turned = tuple(row.name.removeprefix("{layer}") for row in rows if row.inputs_first)
     files: dict[Path, dict[str, Plain]] = {}
     for name, tensor in tensors.items():
@@ -76,8 +83,9 @@ def merge(
                 done(values.nbytes)
                 tensor.forget()
                 shard.forget()
-        if embedding in whole or HEAD in whole:
-            _describe(made, len(whole.get(embedding, whole.get(HEAD, ()))), files, HEAD in whole)
+        if apart or embedding in whole or HEAD in whole:
+            table = whole.get(embedding, whole.get(HEAD, tensors[embedding]))
+            _describe(made, table.shape[0], files, apart or HEAD in whole)
     return len(adapter.modules) + len(whole)
 
 

@@ -1,6 +1,7 @@
 """Adapters that bring whole tables, or rows of them, as peft saves them."""
 
 import json
+import shutil
 
 import numpy as np
 import parity
@@ -93,3 +94,20 @@ def test_an_adapter_with_a_table_is_not_taken_out_again_nor_read_beside_a_base(t
         merge(parity.GOLDENS / "llama", adapter, tmp_path / "out", -1, lambda size: None)
     with pytest.raises(ConfigError, match="maxstack lora merge FOLDER --adapter"):
         bound_to(adapter, None, {})
+
+
+def test_a_head_that_is_stored_though_it_is_the_embedding_is_dropped_or_becomes_its_own(tmp_path):
+    shutil.copytree(parity.GOLDENS / "llama_tied", folder := tmp_path / "model")
+    base = load_file(folder / "model.safetensors")
+    base[f"{HEAD}.weight"] = base[f"{EMBED}.weight"]
+    save_file({name: tensor.copy() for name, tensor in base.items()}, folder / "model.safetensors")
+    rows = adapter_of(tmp_path / "rows", ROWS, trainable_token_indices=[3, 5])
+    found, config = merged(folder, rows, tmp_path / "a")
+    assert f"{HEAD}.weight" not in found and config["tie_word_embeddings"]
+    pair = {f"{HEAD}.lora_A.weight": table(2), f"{HEAD}.lora_B.weight": np.ones((128, 2), "f4")}
+    found, config = merged(folder, adapter_of(tmp_path / "pair", pair), tmp_path / "b")
+    change = 2 * pair[f"{HEAD}.lora_B.weight"] @ pair[f"{HEAD}.lora_A.weight"]
+    wanted = base[f"{HEAD}.weight"] + change
+    np.testing.assert_allclose(found[f"{HEAD}.weight"], wanted, atol=1e-5)
+    assert not config["tie_word_embeddings"]
+    assert np.array_equal(found[f"{EMBED}.weight"], base[f"{EMBED}.weight"])
