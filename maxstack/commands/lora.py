@@ -65,6 +65,11 @@ def export(args: Namespace) -> None:
     rewrite = Rewrite(cfg)
     family, _ = choose(cfg.model, architecture, must=args.architecture is not None)
     shapes = {path: leaf.shape for path, leaf in weights_of(cfg.model).items()}
+    if others := sorted(rewrite.saved - {"embed", "head"}):
+        raise ConfigError(
+            f"{args.run}: {', '.join(others)} is trained whole beside the adapter, and peft would "
+            "take its name for others too; maxstack export gives the merged model"
+        )
     vocab = getattr(cfg.model, "vocab", 0)
     grown = {"embed", "head"} if settings.get("vocab_size", vocab) < vocab else set()
     whole = {*rewrite.saved, *grown} & shapes.keys()

@@ -50,12 +50,16 @@ def replaced(
     tied, made = HEAD not in tensors, dict(adapter.tables)
     for name, numbers in adapter.rows.items():
         rows = made.pop(name.removesuffix(".weight") + ROWS)
-        if name not in made and name in tensors:
+        if name not in made and name not in tensors:
+            raise ConfigError(
+                f"{adapter.folder}: has rows of {name}, and {where} has no such tensor, which may "
+                "be one with its embedding; merge it with peft (merge_and_unload)"
+            )
+        if name not in made:
             made[name] = tensors[name].array().astype(np.float32)
-        if name in made:
-            if odd := [number for number in numbers if not 0 <= number < len(made[name])]:
-                raise ConfigError(f"{adapter.folder}: {name} has no row {odd[0]} in {where}")
-            made[name][numbers] = rows
+        if odd := [number for number in numbers if not 0 <= number < len(made[name])]:
+            raise ConfigError(f"{adapter.folder}: {name} has no row {odd[0]} in {where}")
+        made[name][numbers] = rows
     if tied and embedding in adapter.tables:
         head = made.setdefault(HEAD, tensors[embedding].array().astype(np.float32))
         if np.array_equal(head, made[embedding]):

@@ -111,3 +111,12 @@ def test_a_head_that_is_stored_though_it_is_the_embedding_is_dropped_or_becomes_
     np.testing.assert_allclose(found[f"{HEAD}.weight"], wanted, atol=1e-5)
     assert not config["tie_word_embeddings"]
     assert np.array_equal(found[f"{EMBED}.weight"], base[f"{EMBED}.weight"])
+
+
+def test_rows_of_a_head_that_is_the_embedding_are_refused(tmp_path):
+    said = {"embed_tokens": [3, 5], "lm_head": [4, 7]}
+    both = ROWS | {f"{HEAD}.{DELTA}": table(2, 5)}
+    for name, tensors in (("both", both), ("head", {f"{HEAD}.{DELTA}": table(2, 5)})):
+        adapter = adapter_of(tmp_path / name, tensors, trainable_token_indices=said)
+        with pytest.raises(ConfigError, match="has rows of lm_head.weight, and .* no such tensor"):
+            merged("llama_tied", adapter, tmp_path / f"{name}-out")
