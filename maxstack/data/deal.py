@@ -44,10 +44,10 @@ def level(passes: Iterable[Pass], sources: int, lanes: int) -> list[np.ndarray]:
     for source, first, lengths in passes:
         in_turn = (first + np.arange(len(lengths))) % lanes
         taker, pooled = in_turn, 0
-        levelled = totals + np.bincount(in_turn, lengths, lanes)
+        levelled = before = totals + np.bincount(in_turn, lengths, lanes)
         while levelled.max() > (1 + LEVEL) * levelled.mean() and pooled * lanes < len(lengths):
             pooled = 2 * pooled or POOLED
-            taker, levelled = _dealt(totals, lengths, in_turn, pooled)
+            taker, levelled = _dealt(before, lengths, in_turn, pooled)
         totals, moved = levelled, np.flatnonzero(taker != in_turn)
         moves[source].append(np.stack([first + moved, taker[moved]], 1))
     return [np.concatenate(pairs) for pairs in moves]
@@ -56,8 +56,9 @@ def level(passes: Iterable[Pass], sources: int, lanes: int) -> list[np.ndarray]:
 def _dealt(
     totals: np.ndarray, lengths: np.ndarray, in_turn: np.ndarray, pooled: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The lane that takes each document of a pass, and the lanes' totals after it."""
-    taker, totals = in_turn.copy(), totals + np.bincount(in_turn, lengths, len(totals))
+    """The lane that takes each document of a pass, and the lanes' totals after it; `totals`: those
+    where lanes take turns."""
+    taker, totals = in_turn.copy(), totals.copy()
     floor, pool = totals.mean() - pooled * lengths.mean(), list[int]()
     for lane in range(len(totals)):
         own = np.arange((lane - in_turn[0]) % len(totals), len(lengths), len(totals))[::-1]

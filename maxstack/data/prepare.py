@@ -286,7 +286,7 @@ def _write_records(
     from array_record.python.array_record_module import ArrayRecordWriter
 
     counts, quarantine = {"documents": 0, "tokens": 0, "bytes": 0}, _quarantine(cfg)
-    hashes = list[int]()
+    hashes, held_out = list[int](), any(source.holdout for source in cfg.sources)
     told = dict(counts)
     writer = ArrayRecordWriter(str(path), "group_size:1,zstd:1")
     for index in range(shard.start, shard.stop):
@@ -304,7 +304,8 @@ def _write_records(
             )
         special = np.flatnonzero(sizes != tokenizer.bytes_of(ids))
         writer.write(pack(Tokens(ids, np.stack([special, sizes[special]], 1))))
-        hashes.append(content_hash(ids))
+        if held_out:
+            hashes.append(content_hash(ids))
         counts["documents"] += 1
         counts["tokens"] += len(ids)
         counts["bytes"] += int(sizes.sum(dtype=np.float64))
@@ -318,7 +319,7 @@ def _write_records(
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         damaged = [*quarantine.news().damaged.values()]
         more: dict[str, Any] = {"damaged": damaged} if damaged else {}
-        if any(source.holdout for source in cfg.sources):
+        if held_out:
             more[_HASHES] = hashes
         return counts | {"size": os.path.getsize(path), "sha256": sha256} | more
 

@@ -26,7 +26,7 @@ from maxstack.hf.families import ALL
 from maxstack.hf.rows import Shape, axes_in
 from maxstack.hf.safetensors_file import SafetensorsFile
 from maxstack.hf.table import Mismatch
-from maxstack.hf.tables import taken
+from maxstack.hf.tables import listed, taken
 from maxstack.hf.tensors import check_finite
 from maxstack.hf.writer import Read, write_json
 from maxstack.schema.lora import LoraConfig
@@ -221,8 +221,8 @@ class Adapter:
             name
             for name in names
             if _stack(name) in stacks
-            and _listed(name, targets)
-            and not _listed(name, excluded)
+            and listed(name, targets)
+            and not listed(name, excluded)
             and ".experts." not in name  # whose modules peft knows by other names
             and name not in self.modules
         ]
@@ -486,10 +486,6 @@ def _name(tensor: Bound) -> str:
 def _stack(module: str) -> str:
     """What stands before the number of a module's layer."""
     return re.split(r"\d", module, maxsplit=1)[0]
-
-
-def _listed(module: str, names: Iterable[str]) -> bool:
-    return any(f".{module}".endswith(f".{name}") for name in names)
 
 
 def _whole(number: float) -> float:

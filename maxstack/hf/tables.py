@@ -1,7 +1,7 @@
 """What an adapter of PEFT holds beside pairs of matrices: whole tensors (modules_to_save, and the
 tables of a vocabulary that grew) and rows of tables (trainable_token_indices)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +18,11 @@ ROWS = ".token_adapter.trainable_tokens_delta"
 BASE = ".token_adapter.base_layer"
 
 
+def listed(module: str, names: Iterable[str]) -> bool:
+    """True where one of the names is the end of a module's path, as peft reads them."""
+    return any(f".{module}".endswith(f".{name}") for name in names)
+
+
 def taken(adapter: "Adapter") -> tuple[dict[str, np.ndarray], dict[str, list[int]]]:
     """Whole tensors, and rows of tables with their numbers, by the names that the tensors have in
     the model, out of an adapter's tensors. ConfigError where rows have no numbers."""
@@ -28,7 +33,7 @@ def taken(adapter: "Adapter") -> tuple[dict[str, np.ndarray], dict[str, list[int
     for name in [*adapter.tensors]:
         if name.endswith(ROWS):
             module = name.removesuffix(ROWS)
-            found = [own for key, own in named.items() if f".{module}".endswith(f".{key}")]
+            found = [own for key, own in named.items() if listed(module, [key])]
             tables[f"{module}{ROWS}"] = rows = adapter.tensors.pop(name)
             if len(found) != 1 or not len(found[0]) == len({*found[0]}) == len(rows):
                 raise ConfigError(
