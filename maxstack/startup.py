@@ -32,6 +32,7 @@ from maxstack.step import only
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
+    from maxstack.data.deal import Dealt
     from maxstack.data.feed import BatchFeed
     from maxstack.evals.evaluation import Evaluation
     from maxstack.faults.heartbeat import Heartbeat
@@ -43,9 +44,9 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 
-def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, Sequence[np.ndarray] | None]":
-    """The configuration with the train.steps that train.epochs take, the same in every process, and
-    the documents that lanes take out of turn."""
+def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, Dealt | None]":
+    """The configuration with the train.steps that train.epochs take, and how documents are dealt
+    then, the same in every process."""
     if cfg.train.epochs is None:
         return cfg, None
     prepare_tokenizer(cfg)  # how many rows the documents fill depends on it
@@ -55,8 +56,9 @@ def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, Sequence[n
 
     cfg, fields = with_epochs(cfg), objective_of(cfg).fields
     lanes = Batches(cfg, mesh, fields).rows(cfg.train.batch_size)
-    steps, moves = dealt(cfg, lanes, fields)
-    return cfg.model_copy(update={"train": cfg.train.model_copy(update={"steps": steps})}), moves
+    found = dealt(cfg, lanes, fields)
+    train = cfg.train.model_copy(update={"steps": found.steps})
+    return cfg.model_copy(update={"train": train}), found
 
 
 def prepare_tokenizer(cfg: "Config") -> None:
@@ -130,7 +132,7 @@ def open_feed(
     run: Run,
     folder: Path,
     ending: contextlib.ExitStack,
-    moves: "Sequence[np.ndarray] | None" = None,
+    dealt: "Dealt | None" = None,
 ) -> "tuple[BatchFeed, Maker | None]":
     """The feed of a run's batches, until `ending` is closed, and what makes them where they are
     samples of the model. ConfigError or DataError where a part of it cannot be used."""
@@ -147,7 +149,7 @@ def open_feed(
             fields=fields,
             stages=cfg.stages,
             figures=Fed(cfg.data, run.batches, fields),
-            moves=moves,
+            dealt=dealt,
             may_end=cfg.train.epochs is not None,
         )
         ending.callback(feed.close)

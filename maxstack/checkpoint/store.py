@@ -360,9 +360,10 @@ class Checkpoints:
             parts_kept = self._parts_of(meta["config"])
             if parts_kept == {"params"}:
                 return self._load_weights(where)
-            match.refuse_changes(self._free)
             data = run.cfg.data.model_dump(mode="json")
             sources = Sources.of_meta(meta, feed.mixture.described(), data)
+            feed.mixture.check_deal(sources)
+            match.refuse_changes(self._free)
             changes = feed.mixture.changes(sources)
             if changes and not compatibility.under("data.sources", self._free):
                 raise ConfigError(

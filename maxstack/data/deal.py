@@ -25,6 +25,19 @@ LEVEL = 0.01
 """What a lane may have more than the mean; where one has, the pool is doubled."""
 
 
+class Dealt(NamedTuple):
+    """What is known of a run by train.epochs before its first batch."""
+
+    steps: int
+    """Batches until no lane has anything left."""
+    moves: list[np.ndarray]
+    """By source, as of `level`."""
+
+    def mark(self, source: int) -> str:
+        """What tells how a source's documents are dealt from any other way."""
+        return f"{self.steps} {digest(self.moves[source].tobytes())}"
+
+
 class Pass(NamedTuple):
     """A pass over a source, or the part of it that is read."""
 
@@ -37,8 +50,7 @@ class Pass(NamedTuple):
 
 def level(passes: Iterable[Pass], sources: int, lanes: int) -> list[np.ndarray]:
     """Moves of each source, int64 [moves, 2] of (place, lane that takes it), by which the lanes'
-    totals are level after each of the passes, which follow each other. Further passes change none
-    of the moves of those before."""
+    totals are level after each of the passes, which follow each other."""
     moves: list[list[np.ndarray]] = [[np.zeros((0, 2), np.int64)] for _ in range(sources)]
     totals = np.zeros(lanes)
     for source, first, lengths in passes:
@@ -74,12 +86,6 @@ def _dealt(
     for total, lane in shortest:
         totals[lane] = total
     return taker, totals
-
-
-def marked(moves: np.ndarray, first: int | None = None) -> str:
-    """What tells the `first` moves, or all, from others: their number and a digest."""
-    moves = moves[:first]
-    return f"{len(moves)} {digest(moves.tobytes())}"
 
 
 class Deal:

@@ -12,10 +12,10 @@ from jax.experimental import multihost_utils
 
 from maxstack.cluster.peers import Peers
 from maxstack.config import storage
-from maxstack.data.deal import Pass, level
+from maxstack.data.deal import Dealt, Pass, level
 from maxstack.data.examples import Segment, Unit
 from maxstack.data.files import digest
-from maxstack.data.lanes import FED, Rows, maker_of
+from maxstack.data.lanes import FED, Rows, maker_of, nothing
 from maxstack.data.mixture import Mixture
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.sources import open_sources
@@ -27,15 +27,6 @@ if TYPE_CHECKING:
     from maxstack.schema.objective import RowField as Field
 
 BLANK = np.zeros(1, np.int32)
-
-
-class Dealt(NamedTuple):
-    """What is known of a run before its first batch."""
-
-    steps: int
-    """Batches until no lane has anything left."""
-    moves: list[np.ndarray] | None
-    """By source, as of deal.level; None where every row is a document."""
 
 
 class Lengths(NamedTuple):
@@ -77,28 +68,31 @@ def with_epochs(cfg: "Config") -> "Config":
 def dealt(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field"]) -> Dealt:
     """The steps and moves of a configuration by `with_epochs`, the same in every process, each of
     which measures a part of the documents and packs its `lanes`. They are kept in $MAXSTACK_CACHE.
+    DataError where there is nothing to learn from. Lanes take turns where every row is a document.
     """
     data, size = cfg.data, cfg.train.batch_size
     given: Any = data, open_sources(data), size, False, "data", fields, cfg.stages
     mixture, peers = Mixture(*given), Peers()
     described = [mixture.described(), data.model_dump(mode="json"), size, [*lanes]]
     stages = [stage.model_dump() for stage in cfg.train.stages]
-    key = digest(json.dumps(["dealt", *described, stages, sorted(fields)]).encode())
+    key = digest(json.dumps(["epochs", *described, stages, sorted(fields)]).encode())
     kept = storage.cache_folder() / "epochs" / f"{key}.npz"
     if all(peers.exchange("epochs", kept.exists())):
         with np.load(kept) as known:
             moves = [known[f"moves.{i}"] for i in range(len(data.sources))]
-            return Dealt(int(known["steps"]), moves if bool(known["packs"]) else None)
-    packs, moves = maker_of(fields, data).packs, list[np.ndarray]()
-    if packs:
+            return Dealt(int(known["steps"]), moves)
+    moves = level((), len(data.sources), size)
+    if maker_of(fields, data).packs:
         lengths = [_measured(mixture, source, peers) for source in range(len(data.sources))]
         moves = level(_passes(mixture, lengths), len(data.sources), size)
-        mixture = _Blanks(lengths, *given, moves)
+        mixture = _Blanks(lengths, *given, Dealt(0, moves))
     steps = max(peers.exchange("epochs", _packed(mixture, lanes)))
+    if not steps:
+        raise DataError(f"train.epochs: {nothing(mixture)}")
     found: dict[str, Any] = {f"moves.{i}": moved for i, moved in enumerate(moves)}
     with storage.replacing(str(kept)) as unfinished, open(unfinished, "wb") as file:
-        np.savez(file, steps=steps, packs=packs, **found)
-    return Dealt(steps, moves if packs else None)
+        np.savez(file, steps=steps, **found)
+    return Dealt(steps, moves)
 
 
 def _measured(mixture: Mixture, source: int, peers: Peers) -> Lengths:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import grain
 import numpy as np
 
+from maxstack.data.deal import Dealt
 from maxstack.data.documents import Documents
 from maxstack.data.examples import READ
 from maxstack.data.lanes import FED, Batch, EvaluationRows, Rows, maker_of
@@ -86,7 +87,7 @@ class Feed(BatchFeed):
     `stages` are the shapes of batches by step: all rows of `lanes` are held, and a batch has those
     that its stage takes, [rows, its length, ...]. `figures` makes `metrics` of counts.
     A batch without anything in it, since every source gave its epochs, is a DataError unless the
-    data `may_end`. `moves`: documents that lanes take out of turn, as of Mixture.
+    data `may_end`. `dealt`: as of Mixture.
 
     `waited` is the seconds that next() has spent waiting in all. Order and state do not depend on
     `workers`, `prefetch` or which lanes are held.
@@ -103,7 +104,7 @@ class Feed(BatchFeed):
         fields: Mapping[str, "Field"] | None = None,
         stages: Stages | None = None,
         figures: "Fed | None" = None,
-        moves: Sequence[np.ndarray] | None = None,
+        dealt: Dealt | None = None,
         may_end: bool = False,
     ):
         if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
@@ -118,7 +119,7 @@ class Feed(BatchFeed):
             section,
             fields or {},
             stages,
-            moves,
+            dealt,
         )
         maker_of(self.mixture.fields, cfg)
         self._quarantine, self._notices = self.mixture.quarantine(), Notices(self.mixture)

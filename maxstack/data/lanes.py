@@ -160,11 +160,12 @@ class Lane:
             self._finish()
             passed += 1
             if passed > 2 * mixture.documents + 100:
-                raise DataError(_nothing(mixture))
+                raise DataError(nothing(mixture))
         return self._units[place.offset if self._units[0].whole else 0]
 
 
-def _nothing(mixture: Mixture) -> str:
+def nothing(mixture: Mixture) -> str:
+    """What to say where no document has anything to learn from."""
     names = "; ".join(f"{source.name} (such as {source.where(0)})" for source in mixture.sources)
     long = "" if mixture.cfg.overlong == "error" else f" or longer than {mixture.room_of}"
     return (

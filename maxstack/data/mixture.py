@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxstack.data.deal import Deal, marked
+from maxstack.data.deal import Deal, Dealt
 from maxstack.data.documents import Documents, Selection, part_at, text_hash
 from maxstack.data.examples import Segment, Unit, units_of
 from maxstack.data.infilling import infilled, marks
@@ -54,9 +54,9 @@ class Mixture:
         section: str,
         fields: Mapping[str, "Field"],
         stages: Stages | None = None,
-        moves: Sequence[np.ndarray] | None = None,
+        dealt: Dealt | None = None,
     ):
-        """`moves`: by source, as of deal.level; then lanes do not only take turns."""
+        """`dealt`: of train.epochs; then lanes do not only take turns."""
         self.fields = fields
         self.stages = stages or Stages((), batch_size, cfg.seq_len)
         """Shapes of the batches, by step."""
@@ -71,7 +71,7 @@ class Mixture:
         self._unit = UNIT * (cfg.seq_len if cfg.mixture.by == "tokens" else 1)
         self.source_of = [*range(len(sources))]
         """The place in cfg.sources of each of `sources`."""
-        self._parts, self._moves = Sources(), moves
+        self._parts, self._dealt = Sources(), dealt
         self._deals, self._counts = [Deal(batch_size, np.inf)], dict[int, np.ndarray]()
         if not evaluation:
             self._whole, self._factors = sources, factors(cfg, sources)
@@ -105,8 +105,8 @@ class Mixture:
             files = documents.by_file() if len(documents.files) <= MOST_FILES else None
             known = files[0] if files else []
             key = (source.name or f"{number}") + EVEN * (len(documents) > SMALL)
-            moves = marked(self._moves[number]) if self._moves else ""
-            described.append(Part(name, name, key, documents.identity(), known, moves=moves))
+            dealt = self._dealt.mark(number) if self._dealt else ""
+            described.append(Part(name, name, key, documents.identity(), known, dealt=dealt))
         return described
 
     def _set(self, parts: Sources) -> None:
@@ -126,7 +126,7 @@ class Mixture:
         self._limits = np.array(epochs) * sizes
         self._counts = {}
         self._deals = [
-            Deal(self.batch_size, limit, self._moves[number] if self._moves else None)
+            Deal(self.batch_size, limit, self._dealt.moves[number] if self._dealt else None)
             for number, limit in enumerate(self._limits)
         ]
 
@@ -149,38 +149,36 @@ class Mixture:
     ) -> np.ndarray:
         """Packed positions [rows, K] in the sources of a checkpoint of a step -> those in these
         sources, whose orders go on by the keys that they have there. `changed`: the configuration
-        of the data is another one.
-
-        ConfigError where documents were dealt otherwise."""
-        self._check_deal(saved)
+        of the data is another one."""
         self._set(saved.carried(self._described, step))
         if states.shape[1] == len(saved) + 1:  # of an older version
             states = self._upgraded(saved, states, step)
         return saved.moved(states, self._parts, changed)
 
-    def _check_deal(self, saved: Sources) -> None:
-        """ConfigError where a checkpoint's documents were dealt to lanes in another way, so that
-        some would come twice and others never."""
-        for number, part in enumerate(self._described):
-            before = [old.moves for old in saved if old.source == part.name]
-            if not part.moves and not any(before):
-                continue
-            was = before[0] if len(before) == 1 else ""
-            known = int(was.partition(" ")[0] or 0)
-            if not self._moves or was != marked(self._moves[number], known):
-                how, advice = (
-                    "in turn",
-                    ("go on by train.steps and data.sources.*.epochs as in the run's config.yml"),
-                )
-                if was:
-                    how, advice = (
-                        "by their lengths",
-                        ("keep or raise the train.epochs that it began with, on the same data"),
-                    )
-                raise ConfigError(
-                    f"train.epochs: when this run began, rows took the documents of {part.name} "
-                    f"{how}; now some would come twice and others never: {advice}"
-                )
+    def check_deal(self, saved: Sources) -> None:
+        """ConfigError where a run by train.epochs is not the one that the sources of a checkpoint
+        tell of, so that some documents would come twice and others never."""
+        before = {part.source: part.dealt for part in saved}
+        now = {part.source: part.dealt for part in self._described}
+        if not any([*before.values(), *now.values()]):
+            return
+        changes = saved.changes(self._described)
+        if before == now and not changes:
+            return
+        if not any(before.values()):
+            how = "without it, or in an older version"
+            advice = "go on by train.steps and data.sources.*.epochs as in the run's config.yml"
+        else:
+            (steps,) = {mark.partition(" ")[0] for mark in before.values()}
+            how = f"with documents shared out to its rows for {steps} steps"
+            advice = (
+                "put train.epochs and the data back as in the run's config.yml, or begin a new run "
+                "from its weights (model.from=RUN, its folder)"
+            )
+        raise ConfigError(
+            f"train.epochs: this run began {how}; now some would come twice and others never: "
+            + "; ".join([*changes, advice])
+        )
 
     def _upgraded(self, saved: Sources, states: np.ndarray, step: int) -> np.ndarray:
         """Positions of documents finished and an offset alone, of a mixture by constant weights,

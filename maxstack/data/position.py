@@ -67,8 +67,8 @@ class Part(NamedTuple):
     """A mark of each file; none where they are not known."""
     whole: bool = True
     """All documents of the source."""
-    moves: str = ""
-    """deal.marked of the documents that lanes take out of turn."""
+    dealt: str = ""
+    """deal.Dealt.mark of a run by train.epochs."""
 
 
 class Sources(list[Part]):

@@ -13,7 +13,7 @@ from maxstack.data.deal import Deal, Pass, level
 from maxstack.data.feed import Feed
 from maxstack.data.mixture import Mixture
 from maxstack.data.sources import open_sources
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, DataError
 from maxstack.load import load
 from maxstack.objectives.objective import objective_of
 
@@ -62,10 +62,10 @@ def begun(batches):
             yield bytes(tokens[at + 1 : at + 11].tolist())
 
 
-def feed_of(cfg, moves, lanes=None, **options):
+def feed_of(cfg, dealt, lanes=None, **options):
     size = cfg.train.batch_size
     lanes = range(size) if lanes is None else lanes
-    return Feed(cfg.data, lanes, size, moves=moves, may_end=True, **options)
+    return Feed(cfg.data, lanes, size, dealt=dealt, may_end=True, **options)
 
 
 SHAPES = [(5000, 64, 128, 1), (5000, 64, 128, 3), (20000, 256, 128, 1), (3000, 32, 64, 1.5)]
@@ -86,17 +86,17 @@ def test_an_epoch_takes_at_most_3_percent_more_steps_than_its_tokens(
 @pytest.mark.parametrize("packing", ["concat", "fit", "best", "none"])
 def test_every_document_comes_once_an_epoch_on_four_hosts_that_resume(packing, made):
     cfg, (one, _) = made(120, 8, 64, 2, f"data.packing={packing}", sources=2)
-    moves = dealt(cfg).moves
+    shared = dealt(cfg)
     parts = [range(host, 8, 4) for host in range(4)]
     steps = max(dealt(cfg, part).steps for part in parts)
     seen = []
     for part in parts:
-        feed, batches = feed_of(cfg, moves, part), []
+        feed, batches = feed_of(cfg, shared, part), []
         for step in range(steps):
             if step == steps // 2:
                 state = feed.state()
                 feed.close()
-                feed = feed_of(cfg, moves, part)
+                feed = feed_of(cfg, shared, part)
                 feed.restore(state)
             batches.append(next(feed))
         assert not next(feed)["segments"].any()
@@ -116,14 +116,14 @@ def test_an_epoch_of_code_is_measured_as_it_is_infilled(made, tmp_path):
     settings = json.dumps({"kind": "huggingface", "path": path, "bos": None, "eos": None})
     middle = 'data.sources.0.fill_in_the_middle={"rate": 0.5}'
     cfg, (lengths,) = made(400, 8, 64, 2, middle, f"data.tokenizer={settings}")
-    steps, moves = dealt(cfg)
-    feed = feed_of(cfg, moves)
-    batches = [next(feed) for _ in range(steps)]
+    found = dealt(cfg)
+    feed = feed_of(cfg, found)
+    batches = [next(feed) for _ in range(found.steps)]
     assert not next(feed)["segments"].any() and batches[-1]["segments"].any()
     feed.close()
     tokens = sum((batch["segments"] > 0).sum() for batch in batches)
     infilled = tokens - 2 * (lengths.sum() - 400)
-    assert 300 < infilled / 3 < 500 and steps <= math.ceil(1.03 * tokens / 8 / 64)
+    assert 300 < infilled / 3 < 500 and found.steps <= math.ceil(1.03 * tokens / 8 / 64)
 
 
 @pytest.mark.parametrize(("documents", "lanes"), [(1000, 7), (64, 64), (5, 8), (3000, 100)])
@@ -137,7 +137,7 @@ def test_a_deal_gives_each_place_to_one_lane_in_order(documents, lanes):
     ]
     longest = lengths.max()
     all_moves = level(passes, 2, lanes)
-    for source, (limit, moves) in enumerate(zip(limits, all_moves, strict=True)):
+    for limit, moves in zip(limits, all_moves, strict=True):
         deal = Deal(lanes, limit, moves)
         own = [
             [deal.place(lane, number) for number in range(int(deal.count(lane)))]
@@ -145,7 +145,6 @@ def test_a_deal_gives_each_place_to_one_lane_in_order(documents, lanes):
         ]
         assert sorted(place for places in own for place in places) == [*range(limit)]
         assert all(places == sorted(places) for places in own)
-        assert np.array_equal(level(passes[:2], 2, lanes)[source], moves[moves[:, 0] < documents])
     totals = np.zeros(lanes)
     for (source, first, sizes), moves in ((each, all_moves[each.source]) for each in passes):
         taker = np.arange(limits[source]) % lanes
@@ -167,23 +166,40 @@ def test_lengths_that_processes_measured_in_turn_are_joined():
     assert [found.tokens[begin:end].tolist() for begin, end in spans] == units
 
 
-def test_a_run_goes_on_with_more_epochs_and_not_with_another_deal(made):
-    def mixture(passes, documents=200, dealt_out=True):
-        cfg, _ = made(documents, 4, 64, passes)
-        moves = dealt(cfg).moves if dealt_out else None
-        return Mixture(cfg.data, open_sources(cfg.data), 4, False, "data", {}, moves=moves)
+def test_a_run_by_epochs_goes_on_with_the_same_epochs_of_the_same_data_alone(made):
+    def mixture(passes, *overrides, documents=200, shared=True):
+        cfg, _ = made(documents, 4, 64, passes, *overrides)
+        found = dealt(cfg) if shared else None
+        return Mixture(cfg.data, open_sources(cfg.data), 4, False, "data", {}, dealt=found)
 
-    one = mixture(1)
-    saved, state = one.described(), one.start(4)
-    for again in (mixture(1), mixture(3)):
-        assert np.array_equal(again.adopt(saved, state, 0), state)
-    in_turn = mixture(1, dealt_out=False).described()
-    for now, before in (
-        (mixture(1, dealt_out=False), saved),
-        (mixture(1), in_turn),
-        (mixture(2), mixture(1.5).described()),
-        (mixture(1, documents=150), saved),
+    one, by_steps = mixture(1), mixture(1, shared=False)
+    saved = one.described()
+    mixture(1).check_deal(saved)
+    by_steps.check_deal(by_steps.described())
+    for now, before, told in (
+        (by_steps, saved, "shared out to its rows for [0-9]+ steps"),
+        (one, by_steps.described(), "without it, .* go on by train.steps"),
+        (mixture(2), saved, "put train.epochs and the data back"),
+        (mixture(1, "data.sources.0.epochs=2"), saved, "put train.epochs and the data back"),
+        (mixture(1, "data.seq_len=65"), saved, "put train.epochs and the data back"),
+        (mixture(1, documents=150), saved, "s0: has other documents"),
     ):
-        told = "go on by train.steps" if before is in_turn else "keep or raise the train.epochs"
         with pytest.raises(ConfigError, match=told):
-            now.adopt(before, state, 0)
+            now.check_deal(before)
+
+
+def test_pictures_and_equal_documents_are_bound_to_their_epochs_too(made, monkeypatch):
+    monkeypatch.setattr(epochs, "level", lambda passes, sources, lanes: level((), sources, lanes))
+    one, two = (
+        Mixture(cfg.data, open_sources(cfg.data), 4, False, "data", {}, dealt=dealt(cfg))
+        for cfg in (made(10, 4, 64, 1)[0], made(10, 4, 64, 2)[0])
+    )
+    with pytest.raises(ConfigError, match="put train.epochs"):
+        two.check_deal(one.described())
+
+
+def test_epochs_of_nothing_to_learn_from_are_an_error_of_the_data(made, tmp_path):
+    cfg, _ = made(3, 4, 64, 1, 'data.tokenizer={"kind": "bytes", "eos": false}')
+    (tmp_path / "0.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(DataError, match=r"^train.epochs: nothing to predict: .*0.jsonl: line 1"):
+        dealt(cfg)
