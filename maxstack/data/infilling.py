@@ -7,9 +7,9 @@ import numpy as np
 
 from maxstack.data.documents import Documents, Tokens, text_hash
 from maxstack.data.long_texts import LONGEST
-from maxstack.data.tokenizers import Tokenizer, naming, tokens_of, within
+from maxstack.data.tokenizers import Tokenizer, naming, open_tokenizer, tokens_of, within
 from maxstack.errors import ConfigError
-from maxstack.schema.data import Beyond
+from maxstack.schema.data import Beyond, DataConfig
 from maxstack.schema.mixture import FillInTheMiddleConfig
 
 
@@ -26,6 +26,13 @@ def marks(cfg: FillInTheMiddleConfig, tokenizer: Tokenizer) -> tuple[int, int, i
             )
         ids.append(token)
     return ids[0], ids[1], ids[2]
+
+
+def check_marks(cfg: DataConfig) -> None:
+    """ConfigError where a source is infilled with marks that the tokenizer has not."""
+    for source in cfg.sources:
+        if source.fill_in_the_middle:
+            marks(source.fill_in_the_middle, open_tokenizer(cfg.tokenizer))
 
 
 def infilled(

@@ -12,7 +12,7 @@ import numpy as np
 from maxstack.data.deal import Deal, Dealt
 from maxstack.data.documents import Documents, Selection, part_at, text_hash
 from maxstack.data.examples import Segment, Unit, units_of
-from maxstack.data.infilling import infilled, marks
+from maxstack.data.infilling import check_marks, infilled
 from maxstack.data.order import EVEN, SMALL, Order
 from maxstack.data.position import Part, Position, Sources
 from maxstack.data.quarantine import Quarantine
@@ -76,9 +76,7 @@ class Mixture:
         if not evaluation:
             self._whole, self._factors = sources, factors(cfg, sources)
             self._set(self._described)
-            for source in cfg.sources:
-                if source.fill_in_the_middle:
-                    marks(source.fill_in_the_middle, open_tokenizer(cfg.tokenizer))
+            check_marks(cfg)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_orders"}

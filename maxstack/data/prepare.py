@@ -18,6 +18,7 @@ from maxstack.config.writer import inline
 from maxstack.data.documents import Documents, Split, Tokens, content_hash
 from maxstack.data.engines import Engine, Processes
 from maxstack.data.files import digest
+from maxstack.data.infilling import check_marks
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.shards import MANIFEST, pack
 from maxstack.data.shared_files import SharedFiles, check_shared, shared_files
@@ -82,6 +83,7 @@ def prepare(
     `out` holds the shards of other data.
     """
     _check_folder(out)
+    check_marks(cfg)
     tokenizer, splits, steps = open_tokenizer(cfg.tokenizer), _splits(cfg), None
     engine = engine or Processes(1)
     if cfg.steps:

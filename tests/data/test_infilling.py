@@ -8,10 +8,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from maxstack.data.documents import Tokens
 from maxstack.data.infilling import infilled
+from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError
-from maxstack.schema.data import BytesTokenizer, HuggingFaceTokenizer, JsonlSource
+from maxstack.schema.data import BytesTokenizer, DataConfig, HuggingFaceTokenizer, JsonlSource
 from maxstack.schema.mixture import FillInTheMiddleConfig
 
 TEXTS = [f"def f{i}(x):\n    return x + {i} # größer ☃\n" * (1 + i % 3) for i in range(200)]
@@ -89,7 +90,13 @@ def test_a_share_of_documents_is_cut_and_the_seed_alone_says_where(tokenizer, do
     assert made == again != other and 40 < cut < 80
 
 
-def test_a_tokenizer_without_the_marks_is_refused_by_the_key(documents):
+def test_a_tokenizer_without_the_marks_is_refused_by_the_key(documents, tmp_path):
     cfg = FillInTheMiddleConfig(rate=1.0)
     with pytest.raises(ConfigError, match="fill_in_the_middle.prefix: .*bytes has no token"):
         infilled(documents, 0, open_tokenizer(BytesTokenizer(kind="bytes")), cfg, "")
+    files = [str(tmp_path / "texts.jsonl")]
+    source = JsonlSource(kind="jsonl", files=files, fill_in_the_middle=cfg)
+    data = DataConfig(sources=(source,), tokenizer=BytesTokenizer(kind="bytes"), seq_len=8)
+    with pytest.raises(ConfigError, match="fill_in_the_middle.prefix: .*bytes has no token"):
+        prepare(data, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
