@@ -2,17 +2,22 @@
 by tensor."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from maxstack.data.hub import INDEX
+from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError
 from maxstack.hf.contents import FLOATS
 from maxstack.hf.families import FAMILIES
-from maxstack.hf.family import of_config
+from maxstack.hf.family import Family, of_config
 from maxstack.hf.folder import Folder, and_more
 from maxstack.hf.peft import Adapter
 from maxstack.hf.tensors import Plain, check_finite
-from maxstack.hf.writer import Shard, new_folder
+from maxstack.hf.writer import Shard, new_folder, write_json
 
 
 def merge(
@@ -29,16 +34,20 @@ def merge(
     `done` is called with the bytes of each tensor. ConfigError where the adapter is of another
     model; DataError where a tensor is, or becomes, NaN or infinite, if `finite`.
     """
-    if sign < 0 and adapter.dora:
+    if sign < 0 and (adapter.dora or adapter.tables or adapter.rows):
+        what = "is DoRA" if adapter.dora else "holds tables"
         raise ConfigError(
-            f"{adapter.folder}: is DoRA, whose merging forgets the length of W's "
-            "columns; keep the folder that it was merged into"
+            f"{adapter.folder}: {what}, whose merging forgets the length of W's columns, or what "
+            "stood in their place; keep the folder that it was merged into"
         )
     folder = Folder(source)
     tensors = folder.raw()
+    family = of_config(folder.config, FAMILIES, folder.where)
+    tables, said = _tables(folder, tensors, adapter, family)
+    tensors = {name: tensors[next(iter(tables))] for name in tables} | tensors
     _check_modules(folder, tensors, adapter, source)
-    rows = of_config(folder.config, FAMILIES, folder.where).rows
-    turned = tuple(row.name.removeprefix("{layer}") for row in rows if row.inputs_first)
+    turned = tuple(row.name.removeprefix("{layer}") for row in family.rows if row.inputs_first)
+    size = 0
     files: dict[Path, dict[str, Plain]] = {}
     for name, tensor in tensors.items():
         files.setdefault(tensor.file, {})[name] = tensor
@@ -49,10 +58,11 @@ def merge(
         for path, held in files.items():
             shard = Shard(
                 made / path.name,
-                {name: (tensor.dtype, tensor.shape) for name, tensor in held.items()},
+                {name: (like.dtype, tables.get(name, like).shape) for name, like in held.items()},
             )
             for name, tensor in held.items():
-                values, module = tensor.array(), name.removesuffix(".weight")
+                values = tables[name] if name in tables else tensor.array()
+                module = name.removesuffix(".weight")
                 if module in adapter.modules:
                     first = name.endswith(turned)
                     adapter.check_sizes(module, first, values.shape, str(folder.path))
@@ -62,9 +72,49 @@ def merge(
                     check_finite(values, tensor.where)
                 shard.arrays[name][...] = values
                 done(values.nbytes)
+                size += values.nbytes
                 tensor.forget()
                 shard.forget()
-    return len(adapter.modules)
+        files_of = {name: tensor.file.name for name, tensor in tensors.items()}
+        index = {"metadata": {"total_size": size}, "weight_map": files_of}
+        for name, more in (("config.json", said), (INDEX.format(folder.stem), index)):
+            if tables and (made / name).exists():
+                write_json(made / name, read_object(made / name) | more)
+    return len({f"{module}.weight" for module in adapter.modules} | tables.keys())
+
+
+def _tables(
+    folder: Folder, tensors: Mapping[str, Plain], adapter: Adapter, family: Family
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The merged embedding and head by tensor, where the adapter changes either, and what
+    config.json says of them: a head that is no longer the embedding is a tensor of its own."""
+    names = {row.parts[0].path: row.name for row in family.rows if not row.copy}
+    embed, head = (names.get(path, "").removesuffix(".weight") for path in ("embed", "head"))
+    saved, apart = adapter.tables | adapter.rows, head in adapter.modules
+    whole = bool(embed) and not folder.has_parts
+    if not saved and not (whole and apart and f"{head}.weight" not in tensors):
+        return {}, {}
+    tied = bool((family.read(folder.config, folder.where).get("head") or {}).get("tied"))
+    tables = {
+        module: adapter.table(module, base.array(), embed, tied)
+        for module in (embed, head)
+        if (base := tensors.get(f"{embed if tied else module}.weight")) and whole
+    }
+    if odd := sorted(saved.keys() - tables.keys()):
+        raise ConfigError(
+            f"{adapter.folder}: holds {odd[0]}, and beside low-rank matrices only the embedding "
+            f"and the head of a language model are merged ({', '.join(tables)})"
+        )
+    if len({len(table) for table in tables.values()}) > 1:
+        rows = " and ".join(f"{len(table):,} of {name}" for name, table in tables.items())
+        raise ConfigError(
+            f"{adapter.folder}: makes {rows} rows; save it again with save_embedding_layers=True"
+        )
+    apart = tied and (apart or not np.array_equal(tables[embed], tables[head]))
+    if not apart and f"{head}.weight" not in tensors:
+        tables.pop(head, None)
+    said = {"vocab_size": len(tables[embed])} | ({"tie_word_embeddings": False} if apart else {})
+    return {f"{name}.weight": table for name, table in tables.items()}, said
 
 
 def _check_modules(

@@ -1,5 +1,5 @@
 """Adapters in PEFT's format, both ways: adapter_config.json and adapter_model.safetensors, a pair
-of matrices for each linear module.
+of matrices for each linear module, and tables beside them, whole or some rows.
 
 A tensor of a family that holds several weights of ours has one adapter, which is theirs side by
 side: A's rows one below the other, B's blocks on a diagonal. Shapes: I inputs  O outputs of a
@@ -34,14 +34,19 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 REFUSED = """
-    modules_to_save lora_bias layer_replication megatron_config trainable_token_indices
-    target_parameters alora_invocation_tokens use_qalora use_bdlora arrow_config kasa_config
-    monteclora_config
+    lora_bias layer_replication megatron_config target_parameters alora_invocation_tokens
+    use_qalora use_bdlora arrow_config kasa_config monteclora_config
     """.split()
 """Settings of PEFT that are not supported; null, false or an empty list leaves them off."""
 REWRITING = ("pissa", "corda", "olora", "loftq")
 """Beginnings of values of init_lora_weights for which peft takes something out of the base's
 weights whenever it loads the adapter."""
+SAVED, INDICES = "modules_to_save", "trainable_token_indices"
+TABLE = re.compile(
+    r"(?!.*\.lora_)(.+?)(?:(?:\.modules_to_save|\.original_module|(?:\.token_adapter)?\.base_layer)?"
+    r"\.weight|\.token_adapter\.(trainable_tokens_delta))"
+)
+"""Names of weights that are saved whole, the last in their order the trained one, and of rows."""
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 TINY = 1e-12
 LARGEST = float(np.finfo(np.float32).max)
@@ -85,6 +90,12 @@ class Adapter:
         self.modules = {
             name.removesuffix(f".{A}") for name in self.tensors if name.endswith(f".{A}")
         }
+        self.tables, self.rows = dict[str, np.ndarray](), dict[str, np.ndarray]()
+        """Weights that are saved whole, and rows of weights, by module."""
+        for name in sorted(self.tensors):
+            if found := TABLE.fullmatch(name):
+                held = self.rows if found[2] else self.tables
+                held[found[1]] = self.tensors.pop(name)
         self.lora: dict[str, Any] = {
             key: self.said.get(theirs) or LoraConfig.model_fields[key].default
             for key, theirs in SETTINGS.items()
@@ -127,6 +138,7 @@ class Adapter:
         for key, value in ({"lora_alpha": said.get("lora_alpha")} | alphas).items():
             valid = type(value) in (int, float) and 0 < value <= LARGEST
             need(key, value, valid, "a number of more than 0 that float32 holds")
+        need(SAVED, saved := said.get(SAVED) or [], isinstance(saved, list), "a list of names")
         valid = type(dropout) in (int, float) and 0 <= dropout < 1
         need("lora_dropout", dropout, valid, "a number of at least 0 and less than 1")
 
@@ -191,6 +203,42 @@ class Adapter:
             factor = lengths / np.maximum(np.linalg.norm(whole, axis=axis), TINY)
             whole *= np.expand_dims(factor, axis)
         return whole
+
+    def table(self, module: str, base: np.ndarray, embed: str, tied: bool) -> np.ndarray:
+        """A module's table [V, D] in place of its `base`. Where the head is the table of `embed`,
+        it takes the rows that are saved of that; whole tables are each module's own, as in peft.
+
+        ConfigError where what is saved does not fit the base or the settings.
+        """
+        source = embed if tied and module not in self.tables | self.rows else module
+        said = self.said.get(INDICES) or {}
+        by_name = said if isinstance(said, dict) else {embed: said}
+        table = self.tables.get(module, base).astype(base.dtype)
+        values = self.rows.get(source)
+        wrong = f"holds {module} as {[*table.shape]}, and the model has {[*base.shape]}"
+        try:
+            if table.shape[1:] != base.shape[1:]:
+                raise ValueError
+            wrong = f"{INDICES}={quoted(said)} in {CONFIG} are no rows of {source}"
+            if values is not None:
+                named = (
+                    rows
+                    for own in (source, embed)
+                    for name, rows in by_name.items()
+                    if _listed(own, [name])
+                )
+                indices = np.array(next(named, None), np.uint64)
+                table[indices] = values.reshape(indices.size, -1)
+            elif module not in self.tables and _listed(
+                module, [*(self.said.get(SAVED) or ()), *by_name]
+            ):
+                wrong = f"{CONFIG} says that {module} is saved, and {TENSORS} has nothing of it"
+                raise ValueError
+        except (IndexError, OverflowError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.folder}: {wrong}; save the adapter with peft again, of this model"
+            ) from error
+        return table
 
     def scale(self, module: str) -> float:
         """Factor of B A x."""
@@ -405,6 +453,12 @@ def read(
 def bound_to(adapter: Adapter, model: StackConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
     """The tensors of our model in the first family that has the adapter's modules. ConfigError
     where none has."""
+    if held := sorted(adapter.tables | adapter.rows) or adapter.said.get(SAVED):
+        raise ConfigError(
+            f"{adapter.folder}: holds tables beside low-rank matrices ({', '.join(held)}); merge "
+            f"it, and use the merged folder without it: maxstack lora merge "
+            f"{model.weights or 'FOLDER'} --adapter {adapter.folder} --out MERGED"
+        )
     for family in ALL:
         try:
             family.write(model)
