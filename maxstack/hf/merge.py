@@ -34,7 +34,7 @@ def merge(
     `done` is called with the bytes of each tensor. ConfigError where the adapter is of another
     model; DataError where a tensor is, or becomes, NaN or infinite, if `finite`.
     """
-    if sign < 0 and (adapter.dora or adapter.tables or adapter.rows):
+    if sign < 0 and (adapter.dora or adapter.has_tables):
         what = "is DoRA" if adapter.dora else "holds tables"
         raise ConfigError(
             f"{adapter.folder}: {what}, whose merging forgets the length of W's columns, or what "
@@ -90,9 +90,9 @@ def _tables(
     config.json says of them: a head that is no longer the embedding is a tensor of its own."""
     names = {row.parts[0].path: row.name for row in family.rows if not row.copy}
     embed, head = (names.get(path, "").removesuffix(".weight") for path in ("embed", "head"))
-    saved, apart = adapter.tables | adapter.rows, head in adapter.modules
+    apart = head in adapter.modules
     whole = bool(embed) and not folder.has_parts
-    if not saved and not (whole and apart and f"{head}.weight" not in tensors):
+    if not adapter.has_tables and not (whole and apart and f"{head}.weight" not in tensors):
         return {}, {}
     tied = bool((family.read(folder.config, folder.where).get("head") or {}).get("tied"))
     tables = {
@@ -100,7 +100,7 @@ def _tables(
         for module in (embed, head)
         if (base := tensors.get(f"{embed if tied else module}.weight")) and whole
     }
-    if odd := sorted(saved.keys() - tables.keys()):
+    if odd := sorted((adapter.tables | adapter.rows).keys() - tables.keys()):
         raise ConfigError(
             f"{adapter.folder}: holds {odd[0]}, and beside low-rank matrices only the embedding "
             f"and the head of a language model are merged ({', '.join(tables)})"

@@ -96,6 +96,8 @@ class Adapter:
             if found := TABLE.fullmatch(name):
                 held = self.rows if found[2] else self.tables
                 held[found[1]] = self.tensors.pop(name)
+        said = map(self.said.get, (SAVED, INDICES))
+        self.has_tables = any((self.tables, self.rows, *said))
         self.lora: dict[str, Any] = {
             key: self.said.get(theirs) or LoraConfig.model_fields[key].default
             for key, theirs in SETTINGS.items()
@@ -453,11 +455,11 @@ def read(
 def bound_to(adapter: Adapter, model: StackConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
     """The tensors of our model in the first family that has the adapter's modules. ConfigError
     where none has."""
-    if held := sorted(adapter.tables | adapter.rows) or adapter.said.get(SAVED):
+    if adapter.has_tables:
         raise ConfigError(
-            f"{adapter.folder}: holds tables beside low-rank matrices ({', '.join(held)}); merge "
-            f"it, and use the merged folder without it: maxstack lora merge "
-            f"{model.weights or 'FOLDER'} --adapter {adapter.folder} --out MERGED"
+            f"{adapter.folder}: holds tables beside low-rank matrices; merge it, and use the "
+            f"merged folder without it: maxstack lora merge {model.weights or 'FOLDER'} --adapter "
+            f"{adapter.folder} --out MERGED"
         )
     for family in ALL:
         try:
