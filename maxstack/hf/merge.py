@@ -91,19 +91,23 @@ def _tables(
     names = {row.parts[0].path: row.name for row in family.rows if not row.copy}
     embed, head = (names.get(path, "").removesuffix(".weight") for path in ("embed", "head"))
     apart = head in adapter.modules
-    whole = bool(embed) and not folder.has_parts
+    whole = f"{embed}.weight" in tensors and not folder.has_parts
     if not adapter.has_tables and not (whole and apart and f"{head}.weight" not in tensors):
         return {}, {}
     tied = bool((family.read(folder.config, folder.where).get("head") or {}).get("tied"))
     tables = {
         module: adapter.table(module, base.array(), embed, tied)
         for module in (embed, head)
-        if (base := tensors.get(f"{embed if tied else module}.weight")) and whole
+        if whole
+        and (base := tensors.get(f"{embed if tied else module}.weight"))
+        and base.dtype.name in FLOATS
     }
-    if odd := sorted((adapter.tables | adapter.rows).keys() - tables.keys()):
+    odd = sorted((adapter.tables | adapter.rows).keys() - tables.keys())
+    if odd or embed not in tables:
         raise ConfigError(
-            f"{adapter.folder}: holds {odd[0]}, and beside low-rank matrices only the embedding "
-            f"and the head of a language model are merged ({', '.join(tables)})"
+            f"{adapter.folder}: holds {', '.join(odd[:1]) or 'tables'}, and beside low-rank "
+            "matrices only the embedding and the head of a language model are merged, in floats "
+            f"({', '.join(tables) or 'which this is not'})"
         )
     if len({len(table) for table in tables.values()}) > 1:
         rows = " and ".join(f"{len(table):,} of {name}" for name, table in tables.items())

@@ -457,9 +457,9 @@ def bound_to(adapter: Adapter, model: StackConfig, shapes: Mapping[str, Shape]) 
     where none has."""
     if adapter.has_tables:
         raise ConfigError(
-            f"{adapter.folder}: holds tables beside low-rank matrices; merge it, and use the "
-            f"merged folder without it: maxstack lora merge {model.weights or 'FOLDER'} --adapter "
-            f"{adapter.folder} --out MERGED"
+            f"{adapter.folder}: holds tables beside low-rank matrices; merge it into the model's "
+            "folder (of a run: maxstack export), and use the merged one without it: maxstack lora "
+            f"merge FOLDER --adapter {adapter.folder} --out MERGED"
         )
     for family in ALL:
         try:
