@@ -1,6 +1,5 @@
 """`maxstack lora`: adapters in PEFT's format out of runs, and into or out of model folders."""
 
-import json
 from argparse import Namespace
 
 from maxstack.command import ALLOW_NONFINITE, WEIGHTS, argument, command, group
@@ -36,7 +35,8 @@ MERGING = (
     on_cpu=True,
 )
 def export(args: Namespace) -> None:
-    """Write the adapter of a checkpoint. ConfigError for a run without lora."""
+    """Write the adapter of a checkpoint, with embedding and head where they are trained or have
+    more rows than the folder that the run began from. ConfigError for a run without lora."""
     import numpy as np
 
     from maxstack.checkpoint.weights import WeightsReader
@@ -44,6 +44,7 @@ def export(args: Namespace) -> None:
     from maxstack.hf import peft
     from maxstack.hf.binding import bind
     from maxstack.hf.exported import choose
+    from maxstack.hf.folder import Folder
     from maxstack.hf.writer import new_folder
     from maxstack.models.model import weights_of
     from maxstack.schema.config import Config
@@ -57,18 +58,20 @@ def export(args: Namespace) -> None:
             f"{args.run}: was trained without lora, so it has no adapter; maxstack "
             "export gives its weights"
         )
-    architecture = args.architecture
-    if architecture is None and (source := source_of(args.run, cfg.model)):
-        settings = json.loads((source / "config.json").read_text())
-        architecture = settings.get("architectures", [None])[0]
+    source = source_of(args.run, cfg.model)
+    settings = Folder(source, weights=False).config if source else {}
+    architecture = args.architecture or (settings.get("architectures") or [None])[0]
     rewrite = Rewrite(cfg)
-    if rewrite.saved:
+    if odd := sorted(rewrite.saved - {"embed", "head"}):
         raise ConfigError(
-            f"{args.run}: {', '.join(sorted(rewrite.saved))} is trained whole beside the adapter, "
+            f"{args.run}: {', '.join(odd)} is trained whole beside the adapter, "
             "and an adapter's folder would leave it out; maxstack export gives the merged model"
         )
     family, _ = choose(cfg.model, architecture, must=args.architecture is not None)
     shapes = {path: leaf.shape for path, leaf in weights_of(cfg.model).items()}
+    tables, rows = {*rewrite.saved}, shapes.get("embed", (0,))[0]
+    if rows > settings.get("vocab_size", rows):
+        tables |= {"embed", "head"}
     try:
         bound = bind(family, cfg.model, shapes)
     except ValueError as error:
@@ -80,11 +83,19 @@ def export(args: Namespace) -> None:
     adapted = {path: spec.contract for path, spec in rewrite.adapted.items()}
     with new_folder(args.out) as folder:
         count = peft.write(
-            folder, cfg.lora, adapted, bound, reader.read, base, args.base or cfg.model.weights
+            folder,
+            cfg.lora,
+            adapted,
+            bound,
+            reader.read,
+            base,
+            args.base or cfg.model.weights,
+            tables,
         )
     print(
         f"{args.run} step {reader.step} -> {args.out}: adapters of {count} modules of "
         f"{family.architecture}{f', {words}' * bool(words)}"
+        f"{f', with tables of {rows:,} rows' * bool(tables)}"
     )
 
 

@@ -8,7 +8,7 @@ module  R rank.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from maxstack.data.copies import local_folder
 from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf.binding import Bound, Target, bind
+from maxstack.hf.contents import HEAD
 from maxstack.hf.families import ALL
 from maxstack.hf.rows import Shape, axes_in
 from maxstack.hf.safetensors_file import SafetensorsFile
@@ -355,10 +356,12 @@ def write(
     read: Read,
     base: Read,
     source: str | None,
+    tables: Collection[str] = (),
 ) -> int:
     """Write the folder; the number of modules. `adapted` has, for each weight with an adapter, how
     many dimensions it contracts, `read` gives a leaf of it by path, `base` a weight without its
-    adapter; `source` is where PEFT finds the model."""
+    adapter; `source` is where PEFT finds the model. Of the weights `tables`, embedding and head,
+    both names are written where they are one, since PEFT takes each for its own."""
     modules = _modules(bound, adapted)
     _refuse_taken_for_experts(modules, bound)
     tensors: dict[str, np.ndarray] = {}
@@ -380,6 +383,16 @@ def write(
                 for target in module.tensor.targets
             }
             tensors[f"{name}.{MAGNITUDE}"] = module.in_tensor(lengths)[:, 0]
+    saved: dict[str, np.ndarray] = {}
+    for tensor in bound:
+        target, *_ = tensor.targets
+        if target.path in tables and not tensor.row.copy:
+            saved[tensor.name] = np.zeros(tensor.shape, np.float32)
+            tensor.row.write(target.part, base(target.path), saved[tensor.name], tensor.sizes)
+    if tables and HEAD not in {tensor.name for tensor in bound}:
+        saved[HEAD] = next(iter(saved.values()))
+    tensors |= {f"{OUTER}{name}": table for name, table in saved.items()}
+    names = [name.split(".")[-2] for name in saved]
     (inputs_first,) = {module.inputs_first for module in modules}
     counts = {module.name: len(module.targets) for module in modules if len(module.targets) > 1}
     said = {
@@ -392,7 +405,7 @@ def write(
         "fan_in_fan_out": inputs_first,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        SAVED: names if lora.modules_to_save else None,
         "rank_pattern": {name: lora.rank * count for name, count in counts.items()},
         "alpha_pattern": {
             name: _whole(lora.alpha * (count**0.5 if lora.rslora else count))
