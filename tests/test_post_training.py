@@ -203,8 +203,8 @@ def test_a_teacher_that_reads_other_tokens_is_refused(made, tmp_path, capsys):
 
 
 @pytest.mark.release
-def test_a_head_that_is_trained_beside_an_adapter_is_exported_merged(made, tmp_path, capsys):
-    lora = "lora={rank: 2, modules_to_save: [head]}"
+def test_a_norm_that_is_trained_beside_an_adapter_is_exported_merged(made, tmp_path, capsys):
+    lora = "lora={rank: 2, modules_to_save: [head, norm/scale]}"
     words = [str(made / "run.yml"), f"model.from={made}/sft", PAIRS, lora]
     off = "objective={kind: preference, reference: adapter_off}"
     assert cli.run(train.main, [*words, f"run.output_dir={tmp_path}", off]) == 1
@@ -212,7 +212,7 @@ def test_a_head_that_is_trained_beside_an_adapter_is_exported_merged(made, tmp_p
     trained(made, tmp_path.name, *words[1:], "objective={kind: preference}")
     run = made / tmp_path.name
     assert cli.main(["lora", "export", str(run), "--out", str(tmp_path / "adapter")]) == 1
-    assert "head is trained whole beside the adapter" in capsys.readouterr().err
+    assert "norm/scale is trained whole beside the adapter" in capsys.readouterr().err
     maxstack("export", run, "--out", tmp_path / "folder")
     found = [
         [row["ref_chosen_logps"] for row in scored(model, made, tmp_path)]

@@ -70,7 +70,7 @@ def export(args: Namespace) -> None:
     family, _ = choose(cfg.model, architecture, must=args.architecture is not None)
     shapes = {path: leaf.shape for path, leaf in weights_of(cfg.model).items()}
     tables, rows = {*rewrite.saved}, shapes.get("embed", (0,))[0]
-    if rows > settings.get("vocab_size", rows):
+    if rows > (settings.get("vocab_size") or rows):
         tables |= {"embed", "head"}
     try:
         bound = bind(family, cfg.model, shapes)

@@ -8,6 +8,7 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import parity
+import processes
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
@@ -125,6 +126,48 @@ def test_an_adapter_with_tables_is_used_by_the_command_that_its_refusal_gives(tm
     command = ["lora", "unmerge", str(tmp_path / "out"), "--adapter", str(TABLES / "whole-llama")]
     assert cli.main([*command, "--out", str(tmp_path / "again")]) != 0
     assert "keep the folder that it was merged into" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "vocab", "lora"),
+    [
+        pytest.param("llama", 131, "{rank: 2}", marks=pytest.mark.release),
+        ("llama_tied", 131, "{rank: 2}"),
+        ("llama_tied", 128, "{rank: 2, modules_to_save: [embed]}"),
+        ("llama", 130, "{rank: 2, modules_to_save: [head]}"),
+    ],
+)
+def test_an_exported_adapter_brings_the_tables_that_the_folder_lacks(family, vocab, lora, tmp_path):
+    data = {"sources": [{"kind": "synthetic", "vocab": 100}], "seq_len": 16}
+    (tmp_path / "run.yml").write_text(json.dumps({"data": data}))
+    base = parity.GOLDENS / family
+    processes.train(
+        tmp_path / "run.yml",
+        *(f"run.output_dir={tmp_path}", "run.name=run", "run.tensorboard=false"),
+        *(f"model.from={base}", "model.dtype=float32", f"model.vocab={vocab}", f"lora={lora}"),
+        *("train.steps=2", "train.batch_size=4", "optimizer.learning_rate=0.01"),
+        "checkpoint.every=2",
+    )
+    run, adapter = str(tmp_path / "run"), str(tmp_path / "adapter")
+    assert cli.main(["lora", "export", run, "--out", adapter]) == 0
+    assert cli.main(["export", run, "--out", str(tmp_path / "wanted")]) == 0
+    wanted = load_file(tmp_path / "wanted" / "model.safetensors")
+    before, (found, said) = (
+        load_file(base / "model.safetensors"),
+        merged(tmp_path / "adapter", tmp_path / "merged", base),
+    )
+    assert found.keys() == wanted.keys() and said["vocab_size"] == vocab
+    for name, tensor in wanted.items():
+        np.testing.assert_allclose(found[name], tensor, atol=1e-6, err_msg=name)
+    mean = before[f"{EMBED}.weight"].mean(0)
+    if "embed" not in lora:
+        np.testing.assert_allclose(
+            found[f"{EMBED}.weight"][128:], np.stack([mean] * (vocab - 128)), atol=1e-6
+        )
+    held = json.loads((tmp_path / "adapter" / CONFIG).read_text())["modules_to_save"]
+    assert held == (["embed_tokens", "lm_head"] if "modules_to_save" in lora else None)
+    assert f"base_model.model.{HEAD}.weight" in load_file(tmp_path / "adapter" / TENSORS)
 
 
 ONES = np.ones((131, 16), np.float32)
