@@ -239,7 +239,7 @@ class Adapter:
                 raise ValueError
         except (IndexError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self.folder}: {wrong}; save the adapter with peft again, of this model, and with "
+                f"{self.folder}: {wrong}; save the adapter with peft again, of this model, with "
                 "save_embedding_layers=True where its vocabulary was resized"
             ) from error
         return table
