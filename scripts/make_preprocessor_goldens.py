@@ -10,12 +10,14 @@ import re
 from pathlib import Path
 
 import numpy as np
+from bench import arguments
 
 GOLDENS = Path(__file__).resolve().parent.parent / "tests" / "goldens"
 
 
 def main() -> None:
     """Write the file."""
+    arguments.parser(__doc__).parse_args()
     import transformers
 
     made = {"picture": np.random.default_rng(0).integers(0, 256, (23, 37, 3), np.uint8)}

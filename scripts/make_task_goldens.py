@@ -15,10 +15,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 import asked_folders  # noqa: E402
+from bench import arguments  # noqa: E402
 
 
 def main() -> None:
     """Write the file."""
+    arguments.parser(__doc__).parse_args()
     found = {}
     for case, how in asked_folders.CASES.items():
         with tempfile.TemporaryDirectory() as made:

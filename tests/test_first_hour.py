@@ -31,7 +31,7 @@ GUESSES = {
     "generate run --max_tokens 3": "did you mean --max-tokens",
     "serve run --api-key abc": "did you mean --api-key-file",
     "generate a --prompt b": "did you mean runs/a",
-    "eval run --tasks mmlu": "those of lm-evaluation-harness, such as mmlu: --lm-eval",
+    "eval run --tasks mmlu": "published ones, such as mmlu: --tasks-path FOLDER",
     "config show quickstart epochs=3": r"here that is train\.epochs",
     "config show quickstart num_generations=8": r"here that is rollout\.samples",
     "config show quickstart chat_template=x": r"here that is data\.template",

@@ -203,22 +203,32 @@ def test_a_teacher_that_reads_other_tokens_is_refused(made, tmp_path, capsys):
 
 
 @pytest.mark.release
-def test_a_norm_that_is_trained_beside_an_adapter_is_exported_merged(made, tmp_path, capsys):
-    lora = "lora={rank: 2, modules_to_save: [head, norm/scale]}"
+def test_a_head_trained_beside_an_adapter_is_exported_beside_it_and_merged(made, tmp_path, capsys):
+    lora = "lora={rank: 2, modules_to_save: [head]}"
     words = [str(made / "run.yml"), f"model.from={made}/sft", PAIRS, lora]
     off = "objective={kind: preference, reference: adapter_off}"
     assert cli.run(train.main, [*words, f"run.output_dir={tmp_path}", off]) == 1
     assert "adapter_off leaves lora.modules_to_save as they are" in capsys.readouterr().err
     trained(made, tmp_path.name, *words[1:], "objective={kind: preference}")
     run = made / tmp_path.name
-    assert cli.main(["lora", "export", str(run), "--out", str(tmp_path / "adapter")]) == 1
-    assert "norm/scale is trained whole beside the adapter" in capsys.readouterr().err
+    capsys.readouterr()
+    maxstack("export", made / "sft", "--out", tmp_path / "base")
+    maxstack("lora", "export", run, "--out", tmp_path / "adapter")
+    assert "modules and head whole of" in capsys.readouterr().out
+    merging = "--adapter", tmp_path / "adapter", "--out", tmp_path / "merged"
+    maxstack("lora", "merge", tmp_path / "base", *merging)
     maxstack("export", run, "--out", tmp_path / "folder")
-    found = [
+    wanted, *found = (
         [row["ref_chosen_logps"] for row in scored(model, made, tmp_path)]
-        for model in (run, tmp_path / "folder")
-    ]
-    np.testing.assert_allclose(*found, rtol=1e-5)
+        for model in (run, tmp_path / "folder", tmp_path / "merged")
+    )
+    for logps in found:
+        np.testing.assert_allclose(logps, wanted, rtol=1e-5)
+    lora = lora.replace("head", "norm/scale")
+    trained(made, f"{tmp_path.name}-norm", *words[1:-1], lora, "objective={kind: preference}")
+    command = ["lora", "export", f"{run}-norm", "--out", str(tmp_path / "no")]
+    assert cli.main(command) == 1
+    assert "norm/scale is trained whole beside the adapter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

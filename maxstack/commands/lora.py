@@ -71,7 +71,7 @@ def export(args: Namespace) -> None:
     shapes = {path: leaf.shape for path, leaf in weights_of(cfg.model).items()}
     tables, rows = {*rewrite.saved}, shapes.get("embed", (0,))[0]
     if rows > (settings.get("vocab_size") or rows):
-        tables |= {"embed", "head"}
+        tables |= {"embed", "head"} & shapes.keys()
     try:
         bound = bind(family, cfg.model, shapes)
     except ValueError as error:
@@ -92,10 +92,10 @@ def export(args: Namespace) -> None:
             args.base or cfg.model.weights,
             tables,
         )
+    beside = f" and {', '.join(sorted(tables))} whole" if tables else ""
     print(
-        f"{args.run} step {reader.step} -> {args.out}: adapters of {count} modules of "
+        f"{args.run} step {reader.step} -> {args.out}: adapters of {count} modules{beside} of "
         f"{family.architecture}{f', {words}' * bool(words)}"
-        f"{f', with tables of {rows:,} rows' * bool(tables)}"
     )
 
 

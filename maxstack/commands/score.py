@@ -87,7 +87,7 @@ def main(args: Namespace) -> None:
     """Score the texts, without and with each adapter."""
     files = _files_by_adapter(args)
     from maxstack.inference.opened import adapted_run, assembled, read_weights, with_adapter
-    from maxstack.inference.score import read_texts, read_tokens
+    from maxstack.inference.score import check_length, read_texts, read_tokens
 
     overrides = model_overrides(args)
     run, own = assembled(args.model, overrides)
@@ -106,6 +106,7 @@ def main(args: Namespace) -> None:
         rows = read_tokens(args.tokens, run.cfg.decoder.vocab)
     else:
         rows = read_texts(args.data, args.model, overrides, "--tokens FILE.npz")
+    check_length(run, int(rows.lengths.max()), f"row {rows.lengths.argmax()}")
     params = read_weights(args.model, run, own)
     _score(run, params, rows, args.out, args)
     for folder, file in files.items():

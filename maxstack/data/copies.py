@@ -37,47 +37,49 @@ _READERS: dict[str, Callable[[IO[bytes]], Any]] = {
 }
 _PATIENCE = 5
 """Seconds of copying after which it is shown."""
-Told = Callable[[int], object]
+Told = Callable[[float], object]
 """Called with the number of a file's bytes that were read since the last call."""
+Form = tuple[Callable[[str, storage.Stamp, Told], Iterator[bytes]], str]
+"""The bytes of a copy of a path, and a key that differs where copies do; empty: plain bytes."""
 
 
 def read(file: File) -> bytes:
     """A whole file, decompressed if it is compressed. DataError if it cannot be read,
     StoreError if it is at a URL and not as it was listed."""
-    return b"".join(_pieces(file.path, file.version))
+    return b"".join(pieces_of(file.path, file.version))
 
 
-def plain_copies(files: Sequence[File]) -> list[str]:
+def plain_copies(files: Sequence[File], form: Form) -> list[str]:
     """`plain` of each file, a few at a time, with a bar where that takes longer."""
-    size = sum(int(file.pin()[0]) for file in files if _needs_copy(file.path))
+    size = sum(int(file.pin()[0]) for file in files if form[1] or _needs_copy(file.path))
     with (
         progress(size, "copying to the cache", "B", delay=_PATIENCE) as bar,
         ThreadPoolExecutor(_AT_ONCE) as pool,
     ):
-        return list(pool.map(lambda file: plain(file, bar.update), files))
+        return list(pool.map(lambda file: plain(file, form, bar.update), files))
 
 
-def plain(file: File, told: Told = lambda size: None) -> str:
-    """A local path to the file's plain bytes: itself, or of one at a URL or compressed a plain
-    copy in the cache folder, made once and shared by all processes.
+def plain(file: File, form: Form, told: Told = lambda size: None) -> str:
+    """A local path to the file's plain bytes: itself, or of one at a URL, compressed or read in
+    another form a copy in the cache folder, made once and shared by all processes.
 
-    The copy, in $MAXSTACK_CACHE/data, belongs to one path, size and version.
+    The copy, in $MAXSTACK_CACHE/data, belongs to one path, size, version and form.
     """
     path, is_url = file.path, storage.is_url(file.path)
-    if not _needs_copy(path):
+    if not form[1] and not _needs_copy(path):
         return path
     try:
         size, version = file.version or storage.stamp(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
-    identity = f"{path if is_url else os.path.abspath(path)}\0{size}\0{version}"
+    identity = f"{path if is_url else os.path.abspath(path)}\0{size}\0{version}{form[1]}"
     copy = storage.cache_folder() / "data" / digest(identity.encode())
     if copy.exists():
         told(size)
         return str(copy)
     try:
         with atomic.writing(copy, shared=True) as unfinished, unfinished.open("wb") as made:
-            made.writelines(_pieces(path, (size, version), told))
+            made.writelines(form[0](path, (size, version), told))
     except OSError as error:
         raise DataError(
             f"{path}: its plain copy cannot be written to {copy.parent}: {error.strerror}; "
@@ -142,9 +144,11 @@ def _compression(path: str, file: IO[bytes]) -> str | None:
     return next(iter(found), os.path.splitext(path)[1] if path.endswith((*_COMPRESSED,)) else None)
 
 
-def _pieces(
+def pieces_of(
     path: str, wanted: storage.Stamp | None, told: Told = lambda size: None
 ) -> Iterator[bytes]:
+    """The plain bytes of a file. DataError or, of a store, StoreError if it cannot be read, or at a
+    URL is not the one `wanted`."""
     try:
         with storage.open_file(path, storage.AHEAD, wanted) as file:
             at = 0

@@ -168,13 +168,18 @@ class Mixture:
             was = before[0] if len(before) == 1 else ""
             known = int(was.partition(" ")[0] or 0)
             if not self._moves or was != marked(self._moves[number], known):
+                how, advice = (
+                    "in turn",
+                    ("go on by train.steps and data.sources.*.epochs as in the run's config.yml"),
+                )
+                if was:
+                    how, advice = (
+                        "by their lengths",
+                        ("keep or raise the train.epochs that it began with, on the same data"),
+                    )
                 raise ConfigError(
-                    f"train.epochs: {part.name} was dealt to the rows of batches "
-                    f"{'by its lengths' if was else 'in turn'} when this run began, and would now "
-                    "be otherwise, with some documents twice and others never: keep or raise the "
-                    "train.epochs that the run began with, on the same data; a run without, or of "
-                    "an older version, goes on by the train.steps of its config.yml and "
-                    "data.sources.*.epochs"
+                    f"train.epochs: when this run began, rows took the documents of {part.name} "
+                    f"{how}; now some would come twice and others never: {advice}"
                 )
 
     def _upgraded(self, saved: Sources, states: np.ndarray, step: int) -> np.ndarray:

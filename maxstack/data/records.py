@@ -1,22 +1,23 @@
 """Sources whose files hold many documents each: JSON lines, separated text, Parquet, ArrayRecord,
 Bagz."""
 
+import array
 import codecs
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
 from abc import abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from maxstack.config import storage
 from maxstack.config.annotations import listed
-from maxstack.data.copies import plain, plain_copies
+from maxstack.data.copies import Form, Told, pieces_of, plain, plain_copies
 from maxstack.data.documents import (
     Document,
     Documents,
@@ -44,10 +45,19 @@ from maxstack.data.presets import shape_of
 from maxstack.data.shards import check_size, check_whole, refuse_as_text, unpack
 from maxstack.data.tf_example import features
 from maxstack.errors import DataError, StoreError, installing
-from maxstack.schema.data import ArrayRecordSource, Files, JsonlSource, ParquetSource, TextSource
+from maxstack.schema.data import (
+    ArrayRecordSource,
+    Files,
+    ImageRecord,
+    JsonlSource,
+    ParquetSource,
+    TextSource,
+)
 
 _OPEN_FILES = 64
-_CACHED_BYTES = 1 << 28
+_ROWS, _BUFFER = 64, 1 << 22
+"""Of Parquet: rows that are decoded at once, and bytes of a column that are read at once."""
+_READABLE, _UNREADABLE = b"+", b"-"
 _SHORTER = "the file became shorter while it was in use"
 
 
@@ -55,18 +65,17 @@ class Records(Documents):
     """Files of records. A subclass counts a file's records, opens it, and reads a record from what
     it opened."""
 
-    LOCAL = True
-    """Files are read from a local, plain copy."""
-
     def __init__(self, cfg: Files):
         self._cfg: Any = cfg
         self.files = matched(cfg)
-        self._paths = [file.path for file in self.files]
-        if self.LOCAL:
-            self._paths = plain_copies(self.files)
+        self._paths = plain_copies(self.files, self._form())
         self._sizes: list[int] = []
         counts = [self._counted(file) for file in range(len(self.files))]
         self._ends = np.cumsum(counts, dtype=np.int64)
+
+    def _form(self) -> Form:
+        """Form of the local copies that are read."""
+        return pieces_of, ""
 
     @abstractmethod
     def _count(self, file: int) -> int:
@@ -92,8 +101,7 @@ class Records(Documents):
                 return text_of(document, self._cfg, self.files[file].path)
             return document
         except Exception as error:  # readers raise all kinds of exceptions over damaged bytes
-            of_store = isinstance(error, OSError | StoreError) and storage.is_url(self._paths[file])
-            kind = StoreError if of_store else DataError
+            kind = StoreError if isinstance(error, StoreError) else DataError
             raise kind(f"{self._where(file, record)}: {self._reason(error, file)}") from error
 
     def where(self, index: int) -> str:
@@ -118,8 +126,8 @@ class Records(Documents):
         """`_open` that keeps the latest files open; no pickle holds it."""
 
         def opened(file: int) -> Any:
-            if self.LOCAL and not os.path.exists(self._paths[file]):  # on another machine
-                self._paths[file] = plain(self.files[file])
+            if not os.path.exists(self._paths[file]):  # on another machine
+                self._paths[file] = plain(self.files[file], self._form())
             return self._open(file)
 
         return functools.lru_cache(_OPEN_FILES)(opened)
@@ -129,8 +137,7 @@ class Records(Documents):
 
     def _counted(self, file: int) -> int:
         try:
-            if self.LOCAL:
-                self._sizes.append(os.path.getsize(self._paths[file]))
+            self._sizes.append(os.path.getsize(self._paths[file]))
             return self._count(file)
         except OSError as error:
             raise DataError(f"{self.files[file].path}: {self._reason(error, file)}") from error
@@ -170,9 +177,9 @@ class Records(Documents):
 
 
 class Spans(Records):
-    """Plain text files cut at byte offsets that one scan at the start finds."""
+    """Files, or copies of them, cut at byte offsets that are found at the start."""
 
-    def __init__(self, cfg: TextSource | JsonlSource):
+    def __init__(self, cfg: TextSource | JsonlSource | ParquetSource):
         self._spans: list[Bounds] = []
         super().__init__(cfg)
 
@@ -191,7 +198,7 @@ class Spans(Records):
     def _open(self, file: int) -> Any:
         return open(self._paths[file], "rb")
 
-    def _read(self, opened: Any, file: int, record: int) -> bytes:
+    def _read(self, opened: Any, file: int, record: int) -> Document:
         start, end = (int(bound[record]) for bound in self._spans[file])
         opened.seek(start)
         data = opened.read(end - start)
@@ -226,7 +233,7 @@ class Jsonl(Spans):
         return line_bounds(path)
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
-        data = super()._read(opened, file, record)
+        data: Any = super()._read(opened, file, record)
         if self._cfg.record:
             return data.removeprefix(codecs.BOM_UTF8)
         line = decoded(data, self._cfg, self.files[file].path)
@@ -261,28 +268,88 @@ class Jsonl(Spans):
         return f"{self.files[file].path}: line {number}"
 
 
-class Parquet(Records):
-    """A string column of Parquet files, or whole rows as JSON. Row groups are decoded whole; the
-    latest 256 MiB of them are kept."""
+class Parquet(Spans):
+    """A string column of Parquet files, or whole rows as JSON.
 
-    LOCAL = False
+    A row is decoded with all of its group before it, so rows in any order are read from a copy in
+    the cache: what each row holds after _READABLE, or after _UNREADABLE why it cannot be read; then
+    int64 [N, 2], where each begins and ends; then N.
+    """
 
-    def __init__(self, cfg: ParquetSource):
-        self._groups: list[np.ndarray] = []
-        self._decoded: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        super().__init__(cfg)
+    def place(self, index: int) -> str:
+        return self.where(index)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_decoded": OrderedDict()}
+    def _bounds(self, path: str) -> Bounds:
+        words = np.memmap(path, np.int64, "r", offset=os.path.getsize(path) % 8)
+        spans = np.array(words[-1 - 2 * words[-1] : -1])
+        return spans[::2], spans[1::2]
 
-    def _count(self, file: int) -> int:
-        with self._open(file) as opened:
-            meta = opened.metadata
-            rows = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
-            self._groups.append(np.cumsum(rows, dtype=np.int64))
-            return meta.num_rows
+    def _read(self, opened: Any, file: int, record: int) -> Document:
+        data: Any = super()._read(opened, file, record)
+        mark, content = data[:1], data[1:]
+        if mark == _UNREADABLE:
+            raise DataError(content.decode())
+        if self._cfg.holds == "image":
+            label, _, content = content.partition(b" ")
+            return Picture(content, int(label))
+        return content
 
-    def _open(self, file: int) -> Any:
+    def _form(self) -> Form:
+        return self._pieces, f"\0parquet {[*self._columns.values()]}"
+
+    @property
+    def _columns(self) -> dict[str, str]:
+        """Keys of the source -> columns that are read; empty: all."""
+        record = self._cfg.record
+        if isinstance(record, ImageRecord):
+            return {"record.image": record.image, "record.label": record.label}
+        return {} if record else {"field": self._cfg.field}
+
+    def _pieces(self, path: str, version: storage.Stamp, told: Told) -> Iterator[bytes]:
+        """The copy of a file."""
+        opened, spans, at = self._open_parquet(path, version), array.array("q"), 0
+        share = version[0] / max(opened.metadata.num_rows, 1)
+        for group in range(opened.num_row_groups):
+            for content in self._contents(opened, path, group):
+                yield content
+                spans.extend((at, at + len(content)))
+                at += len(content)
+                told(share)
+        yield spans.tobytes()
+        yield np.int64(len(spans) // 2).tobytes()
+
+    def _contents(self, opened: Any, path: str, group: int) -> Iterator[bytes]:
+        """What the copy holds of each row of a group."""
+        import pyarrow
+
+        left, reason = opened.metadata.row_group(group).num_rows, "it holds fewer rows"
+        columns = [*self._columns.values()] or None
+        try:
+            for batch in opened.iter_batches(_ROWS, [group], columns):
+                left -= batch.num_rows
+                batch = batch if self._cfg.record else _of_bytes(batch)
+                yield from (self._content(batch.slice(i, 1)) for i in range(batch.num_rows))
+        except (OSError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno:  # damaged bytes have no number
+                kind = StoreError if storage.is_url(path) else DataError
+                raise kind(f"{path}: {error.strerror}") from error
+            reason = brief(error)
+        reason = f"its row group {group} is corrupt: {reason}"
+        yield from itertools.repeat(_UNREADABLE + reason.encode(), left)
+
+    def _content(self, row: Any) -> bytes:
+        try:
+            (value,), record = row.to_pylist(), self._cfg.record
+            if isinstance(record, ImageRecord):
+                content, label = picture_of(value, record)
+                return b"%b%d %b" % (_READABLE, label, bytes(content))
+            if record:
+                return _READABLE + json.dumps(value, ensure_ascii=False, default=str).encode()
+            return _READABLE + self._utf8(value[self._cfg.field])
+        except (DataError, ValueError) as error:
+            return _UNREADABLE + brief(error).encode()
+
+    def _open_parquet(self, path: str, version: storage.Stamp) -> Any:
         try:
             import pyarrow
             import pyarrow.parquet
@@ -290,61 +357,37 @@ class Parquet(Records):
             raise DataError(
                 f"Parquet files need the pyarrow package: {installing('parquet')}"
             ) from error
-        path, version = self._paths[file], self.files[file].version
         try:
             opened = pyarrow.parquet.ParquetFile(
-                storage.open_file(path, wanted=version) if version else path,
+                storage.open_file(path, wanted=version),
                 page_checksum_verification=True,
+                buffer_size=_BUFFER,
+                pre_buffer=False,  # which would hold a group's columns as a whole
             )
             names = opened.schema_arrow.names
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            of_store = version and isinstance(error, OSError) and error.errno
+            of_store = storage.is_url(path) and isinstance(error, OSError) and error.errno
             kind = StoreError if of_store else DataError
             raise kind(f"{path}: not a readable Parquet file: {brief(error)}") from error
-        if not self._cfg.record and self._cfg.field not in names:
-            raise DataError(
-                f"{path}: no column '{self._cfg.field}'; it has {listed(names)}. Set "
-                "`field` to the column of the text"
-            )
+        for key, column in self._columns.items():
+            if column not in names:
+                raise DataError(
+                    f"{path}: no column '{column}'; it has {listed(names)}. Set `{key}` to the "
+                    "one that is meant"
+                )
         return opened
 
-    def _read(self, opened: Any, file: int, record: int) -> bytes | Picture:
-        group, row = part_at(self._groups[file], record)
-        if (file, group) not in self._decoded:
-            column = self._column(opened, file, group)
-            version = self.files[file].version
-            if version and storage.stamp(self._paths[file]) != version:
-                raise StoreError("changed since it was opened; put it back, or start again")
-            self._decoded[file, group] = column
-            while (
-                len(self._decoded) > 1
-                and sum(column.nbytes for column in self._decoded.values()) > _CACHED_BYTES
-            ):
-                self._decoded.popitem(last=False)
-        self._decoded.move_to_end((file, group))
-        if self._cfg.record:
-            (value,) = self._decoded[file, group].slice(row, 1).to_pylist()
-            if self._cfg.holds == "image":
-                return picture_of(value, self._cfg.record)
-            return json.dumps(value, ensure_ascii=False, default=str).encode()
-        return self._utf8(self._decoded[file, group][row].as_py())
 
-    def _column(self, opened: Any, file: int, group: int) -> Any:
-        import pyarrow
+def _of_bytes(batch: Any) -> Any:
+    """A batch of one column with texts as bytes, whose UTF-8 text_of checks."""
+    import pyarrow
 
-        try:
-            if self._cfg.record:
-                return opened.read_row_group(group)
-            column = opened.read_row_group(group, columns=[self._cfg.field]).column(0)
-            if pyarrow.types.is_dictionary(column.type):
-                column = column.cast(column.type.value_type)
-            if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
-                return column.cast(pyarrow.large_binary())  # whose UTF-8 text_of checks
-            return column
-        except (OSError, pyarrow.ArrowException) as error:
-            if isinstance(error, OSError) and error.errno:
-                raise  # of the store; damaged bytes have no number
-            raise DataError(f"its row group {group} is corrupt: {error}") from error
+    (column,) = batch.columns
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+        column = column.cast(pyarrow.large_binary())
+    return pyarrow.record_batch([column], batch.schema.names)
 
 
 class ArrayRecords(Records):

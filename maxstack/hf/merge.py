@@ -35,11 +35,10 @@ def merge(
     model; DataError where a tensor is, or becomes, NaN or infinite, if `finite`.
     """
     if sign < 0 and (adapter.dora or adapter.has_tables):
-        what = "is DoRA" if adapter.dora else "holds tables"
-        raise ConfigError(
-            f"{adapter.folder}: {what}, whose merging forgets the length of W's columns, or what "
-            "stood in their place; keep the folder that it was merged into"
-        )
+        lost = "is DoRA, whose merging forgets the length of W's columns"
+        if adapter.has_tables:
+            lost = "replaces weights, and merging forgets what was there"
+        raise ConfigError(f"{adapter.folder}: {lost}; keep the folder that it was merged into")
     folder = Folder(source)
     tensors = folder.raw()
     family = of_config(folder.config, FAMILIES, folder.where)
@@ -95,22 +94,27 @@ def _tables(
     if not adapter.has_tables and not (whole and apart and f"{head}.weight" not in tensors):
         return {}, {}
     tied = bool((family.read(folder.config, folder.where).get("head") or {}).get("tied"))
+    bases = {embed: embed, head: embed if tied else head}
     tables = {
-        module: adapter.table(module, base.array(), embed, tied)
-        for module in (embed, head)
+        module: adapter.table(module, base.array(), embed, tied and module == head)
+        for module in (*bases, *adapter.tables)
         if whole
-        and (base := tensors.get(f"{embed if tied else module}.weight"))
+        and (base := tensors.get(f"{bases.get(module, module)}.weight"))
         and base.dtype.name in FLOATS
     }
-    odd = sorted((adapter.tables | adapter.rows).keys() - tables.keys())
-    if odd or embed not in tables:
+    fit = {
+        name
+        for name, table in tables.items()
+        if name in bases or table.shape == tensors[f"{name}.weight"].shape
+    }
+    if odd := sorted((adapter.tables | adapter.rows | {embed or "tables": 0}).keys() - fit):
         raise ConfigError(
-            f"{adapter.folder}: holds {', '.join(odd[:1]) or 'tables'}, and beside low-rank "
-            "matrices only the embedding and the head of a language model are merged, in floats "
-            f"({', '.join(tables) or 'which this is not'})"
+            f"{adapter.folder}: is of another model: it holds {odd[0]}, and {folder.path}, as a "
+            "language model, has no such weight of that size in floats"
         )
-    if len({len(table) for table in tables.values()}) > 1:
-        rows = " and ".join(f"{len(table):,} of {name}" for name, table in tables.items())
+    sizes = {name: len(tables[name]) for name in bases if name in tables}
+    if len({*sizes.values()}) > 1:
+        rows = " and ".join(f"{size:,} of {name}" for name, size in sizes.items())
         raise ConfigError(
             f"{adapter.folder}: makes {rows} rows; save it again with save_embedding_layers=True"
         )

@@ -13,7 +13,7 @@ import numpy as np
 from maxstack.data.examples import Segment, units_of
 from maxstack.data.sources import open_source
 from maxstack.errors import ConfigError, DataError
-from maxstack.inference.score import ROUND
+from maxstack.inference.score import ROUND, check_length
 from maxstack.inference.unfinished import Unfinished
 from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig, JsonlSource, Record
@@ -91,6 +91,8 @@ def _read(
             f"{documents.where(index)}: has {len(units)} answers in rows of their own; score them "
             "with --train assistant or last"
         )
+    for segment in units[0].segments:
+        check_length(run, len(segment.ids) - 1, documents.where(index))
     text = documents[index]
     assert isinstance(text, bytes)
     return json.loads(text), units[0].segments

@@ -37,6 +37,15 @@ class Rows:
         return int(np.maximum(self.lengths - 1, 0).sum())
 
 
+def check_length(run: "Run", tokens: int, where: str) -> None:
+    """DataError for more tokens than a learned table of positions has rows."""
+    most = run.cfg.decoder.positions
+    if most and tokens > most:
+        raise DataError(
+            f"{where}: {tokens} tokens, and the model has positions for {most} alone; cut it"
+        )
+
+
 def read_tokens(file: str, vocab: int) -> Rows:
     """The arrays `tokens` and `lengths` of an npz file. DataError if they are missing, misshapen or
     beyond the vocabulary."""

@@ -257,8 +257,9 @@ class Files(Source):
     files: Items[str] = Field(min_length=1)
     """Paths, relative to the working folder, URLs (gs://, s3:// or any of fsspec's), or globs of
     either (** crosses folders); {stdlib} stands for Python's standard library without installed
-    packages. Of URLs, whole texts and Parquet are read where they are, and other files from a copy
-    in $MAXSTACK_CACHE, by default ~/.cache/maxstack, made once on each host."""
+    packages. Of URLs, whole texts and pictures are read where they are, and other files from a copy
+    in $MAXSTACK_CACHE, by default ~/.cache/maxstack, made once on each host, as are compressed
+    files and Parquet of any place."""
     exclude: Items[str] = ()
     """Globs of files to leave out; one that begins with **/ matches in any folder below the fixed
     part of `files`."""
@@ -296,7 +297,8 @@ class JsonlSource(Files):
 
 
 class ParquetSource(Files):
-    """Parquet files."""
+    """Parquet files, which are read from a copy in $MAXSTACK_CACHE of the columns that are
+    needed."""
 
     kind: Literal["parquet"]
     """The source."""

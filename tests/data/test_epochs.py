@@ -184,5 +184,6 @@ def test_a_run_goes_on_with_more_epochs_and_not_with_another_deal(made):
         (mixture(2), mixture(1.5).described()),
         (mixture(1, documents=150), saved),
     ):
-        with pytest.raises(ConfigError, match="keep or raise the train.epochs"):
+        told = "go on by train.steps" if before is in_turn else "keep or raise the train.epochs"
+        with pytest.raises(ConfigError, match=told):
             now.adopt(before, state, 0)

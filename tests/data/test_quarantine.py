@@ -198,9 +198,12 @@ def test_a_damaged_record_is_named_and_where_it_may_be_passed_over_all_others_ke
     make, damage, lost, words = CASES[case]
     source, name = make()
     intact = documents(feeds(source), 30)
+    if of_copies := source["kind"] == "parquet":  # whose copies are made when they are opened
+        damage(name)
     whole, strict = feeds(source, quarantine=24), feeds(source)
     halves = [feeds(source, quarantine=24, lanes=lanes) for lanes in (range(2), range(2, BATCH))]
-    damage(name)
+    if not of_copies:
+        damage(name)
     with pytest.raises(DataError, match="set data.quarantine to the number") as caught:
         documents(strict, 30)
     assert (

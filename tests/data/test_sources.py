@@ -86,19 +86,6 @@ def test_jsonl_reads_the_field_of_each_line_and_passes_blank_lines(ending):
     assert texts(open_source(source("jsonl", files=[f"a.jsonl{ending}"], field="body"))) == TEXTS
 
 
-def test_parquet_reads_across_row_groups_and_files():
-    many = [f"document {i}" for i in range(50)]
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": many[:30], "n": range(30)}), "a.parquet", row_group_size=7
-    )
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": pyarrow.array(many[30:]).dictionary_encode()}), "b.parquet"
-    )
-    documents = open_source(source("parquet", files=["*.parquet"]))
-    assert texts(documents) == many
-    assert [documents[i].decode() for i in (49, 0, 29, 30)] == [many[i] for i in (49, 0, 29, 30)]
-
-
 def test_array_record_reads_text():
     write_array_records("a.array_record", [text.encode() for text in TEXTS])
     assert texts(open_source(source("array_record", files=["a.array_record"]))) == TEXTS

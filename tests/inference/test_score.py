@@ -196,3 +196,13 @@ def test_a_folder_with_nan_is_not_scored_and_results_with_nan_are_no_success(tmp
     command[1] = str(tmp_path / "large")
     assert cli.main(command) == 2
     assert "3 of 3 scored tokens have a log-probability that is NaN" in capsys.readouterr().err
+
+
+def test_rows_beyond_a_learned_table_of_positions_are_refused(tmp_path, capsys):
+    gpt2 = parity.GOLDENS / "gpt2"
+    most = json.loads((gpt2 / "config.json").read_text())["n_positions"]
+    np.savez(tmp_path / "in.npz", tokens=np.ones((2, most + 1), np.int32), lengths=[1, most + 1])
+    words = ["--tokens", str(tmp_path / "in.npz"), "--out", str(tmp_path / "out.npz")]
+    assert cli.main(["score", str(gpt2), *words]) == 2
+    said = capsys.readouterr().err
+    assert f"row 1: {most + 1} tokens, and the model has positions for {most} alone" in said
