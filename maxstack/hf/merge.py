@@ -91,7 +91,7 @@ def _tables(
     embed, head = (names.get(path, "").removesuffix(".weight") for path in ("embed", "head"))
     apart = head in adapter.modules
     whole = f"{embed}.weight" in tensors and not folder.has_parts
-    if not adapter.has_tables and not (whole and apart and f"{head}.weight" not in tensors):
+    if not adapter.has_tables and not (whole and apart):
         return {}, {}
     tied = bool((family.read(folder.config, folder.where).get("head") or {}).get("tied"))
     bases = {embed: embed, head: embed if tied else head}
