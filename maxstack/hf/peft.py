@@ -197,8 +197,9 @@ class Adapter:
     def merged(self, module: str, weight: np.ndarray, inputs_first: bool, sign: int) -> np.ndarray:
         """The weight and sign x scale B A in float32, with DoRA its columns as long as they are to
         be. The weight is [I, O] or [O, I]."""
-        change = self.tensors[f"{module}.{B}"] @ self.tensors[f"{module}.{A}"]
-        change *= sign * self.scale(module)
+        with np.errstate(over="ignore", invalid="ignore"):  # which is told by the tensor's name
+            change = self.tensors[f"{module}.{B}"] @ self.tensors[f"{module}.{A}"]
+            change *= sign * self.scale(module)
         whole = weight.astype(np.float32) + (change.T if inputs_first else change)
         if self.dora:
             axis = 0 if inputs_first else 1
@@ -231,6 +232,8 @@ class Adapter:
                     if _listed(own, [name])
                 )
                 indices = np.array(next(named, None), np.uint64)
+                if np.unique(indices).size != indices.size:
+                    raise ValueError
                 table[indices] = values.reshape(indices.size, -1)
             elif module not in self.tables and _listed(
                 module, [*(self.said.get(SAVED) or ()), *by_name]

@@ -94,6 +94,8 @@ def test_tables_and_rows_are_merged_as_pefts_model_has_them(model, tensors, said
             {"trainable_token_indices": [3]},
             r"indices=\[3\] .* are no rows of model.embed_tokens",
         ),
+        (ROWS, {"trainable_token_indices": [-1, 3]}, "are no rows of model.embed_tokens"),
+        (ROWS, {"trainable_token_indices": [3, 3]}, "are no rows of model.embed_tokens"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused(tensors, said, told, tmp_path):
