@@ -1,5 +1,6 @@
 """Makes tests/goldens/adapters: random adapters as peft saves them, for models of tests/goldens,
-and the logits of both together.
+and the logits of both together; and tests/goldens/tables, of adapters with an embedding or a head
+beside them.
 
 A folder is NAME-FAMILY and holds adapter_config.json and adapter_model.safetensors, and golden.npz:
 `tokens` int32 [B, T], `lengths` int32 [B] and `logits` float32 [B, T, V] (zero at padding). Needs
@@ -50,6 +51,24 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"r": 2, "target_modules": ["q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
     ),
 }
+TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
+    "rows": (
+        "llama",
+        {"trainable_token_indices": {"embed_tokens": [100, 3], "lm_head": [5, 7, 9]}},
+    ),
+    "grown": ("llama", {"trainable_token_indices": [130, 128]}),
+    "embed": ("llama_tied", {"modules_to_save": ["embed_tokens"]}),
+    "shared": ("llama_tied", {"trainable_token_indices": [100, 3]}),
+    "apart": (
+        "llama_tied",
+        {"trainable_token_indices": {"embed_tokens": [100, 3], "lm_head": [5, 7, 9]}},
+    ),
+    "head": ("llama_tied", {"target_modules": ["q_proj", "lm_head"]}),
+    "longer": ("llama_tied", {}),
+}
+"""Adapters with tables; those of GROWN have more tokens than the base."""
+GROWN = {"grown": 131, "longer": 131}
 KEYS = (
     "peft_type",
     "task_type",
@@ -64,6 +83,7 @@ KEYS = (
     "rank_pattern",
     "alpha_pattern",
     "modules_to_save",
+    "trainable_token_indices",
 )
 CLOSE = 1e-5
 
@@ -76,21 +96,26 @@ def main() -> int:
         action="store_true",
         help="write nothing; make the logits again of the adapters that are there, and compare",
     )
+    parser.add_argument("--all", action="store_true", help="make those anew that are there")
     args = parser.parse_args()
     wrong = []
-    for name, (family, settings) in ADAPTERS.items():
-        folder = GOLDENS / "adapters" / f"{name}-{family}"
-        if not args.check:
-            make(folder, family, settings)
+    folders = {
+        GOLDENS / kind / f"{name}-{family}": (family, settings, GROWN.get(name))
+        for kind, adapters in (("adapters", ADAPTERS), ("tables", TABLES))
+        for name, (family, settings) in adapters.items()
+    }
+    for folder, (family, settings, vocab) in folders.items():
+        if not args.check and (args.all or not folder.exists()):
+            make(folder, family, settings, vocab)
         golden = np.load(folder / "golden.npz")
-        values = logits(GOLDENS / family, folder, golden["tokens"], golden["lengths"])
+        values = logits(GOLDENS / family, folder, golden["tokens"], golden["lengths"], vocab)
         if np.abs(values - golden["logits"]).max() > CLOSE * golden["logits"].std():
             wrong.append(folder.name)
-    print(f"differ: {', '.join(wrong)}" if wrong else f"{len(ADAPTERS)} adapters as they were")
+    print(f"differ: {', '.join(wrong)}" if wrong else f"{len(folders)} adapters as they were")
     return 1 if wrong else 0
 
 
-def make(folder: Path, family: str, settings: dict[str, Any]) -> None:
+def make(folder: Path, family: str, settings: dict[str, Any], vocab: int | None) -> None:
     """Write a random adapter and its logits."""
     import peft
     import torch
@@ -102,10 +127,15 @@ def make(folder: Path, family: str, settings: dict[str, Any]) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         GOLDENS / family, attn_implementation="eager", dtype=torch.float32
     )
+    if vocab:
+        model.resize_token_embeddings(vocab, mean_resizing=False)
+    given = {"r": 2, "target_modules": ["q_proj"], "lora_alpha": 6, **settings}
     adapted = peft.get_peft_model(
-        model,
-        peft.LoraConfig(task_type="CAUSAL_LM", lora_alpha=6, init_lora_weights=False, **settings),
+        model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **given)
     )
+    for name, parameter in adapted.named_parameters():
+        if "modules_to_save" in name or "trainable_tokens" in name:
+            parameter.data += torch.randn_like(parameter)
     with tempfile.TemporaryDirectory() as temporary:
         adapted.save_pretrained(temporary)
         config = json.loads((Path(temporary) / "adapter_config.json").read_text())
@@ -117,15 +147,22 @@ def make(folder: Path, family: str, settings: dict[str, Any]) -> None:
         )
     base = np.load(GOLDENS / family / "golden.npz")
     arrays = {"tokens": base["tokens"], "lengths": base["lengths"]}
-    values = logits(GOLDENS / family, folder, **arrays)
+    if folder.parent.name == "tables":
+        tokens = [[3, 100, 5, 7, 9, (vocab or 128) - 1, *range(20, 26)]]
+        arrays = {"tokens": np.array(tokens, np.int32), "lengths": np.array([12], np.int32)}
+    values = logits(GOLDENS / family, folder, **arrays, vocab=vocab)
     np.savez_compressed(folder / "golden.npz", **arrays, logits=values)
 
 
 def logits(
-    model: Path, adapter: Path | None, tokens: np.ndarray, lengths: np.ndarray
+    model: Path,
+    adapter: Path | None,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    vocab: int | None = None,
 ) -> np.ndarray:
-    """Logits of transformers, with an adapter loaded by peft: float32 [B, T, V], zero at
-    padding."""
+    """Logits of transformers, with an adapter loaded by peft, onto a base of `vocab` tokens:
+    float32 [B, T, V], zero at padding."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM
@@ -133,6 +170,8 @@ def logits(
     loaded = AutoModelForCausalLM.from_pretrained(
         model, attn_implementation="eager", dtype=torch.float32
     )
+    if vocab:
+        loaded.resize_token_embeddings(vocab)
     if adapter:
         loaded = peft.PeftModel.from_pretrained(loaded, adapter)
     return logits_of(loaded, tokens, lengths)

@@ -1,8 +1,6 @@
 """`maxstack lora`: adapters in PEFT's format out of runs, and into or out of model folders."""
 
-import json
 from argparse import Namespace
-from typing import Any
 
 from maxstack.command import ALLOW_NONFINITE, WEIGHTS, argument, command, group
 from maxstack.commands.convert import ARCHITECTURE, CHECKPOINT, OUT_FOLDER
@@ -37,7 +35,8 @@ MERGING = (
     on_cpu=True,
 )
 def export(args: Namespace) -> None:
-    """Write the adapter of a checkpoint. ConfigError for a run without lora."""
+    """Write the adapter of a checkpoint, with embedding and head where they are trained or have
+    more rows than the folder that the run began from. ConfigError for a run without lora."""
     import numpy as np
 
     from maxstack.checkpoint.weights import WeightsReader
@@ -45,6 +44,7 @@ def export(args: Namespace) -> None:
     from maxstack.hf import peft
     from maxstack.hf.binding import bind
     from maxstack.hf.exported import choose
+    from maxstack.hf.folder import Folder
     from maxstack.hf.writer import new_folder
     from maxstack.models.model import weights_of
     from maxstack.schema.config import Config
@@ -58,21 +58,20 @@ def export(args: Namespace) -> None:
             f"{args.run}: was trained without lora, so it has no adapter; maxstack "
             "export gives its weights"
         )
-    settings: dict[str, Any] = {}
-    if source := source_of(args.run, cfg.model):
-        settings = json.loads((source / "config.json").read_text())
-    architecture = args.architecture or settings.get("architectures", [None])[0]
+    source = source_of(args.run, cfg.model)
+    settings = Folder(source, weights=False).config if source else {}
+    architecture = args.architecture or (settings.get("architectures") or [None])[0]
     rewrite = Rewrite(cfg)
-    family, _ = choose(cfg.model, architecture, must=args.architecture is not None)
-    shapes = {path: leaf.shape for path, leaf in weights_of(cfg.model).items()}
-    if others := sorted(rewrite.saved - {"embed", "head"}):
+    if odd := sorted(rewrite.saved - {"embed", "head"}):
         raise ConfigError(
-            f"{args.run}: {', '.join(others)} is trained whole beside the adapter, and peft would "
+            f"{args.run}: {', '.join(odd)} is trained whole beside the adapter, and peft would "
             "take its name for others too; maxstack export gives the merged model"
         )
-    vocab = getattr(cfg.model, "vocab", 0)
-    grown = {"embed", "head"} if settings.get("vocab_size", vocab) < vocab else set()
-    whole = {*rewrite.saved, *grown} & shapes.keys()
+    family, _ = choose(cfg.model, architecture, must=args.architecture is not None)
+    shapes = {path: leaf.shape for path, leaf in weights_of(cfg.model).items()}
+    tables, rows = {*rewrite.saved}, shapes.get("embed", (0,))[0]
+    if rows > (settings.get("vocab_size") or rows):
+        tables |= {"embed", "head"} & shapes.keys()
     try:
         bound = bind(family, cfg.model, shapes)
     except ValueError as error:
@@ -84,11 +83,16 @@ def export(args: Namespace) -> None:
     adapted = {path: spec.contract for path, spec in rewrite.adapted.items()}
     with new_folder(args.out) as folder:
         count = peft.write(
-            *(folder, cfg.lora, adapted, bound, reader.read, base),
+            folder,
+            cfg.lora,
+            adapted,
+            bound,
+            reader.read,
+            base,
             args.base or cfg.model.weights,
-            whole,
+            tables,
         )
-    beside = f" and {', '.join(sorted(whole))} whole" if whole else ""
+    beside = f" and {', '.join(sorted(tables))} whole" if tables else ""
     print(
         f"{args.run} step {reader.step} -> {args.out}: adapters of {count} modules{beside} of "
         f"{family.architecture}{f', {words}' * bool(words)}"

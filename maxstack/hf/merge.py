@@ -2,18 +2,20 @@
 by tensor."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from maxstack.data.hub import INDEX
 from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError
-from maxstack.hf.contents import FLOATS, HEAD
+from maxstack.hf.contents import FLOATS
 from maxstack.hf.families import FAMILIES
-from maxstack.hf.family import of_config
+from maxstack.hf.family import Family, of_config
 from maxstack.hf.folder import Folder, and_more
 from maxstack.hf.peft import Adapter
-from maxstack.hf.tables import replaced
 from maxstack.hf.tensors import Plain, check_finite
 from maxstack.hf.writer import Shard, new_folder, write_json
 
@@ -32,30 +34,22 @@ def merge(
     `done` is called with the bytes of each tensor. ConfigError where the adapter is of another
     model; DataError where a tensor is, or becomes, NaN or infinite, if `finite`.
     """
-    if sign < 0 and (adapter.dora or adapter.tables):
-        what = "is DoRA, whose merging forgets the length of W's columns"
-        if adapter.tables:
-            what = f"replaces {min(adapter.tables)}, which merging forgets"
-        raise ConfigError(f"{adapter.folder}: {what}; keep the folder that it was merged into")
+    if sign < 0 and (adapter.dora or adapter.has_tables):
+        lost = "is DoRA, whose merging forgets the length of W's columns"
+        if adapter.has_tables:
+            lost = "replaces weights, and merging forgets what was there"
+        raise ConfigError(f"{adapter.folder}: {lost}; keep the folder that it was merged into")
     folder = Folder(source)
     tensors = folder.raw()
     family = of_config(folder.config, FAMILIES, folder.where)
-    apart = HEAD.removesuffix(".weight") in adapter.modules
-    if apart or adapter.tables:
-        head = family.read(folder.config, folder.where).get("head") or {}
-        apart &= bool(head.get("tied"))
-        if head.get("tied") and not apart:
-            tensors.pop(HEAD, None)  # a copy, which loaders do not read
+    tables, said = _tables(folder, tensors, adapter, family)
+    tensors = {name: tensors[next(iter(tables))] for name in tables} | tensors
     _check_modules(folder, tensors, adapter, source)
-    rows = family.rows
-    turned = tuple(row.name.removeprefix("{layer}") for row in rows if row.inputs_first)
+    turned = tuple(row.name.removeprefix("{layer}") for row in family.rows if row.inputs_first)
+    size = 0
     files: dict[Path, dict[str, Plain]] = {}
     for name, tensor in tensors.items():
         files.setdefault(tensor.file, {})[name] = tensor
-    embedding = next((row.name for row in rows if row.parts[0].path == "embed"), "")
-    whole = replaced(adapter, tensors, embedding, str(folder.path))
-    if HEAD in whole.keys() - tensors.keys():
-        files[tensors[embedding].file][HEAD] = tensors[embedding]
     with new_folder(out) as made:
         for entry in sorted(folder.path.iterdir()):
             if entry.is_file() and not entry.name.endswith(".safetensors"):
@@ -63,44 +57,72 @@ def merge(
         for path, held in files.items():
             shard = Shard(
                 made / path.name,
-                {
-                    name: (tensor.dtype, whole[name].shape if name in whole else tensor.shape)
-                    for name, tensor in held.items()
-                },
+                {name: (like.dtype, tables.get(name, like).shape) for name, like in held.items()},
             )
             for name, tensor in held.items():
-                values, module = tensor.array(), name.removesuffix(".weight")
-                if name in whole:
-                    values = whole[name].astype(values.dtype)
+                values = tables[name] if name in tables else tensor.array()
+                module = name.removesuffix(".weight")
                 if module in adapter.modules:
                     first = name.endswith(turned)
                     adapter.check_sizes(module, first, values.shape, str(folder.path))
-                    merged = adapter.merged(module, values, first, sign)
-                    values = merged.astype(values.dtype)
+                    whole = adapter.merged(module, values, first, sign)
+                    values = whole.astype(values.dtype)
                 if finite:
                     check_finite(values, tensor.where)
                 shard.arrays[name][...] = values
                 done(values.nbytes)
+                size += values.nbytes
                 tensor.forget()
                 shard.forget()
-        if apart or embedding in whole or HEAD in whole:
-            table = whole.get(embedding, whole.get(HEAD, tensors[embedding]))
-            _describe(made, table.shape[0], files, apart or HEAD in whole)
-    return len(adapter.modules) + len(whole)
+        files_of = {name: tensor.file.name for name, tensor in tensors.items()}
+        index = {"metadata": {"total_size": size}, "weight_map": files_of}
+        for name, more in (("config.json", said), (INDEX.format(folder.stem), index)):
+            if tables and (made / name).exists():
+                write_json(made / name, read_object(made / name) | more)
+    return len({f"{module}.weight" for module in adapter.modules} | tables.keys())
 
 
-def _describe(folder: Path, vocab: int, files: dict[Path, dict[str, Plain]], head: bool) -> None:
-    """Write a merged folder's size of the vocabulary, whether its head is its own, and the index,
-    where they changed."""
-    config = read_object(folder / "config.json")
-    own = config.get("text_config", config)
-    own["vocab_size"] = vocab
-    if head:
-        config["tie_word_embeddings"] = own["tie_word_embeddings"] = False
-    write_json(folder / "config.json", config)
-    if (index := folder / INDEX.format("model")).exists():
-        listed = {name: file.name for file, held in files.items() for name in held}
-        write_json(index, read_object(index) | {"weight_map": listed})
+def _tables(
+    folder: Folder, tensors: Mapping[str, Plain], adapter: Adapter, family: Family
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The merged embedding and head by tensor, where the adapter changes either, and what
+    config.json says of them: a head that is no longer the embedding is a tensor of its own."""
+    names = {row.parts[0].path: row.name for row in family.rows if not row.copy}
+    embed, head = (names.get(path, "").removesuffix(".weight") for path in ("embed", "head"))
+    apart = head in adapter.modules
+    whole = f"{embed}.weight" in tensors and not folder.has_parts
+    if not adapter.has_tables and not (whole and apart):
+        return {}, {}
+    tied = bool((family.read(folder.config, folder.where).get("head") or {}).get("tied"))
+    bases = {embed: embed, head: embed if tied else head}
+    tables = {
+        module: adapter.table(module, base.array(), embed, tied and module == head)
+        for module in (*bases, *adapter.tables)
+        if whole
+        and (base := tensors.get(f"{bases.get(module, module)}.weight"))
+        and base.dtype.name in FLOATS
+    }
+    fit = {
+        name
+        for name, table in tables.items()
+        if name in bases or table.shape == tensors[f"{name}.weight"].shape
+    }
+    if odd := sorted((adapter.tables | adapter.rows | {embed or "tables": 0}).keys() - fit):
+        raise ConfigError(
+            f"{adapter.folder}: is of another model: it holds {odd[0]}, and {folder.path}, as a "
+            "language model, has no such weight of that size in floats"
+        )
+    sizes = {name: len(tables[name]) for name in bases if name in tables}
+    if len({*sizes.values()}) > 1:
+        rows = " and ".join(f"{size:,} of {name}" for name, size in sizes.items())
+        raise ConfigError(
+            f"{adapter.folder}: makes {rows} rows; save it again with save_embedding_layers=True"
+        )
+    apart = tied and (apart or not np.array_equal(tables[embed], tables[head]))
+    if not apart and f"{head}.weight" not in tensors:
+        tables.pop(head, None)
+    said = {"vocab_size": len(tables[embed])} | ({"tie_word_embeddings": False} if apart else {})
+    return {f"{name}.weight": table for name, table in tables.items()}, said
 
 
 def _check_modules(

@@ -1,5 +1,5 @@
 """Adapters in PEFT's format, both ways: adapter_config.json and adapter_model.safetensors, a pair
-of matrices for each linear module.
+of matrices for each linear module, and tables beside them, whole or some rows.
 
 A tensor of a family that holds several weights of ours has one adapter, which is theirs side by
 side: A's rows one below the other, B's blocks on a diagonal. Shapes: I inputs  O outputs of a
@@ -26,7 +26,6 @@ from maxstack.hf.families import ALL
 from maxstack.hf.rows import Shape, axes_in
 from maxstack.hf.safetensors_file import SafetensorsFile
 from maxstack.hf.table import Mismatch
-from maxstack.hf.tables import listed, taken
 from maxstack.hf.tensors import check_finite
 from maxstack.hf.writer import Read, write_json
 from maxstack.schema.lora import LoraConfig
@@ -36,13 +35,19 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 REFUSED = """
-    lora_bias layer_replication megatron_config target_parameters alora_invocation_tokens use_qalora
-    use_bdlora arrow_config kasa_config monteclora_config
+    lora_bias layer_replication megatron_config target_parameters alora_invocation_tokens
+    use_qalora use_bdlora arrow_config kasa_config monteclora_config
     """.split()
 """Settings of PEFT that are not supported; null, false or an empty list leaves them off."""
 REWRITING = ("pissa", "corda", "olora", "loftq")
 """Beginnings of values of init_lora_weights for which peft takes something out of the base's
 weights whenever it loads the adapter."""
+SAVED, INDICES = "modules_to_save", "trainable_token_indices"
+TABLE = re.compile(
+    r"(?!.*\.lora_)(.+?)(?:(?:\.modules_to_save|\.original_module|(?:\.token_adapter)?\.base_layer)?"
+    r"\.weight|\.token_adapter\.(trainable_tokens_delta))"
+)
+"""Names of weights that are saved whole, the last in their order the trained one, and of rows."""
 FUSED = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 TINY = 1e-12
 LARGEST = float(np.finfo(np.float32).max)
@@ -83,11 +88,17 @@ class Adapter:
             if finite:
                 check_finite(tensor, f"{file.path}: tensor {name}")
             self.tensors[name.removeprefix(OUTER)] = tensor.astype(np.float32)
-        self.tables, self.rows = taken(self)
-        """As of tables.taken; `merge` alone reads them."""
         self.modules = {
             name.removesuffix(f".{A}") for name in self.tensors if name.endswith(f".{A}")
         }
+        self.tables, self.rows = dict[str, np.ndarray](), dict[str, np.ndarray]()
+        """Weights that are saved whole, and rows of weights, by module."""
+        for name in sorted(self.tensors):
+            if found := TABLE.fullmatch(name):
+                held = self.rows if found[2] else self.tables
+                held[found[1]] = self.tensors.pop(name)
+        said = map(self.said.get, (SAVED, INDICES))
+        self.has_tables = any((self.tables, self.rows, *said))
         self.lora: dict[str, Any] = {
             key: self.said.get(theirs) or LoraConfig.model_fields[key].default
             for key, theirs in SETTINGS.items()
@@ -130,6 +141,7 @@ class Adapter:
         for key, value in ({"lora_alpha": said.get("lora_alpha")} | alphas).items():
             valid = type(value) in (int, float) and 0 < value <= LARGEST
             need(key, value, valid, "a number of more than 0 that float32 holds")
+        need(SAVED, saved := said.get(SAVED) or [], isinstance(saved, list), "a list of names")
         valid = type(dropout) in (int, float) and 0 <= dropout < 1
         need("lora_dropout", dropout, valid, "a number of at least 0 and less than 1")
 
@@ -196,6 +208,45 @@ class Adapter:
             whole *= np.expand_dims(factor, axis)
         return whole
 
+    def table(self, module: str, base: np.ndarray, embed: str, tied: bool) -> np.ndarray:
+        """A module's table [V, D] in place of its `base`. Where the head is the table of `embed`,
+        it takes the rows that are saved of that; whole tables are each module's own, as in peft.
+
+        ConfigError where what is saved does not fit the base or the settings.
+        """
+        source = embed if tied and module not in self.tables | self.rows else module
+        said = self.said.get(INDICES) or {}
+        by_name = said if isinstance(said, dict) else {embed: said}
+        table = self.tables.get(module, base).astype(base.dtype)
+        values = self.rows.get(source)
+        wrong = f"holds {module} as {[*table.shape]}, and the model has {[*base.shape]}"
+        try:
+            if table.shape[1:] != base.shape[1:]:
+                raise ValueError
+            wrong = f"{INDICES}={quoted(said)} in {CONFIG} are no rows of {source}"
+            if values is not None:
+                named = (
+                    rows
+                    for own in (source, embed)
+                    for name, rows in by_name.items()
+                    if _listed(own, [name])
+                )
+                indices = np.array(next(named, None), np.uint64)
+                if np.unique(indices).size != indices.size:
+                    raise ValueError
+                table[indices] = values.reshape(indices.size, -1)
+            elif module not in self.tables and _listed(
+                module, [*(self.said.get(SAVED) or ()), *by_name]
+            ):
+                wrong = f"{CONFIG} says that {module} is saved, and {TENSORS} has nothing of it"
+                raise ValueError
+        except (IndexError, OverflowError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.folder}: {wrong}; save the adapter with peft again, of this model, with "
+                "save_embedding_layers=True where its vocabulary was resized"
+            ) from error
+        return table
+
     def scale(self, module: str) -> float:
         """Factor of B A x."""
         rank = self.tensors[f"{module}.{A}"].shape[0]
@@ -221,8 +272,8 @@ class Adapter:
             name
             for name in names
             if _stack(name) in stacks
-            and listed(name, targets)
-            and not listed(name, excluded)
+            and _listed(name, targets)
+            and not _listed(name, excluded)
             and ".experts." not in name  # whose modules peft knows by other names
             and name not in self.modules
         ]
@@ -309,11 +360,12 @@ def write(
     read: Read,
     base: Read,
     source: str | None,
-    whole: Collection[str] = (),
+    tables: Collection[str] = (),
 ) -> int:
     """Write the folder; the number of modules. `adapted` has, for each weight with an adapter, how
     many dimensions it contracts, `read` gives a leaf of it by path, `base` a weight without its
-    adapter; `source` is where PEFT finds the model; `whole` weights stand beside the adapters."""
+    adapter; `source` is where PEFT finds the model. Of the weights `tables`, embedding and head,
+    both names are written where they are one, since PEFT takes each for its own."""
     modules = _modules(bound, adapted)
     _refuse_taken_for_experts(modules, bound)
     tensors: dict[str, np.ndarray] = {}
@@ -335,7 +387,16 @@ def write(
                 for target in module.tensor.targets
             }
             tensors[f"{name}.{MAGNITUDE}"] = module.in_tensor(lengths)[:, 0]
-    saved = _whole_tensors(bound, whole, base)
+    saved: dict[str, np.ndarray] = {}
+    for tensor in bound:
+        target, *_ = tensor.targets
+        if target.path in tables and not tensor.row.copy:
+            saved[tensor.name] = np.zeros(tensor.shape, np.float32)
+            tensor.row.write(target.part, base(target.path), saved[tensor.name], tensor.sizes)
+    if tables and HEAD not in {tensor.name for tensor in bound}:
+        saved[HEAD] = next(iter(saved.values()))
+    tensors |= {f"{OUTER}{name}": table for name, table in saved.items()}
+    names = [name.split(".")[-2] for name in saved]
     (inputs_first,) = {module.inputs_first for module in modules}
     counts = {module.name: len(module.targets) for module in modules if len(module.targets) > 1}
     said = {
@@ -348,7 +409,7 @@ def write(
         "fan_in_fan_out": inputs_first,
         "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": sorted({name.split(".")[-2] for name in saved}) or None,
+        SAVED: names if lora.modules_to_save else None,
         "rank_pattern": {name: lora.rank * count for name, count in counts.items()},
         "alpha_pattern": {
             name: _whole(lora.alpha * (count**0.5 if lora.rslora else count))
@@ -357,27 +418,9 @@ def write(
         "target_modules": _target_modules(modules, bound),
     }
     write_json(out / CONFIG, said)
-    tensors |= {f"{OUTER}{name}": tensor for name, tensor in saved.items()}
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     save_file(contiguous, out / TENSORS, {"format": "pt"})
     return len(modules)
-
-
-def _whole_tensors(
-    bound: Sequence[Bound], whole: Collection[str], base: Read
-) -> dict[str, np.ndarray]:
-    """Tensors of weights that stand beside adapters, by name; of an embedding that is the head,
-    too, that of the head, since peft unties the two otherwise."""
-    made = {}
-    for tensor in bound:
-        if not tensor.row.copy and any(target.path in whole for target in tensor.targets):
-            made[tensor.name] = np.empty(tensor.shape, np.float32)
-            for target in tensor.targets:
-                weight = base(target.path)[target.lead]
-                tensor.row.write(target.part, weight, made[tensor.name], tensor.sizes)
-            if target.path == "embed" and HEAD not in {each.name for each in bound}:
-                made[HEAD] = made[tensor.name]
-    return made
 
 
 def read(
@@ -429,11 +472,11 @@ def read(
 def bound_to(adapter: Adapter, model: StackConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
     """The tensors of our model in the first family that has the adapter's modules. ConfigError
     where none has."""
-    if adapter.tables:
+    if adapter.has_tables:
         raise ConfigError(
-            f"{adapter.folder}: holds {min(adapter.tables)} beside adapters, which is read where "
-            f"it is merged alone: maxstack lora merge FOLDER --adapter {adapter.folder} --out "
-            "MERGED, and use MERGED"
+            f"{adapter.folder}: holds tables beside low-rank matrices; merge it into the model's "
+            "folder (of a run: maxstack export), and use the merged one without it: maxstack lora "
+            f"merge FOLDER --adapter {adapter.folder} --out MERGED"
         )
     for family in ALL:
         try:
@@ -486,6 +529,10 @@ def _name(tensor: Bound) -> str:
 def _stack(module: str) -> str:
     """What stands before the number of a module's layer."""
     return re.split(r"\d", module, maxsplit=1)[0]
+
+
+def _listed(module: str, names: Iterable[str]) -> bool:
+    return any(f".{module}".endswith(f".{name}") for name in names)
 
 
 def _whole(number: float) -> float:

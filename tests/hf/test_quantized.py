@@ -302,7 +302,7 @@ def test_what_is_quantized_in_another_way_is_refused_by_name(tmp_path, said, say
 )
 def test_an_adapter_is_not_merged_into_codes(tmp_path, name, module):
     quantized(tmp_path / "hf", name)
-    adapter = SimpleNamespace(modules=[module], tables={}, dora=False, folder="adapter")
+    adapter = SimpleNamespace(modules=[module], has_tables=False, dora=False, folder="adapter")
     with pytest.raises(ConfigError, match=f"keeps {module}.weight quantized by .*maxstack import"):
         merge(tmp_path / "hf", adapter, tmp_path / "out", 1, lambda count: None)
 

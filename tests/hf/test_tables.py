@@ -47,6 +47,7 @@ ROWS = {f"{EMBED}.{DELTA}": table(2)}
         ("llama", BOTH, {"modules_to_save": ["embed_tokens", "lm_head"]}, False),
         ("llama_tied", BOTH, {"modules_to_save": ["embed_tokens", "lm_head"]}, False),
         ("llama_tied", {f"{EMBED}.weight": table(128)}, {"modules_to_save": [EMBED]}, False),
+        ("llama", {"model.norm.weight": table(1)[0]}, {"modules_to_save": ["norm"]}, False),
         ("llama", GROWN, {}, False),
         ("llama_tied", GROWN, {}, True),
         ("llama", ROWS, {"trainable_token_indices": [3, 5]}, False),
@@ -72,14 +73,30 @@ def test_tables_and_rows_are_merged_as_pefts_model_has_them(model, tensors, said
 @pytest.mark.parametrize(
     ("tensors", "said", "told"),
     [
-        ({f"{EMBED}.weight": table(130)}, {}, "model.embed_tokens.weight has 130 rows"),
-        ({f"{EMBED}.weight": table(128, width=8)}, {}, r"\[128, 8\], and in .* is \[128, 16\]"),
-        ({"model.norm.weight": table(1)}, {}, r"model.norm.weight is \[1, 16\]"),
-        ({"score.weight": table(2)}, {"modules_to_save": ["score"]}, "that is none"),
-        (ROWS, {"trainable_token_indices": [3, 128]}, "has no row 128"),
-        (ROWS, {"trainable_token_indices": [-1, 3]}, "has no row -1"),
-        (ROWS, {"trainable_token_indices": [3]}, "2 rows of model.embed_tokens"),
-        (ROWS, {"trainable_token_indices": [3, 3]}, "2 rows of model.embed_tokens"),
+        (
+            {f"{EMBED}.weight": table(130)},
+            {},
+            "makes 130 of model.embed_tokens and 128 of lm_head rows",
+        ),
+        (
+            {f"{EMBED}.weight": table(128, width=8)},
+            {},
+            r"\[128, 8\], and the model has \[128, 16\]",
+        ),
+        ({"model.norm.weight": table(1)}, {}, r"model.norm as \[1, 16\], and the model has \[16\]"),
+        (
+            {"score.weight": table(2)},
+            {"modules_to_save": ["score"]},
+            "holds score, and .* no such weight",
+        ),
+        (ROWS, {"trainable_token_indices": [3, 128]}, "are no rows of model.embed_tokens"),
+        (
+            ROWS,
+            {"trainable_token_indices": [3]},
+            r"indices=\[3\] .* are no rows of model.embed_tokens",
+        ),
+        (ROWS, {"trainable_token_indices": [-1, 3]}, "are no rows of model.embed_tokens"),
+        (ROWS, {"trainable_token_indices": [3, 3]}, "are no rows of model.embed_tokens"),
     ],
 )
 def test_tables_that_do_not_fit_are_refused(tensors, said, told, tmp_path):
@@ -90,20 +107,21 @@ def test_tables_that_do_not_fit_are_refused(tensors, said, told, tmp_path):
 
 def test_an_adapter_with_a_table_is_not_taken_out_again_nor_read_beside_a_base(tmp_path):
     adapter = adapter_of(tmp_path / "a", ROWS, trainable_token_indices=[3, 5])
-    with pytest.raises(ConfigError, match="replaces model.embed_tokens"):
+    with pytest.raises(ConfigError, match="replaces weights, and merging"):
         merge(parity.GOLDENS / "llama", adapter, tmp_path / "out", -1, lambda size: None)
     with pytest.raises(ConfigError, match="maxstack lora merge FOLDER --adapter"):
         bound_to(adapter, None, {})
 
 
-def test_a_head_that_is_stored_though_it_is_the_embedding_is_dropped_or_becomes_its_own(tmp_path):
+def test_a_head_that_is_stored_though_it_is_the_embedding_follows_it_or_becomes_its_own(tmp_path):
     shutil.copytree(parity.GOLDENS / "llama_tied", folder := tmp_path / "model")
     base = load_file(folder / "model.safetensors")
     base[f"{HEAD}.weight"] = base[f"{EMBED}.weight"]
     save_file({name: tensor.copy() for name, tensor in base.items()}, folder / "model.safetensors")
     rows = adapter_of(tmp_path / "rows", ROWS, trainable_token_indices=[3, 5])
     found, config = merged(folder, rows, tmp_path / "a")
-    assert f"{HEAD}.weight" not in found and config["tie_word_embeddings"]
+    assert np.array_equal(found[f"{HEAD}.weight"], found[f"{EMBED}.weight"])
+    assert config["tie_word_embeddings"] and (found[f"{EMBED}.weight"][3] == table(2)[0]).all()
     pair = {f"{HEAD}.lora_A.weight": table(2), f"{HEAD}.lora_B.weight": np.ones((128, 2), "f4")}
     found, config = merged(folder, adapter_of(tmp_path / "pair", pair), tmp_path / "b")
     change = 2 * pair[f"{HEAD}.lora_B.weight"] @ pair[f"{HEAD}.lora_A.weight"]
@@ -111,12 +129,3 @@ def test_a_head_that_is_stored_though_it_is_the_embedding_is_dropped_or_becomes_
     np.testing.assert_allclose(found[f"{HEAD}.weight"], wanted, atol=1e-5)
     assert not config["tie_word_embeddings"]
     assert np.array_equal(found[f"{EMBED}.weight"], base[f"{EMBED}.weight"])
-
-
-def test_rows_of_a_head_that_is_the_embedding_are_refused(tmp_path):
-    said = {"embed_tokens": [3, 5], "lm_head": [4, 7]}
-    both = ROWS | {f"{HEAD}.{DELTA}": table(2, 5)}
-    for name, tensors in (("both", both), ("head", {f"{HEAD}.{DELTA}": table(2, 5)})):
-        adapter = adapter_of(tmp_path / name, tensors, trainable_token_indices=said)
-        with pytest.raises(ConfigError, match="has rows of lm_head.weight, and .* no such tensor"):
-            merged("llama_tied", adapter, tmp_path / f"{name}-out")

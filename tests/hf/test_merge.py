@@ -1,0 +1,236 @@
+"""Adapters of peft with an embedding or a head beside their matrices: merged they compute what
+they do there, and what cannot be merged is refused by name."""
+
+import json
+import re
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import parity
+import processes
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from maxstack import cli
+from maxstack.errors import ConfigError
+from maxstack.hf.contents import Contents
+from maxstack.hf.merge import merge
+from maxstack.hf.peft import CONFIG, TENSORS, Adapter
+from maxstack.inference.opened import adapted_run, assembled
+
+TABLES = parity.GOLDENS / "tables"
+NAMES = sorted(path.name for path in TABLES.iterdir())
+EMBED, HEAD = "model.embed_tokens", "lm_head"
+
+
+def base_of(name):
+    return parity.GOLDENS / name.partition("-")[2]
+
+
+def merged(adapter, out, base):
+    merge(base, Adapter(adapter), out, 1, lambda size: None)
+    return load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
+
+
+def changed(out, name, settings=None, **tensors):
+    """A golden adapter with other settings and tensors; None leaves one out."""
+    shutil.copytree(TABLES / name, out)
+    said = json.loads((out / CONFIG).read_text()) | (settings or {})
+    (out / CONFIG).write_text(json.dumps(said))
+    held = load_file(out / TENSORS) | {
+        f"base_model.model.{key}": value for key, value in tensors.items()
+    }
+    save_file({key: value for key, value in held.items() if value is not None}, out / TENSORS)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_merged_adapter_with_tables_computes_what_it_does_in_peft(name, tmp_path):
+    merged(TABLES / name, tmp_path / "out", base_of(name))
+    golden = np.load(TABLES / name / "golden.npz")
+    tokens = jnp.asarray(golden["tokens"])
+    _, graph, params = parity.model_and_params(tmp_path / "out")
+    model = nnx.merge(graph, nnx.State(params))
+    positions = jnp.arange(tokens.shape[1])[None]
+    batch = {"tokens": tokens, "positions": positions, "segments": jnp.ones_like(tokens)}
+    logits = np.asarray(model.logits(model.hidden(batch)))
+    assert np.abs(logits - golden["logits"]).max() / golden["logits"].std() < parity.LOGITS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_merged_folder_has_the_tables_that_peft_would_use(name, tmp_path):
+    before, held = (
+        load_file(base_of(name) / "model.safetensors"),
+        {
+            key.removeprefix("base_model.model."): tensor
+            for key, tensor in load_file(TABLES / name / TENSORS).items()
+        },
+    )
+    after, said = merged(TABLES / name, tmp_path / "out", base_of(name))
+    embed = before[f"{EMBED}.weight"].copy()
+    head = before.get(f"{HEAD}.weight", embed).copy()
+    rows, kind = "token_adapter.trainable_tokens_delta", name.partition("-")[0]
+    if kind in ("whole", "longer"):
+        embed, head = held[f"{EMBED}.weight"], held[f"{HEAD}.weight"]
+    if kind in ("rows", "apart"):
+        embed[[100, 3]], head[[5, 7, 9]] = held[f"{EMBED}.{rows}"], held[f"{HEAD}.{rows}"]
+    if kind == "embed":
+        embed = held[f"{EMBED}.weight"]
+    if kind == "shared":
+        embed[[100, 3]] = head[[100, 3]] = held[f"{EMBED}.{rows}"]
+    if kind == "grown":
+        embed, head = held[f"{EMBED}.token_adapter.base_layer.weight"], held[f"{HEAD}.weight"]
+        embed[[130, 128]] = held[f"{EMBED}.{rows}"]
+    if kind == "head":
+        head += 3 * held[f"{HEAD}.lora_B.weight"] @ held[f"{HEAD}.lora_A.weight"]
+    tied = kind in ("shared", "longer")
+    np.testing.assert_array_equal(after[f"{EMBED}.weight"], embed)
+    assert (f"{HEAD}.weight" in after, said["tie_word_embeddings"]) == (not tied, tied)
+    np.testing.assert_allclose(after.get(f"{HEAD}.weight", embed), head, atol=1e-6)
+    assert said["vocab_size"] == len(embed) == (131 if kind in ("grown", "longer") else 128)
+    assert {key for key in before if not np.array_equal(before[key], after[key])} >= {
+        key for key in before if "q_proj" in key
+    }
+
+
+def test_a_head_that_becomes_its_own_is_listed_in_the_index(tmp_path):
+    shutil.copytree(parity.GOLDENS / "llama_tied", tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    files = {name: f"model-{1 + ('layers' in name)}-of-2.safetensors" for name in tensors}
+    for file in {*files.values()}:
+        own = {name: tensor for name, tensor in tensors.items() if files[name] == file}
+        save_file(own, tmp_path / "model" / file)
+    index = "model.safetensors.index.json"
+    (tmp_path / "model" / index).write_text(json.dumps({"weight_map": files}))
+    merge(tmp_path / "model", Adapter(TABLES / "embed-llama_tied"), tmp_path / "out", 1, print)
+    said = json.loads((tmp_path / "out" / index).read_text())
+    assert said["weight_map"] == files | {f"{HEAD}.weight": files[f"{EMBED}.weight"]}
+    assert said["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in [*tensors.values(), tensors[f"{EMBED}.weight"]]
+    )
+    assert f"{HEAD}.weight" in Contents(tmp_path / "out").tensors
+
+
+def test_an_adapter_with_tables_is_used_by_the_command_that_its_refusal_gives(tmp_path, capsys):
+    run, _ = assembled(str(parity.GOLDENS / "llama"), ["mesh.fsdp=1", "mesh.data=8"])
+    with pytest.raises(ConfigError, match="holds tables beside low-rank") as refused:
+        adapted_run(run, str(TABLES / "whole-llama"))
+    command = re.search(r"maxstack (lora merge FOLDER .*)", str(refused.value))[1].split()
+    given = {"FOLDER": str(parity.GOLDENS / "llama"), "MERGED": str(tmp_path / "out")}
+    assert cli.main([given.get(word, word) for word in command]) == 0
+    assert "merged into 5 tensors" in capsys.readouterr().out
+    command = ["lora", "unmerge", str(tmp_path / "out"), "--adapter", str(TABLES / "whole-llama")]
+    assert cli.main([*command, "--out", str(tmp_path / "again")]) != 0
+    assert "keep the folder that it was merged into" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "vocab", "lora"),
+    [
+        pytest.param("llama", 131, "{rank: 2}", marks=pytest.mark.release),
+        ("llama_tied", 131, "{rank: 2}"),
+        ("llama_tied", 128, "{rank: 2, modules_to_save: [embed]}"),
+        ("llama", 130, "{rank: 2, modules_to_save: [head]}"),
+    ],
+)
+def test_an_exported_adapter_brings_the_tables_that_the_folder_lacks(family, vocab, lora, tmp_path):
+    data = {"sources": [{"kind": "synthetic", "vocab": 100}], "seq_len": 16}
+    (tmp_path / "run.yml").write_text(json.dumps({"data": data}))
+    base = parity.GOLDENS / family
+    processes.train(
+        tmp_path / "run.yml",
+        *(f"run.output_dir={tmp_path}", "run.name=run", "run.tensorboard=false"),
+        *(f"model.from={base}", "model.dtype=float32", f"model.vocab={vocab}", f"lora={lora}"),
+        *("train.steps=2", "train.batch_size=4", "optimizer.learning_rate=0.01"),
+        "checkpoint.every=2",
+    )
+    run, adapter = str(tmp_path / "run"), str(tmp_path / "adapter")
+    assert cli.main(["lora", "export", run, "--out", adapter]) == 0
+    assert cli.main(["export", run, "--out", str(tmp_path / "wanted")]) == 0
+    wanted = load_file(tmp_path / "wanted" / "model.safetensors")
+    before, (found, said) = (
+        load_file(base / "model.safetensors"),
+        merged(tmp_path / "adapter", tmp_path / "merged", base),
+    )
+    assert found.keys() == wanted.keys() and said["vocab_size"] == vocab
+    for name, tensor in wanted.items():
+        np.testing.assert_allclose(found[name], tensor, atol=1e-6, err_msg=name)
+    mean = before[f"{EMBED}.weight"].mean(0)
+    if "embed" not in lora:
+        np.testing.assert_allclose(
+            found[f"{EMBED}.weight"][128:], np.stack([mean] * (vocab - 128)), atol=1e-6
+        )
+    held = json.loads((tmp_path / "adapter" / CONFIG).read_text())["modules_to_save"]
+    assert held == (["embed_tokens", "lm_head"] if "modules_to_save" in lora else None)
+    assert f"base_model.model.{HEAD}.weight" in load_file(tmp_path / "adapter" / TENSORS)
+
+
+ONES = np.ones((131, 16), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "tensors", "says"),
+    [
+        (
+            "whole-llama",
+            {"modules_to_save": ["norm"]},
+            {"model.norm.weight": ONES[0, :8]},
+            "it holds model.norm, and .*, as a language model, has no such weight of that size",
+        ),
+        ("whole-llama", {}, {"score.weight": ONES[:1]}, "holds score, and .* no such weight"),
+        ("whole-llama", {}, {f"{HEAD}.bias": ONES[0]}, "holds lm_head.bias, which is no part"),
+        (
+            "whole-llama",
+            {},
+            {f"{EMBED}.weight": ONES[:128, :8]},
+            r"holds model.embed_tokens as \[128, 8\], and the model has \[128, 16\]; save",
+        ),
+        (
+            "whole-llama",
+            {},
+            {f"{EMBED}.weight": ONES},
+            "makes 131 of model.embed_tokens and 128 of lm_head rows; save it again with",
+        ),
+        ("whole-llama", {"modules_to_save": "lm_head"}, {}, "modules_to_save='lm_head' .* a list"),
+        (
+            "whole-llama",
+            {},
+            {f"{HEAD}.weight": None},
+            "says that lm_head is saved, and adapter_model.safetensors has nothing of it; save",
+        ),
+        *(
+            (
+                "rows-llama",
+                {"trainable_token_indices": indices},
+                {},
+                r"trainable_token_indices=.* are no rows of model.embed_tokens; save",
+            )
+            for indices in (
+                {"embed_tokens": [3, 128], "lm_head": [5, 7, 9]},
+                {"embed_tokens": [3], "lm_head": [5, 7, 9]},
+                {"embed_tokens": [3, -1], "lm_head": [5, 7, 9]},
+                {"lm_head": [5, 7, 9]},
+                7,
+                None,
+            )
+        ),
+        (
+            "shared-llama_tied",
+            {},
+            {f"{EMBED}.token_adapter.trainable_tokens_delta": None},
+            "says that model.embed_tokens is saved, and",
+        ),
+    ],
+)
+def test_tables_that_do_not_fit_the_model_or_the_settings_are_refused(
+    name, settings, tensors, says, tmp_path
+):
+    adapter = changed(tmp_path / "adapter", name, settings, **tensors)
+    with pytest.raises(ConfigError, match=says):
+        merged(adapter, tmp_path / "out", base_of(name))
+    assert not (tmp_path / "out").exists()
