@@ -61,14 +61,17 @@ def merge(
             )
             for name, tensor in held.items():
                 values = tables[name] if name in tables else tensor.array()
-                module = name.removesuffix(".weight")
+                module, where = name.removesuffix(".weight"), tensor.where
                 if module in adapter.modules:
+                    if finite:
+                        check_finite(values, where)
+                    where = f"{adapter.folder}: merged into {where}"
                     first = name.endswith(turned)
                     adapter.check_sizes(module, first, values.shape, str(folder.path))
                     whole = adapter.merged(module, values, first, sign)
                     values = whole.astype(values.dtype)
                 if finite:
-                    check_finite(values, tensor.where)
+                    check_finite(values, where)
                 shard.arrays[name][...] = values
                 done(values.nbytes)
                 size += values.nbytes

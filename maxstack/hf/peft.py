@@ -147,7 +147,20 @@ class Adapter:
 
     def _check_tensors(self) -> None:
         if not self.modules:
-            raise ConfigError(f"{self.folder}: {TENSORS} holds no adapter")
+            instead = next(iter(sorted(self.tensors)), "nothing")
+            raise ConfigError(
+                f"{self.folder}: {TENSORS} holds no pairs lora_A.weight and lora_B.weight, but "
+                f"{instead}; save the adapter with peft (save_pretrained), and merge one of an "
+                "embedding with peft too (merge_and_unload)"
+            )
+        targets = self.said.get("target_modules")
+        if isinstance(targets, list) and (
+            odd := sorted(name for name in self.modules if not _listed(name, targets))
+        ):
+            raise ConfigError(
+                f"{self.folder}: holds an adapter of {odd[0]}, which target_modules={targets} in "
+                f"{CONFIG} does not name, so that peft passes it over; mend one of them"
+            )
         parts = {f"{module}.{part}" for module in self.modules for part in self.parts}
         if odd := sorted(self.tensors.keys() - parts):
             raise ConfigError(
@@ -233,6 +246,7 @@ class Adapter:
                 )
                 indices = np.array(next(named, None), np.uint64)
                 if np.unique(indices).size != indices.size:
+                    wrong = f"{INDICES}={quoted(said)} in {CONFIG} name a row twice"
                     raise ValueError
                 table[indices] = values.reshape(indices.size, -1)
             elif module not in self.tables and _listed(

@@ -115,6 +115,26 @@ def test_a_head_that_becomes_its_own_is_listed_in_the_index(tmp_path):
     assert f"{HEAD}.weight" in Contents(tmp_path / "out").tensors
 
 
+def test_a_head_that_is_stored_though_it_is_the_embedding_follows_it_or_becomes_its_own(tmp_path):
+    shutil.copytree(parity.GOLDENS / "llama_tied", folder := tmp_path / "model")
+    base = load_file(folder / "model.safetensors")
+    base[f"{HEAD}.weight"] = base[f"{EMBED}.weight"]
+    save_file({name: tensor.copy() for name, tensor in base.items()}, folder / "model.safetensors")
+    found, config = merged(TABLES / "shared-llama_tied", tmp_path / "a", folder)
+    rows = load_file(TABLES / "shared-llama_tied" / TENSORS)
+    (rows,) = (tensor for name, tensor in rows.items() if name.endswith("_delta"))
+    assert np.array_equal(found[f"{HEAD}.weight"], found[f"{EMBED}.weight"])
+    assert config["tie_word_embeddings"] and np.array_equal(found[f"{EMBED}.weight"][3], rows[1])
+    found, config = merged(TABLES / "head-llama_tied", tmp_path / "b", folder)
+    pair = load_file(TABLES / "head-llama_tied" / TENSORS)
+    b, a = (pair[f"base_model.model.{HEAD}.lora_{part}.weight"] for part in "BA")
+    np.testing.assert_allclose(
+        found[f"{HEAD}.weight"], base[f"{HEAD}.weight"] + 3 * b @ a, atol=1e-5
+    )
+    assert not config["tie_word_embeddings"]
+    assert np.array_equal(found[f"{EMBED}.weight"], base[f"{EMBED}.weight"])
+
+
 def test_an_adapter_with_tables_is_used_by_the_command_that_its_refusal_gives(tmp_path, capsys):
     run, _ = assembled(str(parity.GOLDENS / "llama"), ["mesh.fsdp=1", "mesh.data=8"])
     with pytest.raises(ConfigError, match="holds tables beside low-rank") as refused:
@@ -213,11 +233,27 @@ ONES = np.ones((131, 16), np.float32)
             for indices in (
                 {"embed_tokens": [3, 128], "lm_head": [5, 7, 9]},
                 {"embed_tokens": [3], "lm_head": [5, 7, 9]},
+                {"embed_tokens": [3, 2**70], "lm_head": [5, 7, 9]},
                 {"embed_tokens": [3, -1], "lm_head": [5, 7, 9]},
                 {"lm_head": [5, 7, 9]},
                 7,
                 None,
             )
+        ),
+        (
+            "rows-llama",
+            {"trainable_token_indices": {"embed_tokens": [3, 3], "lm_head": [5, 7, 9]}},
+            {},
+            "in adapter_config.json name a row twice",
+        ),
+        (
+            "whole-llama",
+            {},
+            {
+                "model.layers.1.mlp.up_proj.lora_A.weight": ONES[:2],
+                "model.layers.1.mlp.up_proj.lora_B.weight": ONES[:32, :2],
+            },
+            "an adapter of model.layers.1.mlp.up_proj, which target_modules=.* does not name",
         ),
         (
             "shared-llama_tied",

@@ -392,6 +392,20 @@ def test_an_adapter_or_a_model_that_is_not_finite_is_not_merged(tmp_path, capsys
         assert cli.main([*command, str(tmp_path / "out")]) == 2
         assert f"tensor {name}: " in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert cli.main([*command, str(tmp_path / "out"), "--allow-nonfinite"]) == 0
+    shutil.copytree(intact[1], large := tmp_path / "large")
+    pairs = {name: tensor * 1e30 for name, tensor in load_file(large / TENSORS).items()}
+    save_file(pairs, large / TENSORS)
+    command = ["lora", "merge", intact[0], "--adapter", str(large), "--out", str(tmp_path / "no")]
+    assert cli.main(command) == 2
+    assert f"{large}: merged into {intact[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lora_A.default.weight", "lora_embedding_A"])
+def test_tensors_that_are_no_pairs_of_matrices_are_named(name, tmp_path):
+    shutil.copytree(ADAPTERS / "lora-llama", tmp_path / "adapter")
+    save_file({f"model.embed_tokens.{name}": np.ones((2, 8))}, tmp_path / "adapter" / TENSORS)
+    with pytest.raises(ConfigError, match=f"but model.embed_tokens.{name}; save the adapter"):
+        Adapter(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("said", [True, False])
