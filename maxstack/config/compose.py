@@ -71,21 +71,25 @@ def merged_tree(
     own.
     """
     readers = readers or {}
-    composer = _Composer(presets, readers, section_keys or {})
-    if isinstance(path, Node):
-        tree = path
-    elif isinstance(path, Mapping):
-        tree = composer.expanded(_sourced(path, "arguments"), "")
-    else:
-        tree = composer.file(composer.find(str(path), "", ""), "")
-    parsed = [_override(text) for text in overrides]
-    for keys, node, text in sorted(
-        parsed, key=lambda o: (len(o[0]), o[0][-1] not in ("kind", "preset", "from"))
-    ):
+    parsed = []
+    for text in overrides:
+        keys, node = _override(text)
         if keys[1:] == ["preset"] and keys[0] in presets:
             keys = keys[:1]
         if keys[1:] == ["from"] and keys[0] in readers:
             keys, node = keys[:1], Node({"from": node}, "override")
+        parsed.append((keys, node, text))
+    replaced = {keys[0] for keys, node, _ in parsed if len(keys) == 1 and _is_named(node)}
+    composer = _Composer(presets, readers, section_keys or {}, replaced)
+    if isinstance(path, Node):
+        tree = path
+    elif isinstance(path, Mapping):
+        tree = composer.own(_sourced(path, "arguments"), "")
+    else:
+        tree = composer.file(composer.find(str(path), "", ""), "")
+    for keys, node, text in sorted(
+        parsed, key=lambda o: (len(o[0]), o[0][-1] not in ("kind", "preset", "from"))
+    ):
         if len(keys) == 1:
             node = composer.expanded(Node({keys[0]: node}, "override"), "").at(keys[0]) or node
         tree = _assign(tree, keys, node, text, 0, defaults)
@@ -148,6 +152,11 @@ def _put(tree: Node | None, path: Sequence[str], node: Node) -> Node:
     return dataclasses.replace(tree, value=tree.mapping | {path[0]: inside})
 
 
+def _is_named(section: Node) -> bool:
+    """Whether a section is what a preset or a folder says, in place of all below it."""
+    return isinstance(section.value, str) or bool({"preset", "from"} & {*(section.mapping or {})})
+
+
 def _kind_changes(under: dict[str, Node], over: dict[str, Node]) -> bool:
     return "kind" in under and "kind" in over and under["kind"].value != over["kind"].value
 
@@ -156,9 +165,14 @@ class _Composer:
     """Reads files, each once, and puts what they extend beneath them."""
 
     def __init__(
-        self, presets: Presets, readers: Readers, section_keys: Mapping[str, Collection[str]]
+        self,
+        presets: Presets,
+        readers: Readers,
+        section_keys: Mapping[str, Collection[str]],
+        replaced: Collection[str],
     ):
         self._presets, self._readers, self._keys = presets, readers, section_keys
+        self._replaced = replaced
         self._shipped = presets_dir()
         self._trees: dict[tuple[str, str], Node] = {}
         self._open: list[str] = []
@@ -248,6 +262,14 @@ class _Composer:
                 )
         return ""
 
+    def own(self, node: Node, folder: str) -> Node:
+        """The tree of a file, expanded but for the sections that overrides replace: what those
+        name need not be there."""
+        entries = dict(node.mapping or {})
+        left = {key: entries.pop(key) for key in self._replaced if key in entries}
+        node = self.expanded(dataclasses.replace(node, value=entries), folder)
+        return dataclasses.replace(node, value=(node.mapping or {}) | left)
+
     def expanded(self, node: Node, folder: str) -> Node:
         """The tree with preset names at the top-level keys that have presets replaced by what they
         name."""
@@ -268,7 +290,7 @@ class _Composer:
                 path = self.find(text, section, folder, f"{name.where}: ")
             below = merge(below, self.file(path, section))
         own = dataclasses.replace(node, value=entries)
-        return merge(below, own if section else self.expanded(own, folder))
+        return merge(below, own if section else self.own(own, folder))
 
     def _preset(self, node: Node, section: str, folder: str) -> Node:
         entries = node.mapping or {}
@@ -357,7 +379,7 @@ def shown(path: str) -> str:
     return os.path.realpath(path) if relative.startswith("..") else relative
 
 
-def _override(text: str) -> tuple[list[str], Node, str]:
+def _override(text: str) -> tuple[list[str], Node]:
     at, keys = 0, []
     while match := _SEGMENT.match(text, at):
         keys.append(match[1] if match[1] is not None else match[2])
@@ -373,7 +395,7 @@ def _override(text: str) -> tuple[list[str], Node, str]:
         )
     value = text[at + 1 :] if text[at + 1 :].strip() else "null"
     node = read_yaml(value, f"override {shortened(text)}", lines=False)
-    return keys, _sourced(plain(node), "override"), text
+    return keys, _sourced(plain(node), "override")
 
 
 def _sourced(value: Any, where: str) -> Node:

@@ -132,8 +132,8 @@ def latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str) -> n
 
 
 def opened(content: bytes | np.ndarray, channels: int) -> "Image":
-    """A picture of as many channels, decoded and turned as its EXIF orientation says. Of numbers of
-    16 bits the upper 8 are kept; ValueError for those of 32, which say no range, or another of
+    """A picture of as many channels, decoded, turned as its EXIF orientation says and on white
+    where it is transparent. Of numbers of 16 bits the upper 8 are kept; ValueError for those of 32, which say no range, or another of
     Pillow's errors where it cannot be read."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -150,6 +150,9 @@ def opened(content: bytes | np.ndarray, channels: int) -> "Image":
         raise ValueError("of 32 bits a number, whose range no file says; convert it to 8 or 16")
     if picture.mode.startswith("I"):  # 16 bits, which convert() would cut off at 255
         picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+    if picture.has_transparency_data:  # as the processors of transformers show it since 5.0
+        white = Image.new("RGBA", picture.size, "white")
+        picture = Image.alpha_composite(white, picture.convert("RGBA"))
     wanted = {1: "L", 3: "RGB"}
     if channels not in wanted:
         raise ValueError(f"model.channels={channels}: pictures have 1 or 3")

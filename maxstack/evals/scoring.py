@@ -217,20 +217,21 @@ class Texts:
         return self._encoded(text) or self._begin(text)
 
     def pair(self, context: str, continuation: str) -> Scored:
-        """A context and what follows: the tokens of the whole, split after as many as the context
-        has alone; white space at its end belongs to what follows. DataError where nothing is
-        left to score."""
+        """A context's own tokens, and of the whole's tokens those after as many as the context
+        has; white space at its end belongs to what follows. DataError where nothing is left to
+        score."""
         whole = self._encoded(context + continuation, bare=not context)
-        begin = len(self._encoded(context.rstrip())) if context else 0
-        if begin == 0:
-            before, begin = self._begin(continuation), 1
+        before = self._encoded(context.rstrip()) if context else []
+        if not before:
+            before = self._begin(continuation)
             whole = whole if whole[:1] == before else before + whole
+        begin = len(before)
         if begin >= len(whole):
             raise DataError(
                 f"{quoted(continuation)} after {quoted(context[-40:])}: adds no token, so there is "
                 "nothing to score"
             )
-        return Scored(whole, begin)
+        return Scored(before + whole[begin:], begin)
 
     def windows(self, text: str, length: int) -> list[Scored]:
         """A text in pieces of at most `length` inputs, each of whose tokens is scored once, the BOS

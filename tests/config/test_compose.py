@@ -203,6 +203,12 @@ def test_a_preset_on_the_command_line_keeps_the_keys_given_beside_it(folder, ove
     }
 
 
+def test_what_an_override_replaces_need_not_be_there(folder):
+    write(folder / "base.yml", "model: gone")
+    wanted = {"model": {"width": 7}}
+    assert run("extends: base.yml\nmodel: {preset: gone/too.yml, depth: 2}", "model=other") == wanted
+
+
 @pytest.mark.parametrize("overrides", [["m.kind=y", "m.new=1"], ["m.new=1", "m.kind=y"]])
 def test_another_kind_on_the_command_line_replaces_the_mapping(folder, overrides):
     assert run("m: {kind: x, old: 1}", *overrides) == {"m": {"kind": "y", "new": 1}}

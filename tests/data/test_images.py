@@ -310,6 +310,14 @@ def test_a_picture_is_turned_as_its_exif_orientation_says(orientation, seen):
         np.testing.assert_array_equal(decoded(stored(pixels, kind, exif=exif), 1), seen)
 
 
+def test_what_is_transparent_is_white():
+    pixels = np.array([[[200, 100, 0, 0], [200, 100, 0, 255], [200, 100, 0, 51]]], np.uint8)
+    seen = [[[255] * 3, [200, 100, 0], [244, 224, 204]]]
+    np.testing.assert_array_equal(decoded(stored(pixels), 3), seen)
+    grey = stored(np.array([[0, 90]], np.uint8), transparency=90)
+    np.testing.assert_array_equal(decoded(grey, 1), [[0, 255]])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_numbers_of_32_bits_are_refused(dtype):
     with pytest.raises(ValueError, match="of 32 bits a number, whose range no file says"):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from maxstack.evals.task_files import open_tasks
 from maxstack.evals.task_metrics import results, values
 from maxstack.evals.tasks import flat
 from maxstack.inference.score import Rows, logprobs_of
-from maxstack.schema.data import BytesTokenizer
+from maxstack.schema.data import BytesTokenizer, HuggingFaceTokenizer
 
 MESHES = {
     "fsdp": {"fsdp": 8},
@@ -151,6 +152,16 @@ def test_white_space_at_the_end_of_a_context_is_scored_with_what_follows():
     assert texts.pair("", "c") == Scored([256, *b"c"], 1)
     with pytest.raises(DataError, match="'' after 'ab': adds no token"):
         texts.pair("ab", "")
+
+
+def test_tokens_that_join_a_context_with_what_follows_are_scored_after_the_contexts_own(tmp_path):
+    vocab = {name: number for number, name in enumerate(["a", "b", "c", "bc", "ab", "<s>"])}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("b", "c"), ("a", "b")]))
+    made.add_special_tokens(["<s>"])
+    made.save(f"{tmp_path}/tokenizer.json")
+    texts = Texts(HuggingFaceTokenizer(kind="huggingface", path=f"{tmp_path}/tokenizer.json", eos="<s>"))
+    assert texts.tokenizer.encode(b"abc").tolist() == [0, 3]
+    assert texts.pair("ab", "c") == Scored([4, 3], 1)
 
 
 def test_without_a_token_to_begin_with_an_empty_context_is_refused():
