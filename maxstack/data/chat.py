@@ -378,9 +378,10 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{path}: the chat template cannot be read: {error}; give chatml, plain, or a file of "
-            "Jinja"
+            f"{shortened(str(path))}: the chat template cannot be read: {reason}; give chatml, "
+            "plain, or a file of Jinja"
         ) from error
 
 

@@ -314,12 +314,17 @@ class Mixture:
 
     def check(self) -> None:
         """DataError where a source's first document is not of its kind, columns or shape, unless
-        such may be passed over: so that it is told before anything is compiled."""
-        for number, source in enumerate(self.sources if not self.cfg.quarantine else ()):
-            if source.record and source.record.kind not in PICTURED:
-                self.units(number, 0, 0, self.quarantine())
-            else:
-                source[0]
+        such may be passed over, and ConfigError where none could be read: so that it is told before
+        anything is compiled."""
+        for number, source in enumerate(self.sources):
+            try:
+                if source.record and source.record.kind not in PICTURED:
+                    self.units(number, 0, 0, self.quarantine())
+                else:
+                    source[0]
+            except DataError:
+                if not self.cfg.quarantine:
+                    raise
 
     def _parting(self, ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
         """int32 ids before a document: its end's, where rows go across documents that none begins

@@ -17,7 +17,7 @@ from maxstack.data import byte_level, hub, tiktoken_files
 from maxstack.data.documents import Document, Documents, Picture, Tokens
 from maxstack.data.files import digest
 from maxstack.data.long_texts import LONGEST, parts
-from maxstack.errors import DataError, quoted
+from maxstack.errors import ConfigError, DataError, quoted
 from maxstack.schema.data import (
     BYTE_IDS,
     OF_FILES,
@@ -443,10 +443,11 @@ def _ids(document: Document, tokenizer: Tokenizer, longest: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def naming(documents: Documents, index: int) -> Iterator[None]:
-    """DataError, with the document's file and record, for any error in the block."""
+    """DataError, with the document's file and record, for any error in the block but ConfigError,
+    which is of no one document."""
     try:
         yield
-    except DataError:
+    except (ConfigError, DataError):
         raise
     except Exception as error:
         raise DataError(

@@ -14,7 +14,7 @@ import tiers
 from maxstack.data import feed as feed_module
 from maxstack.data.feed import Feed
 from maxstack.data.sources import Synthetic
-from maxstack.errors import DataError
+from maxstack.errors import ConfigError, DataError
 from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,
@@ -493,3 +493,13 @@ def test_wrong_columns_kinds_and_shapes_are_told_before_the_first_batch(
     with pytest.raises(DataError, match=says):
         feed.mixture.check()
     Feed(DataConfig.model_validate(fields | {"quarantine": 1}), [0], 1).mixture.check()
+
+
+def test_a_template_that_is_not_there_is_no_fault_of_a_record(corpus):
+    source = {"kind": "jsonl", "files": ["chat.jsonl"], "record": {"kind": "chat"}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (corpus / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    fields = {"sources": [source], "tokenizer": {"kind": "bytes"}, "template": "gone.jinja"}
+    mixture = Feed(DataConfig.model_validate(fields | {"quarantine": 1}), [0], 1).mixture
+    with pytest.raises(ConfigError, match="^gone.jinja: the chat template .* No such file .*Jinja$"):
+        mixture.check()
