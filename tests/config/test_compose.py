@@ -206,7 +206,9 @@ def test_a_preset_on_the_command_line_keeps_the_keys_given_beside_it(folder, ove
 def test_what_an_override_replaces_need_not_be_there(folder):
     write(folder / "base.yml", "model: gone")
     wanted = {"model": {"width": 7}}
-    assert run("extends: base.yml\nmodel: {preset: gone/too.yml, depth: 2}", "model=other") == wanted
+    assert (
+        run("extends: base.yml\nmodel: {preset: gone/too.yml, depth: 2}", "model=other") == wanted
+    )
 
 
 @pytest.mark.parametrize("overrides", [["m.kind=y", "m.new=1"], ["m.new=1", "m.kind=y"]])

@@ -501,5 +501,7 @@ def test_a_template_that_is_not_there_is_no_fault_of_a_record(corpus):
     (corpus / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     fields = {"sources": [source], "tokenizer": {"kind": "bytes"}, "template": "gone.jinja"}
     mixture = Feed(DataConfig.model_validate(fields | {"quarantine": 1}), [0], 1).mixture
-    with pytest.raises(ConfigError, match="^gone.jinja: the chat template .* No such file .*Jinja$"):
+    with pytest.raises(
+        ConfigError, match="^gone.jinja: the chat template .* No such file .*Jinja$"
+    ):
         mixture.check()

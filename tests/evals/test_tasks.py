@@ -159,7 +159,9 @@ def test_tokens_that_join_a_context_with_what_follows_are_scored_after_the_conte
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [("b", "c"), ("a", "b")]))
     made.add_special_tokens(["<s>"])
     made.save(f"{tmp_path}/tokenizer.json")
-    texts = Texts(HuggingFaceTokenizer(kind="huggingface", path=f"{tmp_path}/tokenizer.json", eos="<s>"))
+    texts = Texts(
+        HuggingFaceTokenizer(kind="huggingface", path=f"{tmp_path}/tokenizer.json", eos="<s>")
+    )
     assert texts.tokenizer.encode(b"abc").tolist() == [0, 3]
     assert texts.pair("ab", "c") == Scored([4, 3], 1)
 
