@@ -133,8 +133,8 @@ def latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str) -> n
 
 def opened(content: bytes | np.ndarray, channels: int) -> "Image":
     """A picture of as many channels, decoded, turned as its EXIF orientation says and on white
-    where it is transparent. Of numbers of 16 bits the upper 8 are kept; ValueError for those of 32, which say no range, or another of
-    Pillow's errors where it cannot be read."""
+    where it is transparent. Of numbers of 16 bits the upper 8 are kept; ValueError for those of
+    32, which say no range, or another of Pillow's errors where it cannot be read."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     if isinstance(content, np.ndarray):
