@@ -20,7 +20,6 @@ from maxstack.data.examples import READ
 from maxstack.data.lanes import FED, Batch, EvaluationRows, Rows, maker_of
 from maxstack.data.mixture import Mixture
 from maxstack.data.presets import read_by
-from maxstack.data.quarantine import Notices
 from maxstack.data.sources import open_sources
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.data.workers import Made, Workers, made
@@ -122,7 +121,7 @@ class Feed(BatchFeed):
             dealt,
         )
         maker_of(self.mixture.fields, cfg)
-        self._quarantine, self._notices = self.mixture.quarantine(), Notices(self.mixture)
+        self._quarantine, self._notices = self.mixture.quarantine(), self.mixture.notices()
         self._may_end = may_end
         self._batch_size, self._figures, self._fed = batch_size, figures, np.zeros((0, 0))
         self._state = self.mixture.start(len(self._lanes))

@@ -15,7 +15,7 @@ from maxstack.data.examples import Segment, Unit, units_of
 from maxstack.data.infilling import check_marks, infilled
 from maxstack.data.order import EVEN, SMALL, Order
 from maxstack.data.position import Part, Position, Sources
-from maxstack.data.quarantine import Quarantine
+from maxstack.data.quarantine import Notices, Quarantine
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of, tokens_of
 from maxstack.errors import ConfigError, DataError, StoreError
 from maxstack.schema.data import PICTURED, AnySource, DataConfig
@@ -259,6 +259,10 @@ class Mixture:
     def quarantine(self) -> Quarantine:
         """A new, empty quarantine."""
         return Quarantine(self.cfg.quarantine, f"{self.section}.quarantine")
+
+    def notices(self) -> Notices:
+        """New lines about what a quarantine passes over."""
+        return Notices(self.section, self.cfg.overlong, self.room_of)
 
     def place(self, position: Position, counter: int, lane: int) -> int:
         """The place of a lane's next document in a source's global order."""

@@ -7,7 +7,6 @@ import numpy as np
 
 from maxstack.data.lanes import Lane
 from maxstack.data.mixture import Mixture
-from maxstack.data.quarantine import Notices
 from maxstack.data.sources import open_sources
 from maxstack.schema.data import DataConfig
 
@@ -47,7 +46,7 @@ class Prompts:
         sources = open_sources(cfg, evaluation, whole)
         self.mixture = Mixture(cfg, sources, lanes, evaluation, section, {})
         self.mixture.room, self.mixture.room_of = room - 1, room_of
-        self._quarantine, self._notices = self.mixture.quarantine(), Notices(self.mixture)
+        self._quarantine, self._notices = self.mixture.quarantine(), self.mixture.notices()
         self._lanes = {lane: _PromptLane(self.mixture, lane, self._quarantine) for lane in held}
 
     def next(self, lane: int) -> Prompt | None:

@@ -1,12 +1,9 @@
 """Documents that a feed passes over: those that cannot be read, are empty, or too long for a
 row."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from maxstack.errors import DataError
-
-if TYPE_CHECKING:
-    from maxstack.data.mixture import Mixture
 
 _NAMED = 5
 
@@ -75,16 +72,17 @@ class Quarantine:
 
 
 class Notices:
-    """Lines for the log about documents that a quarantine passed over, each once."""
+    """Lines for the log about documents that a quarantine passed over, each once; `overlong` says
+    what becomes of those longer than `room`."""
 
-    def __init__(self, mixture: "Mixture"):
-        self._mixture = mixture
+    def __init__(self, section: str, overlong: str, room: str):
+        self._section, self._overlong, self._room = section, overlong, room
         self._long: dict[str, int] = {}
 
     def lines(self, news: News) -> list[str]:
         """A line for every record that cannot be read, for each source's first document without
         anything to predict, and its 1st, 10th, 100th, ... that is too long."""
-        mixture, section = self._mixture, self._mixture.section
+        section = self._section
         lines = [f"{section}.quarantine: passed over {reason}" for reason in news.damaged.values()]
         lines += [
             f"{section}.sources: {document} is empty: it has nothing to predict and is "
@@ -96,7 +94,7 @@ class Notices:
             self._long[source] = before + count
             if not before or len(str(before + count)) > len(str(before)):
                 lines.append(
-                    f"{section}.overlong={mixture.cfg.overlong}: {before + count} records of "
-                    f"{source} so far are longer than {mixture.room_of}, such as {record}"
+                    f"{section}.overlong={self._overlong}: {before + count} records of "
+                    f"{source} so far are longer than {self._room}, such as {record}"
                 )
         return [line.encode(errors="backslashreplace").decode() for line in lines]
