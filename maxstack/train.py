@@ -5,24 +5,21 @@ import contextlib
 import gc
 import os
 import pkgutil
-import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from maxstack import cli
 from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
 from maxstack.errors import ConfigError, DataEnded
-from maxstack.faults import supervise
+from maxstack.faults import preemption, supervise
 from maxstack.hardware import devices, memory
 from maxstack.report import trace_requests
-from maxstack.report.console import tell
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
@@ -36,6 +33,8 @@ if TYPE_CHECKING:
 
 GRACE = 5.0
 """Seconds that a process has to end after an error."""
+OWED = "evaluation_owed"
+"""The note of a checkpoint whose step was to be evaluated."""
 _is_program = False
 """This process ends with its run."""
 
@@ -49,7 +48,7 @@ def program(argv: Sequence[str]) -> int:
     _is_program = True
     memory.use_huge_pages()
     gc.set_threshold(200_000, 20, 100)  # else the search for cycles takes a twentieth of the start
-    signal.signal(signal.SIGTERM, _leave)
+    preemption.listen()
     trace_requests.listen()
     supervise.follow_parent()
     try:
@@ -138,7 +137,6 @@ def train(
     from maxstack.cluster import joining
     from maxstack.evals.evaluation import StopEarly
     from maxstack.faults.policy import Policy, refusal
-    from maxstack.faults.preemption import Preemption
     from maxstack.hardware.compiling import keep_programs
     from maxstack.meter import Meter
     from maxstack.profile.tracer import Tracer
@@ -171,7 +169,7 @@ def train(
     ending.push(lambda kind, error, _: startup.explain_memory(error, meter))
     log = Log(folder, cfg.train.steps, first)
     ending.push(log.ended)
-    start = feed.state()
+    start = position = feed.state()
     with ledger.spent("restore"):
         saves = startup.open_checkpoints(run, folder, log.say, forced)
         if saves:
@@ -179,7 +177,7 @@ def train(
         state = saves.restore(feed) if saves else None
     notes = saves.notes if saves else {}
     policy, stopping = Policy(cfg.faults, notes), StopEarly(cfg.train.stop_early, notes)
-    begin = int(state.step) if state else 0
+    begin = saved = int(state.step) if state else 0
     startup.check_steps(cfg, begin)
     meter.restore(notes, begin)
 
@@ -190,7 +188,8 @@ def train(
         log.say(saves.summary)
         if moved := startup.moved_rate(saves.saved_config, cfg, int(state.guard.updates)):
             log.say(moved)
-    if begin == cfg.train.steps or stopping.over:
+    owed = bool(cfg.eval.every) and (begin == 0 or notes.get(OWED, False))
+    if (begin == cfg.train.steps and not owed) or stopping.over:
         done_before = stopping.why if stopping.over else f"train.steps={begin} are done"
         log.say(f"nothing left to do: {done_before}")
         if saves:
@@ -219,15 +218,10 @@ def train(
         # what compiling frees is not worth keeping
         memory.keep_freed(shaped.step.memory_analysis().temp_size_in_bytes)
 
-    stop = Preemption(heart.interrupted) if heart else Preemption()
-    ending.callback(stop.close)
     several = cfg.faults.check_every and run.mesh.size > 1
     checks = Checks(run, meter, log, writer) if several else None
     tracer = Tracer(shaped, folder, log)
     ending.callback(tracer.close)
-    if evaluator and begin == 0:
-        with ledger.spent("evaluation"):
-            stopping.read(0, evaluator(0, state))
 
     def report(row: dict[str, Any] | None) -> "Rewind | None":
         """Write a step's row -> where the policy for faults goes back to. ConfigError where it ends
@@ -248,11 +242,28 @@ def train(
 
     def save_now(step: int, evaluated: dict[str, float], last: bool) -> None:
         """Save the state with where the feed and the policies stand."""
+        nonlocal saved
         assert saves
-        past = policy.to_json() | stopping.to_json() | meter.to_json()
+        past = policy.to_json() | stopping.to_json() | meter.to_json() | {OWED: owed}
         with ledger.spent("save"):
-            saves.save(step, state, feed, past, evaluated, last)
+            saves.save(step, state, feed, past, evaluated, last, position=position)
+        saved = step
 
+    def leave(step: int) -> None:
+        """Save the state after `step` while the main thread waits, and end what writes."""
+        if not report(meter.flush()) and saves:
+            if step > saved and saves.due(step, last=True):
+                save_now(step, {}, True)
+            saves.close()
+        log.say(f"left after step {step}, as a signal asked; the same command goes on")
+        _close(writer, log)
+
+    stop = preemption.Preemption(cfg.faults.grace, leave, heart, begin)
+    ending.callback(stop.close)
+    if evaluator and owed:
+        with ledger.spent("evaluation"), stop.waiting(begin):
+            stopping.read(begin, evaluator(begin, state))
+        owed = False
     step, preempted = begin, False
     back: Rewind | Recompute | None
     ledger.begin_steps()
@@ -260,9 +271,9 @@ def train(
     while step < cfg.train.steps and not preempted and not stopping.over:
         step += 1
         tracer.before(step)
-        feed.refresh(state, frozen)
         try:
-            with TraceAnnotation("next batch"):
+            with stop.waiting(step - 1, begins=True), TraceAnnotation("next batch"):
+                feed.refresh(state, frozen)
                 batch = next(feed)
         except DataEnded:
             report(meter.flush())
@@ -284,9 +295,12 @@ def train(
                 placed = run.batches.place(batch, shaped.rows)
                 state, scalars = shaped.step(state, placed, *frozen)
             back = report(meter.add(step, {**scalars, **feed.metrics()}))
+        position = feed.state()
         traced = tracer.after(step, not passed_over)
-        done, preempted = step == cfg.train.steps, stop.requested(step)
-        evaluate = evaluator and (done or step % cfg.eval.every == 0)
+        done = step == cfg.train.steps
+        preempted = not done and stop.requested(step)
+        owed = bool(evaluator) and (done or step % cfg.eval.every == 0)
+        evaluate = owed and not preempted
         save = saves and saves.due(step, done or preempted)
         compare = checks and checks.due(step, bool(save))
         reshapes = not done and steps.changes(step + 1)
@@ -304,7 +318,7 @@ def train(
             with ledger.spent("restore"):
                 state = startup.go_back(back, run, saves, feed, start, policy, log)
             stopping.restore(saves.notes if saves else {})
-            step = int(state.step)
+            step, position = int(state.step), feed.state()
             meter.restore(saves.notes if saves else {}, step)
             ledger.resume(step)
             shaped = tracer.shaped = steps.at(step + 1)
@@ -315,17 +329,18 @@ def train(
                 with ledger.spent("trace"):
                     tracer.end()
             if evaluator and evaluate:
-                with ledger.spent("evaluation"):
+                with ledger.spent("evaluation"), stop.waiting(step):
                     evaluated = evaluator(step, state)
                     if samples:
                         samples(step, state)
+                owed = False
                 if why := stopping.read(step, evaluated):
                     log.say(f"the run ends at step {step}: {why}")
                     save = saves and saves.due(step, last=True)
             if saves and save:
                 save_now(step, evaluated, done or preempted or stopping.over)
             if reshapes:
-                with ledger.spent("compile"):
+                with ledger.spent("compile"), stop.waiting(step):
                     shaped = tracer.shaped = steps.at(step + 1)
                 log.say(startup.reshaped(shaped, step + 1))
             meter.restart()
@@ -335,7 +350,7 @@ def train(
     if summary := meter.summary(finished):
         log.say(summary)
     if finished and evaluator and cfg.eval.baselines:
-        with ledger.spent("evaluation"):
+        with ledger.spent("evaluation"), stop.waiting(step):
             evaluator.compare()
     if total := ledger.close():
         writer.write({"step": step, "goodput": total.share})
@@ -348,13 +363,6 @@ def _close(*parts: "BatchFeed | Checkpoints | Writer | Log | None") -> None:
     for part in parts:
         if part is not None:
             part.close()
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Leave at once: before the loop there is nothing to save, and neither a compilation nor a
-    restore under way is worth waiting for."""
-    tell("SIGTERM: leaving before the first step\n")
-    os._exit(RETRY)
 
 
 def _end_anyway(code: int) -> None:

@@ -140,11 +140,13 @@ class Checkpoints:
         evaluated: Mapping[str, float] | None = None,
         last: bool = False,
         tiers: Sequence[Tier] | None = None,
+        position: np.ndarray | None = None,
     ) -> None:
         """Copy the arrays off the devices for `tiers`, by default those that are due, then write in
         the background; a step counts where all of it is on disk, with its checksums. `notes` are
         plain data that `restore` leaves in `self.notes`; `evaluated` are figures of the last
-        evaluation."""
+        evaluation; `position` is where the feed stood after the step, by default where it stands.
+        """
         self.wait()
         if tiers is None:
             tiers = [tier for tier in self._tiers if tier.due(step, last)]
@@ -155,7 +157,9 @@ class Checkpoints:
         }
         parts = {
             "state": _flat(state),
-            "data": {"position": self._global_position(feed.state())},
+            "data": {
+                "position": self._global_position(feed.state() if position is None else position)
+            },
             "meta": {"format": FORMAT, "json": json.dumps(meta)},
         }
         evaluated = dict(evaluated or {})

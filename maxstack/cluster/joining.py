@@ -56,6 +56,7 @@ def join(cfg: "Config") -> None:
         raise Missing(
             f"{error}, in {wait:.0f} s; {WAIT} in the environment gives another number"
         ) from error
+    jax.config.update("jax_enable_preemption_service", False)  # faults/preemption.py serves signals
     jax.distributed.initialize(
         own.coordinator,
         own.processes,

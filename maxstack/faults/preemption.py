@@ -1,57 +1,257 @@
-"""Preemption: a signal asks the run to save and leave."""
+"""Preemption: a signal asks the run to save and leave.
 
+Python runs signal handlers in the main thread, between two instructions of its own: not while that
+waits in a program of jax's or for a compiler. So a thread hears of signals, by the file descriptor
+that Python's handler in C writes to, and where the main thread stays away it saves and leaves
+itself.
+"""
+
+import contextlib
 import os
 import signal
-from collections.abc import Callable
-from types import FrameType
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
-import jax
-
+from maxstack.cluster.exit_codes import RETRY
 from maxstack.report.console import tell
 
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 INTERRUPTED = 130
-"""The exit code after a second SIGINT."""
+"""The exit code after a second SIGINT, or one before the first step."""
+COMES, LOOKS = 2.0, 0.5
+"""Seconds that the main thread has to come to the end of a step by itself, and between two looks
+for a signal to another process."""
+GRACE = 120.0
+_NOTICE = "leaving"
+
+
+class Watched(Protocol):
+    """The part of a heartbeat that leaving takes."""
+
+    def done(self) -> None:
+        """Report that the process has only to end."""
+
+    def interrupted(self) -> None:
+        """Report that the user ends this process at once."""
+
+
+def _leave_early(number: int) -> None:
+    """Before the loop there is nothing to save, and neither a compilation nor a restore under way
+    is worth waiting for."""
+    tell(f"{signal.Signals(number).name}: leaving before the first step\n")
+    os._exit(INTERRUPTED if number == signal.SIGINT else RETRY)
+
+
+_hear: Callable[[int], None] = _leave_early
+_listens = False
+
+
+def listen() -> None:
+    """Hear of signals from now on, in a process that is one run. SIGHUP that is ignored, as by
+    nohup, stays so. Call it from the main thread."""
+    global _listens
+    _listens = True
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    for number in ASKING:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _nothing)
+
+    def hear() -> None:
+        with theirs:  # kept open
+            while heard := ours.recv(64):
+                for number in heard:
+                    if number in ASKING:
+                        _hear(number)
+
+    threading.Thread(target=hear, name="signals", daemon=True).start()
 
 
 class Preemption:
-    """SIGTERM or SIGINT asks the run to save and leave; a second SIGINT calls `before_leaving` and
-    leaves at once.
+    """SIGTERM, SIGINT or SIGHUP asks the run to save and leave; a SIGINT after that leaves at once.
 
-    With several processes one signalled process is enough: jax's preemption service makes all of
-    them agree on one step.
+    The loop asks `requested` after each step. Where it is about to wait with a whole state at hand,
+    for data, an evaluation, a compiler, it says so by `waiting`, and there `leave` is called for it
+    from a thread of this, with the step. In a process that `listen` was not called in, signals are
+    served between steps alone. `grace` seconds after the signal the process ends in any case.
+
+    With several processes one signalled process is enough: they agree on the step after the
+    furthest, or, where one of them does not get there, on where all are.
     """
 
-    def __init__(self, before_leaving: Callable[[], None] = lambda: None) -> None:
-        self._asked, self._before_leaving = False, before_leaving
-        self._several = jax.process_count() > 1
-        numbers = [signal.SIGINT] if self._several else [signal.SIGTERM, signal.SIGINT]
-        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+    def __init__(
+        self,
+        grace: float = GRACE,
+        leave: Callable[[int], None] = lambda step: None,
+        watched: Watched | None = None,
+        begin: int = 0,
+    ) -> None:
+        from maxstack.cluster.peers import Peers
+
+        self._grace, self._leave, self._watched = grace, leave, watched
+        self._peers = Peers()
+        self._turn = threading.Condition()
+        self._asked = threading.Event()
+        self._reached, self._whole = begin, False
+        """The last step that was begun, and whether the state after it is whole and stays so."""
+        self._last: int | None = None
+        """The step that all processes leave after."""
+        self._held = self._stays = self._taken = self._closed = False
+        """Whether no step may begin while processes agree, none at all any more, whether the thread
+        saves and leaves, and whether the loop has ended."""
+        self._leaves = False
+        """Whether `requested` said so."""
+        global _hear
+        _hear = self._ask
+        self._before = {}
+        if not _listens:
+            self._before = {
+                number: signal.signal(number, lambda number, frame: self._ask(number))
+                for number in ASKING
+            }
+        self._threads = [
+            threading.Thread(target=target, name="leaving", daemon=True)
+            for target in (self._follow, self._listen_to_peers)[: min(self._peers.count, 2)]
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
-        """Put back what the signals did before."""
+        """Let signals do what they did before."""
+        global _hear
+        _hear = _leave_early
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+        self._asked.set()
+        for thread in self._threads:  # one that was still in a call of jax's would abort Python
+            thread.join(3 * COMES)
         for number, before in self._before.items():
             signal.signal(number, before)
 
     def requested(self, step: int) -> bool:
         """True where to save after `step` and leave; the same in every process."""
-        if self._several:
-            from jax.experimental import multihost_utils
+        with self._turn:
+            self._reached, self._whole = step, self._peers.count > 1
+            self._turn.notify_all()
+            self._pass()
+            self._whole, self._leaves = False, self._asked.is_set()
+            if self._peers.count > 1:
+                self._leaves = self._last is not None and step >= self._last
+                if self._leaves:
+                    tell(f"\nleaving after step {step}: a signal asked a process of the run to\n")
+            return self._leaves
 
-            reached = multihost_utils.reached_preemption_sync_point(step)
-            if reached:
-                tell(f"\nleaving after step {step}: a signal asked a process of the run to\n")
-            return reached
-        return self._asked
+    @contextlib.contextmanager
+    def waiting(self, step: int, begins: bool = False) -> Iterator[None]:
+        """A block that leaves the state after `step` as it is; `begins`: the next step begins
+        after it."""
+        with self._turn:
+            self._reached, self._whole = step, True
+            self._turn.notify_all()
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._pass()
+                self._reached, self._whole = step + begins, False
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        signal.signal(signal.SIGINT, self._leave)
-        tell(f"\n{signal.Signals(number).name}: leaving after this step\n")
-        if self._several:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def _pass(self) -> None:
+        """Wait until this thread may go on: for ever where the other one leaves."""
+        self._turn.wait_for(lambda: not (self._held or self._stays or self._taken))
 
-    def _leave(self, number: int, frame: FrameType | None) -> None:
-        """Leave without an exception, which would wait for threads that may hold locks."""
-        tell("\nSIGINT again: leaving at once; what was not saved before is lost\n")
-        self._before_leaving()
-        os._exit(INTERRUPTED)
+    def _ask(self, number: int) -> None:
+        if self._asked.is_set() and number == signal.SIGINT:
+            tell("\nSIGINT again: leaving at once; what was not saved before is lost\n")
+            if self._watched:
+                self._watched.interrupted()
+            os._exit(INTERRUPTED)
+        if not self._asked.is_set():
+            tell(f"\n{signal.Signals(number).name}: leaving after this step\n")
+            if self._peers.count > 1:
+                with contextlib.suppress(RuntimeError):  # another one did
+                    self._peers.post(_NOTICE, 0, self._peers.number)
+            self._asked.set()
+
+    def _listen_to_peers(self) -> None:
+        """Hear of a signal to another process."""
+        with contextlib.suppress(RuntimeError):  # a peer was lost, and the watchdog ends this one
+            while not self._asked.wait(LOOKS) and self._peers.posted(_NOTICE, 0) is None:
+                pass
+            self._asked.set()
+
+    def _follow(self) -> None:
+        """From a signal to the end."""
+        self._asked.wait()
+        if self._closed:
+            return
+        if _listens:
+            sooner = COMES * (self._peers.number > 0)  # jax aborts whoever process 0 leaves behind
+            late = threading.Timer(max(self._grace - sooner, 0.0), self._end, ["the signal"])
+            late.daemon = True
+            late.start()
+        if self._peers.count == 1:
+            if not self._comes() and _listens:
+                self._take()
+            return
+        with contextlib.suppress(RuntimeError):  # a peer was lost, and the watchdog ends this one
+            at = self._agree(1)
+            while not all(leaves for _, leaves in at):
+                self._comes()
+                at = self._agree(0)
+                if self._stays:
+                    self._take()
+
+    def _comes(self) -> bool:
+        """Wait a while for the main thread to leave by itself."""
+        with self._turn:
+            return self._turn.wait_for(lambda: self._leaves or self._closed, COMES)
+
+    def _agree(self, more: int) -> list[tuple[int, bool]]:
+        """Agree to leave `more` steps after the furthest process, or, with none more where all
+        are at one step and none has left the loop, to stay there -> where each is, and whether it
+        has."""
+        with self._turn:
+            self._held = True
+            own = [self._reached, self._leaves or self._closed]
+        at = self._peers.exchange("leaving at", own)
+        with self._turn:
+            self._last = max(step for step, _ in at) + more
+            self._stays = _listens and not more and all(other == [own[0], False] for other in at)
+            self._held = False
+            self._turn.notify_all()
+        return at
+
+    def _take(self) -> None:
+        """Where the main thread waits, or once it does, save and leave for it."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._whole or self._closed)
+            self._taken = not self._closed
+        if self._taken:
+            try:
+                self._leave(self._reached)
+                self._peers.barrier("left")
+                time.sleep(LOOKS * (self._peers.count > 1 and self._peers.number == 0))
+            except Exception as error:  # told, since nothing follows
+                tell(f"{type(error).__name__}: {error}\n")
+            self._end()
+
+    def _end(self, late: str = "") -> None:
+        """End the process. Without an exception, which would wait for what the main thread is
+        in."""
+        if late:
+            tell(
+                f"\nstill here faults.grace={self._grace:g} s after {late}: leaving with what was "
+                "saved before\n"
+            )
+        if self._watched:
+            self._watched.done()
+        os._exit(RETRY)
+
+
+def _nothing(*_: object) -> None:
+    """A handler, so that the system's default does not end the process."""

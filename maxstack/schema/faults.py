@@ -60,6 +60,9 @@ class FaultsConfig(Section):
     """Refuse spikes of the loss and of the gradient norm too; null: only what is not finite."""
     watchdog: WatchdogConfig | None = WatchdogConfig()
     """Ends a run that hangs, and all processes of one that lost one; null: nobody watches."""
+    grace: PositiveFloat = 120.0
+    """Seconds after a signal in which the process has saved and left; what is not saved then is
+    lost. `maxstack submit` gives what the cluster grants."""
     elastic: ElasticConfig | None = None
     """Go on without lost slices; null: their loss ends the process, and it is started again."""
     check_every: NonNegativeInt = 100

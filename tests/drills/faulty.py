@@ -7,6 +7,7 @@ train.steps=5
 
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import sys
@@ -212,6 +213,38 @@ def hang(after: int, seconds: float = 1e9) -> None:
         kind.__getitem__ = standing(kind.__getitem__)
 
 
+STANDS = {
+    "data": ("maxstack.data.feed:Feed", "__next__"),
+    "evaluation": ("maxstack.evals.evaluation:Evaluation", "__call__"),
+    "compiler": ("maxstack.shaped:ShapedSteps", "at"),
+    "rollout": ("maxstack.rollouts.maker:Maker", "groups"),
+    "save": ("maxstack.checkpoint.shared:Shared", "finish"),
+    "step": ("maxstack.meter:Meter", "flush"),
+}
+"""Where a process may stand still: a class, and the method of it that does not return."""
+
+
+def stand(where: str, after: int) -> None:
+    """One of STANDS does not return, after so many calls of it that did: it is in C, and no handler
+    of Python's is called meanwhile."""
+    import ctypes
+
+    name, method = STANDS[where]
+    kind, calls = pkgutil.resolve_name(name), [0]
+    plain = getattr(kind, method)
+
+    def standing(*arguments: Any, **more: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > after:
+            print(f"stands still: {where}", flush=True)
+            lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, (ctypes.c_byte * 64)()
+            lock(mutex)
+            lock(mutex)  # it is held
+        return plain(*arguments, **more)
+
+    setattr(kind, method, standing)
+
+
 class _Called:
     """A compiled step in every way, but for what a call of it does."""
 
@@ -327,6 +360,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "poison": poison,
     "clock": clock,
     "hang": hang,
+    "stand": stand,
     "flip": flip,
     "learning": learning,
     "hold": hold,

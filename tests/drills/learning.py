@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -51,7 +52,7 @@ def samples(folder: Path, count: int, dice: random.Random) -> Outcome:
     """18: in phase after phase of setting after setting; of three faults one is the death
     of processes of rewards."""
     found, names = outcome(folder), [*SETTINGS]
-    configs = {name: _config(folder / name, name) for name in names}
+    configs = {name: learner(folder / name, name) for name in names}
     kills = count - count // 3
     pairs = [
         (names[(i + i // 12) % len(names)], PHASES[i % len(PHASES)]) for i in range(kills)
@@ -71,7 +72,7 @@ def samples(folder: Path, count: int, dice: random.Random) -> Outcome:
     return found
 
 
-def _config(folder: Path, name: str) -> Path:
+def learner(folder: Path, name: str, **sections: Any) -> Path:
     """A run of a few seconds that learns to say seven."""
     source = {
         "kind": "function",
@@ -96,7 +97,7 @@ def _config(folder: Path, name: str) -> Path:
         rollout=SETTINGS[name],
         train={"steps": STEPS, "batch_size": 4},
         eval={"every": STEPS // 2, "steps": 1},
-        checkpoint={"every": SAVED, "keep": 2},
+        **{"checkpoint": {"every": SAVED, "keep": 2}} | sections,
     )
     reward = {"kind": "function", "call": "drills.sevens:sevens", "timeout": 60.0}
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"rewards": [reward]}))

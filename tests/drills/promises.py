@@ -109,5 +109,12 @@ PROMISES = (
         "resume; every later figure and the final state are bit-identical to the baseline; a "
         "reward whose process was killed is computed again",
     ),
+    Promise(
+        19,
+        "SIGTERM, SIGINT or SIGHUP while a run waits: for data, an evaluation, a compiler, a save "
+        "that does not end",
+        "the last whole step is saved where there is one, and every process has left with 42 "
+        "within `faults.grace`",
+    ),
     Promise(0, "a clock skewed by a day", "changes nothing but log timestamps"),
 )

@@ -370,7 +370,8 @@ def chain(
         folder = config.parent / f"{prefix}-{number}"
         begin, before = newest(folder, disk, processes), len(rows(folder))
         fault, harm = plan(begin) if injected < count else (None, None)
-        with Started(config, folder.name, count=processes, fault=fault) as started:
+        at = fault and fault.pop("at", None)
+        with Started(config, folder.name, count=processes, fault=fault, at=at) as started:
             wrong = harm(started) if harm else None
             codes = started.wait()
             output = started.output()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from drills import changes, disks, hangs, kills, learning, silent, tiers, values
+from drills import changes, disks, hangs, kills, learning, leaving, silent, tiers, values
 from drills.runs import Outcome
 
 
@@ -41,5 +41,6 @@ DRILLS = {
     16: Drill(tiers.tiers, 12, 5),
     17: Drill(changes.crowded, 10, 1, 0),
     18: Drill(learning.samples, 60, 6),
+    19: Drill(leaving.asked, 9, 9, 2),
     0: Drill(changes.clock, 6, 2),
 }
