@@ -2,14 +2,13 @@
 mapping of errors to exit codes."""
 
 import argparse
-import errno
 import importlib.metadata
 import os
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 
-from maxstack.errors import ConfigError, shortened
+from maxstack.errors import LASTING, ConfigError, shortened
 
 COMMANDS = {
     "train": ("maxstack.train:program", "train a model from one YAML file"),
@@ -84,16 +83,6 @@ COMMANDS = {
     "config": ("maxstack.commands.config:main", "show, compare and describe configurations"),
 }
 LONGEST_LINE = 3000
-LASTING = (
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENAMETOOLONG,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ELOOP,
-)
-"""Errors of a path that the user must correct."""
 GUESSED = {
     **dict.fromkeys(("pretrain", "fit", "run"), "train CONFIG"),
     **dict.fromkeys(("sft", "finetune", "fine-tune"), "train sft model.from=FOLDER"),

@@ -1,6 +1,7 @@
 """Errors that a user can correct, and values as their messages show them. Imports only the standard
 library, so `--help` need not load more."""
 
+import errno
 import reprlib
 import shutil
 import sys
@@ -10,6 +11,16 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 4
 _REPR.maxlevel = 3
+LASTING = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+)
+"""Errors of a path that the user must correct."""
 
 
 class ConfigError(ValueError):
@@ -30,9 +41,20 @@ class DataEnded(DataError):
     """Every source gave its epochs before the steps were done."""
 
 
+class Passing(ValueError):
+    """A failure that may pass: the same command goes on. Exit code 42, RETRY of
+    cluster/exit_codes.py."""
+
+    exit_code = 42
+
+
 class StoreError(DataError):
     """A store that did not answer, or an object that is another one than was listed: nothing is
     known of the record, so it is not one that is passed over as damaged."""
+
+
+class StoreAway(Passing, StoreError):
+    """A store that did not answer for as long as it is asked."""
 
 
 def installing(extra: str) -> str:

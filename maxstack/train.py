@@ -255,7 +255,7 @@ def train(
             if step > saved and saves.due(step, last=True):
                 save_now(step, {}, True)
             saves.close()
-        log.say(f"left after step {step}, as a signal asked; the same command goes on")
+        log.say(f"left after step {step} ({stop.why}); the same command goes on from there")
         _close(writer, log)
 
     stop = preemption.Preemption(cfg.faults.grace, leave, heart, begin)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxstack.checkpoint import manifest
-from maxstack.checkpoint.manifest import Damage
+from maxstack.checkpoint.manifest import Damage, Unreadable
 from maxstack.checkpoint.peer_files import PeerFiles
 from maxstack.cluster.peers import Peers
 from maxstack.config import atomic
@@ -49,6 +49,8 @@ class Local:
         for path in sorted(self._own.glob("*/*")):
             try:
                 manifest.read(path)
+            except Unreadable:
+                continue  # told where it is wanted
             except Damage as error:
                 if (path / manifest.NAME).exists():
                     aside = self._move(path, f"damaged_{self._peers.number}")
@@ -63,13 +65,16 @@ class Local:
 
     def steps(self) -> list[int]:
         """The whole steps, oldest first. Every process asks at the same time."""
-        own = {
-            path.name: {
-                part.name[3:]: save for part in path.glob("of_*") if (save := self._save_of(part))
-            }
-            for path in self._own.iterdir()
-        }
-        disks = self._peers.exchange("local steps", own)
+        own, unreadable = dict[str, dict[str, str]](), ""
+        try:
+            for path in self._own.iterdir():
+                saves = {part.name[3:]: self._save_of(part) for part in path.glob("of_*")}
+                own[path.name] = {part: save for part, save in saves.items() if save}
+        except Unreadable as error:
+            unreadable = f"{error}"
+        found = self._peers.exchange("local steps", [own, unreadable])
+        manifest.judge([([], each) for _, each in found])
+        disks = [disk for disk, _ in found]
         self._holders, self._saves = {}, {}
         for name in {name for disk in disks for name in disk}:
             parts = [disk.get(name, {}) for disk in disks]
@@ -173,19 +178,22 @@ class Local:
         where no intact ones are left."""
         number = self._peers.number
         part = self._part(step, number)
-        damages = list(manifest.damages(part))
-        if not damages and self._save_of(part) != self._saves.get(step):
-            damages = [f"{part}: is of another save"]
+        unreadable = ""
+        try:
+            damages = list(manifest.damages(part))
+            if not damages and self._save_of(part) != self._saves.get(step):
+                damages = [f"{part}: is of another save"]
+        except Unreadable as error:
+            damages = [unreadable := f"{error}"]
         holders = self._holders[step][number] if step in self._holders else []
         for process in holders:
             if damages and process != number:
                 try:
                     self._fetch(step, process, number)
-                    damages = []
+                    damages, unreadable = [], ""
                 except (OSError, Damage) as error:
                     damages.append(str(error))
-        if damages := self._of_all("local verified", damages):
-            raise Damage("\n".join(damages))
+        manifest.judge(self._peers.exchange("local verified", [damages, unreadable]))
         yield
 
     def set_aside(self, step: int, name: str) -> Path:

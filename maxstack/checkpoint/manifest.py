@@ -9,26 +9,55 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
-from maxstack.config import atomic
+from maxstack.config import atomic, retries
+from maxstack.errors import LASTING, Passing
 
 NAME = "manifest.json"
 UNFINISHED = atomic.UNFINISHED
 """The end of a mark's name."""
 UNKNOWN = "0" * 16
 """The manifest's own checksum while that is computed."""
+T = TypeVar("T")
 READERS = 8
 """Threads that read files."""
 EVERY = slice(None)
 
 
 class Damage(Exception):
-    """A file of a step is lost, unreadable or changed; the message names it and the fault."""
+    """A file of a step is lost or changed; the message names it and the fault."""
+
+
+class Unreadable(Passing):
+    """A file of a step could not be read, however often it was tried: nothing is known of it."""
+
+
+def judge(found: Sequence[tuple[list[str], str]]) -> None:
+    """Unreadable or Damage by what each process found: lines about what is lost or changed, and
+    what it could not read, or ""."""
+    if unreadable := "; ".join(filter(None, (each for _, each in found))):
+        raise Unreadable(unreadable)
+    if lines := [line for each, _ in found for line in each]:
+        raise Damage("\n".join(lines))
+
+
+def _tried(path: Path, act: Callable[[], T]) -> T:
+    """What `act` makes of a file, tried again where its disk fails. FileNotFoundError; an OSError
+    of `errors.LASTING`, which whoever owns the file must mend; else Unreadable."""
+    try:
+        return retries.retried(f"{path}", act)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or error.errno in LASTING:
+            raise
+        raise Unreadable(
+            f"{path}: cannot be read: {error.strerror}; nothing was moved, and the same command "
+            "reads it again"
+        ) from error
 
 
 Entry = dict[str, Any]
@@ -82,9 +111,11 @@ def write(folder: Path, entries: Mapping[str, Entry], facts: Mapping[str, Any]) 
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """(facts, files). Damage where the manifest cannot be understood."""
+    """(facts, files). Damage where the manifest is missing or cannot be understood, Unreadable
+    where it cannot be read."""
+    path = folder / NAME
     try:
-        text = (folder / NAME).read_text(encoding="utf-8")
+        text = _tried(path, lambda: path.read_text(encoding="utf-8"))
         saved = json.loads(text)
         if _digest(text.replace(saved["xxh3"], UNKNOWN, 1)) != saved["xxh3"]:
             raise ValueError("its own checksum is another one")
@@ -93,17 +124,19 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
             for name, entry in saved["files"].items()
         }
     except FileNotFoundError:
-        raise Damage(f"{folder / NAME}: is missing, so the save was never finished") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damage(f"{folder / NAME}: cannot be read: {error}") from error
+        raise Damage(f"{path}: is missing, so the save was never finished") from None
+    except Unreadable:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damage(f"{path}: cannot be understood: {error}") from error
 
 
 def damages(
     folder: Path, share: slice = EVERY, done: Callable[[int], Any] = lambda size: None
 ) -> Iterator[str]:
-    """A line for each lost, unreadable or changed file of a step, none where it is intact; `share`
-    of its files alone, in their order. `done` is called with the bytes of each file that
-    was read."""
+    """A line for each lost or changed file of a step, none where it is intact; `share` of its files
+    alone, in their order. `done` is called with the bytes of each file that was read. Unreadable
+    where a file cannot be read."""
     try:
         entries = [*read(folder)[1].items()][share]
     except Damage as error:
@@ -119,11 +152,9 @@ def damages(
 
 def _fault(path: Path, written: Entry) -> str | None:
     try:
-        entry = _entry(path)
+        entry = _tried(path, lambda: _entry(path))
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
     if entry["bytes"] != written["bytes"]:
         return f"has {entry['bytes']:,} bytes, and {written['bytes']:,} were written"
     if entry != written:

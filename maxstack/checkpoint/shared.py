@@ -2,7 +2,9 @@
 them, each with a manifest."""
 
 import contextlib
+import errno
 import logging
+import re
 import shutil
 import time
 import warnings
@@ -15,7 +17,7 @@ from typing import Any
 from orbax.checkpoint import v1 as ocp
 
 from maxstack.checkpoint import manifest
-from maxstack.checkpoint.manifest import Damage
+from maxstack.checkpoint.manifest import Unreadable
 from maxstack.cluster.peers import Peers
 
 # A save that fails is one line in the log; libraries would print a traceback beside it.
@@ -26,6 +28,8 @@ logging.getLogger("asyncio").addFilter(
     lambda record: "exception was never retrieved" not in record.getMessage()
 )
 warnings.filterwarnings("ignore", r"coroutine '\w*\.?save_checkpointables", RuntimeWarning)
+_OS_ERROR = re.compile(rf"\[OS error {errno.EIO}:[^\]]*\]")
+"""A failing disk in an error of tensorstore's."""
 
 
 class Shared:
@@ -128,22 +132,32 @@ class Shared:
 
     @contextlib.contextmanager
     def verified(self, step: int) -> Iterator[None]:
-        """Check a step's files against their checksums while the block reads them, each process a
-        share. Damage, the same in every process, where a file was lost or changed, whatever
-        error reading it led to."""
-        share = slice(self._peers.number, None, self._peers.count)
-        raised = None
+        """Check a step's files against their checksums, each process a share: one alone while the
+        block reads them, several before, since one that refuses them in the block would let the
+        others wait. Damage, the same in every process, where a file was lost or changed, whatever
+        error reading it led to; Unreadable where one cannot be read."""
         with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(lambda: [*manifest.damages(self.path(step), share)])
+            checking = pool.submit(self._damages, step)
+            if self._peers.count > 1:
+                checking.result()
             try:
                 yield
             except Exception as error:  # a damaged file may make any library fail
-                raised = error
-            lines = checking.result()
-        if lines := [line for each in self._peers.exchange("verified", lines) for line in each]:
-            raise Damage("\n".join(lines))
-        if raised:
-            raise raised
+                checking.result()
+                if found := _OS_ERROR.search(f"{error}"):
+                    raise Unreadable(f"{self.path(step)}: cannot be read: {found[0]}") from error
+                raise
+            checking.result()
+
+    def _damages(self, step: int) -> None:
+        """Raise Damage or Unreadable."""
+        share = slice(self._peers.number, None, self._peers.count)
+        lines, unreadable = list[str](), ""
+        try:
+            lines = [*manifest.damages(self.path(step), share)]
+        except Unreadable as error:
+            unreadable = f"{error}"
+        manifest.judge(self._peers.exchange("verified", [lines, unreadable]))
 
     def set_aside(self, step: int, name: str) -> Path:
         """Move a step out of the way, into a folder `name`, where it no longer counts."""

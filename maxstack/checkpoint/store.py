@@ -20,13 +20,13 @@ import optax
 
 from maxstack.checkpoint import compatibility, manifest, owner
 from maxstack.checkpoint.local import Local
-from maxstack.checkpoint.manifest import Damage
+from maxstack.checkpoint.manifest import Damage, Unreadable
 from maxstack.checkpoint.shared import Shared
 from maxstack.checkpoint.weights import WeightsReader, step_of
 from maxstack.cluster.peers import Peers
 from maxstack.config import atomic
 from maxstack.data.position import Sources
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, Passing
 from maxstack.schema.checkpoint import PARTS, CheckpointConfig, TierConfig
 from maxstack.schema.metrics import bare, direction
 
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 Tree = Any
 FORMAT = 2
+
+
+class Unsaved(Passing):
+    """The last save of a process failed: a full disk, a store that was away."""
 
 
 class Tier(NamedTuple):
@@ -218,19 +222,19 @@ class Checkpoints:
         return {}
 
     def wait(self, last: bool = False) -> None:
-        """Wait until the save under way is on disk. ConfigError where it failed, and it was the
-        last or `checkpoint.on_failure` is stop."""
+        """Wait until the save under way is on disk. Unsaved where it failed and was the last,
+        ConfigError where `checkpoint.on_failure` is stop."""
         if self._saving is not None:
             self._saving.join()
             self._saving = None
         failed, self._failed = self._failed, None
         if failed and (last or self._cfg.on_failure == "stop"):
-            raise ConfigError(
+            raise (Unsaved if last else ConfigError)(
                 f"{failed}; make room there or repair that place, and run the same command again"
             )
 
     def close(self) -> None:
-        """Wait for the last save. ConfigError where it failed."""
+        """Wait for the last save. Unsaved where it failed."""
         self.wait(last=True)
 
     def restore(self, feed: "BatchFeed", before: int | None = None) -> Tree | None:
@@ -255,9 +259,16 @@ class Checkpoints:
         if not candidates:
             return self._restore_elsewhere(feed, saved, before)
         damaged: list[tuple[Tier, int]] = []
+        unreadable: tuple[int, Unreadable] | None = None
         for tier, step in candidates:
+            if unreadable and step < unreadable[0]:
+                break  # an older one would lose steps that may be intact
             try:
                 state = self._load(tier.storage, step, feed)
+            except Unreadable as error:
+                self._say(f"step {step} of {tier.storage.folder}: {error}")
+                unreadable = step, error
+                continue
             except Damage as error:
                 self._say(f"DAMAGED CHECKPOINT, step {step}: {error}")
                 damaged.append((tier, step))
@@ -272,6 +283,8 @@ class Checkpoints:
                 self._went_back = self._cfg.restore if isinstance(self._cfg.restore, int) else None
             self._set_aside(step, damaged)
             return state
+        if unreadable:
+            raise unreadable[1]
         raise ConfigError(
             f"{self._own.folder}: damaged are all of the steps {[step for _, step in damaged]} "
             f"that checkpoint.restore={wanted} may take; name another of {self.steps()}, or start "
@@ -470,8 +483,13 @@ def removable(storage: Any, cfg: CheckpointConfig | TierConfig, steps: list[int]
         stay |= {step for step in steps if cfg.keep_every and step % cfg.keep_every == 0}
         figures: dict[int, dict[str, float | None]] = {}
         for step in steps if cfg.best else ():
-            with contextlib.suppress(Damage):  # reported when it is restored or verified
+            try:
                 facts = storage.facts(step)
+            except Unreadable:
+                stay.add(step)
+            except Damage:  # reported when it is restored or verified
+                continue
+            else:
                 figures[step] = {"eval_loss": facts.get("eval_loss"), **facts.get("evaluated", {})}
         for metric, count in cfg.best.items():
             found = {

@@ -17,9 +17,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from maxstack.cluster.exit_codes import RETRY
 from maxstack.config import difference
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, Passing
 
 OFTEN = 0.3
 """Seconds between two attempts to reach process 0."""
@@ -46,10 +45,8 @@ class Card:
     """Plain data that must be the same in all processes."""
 
 
-class Missing(ValueError):
+class Missing(Passing):
     """Not all processes came; the message names those that did not."""
-
-    exit_code = RETRY
 
 
 def roll_call(card: Card, at: str, wait: float, between: float, say: Say) -> None:

@@ -30,6 +30,9 @@ _PASSING = {
     errno.EPIPE,
     errno.ETIMEDOUT,
 }
+_OF_DISKS = {errno.EIO, errno.ENOTCONN, errno.EREMOTEIO, errno.ESTALE}
+"""Beside these, of a path of the operating system, which a network may carry too; the errors of
+stores' drivers all come as EIO."""
 _CONNECTION = {
     "ClientConnectionError",
     "ClientPayloadError",
@@ -52,16 +55,16 @@ class Cut(ConnectionError):
 
 
 def retried(path: str, act: Callable[[], T]) -> T:
-    """What `act` returns, called again after growing pauses with jitter while the store of `path`
-    does not answer, for at most `patience()` seconds. Its error where that is another one, or the
-    last one."""
+    """What `act` returns, called again after growing pauses with jitter while the store of `path`,
+    or a disk, does not answer, for at most `patience()` seconds. Its error where that is another
+    one, or the last one."""
     begin, pause, store = time.monotonic(), _FIRST, _store(path)
     while True:
         try:
             result = act()
         except Exception as error:
             left = begin + patience() - time.monotonic()
-            if left <= 0 or not passing(error):
+            if left <= 0 or not may_pass(path, error):
                 with _lock:
                     _waiting.pop(store, None)
                 raise
@@ -87,6 +90,12 @@ def patience() -> float:
             "gives up at the first failure"
         )
     return seconds
+
+
+def may_pass(path: str, error: BaseException) -> bool:
+    """Whether an error of reading `path` may pass."""
+    of_disk = "://" not in path and isinstance(error, OSError) and error.errno in _OF_DISKS
+    return of_disk or passing(error)
 
 
 def passing(error: BaseException) -> bool:
@@ -139,7 +148,9 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _store(path: str) -> str:
-    scheme, _, inside = path.partition("://")
+    scheme, remote, inside = path.partition("://")
+    if not remote:
+        return os.path.dirname(path)
     return f"{scheme}://{inside.partition('/')[0]}"
 
 

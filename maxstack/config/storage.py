@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from maxstack.config import atomic
-from maxstack.config.retries import Cut, retried, told_by
-from maxstack.errors import ConfigError, shortened
+from maxstack.config.retries import Cut, may_pass, retried, told_by
+from maxstack.errors import ConfigError, DataError, StoreAway, StoreError, shortened
 
 T = TypeVar("T")
 Stamp = tuple[int, int | str]
@@ -100,6 +100,13 @@ def on_store(path: str, act: Callable[[Any, str], T]) -> T:
             return act(files, inside)
 
     return retried(path, once)
+
+
+def error_of(path: str, error: Exception) -> type[DataError]:
+    """The kind of DataError that a failure to read a path is."""
+    if may_pass(path, error):
+        return StoreAway
+    return StoreError if is_url(path) else DataError
 
 
 class _Stored(io.RawIOBase):

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from maxstack.config import atomic, storage
 from maxstack.data.files import File, digest
-from maxstack.errors import ConfigError, DataError, StoreError
+from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
 
 log = logging.getLogger(__name__)
@@ -159,8 +159,7 @@ def pieces_of(
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: corrupt gzip, bz2 or xz data: {error}") from error
     except OSError as error:
-        kind = StoreError if storage.is_url(path) else DataError
-        raise kind(f"{path}: {error.strerror or error}") from error
+        raise storage.error_of(path, error)(f"{path}: {error.strerror or error}") from error
 
 
 def _decompressed(path: str, file: IO[bytes]) -> Iterator[bytes]:

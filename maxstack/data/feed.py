@@ -141,7 +141,7 @@ class Feed(BatchFeed):
         self.waited += time.perf_counter() - start
         try:
             if error is not None:
-                raise DataError(error)
+                raise error
             for source, document in news.empty.items():
                 self._quarantine.empty(source, document)
             for source, (record, count) in news.long.items():

@@ -101,7 +101,7 @@ class Records(Documents):
                 return text_of(document, self._cfg, self.files[file].path)
             return document
         except Exception as error:  # readers raise all kinds of exceptions over damaged bytes
-            kind = StoreError if isinstance(error, StoreError) else DataError
+            kind = type(error) if isinstance(error, StoreError) else DataError
             raise kind(f"{self._where(file, record)}: {self._reason(error, file)}") from error
 
     def where(self, index: int) -> str:
@@ -331,7 +331,7 @@ class Parquet(Spans):
                 yield from (self._content(batch.slice(i, 1)) for i in range(batch.num_rows))
         except (OSError, pyarrow.ArrowException) as error:
             if isinstance(error, OSError) and error.errno:  # damaged bytes have no number
-                kind = StoreError if storage.is_url(path) else DataError
+                kind = storage.error_of(path, error)
                 raise kind(f"{path}: {error.strerror}") from error
             reason = brief(error)
         reason = f"its row group {group} is corrupt: {reason}"
@@ -366,8 +366,8 @@ class Parquet(Spans):
             )
             names = opened.schema_arrow.names
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            of_store = storage.is_url(path) and isinstance(error, OSError) and error.errno
-            kind = StoreError if of_store else DataError
+            of_store = isinstance(error, OSError) and error.errno
+            kind = storage.error_of(path, error) if of_store else DataError
             raise kind(f"{path}: not a readable Parquet file: {brief(error)}") from error
         for key, column in self._columns.items():
             if column not in names:

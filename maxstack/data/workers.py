@@ -14,7 +14,7 @@ from maxstack.data.quarantine import News, no_news
 from maxstack.data.signals import settle
 from maxstack.errors import DataError
 
-Made = tuple[Batch, News, str | None]
+Made = tuple[Batch, News, DataError | None]
 """A batch, documents passed over for it, and the error that prevented it."""
 
 
@@ -78,7 +78,7 @@ class Workers:
         """Kill the processes, without waiting for the batches being made."""
         self._end()
 
-    def _note(self, worker: int) -> tuple[News, str | None]:
+    def _note(self, worker: int) -> tuple[News, DataError | None]:
         try:
             return self._connections[worker].recv()
         except (EOFError, OSError) as error:
@@ -91,12 +91,12 @@ class Workers:
 
 
 def made(rows: Rows) -> Made:
-    """The next batch of a maker. A DataError is returned as text, which an exception would lose
-    between threads and processes."""
+    """The next batch of a maker. A DataError is returned, so that it is raised where the batch is
+    wanted, by whatever thread or process it was made."""
     try:
         batch = rows.next()
     except DataError as error:
-        return {}, no_news(), str(error)
+        return {}, no_news(), type(error)(str(error))
     return batch, rows.quarantine.news(), None
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from maxstack.cluster.exit_codes import RETRY
+from maxstack.errors import Passing
 from maxstack.report.console import tell
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -105,6 +106,8 @@ class Preemption:
         saves and leaves, and whether the loop has ended."""
         self._leaves = False
         """Whether `requested` said so."""
+        self.why = ""
+        """What asked: a signal, or a failure."""
         global _hear
         _hear = self._ask
         self._before = {}
@@ -149,12 +152,18 @@ class Preemption:
     @contextlib.contextmanager
     def waiting(self, step: int, begins: bool = False) -> Iterator[None]:
         """A block that leaves the state after `step` as it is; `begins`: the next step begins
-        after it."""
+        after it. A failure in it that may pass ends the run as a signal does."""
         with self._turn:
             self._reached, self._whole = step, True
             self._turn.notify_all()
         try:
             yield
+        except Passing as error:
+            if not _listens:
+                raise
+            self._request(f"{error}")
+            with self._turn:
+                self._turn.wait_for(lambda: False)
         finally:
             with self._turn:
                 self._pass()
@@ -171,18 +180,23 @@ class Preemption:
                 self._watched.interrupted()
             os._exit(INTERRUPTED)
         if not self._asked.is_set():
-            tell(f"\n{signal.Signals(number).name}: leaving after this step\n")
-            if self._peers.count > 1:
-                with contextlib.suppress(RuntimeError):  # another one did
-                    self._peers.post(_NOTICE, 0, self._peers.number)
-            self._asked.set()
+            self._request(signal.Signals(number).name)
+
+    def _request(self, why: str) -> None:
+        tell(f"\n{why}: leaving after this step\n")
+        self.why = why
+        if self._peers.count > 1:
+            with contextlib.suppress(RuntimeError):  # another one did
+                self._peers.post(_NOTICE, 0, f"process {self._peers.number}: {why}")
+        self._asked.set()
 
     def _listen_to_peers(self) -> None:
         """Hear of a signal to another process."""
         with contextlib.suppress(RuntimeError):  # a peer was lost, and the watchdog ends this one
-            while not self._asked.wait(LOOKS) and self._peers.posted(_NOTICE, 0) is None:
-                pass
-            self._asked.set()
+            while not self._asked.wait(LOOKS):
+                if why := self._peers.posted(_NOTICE, 0):
+                    self.why = self.why or why
+                    self._asked.set()
 
     def _follow(self) -> None:
         """From a signal to the end."""

@@ -37,6 +37,8 @@ USED = {
 MATTER = {"secrets", "accelerator", "bucket", "volumes"}
 """Facts whose absence would change the run."""
 
+SHARE = 0.9
+"""Share of the cluster's grace that a process may use."""
 NODES_OWN = "/tmp", "/var/tmp", "/dev/shm", "/run"
 """Folders that each node has for itself (Filesystem Hierarchy Standard 3.0)."""
 
@@ -282,6 +284,12 @@ def with_cache(cfg: "Config", cluster: ClusterConfig) -> "Config":
     )
     run = cfg.run.model_copy(update={"compilation_cache": folder})
     return cfg.model_copy(update={"run": run})
+
+
+def with_grace(cfg: "Config", cluster: ClusterConfig) -> "Config":
+    """The configuration by which a process has left before the cluster kills it."""
+    faults = cfg.faults.model_copy(update={"grace": SHARE * cluster.grace})
+    return cfg.model_copy(update={"faults": faults})
 
 
 def warn_of_changes(job: Job, target: str) -> None:

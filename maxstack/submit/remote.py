@@ -26,7 +26,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     from maxstack.submit import job as jobs
 
     cluster = read_cluster(args)
-    cfg = jobs.with_cache(cfg, cluster)
+    cfg = jobs.with_grace(jobs.with_cache(cfg, cluster), cluster)
     job, estimate = jobs.checked(name, cfg, cluster, args.force)
     submission = {"xpk": xpk, "gke": gke, "slurm": slurm}[args.target].submission(job)
     words, text, commands = submission

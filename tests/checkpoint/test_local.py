@@ -14,7 +14,8 @@ class Two:
         self.theirs = {}
 
     def exchange(self, topic, value):
-        return json.loads(json.dumps([value, self.theirs if topic == "local steps" else value]))
+        theirs = [self.theirs, ""] if topic == "local steps" else value
+        return json.loads(json.dumps([value, theirs]))
 
 
 def test_what_is_older_than_all_whole_steps_that_stay_goes(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@ is full."""
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gc
 import json
@@ -267,6 +268,31 @@ def test_a_manifest_that_is_damaged_itself_is_damage(saved):
         assert [
             line.startswith(str(folder / manifest.NAME)) for line in manifest.damages(folder)
         ] == [True]
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_a_disk_that_fails_condemns_no_step(saved, monkeypatch, passes):
+    opened, states, folder, said = saved
+    plain, failures = manifest._entry, []
+
+    def entry(path):
+        if path == largest(folder / "3") and not (passes and failures):
+            failures.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return plain(path)
+
+    monkeypatch.setattr(manifest, "_entry", entry)
+    monkeypatch.setenv("MAXSTACK_RETRY_SECONDS", "60" if passes else "0")
+    saves, feed, _ = opened()
+    if passes:
+        assert int(saves.restore(feed).step) == 3
+    else:
+        with pytest.raises(manifest.Unreadable, match="Input/output error; nothing was moved"):
+            saves.restore(feed)
+    assert failures and saves.steps() == [1, 2, 3]
+    assert [path.name for path in folder.parent.iterdir() if path.name != "saved.json"] == [
+        "checkpoints"
+    ]
 
 
 def test_the_newest_the_multiples_and_the_best_stay():

@@ -160,7 +160,7 @@ def test_a_dry_run_writes_all_that_a_cluster_would_get_to_be_read(
         files.keys() == {"run.yml", "submit.sh", *filter(None, [file])}
         and "# stop: " in files["submit.sh"]
     )
-    assert load(out / "run.yml") == load(path, ["run.output_dir=/gcs/runs"])
+    assert load(out / "run.yml") == load(path, ["run.output_dir=/gcs/runs", "faults.grace=540"])
     given = stand_ins(
         tmp_path / "bin",
         {name: 'cat "${@: -1}" > given || echo "$*" > given' for name in ("kubectl", "sbatch")}
