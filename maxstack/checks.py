@@ -2,7 +2,8 @@
 processes' speeds."""
 
 from maxstack.cluster.peers import Peers
-from maxstack.faults.replicas import Corruption, Recompute, Replicas
+from maxstack.errors import ConfigError
+from maxstack.faults.replicas import Corruption, Recompute, Replicas, sizes, suspected
 from maxstack.faults.stragglers import Stragglers
 from maxstack.meter import Meter
 from maxstack.report.log import Log
@@ -11,19 +12,33 @@ from maxstack.run import Run, State
 
 
 class Checks:
-    """Comparisons between two steps, in all processes at the same one, for a run with
-    faults.check_every on several devices. The constructor compiles small programs."""
+    """Comparisons between two steps, in all processes at the same one, for a run on several
+    devices. The constructor compiles small programs."""
 
     def __init__(self, run: Run, meter: Meter, log: Log, writer: Writer):
         cfg = run.cfg.faults
         self._meter, self._log, self._writer = meter, log, writer
-        replicas = Replicas(run.abstract, run.mesh)
-        log.say(replicas.describe(cfg.check_every))
-        self._corruption = Corruption(replicas, cfg.check_every, log.say)
-        self._stragglers = Stragglers(cfg.slow, cfg.check_every, Peers())
+        self._every = cfg.check_every
+        self._replicas = replicas = Replicas(run.abstract, run.mesh)
+        if self._every:
+            log.say(replicas.describe(self._every))
+        self._corruption = Corruption(replicas, self._every, log.say)
+        self._stragglers = Stragglers(cfg.slow, self._every, Peers())
+
+    def begin(self, state: State) -> None:
+        """ConfigError where the copies that several processes begin with are not alike."""
+        differences = self._replicas.compare(self._replicas.hashes(state))
+        if differences and Peers().count > 1:
+            raise ConfigError(
+                f"the processes begin with other states: {sizes(differences)} of "
+                f"{self._replicas.named(suspected(differences))}; what they read (model.from, a "
+                "checkpoint, an adapter) is not the same on all hosts"
+            )
 
     def due(self, step: int, saving: bool) -> bool:
         """True where anything is to be compared after a step, which is to be saved or not."""
+        if not self._every:
+            return False
         return self._corruption.due(step, saving) or self._stragglers.due(step)
 
     def compare(self, step: int, state: State, saving: bool) -> Recompute | None:

@@ -132,7 +132,7 @@ def train(
     import jax
     from jax.profiler import TraceAnnotation
 
-    from maxstack import startup
+    from maxstack import alike, startup
     from maxstack.checks import Checks
     from maxstack.cluster import joining
     from maxstack.evals.evaluation import StopEarly
@@ -148,7 +148,7 @@ def train(
     from maxstack.run import assemble
     from maxstack.shaped import ShapedSteps
 
-    joining.join(cfg)
+    joining.join(cfg, alike.facts)
     in_this_thread = _is_program and _on_one_cpu_device(cfg) and memory.run_in_this_thread()
     heart = startup.watched(cfg, ending, _is_program)
     keep_programs(cfg.run.compilation_cache, named=cfg.train.profile is not None)
@@ -218,8 +218,10 @@ def train(
         # what compiling frees is not worth keeping
         memory.keep_freed(shaped.step.memory_analysis().temp_size_in_bytes)
 
-    several = cfg.faults.check_every and run.mesh.size > 1
-    checks = Checks(run, meter, log, writer) if several else None
+    compares = cfg.faults.check_every or jax.process_count() > 1
+    checks = Checks(run, meter, log, writer) if compares and run.mesh.size > 1 else None
+    if checks:
+        checks.begin(state)
     tracer = Tracer(shaped, folder, log)
     ending.callback(tracer.close)
 

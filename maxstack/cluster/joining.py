@@ -4,8 +4,9 @@ import glob
 import os
 import platform
 import resource
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from maxstack.cluster import environment, pathways
 from maxstack.cluster.roll_call import Card, Missing, bind_address, roll_call
@@ -29,10 +30,11 @@ several places."""
 PACKAGES = ("maxstack", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
-def join(cfg: "Config") -> None:
+def join(cfg: "Config", alike: Callable[["Config"], dict[str, Any]] = lambda cfg: {}) -> None:
     """Meet the other processes, and let jax join them; where there are watchdogs, these decide
-    which process is lost, and not jax. Nothing where this process is alone. ConfigError, or
-    Missing, which ends the process so that a supervisor tries again."""
+    which process is lost, and not jax. `alike`: more that must be the same in all. Nothing where
+    this process is alone. ConfigError, or Missing, which ends the process so that a supervisor
+    tries again."""
     if cfg.runtime == "pathways":
         return pathways.initialize()
     if (own := member(cfg)) is None:
@@ -46,7 +48,7 @@ def join(cfg: "Config") -> None:
         own.process,
         own.processes,
         platform.node(),
-        {"packages": packages, "configuration": settings},
+        {"packages": packages, "configuration": settings, **alike(cfg)},
     )
     allow_connections(own.processes)
     wait = seconds_to_wait()

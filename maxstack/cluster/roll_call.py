@@ -169,7 +169,8 @@ class _Caller:
             )
             return (
                 f"distributed: process 0 on {own.host} and process {card.process} on {card.host} "
-                f"were started otherwise: {pairs}; give all the same configuration and packages"
+                f"were started otherwise: {pairs}; give all the same configuration, "
+                "packages, files and settings"
             )
         return None
 

@@ -195,7 +195,7 @@ class Corruption:
         return None
 
     def _recompute(self, step: int, hashes: np.ndarray, differences: list[Difference]) -> Recompute:
-        text = f"step {step}: SILENT DATA CORRUPTION in {_sizes(differences)}"
+        text = f"step {step}: SILENT DATA CORRUPTION in {sizes(differences)}"
         self._faults += 1
         if self._faults > MOST:
             raise ConfigError(
@@ -207,7 +207,7 @@ class Corruption:
         if _certain(differences):
             which = "not as most replicas"
         self._say(
-            f"{text}: {self._replicas.named(_suspects(differences))}: {which}; the steps since the "
+            f"{text}: {self._replicas.named(suspected(differences))}: {which}; the steps since the "
             "last checkpoint are computed again"
         )
         self._suspected = step, hashes
@@ -217,7 +217,7 @@ class Corruption:
         """The devices that had a passing fault: those outvoted; of suspects that are equally many,
         those whose hash is another one now."""
         differences = self._replicas.compare(before)
-        suspects = _suspects(differences)
+        suspects = suspected(differences)
         if _certain(differences):
             return f"of {self._replicas.named(suspects)}"
         guilty = suspects & _changed(differences, before, after)
@@ -234,15 +234,15 @@ class Corruption:
         """The error about a fault that stays; `after`: the hashes where the steps were computed up
         to the same one as before."""
         first = self._replicas.compare(before)
-        both = _suspects(first) & _suspects(differences)
+        both = suspected(first) & suspected(differences)
         text = (
             "silent data corruption, and again after computing the steps again, in "
-            f"{_sizes(differences)}"
+            f"{sizes(differences)}"
         )
         if not both:
             return (
-                f"{text}: {self._replicas.named(_suspects(first))} before, "
-                f"{self._replicas.named(_suspects(differences))} now, so it is not one device's; "
+                f"{text}: {self._replicas.named(suspected(first))} before, "
+                f"{self._replicas.named(suspected(differences))} now, so it is not one device's; "
                 "test these, or set faults.check_every=0 where the program itself is not "
                 "deterministic (on a GPU see xla.flags.xla_gpu_deterministic_ops)"
             )
@@ -255,7 +255,8 @@ class Corruption:
         )
 
 
-def _sizes(differences: list[Difference]) -> str:
+def sizes(differences: list[Difference]) -> str:
+    """Bytes and names of the parts that differ."""
     parts = {difference.column: difference.part for difference in differences}
     return " and ".join(f"{_mib(part.bytes)} of {part.name}" for part in parts.values())
 
@@ -323,7 +324,7 @@ def _outvoted(differences: list[Difference]) -> set[int]:
     return {device for difference in differences for device in difference.outvoted()}
 
 
-def _suspects(differences: list[Difference]) -> set[int]:
+def suspected(differences: list[Difference]) -> set[int]:
     """The fewest devices that explain the differences: the outvoted ones, and where no other copies
     are in the majority, all that are left."""
     suspects = outvoted = _outvoted(differences)
@@ -338,7 +339,7 @@ def _suspects(differences: list[Difference]) -> set[int]:
 
 def _certain(differences: list[Difference]) -> bool:
     """True where a majority names every suspect."""
-    return _suspects(differences) == _outvoted(differences)
+    return suspected(differences) == _outvoted(differences)
 
 
 def _changed(differences: list[Difference], before: np.ndarray, after: np.ndarray) -> set[int]:

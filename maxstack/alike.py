@@ -1,0 +1,104 @@
+"""Facts about a process that must be the same in all of a run, for the roll call: hosts that see
+other files under the same path would train on, each on its own."""
+
+import glob
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from maxstack.data.files import matched
+from maxstack.errors import DataError
+from maxstack.schema.data import Files
+
+if TYPE_CHECKING:
+    from maxstack.schema.config import Config
+
+PLACES = {"run", "distributed", "checkpoint"}
+"""Sections whose paths are where a run writes."""
+SAMPLED, PIECE = 128, 1 << 16
+"""Files of a set whose bytes are looked at, and how many at the begin, in the middle and at the end
+of each; of all others the names and sizes."""
+CALL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+FREE = re.compile(
+    "cache|debug|dump|log|pprint|profil|traceback|visible_devices|cross_host|timeout|num_cpu_devices"
+)
+"""Settings of jax that change no value, or are each process's own."""
+
+
+def facts(cfg: "Config") -> dict[str, Any]:
+    """Plain data: digests of maxstack's code, of functions' modules and of files that the
+    configuration names, and jax's settings."""
+    import jax
+
+    settings = {
+        name: str(value)
+        for name, value in sorted(jax.config.values.items())
+        if not FREE.search(name)
+    }
+    return {
+        "code": {"maxstack": _digest(Path(__file__).parent, "**/*.py", 10_000)},
+        "jax": settings,
+        "content": dict(_content(cfg.model_dump(mode="json", exclude=PLACES), cfg)),
+    }
+
+
+def _content(value: Any, section: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Key of the configuration -> digest of what its value names."""
+    if isinstance(section, Files):
+        try:
+            files = [(file.key, Path(file.path)) for file in matched(section) if not file.version]
+            yield f"{key}.files", _digest_of(files)
+        except (DataError, OSError) as error:  # told once all are there
+            yield f"{key}.files", str(error)
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            below = section.get(name) if isinstance(section, dict) else getattr(section, name, None)
+            yield from _content(inner, below, f"{key}.{name}".removeprefix("."))
+    elif isinstance(value, list):
+        for number, (inner, below) in enumerate(zip(value, section or value, strict=False)):
+            yield from _content(inner, below, f"{key}.{number}")
+    elif isinstance(value, str) and not key.rpartition(".")[0].endswith(".files"):
+        yield from ((key, found) for found in _named(value))
+
+
+def _named(value: str) -> Iterator[str]:
+    """The digest of the file, folder or module that a value names; nothing where it names none."""
+    if CALL.fullmatch(value):
+        try:
+            found = importlib.util.find_spec(value.partition(":")[0])
+        except (ImportError, ValueError):
+            found = None
+        if found and found.origin and os.path.isfile(found.origin):
+            yield _digest_of([(found.name, Path(found.origin))])
+    elif os.sep in value and (path := Path(value).expanduser()).exists():
+        is_run = (path / "checkpoints").is_dir()
+        yield _digest(path, "checkpoints/*/manifest.json" if is_run else "*")
+
+
+def _digest(path: Path, pattern: str, sampled: int = SAMPLED) -> str:
+    """That of a file, or of the files of a folder that match."""
+    if path.is_file():
+        return _digest_of([(path.name, path)])
+    found = map(Path, glob.glob(f"{glob.escape(f'{path}')}/{pattern}", recursive=True))
+    return _digest_of([(f"{p.relative_to(path)}", p) for p in found if p.is_file()], sampled)
+
+
+def _digest_of(files: Sequence[tuple[str, Path]], sampled: int = SAMPLED) -> str:
+    """How many files, their bytes, and a digest of names, sizes and samples of the content, equal
+    for equal files wherever they lie."""
+    found, total = xxhash.xxh3_128(), 0
+    entries = sorted((name, path, path.stat().st_size) for name, path in files)
+    for number, (name, path, size) in enumerate(entries):
+        found.update(f"{name}\0{size}\0".encode())
+        total += size
+        if number % -(-len(entries) // sampled) == 0:
+            with path.open("rb") as file:
+                for at in sorted({0, max(0, size // 2 - PIECE), max(0, size - PIECE)}):
+                    file.seek(at)
+                    found.update(file.read(PIECE))
+    return f"{len(entries)} files of {total:,} bytes, {found.hexdigest()[:16]}"

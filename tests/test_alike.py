@@ -1,0 +1,76 @@
+"""Hosts that see other content under the same path, played by one that changes it."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+
+from maxstack import alike
+from maxstack.config import difference
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A configuration whose files lie on this host."""
+    monkeypatch.syspath_prepend(f"{tmp_path}")
+    (tmp_path / "own_reward.py").write_text("def score(answer):\n    return 1.0\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(bytes(1_000_000))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n")
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    source = {"kind": "jsonl", "files": [f"{tmp_path}/*.jsonl"], "name": "own_reward:score"}
+    return tiny.config(
+        model={"weights": f"{tmp_path}/model"},
+        data={"sources": [source], "template": f"{tmp_path}/template.jinja"},
+    )
+
+
+def other(file, old, new):
+    def change(folder):
+        content = (folder / file).read_bytes()
+        assert old in content and len(old) == len(new)
+        (folder / file).write_bytes(content.replace(old, new, 1))
+
+    return change
+
+
+CHANGES = {
+    "content.data.sources.0.files": other("a.jsonl", b"one", b"two"),
+    "content.model.weights": other("model/model.safetensors", bytes(9), b"otherbits"),
+    "content.data.template": other("template.jinja", b"{{", b"{%"),
+    "content.data.sources.0.name": other("own_reward.py", b"1.0", b"2.0"),
+    "jax.jax_threefry_partitionable": lambda _: jax.config.update(
+        "jax_threefry_partitionable", not jax.config.jax_threefry_partitionable
+    ),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_what_another_host_has_otherwise_is_named_by_its_key(host, tmp_path, key):
+    before, setting = alike.facts(host), jax.config.jax_threefry_partitionable
+    try:
+        CHANGES[key](tmp_path)
+        assert [name for name, *_ in difference(before, alike.facts(host))] == [key]
+    finally:
+        jax.config.update("jax_threefry_partitionable", setting)
+
+
+def test_copies_of_another_time_are_the_same(host, tmp_path):
+    before = alike.facts(host)
+    for path in tmp_path.rglob("*"):
+        os.utime(path, (1.0, 1.0))
+    assert alike.facts(host) == before
+
+
+def test_another_copy_of_our_code_is_another(host, tmp_path, monkeypatch):
+    made = tmp_path / "maxstack" / "alike.py"
+    made.parent.mkdir()
+    for text in ("x = 1", "x = 2"):
+        made.write_text(text)
+        monkeypatch.setattr(alike, "__file__", f"{made}")
+        (tmp_path / text[-1]).write_text(alike.facts(host)["code"]["maxstack"])
+    assert Path(tmp_path / "1").read_text() != Path(tmp_path / "2").read_text()
