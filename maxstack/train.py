@@ -136,7 +136,7 @@ def train(
     from maxstack.checks import Checks
     from maxstack.cluster import joining
     from maxstack.evals.evaluation import StopEarly
-    from maxstack.faults.policy import Policy, refusal
+    from maxstack.faults.policy import NOT_FINITE, Policy, refusal
     from maxstack.hardware.compiling import keep_programs
     from maxstack.meter import Meter
     from maxstack.profile.tracer import Tracer
@@ -225,11 +225,15 @@ def train(
     tracer = Tracer(shaped, folder, log)
     ending.callback(tracer.close)
 
+    odd = False  # an update was refused, and the copies are to be compared
+
     def report(row: dict[str, Any] | None) -> "Rewind | None":
         """Write a step's row -> where the policy for faults goes back to. ConfigError where it ends
         the run."""
+        nonlocal odd
         if row is None:
             return None
+        odd = odd or (row["skipped"] == NOT_FINITE and row["refused"] == 1)
         seconds = row["step_seconds"]
         ledger.step(row["step"], seconds, row["data_wait"] * seconds, counts=not row["skipped"])
         writer.write(row)
@@ -304,7 +308,9 @@ def train(
         owed = bool(evaluator) and (done or step % cfg.eval.every == 0)
         evaluate = owed and not preempted
         save = saves and saves.due(step, done or preempted)
-        compare = checks and checks.due(step, bool(save))
+        # one replica's memory may be the only place with a value that is not finite
+        checked = bool(save) or odd
+        compare = checks and checks.due(step, checked)
         reshapes = not done and steps.changes(step + 1)
         traced = traced or (tracer.tracing and (done or preempted or reshapes))
         waits = evaluate or save or compare or traced or reshapes or done or preempted
@@ -312,7 +318,8 @@ def train(
             back = report(meter.flush()) or back
         if checks and compare and not back:
             with ledger.spent("check"):
-                back = checks.compare(step, state, bool(save))
+                back = checks.compare(step, state, checked)
+            odd = False
         if back:
             meter.drop()
             tracer.drop()

@@ -312,6 +312,40 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
     ShapedSteps._compiled = both
 
 
+def spoil(step: int, replica: int, leaf: int) -> None:
+    """NaN in the memory of one replica (by its place on the axis `data`), in a weight, before the
+    update of this step, once."""
+    import jax
+    import jax.numpy as jnp
+
+    from maxstack.shaped import ShapedSteps
+
+    compiled, done = ShapedSteps._compiled, [False]
+
+    def spoiled(array: Any, device: Any) -> Any:
+        parts = [
+            (jnp.full_like(shard.data, jnp.nan) if shard.device == device else shard.data)
+            for shard in array.addressable_shards
+        ]
+        return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+    def updating(steps: Any, shape: tuple[int, int]) -> Any:
+        shaped = compiled(steps, shape)
+
+        def call(state: Any, batch: Any) -> Any:
+            if int(state.step) + 1 == step and not done[0]:
+                done[0] = True
+                leaves, tree = jax.tree.flatten(state.params)
+                at, device = leaf % len(leaves), shaped.run.mesh.devices.flat[replica]
+                leaves[at] = spoiled(leaves[at], device)
+                state = state._replace(params=jax.tree.unflatten(tree, leaves))
+            return shaped.step(state, batch)
+
+        return shaped._replace(step=_Called(shaped.step, call))
+
+    ShapedSteps._compiled = updating
+
+
 def learning(phase: str, updates: int, after: int) -> None:
     """SIGKILL in a run that learns from its own samples, after so many updates of this process the
     so manieth time that it is in one of LEARNING."""
@@ -362,6 +396,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "hang": hang,
     "stand": stand,
     "flip": flip,
+    "spoil": spoil,
     "learning": learning,
     "hold": hold,
 }

@@ -104,14 +104,19 @@ def _written(folder: Path, kind: str, texts: list[str], bad: int, empty: bool) -
 
 def flipped(folder: Path, count: int, dice: random.Random) -> Outcome:
     """14: any bit of any gradient, where one of four replicas, in 1, 2 or 4 processes, computes
-    its update: once, or each time that this batch is computed. A flip that leaves no trace in the
-    state, as in a gradient of zero, is no fault."""
+    its update: once, or each time that this batch is computed; and NaN in the memory of one, in a
+    run that compares on demand alone. A flip that leaves no trace in the state, as in a gradient
+    of zero, is no fault."""
     found, turn = outcome(folder), 0
     config = across(folder, mesh={"data": 4}, checkpoint={"every": 4}, faults={"check_every": 3})
     while found.injected < count:
         number, turn = found.injected, turn + 1
-        name, often, who = f"run-{turn}", ("once", "always")[number % 2], dice.randrange(4)
-        many = (1, 2, 4)[number // 2 % 3] if count > 2 else 1
+        name, often, who = (
+            f"run-{turn}",
+            ("once", "always", "memory")[number % 3],
+            dice.randrange(4),
+        )
+        many = (1, 2, 4)[number // 3 % 3] if count > 3 else 1
         each = 4 // many
         fault = {
             "kind": "flip",
@@ -122,6 +127,8 @@ def flipped(folder: Path, count: int, dice: random.Random) -> Outcome:
             "element": dice.randrange(1 << 20),
             "bit": dice.randrange(8, 31),
         }
+        if often == "memory":
+            fault = {"kind": "spoil"} | {key: fault[key] for key in ("step", "replica", "leaf")}
         with Started(config, name, count=many, each=each, fault=fault) as started:
             codes, output = started.wait(), started.output()
         base = baseline(config, count=many, each=each)
@@ -137,11 +144,11 @@ def flipped(folder: Path, count: int, dice: random.Random) -> Outcome:
         words = [
             "SILENT DATA CORRUPTION",
             guilty,
-            "a passing one" if often == "once" else "the fault stays",
+            "the fault stays" if often == "always" else "a passing one",
         ]
         wrong = [f"the log does not say {word}" for word in words if word not in output]
         wrong += [f"exit {codes}: {output[-1500:]}"] * (
-            codes != [0 if often == "once" else 1] * many or "Traceback" in output
+            codes != [1 if often == "always" else 0] * many or "Traceback" in output
         )
         if often == "always" and not wrong:
             complete(config, name, count=many, each=each)
