@@ -1,15 +1,15 @@
 """Text files that grow by whole lines, on disks that may be full: lines that cannot be written are
 reported once, kept, and written later."""
 
-import contextlib
 import errno
-import json
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from maxstack.report import strict_json
 
 TAIL = 1 << 16
 """Bytes at the end of a file that hold a row."""
@@ -49,10 +49,7 @@ def newest(path: Path, tail: int = TAIL) -> Iterator[dict[str, Any]]:
             lines = file.read().splitlines()
     except OSError:
         return
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            if isinstance(row := json.loads(line), dict):
-                yield row
+    yield from filter(None, map(strict_json.read, reversed(lines)))
 
 
 def _append(path: Path, data: bytes) -> None:
