@@ -72,6 +72,7 @@ class TensorBoard:
     """Event files in tensorboard/ of the run's folder. A mark before a step that is done again lets
     TensorBoard drop what older files hold from there on.
 
+    It reads them in the order of their names, so a new one's comes last, wherever the clock is.
     tensorboardX makes the events; its own writer keeps them from a thread that ends at a full disk.
     """
 
@@ -89,7 +90,9 @@ class TensorBoard:
         self._checksum = record_writer.masked_crc32c
         board = folder / "tensorboard"
         board.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}"
+        seconds = re.findall(r"tfevents\.(\d{10})\.", " ".join(os.listdir(board)))
+        number = max(int(time.time()), *(int(older) + 1 for older in ("0", *seconds)))
+        name = f"events.out.tfevents.{number:010}.{socket.gethostname()}"
         self._file = Appender(board / name, lines=False)
         self._add(0, file_version="brain.Event:2")
         self._last: int | None = None

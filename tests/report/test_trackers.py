@@ -404,6 +404,33 @@ def test_tensorboard_has_all_steps_of_a_run_whose_disk_was_full(tmp_path):
     assert done.stderr.count(f"{file}: ") == 1 and "the run goes on" in done.stderr
 
 
+def test_an_event_files_name_follows_those_before_wherever_the_clock_is(tmp_path, monkeypatch):
+    names = []
+    for now in (2e9, 2e9, 1.7e9, 2.1e9):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        Trackers(tmp_path, configured("tensorboard")).close()
+        names += {path.name for path in (tmp_path / "tensorboard").iterdir()} - {*names}
+    assert names == sorted(names) and len(names) == 4 and all("tfevents" in name for name in names)
+
+
+@needs("tensorboard")
+@pytest.mark.slow
+def test_tensorboard_shows_every_step_of_a_run_whose_clock_was_set_back(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for now, begin in ((2e9, 0), (1.9e9, 150), (1.9e9, 300)):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        writer = Writer(tmp_path, True, Trackers(tmp_path, configured("tensorboard")), begin)
+        for step in range(begin + 1, begin + 201):
+            writer.write({"step": step, "loss": begin + step})
+        writer.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0}).Reload()
+    found = {event.step: event.value for event in board.Scalars("train/loss")}
+    assert found == {step: step + 150 * ((step - 1) // 150) for step in range(1, 451)} | {
+        step: step + 300 for step in range(451, 501)
+    }
+
+
 def test_a_tracker_that_cannot_start_is_a_mistake_of_the_configuration(tmp_path, monkeypatch):
     def refuse(folder, cfg):
         raise RuntimeError("no key")
