@@ -14,6 +14,7 @@ import queue
 import re
 import secrets
 import socket
+import sqlite3
 import struct
 import sys
 import threading
@@ -215,6 +216,8 @@ class MLflow:
             own = (folder / "mlflow").resolve()
             own.mkdir(exist_ok=True)
             uri, place = f"sqlite:///{own / 'mlflow.db'}", own.as_uri()
+            if (own / "mlflow.db").exists():
+                _correct_places(own / "mlflow.db", place)
         client = self._client = mlflow.MlflowClient(uri)
         self._metric = mlflow.entities.Metric
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -347,6 +350,7 @@ class Trackers:
     def __init__(self, folder: Path, cfg: "Config"):
         """ConfigError where one cannot start that the run did not have before."""
         self._folder, self._feeders = folder, list[_Feeder]()
+        _claim(folder)
         kept = _kept(folder)
         self.cut_short = bool(kept.get("open"))
         """Those of the process before were not closed, and may have lost what they kept back."""
@@ -407,6 +411,41 @@ def _id(folder: Path, name: str, make: Callable[[], str] = lambda: secrets.token
     if name not in _kept(folder):
         _keep(folder, **{name: make()})
     return _kept(folder)[name]
+
+
+def _claim(folder: Path) -> None:
+    """Note whose the ids are. A copy of a folder that still has them gets new ones; a folder that
+    was moved takes them along."""
+    kept, own = _kept(folder), folder.resolve()
+    other, ids = Path(kept.get("run", own)), kept.keys() & TRACKERS
+    try:
+        is_copy = not other.samefile(own) and any(_kept(other).get(n) == kept[n] for n in ids)
+    except (FileNotFoundError, NotADirectoryError):
+        is_copy = False
+    except OSError:  # somebody else's
+        is_copy = True
+    if is_copy:
+        print(
+            f"run.trackers: {folder} is a copy of {other}, which goes on in its runs of "
+            f"{', '.join(sorted(ids))}; this one begins its own",
+            file=sys.stderr,
+        )
+        (folder / KEPT).unlink()
+    _keep(folder, run=str(own))
+
+
+def _correct_places(database: Path, place: str) -> None:
+    """Let MLflow's database name the files that lie beside it, in a folder moved or copied."""
+    beside = "artifact_location LIKE 'file://%/mlflow'"
+    with contextlib.closing(sqlite3.connect(database, timeout=PATIENCE)) as opened, opened:
+        opened.execute(
+            "UPDATE runs SET artifact_uri = ? || substr(artifact_uri, 1 + length((SELECT "
+            "artifact_location FROM experiments AS e WHERE e.experiment_id = runs.experiment_id "
+            f"AND {beside}))) WHERE experiment_id IN (SELECT experiment_id FROM experiments WHERE "
+            f"{beside})",
+            [place],
+        )
+        opened.execute(f"UPDATE experiments SET artifact_location = ? WHERE {beside}", [place])
 
 
 def _kept(folder: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import collections
 import importlib.util
 import json
 import math
+import shutil
 import signal
 import sqlite3
 import struct
@@ -429,6 +430,85 @@ def test_tensorboard_shows_every_step_of_a_run_whose_clock_was_set_back(tmp_path
     assert found == {step: step + 150 * ((step - 1) // 150) for step in range(1, 451)} | {
         step: step + 300 for step in range(451, 501)
     }
+
+
+def ids(folder):
+    """The ids that a run's folder keeps."""
+    return {name: json.loads((folder / trackers.KEPT).read_text()).get(name) for name in TRACKERS}
+
+
+def test_a_copied_folder_begins_runs_of_its_own_and_says_so(tmp_path, stuck, capsys):
+    stuck.setattr(Stuck, "at", "")
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    first.mkdir()
+    Trackers(first, configured("mlflow")).close()
+    shutil.copytree(first, copy)
+    before = ids(first)
+    for folder in (first, copy, copy):
+        Trackers(folder, configured("mlflow")).close()
+    assert ids(first) == before and ids(copy)["mlflow"] not in (None, before["mlflow"])
+    assert capsys.readouterr().err == (
+        f"run.trackers: {copy} is a copy of {first}, which goes on in its runs of mlflow; this one "
+        "begins its own\n"
+    )
+
+
+def test_a_moved_folder_goes_on_in_its_runs(tmp_path, stuck, capsys):
+    stuck.setattr(Stuck, "at", "")
+    first, moved, link = tmp_path / "first", tmp_path / "moved", tmp_path / "link"
+    first.mkdir()
+    Trackers(first, configured("mlflow")).close()
+    before = ids(first)
+    first.rename(moved)
+    link.symlink_to(moved)
+    for folder in (moved, link):
+        Trackers(folder, configured("mlflow")).close()
+    assert ids(moved) == before and not capsys.readouterr().err
+
+
+MLFLOW = """
+import sys
+from pathlib import Path
+from maxstack.load import load
+from maxstack.report.trackers import Trackers
+folder = Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+tracked = Trackers(folder, load("quickstart", ["run.trackers=[mlflow]"]))
+tracked.add("texts", int(sys.argv[2]), "samples", ["text"])
+tracked.add("scalars", int(sys.argv[2]), {"loss": 0.5})
+tracked.close()
+"""
+
+
+@needs("mlflow", "sqlalchemy", "alembic")
+@pytest.mark.slow
+def test_mlflow_writes_the_files_of_a_copied_and_of_a_moved_folder_into_it(tmp_path):
+    from mlflow import MlflowClient
+
+    def write(name, step):
+        words = [sys.executable, "-c", MLFLOW, str(tmp_path / name), str(step)]
+        subprocess.run(words, check=True, timeout=120)
+
+    write("first", 1)
+    shutil.copytree(tmp_path / "first", tmp_path / "copy")
+    write("copy", 2)
+    (tmp_path / "copy").rename(tmp_path / "moved")
+    write("moved", 3)
+    moved, first = (
+        sorted(path.name for path in (tmp_path / name).rglob("*.txt"))
+        for name in ("moved", "first")
+    )
+    assert not (tmp_path / "copy").exists() and first == ["00000001.txt"]
+    assert moved == [f"0000000{step}.txt" for step in (1, 2, 3)]
+    client = MlflowClient(f"sqlite:///{tmp_path / 'moved' / 'mlflow' / 'mlflow.db'}")
+    found = client.search_runs([client.get_experiment_by_name("maxstack").experiment_id])
+    steps = [
+        [point.step for point in client.get_metric_history(run.info.run_id, "loss")]
+        for run in found
+    ]
+    assert sorted(steps) == [[1], [2, 3]]
+    for run in found:
+        assert client.list_artifacts(run.info.run_id, "samples")
 
 
 def test_a_tracker_that_cannot_start_is_a_mistake_of_the_configuration(tmp_path, monkeypatch):
