@@ -56,6 +56,11 @@ def program(argv: Sequence[str]) -> int:
     supervise.follow_parent()
     try:
         code = main(argv)
+    except KeyboardInterrupt:
+        from maxstack.faults.preemption import INTERRUPTED
+
+        _end_anyway(INTERRUPTED, GRACE)
+        raise
     except Exception as error:
         explained = (
             hasattr(error, "exit_code") or isinstance(error, BrokenPipeError) or cli.lasting(error)

@@ -22,6 +22,7 @@ import spiked
 from maxstack import cli, load, train
 from maxstack.cluster.exit_codes import RETRY
 from maxstack.errors import ConfigError, installing
+from maxstack.faults.preemption import INTERRUPTED
 from maxstack.report import trackers
 from maxstack.report.metrics import Writer
 from maxstack.report.trackers import TRACKERS, Trackers
@@ -309,19 +310,22 @@ def main(argv):
     cfg = types.SimpleNamespace(run=types.SimpleNamespace(trackers=["mlflow"]))
     trackers.Trackers(Path(sys.argv[1]), cfg).close()
     print("done")
-    return 42
+    if sys.argv[2] == "130":
+        raise KeyboardInterrupt
+    return int(sys.argv[2])
 
-train.main = main
+train.main, train.GRACE = main, 1.0
 sys.exit(cli.run(train.program, []))
 """
 """A run with a stuck tracker whose package leaves a thread and a handler that never end."""
 
 
 @pytest.mark.slow
-def test_a_process_ends_although_a_trackers_package_holds_it(tmp_path):
-    words = [sys.executable, "-c", HELD, str(tmp_path)]
+@pytest.mark.parametrize("code", [RETRY, INTERRUPTED])
+def test_a_process_ends_although_a_trackers_package_holds_it(tmp_path, code):
+    words = [sys.executable, "-c", HELD, str(tmp_path), str(code)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (42, "done\n")
+    assert (done.returncode, done.stdout) == (code, "done\n")
 
 
 STUCK = """
