@@ -366,18 +366,21 @@ def test_a_run_goes_on_beside_a_stuck_tracker_and_saves_at_sigterm(tmp_path):
 
 
 FULL = """
-import resource, signal, sys
+import resource, signal, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 from maxstack.report.metrics import Writer
 from maxstack.report.trackers import Trackers
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 cfg = SimpleNamespace(run=SimpleNamespace(trackers=["tensorboard"]))
-writer = Writer(Path(sys.argv[1]), True, Trackers(Path(sys.argv[1]), cfg))
+tracked = Trackers(Path(sys.argv[1]), cfg)
+writer = Writer(Path(sys.argv[1]), True, tracked)
 for step in range(1, 201):
     if step == 100:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     if step == 190:
+        while tracked._feeders[0]._calls.qsize():
+            time.sleep(0.01)
         resource.setrlimit(resource.RLIMIT_FSIZE, [resource.RLIM_INFINITY] * 2)
     writer.write({"step": step, "loss": step / 2})
 writer.close()
