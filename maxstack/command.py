@@ -4,7 +4,6 @@ it. Imports only the standard library, so that `--help` is quick."""
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from maxstack.errors import ConfigError
+from maxstack.report import strict_json
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -233,4 +233,4 @@ def write(option: str, path: str, text: str) -> None:
 def write_json(path: str | None, figures: Any) -> None:
     """Write the file of JSON, if there is one."""
     if path:
-        write("--json", path, json.dumps(figures, indent=1) + "\n")
+        write("--json", path, strict_json.write(figures, indent=1) + "\n")

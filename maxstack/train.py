@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 GRACE = 5.0
 """Seconds that a process has to end after an error."""
+TRACKERS_GRACE = 1.0
+"""Those after a run in which a tracker failed."""
 OWED = "evaluation_owed"
 """The note of a checkpoint whose step was to be evaluated."""
 _is_program = False
@@ -52,17 +54,24 @@ def program(argv: Sequence[str]) -> int:
     trace_requests.listen()
     supervise.follow_parent()
     try:
-        return main(argv)
+        code = main(argv)
     except Exception as error:
         explained = (
             hasattr(error, "exit_code") or isinstance(error, BrokenPipeError) or cli.lasting(error)
         )
         code = 1 if cli.lasting(error) else getattr(error, "exit_code", CRASHED)
-        threading.Thread(target=_end_anyway, args=(code,), daemon=True).start()
+        _end_anyway(code, GRACE)
         if explained:
             raise
         traceback.print_exc()
         return code
+    import jax
+
+    from maxstack.report.trackers import FAULTY
+
+    if FAULTY:  # several processes wait for one another first
+        _end_anyway(code, TRACKERS_GRACE if jax.process_count() == 1 else GRACE)
+    return code
 
 
 @command(
@@ -374,12 +383,16 @@ def _close(*parts: "BatchFeed | Checkpoints | Writer | Log | None") -> None:
             part.close()
 
 
-def _end_anyway(code: int) -> None:
-    """End the process after GRACE seconds: a library may have left a thread behind that nobody
-    ends, as Orbax does where it cannot write."""
-    time.sleep(GRACE)
-    sys.stdout.flush()
-    os._exit(code)
+def _end_anyway(code: int, seconds: float) -> None:
+    """End the process after so many seconds: a library may have left a thread or a handler behind
+    that nobody ends, as Orbax does where it cannot write, and a tracker whose server is away."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        sys.stdout.flush()
+        os._exit(code)
+
+    threading.Thread(target=end, daemon=True).start()
 
 
 def _on_one_cpu_device(cfg: "Config") -> bool:

@@ -15,6 +15,8 @@ import yaml
 from flags import flags
 from forked import Forked
 
+from maxstack.report import strict_json
+
 TIMED = ("tokens_per_second", "step_seconds", "data_wait", "eval_seconds")
 SILENT = 120.0
 FLAGS = flags(xla_backend_optimization_level="1")
@@ -97,7 +99,8 @@ def rows(folder: Path, key: str = "loss") -> list[dict[str, Any]]:
     written."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [row for row in map(json.loads, lines) if key in row]
+    read = (strict_json.restore(json.loads(line)) for line in lines)
+    return [row for row in read if key in row]
 
 
 def numbers(folder: Path, key: str = "loss") -> dict[int, dict[str, Any]]:

@@ -36,7 +36,7 @@ LEVELS = (
     ("rollouts",),
     ("evals",),
     ("package",),
-    ("inference", "checks"),
+    ("inference", "checks", "alike"),
     ("starting_weights", "profile"),
     ("shaped",),
     ("meter", "plan"),

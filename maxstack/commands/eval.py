@@ -1,7 +1,6 @@
 """`maxstack eval`: what a model is worth, on held-out data or by tasks."""
 
 import contextlib
-import json
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from maxstack.command import (
     write_json,
 )
 from maxstack.errors import ConfigError
+from maxstack.report import strict_json
 
 if TYPE_CHECKING:
     from maxstack.evals.tasks import Results
@@ -140,7 +140,7 @@ def _by_tasks(args: Namespace) -> None:
         found, records = tasks.results(params, progress=True)
         check_finite(tasks.run, records)
         if args.out:
-            write("--out", args.out, "".join(json.dumps(each) + "\n" for each in records))
+            write("--out", args.out, "".join(strict_json.write(each) + "\n" for each in records))
     _print(found)
     facts = {"model": args.model, "length": tasks.scorer.length, "questions": tasks.sizes}
     write_json(args.json, {**facts, "tasks": found})

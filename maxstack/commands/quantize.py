@@ -2,7 +2,6 @@
 quantize show`: what a recipe takes."""
 
 import dataclasses
-import json
 import math
 import shlex
 import shutil
@@ -25,6 +24,7 @@ from maxstack.command import (
     model_overrides,
 )
 from maxstack.errors import ConfigError
+from maxstack.report import strict_json
 from maxstack.report.table import table
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def _finish(
     settings["run"] |= {"name": out.resolve().name, "output_dir": str(out.parent)}
     settings["model"]["weights"] = None
     settings["checkpoint"]["restore"] = str(out.resolve())
-    (out / "quantization.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / "quantization.json").write_text(strict_json.write(report, indent=1) + "\n")
     placeholder = "" if own else PLACEHOLDER
     (out / "config.yml").write_text(
         f"# Quantized by maxstack of {model}.\n{placeholder}{dump(settings)}"

@@ -6,6 +6,7 @@ from typing import Any
 
 from maxstack.config import storage
 from maxstack.errors import ConfigError
+from maxstack.report import strict_json
 
 
 class Unfinished:
@@ -37,9 +38,9 @@ class Unfinished:
 
     def append(self, key: tuple[int, int], row: dict[str, Any]) -> None:
         """Keep an answer."""
-        self.lines[key] = json.dumps(row, ensure_ascii=False)
+        self.lines[key] = strict_json.write(row, ensure_ascii=False)
         with self._unfinished.open("a", encoding="utf-8") as file:
-            file.write(json.dumps([key, row], ensure_ascii=False) + "\n")
+            file.write(f"[{json.dumps(key)}, {self.lines[key]}]\n")
 
     def write(self) -> None:
         """All answers in their order."""

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from maxstack.plan.program import parse
 from maxstack.profile import planes, saved
 from maxstack.profile.origins import Origin, Origins
 from maxstack.profile.timeline import BESIDE, OUTER, OWN, Run, Timeline, covered, shared, timeline
+from maxstack.report import strict_json
 
 BUFFERS = 8
 SMALL = 0.01
@@ -394,7 +394,7 @@ def _metrics(path: Path) -> Iterator[Mapping[str, Any]]:
     """Rows of metrics.jsonl, without a last one that is still being written."""
     if path.is_file():
         with path.open(encoding="utf-8") as lines:
-            yield from (json.loads(line) for line in lines if line.endswith("}\n"))
+            yield from filter(None, map(strict_json.read, lines))
 
 
 def _remarks(facts: saved.Facts, spent: _Spent, chip: Chip | None) -> Iterator[str]:

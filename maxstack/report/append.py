@@ -1,9 +1,7 @@
-"""Text files that grow by whole lines, on disks that may be full: lines that cannot be written are
+"""Files that grow by whole lines or records, on disks that may be full: what cannot be written is
 reported once, kept, and written later."""
 
-import contextlib
 import errno
-import json
 import os
 import sys
 import threading
@@ -11,23 +9,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from maxstack.report import strict_json
+
 TAIL = 1 << 16
 """Bytes at the end of a file that hold a row."""
 
 
 class Appender:
-    """Appends lines to a file. An unfinished line at its end is ended first."""
+    """Appends lines to a file, or records of any bytes. An unfinished line at its end is ended
+    first."""
 
-    def __init__(self, path: Path):
-        self._path, self._lock = path, threading.Lock()
+    def __init__(self, path: Path, *, lines: bool = True):
+        self._path, self._lines, self._lock = path, lines, threading.Lock()
         self._waiting, self._failing = b"", False
 
-    def add(self, text: str) -> None:
-        """Write whole lines, after those that still wait. Safe from any thread."""
+    def add(self, data: str | bytes) -> None:
+        """Write whole lines or records, after those that still wait. Safe from any thread."""
         with self._lock:
-            self._waiting += text.encode()
+            self._waiting += data.encode() if isinstance(data, str) else data
             try:
-                _append(self._path, self._waiting)
+                _append(self._path, self._waiting, self._lines)
                 self._waiting, self._failing = b"", False
             except OSError as error:
                 if not self._failing:
@@ -49,17 +50,14 @@ def newest(path: Path, tail: int = TAIL) -> Iterator[dict[str, Any]]:
             lines = file.read().splitlines()
     except OSError:
         return
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            if isinstance(row := json.loads(line), dict):
-                yield row
+    yield from filter(None, map(strict_json.read, reversed(lines)))
 
 
-def _append(path: Path, data: bytes) -> None:
-    """Append all of the data or nothing, beginning on a new line; OSError where it fails."""
+def _append(path: Path, data: bytes, lines: bool) -> None:
+    """Append all of the data or nothing, lines from a new one on; OSError where it fails."""
     with path.open("ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
-        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+        if lines and size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             data = b"\n" + data
         if file.write(data) != len(data):
             file.truncate(size)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from maxstack.report import strict_json
 from maxstack.report.append import Appender, newest
 
 FILE, INDEX = "metrics.jsonl", "metrics.index.jsonl"
@@ -346,15 +347,13 @@ def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any] | None]:
     with contextlib.suppress(ValueError):
         rows = json.loads(b"[" + b",".join(lines) + b"]")
         if len(rows) == len(lines) and all(map(_is_row, rows)):
-            return rows
+            return [*map(strict_json.restore, rows)]
     return [_row(line) for line in lines]
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    with contextlib.suppress(ValueError):
-        row = json.loads(line)
-        return row if _is_row(row) else None
-    return None
+    row = strict_json.read(line)
+    return row if _is_row(row) else None
 
 
 def _is_row(row: Any) -> bool:

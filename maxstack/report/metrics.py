@@ -1,10 +1,9 @@
 """Writer of a run's metrics: metrics.jsonl, pictures, and trackers."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack.report import history
+from maxstack.report import history, strict_json
 from maxstack.report.append import Appender, newest
 from maxstack.report.trackers import Trackers
 
@@ -19,8 +18,8 @@ def last_step(folder: Path) -> int:
 
 
 class Writer:
-    """Appends to metrics.jsonl an object per line, floats in full precision, and hands the same to
-    trackers. Processes other than the first write nothing."""
+    """Appends to metrics.jsonl an object per line, floats in full precision, as strict_json writes
+    it, and hands the same to trackers. Processes other than the first write nothing."""
 
     def __init__(self, folder: Path, first: bool, trackers: Trackers | None = None, begin: int = 0):
         """`begin`: the step that the run goes on from. What a kill may have kept from trackers of
@@ -35,7 +34,7 @@ class Writer:
     def write(self, row: dict[str, Any]) -> None:
         """Append one object; `row["step"]` is its position on the axis of trackers."""
         if self._file:
-            self._file.add(json.dumps(row) + "\n")
+            self._file.add(strict_json.write(row) + "\n")
             self._rows += 1
             if self._rows % history.ROWS == 0:
                 self._index.extend(most=2)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 SEEN = 30.0
 """Seconds that a file may take until other hosts see it."""
+GIT = 10.0
+"""Seconds in which git must name the commit."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -97,10 +99,9 @@ def _git_revision() -> str | None:
     root = Path(maxstack.__file__).parent.parent
     if not (root / ".git").exists():
         return None
-    done = subprocess.run(
-        ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=GIT)
+    except subprocess.TimeoutExpired:  # a slow disk, or a hook of the user's
+        return None
     return done.stdout.strip() or None

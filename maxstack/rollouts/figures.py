@@ -1,12 +1,12 @@
 """Figures of samples, for metrics, the log and rollouts.jsonl."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from maxstack.errors import shortened
+from maxstack.report import strict_json
 from maxstack.rollouts.sample import Group, Sample
 
 SHOWN = 200
@@ -78,7 +78,7 @@ def records(number: int, step: int, groups: Sequence[Group], count: int) -> str:
         }
         for sample in samples
     )
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return "".join(strict_json.write(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def line(number: int, groups: Sequence[Group]) -> str:

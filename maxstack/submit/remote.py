@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
     from maxstack.submit.job import Submission
 
+ANSWER = 60.0
+"""Seconds in which a cluster must say what is there."""
+
 
 def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     """Check the run against the cluster, and submit it; with --dry-run print what would be
@@ -160,7 +163,7 @@ def check_ended(name: str, folder: str, target: str) -> None:
             f"{record['folder']})"
         )
         words = record["commands"]["there"]
-        done = _run(words, capture=True)
+        done = _run(words, capture=True, seconds=ANSWER)
         if done.returncode:
             raise ConfigError(
                 f"{job}, and whether it is still there is not known: "
@@ -196,17 +199,27 @@ def look(verb: str, record: dict[str, Any]) -> int:
     """Run the cluster's own command for a verb; its exit code."""
     if verb not in record["commands"]:
         raise ConfigError(f"{verb}: {record['target']} has no command for that")
-    return _run(record["commands"][verb]).returncode
+    return _run(record["commands"][verb], seconds=ANSWER if verb == "status" else None).returncode
 
 
 def _run(
-    words: Sequence[str], text: str | None = None, capture: bool = False
+    words: Sequence[str],
+    text: str | None = None,
+    capture: bool = False,
+    seconds: float | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     if not shutil.which(words[0]):
         raise ConfigError(
             f"{words[0]} is not installed here, or not on the PATH; --dry-run shows what "
             "it would be given"
         )
-    return subprocess.run(
-        words, input=text, stdout=subprocess.PIPE if capture else None, text=True, check=False
-    )
+    out = subprocess.PIPE if capture else None
+    try:
+        return subprocess.run(
+            words, input=text, stdout=out, text=True, check=False, timeout=seconds
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{shlex.join(words)}: no answer in {seconds:.0f} s; the cluster may be away: try it "
+            "by hand"
+        ) from error

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from maxstack.report import strict_json
+
 
 def rows(file: Path, key: str) -> list[dict[str, Any]]:
     """The rows that hold `key`, in order.
 
     Evaluations, goodput and skipped batches have rows of their own, without a step's figures.
     """
-    return [row for line in file.read_text().splitlines() if key in (row := json.loads(line))]
+    read = map(json.loads, file.read_text().splitlines())
+    return [row for row in map(strict_json.restore, read) if key in row]

@@ -12,7 +12,9 @@ import yaml
 from processes import stand_ins, write_config
 
 from maxstack import cli
+from maxstack.errors import ConfigError
 from maxstack.load import load
+from maxstack.submit import records, remote
 
 FACTS = {
     "image": "repo/maxstack:1",
@@ -128,6 +130,20 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(
         assert cli.main([verb, "run"]) == 0
     said = (tmp_path / "noted").read_text().split("\n")[:-1]
     assert [Path(word).name if word.startswith("/") else word for word in said] == stop.split()
+
+
+def test_a_cluster_that_does_not_answer_is_given_up(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", stand_ins(tmp_path / "bin", {"kubectl": "exec sleep 100"})["PATH"])
+    monkeypatch.setattr(remote, "ANSWER", 0.2)
+    records.folder().mkdir(parents=True)
+    about = {"target": "gke", "cluster": "c", "topology": "t", "started": "s", "folder": "f"}
+    asked = dict.fromkeys(("status", "there"), ["kubectl", "get", "it"])
+    records.write("run", about | {"commands": asked})
+    assert cli.main(["status"]) == 1
+    assert "run: kubectl get it: no answer in 0 s; the cluster" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="kubectl get it: no answer in 0 s"):
+        remote.check_ended("run", "f", "gke")
 
 
 @pytest.mark.parametrize(

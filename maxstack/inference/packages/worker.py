@@ -14,6 +14,7 @@ from maxstack.inference.packages.batching import Answer, Queue, Waiting
 from maxstack.inference.server.refusal import Refusal
 
 log = logging.getLogger(__name__)
+STOP_SECONDS = 30
 
 
 class Worker:
@@ -33,11 +34,11 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the batch that it runs."""
+        """End the thread after the batch that it runs, unless that takes too long."""
         with self._changed:
             self.stopped = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(STOP_SECONDS)
 
     def submit(self, queue: Queue, request: Waiting) -> "asyncio.Future[Answer]":
         """The future answer to a request; Refusal where the queue is full. For the event loop."""

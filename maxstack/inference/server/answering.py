@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -18,6 +17,7 @@ from maxstack.inference.server.schemas import AnyBody, parsed
 from maxstack.inference.server.state import BODY, State
 from maxstack.inference.server.writer import Writer
 from maxstack.inference.service import Answers, Ask
+from maxstack.report import strict_json
 
 
 def state_of(request: Request) -> State:
@@ -111,5 +111,5 @@ async def _encoded(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
 
 
 def _event(content: dict[str, Any]) -> str:
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    text = strict_json.write(content, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n"

@@ -1,0 +1,85 @@
+"""Files of JSON lines that hold what is not finite, as other programs and as maxstack read them."""
+
+import json
+import math
+
+import pytest
+
+from maxstack import command
+from maxstack.profile import figures
+from maxstack.report import append, history, strict_json
+from maxstack.report.metrics import Writer
+
+ROW = {"step": 3, "loss": math.nan, "grad_norm": math.inf, "low": -math.inf, "skipped": 1}
+
+
+def strictly(text):
+    """What a parser reads that knows JSON alone."""
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def same(row, other):
+    """Equal, where NaN is equal to NaN."""
+    return repr(sorted(row.items())) == repr(sorted(other.items()))
+
+
+def test_metrics_hold_null_and_say_why(tmp_path):
+    Writer(tmp_path, first=True).write(ROW)
+    assert strictly((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 3,
+        "loss": None,
+        "grad_norm": None,
+        "low": None,
+        "skipped": 1,
+        "not_finite": {"loss": "nan", "grad_norm": "inf", "low": "-inf"},
+    }
+
+
+@pytest.mark.parametrize("written", [json.dumps, strict_json.write])
+def test_readers_give_back_the_floats_of_old_and_new_files(tmp_path, written):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(written(ROW) + "\n" + written(ROW | {"step": 4}) + "\n")
+    assert same(next(append.newest(path)), ROW | {"step": 4})
+    assert same(history.last_rows(tmp_path)[0], ROW)
+    assert same(next(figures._metrics(path)), ROW)
+    lines = path.read_bytes().splitlines(keepends=True)
+    for row in (history._row(lines[0]), history._parsed(lines)[0]):
+        assert same(row, ROW)
+
+
+def test_charts_of_old_and_new_files_are_alike(tmp_path):
+    shown = []
+    for written in (json.dumps, strict_json.write):
+        rows = [{"step": step, "loss": 0.5 if step % 2 else math.nan} for step in range(1, 9)]
+        (tmp_path / "metrics.jsonl").write_text("".join(written(row) + "\n" for row in rows))
+        read = history.History(tmp_path)
+        read.update()
+        shown.append((read.series(), read.rows, read.damaged))
+    assert shown[0] == shown[1] and shown[0][0][0] == {"loss": ([1, 3, 5, 7], [0.5] * 4)}
+
+
+def test_trackers_get_what_is_not_finite_as_it_is(tmp_path):
+    class Kept:
+        cut_short, got = False, []
+
+        def add(self, *call):
+            self.got.append(call)
+
+    Writer(tmp_path, True, Kept()).write(ROW)
+    ((_, step, values),) = Kept.got
+    assert step == 3 and math.isnan(values["train/loss"]) and values["train/grad_norm"] == math.inf
+
+
+def test_files_of_figures_say_it_in_the_object_that_holds_it(tmp_path):
+    path = tmp_path / "figures.json"
+    command.write_json(
+        str(path), {"tasks": {"cloze": {"acc": math.nan, "n": 2}}, "all": [math.inf]}
+    )
+    assert strictly(path.read_text()) == {
+        "tasks": {"cloze": {"acc": None, "n": 2, "not_finite": {"acc": "nan"}}},
+        "all": [None],
+    }
