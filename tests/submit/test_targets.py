@@ -24,12 +24,14 @@ from maxstack import config
 from maxstack.cluster.environment import PORT, member
 from maxstack.config.compose import presets_dir
 from maxstack.errors import ConfigError
+from maxstack.hardware.chips import chip as find_chip
 from maxstack.load import load
+from maxstack.plan.topology import _shapes as shapes
 from maxstack.plan.topology import parse
 from maxstack.schema.cluster import ClusterConfig
 from maxstack.schema.faults import ElasticConfig
 from maxstack.submit import gke, slurm, xpk
-from maxstack.submit.job import check_facts, checked, machines
+from maxstack.submit.job import Placement, check_facts, checked, machines
 
 HERE = Path(__file__).parent
 SCHEMA = jsonschema.Draft202012Validator(json.loads((HERE / "jobset-v1alpha2.json").read_text()))
@@ -280,6 +282,46 @@ def test_xpk_takes_the_command_and_its_containers_the_configuration(topology, ki
 def test_what_xpk_cannot_be_given_is_refused(topology, facts, says, job):
     with pytest.raises(ConfigError, match=re.escape(says)):
         xpk.command(job(topology, **facts))
+
+
+def test_xpk_gets_its_own_priorities_alone(job):
+    (choices,) = (each["choices"] for each in OPTIONS["create"] if each["names"] == ["--priority"])
+    for priority in choices:
+        assert f"--priority={priority}" in xpk.command(job("v5e:4x4", priority=priority))
+    with pytest.raises(ConfigError, match="priority: got 'urgent'; allowed: .* such as medium"):
+        xpk.command(job("v5e:4x4", priority="urgent"))
+
+
+def test_xpk_gets_exactly_the_slices_that_it_has():
+    for name, row in machines().items():
+        found, refused = set(), set()
+        chip = find_chip(name)
+        for sides in shapes(chip, 1) if chip.torus else ():
+            text = "x".join(map(str, sides))
+            try:
+                found.add(xpk.shape(Placement("a", None, parse(f"{name}:{text}"))))
+            except ConfigError as error:
+                refused.add(text)
+                assert xpk.shape(Placement("a", None, parse(str(error).split()[-5].strip(","))))
+        known = {*OPTIONS["devices"][row["xpk"]].split()}
+        assert found <= known and not refused & known
+        assert bool(refused) == (name in {"v5e", "v5p", "tpu7x"})
+
+
+@pytest.mark.parametrize(
+    ("topology", "name", "allowed"),
+    [
+        ("v5e:4x4", "tpu-v6e-slice", "tpu-v5-lite-podslice, tpu-v5-lite-device"),
+        ("h100:2x8", "nvidia-h100", "nvidia-h100-mega-80gb, nvidia-h100-80gb"),
+        ("h200:2x8", "tpu-v5-lite-podslice", "nvidia-h200-141gb"),
+    ],
+)
+def test_an_accelerator_is_one_that_gke_has_of_the_topology_s_chip(topology, name, allowed, job):
+    for right in allowed.split(", "):
+        one = job(topology, accelerator=right)
+        assert right in pod(written(one))["nodeSelector"].values()
+    with pytest.raises(ConfigError, match=f"accelerator: got '{name}'; allowed: .*: {allowed};"):
+        gke.manifest(job(topology, accelerator=name))
 
 
 @pytest.mark.parametrize(
@@ -574,5 +616,5 @@ def test_the_examples_of_clusters_load_and_their_topologies_are_there():
 def test_an_image_is_pinned_by_a_whole_sha256_digest(image):
     facts = FACTS | {"topology": "v5e:4x4"}
     assert ClusterConfig.model_validate(facts | {"image": f"a/b:1@sha256:{'0' * 64}"}).image
-    with pytest.raises(ValueError, match=r"image\n.*pattern"):
+    with pytest.raises(ValueError, match=r"image\n.*the digest of 64 digits"):
         ClusterConfig.model_validate(facts | {"image": image})
