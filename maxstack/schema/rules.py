@@ -35,10 +35,14 @@ def faults(cfg: "Config") -> list[Fault]:
         _elastic,
         _processes,
     )
-    return list(mesh_rules.axes(cfg)) or [
-        *(fault for rule in rules for fault in rule(cfg)),
-        *cfg.objective.faults(cfg),
-    ]
+    return (
+        list(_runtime(cfg))
+        or list(mesh_rules.axes(cfg))
+        or [
+            *(fault for rule in rules for fault in rule(cfg)),
+            *cfg.objective.faults(cfg),
+        ]
+    )
 
 
 def device_faults(cfg: "Config", devices: int) -> list[Fault]:
@@ -245,6 +249,15 @@ def _tiles(cfg: "Config") -> Iterator[Fault]:
                 f"quantization.rules.{i}.bwd_weight_grad_tile_size",
                 f"{tile} does not divide data.seq_len={cfg.data.seq_len}; use a divisor",
             )
+
+
+def _runtime(cfg: "Config") -> Iterator[Fault]:
+    if cfg.faults.elastic and cfg.runtime != "pathways" and not cfg.run.virtual_devices:
+        yield (
+            "faults.elastic",
+            f"is for one process that drives all slices, and runtime={cfg.runtime} starts one a "
+            "host; give runtime=pathways, leave it out, or try it with run.virtual_devices",
+        )
 
 
 def _elastic(cfg: "Config") -> Iterator[Fault]:
