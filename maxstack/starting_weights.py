@@ -102,17 +102,21 @@ def _of_folder(run: "Run", finite: bool) -> Iterator[tuple[str, jax.Array]]:
 
 def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
     """Weights of a run, with its adapters merged and without its quantization."""
-    from maxstack.checkpoint.weights import WeightsReader
+    from maxstack.checkpoint.weights import WeightsReader, on_newest
 
     own = run_folder(folder)
     assert own
     cfg = load(own / "config.yml", ["run.virtual_devices=null"])
     _check_shapes(run, folder, cfg)
     source, wanted = _source(run, cfg), run.weights.original
-    reader = WeightsReader(Path(folder))
-    if words := reader.choose(run.cfg.checkpoint.weights, cfg.optimizer.ema):
-        log.info("%s: %s", folder, words)
-    leaves = reader.load(source.weights.shapes, source.weights.sources)
+
+    def read(step: Path) -> dict[str, Any]:
+        reader = WeightsReader(step)
+        if words := reader.choose(run.cfg.checkpoint.weights, cfg.optimizer.ema):
+            log.info("%s: %s", folder, words)
+        return reader.load(source.weights.shapes, source.weights.sources)
+
+    leaves = on_newest(Path(folder), read)
     (fresh, _), longer = run.cfg.model.exchanged(cfg.model), run.cfg.model.lengthened(cfg.model)
     for path in (wanted.keys() & source.weights.original.keys()) - fresh:
         of_path = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{path}/")}

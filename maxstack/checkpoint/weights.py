@@ -14,7 +14,7 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
-from maxstack.checkpoint import manifest
+from maxstack.checkpoint import deletion, manifest
 from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -229,7 +229,10 @@ class WeightsReader:
         context = ocp.Context()
         context.pytree.loading.partial_load = True
         with context:
-            return ocp.load_checkpointables(self._path, {"state": {key: wanted}})["state"][key]
+            read = ocp.load_checkpointables(self._path, {"state": {key: wanted}})["state"][key]
+        if not deletion.is_whole(self._path):
+            raise deletion.deleted(self._path)
+        return read
 
 
 def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
@@ -239,6 +242,19 @@ def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
         rest = math.prod(chunk[lead:]) // max(chunk[dim], 1) * itemsize
         chunk[dim] = max(1, min(chunk[dim], CHUNK // max(rest, 1)))
     return [max(size, 1) for size in chunk]
+
+
+def on_newest(path: Path, work: Callable[[Path], deletion.Result]) -> deletion.Result:
+    """`work` with the folder of the step that `path` names; of a run the next newest one where its
+    retention deletes that meanwhile, in a run of one process. ConfigError for a step that is
+    named."""
+
+    def find() -> Path:
+        folder, step = step_of(path, f"{path}:")
+        return folder / f"{step}"
+
+    # Several processes could take different steps.
+    return deletion.on_newest(find, path.name.isdigit() or jax.process_count() > 1, work)
 
 
 def step_of(path: Path, subject: str) -> tuple[Path, int]:
@@ -253,6 +269,8 @@ def step_of(path: Path, subject: str) -> tuple[Path, int]:
             f"{subject} holds the shards of hosts' own disks, which only the run that wrote "
             "them reads; give that run's folder"
         )
+    if not steps and path.name.isdigit() and manifest.steps(path.parent):
+        raise deletion.deleted(path)
     if not steps:
         raise ConfigError(
             f"{subject} holds no checkpoint; give a run's folder, or one step inside its "
