@@ -30,9 +30,11 @@ def deleted(step: Path) -> ConfigError:
     )
 
 
-def on_newest(find: Callable[[], Path], named: bool, work: Callable[[Path], Result]) -> Result:
-    """`work` with the step that `find` finds, again where that was deleted meanwhile. ConfigError
-    where it was `named` by the user, or where `find` finds none."""
+def on_found(
+    find: Callable[[], Path], work: Callable[[Path], Result], alone: bool = True
+) -> Result:
+    """`work` with the step that `find` finds, and with the next that it finds where that one was
+    deleted meanwhile. Not `alone`: ConfigError there, as other processes could find another."""
     while True:
         step = find()
         try:
@@ -40,10 +42,6 @@ def on_newest(find: Callable[[], Path], named: bool, work: Callable[[Path], Resu
         except Exception as error:  # whatever a library makes of files that are gone
             if is_whole(step):
                 raise
-            if named:
+            if not alone:
                 raise deleted(step) from error
-            print(
-                f"{step}: was deleted meanwhile, as a run's retention does (checkpoint.keep); "
-                "taking the newest step",
-                file=sys.stderr,
-            )
+            print(f"{step}: was deleted meanwhile; looking for the newest step", file=sys.stderr)

@@ -246,21 +246,19 @@ def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
 
 def on_newest(path: Path, work: Callable[[Path], deletion.Result]) -> deletion.Result:
     """`work` with the folder of the step that `path` names; of a run the next newest one where its
-    retention deletes that meanwhile, in a run of one process. ConfigError for a step that is
-    named."""
+    retention deletes that meanwhile, but ConfigError in one of several processes."""
 
     def find() -> Path:
         folder, step = step_of(path, f"{path}:")
         return folder / f"{step}"
 
-    # Several processes could take different steps.
-    return deletion.on_newest(find, path.name.isdigit() or jax.process_count() > 1, work)
+    return deletion.on_found(find, work, alone=jax.process_count() == 1)
 
 
 def step_of(path: Path, subject: str) -> tuple[Path, int]:
     """The checkpoints folder, and the step, that `path` names: a step's folder, or the latest of a
     run or its checkpoints folder. ConfigError about `subject` where there is none."""
-    if path.name.isdigit() and path.is_dir():
+    if path.name.isdigit() and deletion.is_whole(path):
         return path.parent.absolute(), int(path.name)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = manifest.steps(folder)
@@ -269,7 +267,7 @@ def step_of(path: Path, subject: str) -> tuple[Path, int]:
             f"{subject} holds the shards of hosts' own disks, which only the run that wrote "
             "them reads; give that run's folder"
         )
-    if not steps and path.name.isdigit() and manifest.steps(path.parent):
+    if not steps and path.name.isdigit():
         raise deletion.deleted(path)
     if not steps:
         raise ConfigError(

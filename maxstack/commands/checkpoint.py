@@ -117,7 +117,7 @@ def verify(args: Namespace) -> int:
 )
 def show(args: Namespace) -> None:
     """Print the name, type and shape of each array, and the batches that were passed over."""
-    _on_newest(args, lambda folder: _show(args.run, folder.absolute()))
+    _on_step(args, lambda folder: _show(args.run, folder.absolute()))
 
 
 def _show(run: Path, folder: Path) -> None:
@@ -151,7 +151,7 @@ def _show(run: Path, folder: Path) -> None:
 )
 def copy(args: Namespace) -> None:
     """Copy the step; ConfigError where source or copy are damaged."""
-    _on_newest(args, lambda source: _copy(args.run, source, args.to))
+    _on_step(args, lambda source: _copy(args.run, source, args.to))
 
 
 def _copy(run: Path, source: Path, target: Path) -> None:
@@ -225,10 +225,10 @@ main = group(
 )
 
 
-def _on_newest(args: Namespace, work: Callable[[Path], None]) -> None:
+def _on_step(args: Namespace, work: Callable[[Path], None]) -> None:
     from maxstack.checkpoint import deletion
 
-    deletion.on_newest(lambda: _whole_step(args), args.step is not None, work)
+    deletion.on_found(lambda: _whole_step(args), work)
 
 
 def _whole_step(args: Namespace) -> Path:
