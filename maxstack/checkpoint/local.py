@@ -82,11 +82,10 @@ class Local:
                     self._holders[int(name)], self._saves[int(name)] = holders, save
         return sorted(self._holders)
 
-    def strangers(self) -> list[Path]:
-        """Folders of other processes on this disk that hold steps; each is read where that process
-        runs alone."""
+    def strangers(self) -> list[str]:
+        """Folders of other processes on this disk that hold steps, which those alone read."""
         others = sorted({*self.folder.glob("host_*")} - {self._own})
-        return [path for path in others if any(path.iterdir())]
+        return [f"{path}" for path in others if any(path.iterdir())]
 
     def present(self) -> list[int]:
         """Every step that lies on any disk, whole or in part, oldest first. Every process asks at

@@ -300,11 +300,14 @@ class Checkpoints:
 
     def _strangers(self) -> str:
         """Folders of other processes on the disks here, in words; empty for none."""
-        local = (tier.storage for tier in self._tiers if isinstance(tier.storage, Local))
-        found = ", ".join(f"{path}" for storage in local for path in storage.strangers())
-        here = f"process {self._peers.number} on {platform.node()}"
-        more = f". Steps of other processes lie with {here}, {found}: where ranks or disks"
-        return f"{more} changed places, start each where its own lies" if found else ""
+        storages = (tier.storage for tier in self._tiers if isinstance(tier.storage, Local))
+        if not (found := ", ".join(path for each in storages for path in each.strangers())):
+            return ""
+        return (
+            f". Steps of other processes lie with process {self._peers.number} on "
+            f"{platform.node()}, {found}: where ranks or disks changed places, start each where "
+            "its own lies"
+        )
 
     def _candidates(self, wanted: int | str, before: int | None) -> list[tuple[Tier, int]]:
         """The tiers and steps to restore from, the best first."""

@@ -255,8 +255,8 @@ def _runtime(cfg: "Config") -> Iterator[Fault]:
     if cfg.faults.elastic and cfg.runtime != "pathways" and not cfg.run.virtual_devices:
         yield (
             "faults.elastic",
-            f"is for one process that drives all slices, and runtime={cfg.runtime} starts one a "
-            "host; give runtime=pathways, leave it out, or try it with run.virtual_devices",
+            "is for one process that drives all slices, and runtime=jax starts one a host; give "
+            "runtime=pathways, leave it out, or try it with run.virtual_devices",
         )
 
 
@@ -269,8 +269,6 @@ def _elastic(cfg: "Config") -> Iterator[Fault]:
             f"mesh.slices={cfg.mesh.slices} with least={elastic.least} leaves none to "
             "lose; give mesh.slices a larger number",
         )
-    if cfg.distributed:
-        yield "faults.elastic", "is for one process that drives all slices; leave out distributed"
     if not cfg.checkpoint.every:
         yield (
             "faults.elastic",

@@ -106,16 +106,14 @@ def command(job: Job) -> list[str]:
 def shape(job: Placement) -> str:
     """Sides of a slice; ConfigError for a slice that xpk does not have."""
     chip, sides = job.chip.name, job.topology.sides
-    least = machines()[chip].get("least", "1")
-    if math.prod(sides) < math.prod(map(int, least.split("x"))):
-        problem, example = f"its smallest is {least}", f"{chip}:{least}"
-    elif max(sides) > LONGEST_SIDE:
-        problem, example = f"its longest side is {LONGEST_SIDE}", f"{chip}:4x4x{LONGEST_SIDE}"
-    else:
+    near = least = machines()[chip].get("least", "1")
+    if max(sides) > LONGEST_SIDE:
+        near = f"4x4x{LONGEST_SIDE}"
+    elif math.prod(sides) >= math.prod(map(int, least.split("x"))):
         return "x".join(map(str, sides))
     raise ConfigError(
-        f"topology: xpk does not have {job.topology.name}; {problem}; give another, such as "
-        f"{example}, or use --target gke"
+        f"topology: xpk does not have {job.topology.name}, nor any with a side above "
+        f"{LONGEST_SIDE}; give another, such as {chip}:{near}, or use --target gke"
     )
 
 
