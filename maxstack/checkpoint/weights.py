@@ -3,6 +3,7 @@ one at a time or into shards."""
 
 import itertools
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,8 +19,10 @@ from maxstack.checkpoint import deletion, manifest
 from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
+    from maxstack.run import Run
     from maxstack.schema.optimizer import EmaConfig
 
+log = logging.getLogger(__name__)
 Index = tuple[slice, ...]
 Made = Callable[[Iterable[tuple[str, jax.Array]]], dict[str, jax.Array]]
 PREFIX = "params/"
@@ -253,6 +256,19 @@ def on_newest(path: Path, work: Callable[[Path], deletion.Result]) -> deletion.R
         return folder / f"{step}"
 
     return deletion.on_found(find, work, alone=jax.process_count() == 1)
+
+
+def load_newest(path: str, run: "Run", choice: Choice) -> dict[str, jax.Array]:
+    """The weights of an assembled run by path, in shards, from a checkpoint or a run's newest;
+    `choice`: as of WeightsReader.choose."""
+
+    def load(step: Path) -> dict[str, jax.Array]:
+        reader = WeightsReader(step)
+        if words := reader.choose(choice, run.cfg.optimizer.ema):
+            log.info("%s: %s", path, words)
+        return reader.load(run.weights.shapes, run.weights.sources)
+
+    return on_newest(Path(path), load)
 
 
 def step_of(path: Path, subject: str) -> tuple[Path, int]:
