@@ -2,11 +2,13 @@
 
 import http.server
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from maxstack.cluster.environment import PORT, PORTS, Member, first_host, member, tasks_per_node
 from maxstack.cluster.joining import devices_of
+from maxstack.cluster.joining import member as joined_member
 from maxstack.errors import ConfigError
 
 SLURM = {
@@ -201,6 +203,18 @@ def test_a_process_that_one_launcher_says_is_alone_and_another_one_of_several_is
 ):
     with pytest.raises(ConfigError, match=says):
         member(variables, on_tpu=False)
+
+
+def test_the_configuration_counts_and_is_compared_with_the_launcher(monkeypatch, capsys):
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    own = SimpleNamespace(coordinator="h:1", processes=3, process=2)
+    assert joined_member(SimpleNamespace(distributed=own)).processes == 3
+    said = capsys.readouterr().err
+    assert "3 processes by the configuration, which counts, and SLURM_STEP_NUM_TASKS=2" in said
+    own.processes, own.process = 1, 0
+    with pytest.raises(ConfigError, match="by the configuration this process is alone, and by"):
+        joined_member(SimpleNamespace(distributed=own))
 
 
 def test_launchers_that_differ_in_their_counts_are_told_and_the_first_counts(capsys):

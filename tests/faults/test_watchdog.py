@@ -194,12 +194,14 @@ def still(tmp_path, monkeypatch):
     """(A process of two that sleeps, its watchdog here, its log); 5 s are 0.2."""
     monkeypatch.setattr(watchdog, "PAUSED", 0.2)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    line, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     log = tmp_path / "log.txt"
     given = {"pid": process.pid, "process": 1, "processes": 2, "log": str(log), "step": 600.0}
     yield process, watchdog.Watchdog(line, given), log
     process.kill()
     process.wait()
+    line.close()
+    theirs.close()
 
 
 def test_one_of_several_that_was_stopped_and_goes_on_is_named_with_its_seconds(still, capfd):
