@@ -1,9 +1,7 @@
 """The weights that a run starts from: those of a Hugging Face folder, or of another run."""
 
 import functools
-import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,8 +21,6 @@ from maxstack.state import flat
 if TYPE_CHECKING:
     from maxstack.run import Run
     from maxstack.schema.config import Config
-
-log = logging.getLogger(__name__)
 
 
 def check(run: "Run") -> None:
@@ -102,17 +98,14 @@ def _of_folder(run: "Run", finite: bool) -> Iterator[tuple[str, jax.Array]]:
 
 def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
     """Weights of a run, with its adapters merged and without its quantization."""
-    from maxstack.checkpoint.weights import WeightsReader
+    from maxstack.checkpoint.weights import load_newest
 
     own = run_folder(folder)
     assert own
     cfg = load(own / "config.yml", ["run.virtual_devices=null"])
     _check_shapes(run, folder, cfg)
     source, wanted = _source(run, cfg), run.weights.original
-    reader = WeightsReader(Path(folder))
-    if words := reader.choose(run.cfg.checkpoint.weights, cfg.optimizer.ema):
-        log.info("%s: %s", folder, words)
-    leaves = reader.load(source.weights.shapes, source.weights.sources)
+    leaves = load_newest(folder, source, run.cfg.checkpoint.weights)
     (fresh, _), longer = run.cfg.model.exchanged(cfg.model), run.cfg.model.lengthened(cfg.model)
     for path in (wanted.keys() & source.weights.original.keys()) - fresh:
         of_path = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{path}/")}

@@ -1,5 +1,5 @@
 """Writes tests/submit/xpk-options.json: the options, by xpk's own parser, of the xpk commands that
-maxstack writes.
+maxstack writes, and the slices and machines with GPUs that it has.
 
 `pip install xpk` into an environment of its own, and run this there. With --check that parser reads
 a command line from standard input; the exit code says whether it takes it.
@@ -43,7 +43,7 @@ def main() -> int:
         )
         return 0
     workload = _commands(_commands(parser)["workload"])
-    options: dict[str, Any] = {"version": version("xpk")}
+    options: dict[str, Any] = {"version": version("xpk"), "devices": _devices()}
     for name in COMMANDS:
         options[name] = [
             _option(action)
@@ -61,6 +61,25 @@ def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPar
         for action in parser._actions
         if isinstance(action, argparse._SubParsersAction)
     )
+
+
+def _devices() -> dict[str, str]:
+    """Beginning of a device's name -> its shapes, without those that are another one turned; of
+    GPUs the whole name, and no shape."""
+    from xpk.core.system_characteristics import UserFacingNameToSystemCharacteristics
+
+    shapes: dict[str, list[str]] = {}
+    for name, device in UserFacingNameToSystemCharacteristics.items():
+        start, _, shape = name.rpartition("-")
+        if device.accelerator_type.name == "GPU":
+            shapes[name] = []
+        elif shape == "2x2x1" or ("x" in shape and _is_sorted([*map(int, shape.split("x"))])):
+            shapes.setdefault(start, []).append(shape)
+    return {start: " ".join(found) for start, found in sorted(shapes.items())}
+
+
+def _is_sorted(sides: list[int]) -> bool:
+    return sides == sorted(sides)
 
 
 def _option(action: argparse.Action) -> dict[str, Any]:

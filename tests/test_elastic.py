@@ -74,6 +74,7 @@ def write(folder, name, **sections):
             "output_dir": str(folder),
             "name": name,
             "tensorboard": False,
+            "virtual_devices": 8,
             "compilation_cache": processes.COMPILED or None,
         },
         faults=sections.pop("faults", {}),

@@ -87,6 +87,11 @@ class Local:
                     self._holders[int(name)], self._saves[int(name)] = holders, save
         return sorted(self._holders)
 
+    def strangers(self) -> list[str]:
+        """Folders of other processes on this disk that hold steps, which those alone read."""
+        others = sorted({*self.folder.glob("host_*")} - {self._own})
+        return [f"{path}" for path in others if any(path.iterdir())]
+
     def present(self) -> list[int]:
         """Every step that lies on any disk, whole or in part, oldest first. Every process asks at
         the same time."""

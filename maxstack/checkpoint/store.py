@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import os
+import platform
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -302,7 +303,7 @@ class Checkpoints:
             raise ConfigError(
                 f"{self._record} says that step {saved} was saved, but no tier holds a checkpoint: "
                 f"{', '.join(str(tier.storage.folder) for tier in self._tiers)}; put one "
-                "back, or start a new run with another run.name"
+                f"back, or start a new run with another run.name{self._strangers()}"
             )
         if not (path := self._cfg.elsewhere):
             return None
@@ -313,6 +314,17 @@ class Checkpoints:
             raise ConfigError(
                 f"checkpoint.restore: {path} is damaged: {error}; name another step of it"
             ) from error
+
+    def _strangers(self) -> str:
+        """Folders of other processes on the disks here, in words; empty for none."""
+        storages = (tier.storage for tier in self._tiers if isinstance(tier.storage, Local))
+        if not (found := ", ".join(path for each in storages for path in each.strangers())):
+            return ""
+        return (
+            f". Steps of other processes lie with process {self._peers.number} on "
+            f"{platform.node()}, {found}: where ranks or disks changed places, start each where "
+            "its own lies"
+        )
 
     def _candidates(self, wanted: int | str, before: int | None) -> list[tuple[Tier, int]]:
         """The tiers and steps to restore from, the best first."""

@@ -2,6 +2,7 @@
 faults."""
 
 import contextlib
+import glob
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,8 +36,10 @@ def held_by(run: Path) -> Held:
     for folder in folders:
         for step in manifest.steps(folder):
             held.setdefault(step, []).append(folder / f"{step}")
-        for part in folder.glob(f"host_*/*/of_*/{manifest.NAME}"):
-            held.setdefault(int(part.parent.parent.name), []).append(part.parent)
+        # pathlib's glob raises where a folder is deleted meanwhile.
+        for name in glob.glob(f"host_*/*/of_*/{manifest.NAME}", root_dir=folder):
+            part = (folder / name).parent
+            held.setdefault(int(part.parent.name), []).append(part)
     if not held:
         raise ConfigError(f"{run}: holds no finished checkpoint, nor do its tiers on this host")
     return dict(sorted(held.items()))
@@ -67,9 +70,9 @@ def unsealed(folders: Sequence[Path], step: int | None) -> Iterator[str]:
     """Steps that have no manifest, all or one. Those that are marked as unfinished are printed and
     no damage."""
     parts = [(path.name, path) for folder in folders for path in folder.glob("[0-9]*")]
-    parts += [
-        (path.parent.name, path) for folder in folders for path in folder.glob("host_*/*/of_*")
-    ]
+    for folder in folders:
+        of_hosts = [folder / name for name in glob.glob("host_*/*/of_*", root_dir=folder)]
+        parts += [(path.parent.name, path) for path in of_hosts]
     for name, path in parts:
         if not name.isdecimal() or step not in (None, int(name)):
             continue

@@ -3,6 +3,7 @@ one at a time or into shards."""
 
 import itertools
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,12 +15,14 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
-from maxstack.checkpoint import manifest
+from maxstack.checkpoint import deletion, manifest
 from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
+    from maxstack.run import Run
     from maxstack.schema.optimizer import EmaConfig
 
+log = logging.getLogger(__name__)
 Index = tuple[slice, ...]
 Made = Callable[[Iterable[tuple[str, jax.Array]]], dict[str, jax.Array]]
 PREFIX = "params/"
@@ -229,7 +232,10 @@ class WeightsReader:
         context = ocp.Context()
         context.pytree.loading.partial_load = True
         with context:
-            return ocp.load_checkpointables(self._path, {"state": {key: wanted}})["state"][key]
+            read = ocp.load_checkpointables(self._path, {"state": {key: wanted}})["state"][key]
+        if not deletion.is_whole(self._path):
+            raise deletion.deleted(self._path)
+        return read
 
 
 def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
@@ -241,10 +247,34 @@ def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
     return [max(size, 1) for size in chunk]
 
 
+def on_newest(path: Path, work: Callable[[Path], deletion.Result]) -> deletion.Result:
+    """`work` with the folder of the step that `path` names; of a run the next newest one where its
+    retention deletes that meanwhile, but ConfigError in one of several processes."""
+
+    def find() -> Path:
+        folder, step = step_of(path, f"{path}:")
+        return folder / f"{step}"
+
+    return deletion.on_found(find, work, alone=jax.process_count() == 1)
+
+
+def load_newest(path: str, run: "Run", choice: Choice) -> dict[str, jax.Array]:
+    """The weights of an assembled run by path, in shards, from a checkpoint or a run's newest;
+    `choice`: as of WeightsReader.choose."""
+
+    def load(step: Path) -> dict[str, jax.Array]:
+        reader = WeightsReader(step)
+        if words := reader.choose(choice, run.cfg.optimizer.ema):
+            log.info("%s: %s", path, words)
+        return reader.load(run.weights.shapes, run.weights.sources)
+
+    return on_newest(Path(path), load)
+
+
 def step_of(path: Path, subject: str) -> tuple[Path, int]:
     """The checkpoints folder, and the step, that `path` names: a step's folder, or the latest of a
     run or its checkpoints folder. ConfigError about `subject` where there is none."""
-    if path.name.isdigit() and path.is_dir():
+    if path.name.isdigit() and deletion.is_whole(path):
         return path.parent.absolute(), int(path.name)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = manifest.steps(folder)
@@ -253,6 +283,8 @@ def step_of(path: Path, subject: str) -> tuple[Path, int]:
             f"{subject} holds the shards of hosts' own disks, which only the run that wrote "
             "them reads; give that run's folder"
         )
+    if not steps and path.name.isdigit():
+        raise deletion.deleted(path)
     if not steps:
         raise ConfigError(
             f"{subject} holds no checkpoint; give a run's folder, or one step inside its "

@@ -16,7 +16,16 @@ PORT = 8476
 """Default port of process 0."""
 PORTS = range(61440, 65536)
 """Ports for jobs that share hosts, chosen by the job's number."""
+HOST = re.compile(r"([^],[\s]|\[\d+(-\d+)?(,\d+(-\d+)?)*\])+(?=,|$)")
+"""A host, or several by ranges of numbers, in Slurm's lists (scontrol(1), "show hostnames")."""
 TORCHRUN = {"MASTER_ADDR", "WORLD_SIZE", "RANK"}
+COUNTS = (
+    ("WORLD_SIZE", "RANK", "MASTER_ADDR"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("JAX_PROCESS_COUNT", "PROCESSES_IN_JOB"),
+)
+"""Variables by which a launcher says how many processes there are, and those beside them."""
 METADATA = "metadata.google.internal"
 METADATA_WAIT = 3.0
 """Seconds that a metadata server of Google's cloud has to answer."""
@@ -58,6 +67,7 @@ def member(variables: Variables, on_tpu: bool) -> Member | None:
                 raise ConfigError(
                     f"{own.describe()}: there is no such process; look at what set these numbers"
                 )
+            check_others(own, variables)
             return own if own.processes > 1 else None
     if "JAX_COORDINATOR_ADDRESS" in variables:
         raise ConfigError(
@@ -75,6 +85,26 @@ def member(variables: Variables, on_tpu: bool) -> Member | None:
         own = _tpu_pod(lambda name: _attribute(host, name))
         return own if own and own.processes > 1 else None
     return None
+
+
+def check_others(own: Member, variables: Variables) -> None:
+    """Tell where another launcher's variables give another count; ConfigError where this process
+    would train alone, as its siblings would into the same folder."""
+    agents = variables.get("GROUP_WORLD_SIZE")  # each of torchrun's is a task of Slurm's
+    for group in COUNTS:
+        if not variables.keys() >= {*group}:
+            continue
+        name, count = group[0], _number(variables, group[0])
+        if count == 1 or count == own.processes or f"{count}" == agents:
+            continue
+        if own.processes == 1:
+            raise ConfigError(
+                f"by {own.source} this process is alone, and by {name}={count} one of {count}, "
+                "which would each train by itself in one folder; unset the former, which another "
+                "launcher may have left, or, where each is a run of its own, "
+                f"{' and '.join(group)}"
+            )
+        say(f"{own.processes} processes by {own.source}, which counts, and {name}={count}")
 
 
 def _plain(variables: Variables) -> Member | None:
@@ -141,14 +171,14 @@ def _slurm(variables: Variables) -> Member | None:
 
 
 def first_host(hosts: str) -> str:
-    """First host of a list in Slurm's form: `n[007-009,012],m3` -> n007."""
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", hosts)
+    """First host of a list in Slurm's form: `n[007-009,012]-b[3-4],m3` -> n007-b3."""
+    match = HOST.match(hosts)
     if not match:
         raise ConfigError(
             f"SLURM_STEP_NODELIST={quoted(hosts)}: is no list of hosts; set "
             "JAX_COORDINATOR_ADDRESS=HOST:PORT of the first one"
         )
-    return "".join(group or "" for group in match.groups())
+    return re.sub(r"\[(\d+).*?\]", r"\1", match[0])
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -96,9 +96,11 @@ def member(cfg: "Config") -> environment.Member | None:
     """This process among those of its run, by the configuration or the environment; None where it
     is alone."""
     if section := cfg.distributed:
-        return environment.Member(
+        own = environment.Member(
             "the configuration", section.coordinator, section.processes, section.process
         )
+        environment.check_others(own, os.environ)
+        return own
     on_tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
     return environment.member(os.environ, on_tpu)
 

@@ -1,11 +1,12 @@
 """`maxstack checkpoint`: list, verify, show, copy and prune the checkpoints of a run."""
 
+import contextlib
 import json
 import math
 import shutil
 import time
 from argparse import Namespace
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,19 +40,21 @@ def show_list(args: Namespace) -> None:
 
 def cells_of(held: "Held") -> list[tuple[int, tuple[str, ...]]]:
     """(step, cells below HEADINGS) for each folder of each step."""
-    from maxstack.checkpoint import manifest, survey
+    from maxstack.checkpoint import deletion, manifest, survey
 
     rows: list[tuple[int, tuple[str, ...]]] = []
     for step, paths in held.items():
         for path in paths:
             try:
+                saved = time.localtime((path / manifest.NAME).stat().st_mtime)
                 facts, files = manifest.read(path)
-            except manifest.Damage as error:
+            except (FileNotFoundError, manifest.Damage) as error:
+                if not deletion.is_whole(path):
+                    continue  # a moment later it would not have been found
                 damage = f"DAMAGED: {survey.escaped(error)}"
                 rows.append((step, (f"{step}", "", "", "", damage)))
                 continue
             loss = "" if facts.get("eval_loss") is None else f"{facts['eval_loss']:.4f}"
-            saved = time.localtime((path / manifest.NAME).stat().st_mtime)
             size = _size(sum(entry["bytes"] for entry in files.values()))
             date = time.strftime("%Y-%m-%d %H:%M:%S", saved)
             rows.append((step, (f"{step}", size, loss, date, survey.escaped(path))))
@@ -70,26 +73,37 @@ def verify(args: Namespace) -> int:
     """Print a line for each damaged file; 1 where there are any."""
     import tqdm
 
-    from maxstack.checkpoint import manifest, survey
+    from maxstack.checkpoint import deletion, manifest, survey
 
     folders, held = survey.folders_of(args.run), survey.held_by(args.run)
     if args.step is not None:
         held = dict([survey.step_of(args.run, held, args.step)])
     paths = [path for paths in held.values() for path in paths]
     damaged = [*survey.unsealed(folders, args.step), *survey.mixed(held)]
-    unlisted = [line for path in paths for line in survey.unlisted(path)]
+    unlisted, gone = list[str](), list[Path]()
     total = sum(map(survey.size, paths))
     with tqdm.tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
         for path in paths:
-            damaged += manifest.damages(path, done=bar.update)
+            lines = [*manifest.damages(path, done=bar.update)]
+            with contextlib.suppress(FileNotFoundError):  # it was deleted
+                unlisted += survey.unlisted(path)
+            if deletion.is_whole(path):
+                damaged += lines
+            else:
+                gone.append(path)
+    if gone == paths:
+        raise deletion.deleted(gone[0])
     for word, lines in (("DAMAGED", damaged), ("UNLISTED", unlisted)):
         for line in lines:
             print(f"{word}: {survey.escaped(line)}")
+    for path in gone:
+        print(f"deleted meanwhile: {survey.escaped(path)}")
     for path in survey.stray(folders[0]) if args.step is None else ():
         print(f"stray: {survey.escaped(path)}: is of no step")
     state = _count(damaged, "damaged file") if damaged else "all intact"
     more = f", {_count(unlisted, 'file')} that no manifest lists" if unlisted else ""
-    print(f"{_count(paths, 'place')} of {_count(held, 'step')}: {state}{more}")
+    places = _count(paths[len(gone) :], "place")
+    print(f"{places} of {_count(held, 'step')}: {state}{more}")
     return 1 if damaged or unlisted else 0
 
 
@@ -103,19 +117,21 @@ def verify(args: Namespace) -> int:
 )
 def show(args: Namespace) -> None:
     """Print the name, type and shape of each array, and the batches that were passed over."""
-    from maxstack.checkpoint import survey
+    _on_step(args, lambda folder: _show(args.run, folder.absolute()))
 
-    step, folder = _whole_step(args)
+
+def _show(run: Path, folder: Path) -> None:
     from orbax.checkpoint import v1 as ocp
 
-    folder = folder.absolute()
+    from maxstack.checkpoint import survey
+
     metadata = ocp.checkpointables_metadata(folder).metadata
     arrays: dict[str, Any] = metadata["state"]
     parameters = sum(
         math.prod(leaf.shape) for name, leaf in arrays.items() if name.startswith("params/")
     )
     print(
-        f"step {step} of {args.run}: {len(arrays)} arrays, {parameters:,} parameters, "
+        f"step {folder.name} of {run}: {len(arrays)} arrays, {parameters:,} parameters, "
         f"{_size(survey.size(folder))} in {folder}"
     )
     if "meta" in metadata:
@@ -135,17 +151,20 @@ def show(args: Namespace) -> None:
 )
 def copy(args: Namespace) -> None:
     """Copy the step; ConfigError where source or copy are damaged."""
+    _on_step(args, lambda source: _copy(args.run, source, args.to))
+
+
+def _copy(run: Path, source: Path, target: Path) -> None:
     from maxstack.checkpoint import survey
     from maxstack.config import atomic
 
-    step, source = _whole_step(args)
     _check_intact(source, f"{source} is damaged, and was not copied:")
-    for folder in survey.folders_of(args.run):
-        if args.to.resolve().is_relative_to(folder.resolve()):
+    for folder in survey.folders_of(run):
+        if target.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
-                f"{args.to}: is in {folder}, where the run's own steps lie; give a folder elsewhere"
+                f"{target}: is in {folder}, where the run's own steps lie; give a folder elsewhere"
             )
-    to = args.to / f"{step}"
+    to = target / source.name
     if to.exists():
         raise ConfigError(f"{to}: is there already; give another folder, or delete it")
     try:
@@ -153,9 +172,9 @@ def copy(args: Namespace) -> None:
             shutil.copytree(source, unfinished)
             _check_intact(unfinished, f"{to}: the copy is not what was read:")
     except OSError as error:
-        raise ConfigError(f"{args.to}: cannot be written: {error}") from error
+        raise ConfigError(f"{target}: cannot be written: {error}") from error
     shown = survey.escaped(to)
-    print(f"{shown}: step {step}, checked; checkpoint.restore={shown} starts from it")
+    print(f"{shown}: step {source.name}, checked; checkpoint.restore={shown} starts from it")
 
 
 @command(
@@ -206,15 +225,20 @@ main = group(
 )
 
 
-def _whole_step(args: Namespace) -> tuple[int, Path]:
-    """The step of the arguments, and the folder that holds all of it. ConfigError where there is
-    none."""
+def _on_step(args: Namespace, work: Callable[[Path], None]) -> None:
+    from maxstack.checkpoint import deletion
+
+    deletion.on_found(lambda: _whole_step(args), work)
+
+
+def _whole_step(args: Namespace) -> Path:
+    """The folder that holds all of the step of the arguments. ConfigError where there is none."""
     from maxstack.checkpoint import survey
 
     step, paths = survey.step_of(args.run, survey.held_by(args.run), args.step)
     for path in paths:
         if path.name == f"{step}":
-            return step, path
+            return path
     raise ConfigError(
         f"{args.run}: step {step} is only on hosts' own disks here ({paths[0]}), which hold "
         "shards; give a step of the run's own folder; its files: maxstack checkpoint list"

@@ -124,10 +124,12 @@ def import_model(args: Namespace) -> None:
 def export_model(args: Namespace) -> None:
     """Convert a run or checkpoint into a model folder. ConfigError where no architecture of
     transformers is the run's model."""
+    from maxstack.checkpoint.weights import on_newest
     from maxstack.hf.exported import shard_bytes
 
     size = shard_bytes(args.shard_size)
-    write_folder(args.run, args.out, args.dtype, size, args.architecture, args.weights)
+    more = args.out, args.dtype, size, args.architecture, args.weights
+    on_newest(args.run, lambda step: write_folder(step, *more))
 
 
 def write_folder(
@@ -140,10 +142,6 @@ def write_folder(
 ) -> None:
     """Export a run or checkpoint into a new folder, with a progress bar. `shard_size`: bytes of a
     file at most."""
-    if not run.is_dir():
-        raise ConfigError(
-            f"{run}: no such folder; give a run's folder, or one step inside its checkpoints folder"
-        )
     from tqdm import tqdm
 
     from maxstack.checkpoint.weights import WeightsReader
@@ -181,7 +179,7 @@ def write_folder(
     left += "".join(f", {said}" for said in (words, *unlike) if said)
     if model.tokens is None and not any((out / name).exists() for name in TOKENIZER):
         left += "; no tokenizer: the run has none that a folder can hold"
-    print(f"{run} step {reader.step} -> {out}: {family.architecture}{left}")
+    print(f"{_run_folder(run)} step {reader.step} -> {out}: {family.architecture}{left}")
 
 
 def _convert(

@@ -1,6 +1,8 @@
 """`maxstack lora`: adapters in PEFT's format out of runs, and into or out of model folders."""
 
+import functools
 from argparse import Namespace
+from pathlib import Path
 
 from maxstack.command import ALLOW_NONFINITE, WEIGHTS, argument, command, group
 from maxstack.commands.convert import ARCHITECTURE, CHECKPOINT, OUT_FOLDER
@@ -37,6 +39,12 @@ MERGING = (
 def export(args: Namespace) -> None:
     """Write the adapter of a checkpoint, with embedding and head where they are trained or have
     more rows than the folder that the run began from. ConfigError for a run without lora."""
+    from maxstack.checkpoint.weights import on_newest
+
+    on_newest(args.run, functools.partial(_export, args))
+
+
+def _export(args: Namespace, step: Path) -> None:
     import numpy as np
 
     from maxstack.checkpoint.weights import WeightsReader
@@ -50,7 +58,7 @@ def export(args: Namespace) -> None:
     from maxstack.schema.config import Config
     from maxstack.weights.rewrite import Rewrite
 
-    reader = WeightsReader(args.run)
+    reader = WeightsReader(step)
     cfg = Config.model_validate(configured(args.run, reader))
     words = reader.choose(args.weights or "evaluated", cfg.optimizer.ema)
     if cfg.lora is None:

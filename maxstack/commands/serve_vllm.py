@@ -97,12 +97,16 @@ def _folder(args: Namespace, own: Path | None, weights: str | None) -> Path:
 def exported(checkpoint: Path, out: Path) -> Path:
     """`out`, exported again where it is not of this checkpoint as it is now. ConfigError where
     something else lies there."""
-    from maxstack.checkpoint import manifest
-    from maxstack.checkpoint.weights import step_of
+    from maxstack.checkpoint.weights import on_newest
 
-    checkpoints, step = step_of(checkpoint, f"{checkpoint}:")
-    source = (checkpoints / str(step) / manifest.NAME).read_bytes()
-    mark = {"step": step, "manifest": hashlib.sha256(source).hexdigest()}
+    return on_newest(checkpoint, lambda step: _exported(step, out))
+
+
+def _exported(step: Path, out: Path) -> Path:
+    from maxstack.checkpoint import manifest
+
+    source = (step / manifest.NAME).read_bytes()
+    mark = {"step": int(step.name), "manifest": hashlib.sha256(source).hexdigest()}
     if out.exists():
         if not (out / MARK).is_file():
             raise ConfigError(
@@ -112,7 +116,7 @@ def exported(checkpoint: Path, out: Path) -> Path:
             return out
     fresh = out.with_name(out.name + UNFINISHED)
     shutil.rmtree(fresh, ignore_errors=True)
-    write_folder(checkpoint, fresh)
+    write_folder(step, fresh)
     (fresh / MARK).write_text(json.dumps(mark))
     shutil.rmtree(out, ignore_errors=True)
     fresh.rename(out)

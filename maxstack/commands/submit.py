@@ -126,11 +126,6 @@ def submit(args: Namespace) -> int:
             "runtime: pathways: needs a proxy and servers, which --target xpk starts, "
             f"and {args.target} does not"
         )
-    if cfg.faults.elastic and args.processes > 1:
-        raise ConfigError(
-            "faults.elastic: is for one process that drives all slices, and --processes "
-            f"is {args.processes}; leave one out"
-        )
     if args.target != "local":
         return remote.submit(name, cfg, args)
     if args.cluster or args.set or args.out:

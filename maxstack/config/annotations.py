@@ -154,6 +154,8 @@ def _described(schema: dict[str, Any]) -> str:
         return str(schema["const"])
     if "$ref" in schema:
         return "a mapping"
+    if "$comment" in schema:  # of a schema with words of its own
+        return str(schema["$comment"])
     bounds = " and".join(
         words.format(schema[key]) for key, words in _BOUNDS.items() if key in schema
     ).replace(" of at least 1", " that is not empty")

@@ -125,6 +125,8 @@ def _follow(schema: Any, tree: Node, loc: Path) -> _Location:
     """The place of pydantic's `loc`, which names keys and also alternatives of unions."""
     location = _Location((), schema, None)
     for segment in loc:
+        if segment == "[key]" and tree.at(*location.path, segment) is None:  # of a mapping's key
+            break
         if table := kinds(location.annotation):
             if str(segment) in table:
                 location = dataclasses.replace(location, annotation=table[str(segment)])

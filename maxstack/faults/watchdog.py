@@ -84,12 +84,14 @@ class Watchdog:
         """Raise an alarm where the process or another host is late, and report to the others."""
         own, now, most = self._own, time.monotonic(), self._arguments["step"]
         own["state"] = state_of(self._pid)
-        if (
-            now - self._looked > PAUSED
-        ):  # the whole machine stood still, and may have done so to all
+        if now - self._looked > PAUSED:  # the whole machine, and it may have been all of them
+            self._tell_pause(now - self._looked, "its whole machine, or all that runs here")
             self._beat, self._heard = now, dict.fromkeys(self._heard, now)
+            self._ran = now
         self._looked = now
         if own["state"] != "stopped":
+            if now - self._ran > PAUSED:
+                self._tell_pause(now - self._ran, "stopped by a signal")
             self._ran = now
         elif self._arguments["processes"] == 1:
             self._beat = self._ran = now  # by whoever wants it to be, and nobody waits
@@ -108,6 +110,9 @@ class Watchdog:
         if now - self._sent >= 1.0:
             self._sent = now
             self._send({"status": own})
+
+    def _tell_pause(self, seconds: float, how: str) -> None:
+        self._say(f"{_name(self._own)} stood still for {seconds:.0f} s ({how})", log=True)
 
     def _read_process(self) -> None:
         """Read a message of the process."""

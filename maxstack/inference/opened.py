@@ -96,15 +96,12 @@ def assembled(
 def read_weights(model: str, run: "Run", own: Path | None) -> Any:
     """The weights of an assembled run; of those that a checkpoint holds, the ones that
     checkpoint.weights says."""
-    from maxstack.checkpoint.weights import WeightsReader
+    from maxstack.checkpoint.weights import load_newest
     from maxstack.hf.contents import opened
     from maxstack.hf.reader import load_params
 
     if own is not None:
-        reader = WeightsReader(Path(model))
-        if words := reader.choose(run.cfg.checkpoint.weights, run.cfg.optimizer.ema):
-            log.info("%s: %s", model, words)
-        return tree(reader.load(run.weights.shapes, run.weights.sources))
+        return tree(load_newest(model, run, run.cfg.checkpoint.weights))
     assert run.cfg.model.weights
     finite = not run.cfg.checkpoint.allow_nonfinite
     contents = opened(run.cfg.model.weights)

@@ -9,11 +9,10 @@ import pydantic
 from pydantic import Field
 
 from maxstack.config import Fault, Items, NonNegativeInt, PositiveInt, Section
+from maxstack.schema import names
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253)]
-Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$", max_length=63)]
-"""The value of a Kubernetes label (Kubernetes, "Labels and Selectors")."""
-Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""A name that Slurm has."""
 STRING = 131_072
 """Bytes of one argument or `NAME=value` of a process, with the zero byte at its end: Linux's
 MAX_ARG_STRLEN, 32 pages of 4 KiB (execve(2))."""
@@ -73,10 +72,6 @@ Time = Annotated[
     Field(pattern=r"^([0-9]+(:[0-9]+){0,2}|[0-9]+-[0-9]+(:[0-9]+){0,2})$"),
     pydantic.BeforeValidator(_written),
 ]
-Image = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]*(@sha256:[0-9a-f]{64})?$", max_length=500)
-]
-"""A container's name, and its digest where it has one."""
 Mount = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]*$"), pydantic.AfterValidator(_mount)]
 Quantity = Annotated[
     str,
@@ -84,14 +79,6 @@ Quantity = Annotated[
     pydantic.BeforeValidator(_written),
 ]
 """An amount as Kubernetes writes it: 500m, 4, 16Gi (Kubernetes, "Quantity")."""
-LabelKey = Annotated[
-    str,
-    Field(
-        max_length=317,
-        pattern=r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?"
-        r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
-    ),
-]
 OURS = re.compile(
     r"(kueue\.x-k8s\.io|jobset\.sigs\.k8s\.io|batch\.kubernetes\.io)/|"
     r"app\.kubernetes\.io/(name|instance|managed-by|component)$"
@@ -102,21 +89,21 @@ OURS = re.compile(
 class SecretConfig(Section):
     """One key of a Kubernetes secret."""
 
-    name: Name
+    name: names.Object
     """Name of the secret."""
-    key: Name
+    key: names.SecretKey
     """Key in the secret."""
 
 
 class BucketConfig(Section):
     """A bucket of Google Cloud Storage that is mounted in every pod."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")]
+    name: names.Bucket
     """Without gs://."""
     mount: Mount = "/gcs"
     """Folder in the pods; run.output_dir lies below. No folder that the image or the system
     needs."""
-    storage: Name | None = None
+    storage: names.Namespace | None = None
     """Name that `xpk storage attach` gave it; xpk mounts it by that name."""
 
 
@@ -137,11 +124,11 @@ class VolumeConfig(Section):
 
     mount: Mount
     """Folder in the pods. No folder that the image or the system needs."""
-    claim: Name | None = None
+    claim: names.Object | None = None
     """A PersistentVolumeClaim; with several hosts one that all can write (ReadWriteMany)."""
-    config_map: Name | None = None
+    config_map: names.Object | None = None
     """A ConfigMap, whose keys are files."""
-    secret: Name | None = None
+    secret: names.Object | None = None
     """A Secret, whose keys are files."""
     size: Quantity | None = None
     """An empty folder on the node's disk, of this size at most, lost with the pod."""
@@ -173,7 +160,7 @@ class PodConfig(Section):
     Standard asks. null: the image's own user, and what the cluster allows it."""
     service_account_token: bool = False
     """Mount a token for Kubernetes' API, which neither maxstack nor the bucket needs."""
-    labels: dict[LabelKey, Label] = {}
+    labels: dict[names.LabelKey, names.Label] = {}
     """Labels of the JobSet and its pods."""
     sidecar: SidecarConfig = SidecarConfig()
 
@@ -221,37 +208,35 @@ class ClusterConfig(Section):
     topology: str
     """The hardware of a run, as `maxstack plan` writes it: v5p:8x8x16, v5e:16x16*4 (4 slices),
     h100:32x8 (32 hosts of 8)."""
-    project: Name | None = None
+    project: names.Place | None = None
     """Google Cloud project; null: gcloud's own. For xpk."""
-    zone: Name | None = None
+    zone: names.Place | None = None
     """Zone of the cluster; for xpk."""
-    cluster: Name | None = None
+    cluster: names.Place | None = None
     """Name of the cluster; for xpk."""
-    reservation: Label | None = None
+    reservation: names.Label | None = None
     """Nodes that are kept for you (cloud.google.com/reservation-name)."""
-    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)] = (
-        "default"
-    )
+    namespace: names.Namespace = "default"
     """Namespace of Kubernetes."""
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@/-]*$")] | None = None
     """Context of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null:
     the current one."""
-    queue: Label | None = None
+    queue: names.Queue | None = None
     """Kueue's local queue."""
-    priority: Label | None = None
+    priority: names.Queue | None = None
     """Kueue's priority class, or xpk's --priority."""
-    image: Image | None = None
+    image: names.Image | None = None
     """The container that holds maxstack (scripts/Dockerfile), best by its digest, NAME@sha256:...;
     for gke and xpk."""
-    accelerator: Label | None = None
+    accelerator: names.Label | None = None
     """GKE's name of the accelerator; null: the usual one of the topology's chip."""
-    service_account: Name | None = None
+    service_account: names.Object | None = None
     """Kubernetes service account of the pods, which may read and write the bucket."""
     bucket: BucketConfig | None = None
     """Bucket in which gke and xpk keep what a run writes."""
-    secrets: dict[Variable, SecretConfig] = {}
+    secrets: dict[names.Variable, SecretConfig] = {}
     """Environment variable -> where its value lies."""
-    env: dict[Variable, Line] = {}
+    env: dict[names.Variable, Line] = {}
     """Environment variables of every process."""
     config: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] | None = None
     """Path of the resolved configuration on every host, for a file that is too large to be handed

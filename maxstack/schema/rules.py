@@ -35,10 +35,14 @@ def faults(cfg: "Config") -> list[Fault]:
         _elastic,
         _processes,
     )
-    return list(mesh_rules.axes(cfg)) or [
-        *(fault for rule in rules for fault in rule(cfg)),
-        *cfg.objective.faults(cfg),
-    ]
+    return (
+        list(_runtime(cfg))
+        or list(mesh_rules.axes(cfg))
+        or [
+            *(fault for rule in rules for fault in rule(cfg)),
+            *cfg.objective.faults(cfg),
+        ]
+    )
 
 
 def device_faults(cfg: "Config", devices: int) -> list[Fault]:
@@ -247,6 +251,15 @@ def _tiles(cfg: "Config") -> Iterator[Fault]:
             )
 
 
+def _runtime(cfg: "Config") -> Iterator[Fault]:
+    if cfg.faults.elastic and cfg.runtime != "pathways" and not cfg.run.virtual_devices:
+        yield (
+            "faults.elastic",
+            "is for one process that drives all slices, and runtime=jax starts one a host; give "
+            "runtime=pathways, leave it out, or try it with run.virtual_devices",
+        )
+
+
 def _elastic(cfg: "Config") -> Iterator[Fault]:
     if (elastic := cfg.faults.elastic) is None:
         return
@@ -256,8 +269,6 @@ def _elastic(cfg: "Config") -> Iterator[Fault]:
             f"mesh.slices={cfg.mesh.slices} with least={elastic.least} leaves none to "
             "lose; give mesh.slices a larger number",
         )
-    if cfg.distributed:
-        yield "faults.elastic", "is for one process that drives all slices; leave out distributed"
     if not cfg.checkpoint.every:
         yield (
             "faults.elastic",

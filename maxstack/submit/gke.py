@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from maxstack.cluster.joining import WAIT
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, quoted
 from maxstack.schema.cluster import STRING, SidecarConfig
 from maxstack.submit.job import Job, Placement, Submission, machine, machines
 from maxstack.submit.limits import OBJECT, check_size
@@ -276,7 +276,7 @@ def _sidecar(limits: SidecarConfig) -> dict[str, str]:
 
 def _nodes(job: Placement) -> dict[str, str]:
     """Labels that a pod's node must have."""
-    name = job.cluster.accelerator or machine(job, "accelerator")
+    name = accelerator(job)
     if job.tpu:
         labels = {
             "cloud.google.com/gke-tpu-accelerator": name,
@@ -287,6 +287,20 @@ def _nodes(job: Placement) -> dict[str, str]:
     if job.cluster.reservation:
         labels["cloud.google.com/reservation-name"] = job.cluster.reservation
     return labels
+
+
+def accelerator(job: Placement) -> str:
+    """GKE's name of the chip; ConfigError for a name that is of none, or of another chip."""
+    name = job.cluster.accelerator
+    if name and job.chip.name not in machines():
+        return name
+    known = machine(job, "accelerator").split()
+    if name and name not in known:
+        raise ConfigError(
+            f"accelerator: got {quoted(name)}; allowed: GKE's names of {job.chip.name}: "
+            f"{', '.join(known)}; give {known[0]}, or leave it out"
+        )
+    return name or known[0]
 
 
 def _environment(job: Job) -> list[dict[str, Any]]:

@@ -203,12 +203,6 @@ def checked(
             "give that number, so that what crosses slices "
             "is what you mean"
         )
-    if cfg.faults.elastic and cfg.runtime != "pathways" and topology.hosts > 1:
-        raise ConfigError(
-            "faults.elastic: is for one process that drives all slices, and "
-            f"{topology.name} has {topology.hosts} hosts; leave it out, "
-            "or give runtime: pathways"
-        )
     sizes = rules.sizes_on(cfg, topology.size, topology.name)
     least = estimate(Shapes.of(cfg), cfg, sizes, job.chip, links(topology, tuple(sizes.values())))
     line = (

@@ -1,16 +1,20 @@
 """Command line of xpk, which is no dependency: `xpk workload create` and `create-pathways`."""
 
+import math
 import shlex
 
 from maxstack.cluster.exit_codes import CRASHED, RETRY
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, quoted
 from maxstack.schema.cluster import STRING
 from maxstack.submit.gke import mount_options, watching
-from maxstack.submit.job import Job, Submission, machine, within
+from maxstack.submit.job import Job, Placement, Submission, machine, machines, within
 from maxstack.submit.limits import WRAPPER, check_size
 
 UNSAFE = set("\"'\\`$")
 """Characters that xpk passes into YAML and a shell unquoted, as it does unprintable ones."""
+PRIORITIES = "very-low", "low", "medium", "high", "very-high"
+LONGEST_SIDE = 256
+"""In chips (xpk 1.16.0, core/system_characteristics.py, generate_tpu_topologies)."""
 HEAD = "/tmp"
 """The only folder that xpk mounts with Pathways."""
 
@@ -57,9 +61,14 @@ def command(job: Job) -> list[str]:
             "of the head's host and nothing else; give "
             f"{HEAD}/runs, and copy what is to be kept"
         )
+    if cluster.priority not in (None, *PRIORITIES):
+        raise ConfigError(
+            f"priority: got {quoted(cluster.priority)}; allowed: xpk's, {', '.join(PRIORITIES)}; "
+            "give one, such as medium, or use --target gke, where it is a class of Kueue's"
+        )
     device = machine(job, "xpk")
     if tpu:
-        sides = "x".join(map(str, job.topology.sides))
+        sides = shape(job)
         hardware = [f"--tpu-type={device}-{sides}", f"--num-slices={job.topology.slices}"]
     else:
         hardware = [f"--device-type={device}", f"--num-nodes={job.topology.hosts}"]
@@ -92,6 +101,20 @@ def command(job: Job) -> list[str]:
     for word in words:
         check_size(job, "xpk", word.partition("=")[0], f"{word}\0", STRING - WRAPPER)
     return words
+
+
+def shape(job: Placement) -> str:
+    """Sides of a slice; ConfigError for a slice that xpk does not have."""
+    chip, sides = job.chip.name, job.topology.sides
+    near = least = machines()[chip].get("least", "1")
+    if max(sides) > LONGEST_SIDE:
+        near = f"4x4x{LONGEST_SIDE}"
+    elif math.prod(sides) >= math.prod(map(int, least.split("x"))):
+        return "x".join(map(str, sides))
+    raise ConfigError(
+        f"topology: xpk does not have {job.topology.name}, nor any with a side above "
+        f"{LONGEST_SIDE}; give another, such as {chip}:{near}, or use --target gke"
+    )
 
 
 def _inside(job: Job) -> str:

@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -475,6 +476,23 @@ def test_where_all_tiers_are_lost_the_run_says_so_and_does_not_start_anew(tiered
         ConfigError, match="says that step 7 was saved, but no tier holds a checkpoint"
     ):
         saves.restore(feed)
+
+
+def test_a_disk_that_has_another_process_s_steps_is_named_with_what_to_do(tiered):
+    again, _, folder, _ = tiered
+    for name in ("run/checkpoints", "far"):
+        shutil.rmtree(folder / name)
+    (folder / "ssd/run/host_0").rename(folder / "ssd/run/host_1")
+    (folder / "ssd/run/host_2").mkdir()  # of a run that saved nothing there
+    saves, feed, _ = again()
+    with pytest.raises(ConfigError) as error:
+        saves.restore(feed)
+    assert "says that step 7 was saved, but no tier holds a checkpoint" in str(error.value)
+    assert (
+        f"Steps of other processes lie with process 0 on {platform.node()}, "
+        f"{folder}/ssd/run/host_1: where ranks or disks changed places, start each where its own "
+        "lies" in str(error.value)
+    )
 
 
 def test_a_tier_of_another_run_is_refused_until_that_is_gone(tiered):

@@ -2,11 +2,13 @@
 
 import http.server
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from maxstack.cluster.environment import PORT, PORTS, Member, first_host, member, tasks_per_node
 from maxstack.cluster.joining import devices_of
+from maxstack.cluster.joining import member as joined_member
 from maxstack.errors import ConfigError
 
 SLURM = {
@@ -145,10 +147,88 @@ def test_half_of_what_is_needed_is_told(variables, says):
 
 @pytest.mark.parametrize(
     ("hosts", "first"),
-    [("node1", "node1"), ("a,b[1-2]", "a"), ("n[007-009,012],m3", "n007"), ("n[3]-ib,x", "n3-ib")],
+    [
+        ("node1", "node1"),
+        ("a,b[1-2]", "a"),
+        ("n[007-009,012],m3", "n007"),
+        ("n[3]-ib,x", "n3-ib"),
+        ("rack[1-2]_blade[3-4]", "rack1_blade3"),
+        ("a[01-03,07]b[1-2],c", "a01b1"),
+        ("r[2,5]c[010-011]n[3].x.org,a[1-2]", "r2c010n3.x.org"),
+        ("[12-14]", "12"),
+    ],
 )
 def test_the_first_host_of_slurm_s_lists(hosts, first):
     assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize("hosts", ["", "n[1-2", "n[1-2]]", "n[]", "n[a-b]", ",a", "a b"])
+def test_what_is_no_list_of_slurm_s_is_refused_with_what_to_set(hosts):
+    with pytest.raises(ConfigError, match="is no list of hosts; set JAX_COORDINATOR_ADDRESS"):
+        first_host(hosts)
+
+
+ALONE = {"MASTER_ADDR": "localhost", "WORLD_SIZE": "1", "RANK": "0"}
+STEP = {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        (
+            ALONE | STEP,
+            "MASTER_ADDR, RANK.* is alone, and by SLURM_STEP_NUM_TASKS=2 one of 2",
+        ),
+        (ALONE | MPI | URI, "OMPI_COMM_WORLD_SIZE=4 one of 4, which would each train"),
+        (
+            ALONE | JOBSET,
+            "JAX_PROCESS_COUNT=12 one of .* unset .* JAX_PROCESS_COUNT and PROCESSES_IN",
+        ),
+        (
+            {**PLAIN, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0", **STEP},
+            "JAX_COORDINATOR_ADDRESS.* is alone, and by SLURM_STEP_NUM_TASKS=2",
+        ),
+        (
+            {**MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", **URI, **STEP},
+            "Open MPI",
+        ),
+        (
+            {**ALONE, "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", **STEP},
+            "SLURM_STEP_NUM_TASKS=2",
+        ),  # torchrun of one process in each task
+    ],
+)
+def test_a_process_that_one_launcher_says_is_alone_and_another_one_of_several_is_refused(
+    variables, says
+):
+    with pytest.raises(ConfigError, match=says):
+        member(variables, on_tpu=False)
+
+
+def test_the_configuration_counts_and_is_compared_with_the_launcher(monkeypatch, capsys):
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    own = SimpleNamespace(coordinator="h:1", processes=3, process=2)
+    assert joined_member(SimpleNamespace(distributed=own)).processes == 3
+    said = capsys.readouterr().err
+    assert "3 processes by the configuration, which counts, and SLURM_STEP_NUM_TASKS=2" in said
+    own.processes, own.process = 1, 0
+    with pytest.raises(ConfigError, match="by the configuration this process is alone, and by"):
+        joined_member(SimpleNamespace(distributed=own))
+
+
+def test_launchers_that_differ_in_their_counts_are_told_and_the_first_counts(capsys):
+    torchrun = {**ALONE, "WORLD_SIZE": "8", "RANK": "5"}
+    assert member(torchrun | STEP, on_tpu=False).processes == 8
+    assert (
+        "8 processes by variables (MASTER_ADDR, RANK), which counts, and SLURM_STEP_NUM_TASKS=2"
+        in capsys.readouterr().err
+    )
+    agents = {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert member(torchrun | agents | STEP, on_tpu=False).local == (1, 4)
+    assert member({**torchrun, "WORLD_SIZE": "2", "RANK": "1", **STEP}, on_tpu=False)
+    assert member({**ALONE, **STEP, "SLURM_STEP_NUM_TASKS": "1"}, on_tpu=False) is None
+    assert not capsys.readouterr().err
 
 
 def test_a_slurm_job_of_several_tasks_without_srun_is_told(capsys):

@@ -189,6 +189,48 @@ def test_one_of_several_that_is_stopped_is_named_and_ended_with_the_others(tmp_p
     )
 
 
+@pytest.fixture
+def still(tmp_path, monkeypatch):
+    """(A process of two that sleeps, its watchdog here, its log); 5 s are 0.2."""
+    monkeypatch.setattr(watchdog, "PAUSED", 0.2)
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    log = tmp_path / "log.txt"
+    given = {"pid": process.pid, "process": 1, "processes": 2, "log": str(log), "step": 600.0}
+    yield process, watchdog.Watchdog(line, given), log
+    process.kill()
+    process.wait()
+    line.close()
+    theirs.close()
+
+
+def test_one_of_several_that_was_stopped_and_goes_on_is_named_with_its_seconds(still, capfd):
+    process, watching, log = still
+    watching._look()
+    process.send_signal(signal.SIGSTOP)
+    for _ in range(6):
+        time.sleep(0.1)
+        watching._look()
+    assert not log.exists()
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.1)
+    watching._look()
+    watching._look()
+    told = rf"process 1 \(pid {process.pid} on \S+\) stood still for 1 s \(stopped by a signal\)\n"
+    assert re.fullmatch(f"[-0-9]+ [:0-9]+ {told}", log.read_text())
+    assert re.fullmatch(told, capfd.readouterr().err)
+
+
+def test_a_machine_that_stood_still_is_named_with_its_seconds(still):
+    process, watching, log = still
+    watching._look()
+    time.sleep(0.6)  # no turn of the watchdog's either
+    watching._look()
+    watching._look()
+    (line,) = log.read_text().splitlines()
+    assert re.search(rf"process 1 \(pid {process.pid} on .*stood still for 1 s \(its whole", line)
+
+
 @pytest.mark.slow
 def test_a_run_of_one_process_that_is_stopped_goes_on_when_it_is_continued(tmp_path):
     started = run(tmp_path, 1)

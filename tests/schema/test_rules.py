@@ -51,6 +51,12 @@ BROKEN = {
         "names mesh axis fsdp twice",
         ["mesh.rules.vocab=fsdp"],
     ),
+    "elastic_without_pathways": (
+        ["faults.elastic={}", "checkpoint.every=0", "mesh.fsdp=-1"],
+        "faults.elastic",
+        "is for one process that drives all slices, and runtime=jax starts one a host",
+        ["runtime=pathways", "mesh.slices=2", "checkpoint.every=1", "mesh.fsdp=1"],
+    ),
     "devices_do_not_fill_the_mesh": (
         ["run.virtual_devices=8", "mesh.data=2", "mesh.tensor=2"],
         "run.virtual_devices",

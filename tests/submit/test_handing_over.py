@@ -252,7 +252,7 @@ def test_what_the_estimate_refuses_goes_by_force(tmp_path, capsys):
                 "mesh.slices=2",
                 "faults.elastic={}",
             ],
-            "and v5e:8x8*2 has 32 hosts",
+            "faults.elastic: is for one process that drives all slices, and runtime=jax",
         ),
         (
             ["--target", "local", "--processes", "2", "faults.elastic={}", "mesh.slices=2"],

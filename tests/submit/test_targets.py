@@ -282,6 +282,30 @@ def test_what_xpk_cannot_be_given_is_refused(topology, facts, says, job):
         xpk.command(job(topology, **facts))
 
 
+def test_xpk_gets_its_own_priorities_alone(job):
+    (choices,) = (each["choices"] for each in OPTIONS["create"] if each["names"] == ["--priority"])
+    for priority in choices:
+        assert f"--priority={priority}" in xpk.command(job("v5e:4x4", priority=priority))
+    with pytest.raises(ConfigError, match="priority: got 'urgent'; allowed: .* such as medium"):
+        xpk.command(job("v5e:4x4", priority="urgent"))
+
+
+@pytest.mark.parametrize(
+    ("topology", "name", "allowed"),
+    [
+        ("v5e:4x4", "tpu-v6e-slice", "tpu-v5-lite-podslice, tpu-v5-lite-device"),
+        ("h100:2x8", "nvidia-h100", "nvidia-h100-mega-80gb, nvidia-h100-80gb"),
+        ("h200:2x8", "tpu-v5-lite-podslice", "nvidia-h200-141gb"),
+    ],
+)
+def test_an_accelerator_is_one_that_gke_has_of_the_topology_s_chip(topology, name, allowed, job):
+    for right in allowed.split(", "):
+        one = job(topology, accelerator=right)
+        assert right in pod(written(one))["nodeSelector"].values()
+    with pytest.raises(ConfigError, match=f"accelerator: got '{name}'; allowed: .*: {allowed};"):
+        gke.manifest(job(topology, accelerator=name))
+
+
 @pytest.mark.parametrize(
     ("topology", "folder", "env", "says"),
     [
@@ -574,5 +598,5 @@ def test_the_examples_of_clusters_load_and_their_topologies_are_there():
 def test_an_image_is_pinned_by_a_whole_sha256_digest(image):
     facts = FACTS | {"topology": "v5e:4x4"}
     assert ClusterConfig.model_validate(facts | {"image": f"a/b:1@sha256:{'0' * 64}"}).image
-    with pytest.raises(ValueError, match=r"image\n.*pattern"):
+    with pytest.raises(ValueError, match=r"image\n.*the digest of 64 digits"):
         ClusterConfig.model_validate(facts | {"image": image})
