@@ -252,7 +252,8 @@ def _tiles(cfg: "Config") -> Iterator[Fault]:
 
 
 def _runtime(cfg: "Config") -> Iterator[Fault]:
-    if cfg.faults.elastic and cfg.runtime != "pathways" and not cfg.run.virtual_devices:
+    rehearses = cfg.run.virtual_devices and not cfg.distributed
+    if cfg.faults.elastic and cfg.runtime != "pathways" and not rehearses:
         yield (
             "faults.elastic",
             "is for one process that drives all slices, and runtime=jax starts one a host; give "
