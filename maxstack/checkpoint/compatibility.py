@@ -2,6 +2,7 @@
 
 import contextlib
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,6 +49,12 @@ HARMLESS: dict[str, list[tuple[Any, Any]]] = {
 }
 """Changes, (old, new), that leave the model and every document that was read before as they were;
 ABSENT: older checkpoints lack the key. A key that they lack has its default too."""
+
+
+KINDS = re.compile(r"optimizer\.(groups\.\d+\.)?chain\.\d+\.kind: ")
+"""Changes of what the optimizer's state means."""
+SAID = ("run", "distributed", "checkpoint", "data.sources")
+"""Sections whose changes change no step, or are told elsewhere."""
 
 
 def check_forced(keys: Sequence[str], cfg: "Config") -> None:
@@ -136,6 +143,17 @@ class Compatibility(NamedTuple):
             + f"\n  Arrays of other shapes cannot be forced: put the {key} back, {begins}or "
             f"{self.remedy}."
         )
+
+    def refuse_optimizer(self) -> None:
+        """ConfigError where the optimizer's state was another kind's, whose arrays may be alike:
+        adam's second moments are not yogi's."""
+        if kinds := [line for line in self.changed(("optimizer",)) if KINDS.match(line)]:
+            raise ConfigError(
+                f"{self.where} holds the state of another optimizer (checkpoint -> now):\n"
+                + "\n".join(f"  {line}" for line in kinds)
+                + "\n  Put it back, let it begin anew (checkpoint.restore_parts=[params, data, "
+                f"step]), or {self.remedy}."
+            )
 
     def changed(self, keys: Sequence[str], free: Sequence[str] = ()) -> list[str]:
         """`key: old -> new` for each difference below some keys."""

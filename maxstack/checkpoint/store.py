@@ -27,7 +27,8 @@ from maxstack.checkpoint.weights import WeightsReader, step_of
 from maxstack.cluster.peers import Peers
 from maxstack.config import atomic
 from maxstack.data.position import Sources
-from maxstack.errors import ConfigError, Passing
+from maxstack.errors import ConfigError, Passing, shortened
+from maxstack.report import run_folder
 from maxstack.schema.checkpoint import PARTS, CheckpointConfig, TierConfig
 from maxstack.schema.metrics import bare, direction
 
@@ -151,8 +152,10 @@ class Checkpoints:
         the background; a step counts where all of it is on disk, with its checksums. `notes` are
         plain data that `restore` leaves in `self.notes`; `evaluated` are figures of the last
         evaluation; `position` is where the feed stood after the step, by default where it stands.
-        """
+        ConfigError where another process has taken the run's folder."""
         self.wait()
+        if self._peers.number == 0:
+            run_folder.check_owner(self._own.folder.parent)
         if tiers is None:
             tiers = [tier for tier in self._tiers if tier.due(step, last)]
         meta = {
@@ -408,6 +411,8 @@ class Checkpoints:
                     for tree in (wanted, there)
                 )
             match.refuse_shapes(there, wanted)
+            if "optimizer" in parts_kept:
+                match.refuse_optimizer()
             position = jax.ShapeDtypeStruct(
                 parts["data"]["position"].shape, jnp.int32, sharding=run.batches.of_rows
             )
@@ -417,6 +422,8 @@ class Checkpoints:
         feed.restore(feed.mixture.adopt(sources, states, step, changed))
         for line in changes:
             self._say(f"data.sources: {line}")
+        if not elsewhere and (others := match.changed(("*",), compatibility.SAID)):
+            self._say(f"changed since step {step} was saved: {shortened('; '.join(others), 500)}")
         self.notes, self.saved_config = meta["notes"], meta["config"]
         self.summary = f"resumed from step {step} of {storage.folder}"
         if self._cfg.elsewhere and not elsewhere:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 SEEN = 30.0
 """Seconds that a file may take until other hosts see it."""
+OWNER = ".owner"
+_tokens: dict[Path, Any] = {}
+"""Folder -> the token of this process's claim."""
 GIT = 10.0
 """Seconds in which git must name the commit."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -46,6 +49,7 @@ def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
             lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
             ending.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _own(folder)
     except BlockingIOError as error:
         raise ConfigError(
             f"run.name: {folder} is in use by another process; wait for it, stop it, or "
@@ -58,6 +62,29 @@ def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
         ) from error
     _check_seen_by_all(folder)
     return folder
+
+
+def _own(folder: Path) -> None:
+    """Note in the folder that it is this process's: locks of hosts that mount it may not see each
+    other."""
+    note = {"token": secrets.token_hex(8), "host": platform.node(), "pid": os.getpid()}
+    _tokens[folder.absolute()] = note["token"]
+    (folder / OWNER).write_text(json.dumps(note), encoding="utf-8")
+
+
+def check_owner(folder: Path) -> None:
+    """ConfigError where another process has claimed the folder since; the later one goes on."""
+    mine = _tokens.get(folder.absolute())
+    try:
+        note = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # nobody claims it
+        return
+    if mine and note.get("token") != mine:
+        raise ConfigError(
+            f"run.name: process {note.get('pid')} on {note.get('host')} has begun to write "
+            f"{folder} too, and its lock does not see this process's; this one ends, and saves no "
+            "more. Give each run a run.name of its own"
+        )
 
 
 def _check_seen_by_all(folder: Path) -> None:

@@ -253,6 +253,24 @@ def test_a_checkpoint_of_before_some_keys_goes_on_where_these_have_their_default
         Compatibility("1", old, tiny.config(model=model), False).refuse_changes(FREE)
 
 
+@pytest.mark.parametrize(
+    ("chain", "refused"),
+    [
+        ([{"kind": "yogi"}], "chain.0.kind: adam -> yogi"),
+        ([{"kind": "adam", "b1": 0.5, "learning_rate": {"kind": "constant", "value": 1}}], ""),
+    ],
+)
+def test_another_kinds_state_is_refused_where_its_arrays_are_alike(chain, refused):
+    old = tiny.config(optimizer={"chain": [{"kind": "adam"}]}).model_dump(mode="json")
+    match = Compatibility("1", old, tiny.config(optimizer={"chain": chain}), False)
+    if not refused:
+        match.refuse_optimizer()
+        assert "optimizer.chain.0.b1: (absent) -> 0.5" in match.changed(("*",))
+        return
+    with pytest.raises(ConfigError, match=rf"{refused}[\s\S]*restore_parts=\[params, data, step"):
+        match.refuse_optimizer()
+
+
 def test_every_file_of_a_step_is_in_its_manifest(saved):
     folder = saved[2] / "3"
     facts, files = manifest.read(folder)
