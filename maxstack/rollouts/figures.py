@@ -81,11 +81,9 @@ def together(found: Sequence[Mapping[str, Sequence[float]]]) -> Sums:
     sample variance, eq. 2.1)."""
     made = {}
     for name in dict.fromkeys(name for one in found for name in one):
-        parts = [Moments(*one[name]) for one in found if name in one]
-        number, total = sum(part.number for part in parts), sum(part.total for part in parts)
-        apart = sum(part.number * (part.mean - total / number) ** 2 for part in parts)
-        squares = sum(part.squares for part in parts) + apart
-        made[name] = Moments(number, total, squares, max(part.largest for part in parts))
+        number, total, squares, largest = np.array([one[name] for one in found if name in one]).T
+        apart = number * (total / number - total.sum() / number.sum()) ** 2
+        made[name] = Moments(number.sum(), total.sum(), (squares + apart).sum(), largest.max())
     return made
 
 

@@ -107,7 +107,7 @@ def _sharding(cfg: "Config", sizes: dict[str, int], table: str = "rules") -> Ite
             if key not in seen and size % parts(axes, sizes):
                 seen.add(key)
                 split = [axis for axis in axes if sizes[axis] > 1]
-                fixed = cfg.model.tokens is not None and key.endswith("seq_len")
+                fixed = bool(cfg.model.tokens) and key.endswith("seq_len")
                 yield key, _indivisible(key, size, logical, f"mesh.{table}", split, sizes, fixed)
 
 

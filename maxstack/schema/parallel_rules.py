@@ -75,8 +75,7 @@ def batch_unit(cfg: "Config", sizes: dict[str, int]) -> int:
 
 
 def _experts(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
-    models = cfg.model, *((cfg.teacher,) if cfg.teacher else ())
-    blocks = [block for model in models for block in model.blocks.values()]
+    blocks = [*cfg.model.blocks.values(), *(cfg.teacher.blocks.values() if cfg.teacher else ())]
     if sizes["expert"] > 1 and not any(block.experts for block in blocks):
         yield (
             "mesh.expert",
@@ -103,9 +102,7 @@ def _context(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
     pieces, ring = sizes["context"], cfg.mesh.context_kind == "ring"
     if ring and cfg.data.seq_len % (2 * pieces):
         fits = -(-cfg.data.seq_len // (2 * pieces)) * 2 * pieces
-        remedy = f"{fits} or mesh.context_kind=ulysses"
-        if cfg.model.tokens is not None:
-            remedy = "mesh.context=1"
+        remedy = "mesh.context=1" if cfg.model.tokens else f"{fits} or mesh.context_kind=ulysses"
         yield (
             "data.seq_len",
             (
