@@ -1,11 +1,19 @@
 """Figures of samples: those of several processes together are those of one that has all samples."""
 
+import contextlib
 import json
+import math
+import types
 
 import numpy as np
 import pytest
+import tiny
 
 from maxstack.data.prompts import Prompt
+from maxstack.evals.evaluation import StopEarly
+from maxstack.report.log import Log
+from maxstack.report.metrics import Writer
+from maxstack.rollouts.evaluation import RewardEvaluator
 from maxstack.rollouts.figures import figures, sums, together
 from maxstack.rollouts.sample import Group, Sample
 
@@ -85,3 +93,32 @@ def test_what_no_sample_has_is_not_among_the_figures():
     found = exchanged([[group(2.0, 3.0, dropped=[0, 1])], [group(1.0, dropped=[0])]])
     assert "reward" not in found and "reward_std" not in found and "reward_group_std" not in found
     assert found["reward/own/failed"] == 3 and "turns" not in found
+
+
+class Failing:
+    """A maker whose samples do not count."""
+
+    generator = types.SimpleNamespace(room=200)
+
+    def by(self, params, temperature):
+        return contextlib.nullcontext()
+
+    def complete(self, name, groups):
+        for group in groups:
+            for sample in group.samples:
+                sample.dropped, sample.failures = True, {"exact": "raised"}
+
+
+def test_an_evaluation_of_which_nothing_counts_has_no_reward_and_is_the_worst(tmp_path):
+    cfg = tiny.with_rollouts(
+        eval={"every": 5, "steps": 1}, train={"stop_early": {"metric": "eval_loss", "patience": 1}}
+    )
+    run = types.SimpleNamespace(cfg=cfg)
+    log, writer = Log(tmp_path, 10, True), Writer(tmp_path, first=True)
+    found = RewardEvaluator(run, Failing(), log, writer)(5, {})
+    (row,) = tiny.metrics(tmp_path)
+    assert row["eval_reward/exact/failed"] == row["eval_prompts"] == 8
+    assert "eval_reward" not in row and "no sample counts" in (tmp_path / "log.txt").read_text()
+    assert (found["eval_reward"], found["eval_loss"]) == (-math.inf, math.inf)
+    early = StopEarly(cfg.train.stop_early, {})
+    assert not early.read(5, found) and not early.read(10, {"eval_loss": 3.0})
