@@ -189,6 +189,8 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         second = {}
         for name, given in (frozen or {}).items():
             if name in others:
+                own = dataclasses.replace(moves, info=others[name].info)
+                given = own.weights_to_devices(given)
                 second[name] = nnx.merge(others[name].graph, nnx.State(given))
             else:
                 whole = joined(moves.weights_to_devices(given), params)
