@@ -188,10 +188,9 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     def models(params: Tree, frozen: Tree) -> Models:
         second = {}
         for name, given in (frozen or {}).items():
-            if name in others:
-                own = dataclasses.replace(moves, info=others[name].info)
-                given = own.weights_to_devices(given)
-                second[name] = nnx.merge(others[name].graph, nnx.State(given))
+            if other := others.get(name):
+                own = dataclasses.replace(moves, info=other.info).weights_to_devices(given)
+                second[name] = nnx.merge(other.graph, nnx.State(own))
             else:
                 whole = joined(moves.weights_to_devices(given), params)
                 second[name] = nnx.merge(graph, nnx.State(whole))
