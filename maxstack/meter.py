@@ -73,6 +73,9 @@ class Meter:
         with jax.profiler.TraceAnnotation("wait for the step before"):
             now = ready.result()
         values = {name: float(value) for name, value in jax.device_get(scalars).items()}
+        for name in [name for name in values if f"{name}/weight" in values]:
+            if not values.pop(f"{name}/weight"):
+                del values[name]  # a mean over nothing is not 0
         fed = {name[4:]: int(value) for name, value in values.items() if name.startswith("fed/")}
         del values["weight"]
         late = min(max(0.0, dispatched - self._ready), now - self._ready)

@@ -188,11 +188,10 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     def models(params: Tree, frozen: Tree) -> Models:
         second = {}
         for name, given in (frozen or {}).items():
-            if name in others:
-                second[name] = nnx.merge(others[name].graph, nnx.State(given))
-            else:
-                whole = joined(moves.weights_to_devices(given), params)
-                second[name] = nnx.merge(graph, nnx.State(whole))
+            other = others.get(name)
+            own = moves.weights_to_devices(given, other.info if other else info)
+            whole = own if other else joined(own, params)
+            second[name] = nnx.merge(other.graph if other else graph, nnx.State(whole))
         return Models(nnx.merge(graph, nnx.State(params)), second)
 
     def of_models(f: Callable[[Models, Batch], Batch]) -> Any:

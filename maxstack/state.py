@@ -71,11 +71,12 @@ class Moves:
             return state
         return jax.device_put(state, _on_devices(self.abstract, self.info, self.mesh, self.cfg))
 
-    def weights_to_devices(self, tree: Tree) -> Tree:
-        """Weights, or a part of their tree with None for the rest, in the devices' memory."""
+    def weights_to_devices(self, tree: Tree, info: Tree = None) -> Tree:
+        """Weights, or a part of their tree with None for the rest, in the devices' memory; `info`
+        is that of another model, whose weights they are."""
         if "params" not in self.cfg.offload:
             return tree
-        shardings = sharding_of_weights(self.info, self.mesh, self.cfg.rules)
+        shardings = sharding_of_weights(info or self.info, self.mesh, self.cfg.rules)
         return jax.tree.map(
             lambda s, leaf: None if leaf is None else jax.device_put(leaf, s), shardings, tree
         )

@@ -14,7 +14,7 @@ from maxstack import optim, sharding
 from maxstack.faults import guard
 from maxstack.kernels import tuning
 from maxstack.models.model import model_of
-from maxstack.objectives.objective import Batch, Loss, Models, Objective, row_keys
+from maxstack.objectives.objective import Batch, Loss, Models, Objective, divisor, row_keys
 from maxstack.optim import rounding
 from maxstack.state import Moves, State, Tree
 
@@ -64,7 +64,7 @@ def training_step(
     )
     assert "loss" in summed.metrics, f"objective.kind={cfg.objective.kind}: no metrics['loss']"
     with jax.named_scope("optimizer"):
-        weight = jnp.maximum(summed.weight, 1.0)
+        weight = divisor(summed.weight)
         grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
         value = summed.total / weight
         norm = optax.tree.norm(grads)
@@ -172,15 +172,14 @@ def _cut(batch: Batch, pieces: int) -> tuple[Batch, Batch]:
 
 
 def _means(metrics: Batch, weight: jax.Array) -> dict[str, jax.Array]:
-    """Sums divided by the weight, or by their own, by name."""
-    suffix = "/weight"
-    return {
-        name: total / jnp.maximum(metrics[name + suffix], 1.0)
-        if name + suffix in metrics
-        else total / weight
+    """Sums divided by the weight, or by their own, which stays beside them, by name."""
+    own = {name: total for name, total in metrics.items() if name.endswith("/weight")}
+    means = {
+        name: total / divisor(own.get(f"{name}/weight", weight))
         for name, total in metrics.items()
-        if not name.endswith(suffix)
+        if name not in own
     }
+    return means | own
 
 
 def traced_within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:

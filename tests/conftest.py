@@ -73,6 +73,21 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"the extra {missing} is not installed"))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """What came of each combination that test_combinations.py tried, in whichever worker."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    found = [
+        value
+        for report in reports
+        for name, value in report.user_properties
+        if name == "combination"
+    ]
+    for i, line in enumerate(sorted(found)):
+        if not i:
+            terminalreporter.section("combinations")
+        terminalreporter.write_line(line)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """Keep the tests of a file on one worker, because they compile the same programs, but for those

@@ -72,9 +72,7 @@ class Evaluator:
         if self._bits is not None:
             row["eval_bits_per_byte"] = self._bits
         shares = {
-            name: total[name] / max(total[f"{name}/weight"], 1.0)
-            for name in total
-            if f"{name}/weight" in total
+            name: total[name] / weight for name in total if (weight := total.get(f"{name}/weight"))
         }
         row |= {f"eval_{name}": share for name, share in shares.items()}
         row |= by_source if len(by_source) > 1 else {}

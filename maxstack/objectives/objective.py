@@ -112,7 +112,7 @@ class Objective:
             factors["factor/router_loss"] = weight / jax.numpy.maximum(self.tokens(batch), 1.0)
         if self.cfg.model.depth:
             targets = Objective.weight(self, batch)
-            factors["factor/mtp_loss"] = weight / jax.numpy.maximum(targets, 1.0)
+            factors["factor/mtp_loss"] = weight / divisor(targets)
         return factors
 
     def loss(self, models: Models, batch: Batch) -> Loss:
@@ -169,6 +169,11 @@ def token_fields(cfg: "Config") -> dict[str, Field]:
     return {
         name: Field("batch seq", dtype) for name, dtype in fields.items()
     } | cfg.objective.row_fields
+
+
+def divisor(weight: jax.Array) -> jax.Array:
+    """What sums of this weight are divided by: 1 where it is 0, as the sums then are."""
+    return jax.numpy.where(weight > 0, weight, 1.0)
 
 
 def row_keys(key: jax.Array, rows: int) -> jax.Array:

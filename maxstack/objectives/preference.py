@@ -14,7 +14,7 @@ from jax import Array
 from jax.nn import log_sigmoid, sigmoid
 
 from maxstack.objectives.log_probs import LogProbs, Terms
-from maxstack.objectives.objective import Batch, Models
+from maxstack.objectives.objective import Batch, Models, divisor
 from maxstack.objectives.sequences import (
     Pair,
     count_pairs,
@@ -91,7 +91,7 @@ class Preference(LogProbs):
         for name, weight in cfg.losses.items():
             if name == "sft":
                 learnt_BT = self._learnt(batch)
-                share = batch["pairs"] / jnp.maximum(batch["chosen_tokens"], 1.0)
+                share = batch["pairs"] / divisor(batch["chosen_tokens"])
                 loss_BT = -batch["logps"] * learnt_BT * share
             else:
                 loss_BT = jnp.where(last_BT, LOSSES[name](compared), 0.0) * likely_BT
@@ -136,7 +136,7 @@ class Preference(LogProbs):
         """exp of the mean over tokens of log p - log sum p^2, of both answers."""
         aligned_BT = jax.lax.stop_gradient(batch["logps"] - batch["sharpness"])
         both = pair_sums(aligned_BT * batch["mask"], batch["segments"])
-        means = (x / jnp.maximum(n, 1.0) for x, n in zip(both, tokens, strict=True))
+        means = (x / divisor(n) for x, n in zip(both, tokens, strict=True))
         return jnp.where(last_BT, jnp.exp(sum(means)), 0.0)
 
 

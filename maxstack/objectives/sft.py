@@ -7,7 +7,7 @@ from jax import Array
 from maxstack.kernels.sequences import arrange, natural
 from maxstack.objectives.log_probs import log_probs
 from maxstack.objectives.next_token import NextToken, further_loss, head_losses
-from maxstack.objectives.objective import Batch, Loss, Models, row_keys
+from maxstack.objectives.objective import Batch, Loss, Models, divisor, row_keys
 from maxstack.objectives.sequences import lasts, running_sums, spread
 from maxstack.objectives.statistics import statistics
 from maxstack.schema.objective import SFTConfig
@@ -82,7 +82,7 @@ class SFT(NextToken):
     def _by_sequence(batch: Batch) -> Array:
         """Weights of targets that make each sequence's loss a mean [B, T]."""
         counts_BT, segments_BT = _counts(batch)
-        return batch["mask"] / jnp.maximum(spread(counts_BT, segments_BT), 1.0)
+        return batch["mask"] / divisor(spread(counts_BT, segments_BT))
 
     def _noise(self, batch: Batch) -> Array:
         """Noise of embeddings [B, T, D]."""

@@ -118,11 +118,13 @@ class Recorded:
             state, words = "running", ""
         else:
             state, words = "killed", "without a word; the same command goes on"
-        means = {
-            key: sum(values) / len(values)
-            for key in ("loss", "step_seconds", "mfu", *COUNTED)
-            if (values := [row[key] for row in recent if _is_finite(row.get(key))])
-        }
+        means = {}
+        for key in ("loss", "step_seconds", "mfu", *COUNTED):
+            # The mean of a rate is all tokens over all seconds.
+            by = "" if key in ("loss", "step_seconds") else "step_seconds"
+            rows = [(row[key], row.get(by, 1.0)) for row in recent if _is_finite(row.get(key))]
+            if rows:
+                means[key] = sum(map(math.prod, rows)) / sum(weight for _, weight in rows)
         rate = next((key for key in COUNTED if key in means), "")
         return {
             "state": state,

@@ -1,5 +1,6 @@
 """Evaluation by rewards: answers to held-out prompts."""
 
+import math
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 from maxstack.data.prompts import Prompts
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
-from maxstack.rollouts.figures import of_rewards
+from maxstack.rollouts.figures import figures, sums_of_rewards
 from maxstack.rollouts.maker import Maker
 from maxstack.rollouts.sample import Group, Sample
 from maxstack.state import Tree
@@ -42,7 +43,8 @@ class RewardEvaluator:
 
     def __call__(self, step: int, params: Tree) -> dict[str, float]:
         """The mean reward over at most eval.steps batches, its components, and `eval_loss`: the
-        reward negated; written and said."""
+        reward negated; written and said. Where no sample counts there is no reward to write, and it
+        is the least there is."""
         began, samples = time.perf_counter(), list[Sample]()
         with self._maker.by(params, temperature=self._temperature):
             for groups in self._batches():
@@ -50,7 +52,7 @@ class RewardEvaluator:
                 samples += [sample for group in groups for sample in group.samples]
         for line in self._prompts.damaged():
             self._log.warn(line)
-        found = of_rewards(samples)
+        found = figures(sums_of_rewards(samples))
         row = {f"eval_{name}": value for name, value in found.items()}
         row |= {
             "eval_prompts": len(samples),
@@ -63,11 +65,14 @@ class RewardEvaluator:
             for name, value in found.items()
             if name.startswith("reward/") and not name.endswith("/std")
         )
+        reward = "no sample counts, since a reward failed for each"
+        if "reward" in found:
+            reward = f"reward {found['reward']:.4f}"
         self._log.say(
-            f"eval at step {step}: reward {found['reward']:.4f}{parts} over {len(samples):,} "
-            "held-out prompts"
+            f"eval at step {step}: {reward}{parts} over {len(samples):,} held-out prompts"
         )
-        return {**row, "eval_loss": -found["reward"]}
+        worth = found.get("reward", -math.inf)
+        return {**row, "eval_reward": worth, "eval_loss": -worth}
 
     def _batches(self) -> Iterator[list[Group]]:
         self._prompts.restore(self._start)

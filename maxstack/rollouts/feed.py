@@ -18,7 +18,7 @@ from maxstack.data.mixture import Mixture
 from maxstack.data.prompts import Prompts
 from maxstack.errors import ConfigError
 from maxstack.report.append import Appender
-from maxstack.rollouts.figures import figures, line, records, together
+from maxstack.rollouts.figures import figures, line, records, sums, together
 from maxstack.rollouts.maker import Maker
 from maxstack.rollouts.sample import Group, rows_of
 from maxstack.state import State, weights_at
@@ -171,9 +171,8 @@ class RolloutFeed(BatchFeed):
                 {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             )
         groups = [group for lane in lanes for group in by_lane[lane]]
-        made = together(self._peers.exchange("rollouts", figures(groups, drawn)))
+        made = figures(together(self._peers.exchange("rollouts", sums(groups, drawn, waited))))
         made["staleness"] = float(cfg.steps * min(number, cfg.ahead))
-        made["reward_seconds"] = waited
         made["rollout_seconds"] = time.perf_counter() - began
         return Rollout(number, batches, made, before, after, groups)
 
@@ -192,7 +191,7 @@ class RolloutFeed(BatchFeed):
         if cfg.record:
             step = rollout.number * cfg.steps + 1
             self._file.add(records(rollout.number, step, rollout.groups, cfg.record))
-        if not any(group.counted for group in rollout.groups):
+        if "reward" not in rollout.metrics:
             self._told.append(
                 f"rollout {rollout.number}: no sample counts, since a reward failed for each, so "
                 "nothing was learned from it; rollouts.jsonl has the reasons"

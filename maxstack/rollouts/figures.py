@@ -1,7 +1,9 @@
 """Figures of samples, for metrics, the log and rollouts.jsonl."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import collections
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,48 +15,93 @@ SHOWN = 200
 """Characters of a text in the log."""
 
 
-def of_rewards(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means and spreads of rewards, and how many failed."""
-    counted = [sample for sample in samples if not sample.dropped]
-    rewards = np.array([sample.reward for sample in counted] or [0.0])
-    made: dict[str, Any] = {"reward": rewards.mean(), "reward_std": rewards.std()}
-    for name in dict.fromkeys(name for sample in counted for name in sample.rewards):
-        values = np.array([sample.rewards.get(name, 0.0) for sample in counted])
-        made |= {f"reward/{name}": values.mean(), f"reward/{name}/std": values.std()}
-    for name in dict.fromkeys(name for sample in samples for name in sample.failures):
-        made[f"reward/{name}/failed"] = sum(name in sample.failures for sample in samples)
-    return {name: float(value) for name, value in made.items()}
+class Moments(NamedTuple):
+    """Sums over values of one process, from which those over the values of all follow."""
+
+    number: float
+    total: float
+    squares: float
+    """Sum of the squares of the distances from the mean."""
+    largest: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Moments":
+        """The sums over one value or more."""
+        array = np.array([*values], float)
+        return cls(len(array), float(array.sum()), float(array.var() * len(array)), max(array))
+
+    @property
+    def mean(self) -> float:
+        """The mean of the values."""
+        return self.total / self.number
+
+    @property
+    def std(self) -> float:
+        """Their standard deviation, over their number."""
+        return math.sqrt(self.squares / self.number)
 
 
-def figures(groups: Sequence[Group], drawn: int) -> dict[str, float]:
-    """Figures of a rollout for which so many prompts were drawn."""
+Sums = dict[str, Moments]
+"""By figure. One that has no values is not there: it is not 0."""
+
+
+def sums_of_rewards(samples: Sequence[Sample]) -> Sums:
+    """Sums over the rewards that count, and over failures."""
+    values = collections.defaultdict[str, list[float]](list)
+    for sample in samples:
+        if not sample.dropped:
+            values["reward"].append(sample.reward)
+            for name, value in sample.rewards.items():
+                values[f"reward/{name}"].append(value)
+        for name in sample.failures:
+            values[f"reward/{name}/failed"].append(1.0)
+    return {name: Moments.of(each) for name, each in values.items()}
+
+
+def sums(groups: Sequence[Group], drawn: int, waited: float) -> Sums:
+    """Sums over what a process has of a rollout, for which it drew so many prompts and `waited`
+    seconds for rewards."""
     samples = [sample for group in groups for sample in group.samples]
-    lengths = [sample.length for sample in samples]
-    spreads = [np.std([sample.reward for sample in group.counted] or [0.0]) for group in groups]
-    made = of_rewards(samples) | {
-        "reward_group_std": float(np.mean(spreads)),
-        "groups_without_signal": float(np.mean([group.equal for group in groups])),
-        "prompts": float(drawn),
-        "length": float(np.mean(lengths)),
-        "length_longest": float(max(lengths)),
-        "truncated": float(np.mean([sample.finish == "length" for sample in samples])),
+    counted = [[sample.reward for sample in group.counted] for group in groups]
+    values: dict[str, Sequence[float]] = {
+        "reward_group_std": [float(np.std(rewards)) for rewards in counted if rewards],
+        "groups_without_signal": [group.equal for group in groups],
+        "prompts": [drawn],
+        "length": [sample.length for sample in samples],
+        "truncated": [sample.finish == "length" for sample in samples],
+        "turns": [len(sample.texts) for sample in samples],
+        "reward_seconds": [waited],
     }
-    if any(len(sample.texts) > 1 for sample in samples):
-        made["turns"] = float(np.mean([len(sample.texts) for sample in samples]))
+    own = {name: Moments.of(each) for name, each in values.items() if each}
+    return sums_of_rewards(samples) | own
+
+
+def together(found: Sequence[Mapping[str, Sequence[float]]]) -> Sums:
+    """The sums of all processes as those of one (Chan et al. 1983, Algorithms for computing the
+    sample variance, eq. 2.1)."""
+    made = {}
+    for name in dict.fromkeys(name for one in found for name in one):
+        number, total, squares, largest = np.array([one[name] for one in found if name in one]).T
+        apart = number * (total / number - total.sum() / number.sum()) ** 2
+        made[name] = Moments(number.sum(), total.sum(), (squares + apart).sum(), largest.max())
     return made
 
 
-def together(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The figures of all processes, each of which has equally many samples, as those of one:
-    numbers of things are added, and of others the mean is taken."""
-    made = {}
-    for name in dict.fromkeys(name for one in found for name in one):
-        values = [one.get(name, 0.0) for one in found]
-        if name == "length_longest":
-            made[name] = max(values)
-        else:
-            added = name == "prompts" or name.endswith("/failed")
-            made[name] = sum(values) / (1 if added else len(found))
+def figures(found: Sums) -> dict[str, float]:
+    """Means of a rollout's or an evaluation's figures, spreads of rewards, and numbers of
+    things."""
+    made = dict[str, float]()
+    for name, values in found.items():
+        if name == "prompts" or name.endswith("/failed"):
+            made[name] = values.total
+        elif name == "reward_seconds":
+            made[name] = values.largest
+        elif name != "turns" or values.largest > 1:
+            made[name] = values.mean
+            if name == "reward" or name.startswith("reward/"):
+                made[name + ("_std" if name == "reward" else "/std")] = values.std
+    if "length" in found:
+        made["length_longest"] = found["length"].largest
     return made
 
 

@@ -107,7 +107,8 @@ def _sharding(cfg: "Config", sizes: dict[str, int], table: str = "rules") -> Ite
             if key not in seen and size % parts(axes, sizes):
                 seen.add(key)
                 split = [axis for axis in axes if sizes[axis] > 1]
-                yield key, _indivisible(key, size, logical, f"mesh.{table}", split, sizes)
+                fixed = bool(cfg.model.tokens) and key.endswith("seq_len")
+                yield key, _indivisible(key, size, logical, f"mesh.{table}", split, sizes, fixed)
 
 
 def _tensors(cfg: "Config") -> Iterator[Dims]:
@@ -135,15 +136,23 @@ def _tensors(cfg: "Config") -> Iterator[Dims]:
 
 
 def _indivisible(
-    key: str, size: int, logical: str, table: str, axes: list[str], sizes: dict[str, int]
+    key: str,
+    size: int,
+    logical: str,
+    table: str,
+    axes: list[str],
+    sizes: dict[str, int],
+    fixed: bool,
 ) -> str:
+    """`fixed`: the size follows from others, so that it cannot be given another value."""
     pieces = parts(axes, sizes)
     by = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes)
     remedy = f"{key}={-(-size // pieces) * pieces}"
     if len(axes) > 1:
         by += f" = {pieces}"
-    elif logical in ("heads", "kv_heads", "layers"):
-        remedy = f"mesh.{axes[0]}={math.gcd(size, pieces)}"
+    if fixed or (len(axes) == 1 and logical in ("heads", "kv_heads", "layers")):
+        *others, axis = axes
+        remedy = f"mesh.{axis}={math.gcd(size // parts(others, sizes), sizes[axis])}"
     fitting = [axis for i, axis in enumerate(axes) if size % parts(axes[: i + 1], sizes) == 0]
     fewer = f"[{', '.join(fitting)}]" if fitting else "null"
     return (

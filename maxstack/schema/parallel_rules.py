@@ -75,7 +75,8 @@ def batch_unit(cfg: "Config", sizes: dict[str, int]) -> int:
 
 
 def _experts(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
-    if sizes["expert"] > 1 and not any(block.experts for block in cfg.model.blocks.values()):
+    blocks = [*cfg.model.blocks.values(), *(cfg.teacher.blocks.values() if cfg.teacher else ())]
+    if sizes["expert"] > 1 and not any(block.experts for block in blocks):
         yield (
             "mesh.expert",
             f"expert={sizes['expert']}, but no block of the model has a mixture of "
@@ -101,12 +102,12 @@ def _context(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
     pieces, ring = sizes["context"], cfg.mesh.context_kind == "ring"
     if ring and cfg.data.seq_len % (2 * pieces):
         fits = -(-cfg.data.seq_len // (2 * pieces)) * 2 * pieces
+        remedy = "mesh.context=1" if cfg.model.tokens else f"{fits} or mesh.context_kind=ulysses"
         yield (
             "data.seq_len",
             (
                 f"seq_len={cfg.data.seq_len} is not divisible by 2 x "
-                f"mesh.context={pieces}: in a ring each device holds two pieces; "
-                f"use {fits} or mesh.context_kind=ulysses"
+                f"mesh.context={pieces}: in a ring each device holds two pieces; use {remedy}"
             ),
         )
     for name, block in cfg.model.blocks.items():

@@ -60,13 +60,14 @@ def _rounding(cfg: "Config") -> Iterator[Fault]:
 
 
 def _with_teacher(rule: Callable[..., Iterator[Fault]]) -> Callable[..., Iterator[Fault]]:
-    """The rule for the model, and for a teacher in its place."""
+    """The rule for the model, and for a teacher in its place, beside the model in the
+    teacher's."""
 
     def both(cfg: "Config", *devices: int) -> Iterator[Fault]:
         found = [*rule(cfg, *devices)]
         yield from found
         if cfg.teacher:
-            other = cfg.model_copy(update={"model": cfg.teacher, "teacher": None})
+            other = cfg.model_copy(update={"model": cfg.teacher, "teacher": cfg.model})
             for key, message in rule(other, *devices):
                 if (key, message) not in found:
                     yield (

@@ -13,6 +13,7 @@ from flax import nnx
 
 from maxstack import startup
 from maxstack.data.feed import Feed
+from maxstack.meter import Meter
 from maxstack.objectives.objective import Models
 
 PEOPLE = "maxstack.data.people"
@@ -88,6 +89,34 @@ def test_microbatches_and_devices_change_nothing(name):
     alone = losses(config(KINDS[name]))
     assert all(row["grad_norm"] > 0 for row in alone)
     same(losses(config(KINDS[name], train={"accumulate": 2}, mesh=MESH), 8), alone)
+
+
+def test_a_batch_without_answers_of_a_kind_has_no_figure_of_them():
+    """It is not 0, which a reward may be."""
+    run = tiny.make_run(config(KINDS["kto"]))
+    with contextlib.closing(Feed(run.cfg.data, range(8), 8, fields=run.objective.fields)) as feed:
+        batch = next(feed)
+        meter = Meter(run, feed)
+        placed = run.batches.place({**batch, "label": np.abs(batch["label"])}, 8)
+        meter.add(1, run.step(run.init(), placed, *startup.frozen(run))[1])
+        row = meter.flush()
+    assert {"rewards/chosen", "logps/chosen", "kl", "grad_norm"} <= {*row}
+    assert not [name for name in row if "rejected" in name or "weight" in name]
+
+
+@pytest.mark.parametrize("name", ["sft", "sft of sequences"])
+@pytest.mark.slow
+def test_messages_of_the_same_small_weight_are_as_those_of_weight_one(name):
+    """Losses are means by weight, however small the weights of a batch are in all."""
+    run, found = tiny.make_run(config(KINDS[name])), []
+    with contextlib.closing(Feed(run.cfg.data, range(8), 8, fields=run.objective.fields)) as feed:
+        batch = next(feed)
+    for weight in (1.0, 2.0**-12):
+        placed = run.batches.place({**batch, "mask": batch["mask"] * np.float32(weight)}, 8)
+        _, scalars = run.step(run.init(), placed)
+        means = [name for name in scalars if "weight" not in name]
+        found.append({name: float(scalars[name]) for name in means})
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from maxstack.errors import ConfigError
 from maxstack.load import load
 
 SFT, DPO, RECORD = "recipes/sft.yml", "recipes/dpo.yml", "data.sources.0.record="
-EIGHT = "run.virtual_devices=8"
+EIGHT, VIT = "run.virtual_devices=8", "recipes/vit-digits.yml"
+ODD = "model.cls=true"  # 17 tokens an image
 REFUSED = [
     (
         "quickstart",
@@ -30,6 +31,20 @@ REFUSED = [
     ("quickstart", ["lora={targets: []}"], "pattern", "lora.targets=['.*/mixer/(query|value)']"),
     ("quickstart", ["eval.every=0"], "give it a number", "eval.every=5"),
     ("recipes/vit-digits.yml", ["objective={kind: sft}"], "classify", "objective.kind=classify"),
+    (VIT, [ODD, "mesh.context=2", EIGHT], "use mesh.context=1", "mesh.context=1"),
+    (VIT, [ODD, "mesh.tensor=2", EIGHT], "use mesh.tensor=1", "mesh.tensor=1"),
+    (
+        VIT,
+        [ODD, "mesh.tensor=2", EIGHT],
+        "or mesh.rules.residual: null",
+        "mesh.rules.residual=null",
+    ),
+    (
+        VIT,
+        [ODD, "mesh.context=2", "mesh.context_kind=ulysses", EIGHT],
+        "use mesh.context=1",
+        "mesh.context=1",
+    ),
     ("recipes/distill.yml", ["objective.kind=sft"], "use distill", "objective.kind=distill"),
     (
         "quickstart",
