@@ -82,6 +82,7 @@ class Shared:
         try:
             if self._peers.number == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                self._clear_failed()
                 manifest.mark(self.path(step)).touch()
             saving = ocp.save_checkpointables_async(self.path(step), dict(parts))
         except Exception as error:  # raised in `finish`, where every process hears of it
@@ -110,10 +111,16 @@ class Shared:
                 failures = [_first_line(error)]
         if failures := peers.exchange("finished", failures)[0]:
             if first:
-                for path in (folder, *self.folder.glob(f"{step}.orbax-checkpoint-tmp*")):
-                    shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+                self._clear_failed()
                 manifest.mark(folder).unlink(missing_ok=True)
             raise OSError("; ".join(dict.fromkeys(failures)))
+
+    def _clear_failed(self) -> None:
+        """Delete what Orbax wrote of saves that failed, also after they had: its other writers
+        only end by and by."""
+        for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def facts(self, step: int) -> dict[str, Any]:
         """The facts in a step's manifest."""
