@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from maxstack import cli
 from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
-from maxstack.errors import ConfigError, DataEnded
+from maxstack.errors import ConfigError, DataEnded, Passing
 from maxstack.faults import preemption, supervise
 from maxstack.hardware import devices, memory
 from maxstack.report import trace_requests
@@ -290,10 +290,11 @@ def train(
             with stop.waiting(step - 1, begins=True), TraceAnnotation("next batch"):
                 feed.refresh(state, frozen)
                 batch = next(feed)
-        except DataEnded:
+        except (DataEnded, Passing):
             report(meter.flush())
             # several processes need not come here at the same step, and a save is one of all
-            if saves and jax.process_count() == 1 and saves.due(step - 1, last=True):
+            alone = jax.process_count() == 1 and step - 1 > saved
+            if saves and alone and saves.due(step - 1, last=True):
                 save_now(step - 1, {}, True)
             raise
         for line in feed.damaged():

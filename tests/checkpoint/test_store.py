@@ -23,7 +23,7 @@ from maxstack.checkpoint import manifest
 from maxstack.checkpoint.compatibility import FREE, Compatibility
 from maxstack.checkpoint.store import Checkpoints, removable
 from maxstack.data.feed import Feed
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, Passing
 from maxstack.schema.checkpoint import CheckpointConfig
 
 
@@ -312,6 +312,22 @@ def test_a_disk_that_fails_condemns_no_step(saved, monkeypatch, passes):
     assert [path.name for path in folder.parent.iterdir() if path.name != "saved.json"] == [
         "checkpoints"
     ]
+
+
+def test_a_last_save_that_fails_leaves_with_42(saved, monkeypatch):
+    opened, _, folder, said = saved
+    saves, feed, _ = opened()
+    state = saves.restore(feed)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(manifest, "write", full)
+    saves.save(4, state, feed, {})
+    with pytest.raises(Passing, match="step 4 was not saved.*No space left") as raised:
+        saves.close()
+    assert raised.value.exit_code == 42 and saves.steps() == [1, 2, 3]
+    assert [path.name for path in folder.iterdir() if "4" in path.name] == []
 
 
 def test_the_newest_the_multiples_and_the_best_stay():

@@ -224,10 +224,12 @@ STANDS = {
 """Where a process may stand still: a class, and the method of it that does not return."""
 
 
-def stand(where: str, after: int) -> None:
+def stand(where: str, after: int, away: bool = False) -> None:
     """One of STANDS does not return, after so many calls of it that did: it is in C, and no handler
-    of Python's is called meanwhile."""
+    of Python's is called meanwhile. `away`: it ends as where a store is away for too long."""
     import ctypes
+
+    from maxstack.errors import StoreAway
 
     name, method = STANDS[where]
     kind, calls = pkgutil.resolve_name(name), [0]
@@ -237,6 +239,8 @@ def stand(where: str, after: int) -> None:
         calls[0] += 1
         if calls[0] > after:
             print(f"stands still: {where}", flush=True)
+            if away:
+                raise StoreAway("s3://data/a.txt: nobody answers")
             lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, (ctypes.c_byte * 64)()
             lock(mutex)
             lock(mutex)  # it is held

@@ -1,4 +1,4 @@
-"""Runs that are asked to leave while they wait."""
+"""Runs that are asked to leave while they wait, or whose data stay away."""
 
 import functools
 import random
@@ -26,6 +26,7 @@ from drills.runs import (
 GRACE = 8.0
 """faults.grace of these runs; a stalled wait is given up after some 2 s."""
 EVERY = 4
+KEYS = "where", "after", "away"
 NUMBERS = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 
 
@@ -37,6 +38,8 @@ class Wait(NamedTuple):
     processes: int = 1
     at: int | None = None
     """The process that does alone; None: all."""
+    away: bool = False
+    """A store is away for too long, and nobody sends a signal."""
     saved: bool = True
     """The last whole step, or else only what was saved before."""
 
@@ -50,6 +53,8 @@ WAITS = (
     Wait("step", 10, saved=False),
     Wait("evaluation", 1, processes=2),
     Wait("rollout", 2),
+    Wait("data", 10, away=True),
+    Wait("data", 10, processes=2, away=True),
     Wait("data", 10, processes=2, at=1, saved=False),
 )
 
@@ -62,7 +67,7 @@ def asked(folder: Path, count: int, dice: random.Random) -> Outcome:
         number = dice.choice(NUMBERS)
 
         def plan(begin: int, wait: Wait = wait, number: int = number) -> tuple[Fault, Harm]:
-            fault: Fault = {"kind": "stand", "where": wait.where, "after": wait.after}
+            fault: Fault = {"kind": "stand", **{k: getattr(wait, k) for k in KEYS}}
             if wait.at is not None:
                 fault["at"] = wait.at
             return fault, functools.partial(_left, wait, number, dice.randrange(wait.processes))
@@ -98,13 +103,14 @@ def _left(wait: Wait, number: int, process: int, started: Started) -> list[str] 
     if not started.until(lambda: output.exists() and said in output.read_text()):
         return None
     last = last_step(started.folder)
-    started.send(number, process)
+    if not wait.away:
+        started.send(number, process)
     codes, left = started.wait(60), newest(started.folder)
     done = max([row["step"] for row in rows(started.folder)], default=0)
     wanted = done if wait.saved else last - 2 * EVERY
     return (
         [f"{wait}: exit {codes}: {started.output()[-2500:]}"] * (codes != [RETRY] * len(codes))
-        + [f"{wait}: it took {started.took:.1f} s"] * (started.took > GRACE + 3)
+        + [f"{wait}: it took {started.took:.1f} s"] * (started.took > GRACE + 3 and not wait.away)
         + [f"{wait}: step {left} was saved, and {done} was the last"] * (left < wanted)
         + started.leftovers()
     )

@@ -2,6 +2,7 @@
 draws others, many times. What they promise stands in the README, word for word."""
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,17 @@ def test_every_promise_is_drilled_and_stands_in_the_readme():
     assert [
         promise for promise in PROMISES if f"| {promise.fault} | {promise.promise} |" not in readme
     ] == []
+
+
+def test_every_row_of_what_ends_how_is_shown_by_a_drill_or_a_test():
+    page = (ROOT / "docs" / "RELIABILITY.md").read_text(encoding="utf-8")
+    table = page.partition("### What ends how")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(rows) > 15
+    for failure, *_, shown in rows:
+        drills = re.findall(r"\d+", shown) if "drill" in shown else []
+        named = re.findall(r"`(test_\w+)`", shown)
+        assert drills or named, failure
+        assert {*map(int, drills)} <= DRILLS.keys(), failure
+        assert all(f"def {name}(" in tests for name in named), failure
