@@ -37,8 +37,9 @@ USED = {
 MATTER = {"secrets", "accelerator", "bucket", "volumes"}
 """Facts whose absence would change the run."""
 
-SHARE = 0.9
-"""Share of the cluster's grace that a process may use."""
+SHARE, PATHWAYS_GRACE = 0.9, 30
+"""Share of a pod's grace that a process may use, and the seconds of one of Pathways': Kubernetes'
+default."""
 NODES_OWN = "/tmp", "/var/tmp", "/dev/shm", "/run"
 """Folders that each node has for itself (Filesystem Hierarchy Standard 3.0)."""
 
@@ -282,7 +283,8 @@ def with_cache(cfg: "Config", cluster: ClusterConfig) -> "Config":
 
 def with_grace(cfg: "Config", cluster: ClusterConfig) -> "Config":
     """The configuration by which a process has left before the cluster kills it."""
-    faults = cfg.faults.model_copy(update={"grace": SHARE * cluster.grace})
+    granted = PATHWAYS_GRACE if cfg.runtime == "pathways" else cluster.grace
+    faults = cfg.faults.model_copy(update={"grace": SHARE * granted})
     return cfg.model_copy(update={"faults": faults})
 
 

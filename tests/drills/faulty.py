@@ -389,6 +389,17 @@ LEARNING = ("answering", "handing over", "update")
 or has them and still knows what it cached by the last ones; an update is dispatched."""
 
 
+def refuse() -> None:
+    """A checkpoint that this process alone refuses."""
+    from maxstack.checkpoint.compatibility import Compatibility
+    from maxstack.errors import ConfigError
+
+    def refusing(*_: Any) -> None:
+        raise ConfigError("this process alone refuses")
+
+    Compatibility.refuse_changes = refusing
+
+
 def hold(folder: str) -> None:
     """A reward of sevens.py waits when it is told to, in the folder."""
 
@@ -403,6 +414,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "spoil": spoil,
     "learning": learning,
     "hold": hold,
+    "refuse": refuse,
 }
 
 if "DRILL_FAULT" in os.environ:

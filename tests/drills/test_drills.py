@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiers
 
-from drills import disks
+from drills import disks, runs
 from drills.promises import PROMISES
 from drills.table import DRILLS
 
@@ -57,3 +57,13 @@ def test_every_row_of_what_ends_how_is_shown_by_a_drill_or_a_test():
         assert drills or named, failure
         assert {*map(int, drills)} <= DRILLS.keys(), failure
         assert all(f"def {name}(" in tests for name in named), failure
+
+
+@pytest.mark.release
+def test_a_resume_that_one_process_refuses_ends_both_with_its_words(beside):
+    config = runs.across(beside / "refused", checkpoint={"every": 4})
+    runs.complete(config, "run", "train.steps=8", count=2)
+    with runs.Started(config, "run", count=2, fault={"kind": "refuse"}, at=1) as started:
+        codes = started.wait(60)
+        assert codes == [1, 1], started.output()
+        assert all("this process alone refuses" in started.output(i) for i in range(2))
