@@ -287,9 +287,10 @@ def train(
         step += 1
         tracer.before(step)
         try:
-            with stop.waiting(step - 1, begins=True), TraceAnnotation("next batch"):
+            with stop.waiting(step - 1, begins=True):
                 feed.refresh(state, frozen)
-                batch = next(feed)
+                with TraceAnnotation("next batch"):
+                    batch = next(feed)
         except (DataEnded, Passing):
             report(meter.flush())
             # several processes need not come here at the same step, and a save is one of all
@@ -321,7 +322,7 @@ def train(
         # one replica's memory may be the only place with a value that is not finite
         checked = bool(save) or odd
         compare = checks and checks.due(step, checked)
-        reshapes = not done and steps.changes(step + 1)
+        reshapes = not (done or preempted) and steps.changes(step + 1)
         traced = traced or (tracer.tracing and (done or preempted or reshapes))
         waits = evaluate or save or compare or traced or reshapes or done or preempted
         if waits or in_this_thread:  # then the step has ended
