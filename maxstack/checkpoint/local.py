@@ -223,6 +223,8 @@ class Local:
         oldest = min({*steps} - {*gone}, default=0)
         for step in self._on_disk():
             if step in gone or step < oldest:
+                for part in (self._own / f"{step}").glob("of_*"):
+                    manifest.delete(part)
                 shutil.rmtree(self._own / f"{step}", ignore_errors=True)
 
     def _on_disk(self) -> list[int]:

@@ -61,7 +61,7 @@ WAITS = (
 
 def asked(folder: Path, count: int, dice: random.Random) -> Outcome:
     """19: a signal to one process of a run that waits in one place after the other."""
-    found = outcome(folder)
+    found, times = outcome(folder), list[str]()
     for i in range(count):
         wait = WAITS[i % len(WAITS)]
         number = dice.choice(NUMBERS)
@@ -70,7 +70,9 @@ def asked(folder: Path, count: int, dice: random.Random) -> Outcome:
             fault: Fault = {"kind": "stand", **{k: getattr(wait, k) for k in KEYS}}
             if wait.at is not None:
                 fault["at"] = wait.at
-            return fault, functools.partial(_left, wait, number, dice.randrange(wait.processes))
+            return fault, functools.partial(
+                _left, wait, number, dice.randrange(wait.processes), times
+            )
 
         chain(
             found,
@@ -80,6 +82,8 @@ def asked(folder: Path, count: int, dice: random.Random) -> Outcome:
             processes=wait.processes,
             prefix=f"{i}-{wait.where}-of-{wait.processes}",
         )
+    found.notes.append(f"from the signal to the last exit: {'; '.join(times)}")
+    found.write()
     return found
 
 
@@ -98,7 +102,9 @@ def _config(folder: Path, wait: Wait) -> Path:
     return (across if wait.processes > 1 else settings)(folder / wait.where, **more)
 
 
-def _left(wait: Wait, number: int, process: int, started: Started) -> list[str] | None:
+def _left(
+    wait: Wait, number: int, process: int, times: list[str], started: Started
+) -> list[str] | None:
     said, output = f"stands still: {wait.where}", started.outputs[wait.at or 0]
     if not started.until(lambda: output.exists() and said in output.read_text()):
         return None
@@ -106,6 +112,7 @@ def _left(wait: Wait, number: int, process: int, started: Started) -> list[str] 
     if not wait.away:
         started.send(number, process)
     codes, left = started.wait(60), newest(started.folder)
+    times.append(f"{wait.where} of {wait.processes}: {started.took:.1f} s")
     done = max([row["step"] for row in rows(started.folder)], default=0)
     wanted = done if wait.saved else last - 2 * EVERY
     return (
