@@ -22,9 +22,11 @@ from maxstack.report.console import tell
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 INTERRUPTED = 130
 """The exit code after a second SIGINT, or one before the first step."""
-COMES, LOOKS = 2.0, 0.5
-"""Seconds that the main thread has to come to the end of a step by itself, and between two looks
-for a signal to another process."""
+COMES = 2.0
+"""Seconds that the main thread has to come to the end of a step by itself."""
+LOOKS, LONGEST, A_SECOND = 0.5, 5.0, 200
+"""Seconds between two looks for a signal to another process, at least and at most, and looks a
+second of all processes together, which process 0 answers."""
 GRACE = 120.0
 _NOTICE = "leaving"
 
@@ -95,6 +97,7 @@ class Preemption:
 
         self._grace, self._leave, self._watched = grace, leave, watched
         self._peers = Peers()
+        self._looks = min(max(LOOKS, self._peers.count / A_SECOND), LONGEST)
         self._turn = threading.Condition()
         self._asked = threading.Event()
         self._reached, self._whole = begin, False
@@ -193,7 +196,7 @@ class Preemption:
     def _listen_to_peers(self) -> None:
         """Hear of a signal to another process."""
         with contextlib.suppress(RuntimeError):  # a peer was lost, and the watchdog ends this one
-            while not self._asked.wait(LOOKS):
+            while not self._asked.wait(self._looks):
                 if why := self._peers.posted(_NOTICE, 0):
                     self.why = self.why or why
                     self._asked.set()
@@ -204,7 +207,8 @@ class Preemption:
         if self._closed:
             return
         if _listens:
-            sooner = COMES * (self._peers.number > 0)  # jax aborts whoever process 0 leaves behind
+            # jax aborts whoever process 0 leaves behind
+            sooner = (COMES + self._looks) * (self._peers.number > 0)
             late = threading.Timer(max(self._grace - sooner, 0.0), self._end, ["the signal"])
             late.daemon = True
             late.start()
