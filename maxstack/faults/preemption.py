@@ -21,7 +21,7 @@ from maxstack.report.console import tell
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 INTERRUPTED = 130
-"""The exit code after a second SIGINT, or one before the first step."""
+"""The exit code after a second SIGINT."""
 COMES = 2.0
 """Seconds that the main thread has to come to the end of a step by itself."""
 LOOKS, LONGEST, A_SECOND = 0.5, 5.0, 200
@@ -45,7 +45,7 @@ def _leave_early(number: int) -> None:
     """Before the loop there is nothing to save, and neither a compilation nor a restore under way
     is worth waiting for."""
     tell(f"{signal.Signals(number).name}: leaving before the first step\n")
-    os._exit(INTERRUPTED if number == signal.SIGINT else RETRY)
+    os._exit(RETRY)
 
 
 _hear: Callable[[int], None] = _leave_early
