@@ -35,8 +35,6 @@ GRACE = 5.0
 """Seconds that a process has to end after an error."""
 TRACKERS_GRACE = 1.0
 """Those after a run in which a tracker failed."""
-OWED = "evaluation_owed"
-"""The note of a checkpoint whose step was to be evaluated."""
 _is_program = False
 """This process ends with its run."""
 
@@ -197,7 +195,7 @@ def train(
         log.say(saves.summary)
         if moved := startup.moved_rate(saves.saved_config, cfg, int(state.guard.updates)):
             log.say(moved)
-    owed = bool(cfg.eval.every) and (begin == 0 or notes.get(OWED, False))
+    owed = saves.owed if saves else False
     if (begin == cfg.train.steps and not owed) or stopping.over:
         done_before = stopping.why if stopping.over else f"train.steps={begin} are done"
         log.say(f"nothing left to do: {done_before}")
@@ -259,9 +257,9 @@ def train(
         """Save the state with where the feed and the policies stand."""
         nonlocal saved
         assert saves
-        past = policy.to_json() | stopping.to_json() | meter.to_json() | {OWED: owed}
+        past = policy.to_json() | stopping.to_json() | meter.to_json()
         with ledger.spent("save"):
-            saves.save(step, state, feed, past, evaluated, last, position=position)
+            saves.save(step, state, feed, past, evaluated, last, position=position, owed=owed)
         saved = step
 
     def leave(step: int) -> None:
@@ -270,16 +268,28 @@ def train(
             if step > saved and saves.due(step, last=True):
                 save_now(step, {}, True)
             saves.close()
-        log.say(f"left after step {step} ({stop.why}); the same command goes on from there")
+        over = (step == cfg.train.steps or stopping.over) and not owed
+        left = "all steps are done" if over else "the same command goes on from there"
+        log.say(f"left after step {step} ({stop.why}); {left}")
         _close(writer, log)
 
     stop = preemption.Preemption(cfg.faults.grace, leave, heart, begin)
     ending.callback(stop.close)
-    if evaluator and owed:
-        with ledger.spent("evaluation"), stop.waiting(begin):
-            stopping.read(begin, evaluator(begin, state))
-        owed = False
     step, preempted = begin, False
+    if evaluator and (owed or begin == 0):
+        try:
+            with ledger.spent("evaluation"), stop.waiting(begin, computes=True):
+                evaluated = evaluator(begin, state)
+                if samples and owed:
+                    samples(begin, state)
+        except preemption.CutShort:
+            preempted = True
+        else:
+            if why := stopping.read(begin, evaluated):
+                log.say(f"the run ends at step {begin}: {why}")
+            if saves and owed:
+                saves.note(begin, evaluated, stopping.to_json())
+            owed = False
     back: Rewind | Recompute | None
     ledger.begin_steps()
     meter.restart()
@@ -287,7 +297,7 @@ def train(
         step += 1
         tracer.before(step)
         try:
-            with stop.waiting(step - 1, begins=True):
+            with stop.waiting(step - 1, begins=True, computes=bool(cfg.rollout)):
                 feed.refresh(state, frozen)
                 with TraceAnnotation("next batch"):
                     batch = next(feed)
@@ -344,19 +354,24 @@ def train(
             shaped = tracer.shaped = steps.at(step + 1)
             meter.restart()
         elif evaluate or save or compare or traced or reshapes:
-            evaluated: dict[str, float] = {}
+            evaluated = {}
             if traced:
                 with ledger.spent("trace"):
                     tracer.end()
             if evaluator and evaluate:
-                with ledger.spent("evaluation"), stop.waiting(step):
-                    evaluated = evaluator(step, state)
-                    if samples:
-                        samples(step, state)
-                owed = False
-                if why := stopping.read(step, evaluated):
-                    log.say(f"the run ends at step {step}: {why}")
+                try:
+                    with ledger.spent("evaluation"), stop.waiting(step, computes=True):
+                        evaluated = evaluator(step, state)
+                        if samples:
+                            samples(step, state)
+                except preemption.CutShort:
+                    preempted = True
                     save = saves and saves.due(step, last=True)
+                else:
+                    owed = False
+                    if why := stopping.read(step, evaluated):
+                        log.say(f"the run ends at step {step}: {why}")
+                        save = saves and saves.due(step, last=True)
             if saves and save:
                 save_now(step, evaluated, done or preempted or stopping.over)
             if reshapes:
@@ -366,11 +381,11 @@ def train(
             meter.restart()
     with ledger.spent("save"):
         _close(feed, saves)
-    finished = step == cfg.train.steps or stopping.over
+    finished = stop.finished = (step == cfg.train.steps or stopping.over) and not preempted
     if summary := meter.summary(finished):
         log.say(summary)
     if finished and evaluator and cfg.eval.baselines:
-        with ledger.spent("evaluation"), stop.waiting(step):
+        with ledger.spent("evaluation"), stop.waiting(step, computes=True):
             evaluator.compare()
     if total := ledger.close():
         writer.write({"step": step, "goodput": total.share})

@@ -142,6 +142,14 @@ class Local:
             shutil.rmtree(self._own / f"{step}", ignore_errors=True)
             raise OSError("; ".join(failures))
 
+    def facts(self, step: int) -> dict[str, Any]:
+        """The facts in the manifest of this process's part of a step."""
+        return manifest.read(self._part(step, self._peers.number))[0]
+
+    def note(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Add to them."""
+        manifest.note(self._part(step, self._peers.number), facts)
+
     def holds(self, step: int) -> Mapping[str, Any]:
         """A step's parts: "meta", and of "state" and "data" name -> jax.ShapeDtypeStruct."""
         index = self._index(step)

@@ -110,6 +110,12 @@ def write(folder: Path, entries: Mapping[str, Entry], facts: Mapping[str, Any]) 
         unfinished.write_text(text.replace(UNKNOWN, _digest(text), 1), encoding="utf-8")
 
 
+def note(folder: Path, more: Mapping[str, Any]) -> None:
+    """Add facts to those of a finished step. Damage or Unreadable where it is none."""
+    facts, entries = read(folder)
+    write(folder, entries, facts | dict(more))
+
+
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     """(facts, files). Damage where the manifest is missing or cannot be understood, Unreadable
     where it cannot be read."""

@@ -126,6 +126,11 @@ class Shared:
         """The facts in a step's manifest."""
         return manifest.read(self.path(step))[0]
 
+    def note(self, step: int, facts: Mapping[str, Any]) -> None:
+        """Add to the facts of a finished step; process 0 does."""
+        if self._peers.number == 0:
+            manifest.note(self.path(step), facts)
+
     def holds(self, step: int) -> Mapping[str, Any]:
         """Names of a step's parts -> Orbax's metadata of them."""
         return ocp.checkpointables_metadata(self.path(step)).metadata

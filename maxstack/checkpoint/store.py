@@ -69,6 +69,8 @@ class Checkpoints:
     """The notes of the checkpoint that `restore` read."""
     saved_config: dict[str, Any]
     """The configuration that wrote that checkpoint."""
+    owed: bool
+    """Whether that step is still to be evaluated."""
     summary: str
     """A line about the restored step."""
 
@@ -85,7 +87,7 @@ class Checkpoints:
         self._went_back = self._recorded().get("went_back")
         self._saving: threading.Thread | None = None
         self._failed: str | None = None
-        self.summary, self.notes, self.saved_config = "", {}, {}
+        self.summary, self.owed, self.notes, self.saved_config = "", False, {}, {}
         for tier in self._tiers:
             for line in tier.storage.clear():
                 self._say(line)
@@ -147,11 +149,13 @@ class Checkpoints:
         last: bool = False,
         tiers: Sequence[Tier] | None = None,
         position: np.ndarray | None = None,
+        owed: bool = False,
     ) -> None:
         """Copy the arrays off the devices for `tiers`, by default those that are due, then write in
         the background; a step counts where all of it is on disk, with its checksums. `notes` are
         plain data that `restore` leaves in `self.notes`; `evaluated` are figures of the last
-        evaluation; `position` is where the feed stood after the step, by default where it stands.
+        evaluation; `position` is where the feed stood after the step, by default where it stands;
+        `owed`: the step is still to be evaluated.
         ConfigError where another process has taken the run's folder."""
         self.wait()
         if self._peers.number == 0:
@@ -170,13 +174,19 @@ class Checkpoints:
             },
             "meta": {"format": FORMAT, "json": json.dumps(meta)},
         }
-        evaluated = dict(evaluated or {})
-        facts = {"eval_loss": evaluated.get("eval_loss"), "evaluated": evaluated}
+        facts = _facts(evaluated, owed)
         begun = [(tier, tier.storage.begin(step, parts)) for tier in tiers]
         self._saving = threading.Thread(
             target=self._finish, args=(step, begun, facts), name="checkpoint"
         )
         self._saving.start()
+
+    def note(self, step: int, evaluated: Mapping[str, float], notes: Mapping[str, Any]) -> None:
+        """Add to a step that was saved without its evaluation what that gave: as in `save`."""
+        self.wait()
+        for tier in self._tiers:
+            with contextlib.suppress(Damage, Unreadable, OSError):  # not there, or evaluated again
+                tier.storage.note(step, _facts(evaluated, False) | {"notes": dict(notes)})
 
     def complete(self, step: int, state: Tree, feed: "BatchFeed", notes: Mapping[str, Any]) -> None:
         """Save the last step of a run to the tiers that all processes see, where a kill kept it
@@ -424,7 +434,9 @@ class Checkpoints:
             self._say(f"data.sources: {line}")
         if not elsewhere and (others := match.changed(("*",), compatibility.SAID)):
             self._say(f"changed since step {step} was saved: {shortened('; '.join(others), 500)}")
-        self.notes, self.saved_config = meta["notes"], meta["config"]
+        facts = storage.facts(step)
+        self.notes, self.saved_config = meta["notes"] | facts.get("notes", {}), meta["config"]
+        self.owed = not elsewhere and facts.get("owed", False)
         self.summary = f"resumed from step {step} of {storage.folder}"
         if self._cfg.elsewhere and not elsewhere:
             self.summary += (
@@ -518,6 +530,12 @@ def removable(storage: Any, cfg: CheckpointConfig | TierConfig, steps: list[int]
             }
             stay |= {*sorted(found, key=found.__getitem__)[:count]}
     return [step for step in steps if step not in stay]
+
+
+def _facts(evaluated: Mapping[str, float] | None, owed: bool) -> dict[str, Any]:
+    """Those of a step's manifest."""
+    figures = dict(evaluated or {})
+    return {"eval_loss": figures.get("eval_loss"), "evaluated": figures, "owed": owed}
 
 
 def _flat(state: Tree) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from maxstack.data.feed import Feed
 from maxstack.data.sources import check_classes, open_sources
 from maxstack.errors import DataError
+from maxstack.faults import preemption
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
 from maxstack.run import Run
@@ -91,6 +92,7 @@ class Evaluator:
         feed.restore(self._starts[name])
         with contextlib.closing(feed):
             for _ in range(self._run.cfg.eval.steps or sys.maxsize):
+                preemption.piece()
                 batch = self._run.batches.place(next(feed), self._batch_size)
                 sums = self._run.eval_step(params, batch, *self._frozen)
                 if not float(sums["weight"]):

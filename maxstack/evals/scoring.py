@@ -14,6 +14,7 @@ from maxstack.data.chat import bos_of
 from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 from maxstack.errors import DataError, quoted
 from maxstack.evals.task import Likelihood
+from maxstack.faults import preemption
 from maxstack.kernels.cross_entropy import cross_entropy
 from maxstack.objectives.objective import Batch, Models
 from maxstack.schema.mesh import parts
@@ -89,6 +90,7 @@ class Scorer:
         for batch in tqdm.tqdm(
             batches, desc=progress, unit=" batches", disable=not progress or None
         ):
+            preemption.piece()
             scored = batch.arrays["at"].shape[1]
             chunks = 1
             if self._pieces == 1:

@@ -48,6 +48,17 @@ def _leave_early(number: int) -> None:
     os._exit(RETRY)
 
 
+class CutShort(Exception):
+    """What is under way ends here, since a signal asked the run to leave."""
+
+
+def piece() -> None:
+    """A piece of a long evaluation begins: CutShort where the run in this process is to leave."""
+    if _current:
+        _current.piece()
+
+
+_current: "Preemption | None" = None
 _hear: Callable[[int], None] = _leave_early
 _listens = False
 
@@ -77,13 +88,15 @@ def listen() -> None:
 class Preemption:
     """SIGTERM, SIGINT or SIGHUP asks the run to save and leave; a SIGINT after that leaves at once.
 
-    The loop asks `requested` after each step. Where it is about to wait with a whole state at hand,
-    for data, an evaluation, a compiler, it says so by `waiting`, and there `leave` is called for it
-    from a thread of this, with the step. In a process that `listen` was not called in, signals are
-    served between steps alone. `grace` seconds after the signal the process ends in any case.
+    The loop asks `requested` after each step, and what takes long between two calls `piece`. Where
+    it is about to wait with a whole state at hand, for data, an evaluation, a compiler, it says so
+    by `waiting`, and there `leave` is called for it from a thread of this, with the step. In a
+    process that `listen` was not called in, the thread does nothing. `grace` seconds after the
+    signal the process ends in any case.
 
-    With several processes one signalled process is enough: they agree on the step after the
-    furthest, or, where one of them does not get there, on where all are.
+    With several processes one signalled process is enough: they agree on the step or piece after
+    the furthest, or, where one of them does not get there, on where all are. What runs a program
+    of all devices meanwhile is not saved beside, since a save does too: it ends by pieces.
     """
 
     def __init__(
@@ -100,19 +113,22 @@ class Preemption:
         self._looks = min(max(LOOKS, self._peers.count / A_SECOND), LONGEST)
         self._turn = threading.Condition()
         self._asked = threading.Event()
-        self._reached, self._whole = begin, False
-        """The last step that was begun, and whether the state after it is whole and stays so."""
-        self._last: int | None = None
-        """The step that all processes leave after."""
+        self._reached, self._whole = (begin, 0), False
+        """The last step that was begun, and how many pieces after it; whether the state after it is
+        whole and stays so."""
+        self._last: tuple[int, int] | None = None
+        """The step and piece that all processes leave after."""
         self._held = self._stays = self._taken = self._closed = False
         """Whether no step may begin while processes agree, none at all any more, whether the thread
         saves and leaves, and whether the loop has ended."""
         self._leaves = False
         """Whether `requested` said so."""
+        self.finished = False
+        """All steps are done: a signal after `close` changes nothing."""
         self.why = ""
         """What asked: a signal, or a failure."""
-        global _hear
-        _hear = self._ask
+        global _hear, _current
+        _hear, _current = self._ask, self
         self._before = {}
         if not _listens:
             self._before = {
@@ -128,8 +144,8 @@ class Preemption:
 
     def close(self) -> None:
         """Let signals do what they did before."""
-        global _hear
-        _hear = _leave_early
+        global _hear, _current
+        _hear, _current = _nothing if self.finished else _leave_early, None
         with self._turn:
             self._closed = True
             self._turn.notify_all()
@@ -141,28 +157,44 @@ class Preemption:
 
     def requested(self, step: int) -> bool:
         """True where to save after `step` and leave; the same in every process."""
+        if (leaves := self._reaches((step, 0), self._peers.count > 1)) and self._peers.count > 1:
+            tell(f"\nleaving after step {step}: a signal asked a process of the run to\n")
+        return leaves
+
+    def piece(self) -> None:
+        """CutShort where to leave before the next piece of what is under way; the same in every
+        process."""
         with self._turn:
-            self._reached, self._whole = step, self._peers.count > 1
+            step, pieces = self._reached
+        if self._reaches((step, pieces + 1), self._whole):
+            raise CutShort
+
+    def _reaches(self, at: tuple[int, int], whole: bool) -> bool:
+        """Note where the main thread is, and that the state is `whole` meanwhile -> whether it is
+        to leave here."""
+        with self._turn:
+            stays, self._whole = self._whole, whole
+            self._reached = at
             self._turn.notify_all()
             self._pass()
-            self._whole, self._leaves = False, self._asked.is_set()
+            self._whole, self._leaves = stays, self._asked.is_set()
             if self._peers.count > 1:
-                self._leaves = self._last is not None and step >= self._last
-                if self._leaves:
-                    tell(f"\nleaving after step {step}: a signal asked a process of the run to\n")
+                self._leaves = self._last is not None and at >= self._last
             return self._leaves
 
     @contextlib.contextmanager
-    def waiting(self, step: int, begins: bool = False) -> Iterator[None]:
+    def waiting(self, step: int, begins: bool = False, computes: bool = False) -> Iterator[None]:
         """A block that leaves the state after `step` as it is; `begins`: the next step begins
-        after it. A failure in it that may pass ends the run as a signal does."""
+        after it; `computes`: it runs programs of all devices. A failure in it that may pass ends
+        the run as a signal does."""
         with self._turn:
-            self._reached, self._whole = step, True
+            self._reached = step, 0
+            self._whole = not computes or self._peers.count == 1
             self._turn.notify_all()
         try:
             yield
         except Passing as error:
-            if not _listens:
+            if not _listens or not self._whole:
                 raise
             self._request(f"{error}")
             with self._turn:
@@ -170,7 +202,8 @@ class Preemption:
         finally:
             with self._turn:
                 self._pass()
-                self._reached, self._whole = step + begins, False
+                self._reached = max(self._reached, (step + begins, 0))
+                self._whole = False
 
     def _pass(self) -> None:
         """Wait until this thread may go on: for ever where the other one leaves."""
@@ -229,17 +262,20 @@ class Preemption:
         with self._turn:
             return self._turn.wait_for(lambda: self._leaves or self._closed, COMES)
 
-    def _agree(self, more: int) -> list[tuple[int, bool]]:
-        """Agree to leave `more` steps after the furthest process, or, with none more where all
+    def _agree(self, more: int) -> list[tuple[list[int], bool]]:
+        """Agree to leave `more` pieces after the furthest process, or, with none more where all
         are at one step and none has left the loop, to stay there -> where each is, and whether it
         has."""
         with self._turn:
             self._held = True
-            own = [self._reached, self._leaves or self._closed]
+            own = self._reached, self._leaves or self._closed
         at = self._peers.exchange("leaving at", own)
         with self._turn:
-            self._last = max(step for step, _ in at) + more
-            self._stays = _listens and not more and all(other == [own[0], False] for other in at)
+            step, pieces = max(tuple(place) for place, _ in at)
+            self._last = step, pieces + more
+            self._stays = (
+                _listens and not more and all(each == at[0] and not each[1] for each in at)
+            )
             self._held = False
             self._turn.notify_all()
         return at
@@ -251,7 +287,7 @@ class Preemption:
             self._taken = not self._closed
         if self._taken:
             try:
-                self._leave(self._reached)
+                self._leave(self._reached[0])
                 self._peers.barrier("left")
                 time.sleep(LOOKS * (self._peers.count > 1 and self._peers.number == 0))
             except Exception as error:  # told, since nothing follows

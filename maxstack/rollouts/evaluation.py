@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from maxstack.data.prompts import Prompts
+from maxstack.faults import preemption
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
 from maxstack.rollouts.figures import figures, sums_of_rewards
@@ -48,6 +49,7 @@ class RewardEvaluator:
         began, samples = time.perf_counter(), list[Sample]()
         with self._maker.by(params, temperature=self._temperature):
             for groups in self._batches():
+                preemption.piece()
                 self._maker.complete("evaluation", groups)
                 samples += [sample for group in groups for sample in group.samples]
         for line in self._prompts.damaged():

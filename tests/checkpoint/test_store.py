@@ -277,7 +277,10 @@ def test_every_file_of_a_step_is_in_its_manifest(saved):
     assert {
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
     } == {*files, manifest.NAME}
-    assert facts == {"eval_loss": None, "evaluated": {}} and list(manifest.damages(folder)) == []
+    assert (
+        facts == {"eval_loss": None, "evaluated": {}, "owed": False}
+        and list(manifest.damages(folder)) == []
+    )
 
 
 def test_a_manifest_that_is_damaged_itself_is_damage(saved):

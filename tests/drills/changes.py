@@ -170,7 +170,7 @@ def _files(folder: Path) -> dict[str, int]:
     return {
         f"{path.relative_to(folder)}": path.stat().st_mtime_ns
         for path in folder.rglob("*")
-        if path.is_file() and path.name not in ("goodput.jsonl", "log.txt", ".lock")
+        if path.is_file() and path.name not in ("goodput.jsonl", "log.txt", ".lock", ".owner")
     }
 
 

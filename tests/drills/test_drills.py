@@ -3,14 +3,17 @@ draws others, many times. What they promise stands in the README, word for word.
 
 import random
 import re
+import signal
 from pathlib import Path
 
+import processes
 import pytest
 import tiers
 
 from drills import disks, runs
 from drills.promises import PROMISES
 from drills.table import DRILLS
+from maxstack.checkpoint import manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,3 +70,22 @@ def test_a_resume_that_one_process_refuses_ends_both_with_its_words(beside):
         codes = started.wait(60)
         assert codes == [1, 1], started.output()
         assert all("this process alone refuses" in started.output(i) for i in range(2))
+
+
+@pytest.mark.release
+def test_a_last_evaluation_that_was_cut_short_is_made_once_and_kept_with_its_step(beside):
+    config = runs.settings(beside / "owed", checkpoint={"every": 8}, faults={"grace": 8.0})
+    fault = {"kind": "stand", "where": "evaluation", "after": 2}  # at 0, 20 and 40
+    with runs.Started(config, "run", fault=fault) as started:
+        assert started.until(lambda: "stands still" in started.output())
+        started.send(signal.SIGTERM)
+        assert started.wait(60) == [42], started.output()
+    folder = config.parent / "run"
+    assert manifest.read(folder / "checkpoints" / "40")[0]["owed"]
+    runs.complete(config, "run")
+    assert "nothing left to do" in runs.complete(config, "run")
+    figures = processes.rows(folder, "eval_loss")
+    assert [row["step"] for row in figures] == [0, 20, 40]
+    facts = manifest.read(folder / "checkpoints" / "40")[0]
+    assert facts["eval_loss"] == figures[-1]["eval_loss"] and not facts["owed"]
+    assert list(manifest.damages(folder / "checkpoints" / "40")) == []
