@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 PLACES = {"run", "distributed", "checkpoint"}
 """Sections whose paths are where a run writes."""
-SAMPLED, PIECE = 128, 1 << 16
+SAMPLED, PIECE, WHOLE = 128, 1 << 16, 1 << 20
 """Files of a set whose bytes are looked at, and how many at the begin, in the middle and at the end
-of each; of all others the names and sizes."""
+of one larger than the third; of all other files the names and sizes."""
 CALL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FREE = re.compile(
     "cache|debug|dump|log|pprint|profil|traceback|visible_devices|cross_host|timeout|num_cpu_devices"
 )
 """Settings of jax that change no value, or are each process's own."""
+OWN_FLAGS = re.compile("dump|log|host_platform_device_count")
 
 
 def facts(cfg: "Config") -> dict[str, Any]:
@@ -35,6 +36,7 @@ def facts(cfg: "Config") -> dict[str, Any]:
     configuration names, and jax's settings."""
     import jax
 
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
     settings = {
         name: str(value)
         for name, value in sorted(jax.config.values.items())
@@ -43,6 +45,7 @@ def facts(cfg: "Config") -> dict[str, Any]:
     return {
         "code": {"maxstack": _digest(Path(__file__).parent, "**/*.py", 10_000)},
         "jax": settings,
+        "XLA_FLAGS": " ".join(sorted(flag for flag in flags if not OWN_FLAGS.search(flag))),
         "content": dict(_content(cfg.model_dump(mode="json", exclude=PLACES), cfg)),
     }
 
@@ -98,7 +101,10 @@ def _digest_of(files: Sequence[tuple[str, Path]], sampled: int = SAMPLED) -> str
         total += size
         if number % -(-len(entries) // sampled) == 0:
             with path.open("rb") as file:
-                for at in sorted({0, max(0, size // 2 - PIECE), max(0, size - PIECE)}):
+                if size <= WHOLE:
+                    found.update(file.read())
+                    continue
+                for at in (0, size // 2, size - PIECE):
                     file.seek(at)
                     found.update(file.read(PIECE))
     return f"{len(entries)} files of {total:,} bytes, {found.hexdigest()[:16]}"

@@ -348,7 +348,7 @@ def train(
             with ledger.spent("restore"):
                 state = startup.go_back(back, run, saves, feed, start, policy, log)
             stopping.restore(saves.notes if saves else {})
-            step, position = int(state.step), feed.state()
+            step, position = saved, _ = int(state.step), feed.state()
             meter.restore(saves.notes if saves else {}, step)
             ledger.resume(step)
             shaped = tracer.shaped = steps.at(step + 1)
@@ -374,7 +374,7 @@ def train(
                         save = saves and saves.due(step, last=True)
             if saves and save:
                 save_now(step, evaluated, done or preempted or stopping.over)
-            if reshapes:
+            if reshapes and not preempted:
                 with ledger.spent("compile"), stop.waiting(step):
                     shaped = tracer.shaped = steps.at(step + 1)
                 log.say(startup.reshaped(shaped, step + 1))

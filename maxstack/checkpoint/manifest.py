@@ -52,8 +52,10 @@ def _tried(path: Path, act: Callable[[], T]) -> T:
     try:
         return retries.retried(f"{path}", act)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) or error.errno in LASTING:
+        if isinstance(error, FileNotFoundError):
             raise
+        if error.errno in LASTING:
+            raise OSError(error.errno, error.strerror, f"{path}") from error
         raise Unreadable(
             f"{path}: cannot be read: {error.strerror}; nothing was moved, and the same command "
             "reads it again"

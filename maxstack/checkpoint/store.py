@@ -280,13 +280,14 @@ class Checkpoints:
             try:
                 state = self._load(tier.storage, step, feed)
             except Unreadable as error:
-                self._say(f"step {step} of {tier.storage.folder}: {error}")
                 unreadable = step, error
                 continue
             except Damage as error:
                 self._say(f"DAMAGED CHECKPOINT, step {step}: {error}")
                 damaged.append((tier, step))
                 continue
+            if unreadable:
+                self._say(f"step {step} is taken from another tier: {unreadable[1]}")
             if before is None:
                 lost = (saved or 0) > step and saved not in {other for _, other in damaged}
                 if lost and wanted == "latest":

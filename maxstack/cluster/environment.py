@@ -173,7 +173,7 @@ def _slurm(variables: Variables) -> Member | None:
 def first_host(hosts: str) -> str:
     """First host of a list in Slurm's form: `n[007-009,012]-b[3-4],m3` -> n007-b3."""
     match = HOST.match(hosts)
-    if not match:
+    if not match or match[0].startswith("("):  # (null): no step has begun
         raise ConfigError(
             f"SLURM_STEP_NODELIST={quoted(hosts)}: is no list of hosts; set "
             "JAX_COORDINATOR_ADDRESS=HOST:PORT of the first one"

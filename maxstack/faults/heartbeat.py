@@ -17,7 +17,7 @@ from typing import Any
 
 from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.cluster.peers import Peers
-from maxstack.faults import watchdog
+from maxstack.faults import preemption, watchdog
 from maxstack.faults.preemption import INTERRUPTED
 from maxstack.report import stacks
 from maxstack.schema.faults import WatchdogConfig
@@ -77,7 +77,7 @@ class Heartbeat:
             self._connect(peers)
         threading.Thread(target=self._obey, name="heartbeat", daemon=True).start()
         global _current
-        _current = self
+        _current = preemption.watched = self
 
     def retire(self) -> None:
         """End the watchdog's process."""
@@ -115,10 +115,10 @@ class Heartbeat:
         """Report that the process has only to end."""
         self._send({"end": "done", "doing": "ending", "limit": self._cfg.other})
 
-    def interrupted(self) -> None:
+    def interrupted(self, code: int = INTERRUPTED, why: str = "interrupted twice") -> None:
         """Report that the user ends this process at once."""
         if self._several:
-            self._send({"end": "failed", "code": INTERRUPTED, "why": "interrupted twice"})
+            self._send({"end": "failed", "code": code, "why": why})
         else:
             self.done()
 

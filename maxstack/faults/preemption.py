@@ -37,14 +37,20 @@ class Watched(Protocol):
     def done(self) -> None:
         """Report that the process has only to end."""
 
-    def interrupted(self) -> None:
+    def interrupted(self, code: int = 0, why: str = "") -> None:
         """Report that the user ends this process at once."""
+
+
+watched: Watched | None = None
+"""The heartbeat of this process, which says that it leaves on purpose."""
 
 
 def _leave_early(number: int) -> None:
     """Before the loop there is nothing to save, and neither a compilation nor a restore under way
     is worth waiting for."""
-    tell(f"{signal.Signals(number).name}: leaving before the first step\n")
+    tell(why := f"{signal.Signals(number).name}: leaving before the first step\n")
+    if watched:
+        watched.interrupted(RETRY, why.strip())
     os._exit(RETRY)
 
 

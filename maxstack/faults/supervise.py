@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.report import goodput, trace_requests
@@ -47,8 +48,8 @@ def run(command: Sequence[str], folder: Path, most: int = 10, pause: float = PAU
     A child that leaves with 1 or 2 is not started again: a mistake does not go away by itself.
     After any other code but 0 it is, in `pause` seconds, twice as long each time up to a minute,
     and at most `most` times in a row without progress, which is steps beyond all earlier ones.
-    SIGTERM and SIGINT are passed on, and end it; a second SIGINT kills the child. SIGUSR1 asks for
-    a trace of the next steps. Call it from the main thread.
+    SIGTERM, SIGINT and SIGHUP are passed on, and end it; a second SIGINT kills the child. SIGUSR1
+    asks for a trace of the next steps. Call it from the main thread.
     """
     return Supervisor(command, folder, most, pause).run()
 
@@ -85,9 +86,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the child until it is done, as the function `run` describes."""
-        before = {
-            number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        before: dict[int, Any] = {}
+        for asking in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(asking) != signal.SIG_IGN or asking != signal.SIGHUP:
+                before[asking] = signal.signal(asking, self._ask)
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_for_trace)
         follow_parent()
         try:

@@ -224,9 +224,10 @@ STANDS = {
 """Where a process may stand still: a class, and the method of it that does not return."""
 
 
-def stand(where: str, after: int, away: bool = False) -> None:
+def stand(where: str, after: int, away: bool = False, seconds: float = 0.0) -> None:
     """One of STANDS does not return, after so many calls of it that did: it is in C, and no handler
-    of Python's is called meanwhile. `away`: it ends as where a store is away for too long."""
+    of Python's is called meanwhile. `away`: it ends as where a store is away for too long;
+    `seconds`: each takes so many."""
     import ctypes
 
     from maxstack.errors import StoreAway
@@ -239,6 +240,9 @@ def stand(where: str, after: int, away: bool = False) -> None:
         calls[0] += 1
         if calls[0] > after:
             print(f"stands still: {where}", flush=True)
+            if seconds:
+                time.sleep(seconds)
+                return plain(*arguments, **more)
             if away:
                 raise StoreAway("s3://data/a.txt: nobody answers")
             lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, (ctypes.c_byte * 64)()

@@ -26,7 +26,7 @@ from drills.runs import (
 GRACE = 8.0
 """faults.grace of these runs; a stalled wait is given up after some 2 s."""
 EVERY = 4
-KEYS = "where", "after", "away"
+KEYS = "where", "after", "away", "seconds"
 NUMBERS = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 
 
@@ -38,6 +38,8 @@ class Wait(NamedTuple):
     processes: int = 1
     at: int | None = None
     """The process that does alone; None: all."""
+    seconds: float = 0.0
+    """In the middle of an evaluation, each batch takes them, and no longer."""
     away: bool = False
     """A store is away for too long, and nobody sends a signal."""
     saved: bool = True
@@ -51,7 +53,8 @@ WAITS = (
     Wait("compiler", 1),
     Wait("save", 1, saved=False),
     Wait("step", 10, saved=False),
-    Wait("evaluation", 1, processes=2),
+    Wait("data", 8, processes=2, at=1, seconds=0.4),
+    Wait("evaluation", 1, processes=2, saved=False),
     Wait("rollout", 2),
     Wait("data", 10, away=True),
     Wait("data", 10, processes=2, away=True),
@@ -95,11 +98,13 @@ def _config(folder: Path, wait: Wait) -> Path:
             "batch_size": 8,
             "stages": [{"step": 1}, {"step": 9, "batch_size": 4}],
         }
-    if wait.where == "evaluation":
-        more["eval"] = {"every": 6, "steps": 1}
+    if wait.where == "evaluation" or wait.seconds:
+        more["eval"] = {"every": 6, "steps": 60 if wait.seconds else 1}
     if wait.where == "rollout":
         return learning.learner(folder / wait.where, "current", **more)
-    return (across if wait.processes > 1 else settings)(folder / wait.where, **more)
+    return (across if wait.processes > 1 else settings)(
+        folder / f"{wait.where}-{wait.seconds:g}", **more
+    )
 
 
 def _left(

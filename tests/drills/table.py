@@ -41,6 +41,6 @@ DRILLS = {
     16: Drill(tiers.tiers, 12, 5),
     17: Drill(changes.crowded, 10, 1, 0),
     18: Drill(learning.samples, 60, 6),
-    19: Drill(leaving.asked, 11, 11, 2),
+    19: Drill(leaving.asked, 12, 12, 2),
     0: Drill(changes.clock, 6, 2),
 }
