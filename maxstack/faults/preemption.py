@@ -194,7 +194,8 @@ class Preemption:
         after it; `computes`: it runs programs of all devices. A failure in it that may pass ends
         the run as a signal does."""
         with self._turn:
-            self._reached = step, 0
+            if self._reached[0] != step:
+                self._reached = step, 0
             self._whole = not computes or self._peers.count == 1
             self._turn.notify_all()
         try:
@@ -256,10 +257,10 @@ class Preemption:
                 self._take()
             return
         with contextlib.suppress(RuntimeError):  # a peer was lost, and the watchdog ends this one
-            at = self._agree(1)
-            while not all(leaves for _, leaves in at):
+            at = self._agree(first=True)
+            while not all(leaves for _, leaves, _ in at):
                 self._comes()
-                at = self._agree(0)
+                at = self._agree()
                 if self._stays:
                     self._take()
 
@@ -268,20 +269,20 @@ class Preemption:
         with self._turn:
             return self._turn.wait_for(lambda: self._leaves or self._closed, COMES)
 
-    def _agree(self, more: int) -> list[tuple[list[int], bool]]:
-        """Agree to leave `more` pieces after the furthest process, or, with none more where all
-        are at one step and none has left the loop, to stay there -> where each is, and whether it
-        has."""
+    def _agree(self, first: bool = False) -> list[tuple[list[int], bool, bool]]:
+        """Tell one another where each is, whether it has left the loop, and whether its state is
+        whole. At `first` agree to leave at whatever comes after the furthest; later, where all wait
+        at one place, to stay there."""
         with self._turn:
             self._held = True
-            own = self._reached, self._leaves or self._closed
+            own = self._reached, self._leaves or self._closed, self._whole
         at = self._peers.exchange("leaving at", own)
         with self._turn:
-            step, pieces = max(tuple(place) for place, _ in at)
-            self._last = step, pieces + more
-            self._stays = (
-                _listens and not more and all(each == at[0] and not each[1] for each in at)
-            )
+            if first:
+                step, pieces = max(tuple(place) for place, *_ in at)
+                self._last = step, pieces + 1
+            one = [at[0][0], False, True]
+            self._stays = _listens and not first and all(each == one for each in at)
             self._held = False
             self._turn.notify_all()
         return at
