@@ -77,7 +77,7 @@ def test_a_last_evaluation_that_was_cut_short_is_made_once_and_kept_with_its_ste
     config = runs.settings(beside / "owed", checkpoint={"every": 8}, faults={"grace": 8.0})
     fault = {"kind": "stand", "where": "evaluation", "after": 2}  # at 0, 20 and 40
     with runs.Started(config, "run", fault=fault) as started:
-        assert started.until(lambda: "stands still" in started.output())
+        assert started.reach(20) and started.until(lambda: "stands still" in started.output())
         started.send(signal.SIGTERM)
         assert started.wait(60) == [42], started.output()
     folder = config.parent / "run"
