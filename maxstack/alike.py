@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 PLACES = {"run", "distributed", "checkpoint"}
 """Sections whose paths are where a run writes."""
 SAMPLED, PIECE, WHOLE = 128, 1 << 16, 1 << 20
-"""Files of a set whose bytes are looked at, and how many at the begin, in the middle and at the end
-of one larger than the third; of all other files the names and sizes."""
+"""Files of a set whose bytes are looked at, and how many at the beginning, in the middle and at the
+end of one larger than the third; of all other files the names and sizes."""
 CALL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FREE = re.compile(
     "cache|debug|dump|log|pprint|profil|traceback|visible_devices|cross_host|timeout|num_cpu_devices"
@@ -38,9 +38,7 @@ def facts(cfg: "Config") -> dict[str, Any]:
 
     flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
     settings = {
-        name: str(value)
-        for name, value in sorted(jax.config.values.items())
-        if not FREE.search(name)
+        name: str(value) for name, value in jax.config.values.items() if not FREE.search(name)
     }
     return {
         "code": {"maxstack": _digest(Path(__file__).parent, "**/*.py", 10_000)},

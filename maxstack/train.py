@@ -273,7 +273,7 @@ def train(
         log.say(f"left after step {step} ({stop.why}); {left}")
         _close(writer, log)
 
-    stop = preemption.Preemption(cfg.faults.grace, leave, heart, begin)
+    stop = preemption.Preemption(cfg.faults.grace, leave, begin)
     ending.callback(stop.close)
     step, preempted = begin, False
     if evaluator and (owed or begin == 0):

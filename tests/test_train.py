@@ -126,7 +126,7 @@ def test_a_process_that_has_trained_does_with_signals_what_it_did_before():
         return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
     before = handlers()
-    stop = Preemption()
+    stop = Preemption(1.0, print)
     assert handlers() != before
     stop.close()
     assert handlers() == before

@@ -81,6 +81,7 @@ class Heartbeat:
 
     def retire(self) -> None:
         """End the watchdog's process."""
+        preemption.watched = None
         self._retired = True
         self._process.kill()
         self._process.wait()

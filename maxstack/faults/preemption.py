@@ -27,7 +27,6 @@ COMES = 2.0
 LOOKS, LONGEST, A_SECOND = 0.5, 5.0, 200
 """Seconds between two looks for a signal to another process, at least and at most, and looks a
 second of all processes together, which process 0 answers."""
-GRACE = 120.0
 _NOTICE = "leaving"
 
 
@@ -42,7 +41,7 @@ class Watched(Protocol):
 
 
 watched: Watched | None = None
-"""The heartbeat of this process, which says that it leaves on purpose."""
+"""The heartbeat of this process, where it has one: it tells the watchdogs that leaving is meant."""
 
 
 def _leave_early(number: int) -> None:
@@ -107,14 +106,13 @@ class Preemption:
 
     def __init__(
         self,
-        grace: float = GRACE,
-        leave: Callable[[int], None] = lambda step: None,
-        watched: Watched | None = None,
+        grace: float,
+        leave: Callable[[int], None],
         begin: int = 0,
     ) -> None:
         from maxstack.cluster.peers import Peers
 
-        self._grace, self._leave, self._watched = grace, leave, watched
+        self._grace, self._leave = grace, leave
         self._peers = Peers()
         self._looks = min(max(LOOKS, self._peers.count / A_SECOND), LONGEST)
         self._turn = threading.Condition()
@@ -219,8 +217,8 @@ class Preemption:
     def _ask(self, number: int) -> None:
         if self._asked.is_set() and number == signal.SIGINT:
             tell("\nSIGINT again: leaving at once; what was not saved before is lost\n")
-            if self._watched:
-                self._watched.interrupted()
+            if watched:
+                watched.interrupted()
             os._exit(INTERRUPTED)
         if not self._asked.is_set():
             self._request(signal.Signals(number).name)
@@ -309,8 +307,8 @@ class Preemption:
                 f"\nstill here faults.grace={self._grace:g} s after {late}: leaving with what was "
                 "saved before\n"
             )
-        if self._watched:
-            self._watched.done()
+        if watched:
+            watched.done()
         os._exit(RETRY)
 
 
