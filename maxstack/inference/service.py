@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
@@ -124,8 +124,7 @@ class Service:
         self.check(len(asks))
         for ask in asks:
             self.engine.check(ask.prompt)
-        guarded = [ask._replace(sampling=_guarded(ask.sampling)) for ask in asks]
-        answers = Answers(self, guarded)
+        answers = Answers(self, asks)
         self._open.update(answers.requests)
         self._idle.clear()
         self.metrics.prompt_tokens += sum(len(ask.prompt) for ask in asks)
@@ -265,37 +264,3 @@ class Service:
         if output.finish and grammar is not None and grammar.error is not None:
             return request, grammar.error
         return request, output
-
-
-class _Guarded:
-    """A grammar of a library, any error of which ends its own request only: the engine sees its
-    end."""
-
-    def __init__(self, grammar: Any):
-        self._grammar = grammar
-        self._mask = grammar.mask()
-        self.error: Exception | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.error is not None or self._grammar.finished
-
-    def mask(self) -> Any:
-        try:
-            self._mask = self._grammar.mask()
-        except Exception as error:
-            self.error = error
-        return self._mask
-
-    def accept(self, token: int) -> None:
-        if self.error is None:
-            try:
-                self._grammar.accept(token)
-            except Exception as error:
-                self.error = error
-
-
-def _guarded(sampling: Sampling) -> Sampling:
-    if sampling.grammar is None:
-        return sampling
-    return dataclasses.replace(sampling, grammar=_Guarded(sampling.grammar))

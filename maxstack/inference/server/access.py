@@ -27,6 +27,12 @@ class Access:
         elif self.hosts and _host(request) not in self.hosts:
             raise Refusal(403, "Host: must name this machine; see --host and --api-key-file")
 
+    def client(self, request: Request) -> str:
+        """Whose request it is, of those that take turns: by its key, or by its address."""
+        if self.keys:
+            return request.headers.get("authorization", "")
+        return request.client.host if request.client else ""
+
     def _check_key(self, header: str) -> None:
         """Refusal with status 401 for a request without a key. Takes as long for each wrong key."""
         scheme, _, given = header.partition(" ")

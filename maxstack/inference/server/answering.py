@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -18,6 +19,8 @@ from maxstack.inference.server.state import BODY, State
 from maxstack.inference.server.writer import Writer
 from maxstack.inference.service import Answers, Ask
 from maxstack.report import strict_json
+
+Result = TypeVar("Result")
 
 
 def state_of(request: Request) -> State:
@@ -56,24 +59,45 @@ async def answer(
     state, body = state_of(request), await read_body(request, kind)
     state.service.check()
     asks, choices = await asyncio.to_thread(asked, state, body)
+    asks = await _ruled(request, state, asks)
     answers, writer = state.service.submit(asks), written(body.model or state.name, body, choices)
     if writer.body.stream:
         return EventStream(answers, writer.events(answers))
     return await whole(request, answers, writer.whole(answers))
 
 
+async def _ruled(request: Request, state: State, asks: list[Ask]) -> list[Ask]:
+    """The asks with the grammar that follows from their rule, which is one for all."""
+    rule = asks[0].sampling.grammar
+    if rule is None:
+        return asks
+    client = state.access.client(request)
+    answers = await _unless_gone(request, state.grammars.answers(rule, len(asks), client))
+    return [
+        ask._replace(sampling=dataclasses.replace(ask.sampling, grammar=answer))
+        for ask, answer in zip(asks, answers, strict=True)
+    ]
+
+
 async def whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Any]) -> Response:
     """The JSON that `work` makes of the answers, which are closed at its end, and when the client
     leaves."""
+    try:
+        return JSONResponse(await _unless_gone(request, work))
+    finally:
+        answers.close()
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` returns; Refusal, and its end, where the client leaves."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            return Response(status_code=499)
-        return JSONResponse(task.result())
+            raise Refusal(499, "the client left")
+        return task.result()
     finally:
-        answers.close()
         for each in (task, gone):
             each.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -23,14 +24,19 @@ from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import DetokenizeBody, TokenizeBody
 from maxstack.inference.server.state import State
 
+STACK = 16 << 20
+"""Bytes of stack of the threads that use grammars, several times what they were tried with."""
+
 
 def make_app(state: State) -> Starlette:
     """The application, whose lifespan starts and ends the service."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        threading.stack_size(STACK)
         state.service.start()
         yield
+        state.grammars.close()
         await state.service.stop()
 
     app = Starlette(

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maxstack.data.chat import encode_chat, template_messages
-from maxstack.errors import ConfigError
 from maxstack.inference.request import Sampling
 from maxstack.inference.server.choices import Choice
+from maxstack.inference.server.grammars import Rule
 from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import Conversation, Prompts, Sampled, Structure, Tool
 from maxstack.inference.server.state import State
@@ -88,13 +88,14 @@ def encode_messages(
 def asks_of(
     state: State, body: Sampled, prompts: Sequence[Prompt], wish: Wish
 ) -> tuple[list[Ask], list[Choice]]:
-    """The n answers to each prompt, those to one prompt side by side. Refusal, ConfigError or
-    DataError for what cannot be answered. May take a while: not for the event loop."""
+    """The n answers to each prompt, those to one prompt side by side, whose grammar is a `Rule`.
+    Refusal, ConfigError or DataError for what cannot be answered. May take a while: not for the
+    event loop."""
     if state.served.tokenizer is None and body.stops:
         raise Refusal(400, f"stop: {state.name} has no tokenizer; use stop_token_ids", param="stop")
     state.service.check(len(prompts) * body.n)
-    grammar = _grammar(state, body, wish.schema)
-    if grammar is not None and body.min_tokens:
+    rule = _rule(body, wish.schema)
+    if rule is not None and body.min_tokens:
         raise Refusal(
             400,
             "min_tokens: cannot be kept beside a grammar, which may allow only the end; give one "
@@ -106,8 +107,7 @@ def asks_of(
     for prompt in prompts:
         sampling = _sampling(state, body, prompt.tokens, wish)
         for number in range(body.n):
-            matcher = None if grammar is None else grammar.copy()
-            each = dataclasses.replace(sampling, choice=number, grammar=matcher)
+            each = dataclasses.replace(sampling, choice=number, grammar=rule)
             asks.append(Ask(prompt.tokens, each, body.priority, adapter))
             choices.append(_choice(state, body, prompt, each, wish))
     return asks, choices
@@ -176,8 +176,8 @@ def _sampling(state: State, body: Sampled, prompt: Sequence[int], wish: Wish) ->
     )
 
 
-def _grammar(state: State, body: Sampled, schema: Any) -> Any:
-    """The grammar that answers follow, None for any text. Refusal where several are asked for."""
+def _rule(body: Sampled, schema: Any) -> Rule | None:
+    """What answers follow, None for any text. Refusal where several are asked for."""
     own = body.structured_outputs or Structure()
     given = {
         name: rule
@@ -197,12 +197,7 @@ def _grammar(state: State, body: Sampled, schema: Any) -> Any:
     }
     if len(given) > 1:
         raise Refusal(400, f"{' and '.join(given)}: an answer follows one of them")
-    for name, rule in given.items():
-        try:
-            return state.grammar(*rule)
-        except ConfigError as error:
-            raise Refusal(400, f"{name}: {error}", param=name) from None
-    return None
+    return next((Rule(name, *rule) for name, rule in given.items()), None)
 
 
 def _format_schema(body: Sampled) -> Any:
