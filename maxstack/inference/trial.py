@@ -18,14 +18,13 @@ from maxstack.rewards.processes import address_space, end_with_parent
 
 STACK = 2 << 20
 """Bytes of stack in which a grammar has to compile. Threads that use it have more."""
-SECONDS, START_SECONDS = 5, 120
+SECONDS, START_SECONDS = 3, 120
 """Processor time that a grammar may take, and seconds until the process is ready."""
 WALL_SECONDS = 60
 """Seconds for a grammar, on a machine that is busy with other work."""
 MEMORY = 512 << 20
 """Bytes that a grammar may take."""
-_ENDS = {
-    signal.SIGXCPU: f"takes more than {SECONDS} s of processor time",
+_ENDS: dict[int, str] = {
     signal.SIGSEGV: f"needs more than {STACK >> 20} MiB of stack, for rules nested too deeply",
     signal.SIGABRT: f"needs more than {MEMORY >> 20} MiB of memory",
 }
@@ -35,8 +34,9 @@ class Trial:
     """The process, started at the first grammar and again after it ended. Any thread may call it,
     one at a time goes on."""
 
-    def __init__(self, vocabulary: Vocabulary):
-        self._vocabulary, self._lock = vocabulary, threading.Lock()
+    def __init__(self, vocabulary: Vocabulary, seconds: int = SECONDS):
+        self._vocabulary, self._seconds = vocabulary, seconds
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: Lines | None = None
 
@@ -46,7 +46,7 @@ class Trial:
         with self._lock:
             lines = self._started()
             try:
-                lines.send({"kind": kind, "value": value}, WALL_SECONDS)
+                lines.send({"kind": kind, "value": value, "seconds": self._seconds}, WALL_SECONDS)
                 reason = lines.receive(WALL_SECONDS)["reason"]
             except TimeoutError:
                 self.end()
@@ -94,6 +94,8 @@ class Trial:
         """How the process ended."""
         assert self._process
         code = self._process.wait()
+        if -code == signal.SIGXCPU:
+            return f"takes more than {self._seconds} s of processor time"
         return _ENDS.get(-code, f"ended the process that tried it (exit code {code})")
 
 
@@ -113,7 +115,7 @@ def main(number: int, parent: int) -> None:
         while True:
             ask, reason = lines.receive(), list[str]()
             used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-            limits = int(used) + SECONDS + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]
+            limits = int(used) + ask["seconds"] + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]
             resource.setrlimit(resource.RLIMIT_CPU, limits)
             thread = threading.Thread(target=_try, args=(compiler, ask, reason))
             thread.start()

@@ -315,7 +315,7 @@ def test_references_in_a_circle_are_followed_once(compilers):
 @pytest.fixture(scope="module")
 def trial(compilers):
     tokenizer, stop, _ = compilers["byte_level"]
-    trial = Trial(Vocabulary.of(tokenizer, [stop], tokenizer.vocab_size))
+    trial = Trial(Vocabulary.of(tokenizer, [stop], tokenizer.vocab_size), seconds=1)
     yield trial
     trial.end()
 
@@ -325,15 +325,15 @@ def rules(count, name, last):
     return f"start: {name}0\n{between}{name}{count}: {last}"
 
 
+def multiple(number):
+    return {"type": "integer", "multipleOf": number}
+
+
 def upwards(count):
     """`chained`, so that no chain shows where each reference is met first."""
     schema = chained(count, lambda inner: {"properties": {"a": inner}, "required": ["a"]})
     first = [{"$ref": f"#/$defs/d{i}"} for i in range(count)]
     return {"$defs": schema["$defs"], "anyOf": first}
-
-
-def holding(number):
-    return {"type": "string", "pattern": f".*{number}.*"}
 
 
 @pytest.mark.slow
@@ -343,8 +343,8 @@ def holding(number):
         ("json_schema", upwards(900), "needs more than 2 MiB of stack"),
         ("lark", rules(9000, "r", '"b"'), "needs more than 2 MiB of stack"),
         ("lark", rules(9000, "T", '"b"'), "needs more than 2 MiB of stack"),
-        ("json_schema", {"type": "integer", "multipleOf": 9_999_991}, "more than 512 MiB"),
-        ("json_schema", {"allOf": [*map(holding, range(100))]}, "more than 5 s"),
+        ("json_schema", multiple(9_999_991), "more than (1 s|512 MiB)"),
+        ("json_schema", {"allOf": [multiple(997), multiple(991)]}, "more than 1 s"),
         ("regex", "(", "not a regular expression"),
         ("json_schema", False, "Unsatisfiable"),
     ],
