@@ -148,7 +148,7 @@ class Answer:
     def __init__(self, matcher: Matcher):
         self._matcher, self._mask = matcher, matcher.mask()
         self._left = FIRST_SECONDS
-        self.error: ConfigError | None = None
+        self.error: Exception | None = None
 
     @property
     def finished(self) -> bool:
@@ -178,7 +178,7 @@ class Answer:
         began = time.thread_time()
         try:
             step()
-        except ConfigError as error:
+        except Exception as error:  # of the library, which others must not end by
             self.error = error
         self._left -= time.thread_time() - began
         if self._left < 0 and self.error is None:

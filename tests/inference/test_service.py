@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from maxstack.errors import DataError
+from maxstack.inference.grammar import Answer
 from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.server.app import make_app
 from maxstack.inference.server.errors import Refusal
@@ -110,7 +111,7 @@ def test_a_grammar_that_fails_ends_its_own_request_only():
         engine = Engine()
         service = Service(engine, queue=2)
         service.start()
-        answers = service.submit([Ask([1], Sampling(max_tokens=10**9, grammar=Broken()))])
+        answers = service.submit([Ask([1], Sampling(max_tokens=10**9, grammar=Answer(Broken())))])
         other = service.submit([Ask([1], Sampling(max_tokens=10**9))])
         with pytest.raises(RuntimeError, match="cannot go on"):
             async for _ in answers:
