@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.manifest import Damage, Unreadable
 from maxstack.checkpoint.peer_files import PeerFiles
@@ -257,7 +258,7 @@ class Local:
         return facts.get("save", "0")
 
     def _index(self, step: int) -> dict[str, Any]:
-        return json.loads((self._part(step, self._peers.number) / INDEX).read_text())
+        return strict_json.read_object(self._part(step, self._peers.number) / INDEX)
 
     def _write(
         self,

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import yaml
-
 from maxstack.checkpoint import manifest, owner
+from maxstack.config.compose import plain, read_file
 from maxstack.errors import ConfigError, shortened
 
 Held = dict[int, list[Path]]
@@ -49,7 +48,7 @@ def folders_of(run: Path) -> list[Path]:
     """The folders that may hold steps: of the run, of a copy, and the tiers that the run's
     config.yml names."""
     path = run / "config.yml"
-    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    config = plain(read_file(path)) if path.exists() else {}
     tiers = [
         Path(tier["path"]).expanduser() / config["run"]["name"]
         for tier in config.get("checkpoint", {}).get("tiers") or ()

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxstack.data.json_files import read_object
 from maxstack.errors import DataError, quoted
+from maxstack.strict_json import read_object
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
-LARGEST = 1 << 28
 END = "<|endoftext|>"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -178,7 +177,7 @@ def content(token: Any) -> str | None:
 
 def read(path: Path) -> dict[str, Any]:
     """A JSON object beside a model, empty where there is no such file; DataError for damage."""
-    return read_object(path, LARGEST) if os.path.lexists(path) else {}
+    return read_object(path) if os.path.lexists(path) else {}
 
 
 def _check_ids(ids: dict[str, Any], path: Path) -> None:

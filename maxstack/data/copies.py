@@ -18,6 +18,7 @@ from typing import IO, Any
 from maxstack.config import atomic, storage
 from maxstack.data.files import File, digest
 from maxstack.errors import ConfigError, DataError
+from maxstack.regular_file import open_regular
 from maxstack.report.progress import progress
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ def local_folder(path: str, patterns: Sequence[str] = ("*",), depth: int | None 
 def _needs_copy(path: str) -> bool:
     if storage.is_url(path):
         return True
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # told when it is read
+    with contextlib.suppress(OSError), open_regular(path) as file:  # told when it is read
         return _compression(path, file) is not None
     return False
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.errors import DataError, shortened
+from maxstack.regular_file import open_regular
 from maxstack.schema.data import Files
 
 _INSTALLED = ("site-packages", "dist-packages", "__pycache__")
@@ -189,7 +190,7 @@ def other_encoding(begin: bytes) -> str | None:
 @contextlib.contextmanager
 def _mapped(path: str) -> Iterator[mmap.mmap | bytes]:
     """A file's bytes, which memory holds as far as they are used."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         if not os.path.getsize(path):
             yield b""  # which no memory map holds
             return
@@ -233,7 +234,7 @@ def _not_blank(data: mmap.mmap | bytes, starts: np.ndarray, ends: np.ndarray) ->
 
 def line_number(path: str, offset: int) -> int:
     """The number, from 1, of the line at a byte offset of a plain file."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         pieces = (file.read(min(_CHUNK, offset - at)) for at in range(0, offset, _CHUNK))
         return 1 + sum(piece.count(b"\n") for piece in pieces)
 

@@ -20,6 +20,7 @@ from maxstack.data.documents import (
 from maxstack.data.files import brief, digest, matched
 from maxstack.data.records import Records
 from maxstack.errors import DataError, installing
+from maxstack.regular_file import open_regular
 from maxstack.schema.data import DigitsSource, ImagesSource, MnistSource
 
 SUFFIXES = "jpg", "jpeg", "png", "webp"
@@ -80,7 +81,7 @@ class Tar(Records):
         return len(samples)
 
     def _open(self, file: int) -> Any:
-        return open(self._paths[file], "rb")
+        return open_regular(self._paths[file])
 
     def _read(self, opened: Any, file: int, record: int) -> Any:
         self._refuse_shorter(file)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.config.annotations import listed
 from maxstack.data.copies import Form, Told, pieces_of, plain, plain_copies
@@ -45,6 +46,7 @@ from maxstack.data.presets import shape_of
 from maxstack.data.shards import check_size, check_whole, refuse_as_text, unpack
 from maxstack.data.tf_example import features
 from maxstack.errors import DataError, StoreError, installing
+from maxstack.regular_file import open_regular
 from maxstack.schema.data import (
     ArrayRecordSource,
     Files,
@@ -196,7 +198,7 @@ class Spans(Records):
         return len(self._spans[file][0])
 
     def _open(self, file: int) -> Any:
-        return open(self._paths[file], "rb")
+        return open_regular(self._paths[file])
 
     def _read(self, opened: Any, file: int, record: int) -> Document:
         start, end = (int(bound[record]) for bound in self._spans[file])
@@ -239,8 +241,8 @@ class Jsonl(Spans):
         line = decoded(data, self._cfg, self.files[file].path)
         del data  # a line may be hundreds of megabytes
         try:
-            value = json.loads(line.removeprefix("\ufeff"))
-        except (ValueError, RecursionError) as error:
+            value = strict_json.parse(line, "", strict=False)
+        except DataError as error:
             whole = line.lstrip("\ufeff \t")[:1] == "[" and record == 0
             advice = (
                 "a JSON array is one value; write a line for each of its elements: "
@@ -248,7 +250,7 @@ class Jsonl(Spans):
                 if whole
                 else "mend or remove the line"
             )
-            raise DataError(f"not JSON: {getattr(error, 'msg', error)}; {advice}") from error
+            raise DataError(f"{error}; {advice}") from error
         if isinstance(value, dict) and self._cfg.field in value:
             return self._utf8(value[self._cfg.field])
         content, advice = f"the line is a {type(value).__name__}", "the key of the text"

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.hardware.chips import Chip, by_kind
 from maxstack.plan.buffers import Buffer, largest
 from maxstack.plan.program import parse
 from maxstack.profile import planes, saved
 from maxstack.profile.origins import Origin, Origins
 from maxstack.profile.timeline import BESIDE, OUTER, OWN, Run, Timeline, covered, shared, timeline
-from maxstack.report import strict_json
 
 BUFFERS = 8
 SMALL = 0.01

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from maxstack import strict_json
 from maxstack.config import atomic
 from maxstack.errors import ConfigError, DataError
 from maxstack.plan.buffers import Allocation
@@ -63,7 +64,7 @@ def read(folder: Path) -> tuple[str, Facts]:
         raise DataError(f"{folder}: {', '.join(missing)} was not saved, or was deleted")
     try:
         text = gzip.decompress((folder / TEXT).read_bytes()).decode()
-        row = json.loads((folder / FACTS).read_text())
+        row = strict_json.read_object(folder / FACTS)
         row["allocations"] = [Allocation(**each) for each in row["allocations"]]
         return text, Facts(**row)
     except (OSError, EOFError, ValueError, TypeError, KeyError) as error:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxstack.report import strict_json
+from maxstack import strict_json
 
 TAIL = 1 << 16
 """Bytes at the end of a file that hold a row."""

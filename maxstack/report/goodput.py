@@ -13,12 +13,12 @@ the standard library, for the supervisor.
 import contextlib
 import dataclasses
 import datetime
-import json
 import math
 import time
 from pathlib import Path
 from typing import Any
 
+from maxstack import strict_json
 from maxstack.errors import ConfigError
 from maxstack.report.table import table
 
@@ -288,11 +288,8 @@ def text(goodput: Goodput) -> str:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     """The row of a line, None for a damaged line."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or row.get("event") not in EVENTS:
+    row = strict_json.read(line)
+    if row is None or row.get("event") not in EVENTS:
         return None
     seconds, steps = row.get("seconds", {}), row.get("steps", [0, 0])
     if not isinstance(seconds, dict) or not seconds.keys() <= SPENT.keys():

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from maxstack.report import strict_json
+from maxstack import strict_json
 from maxstack.report.append import Appender, newest
 
 FILE, INDEX = "metrics.jsonl", "metrics.index.jsonl"
@@ -213,7 +213,7 @@ def _indexed(folder: Path) -> list[Block]:
     with contextlib.suppress(OSError), (folder / INDEX).open("rb") as index:
         for line in index:
             with contextlib.suppress(ValueError, TypeError):  # a line that a kill cut short
-                block = Block(**json.loads(line))
+                block = Block(**strict_json.parse_object(line, INDEX))
                 if block.begin == (blocks[-1].end if blocks else 0):
                     blocks.append(block)
     if not blocks:
@@ -345,7 +345,7 @@ def _spans(steps: np.ndarray, count: int) -> np.ndarray:
 def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any] | None]:
     """The row of each line, None for one that is none; many lines at once, which is faster."""
     with contextlib.suppress(ValueError):
-        rows = json.loads(b"[" + b",".join(lines) + b"]")
+        rows = strict_json.parse(b"[" + b",".join(lines) + b"]", FILE, strict=False)
         if len(rows) == len(lines) and all(map(_is_row, rows)):
             return [*map(strict_json.restore, rows)]
     return [_row(line) for line in lines]

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from maxstack import command
+from maxstack import command, strict_json
 from maxstack.profile import figures
-from maxstack.report import append, history, strict_json
+from maxstack.report import append, history
 from maxstack.report.metrics import Writer
 
 ROW = {"step": 3, "loss": math.nan, "grad_norm": math.inf, "low": -math.inf, "skipped": 1}
