@@ -27,14 +27,15 @@ _ODD = "nan", "inf", "-inf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def parse(text: str | bytes, where: str, *, strict: bool = True) -> Any:
-    """The value of a JSON text in UTF-8. DataError, which begins with `where`, for anything else,
+def parse(text: str | bytes, where: str = "", *, strict: bool = True) -> Any:
+    """The value of a JSON text in UTF-8. DataError, which begins with `where` if given, for others,
     more than DEEPEST, MOST and MOST_DIGITS, numbers that no float holds, half of a surrogate pair
     and a key twice in an object. Not `strict`, it may have keys twice, halves, NaN and Infinity,
     and any number of lists."""
+    begin = where and f"{where}: "
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     if strict and data.count(b"[") + data.count(b"{") > MOST:
-        raise DataError(f"{where}: holds more than {MOST:,} lists and objects")
+        raise DataError(f"{begin}holds more than {MOST:,} lists and objects")
     try:
         value = json.loads(
             data.decode("utf-8-sig", "strict" if strict else "surrogatepass"),
@@ -47,13 +48,13 @@ def parse(text: str | bytes, where: str, *, strict: bool = True) -> Any:
         if strict and _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise DataError(f"{where}: nested deeper than {DEEPEST} lists and objects") from None
+        raise DataError(f"{begin}nested deeper than {DEEPEST} lists and objects") from None
     except UnicodeEncodeError:
-        raise DataError(f"{where}: holds half of a surrogate pair, which is no text") from None
+        raise DataError(f"{begin}holds half of a surrogate pair, which is no text") from None
     except DataError as error:
-        raise DataError(f"{where}: {error}") from None
+        raise DataError(f"{begin}{error}") from None
     except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}") from error
+        raise DataError(f"{begin}not JSON: {error}") from error
     return value
 
 
@@ -92,7 +93,7 @@ def read(text: str | bytes) -> dict[str, Any] | None:
     """The object of a text that `write` made, or of an older one with bare NaN and Infinity, its
     own floats as they were; None where it is no object."""
     with contextlib.suppress(DataError):
-        if isinstance(row := parse(text, "row", strict=False), dict):
+        if isinstance(row := parse(text, strict=False), dict):
             return restore(row)
     return None
 

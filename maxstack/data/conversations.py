@@ -291,7 +291,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Tool calls of ShareGPT's function_call: JSON of one, or of a list, of name and arguments."""
     try:
-        calls = strict_json.parse(value, "it") if isinstance(value, str) else value
+        calls = strict_json.parse(value) if isinstance(value, str) else value
         calls = calls if isinstance(calls, list) else [calls]
         return [
             {

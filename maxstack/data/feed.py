@@ -299,7 +299,7 @@ def _unread(source: Documents) -> str:
     keys: dict[str, None] = {}
     for _, document in _some_texts(source):
         with contextlib.suppress(ValueError):  # told when the record is due
-            record = strict_json.parse(document, "record", strict=False)
+            record = strict_json.parse(document, strict=False)
             keys |= dict.fromkeys(record if isinstance(record, dict) else ())
     read = READ[source.record.kind] | read_by(source.record)
     unread = [key for key in keys if key not in read]

@@ -27,6 +27,8 @@ _ESCAPED = re.compile(r"\[([*?[])\]")
 _PART = re.compile(r"(?<!\d)(\d{1,6})(?=[-_]of[-_](\d{1,6})(?!\d))")
 """The number of a file that is one of several, as in 00003-of-00016, and how many they are."""
 _CHUNK = 1 << 24
+LONGEST = 1 << 30
+"""Bytes of a record: of a line, a text between separators, a whole file, or a picture."""
 DECODE_ERRORS = {"refuse": "strict", "replace": "replace", "keep": "surrogateescape"}
 """encoding_errors -> the `errors` of str.decode."""
 
@@ -230,6 +232,12 @@ def _not_blank(data: mmap.mmap | bytes, starts: np.ndarray, ends: np.ndarray) ->
     likely = np.flatnonzero((starts == ends) | np.isin(first, [*b" \t\r\n\v\f"]))
     blank = [i for i in likely if not data[starts[i] : ends[i]].strip()]
     return np.delete(starts, blank), np.delete(ends, blank)
+
+
+def check_length(size: int) -> None:
+    """DataError for a record that is too long to be read whole."""
+    if not 0 <= size <= LONGEST:
+        raise DataError(f"is of {size:,} bytes, and a record has {LONGEST:,} at most")
 
 
 def line_number(path: str, offset: int) -> int:

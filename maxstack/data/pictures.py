@@ -1,8 +1,10 @@
 """Sources of pictures with their classes."""
 
 import functools
+import os
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,7 +19,7 @@ from maxstack.data.documents import (
     text_hash,
     whole_number,
 )
-from maxstack.data.files import brief, digest, matched
+from maxstack.data.files import LONGEST, brief, check_length, digest, matched
 from maxstack.data.records import Records
 from maxstack.errors import DataError, installing
 from maxstack.regular_file import open_regular
@@ -30,7 +32,7 @@ class Images(Documents):
     """Picture files, with their folders as classes."""
 
     def __init__(self, cfg: ImagesSource):
-        self.files = matched(cfg)
+        self.files, self._most = matched(cfg), cfg.max_bytes
         self.classes = tuple(sorted({Path(file.path).parent.name for file in self.files}))
         self._numbers = {name: i for i, name in enumerate(self.classes)}
 
@@ -39,7 +41,7 @@ class Images(Documents):
 
     def __getitem__(self, index: int) -> Picture:
         file = self.files[index]
-        return Picture(read(file), self._numbers[Path(file.path).parent.name])
+        return Picture(read(file, self._most), self._numbers[Path(file.path).parent.name])
 
     def where(self, index: int) -> str:
         return self.files[index].path
@@ -65,12 +67,14 @@ class Tar(Records):
         try:
             with tarfile.open(path, "r:") as opened:
                 for member in opened:
+                    if member.size < 0:  # tarfile would go back by as much, for ever
+                        raise tarfile.TarError(f"a member of {member.size} bytes")
                     if member.isfile():
                         name, _, suffix = PurePosixPath(member.name).name.partition(".")
                         key = str(PurePosixPath(member.name).with_name(name))
                         place = member.offset_data, member.size
                         found.setdefault(key, {})[suffix.lower()] = place
-        except tarfile.TarError as error:
+        except (tarfile.TarError, RecursionError) as error:
             raise DataError(f"{path}: not an intact tar file: {brief(error)}") from error
         samples = []
         for key, parts in found.items():
@@ -90,6 +94,7 @@ class Tar(Records):
             raise DataError("has no .cls beside it")
         parts = []
         for offset, size in (picture, label):
+            check_length(size)
             opened.seek(offset)
             parts.append(opened.read(size))
         return Picture(parts[0], whole_number(parts[1].decode("ascii", "replace").strip(), ".cls"))
@@ -113,6 +118,10 @@ class Npz(Records):
     def _open(self, file: int) -> Any:
         path = self._paths[file]
         try:
+            with zipfile.ZipFile(path) as held:
+                sizes = [entry.file_size for entry in held.infolist()]
+            if sum(sizes) > (self._cfg.max_bytes or max(100 * os.path.getsize(path), LONGEST)):
+                raise DataError(f"{path}: becomes {sum(sizes):,} bytes, more than its max_bytes")
             with np.load(path, allow_pickle=False) as arrays:
                 latents = arrays["latents"].astype(np.float16)
                 labels = arrays["label"]
@@ -121,7 +130,7 @@ class Npz(Records):
                 return latents, labels.astype(np.int64)
         except KeyError as error:
             raise DataError(f"{path}: must hold latents and label") from error
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
             raise DataError(f"{path}: not a readable .npz file: {brief(error)}") from error
 
     def _read(self, opened: Any, file: int, record: int) -> Any:

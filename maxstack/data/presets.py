@@ -151,7 +151,7 @@ def _xlam(record: Raw) -> dict[str, Any]:
 
 
 def _json(value: Any) -> Any:
-    return strict_json.parse(value, "a text") if isinstance(value, str) else value
+    return strict_json.parse(value) if isinstance(value, str) else value
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from maxstack.data.files import (
     DECODE_ERRORS,
     Bounds,
     brief,
+    check_length,
     decoded,
     digest,
     line_bounds,
@@ -70,7 +71,7 @@ class Records(Documents):
     def __init__(self, cfg: Files):
         self._cfg: Any = cfg
         self.files = matched(cfg)
-        self._paths = plain_copies(self.files, self._form())
+        self._paths = plain_copies(self.files, self._form(), cfg.max_bytes)
         self._sizes: list[int] = []
         counts = [self._counted(file) for file in range(len(self.files))]
         self._ends = np.cumsum(counts, dtype=np.int64)
@@ -129,7 +130,7 @@ class Records(Documents):
 
         def opened(file: int) -> Any:
             if not os.path.exists(self._paths[file]):  # on another machine
-                self._paths[file] = plain(self.files[file], self._form())
+                self._paths[file] = plain(self.files[file], self._form(), most=self._cfg.max_bytes)
             return self._open(file)
 
         return functools.lru_cache(_OPEN_FILES)(opened)
@@ -202,6 +203,7 @@ class Spans(Records):
 
     def _read(self, opened: Any, file: int, record: int) -> Document:
         start, end = (int(bound[record]) for bound in self._spans[file])
+        check_length(end - start)
         opened.seek(start)
         data = opened.read(end - start)
         if len(data) < end - start:
@@ -241,7 +243,7 @@ class Jsonl(Spans):
         line = decoded(data, self._cfg, self.files[file].path)
         del data  # a line may be hundreds of megabytes
         try:
-            value = strict_json.parse(line, "", strict=False)
+            value = strict_json.parse(line, strict=False)
         except DataError as error:
             whole = line.lstrip("\ufeff \t")[:1] == "[" and record == 0
             advice = (

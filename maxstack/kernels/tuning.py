@@ -63,7 +63,7 @@ def _key(row: Mapping[str, Any]) -> list[Any]:
 @functools.lru_cache(maxsize=4)
 def _read(path: str, *version: object) -> list[Mapping[str, Any]]:
     try:
-        table = strict_json.parse(storage.read_whole(path), "it")
+        table = strict_json.parse(storage.read_whole(path))
         problem = _table_problem(table)
     except ValueError as error:
         problem = f"no JSON: {error}"

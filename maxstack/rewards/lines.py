@@ -54,7 +54,7 @@ class Lines:
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         self._searched = 0
-        return strict_json.parse(line, "a message", strict=False)
+        return strict_json.parse(line, strict=False)
 
     def hung_up(self) -> bool:
         """True where the other end is closed."""

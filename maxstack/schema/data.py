@@ -267,6 +267,9 @@ class Files(Source):
     """Read what is there where parts of a whole are missing: files whose names number them, as in
     00003-of-00016, and shards of tokens that their manifest.json lists, or that have none. false:
     what is missing of what `files` match is an error, unless `exclude` names it."""
+    max_bytes: PositiveInt | None = None
+    """Bytes that a compressed file may become; null: 100 times its size, or 1 GiB where that is
+    less. A file that becomes more is refused before it fills the memory or the disk."""
     encoding_errors: Literal["refuse", "replace", "keep"] = "refuse"
     """For text that is not UTF-8. refuse: a bad record, which ends the run unless data.quarantine
     allows it; replace: U+FFFD for the wrong bytes; keep: the bytes as they are, for the bytes

@@ -213,7 +213,7 @@ def test_a_missing_driver_is_named_in_one_paragraph_within_a_second(path, packag
 
 
 def test_an_unknown_protocol_is_refused():
-    with pytest.raises(ConfigError, match="^gcs3://b/a.yml: no file system is called gcs3://; use"):
+    with pytest.raises(ConfigError, match="^gcs3://b/a.yml: nothing is read from gcs3://; use gs,"):
         merged_tree(PRESETS, "gcs3://b/a.yml")
 
 
