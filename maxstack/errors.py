@@ -62,14 +62,14 @@ class StoreAway(Passing, StoreError):
 
 
 def of_rust(where: str, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """What `call`, of a library in Rust, returns. DataError where it panics, which it raises as a
-    BaseException that no handler of errors expects."""
+    """What `call`, of a library in Rust, returns. DataError where it fails: by a bare Exception, or
+    by a panic, a BaseException that no handler of errors expects."""
     try:
         return call(*args, **options)
     except BaseException as error:
-        if type(error).__module__ != "pyo3_runtime":
+        if type(error) is not Exception and type(error).__module__ != "pyo3_runtime":
             raise
-        raise DataError(f"{where}: its library gave up: {shortened(str(error), 300)}") from error
+        raise DataError(f"{where}: {shortened(str(error), 300)}") from error
 
 
 def installing(extra: str) -> str:

@@ -270,7 +270,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: is {_kind(message)}; must be a mapping with role and content")
     if "from" in message and "value" in message:
         role, value = message["from"], message["value"]
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"{where}.from={quoted(role)}: must be one of {', '.join(ROLES)}")
         if role == "function_call":
             return {"role": "assistant", "content": "", "tool_calls": _calls(value, where)}

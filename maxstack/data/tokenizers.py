@@ -280,7 +280,7 @@ class HuggingFace(Tokenizer):
             self._model: Any = of_rust(cfg.path, tokenizers.Tokenizer.from_buffer, text)
         except DataError:
             raise
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # the library's own, as it makes one of other files
             raise DataError(f"{cfg.path}: {files}: {error}") from error
         self._model.no_truncation()
         self._model.no_padding()
@@ -336,7 +336,8 @@ class HuggingFace(Tokenizer):
         """The model with special tokens as such where a text spells them out."""
         import tokenizers
 
-        model = tokenizers.Tokenizer.from_str(self._model.to_str())
+        read = tokenizers.Tokenizer.from_str
+        model = of_rust(self.name, read, self._model.to_str())
         model.encode_special_tokens = False
         return model
 

@@ -8,6 +8,7 @@ import pydantic
 from pydantic import Field
 
 from maxstack.config import (
+    CountInt,
     Fault,
     Items,
     NameMap,
@@ -16,6 +17,7 @@ from maxstack.config import (
     PositiveFloat,
     PositiveInt,
     Section,
+    SizeInt,
     fault,
 )
 from maxstack.schema.mixture import (
@@ -333,7 +335,7 @@ class SyntheticSource(Source):
     """The source."""
     documents: PositiveInt = 1024
     """Number of documents."""
-    length: PositiveInt = 512
+    length: SizeInt = 512
     """Tokens in each, or at most if `ragged`."""
     ragged: bool = False
     """Lengths uniform in 1..length instead of equal."""
@@ -434,7 +436,7 @@ PICTURES = ImagesSource, TarSource, DigitsSource, MnistSource, NpzSource
 class RandAugmentConfig(Section):
     """Random changes of a picture (Cubuk et al. 2020, arXiv:1909.13719)."""
 
-    layers: PositiveInt = 2
+    layers: CountInt = 2
     """Changes, one after the other."""
     magnitude: float = Field(10.0, ge=0, le=10)
     """Strength of each, of 10."""
@@ -459,7 +461,7 @@ class ImageConfig(Section):
     shift: NonNegativeInt = 0
     """Move the picture by up to so many pixels each way in training, its edge filled with the first
     pixel's value."""
-    resize: PositiveInt | None = None
+    resize: SizeInt | None = None
     """Shorter side of a picture before the centre is cut out of it; null: image_size, so that
     nothing but what makes it square is cut off."""
     keep_ratio: bool = True
@@ -516,7 +518,7 @@ class DataConfig(Section):
     after the other."""
     tokenizer: Tokenizer = BytesTokenizer(kind="bytes")
     """From text to token ids."""
-    seq_len: PositiveInt = 1024
+    seq_len: SizeInt = 1024
     """Tokens in a row."""
     mixture: MixtureConfig = MixtureConfig()
     """How weights of sources count."""
@@ -555,7 +557,7 @@ class DataConfig(Section):
     one more ends the run. The order of the others does not change. 0: the first one ends it."""
     workers: NonNegativeInt = 0
     """Background processes that read and tokenize; 0: a thread. The batches do not depend on it."""
-    prefetch: PositiveInt = 2
+    prefetch: CountInt = 2
     """Batches made ahead."""
 
     @pydantic.model_validator(mode="before")

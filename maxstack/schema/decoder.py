@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field
 
 from maxstack.config import (
+    CountInt,
     Fault,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     Section,
+    SizeInt,
 )
 from maxstack.errors import ConfigError
 from maxstack.schema.data import BYTE_IDS, SyntheticSource
@@ -49,7 +50,7 @@ class PerLayerConfig(Section):
 
     vocab: int = Field(ge=2)
     """Rows of its table."""
-    size: PositiveInt
+    size: SizeInt
     """Numbers a token and layer."""
     activation: Literal["gelu_tanh", "gelu", "silu"] = "gelu_tanh"
     """Activation of the gate."""
@@ -61,7 +62,7 @@ class MTPConfig(Section):
 
     block: str
     """The block spec that it uses."""
-    depth: PositiveInt = 1
+    depth: CountInt = 1
     """Tokens that are predicted further, one block each."""
     loss: NonNegativeFloat = 0.3
     """Weight of its mean cross-entropy; 0: carried along, neither computed nor changed."""
@@ -81,7 +82,7 @@ class DecoderConfig(StackConfig):
     new_tokens: Literal["mean"] | NonNegativeInt = "mean"
     """Rows that are added to the embedding and the head: the mean of the others, or a copy of that
     of this token."""
-    positions: PositiveInt | None = None
+    positions: SizeInt | None = None
     """Rows of a learned table of positions that is added to the embeddings; null: none."""
     head: HeadConfig = HeadConfig()
     """The output head."""
