@@ -11,8 +11,9 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from maxstack.errors import DataError, quoted, shortened
 from maxstack.regular_file import read_regular
@@ -82,6 +83,14 @@ def read_object(path: Path, largest: int = LARGEST) -> dict[str, Any]:
 def _unchanged(path: Path, *state: object) -> dict[str, Any]:
     """The object of a small file in this state."""
     return parse_object(read_regular(path, SMALL), str(path))
+
+
+def lines(file: IO[bytes], where: str, longest: int = SMALL) -> Iterator[bytes]:
+    """Lines of a file of rows. DataError for one of more than `longest` bytes."""
+    while line := file.readline(longest + 1):
+        if len(line) > longest:
+            raise DataError(f"{where}: holds a line of more than {longest:,} bytes, and no row has")
+        yield line
 
 
 def write(value: Any, **options: Any) -> str:

@@ -45,7 +45,7 @@ PIECES = b'[]{}",:\\\0\n\r\t -+.eE0919&*!|>%@`#\xff\xfe\xef\xbb\xbf\xc3\x80'
 NUMBER = re.compile(rb"\d+")
 
 
-ADAPTERS = "lora-llama", "fused-phi3", "dora-qwen3"
+ADAPTERS = ("lora-llama",)
 
 
 def _json(value: Any) -> bytes:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from maxstack.config import atomic, storage
-from maxstack.data.files import LONGEST, File, digest
+from maxstack.data.files import File, check_length, digest
 from maxstack.errors import ConfigError, DataError
 from maxstack.regular_file import open_regular
 from maxstack.report.progress import progress
@@ -55,25 +55,30 @@ Form = tuple[Callable[[str, storage.Stamp, Told], Iterator[bytes]], str]
 def read(file: File, most: int | None = None) -> bytes:
     """A whole file, decompressed if it is compressed. DataError if it cannot be read or is longer
     than a record, StoreError if it is at a URL and not as it was listed."""
-    pieces = within(pieces_of(file.path, file.version), file, most)
-    return b"".join(_counted(pieces, file.path, LONGEST, "a record is"))
+    pieces, size = list[bytes](), 0
+    for piece in within(pieces_of(file.path, file.version), file, most):
+        pieces.append(piece)
+        check_length(size := size + len(piece), file.path)
+    return b"".join(pieces)
 
 
 def within(pieces: Iterator[bytes], file: File, most: int | None) -> Iterator[bytes]:
-    """Pieces of what a file becomes. DataError where they are more than `most` bytes, or by default
-    than any text becomes."""
-    if most is None:
-        most = max(_RATIO * int(file.pin()[0]), _LEAST)
-    return _counted(pieces, file.path, most, "max_bytes of its source, or 100 times its size, is")
-
-
-def _counted(pieces: Iterator[bytes], path: str, most: int, limit: str) -> Iterator[bytes]:
-    size = 0
+    """Pieces of what a file becomes. DataError as of `check_growth`."""
+    size, compressed = 0, int(file.pin()[0])
     for piece in pieces:
         size += len(piece)
-        if size > most:
-            raise DataError(f"{path}: becomes more than {most:,} bytes, which {limit} at most")
+        check_growth(file.path, compressed, size, most)
         yield piece
+
+
+def check_growth(path: str, compressed: int, size: int, most: int | None) -> None:
+    """DataError where a file becomes more than `most` bytes; None: more than any honest one."""
+    limit = max(_RATIO * compressed, _LEAST) if most is None else most
+    if size > limit:
+        raise DataError(
+            f"{path}: its {compressed:,} bytes become more than {limit:,}, as if to fill memory or "
+            "disk; leave it out, or set max_bytes of its source if it is meant"
+        )
 
 
 def _in_cache(pieces: Iterator[bytes], folder: Path) -> Iterator[bytes]:

@@ -234,10 +234,10 @@ def _not_blank(data: mmap.mmap | bytes, starts: np.ndarray, ends: np.ndarray) ->
     return np.delete(starts, blank), np.delete(ends, blank)
 
 
-def check_length(size: int) -> None:
+def check_length(size: int, path: str) -> None:
     """DataError for a record that is too long to be read whole."""
     if not 0 <= size <= LONGEST:
-        raise DataError(f"is of {size:,} bytes, and a record has {LONGEST:,} at most")
+        raise DataError(f"{path}: a record of {size:,} bytes, and {LONGEST:,} are read at most")
 
 
 def line_number(path: str, offset: int) -> int:

@@ -1,10 +1,7 @@
 """Sources of pictures with their classes."""
 
 import functools
-import os
 import tarfile
-import zipfile
-import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,7 +16,8 @@ from maxstack.data.documents import (
     text_hash,
     whole_number,
 )
-from maxstack.data.files import LONGEST, brief, check_length, digest, matched
+from maxstack.data.files import brief, check_length, digest, matched
+from maxstack.data.npz_files import read_arrays
 from maxstack.data.records import Records
 from maxstack.errors import DataError, installing
 from maxstack.regular_file import open_regular
@@ -94,7 +92,7 @@ class Tar(Records):
             raise DataError("has no .cls beside it")
         parts = []
         for offset, size in (picture, label):
-            check_length(size)
+            check_length(size, self.files[file].path)
             opened.seek(offset)
             parts.append(opened.read(size))
         return Picture(parts[0], whole_number(parts[1].decode("ascii", "replace").strip(), ".cls"))
@@ -117,21 +115,13 @@ class Npz(Records):
 
     def _open(self, file: int) -> Any:
         path = self._paths[file]
-        try:
-            with zipfile.ZipFile(path) as held:
-                sizes = [entry.file_size for entry in held.infolist()]
-            if sum(sizes) > (self._cfg.max_bytes or max(100 * os.path.getsize(path), LONGEST)):
-                raise DataError(f"{path}: becomes {sum(sizes):,} bytes, more than its max_bytes")
-            with np.load(path, allow_pickle=False) as arrays:
-                latents = arrays["latents"].astype(np.float16)
-                labels = arrays["label"]
-                if not np.issubdtype(labels.dtype, np.integer):
-                    raise DataError(f"{path}: label is of {labels.dtype}, not of whole numbers")
-                return latents, labels.astype(np.int64)
-        except KeyError as error:
-            raise DataError(f"{path}: must hold latents and label") from error
-        except (OSError, ValueError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-            raise DataError(f"{path}: not a readable .npz file: {brief(error)}") from error
+        latents, labels = read_arrays(path, ("latents", "label"), self._cfg.max_bytes)
+        if not np.issubdtype(labels.dtype, np.integer) or latents.dtype.kind not in "fiu":
+            raise DataError(
+                f"{path}: latents are of {latents.dtype} and label of {labels.dtype}; these must "
+                "be numbers and whole numbers"
+            )
+        return latents.astype(np.float16), labels.astype(np.int64)
 
     def _read(self, opened: Any, file: int, record: int) -> Any:
         latents, labels = opened

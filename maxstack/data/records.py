@@ -203,7 +203,7 @@ class Spans(Records):
 
     def _read(self, opened: Any, file: int, record: int) -> Document:
         start, end = (int(bound[record]) for bound in self._spans[file])
-        check_length(end - start)
+        check_length(end - start, self.files[file].path)
         opened.seek(start)
         data = opened.read(end - start)
         if len(data) < end - start:

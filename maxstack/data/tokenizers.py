@@ -29,8 +29,6 @@ from maxstack.schema.data import (
 )
 from maxstack.schema.data import Tokenizer as TokenizerConfig
 
-MOST_IDS = 1 << 22
-"""Ids of a vocabulary: tables of so many entries are made. Published ones have 10**6 at most."""
 SPACE = "\u2581"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -485,10 +483,10 @@ def _size(path: str, ids: Mapping[str, int]) -> int:
     """One more than the largest id. DataError where there is none, or the tables that ids need
     would be large."""
     size = max(ids.values(), default=-1) + 1
-    if not 0 < size <= MOST_IDS:
+    if not 0 < size <= byte_level.MOST_IDS:
         raise DataError(
             f"{path}: its ids go up to {size - 1:,}, of {len(ids):,} tokens; a vocabulary has 1 "
-            f"to {MOST_IDS:,} ids"
+            f"to {byte_level.MOST_IDS:,} ids"
         )
     return size
 

@@ -100,9 +100,9 @@ class Folder:
         )
         if not shards and single not in names:
             unsafe = [
-                f"{entry.name}, which is {UNSAFE[entry.suffix]}"
-                for entry in sorted(self.path.iterdir())
-                if entry.suffix in UNSAFE
+                f"{entry.relative_to(self.path)}, which is {UNSAFE[entry.suffix.lower()]}"
+                for entry in sorted([*self.path.glob("*"), *self.path.glob("*/*")])
+                if entry.suffix.lower() in UNSAFE
             ]
             found = [*names, *unsafe]
             only = f" (only {'; '.join(found[:3])}{and_more(found, 3)})" if found else ""

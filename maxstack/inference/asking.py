@@ -46,7 +46,7 @@ def read_prompts(file: str) -> list[Prompt]:
     prompts: list[Prompt] = []
     lines: dict[str, int] = {}
     with storage.open_file(file) as stored:
-        for number, line in enumerate(stored):
+        for number, line in enumerate(strict_json.lines(stored, file, strict_json.LARGEST)):
             where = f"{file}:{number + 1}"
             if not line.strip():
                 continue

@@ -20,6 +20,7 @@ from typing import Any
 
 from maxstack import strict_json
 from maxstack.errors import ConfigError
+from maxstack.regular_file import open_regular
 from maxstack.report.table import table
 
 FILE = "goodput.jsonl"
@@ -99,8 +100,8 @@ class Account:
     def read_file(self, path: Path) -> None:
         """Read all rows of a file. A line that is no row is skipped and gives a remark, except a
         last one that a kill cut short."""
-        with path.open("rb") as file:
-            for line in file:
+        with open_regular(path) as file:
+            for line in strict_json.lines(file, str(path)):
                 if (row := _row(line)) is not None:
                     self.read(row)
                 elif line.endswith(b"\n") and line.strip():

@@ -196,7 +196,9 @@ def pictures(folder: Path) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     paths = sorted(folder.glob("*.png"), reverse=True) if folder.is_dir() else []
     for path in paths:
-        if len(found) == PICTURES or path.is_symlink() or path.stat().st_size > LARGEST:
+        if len(found) == PICTURES or path.is_symlink() or not path.is_file():
+            continue
+        if path.stat().st_size > LARGEST:
             continue
         if (data := path.read_bytes()).startswith(PNG):
             url = f"data:image/png;base64,{base64.b64encode(data).decode()}"

@@ -131,7 +131,7 @@ class StopEarlyConfig(Section):
 class TrainConfig(Section):
     """The loop."""
 
-    steps: PositiveInt = 1000
+    steps: int = Field(1000, ge=1, le=2**31 - 1)
     """Optimizer steps in the whole run. A run may be given more; where that moves the learning rate
     of its next step, the log says from what to what."""
     epochs: PositiveFloat | None = None

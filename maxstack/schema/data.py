@@ -555,7 +555,7 @@ class DataConfig(Section):
     quarantine: NonNegativeInt = 0
     """Records that each process may pass over because they cannot be read, each named in the log;
     one more ends the run. The order of the others does not change. 0: the first one ends it."""
-    workers: NonNegativeInt = 0
+    workers: int = Field(0, ge=0, le=1024)
     """Background processes that read and tokenize; 0: a thread. The batches do not depend on it."""
     prefetch: CountInt = 2
     """Batches made ahead."""

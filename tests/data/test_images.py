@@ -368,7 +368,10 @@ def test_latents_of_another_shape_are_named():
     for arrays, message in (
         ({"latents": numbers()}, "must hold latents and label"),
         ({"latents": numbers(), "label": np.arange(3)}, r"must be \[N, S, S, C\] and \[N\]"),
-        ({"latents": numbers(), "label": np.full(NUMBER, 0.5)}, "not of whole numbers"),
+        (
+            {"latents": numbers(), "label": np.full(NUMBER, 0.5)},
+            "must be numbers and whole numbers",
+        ),
         ({"latents": np.array([{}]), "label": np.arange(1)}, "not a readable .npz file"),
     ):
         np.savez("a.npz", **arrays)
