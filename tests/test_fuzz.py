@@ -16,7 +16,7 @@ from maxstack.errors import ConfigError, DataError
 from maxstack.inference.server.refusal import Refusal
 from maxstack.package.loader import PackageError
 
-TIMES = 20
+TIMES = 12
 """Inputs of a target in `make test`."""
 SECONDS = float(os.environ.get("MAXSTACK_FUZZ_SECONDS", "600"))
 SLOWEST, LARGEST = 5.0, 512 << 10

@@ -48,7 +48,7 @@ class PerLayerConfig(Section):
     """A second, small embedding of each token for every layer, gated into the residual stream after
     the MLP (Gemma 4 E2B)."""
 
-    vocab: int = Field(ge=2)
+    vocab: int = Field(ge=2, le=100_000_000)
     """Rows of its table."""
     size: SizeInt
     """Numbers a token and layer."""
@@ -76,7 +76,7 @@ class DecoderConfig(StackConfig):
 
     kind: Literal["decoder"] = "decoder"
     """The topology."""
-    vocab: int = Field(ge=2)
+    vocab: int = Field(ge=2, le=100_000_000)
     """Rows of the embedding table; at least the tokenizer's vocabulary. Where it is more than that
     of the model that `from` names, rows are added."""
     new_tokens: Literal["mean"] | NonNegativeInt = "mean"

@@ -405,7 +405,7 @@ class MLAConfig(MixerPart):
     """Size of the latent of keys and values."""
     nope_dim: SizeInt
     """Part of a query and key head without positions."""
-    rope_dim: int = Field(ge=2, multiple_of=2)
+    rope_dim: int = Field(ge=2, le=100_000_000, multiple_of=2)
     """Part with RoPE; the key's is shared by all heads."""
     causal: bool = True
     """A query sees its own position and those before it; false: all positions of its document."""

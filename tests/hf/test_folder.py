@@ -423,3 +423,14 @@ def test_generation_settings_that_are_of_another_vocabulary_are_refused(folder, 
     (folder / "generation_config.json").write_text(json.dumps(said))
     with pytest.raises(error, match=f"generation_config.json: {says}"):
         Contents(folder)
+
+
+def test_code_and_pickles_are_named_in_capitals_and_in_sub_folders_too(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "inner").mkdir()
+    for name in ("MODEL.PY", "weights.PT", "inner/config.pkl"):
+        (folder / name).write_text("raise SystemExit")
+    with pytest.raises(ConfigError, match="never runs what a folder brings") as raised:
+        Contents(folder)
+    for said in ("MODEL.PY, which is code", "weights.PT, which is pick", "inner/config.pkl, which"):
+        assert said in str(raised.value)
