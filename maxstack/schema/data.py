@@ -257,7 +257,7 @@ class Files(Source):
     """A source that reads files."""
 
     files: Items[str] = Field(min_length=1)
-    """Paths, relative to the working folder, URLs (gs://, s3:// or any of fsspec's), or globs of
+    """Paths, relative to the working folder, URLs (gs://, s3:// or another store's), or globs of
     either (** crosses folders); {stdlib} stands for Python's standard library without installed
     packages. Of URLs, whole texts and pictures are read where they are, and other files from a copy
     in $MAXSTACK_CACHE, by default ~/.cache/maxstack, made once on each host, as are compressed
