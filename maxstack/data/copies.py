@@ -42,7 +42,7 @@ _PATIENCE = 5
 """Seconds of copying after which it is shown."""
 _FEED = 1 << 12
 """Compressed bytes that are given to zstd at once, which makes 32,000 times as many at most."""
-_RATIO, _LEAST = 100, 1 << 30
+RATIO, _LEAST = 100, 1 << 30
 """What a file may become by default: so many times its size, and so many bytes if that is less."""
 _UNUSED, _STEP = 7 * 24 * 3600, 1 << 28
 """Seconds after which an unused copy may go, and bytes after which the cache is measured again."""
@@ -73,7 +73,7 @@ def within(pieces: Iterator[bytes], file: File, most: int | None) -> Iterator[by
 
 def check_growth(path: str, compressed: int, size: int, most: int | None) -> None:
     """DataError where a file becomes more than `most` bytes; None: more than any honest one."""
-    limit = max(_RATIO * compressed, _LEAST) if most is None else most
+    limit = max(RATIO * compressed, _LEAST) if most is None else most
     if size > limit:
         raise DataError(
             f"{path}: its {compressed:,} bytes become more than {limit:,}, as if to fill memory or "

@@ -18,7 +18,7 @@ import numpy as np
 from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.config.annotations import listed
-from maxstack.data.copies import Form, Told, pieces_of, plain, plain_copies
+from maxstack.data.copies import RATIO, Form, Told, pieces_of, plain, plain_copies
 from maxstack.data.documents import (
     Document,
     Documents,
@@ -326,10 +326,14 @@ class Parquet(Spans):
         """What the copy holds of each row of a group."""
         import pyarrow
 
-        left, reason = opened.metadata.row_group(group).num_rows, "it holds fewer rows"
+        held = opened.metadata.row_group(group)
+        left, reason = held.num_rows, "it holds fewer rows"
+        compressed = sum(held.column(i).total_compressed_size for i in range(held.num_columns))
+        # rows that all name one large value of a dictionary would each become as large
+        rows = _ROWS if held.total_byte_size <= RATIO * compressed else 1
         columns = [*self._columns.values()] or None
         try:
-            for batch in opened.iter_batches(_ROWS, [group], columns):
+            for batch in opened.iter_batches(rows, [group], columns):
                 left -= batch.num_rows
                 batch = batch if self._cfg.record else _of_bytes(batch)
                 yield from (self._content(batch.slice(i, 1)) for i in range(batch.num_rows))

@@ -12,6 +12,8 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import zstandard
 from pydantic import TypeAdapter
@@ -117,3 +119,16 @@ def test_a_member_of_a_tar_with_a_negative_size_is_refused():
     Path("a.tar").write_bytes(bytes(sized) + bytes(1024))
     with pytest.raises(DataError, match="a.tar: not an intact tar file"):
         open_source(source("tar", "a.tar"))
+
+
+def test_rows_of_parquet_that_share_one_large_value_are_decoded_one_by_one():
+    shared = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 64, pyarrow.int32()), pyarrow.array(["a" * 4 * MB])
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"text": shared}), "a.parquet", compression="zstd")
+    before = pyarrow.default_memory_pool()
+    pyarrow.set_memory_pool(pool := pyarrow.proxy_memory_pool(before))
+    with pytest.raises(DataError, match="a.parquet: its .* bytes become more than 16,777,216"):
+        open_source(source("parquet", "a.parquet", max_bytes=16 * MB))
+    pyarrow.set_memory_pool(before)
+    assert pool.max_memory() < 64 * MB
