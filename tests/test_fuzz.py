@@ -3,6 +3,7 @@
 `make test` breaks valid inputs some times each; a release for ten minutes each, or for
 MAXSTACK_FUZZ_SECONDS."""
 
+import json
 import os
 import resource
 import time
@@ -21,6 +22,24 @@ TIMES = 12
 SECONDS = float(os.environ.get("MAXSTACK_FUZZ_SECONDS", "600"))
 SLOWEST, LARGEST = 5.0, 512 << 10
 """Processor seconds and KiB of memory that an input may take."""
+
+
+FOUND = (
+    ("record", 0, ("conversations", 0, "from"), []),
+    ("tokenizer", 0, ("model", "merges", 0), ["b", "b"]),
+    ("tokenizer", 0, ("model", "vocab", "b"), 10**9),
+    ("tokenizer", 1, ("model", "unk_id"), None),
+    ("package", 0, ("devices",), -1),
+    ("package", 0, ("files",), []),
+    ("package", 0, ("files", "weights/1.safetensors", "bytes"), "1"),
+    ("package", 0, ("good_until",), 0),
+    ("package", 0, ("weights", "kernel", "file"), 0),
+    ("package", 0, ("weights", "kernel", "file"), "a" * 5000),
+    ("model", 0, ("vocab_size",), 10**99),
+    ("adapter", 0, ("lora_alpha",), 10**99),
+)
+"""What ended a parser with another error, or took memory: the target, the number of its valid
+input, and the value at a place in it."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +91,16 @@ def fuzz(target, folder, times, seed):
 @pytest.mark.parametrize("target", broken_inputs.PARSERS)
 def test_broken_input_gives_a_value_or_an_error(target, folder):
     fuzz(target, folder, TIMES, seed=1)
+
+
+@pytest.mark.parametrize(("target", "number", "place", "value"), FOUND)
+def test_what_was_found_once_is_refused(target, number, place, value, folder):
+    tree = inner = json.loads(valid(target, folder)[number])
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises((ConfigError, DataError, PackageError)):
+        broken_inputs.PARSERS[target](json.dumps(tree).encode(), folder)
 
 
 @pytest.mark.release

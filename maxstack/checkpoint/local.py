@@ -237,7 +237,7 @@ class Local:
                 shutil.rmtree(self._own / f"{step}", ignore_errors=True)
 
     def _on_disk(self) -> list[int]:
-        return [int(path.name) for path in self._own.iterdir() if path.name.isdigit()]
+        return [int(path.name) for path in self._own.iterdir() if path.name.isdecimal()]
 
     def _of_all(self, topic: str, own: list[Any]) -> list[Any]:
         """The items of every process's list."""

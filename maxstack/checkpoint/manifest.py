@@ -84,7 +84,7 @@ def steps(folder: Path) -> list[int]:
     """The steps in a folder that have a manifest, oldest first; none where there is no folder."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(
-        int(path.name) for path in paths if path.name.isdigit() and (path / NAME).exists()
+        int(path.name) for path in paths if path.name.isdecimal() and (path / NAME).exists()
     )
 
 

@@ -22,7 +22,7 @@ def held_by(run: Path) -> Held:
     if not run.is_dir():
         problem = "is a file" if run.exists() else "no such folder"
         raise ConfigError(f"{escaped(run)}: {problem}; give a run's folder, as runs/quickstart")
-    if (run / manifest.NAME).exists() and run.name.isdigit():
+    if (run / manifest.NAME).exists() and run.name.isdecimal():
         return {int(run.name): [run]}
     held: Held = {}
     folders = folders_of(run)
@@ -38,7 +38,8 @@ def held_by(run: Path) -> Held:
         # pathlib's glob raises where a folder is deleted meanwhile.
         for name in glob.glob(f"host_*/*/of_*/{manifest.NAME}", root_dir=folder):
             part = (folder / name).parent
-            held.setdefault(int(part.parent.name), []).append(part)
+            if part.parent.name.isdecimal():
+                held.setdefault(int(part.parent.name), []).append(part)
     if not held:
         raise ConfigError(f"{run}: holds no finished checkpoint, nor do its tiers on this host")
     return dict(sorted(held.items()))

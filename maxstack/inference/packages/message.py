@@ -105,9 +105,10 @@ def read_object(body: bytes) -> dict[str, Any]:
 def _parts(body: bytes, header: str | None) -> tuple[dict[str, Any], memoryview]:
     length = len(body)
     if header is not None:
-        if not (header.isascii() and header.isdecimal() and int(header[:19]) <= len(body)):
+        number = header if header.isascii() and header.isdecimal() and len(header) < 20 else "-1"
+        if not 0 <= int(number) <= len(body):
             raise Refusal(400, f"{HEADER}: {quoted(header)} is no length within the body")
-        length = int(header)
+        length = int(number)
     if length > MOST_JSON:
         raise Refusal(
             413, f"the JSON of the request is larger than {MOST_JSON} bytes; send binary data"
