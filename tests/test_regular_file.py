@@ -72,6 +72,12 @@ def test_rows_of_a_run_that_are_a_pipe_are_not_waited_for(tmp_path):
     assert found.rows == 0
 
 
+def test_a_file_of_keys_that_is_empty_has_no_key(tmp_path):
+    (tmp_path / "keys").write_text("\n")
+    with pytest.raises(ConfigError, match="keys: has no key"):
+        serve._read_keys(str(tmp_path / "keys"))
+
+
 def test_a_file_of_more_bytes_than_are_read_is_refused(tmp_path):
     (tmp_path / "a").write_bytes(bytes(11))
     assert read_regular(tmp_path / "a", 11) == bytes(11)
