@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from maxstack import strict_json
 from maxstack.errors import ConfigError
-from maxstack.report import strict_json
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config

@@ -5,8 +5,12 @@ import errno
 import reprlib
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
 _REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = 4
@@ -55,6 +59,17 @@ class StoreError(DataError):
 
 class StoreAway(Passing, StoreError):
     """A store that did not answer for as long as it is asked."""
+
+
+def of_rust(where: str, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """What `call`, of a library in Rust, returns. DataError where it fails: by a bare Exception, or
+    by a panic, a BaseException that no handler of errors expects."""
+    try:
+        return call(*args, **options)
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise DataError(f"{where}: {shortened(str(error), 300)}") from error
 
 
 def installing(extra: str) -> str:

@@ -15,7 +15,7 @@ import yaml
 from flags import flags
 from forked import Forked
 
-from maxstack.report import strict_json
+from maxstack import strict_json
 
 TIMED = ("tokens_per_second", "step_seconds", "data_wait", "eval_seconds")
 SILENT = 120.0

@@ -55,6 +55,8 @@ LEVELS = (
     ("hardware",),
     ("schema",),
     ("config",),
+    ("strict_json",),
+    ("regular_file",),
     ("errors", "package.loader"),
 )
 LEVEL = {f"maxstack.{name}": depth for depth, names in enumerate(LEVELS) for name in names}

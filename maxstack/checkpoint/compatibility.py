@@ -32,6 +32,7 @@ FREE = (
     "data.prefetch",
     "data.quarantine",
     "data.sources.*.partial",
+    "data.sources.*.max_bytes",
     "objective.eval_times",
     "lora.dropout",
     "lora.adapter",

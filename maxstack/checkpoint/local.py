@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.checkpoint import manifest
 from maxstack.checkpoint.manifest import Damage, Unreadable
 from maxstack.checkpoint.peer_files import PeerFiles
@@ -236,7 +237,7 @@ class Local:
                 shutil.rmtree(self._own / f"{step}", ignore_errors=True)
 
     def _on_disk(self) -> list[int]:
-        return [int(path.name) for path in self._own.iterdir() if path.name.isdigit()]
+        return [int(path.name) for path in self._own.iterdir() if path.name.isdecimal()]
 
     def _of_all(self, topic: str, own: list[Any]) -> list[Any]:
         """The items of every process's list."""
@@ -257,7 +258,7 @@ class Local:
         return facts.get("save", "0")
 
     def _index(self, step: int) -> dict[str, Any]:
-        return json.loads((self._part(step, self._peers.number) / INDEX).read_text())
+        return strict_json.read_object(self._part(step, self._peers.number) / INDEX)
 
     def _write(
         self,

@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from maxstack import strict_json
 from maxstack.config import atomic, retries
 from maxstack.errors import LASTING, Passing
+from maxstack.regular_file import read_regular
 
 NAME = "manifest.json"
 UNFINISHED = atomic.UNFINISHED
@@ -82,7 +84,7 @@ def steps(folder: Path) -> list[int]:
     """The steps in a folder that have a manifest, oldest first; none where there is no folder."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(
-        int(path.name) for path in paths if path.name.isdigit() and (path / NAME).exists()
+        int(path.name) for path in paths if path.name.isdecimal() and (path / NAME).exists()
     )
 
 
@@ -123,8 +125,8 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     where it cannot be read."""
     path = folder / NAME
     try:
-        text = _tried(path, lambda: path.read_text(encoding="utf-8"))
-        saved = json.loads(text)
+        text = _tried(path, lambda: read_regular(path, strict_json.LARGEST).decode())
+        saved = strict_json.parse_object(text, NAME)
         if _digest(text.replace(saved["xxh3"], UNKNOWN, 1)) != saved["xxh3"]:
             raise ValueError("its own checksum is another one")
         return saved["facts"], {

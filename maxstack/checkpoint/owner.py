@@ -4,6 +4,7 @@ would go on from the other's steps."""
 import json
 from pathlib import Path
 
+from maxstack import strict_json
 from maxstack.errors import ConfigError
 
 NAME = "run.json"
@@ -12,7 +13,7 @@ NAME = "run.json"
 def of(path: Path) -> Path | None:
     """The run's folder that a tier's folder names; None where it names none."""
     try:
-        return Path(json.loads((path / NAME).read_text(encoding="utf-8"))["run"])
+        return Path(strict_json.read_object(path / NAME)["run"])
     except (OSError, ValueError, KeyError, TypeError):
         return None  # before the first save, or cut off by a kill
 

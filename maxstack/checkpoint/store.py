@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from maxstack import strict_json
 from maxstack.checkpoint import compatibility, manifest, owner
 from maxstack.checkpoint.local import Local
 from maxstack.checkpoint.manifest import Damage, Unreadable
@@ -231,8 +232,7 @@ class Checkpoints:
         """`step`: the newest that a save of this run reported; `went_back`: the step that
         checkpoint.restore made it go back to."""
         with contextlib.suppress(OSError, ValueError):
-            if isinstance(record := json.loads(self._record.read_text()), dict):
-                return record
+            return strict_json.parse_object(self._record.read_text(), str(self._record))
         return {}
 
     def wait(self, last: bool = False) -> None:
@@ -398,7 +398,7 @@ class Checkpoints:
             )
             if "meta" not in parts or lacks_treated:
                 return self._load_weights(where)
-            meta = json.loads(storage.load(step, {"meta": None})["meta"]["json"])
+            meta = strict_json.parse(storage.load(step, {"meta": None})["meta"]["json"], where)
             match = compatibility.Compatibility(where, meta["config"], run.cfg, elsewhere)
             parts_kept = self._parts_of(meta["config"])
             if parts_kept == {"params"}:

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import yaml
-
 from maxstack.checkpoint import manifest, owner
+from maxstack.config.compose import plain, read_file
 from maxstack.errors import ConfigError, shortened
 
 Held = dict[int, list[Path]]
@@ -23,7 +22,7 @@ def held_by(run: Path) -> Held:
     if not run.is_dir():
         problem = "is a file" if run.exists() else "no such folder"
         raise ConfigError(f"{escaped(run)}: {problem}; give a run's folder, as runs/quickstart")
-    if (run / manifest.NAME).exists() and run.name.isdigit():
+    if (run / manifest.NAME).exists() and run.name.isdecimal():
         return {int(run.name): [run]}
     held: Held = {}
     folders = folders_of(run)
@@ -39,7 +38,8 @@ def held_by(run: Path) -> Held:
         # pathlib's glob raises where a folder is deleted meanwhile.
         for name in glob.glob(f"host_*/*/of_*/{manifest.NAME}", root_dir=folder):
             part = (folder / name).parent
-            held.setdefault(int(part.parent.name), []).append(part)
+            if part.parent.name.isdecimal():
+                held.setdefault(int(part.parent.name), []).append(part)
     if not held:
         raise ConfigError(f"{run}: holds no finished checkpoint, nor do its tiers on this host")
     return dict(sorted(held.items()))
@@ -49,7 +49,7 @@ def folders_of(run: Path) -> list[Path]:
     """The folders that may hold steps: of the run, of a copy, and the tiers that the run's
     config.yml names."""
     path = run / "config.yml"
-    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    config = plain(read_file(path)) if path.exists() else {}
     tiers = [
         Path(tier["path"]).expanduser() / config["run"]["name"]
         for tier in config.get("checkpoint", {}).get("tiers") or ()

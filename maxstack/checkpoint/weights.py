@@ -2,7 +2,6 @@
 one at a time or into shards."""
 
 import itertools
-import json
 import logging
 import math
 import shutil
@@ -15,6 +14,7 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
+from maxstack import strict_json
 from maxstack.checkpoint import deletion, manifest
 from maxstack.errors import ConfigError
 
@@ -175,7 +175,7 @@ class WeightsReader:
         if self.weights_only:
             return None
         meta = ocp.load_checkpointables(self._path, {"meta": None})["meta"]
-        return json.loads(meta["json"])["config"]
+        return strict_json.parse_object(meta["json"], str(self._path))["config"]
 
     def read(self, path: str) -> np.ndarray:
         """One weight."""

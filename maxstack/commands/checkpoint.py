@@ -1,7 +1,6 @@
 """`maxstack checkpoint`: list, verify, show, copy and prune the checkpoints of a run."""
 
 import contextlib
-import json
 import math
 import shutil
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxstack import strict_json
 from maxstack.command import argument, command, group, local_folder
 from maxstack.errors import ConfigError
 from maxstack.report.table import table
@@ -135,7 +135,9 @@ def _show(run: Path, folder: Path) -> None:
         f"{_size(survey.size(folder))} in {folder}"
     )
     if "meta" in metadata:
-        meta = json.loads(ocp.load_checkpointables(folder, {"meta": None})["meta"]["json"])
+        meta = strict_json.parse_object(
+            ocp.load_checkpointables(folder, {"meta": None})["meta"]["json"], str(folder)
+        )
         for first, last in (meta.get("notes") or {}).get("skipped") or ():
             print(f"batches {first} to {last} were passed over")
     print(table("ll", ((name, f"{leaf.dtype}{list(leaf.shape)}") for name, leaf in arrays.items())))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from maxstack import strict_json
 from maxstack.command import ALLOW_NONFINITE, OVERRIDES, WEIGHTS, argument, command, local_folder
 from maxstack.errors import ConfigError, DataError
 
@@ -287,7 +288,7 @@ def _progress(
     if not mark.is_file():
         atomic.check_absent(out)
         return "new"
-    if json.loads(mark.read_text()) != _fingerprint(contents, dtype):
+    if strict_json.read_object(mark) != _fingerprint(contents, dtype):
         raise ConfigError(
             f"--out {out}: holds an import of another folder or dtype, or of this one "
             "before it changed; choose another name, or delete it"

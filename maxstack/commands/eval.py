@@ -4,6 +4,7 @@ import contextlib
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
+from maxstack import strict_json
 from maxstack.command import (
     ALLOW_NONFINITE,
     BATCH_SIZE,
@@ -20,7 +21,6 @@ from maxstack.command import (
     write_json,
 )
 from maxstack.errors import ConfigError
-from maxstack.report import strict_json
 
 if TYPE_CHECKING:
     from maxstack.evals.tasks import Results

@@ -137,7 +137,13 @@ def main(args: Namespace) -> int:
     from maxstack.plan import report
 
     cost.check_chip(asked, topology)
-    cfg, plan = _chosen(args, cfg, topology)
+    try:
+        cfg, plan = _chosen(args, cfg, topology)
+    except (MemoryError, OverflowError) as error:
+        raise ConfigError(
+            f"the step is too large to be planned on this machine: {error}; give a smaller "
+            "data.seq_len, train.batch_size or model"
+        ) from error
     print(report.text(plan, [*cost.lines(plan, asked)] if asked else []))
     if args.search or args.batch:
         out = args.out or "planned.yml"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxstack import strict_json
 from maxstack.command import (
     ALLOW_NONFINITE,
     BATCH_SIZE,
@@ -24,7 +25,6 @@ from maxstack.command import (
     model_overrides,
 )
 from maxstack.errors import ConfigError
-from maxstack.report import strict_json
 from maxstack.report.table import table
 
 if TYPE_CHECKING:

@@ -107,15 +107,13 @@ class Pages:
 
     def _saved(self, folder: Path) -> list[tuple[int, tuple[str, ...]]]:
         """The run's checkpoints, looked for anew where its folder of them changed."""
-        import yaml
-
         from maxstack.checkpoint import survey
 
         own = folder / "checkpoints"
         changed = own.stat().st_mtime if own.is_dir() else 0.0
         if folder not in self._checkpoints or self._checkpoints[folder][0] != changed:
             cells = []
-            with contextlib.suppress(ConfigError, yaml.YAMLError):  # nothing is saved yet
+            with contextlib.suppress(ConfigError):  # nothing is saved yet
                 cells = checkpoint.cells_of(survey.held_by(folder))
             self._checkpoints[folder] = changed, cells
         return self._checkpoints[folder][1]

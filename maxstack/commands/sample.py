@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxstack import strict_json
 from maxstack.command import (
     ALLOW_NONFINITE,
     HOTTEST,
@@ -169,7 +170,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
             record.write_text(json.dumps(settings, indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"--out {folder}: cannot be made: {error.strerror}") from error
-    before = json.loads(record.read_text())
+    before = strict_json.read_object(record)
     changed = [f"{key}={before.get(key)}" for key in settings if before.get(key) != settings[key]]
     if changed:
         raise ConfigError(

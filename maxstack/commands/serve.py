@@ -24,10 +24,13 @@ from maxstack.commands.serve_packages import (
     serve_packages,
 )
 from maxstack.errors import ConfigError, installing
+from maxstack.regular_file import read_regular
 
 if TYPE_CHECKING:
     from maxstack.data.chat import ChatTemplate
 
+MOST_KEYS = 1 << 20
+"""Bytes of a file of keys."""
 log = logging.getLogger(__name__)
 LONGEST_KEY = 1024
 LOOPBACK = "127.0.0.1", "::1", "localhost"
@@ -179,7 +182,7 @@ def _read_keys(file: str | None) -> list[bytes]:
     if file is None:
         return []
     try:
-        lines = Path(file).read_bytes().splitlines()
+        lines = read_regular(file, MOST_KEYS).splitlines()
     except OSError as error:
         raise ConfigError(f"--api-key-file {file}: cannot be read: {error.strerror}") from error
     keys = [line.strip() for line in lines if line.strip()]

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+from maxstack import strict_json
 from maxstack.command import model_overrides
 from maxstack.commands.convert import write_folder
 from maxstack.errors import ConfigError
@@ -112,7 +113,7 @@ def _exported(step: Path, out: Path) -> Path:
             raise ConfigError(
                 f"{out}: is no export for vLLM, and is not overwritten; give another --export-to"
             )
-        if json.loads((out / MARK).read_text()) == mark:
+        if strict_json.read_object(out / MARK) == mark:
             return out
     fresh = out.with_name(out.name + UNFINISHED)
     shutil.rmtree(fresh, ignore_errors=True)

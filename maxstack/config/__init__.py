@@ -31,6 +31,10 @@ Names = Annotated[dict[str, str], pydantic.AfterValidator(NameMap)]
 """A mapping of names."""
 PositiveInt = Annotated[int, pydantic.Field(ge=1)]
 NonNegativeInt = Annotated[int, pydantic.Field(ge=0)]
+CountInt = Annotated[int, pydantic.Field(ge=1, le=10_000)]
+"""Number of what is made or looked at one by one: layers, heads, experts, devices of an axis."""
+SizeInt = Annotated[int, pydantic.Field(ge=1, le=100_000_000)]
+"""Size of a tensor's dimension, or number of rows and tokens that are made at a time."""
 PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
 NonNegativeFloat = Annotated[float, pydantic.Field(ge=0)]
 Source = str | Path | Mapping[str, Any] | Node

@@ -213,6 +213,10 @@ class _Composer:
             if storage.kind(candidate) == "file":
                 return candidate
         name_shown = shortened(name)
+        if any(storage.kind(candidate) == "other" for candidate in candidates):
+            raise ConfigError(
+                f"{where}{name_shown} is a pipe, a socket or a device, and only files are read"
+            )
         if not section and len(name) < LONGEST and (advice := self._advice(name, path)):
             raise ConfigError(f"{where}{name_shown} {advice}")
         presets = sorted({file.stem for inside in folders for file in inside.glob("*.yml")})

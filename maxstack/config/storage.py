@@ -16,6 +16,7 @@ from typing import IO, Any, TypeVar
 from maxstack.config import atomic
 from maxstack.config.retries import Cut, may_pass, retried, told_by
 from maxstack.errors import ConfigError, DataError, StoreAway, StoreError, shortened
+from maxstack.regular_file import open_regular
 
 T = TypeVar("T")
 Stamp = tuple[int, int | str]
@@ -26,6 +27,13 @@ AHEAD = 2
 """Ranges that are fetched while one is used, of a file that is read in order."""
 _BUFFER = 1 << 20
 _WHOLE = 1 << 28
+WHOLE, LARGE = 64 << 20, 1 << 28
+"""Bytes of a file that is read as a whole, and of one of records."""
+STORES = (
+    *("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "adl", "oci", "oss", "hf", "http", "https"),
+    *("hdfs", "webhdfs", "dbfs", "lakefs", "memory", "file", "local"),
+)
+"""Schemes of fsspec that are read and written. Others start programs, log in elsewhere or chain."""
 _VERSIONS = (
     "generation",
     "etag",
@@ -63,11 +71,11 @@ def filesystem(path: str) -> Iterator[tuple[Any, str]]:
     import fsspec
     from fsspec.registry import known_implementations
 
-    scheme = path.partition("://")[0]
-    if is_url(path) and scheme not in fsspec.available_protocols():
+    scheme, _, inside = path.partition("://")
+    if is_url(path) and (scheme not in STORES or "::" in inside):
         raise ConfigError(
-            f"{path}: no file system is called {shortened(scheme)}://; use gs://, s3://, another "
-            "of fsspec's, or a local path"
+            f"{shortened(path)}: nothing is read from {shortened(scheme)}://; use "
+            f"{', '.join(STORES)}, or a local path"
         )
     options = {"use_listings_cache": False} if is_url(path) else {}
     try:
@@ -188,9 +196,10 @@ class _Stored(io.RawIOBase):
 
 def open_file(path: str, ahead: int = 0, wanted: Stamp | None = None) -> IO[bytes]:
     """A file to read from at any position, at a URL by ranges of at most RANGE bytes, of which so
-    many are fetched ahead. OSError if it cannot be opened, or at a URL is not the one `wanted`."""
+    many are fetched ahead. OSError if it cannot be opened, is no file, or at a URL is not the one
+    `wanted`."""
     if not is_url(path):
-        return open(path, "rb")
+        return open_regular(path)
     return io.BufferedReader(_Stored(path, ahead, wanted), _BUFFER)
 
 
@@ -198,6 +207,13 @@ def read(path: str, most: int = -1) -> bytes:
     """A file's bytes, at most so many from its beginning. OSError if it cannot be read."""
     with open_file(path) as file:
         return file.read(most)
+
+
+def read_whole(path: str, largest: int = WHOLE) -> bytes:
+    """A file's bytes. OSError if it cannot be read, DataError where they are more."""
+    if len(data := read(path, largest + 1)) > largest:
+        raise DataError(f"{path}: has more than {largest:,} bytes, and no more are read")
+    return data
 
 
 def pieces(path: str, wanted: Stamp) -> Iterator[bytes]:
@@ -215,11 +231,13 @@ def _changed(path: str) -> OSError:
 
 
 def kind(path: str) -> str | None:
-    """file, directory, or None for neither. ConfigError if a store does not answer."""
+    """file, directory, other for a pipe, a socket or a device, or None where there is nothing.
+    ConfigError if a store does not answer."""
     if not is_url(path):
         if os.path.isdir(path):
             return "directory"
-        return "file" if os.path.exists(path) else None
+        there = "other" if os.path.exists(path) else None
+        return "file" if os.path.isfile(path) else there
     try:
         return on_store(path, lambda files, inside: files.info(inside)["type"])
     except FileNotFoundError:
@@ -234,7 +252,10 @@ def stamp(path: str) -> Stamp:
         status = os.stat(path)
         return status.st_size, status.st_mtime_ns
     fresh = _fresh(path, expand_info=True)
-    return _stamp(on_store(path, lambda files, inside: files.info(inside, **fresh)))
+    info = on_store(path, lambda files, inside: files.info(inside, **fresh))
+    if info["type"] != "file":  # file:// of a pipe would wait for who writes to it
+        raise OSError(errno.EINVAL, "is no file", path)
+    return _stamp(info)
 
 
 def _stamp(info: dict[str, Any]) -> Stamp:

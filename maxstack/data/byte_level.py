@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxstack.data.json_files import read_object
 from maxstack.errors import DataError, quoted
+from maxstack.strict_json import read_object
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
-LARGEST = 1 << 28
+MOST_IDS = 1 << 22
+"""Ids of a vocabulary: tables of so many entries are made. Published ones have 10**6 at most."""
 END = "<|endoftext|>"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -178,17 +179,17 @@ def content(token: Any) -> str | None:
 
 def read(path: Path) -> dict[str, Any]:
     """A JSON object beside a model, empty where there is no such file; DataError for damage."""
-    return read_object(path, LARGEST) if os.path.lexists(path) else {}
+    return read_object(path) if os.path.lexists(path) else {}
 
 
 def _check_ids(ids: dict[str, Any], path: Path) -> None:
     """DataError for token -> id if an id is no whole number >= 0, or two tokens have the same."""
     tokens: dict[int, str] = {}
     for token, number in ids.items():
-        if type(number) is not int or number < 0:
+        if type(number) is not int or not 0 <= number < MOST_IDS:
             raise DataError(
                 f"{path}: token {quoted(token)} has id {quoted(number)}, and ids are whole numbers "
-                "from 0 on; get the file anew"
+                f"from 0 on, below {MOST_IDS:,}; get the file anew"
             )
         if number in tokens:
             raise DataError(

@@ -15,11 +15,12 @@ import numpy as np
 
 from maxstack.data import hub
 from maxstack.data.byte_level import NAMED, content, read, special_tokens
-from maxstack.data.json_files import parse
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer
 from maxstack.errors import ConfigError, DataError, quoted, shortened
+from maxstack.regular_file import read_regular
 from maxstack.schema.data import DataConfig
 from maxstack.schema.data import Tokenizer as TokenizerConfig
+from maxstack.strict_json import SMALL, parse
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -376,7 +377,7 @@ def _named(template: Any, path: Path) -> dict[str, str]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, SMALL).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(

@@ -1,10 +1,10 @@
 """Conversations, completions and preferences in the forms that data sets have, as messages or
 texts."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from maxstack import strict_json
 from maxstack.data.chat import THOUGHT, template_messages
 from maxstack.data.presets import shape_of
 from maxstack.errors import DataError, quoted, shortened
@@ -270,7 +270,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: is {_kind(message)}; must be a mapping with role and content")
     if "from" in message and "value" in message:
         role, value = message["from"], message["value"]
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise DataError(f"{where}.from={quoted(role)}: must be one of {', '.join(ROLES)}")
         if role == "function_call":
             return {"role": "assistant", "content": "", "tool_calls": _calls(value, where)}
@@ -291,7 +291,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Tool calls of ShareGPT's function_call: JSON of one, or of a list, of name and arguments."""
     try:
-        calls = json.loads(value) if isinstance(value, str) else value
+        calls = strict_json.parse(value) if isinstance(value, str) else value
         calls = calls if isinstance(calls, list) else [calls]
         return [
             {
@@ -310,10 +310,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
 def _tools(record: Mapping[str, Any]) -> list[Any] | None:
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise DataError(f"tools: not JSON: {shortened(str(error), 100)}") from error
+        tools = strict_json.parse(tools, "tools")
     if not tools:
         return None
     if not isinstance(tools, list):

@@ -9,6 +9,8 @@ import logging
 import lzma
 import os
 import posixpath
+import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from maxstack.config import atomic, storage
-from maxstack.data.files import File, digest
+from maxstack.data.files import File, check_length, digest
 from maxstack.errors import ConfigError, DataError
+from maxstack.regular_file import open_regular
 from maxstack.report.progress import progress
 
 log = logging.getLogger(__name__)
@@ -37,31 +40,94 @@ _READERS: dict[str, Callable[[IO[bytes]], Any]] = {
 }
 _PATIENCE = 5
 """Seconds of copying after which it is shown."""
+_FEED = 1 << 12
+"""Compressed bytes that are given to zstd at once, which makes 32,000 times as many at most."""
+RATIO, _LEAST = 100, 1 << 30
+"""What a file may become by default: so many times its size, and so many bytes if that is less."""
+_UNUSED, _STEP = 7 * 24 * 3600, 1 << 28
+"""Seconds after which an unused copy may go, and bytes after which the cache is measured again."""
 Told = Callable[[float], object]
 """Called with the number of a file's bytes that were read since the last call."""
 Form = tuple[Callable[[str, storage.Stamp, Told], Iterator[bytes]], str]
 """The bytes of a copy of a path, and a key that differs where copies do; empty: plain bytes."""
 
 
-def read(file: File) -> bytes:
-    """A whole file, decompressed if it is compressed. DataError if it cannot be read,
-    StoreError if it is at a URL and not as it was listed."""
-    return b"".join(pieces_of(file.path, file.version))
+def read(file: File, most: int | None = None) -> bytes:
+    """A whole file, decompressed if it is compressed. DataError if it cannot be read or is longer
+    than a record, StoreError if it is at a URL and not as it was listed."""
+    pieces, size = list[bytes](), 0
+    for piece in within(pieces_of(file.path, file.version), file, most):
+        pieces.append(piece)
+        check_length(size := size + len(piece), file.path)
+    return b"".join(pieces)
 
 
-def plain_copies(files: Sequence[File], form: Form) -> list[str]:
+def within(pieces: Iterator[bytes], file: File, most: int | None) -> Iterator[bytes]:
+    """Pieces of what a file becomes. DataError as of `check_growth`."""
+    size, compressed = 0, int(file.pin()[0])
+    for piece in pieces:
+        size += len(piece)
+        check_growth(file.path, compressed, size, most)
+        yield piece
+
+
+def check_growth(path: str, compressed: int, size: int, most: int | None) -> None:
+    """DataError where a file becomes more than `most` bytes; None: more than any honest one."""
+    limit = max(RATIO * compressed, _LEAST) if most is None else most
+    if size > limit:
+        raise DataError(
+            f"{path}: its {compressed:,} bytes become more than {limit:,}, as if to fill memory or "
+            "disk; leave it out, or set max_bytes of its source if it is meant"
+        )
+
+
+def _in_cache(pieces: Iterator[bytes], folder: Path) -> Iterator[bytes]:
+    """Pieces that are written to a folder of copies. ConfigError where it has no room."""
+    size = measured = 0
+    for piece in pieces:
+        if not size or size - measured > _STEP:
+            measured = size
+            _check_room(folder)
+        size += len(piece)
+        yield piece
+
+
+def _check_room(folder: Path) -> None:
+    """ConfigError where copies take more than $MAXSTACK_CACHE_BYTES, or nearly all of the disk,
+    also without those that nobody has used for a week, which are deleted."""
+    states: dict[Path, os.stat_result] = {}
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # finished, or deleted, meanwhile
+            states[path] = path.stat()
+    used, disk = sum(state.st_size for state in states.values()), shutil.disk_usage(folder)
+    given = float(os.environ.get("MAXSTACK_CACHE_BYTES", "inf"))
+    most = min(given, used + disk.free - min(disk.total // 20, _LEAST))
+    for path in sorted(states, key=lambda path: states[path].st_mtime):
+        if used <= most or states[path].st_mtime > time.time() - _UNUSED:
+            break
+        path.unlink(missing_ok=True)
+        used -= states[path].st_size
+    if used > most:
+        raise ConfigError(
+            f"{folder}: its copies take {used:,} bytes, and {int(max(most, 0)):,} are allowed; "
+            "delete some, raise MAXSTACK_CACHE_BYTES, or set MAXSTACK_CACHE to a folder with room"
+        )
+
+
+def plain_copies(files: Sequence[File], form: Form, most: int | None = None) -> list[str]:
     """`plain` of each file, a few at a time, with a bar where that takes longer."""
     size = sum(int(file.pin()[0]) for file in files if form[1] or _needs_copy(file.path))
     with (
         progress(size, "copying to the cache", "B", delay=_PATIENCE) as bar,
         ThreadPoolExecutor(_AT_ONCE) as pool,
     ):
-        return list(pool.map(lambda file: plain(file, form, bar.update), files))
+        return list(pool.map(lambda file: plain(file, form, bar.update, most), files))
 
 
-def plain(file: File, form: Form, told: Told = lambda size: None) -> str:
+def plain(file: File, form: Form, told: Told = lambda size: None, most: int | None = None) -> str:
     """A local path to the file's plain bytes: itself, or of one at a URL, compressed or read in
-    another form a copy in the cache folder, made once and shared by all processes.
+    another form a copy in the cache folder, made once and shared by all processes. DataError where
+    it becomes more than `most` bytes, ConfigError where the cache has no room.
 
     The copy, in $MAXSTACK_CACHE/data, belongs to one path, size, version and form.
     """
@@ -76,10 +142,13 @@ def plain(file: File, form: Form, told: Told = lambda size: None) -> str:
     copy = storage.cache_folder() / "data" / digest(identity.encode())
     if copy.exists():
         told(size)
+        with contextlib.suppress(OSError):  # of another user's cache
+            os.utime(copy)
         return str(copy)
     try:
         with atomic.writing(copy, shared=True) as unfinished, unfinished.open("wb") as made:
-            made.writelines(form[0](path, (size, version), told))
+            pieces = within(form[0](path, (size, version), told), file, most)
+            made.writelines(_in_cache(pieces, copy.parent))
     except OSError as error:
         raise DataError(
             f"{path}: its plain copy cannot be written to {copy.parent}: {error.strerror}; "
@@ -126,7 +195,7 @@ def local_folder(path: str, patterns: Sequence[str] = ("*",), depth: int | None 
 def _needs_copy(path: str) -> bool:
     if storage.is_url(path):
         return True
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # told when it is read
+    with contextlib.suppress(OSError), open_regular(path) as file:  # told when it is read
         return _compression(path, file) is not None
     return False
 
@@ -179,7 +248,7 @@ def _zstd_pieces(path: str, file: IO[bytes]) -> Iterator[bytes]:
 
     frame = None
     try:
-        for piece in iter(functools.partial(file.read, _CHUNK >> 4), b""):
+        for piece in iter(functools.partial(file.read, _FEED), b""):
             while piece:
                 frame = zstandard.ZstdDecompressor().decompressobj() if frame is None else frame
                 yield frame.decompress(piece)

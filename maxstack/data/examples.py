@@ -2,12 +2,12 @@
 
 import functools
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.data.chat import ChatTemplate, Span, encode_chat, template_of
 from maxstack.data.conversations import (
     Completion,
@@ -416,12 +416,9 @@ def _record(documents: Documents, index: int, cfg: DataConfig) -> Mapping[str, A
     document = within(documents, index, cfg.longest, cfg.beyond)
     assert isinstance(document, bytes)
     try:
-        value = json.loads(document)
-    except (ValueError, RecursionError) as error:
-        said = getattr(error, "msg", error)
-        raise DataError(
-            f"{documents.where(index)}: not JSON: {said}; {_remedy(document)}"
-        ) from error
+        value = strict_json.parse(document, documents.where(index), strict=False)
+    except DataError as error:
+        raise DataError(f"{error}; {_remedy(document)}") from error
     if not isinstance(value, dict):
         raise DataError(f"{documents.where(index)}: is no JSON object; {_remedy(document)}")
     assert documents.record

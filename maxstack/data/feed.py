@@ -4,7 +4,6 @@ changes."""
 import codecs
 import contextlib
 import itertools
-import json
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import grain
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.data.deal import Dealt
 from maxstack.data.documents import Documents
 from maxstack.data.examples import READ
@@ -299,7 +299,7 @@ def _unread(source: Documents) -> str:
     keys: dict[str, None] = {}
     for _, document in _some_texts(source):
         with contextlib.suppress(ValueError):  # told when the record is due
-            record = json.loads(document)
+            record = strict_json.parse(document, strict=False)
             keys |= dict.fromkeys(record if isinstance(record, dict) else ())
     read = READ[source.record.kind] | read_by(source.record)
     unread = [key for key in keys if key not in read]

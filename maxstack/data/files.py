@@ -19,6 +19,7 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.errors import DataError, shortened
+from maxstack.regular_file import open_regular
 from maxstack.schema.data import Files
 
 _INSTALLED = ("site-packages", "dist-packages", "__pycache__")
@@ -26,6 +27,8 @@ _ESCAPED = re.compile(r"\[([*?[])\]")
 _PART = re.compile(r"(?<!\d)(\d{1,6})(?=[-_]of[-_](\d{1,6})(?!\d))")
 """The number of a file that is one of several, as in 00003-of-00016, and how many they are."""
 _CHUNK = 1 << 24
+LONGEST = 1 << 30
+"""Bytes of a record: of a line, a text between separators, a whole file, or a picture."""
 DECODE_ERRORS = {"refuse": "strict", "replace": "replace", "keep": "surrogateescape"}
 """encoding_errors -> the `errors` of str.decode."""
 
@@ -189,7 +192,7 @@ def other_encoding(begin: bytes) -> str | None:
 @contextlib.contextmanager
 def _mapped(path: str) -> Iterator[mmap.mmap | bytes]:
     """A file's bytes, which memory holds as far as they are used."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         if not os.path.getsize(path):
             yield b""  # which no memory map holds
             return
@@ -231,9 +234,15 @@ def _not_blank(data: mmap.mmap | bytes, starts: np.ndarray, ends: np.ndarray) ->
     return np.delete(starts, blank), np.delete(ends, blank)
 
 
+def check_length(size: int, path: str) -> None:
+    """DataError for a record that is too long to be read whole."""
+    if not 0 <= size <= LONGEST:
+        raise DataError(f"{path}: a record of {size:,} bytes, and {LONGEST:,} are read at most")
+
+
 def line_number(path: str, offset: int) -> int:
     """The number, from 1, of the line at a byte offset of a plain file."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         pieces = (file.read(min(_CHUNK, offset - at)) for at in range(0, offset, _CHUNK))
         return 1 + sum(piece.count(b"\n") for piece in pieces)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from maxstack.config.compose import presets_dir
 from maxstack.data.copies import local_folder
-from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, installing, shortened
+from maxstack.strict_json import read_object
 
 log = logging.getLogger(__name__)
 

@@ -31,6 +31,8 @@ SHOWN = 32
 """Pixels of a small picture in a grid at the least."""
 FORMATS = "AVIF", "BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP"
 """Formats of files that are opened, by Pillow's names; others of its readers start programs."""
+SCANS = 100
+"""Scans of a JPEG file; progressive ones have 10."""
 LARGEST = 89_478_485
 """Pixels of a picture at most, as read or resized: those at which Pillow warns."""
 
@@ -145,6 +147,8 @@ def opened(content: bytes | np.ndarray, channels: int) -> "Image":
         except UnidentifiedImageError:
             raise ValueError(f"none of {', '.join(FORMATS)}") from None
     _check_pixels(*picture.size)
+    if picture.format == "JPEG" and content.count(b"\xff\xda") > SCANS:  # type: ignore[union-attr]
+        raise ValueError(f"of more than {SCANS} scans, each of which decodes the whole picture")
     ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode == "F" or (picture.mode == "I" and picture.format not in ("PNG", "PPM")):
         raise ValueError("of 32 bits a number, whose range no file says; convert it to 8 or 16")

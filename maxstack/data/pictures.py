@@ -2,7 +2,6 @@
 
 import functools
 import tarfile
-import zipfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,9 +16,11 @@ from maxstack.data.documents import (
     text_hash,
     whole_number,
 )
-from maxstack.data.files import brief, digest, matched
+from maxstack.data.files import brief, check_length, digest, matched
+from maxstack.data.npz_files import read_arrays
 from maxstack.data.records import Records
 from maxstack.errors import DataError, installing
+from maxstack.regular_file import open_regular
 from maxstack.schema.data import DigitsSource, ImagesSource, MnistSource
 
 SUFFIXES = "jpg", "jpeg", "png", "webp"
@@ -29,7 +30,7 @@ class Images(Documents):
     """Picture files, with their folders as classes."""
 
     def __init__(self, cfg: ImagesSource):
-        self.files = matched(cfg)
+        self.files, self._most = matched(cfg), cfg.max_bytes
         self.classes = tuple(sorted({Path(file.path).parent.name for file in self.files}))
         self._numbers = {name: i for i, name in enumerate(self.classes)}
 
@@ -38,7 +39,7 @@ class Images(Documents):
 
     def __getitem__(self, index: int) -> Picture:
         file = self.files[index]
-        return Picture(read(file), self._numbers[Path(file.path).parent.name])
+        return Picture(read(file, self._most), self._numbers[Path(file.path).parent.name])
 
     def where(self, index: int) -> str:
         return self.files[index].path
@@ -64,12 +65,14 @@ class Tar(Records):
         try:
             with tarfile.open(path, "r:") as opened:
                 for member in opened:
+                    if member.size < 0:  # tarfile would go back by as much, for ever
+                        raise tarfile.TarError(f"a member of {member.size} bytes")
                     if member.isfile():
                         name, _, suffix = PurePosixPath(member.name).name.partition(".")
                         key = str(PurePosixPath(member.name).with_name(name))
                         place = member.offset_data, member.size
                         found.setdefault(key, {})[suffix.lower()] = place
-        except tarfile.TarError as error:
+        except (tarfile.TarError, RecursionError) as error:
             raise DataError(f"{path}: not an intact tar file: {brief(error)}") from error
         samples = []
         for key, parts in found.items():
@@ -80,7 +83,7 @@ class Tar(Records):
         return len(samples)
 
     def _open(self, file: int) -> Any:
-        return open(self._paths[file], "rb")
+        return open_regular(self._paths[file])
 
     def _read(self, opened: Any, file: int, record: int) -> Any:
         self._refuse_shorter(file)
@@ -89,6 +92,7 @@ class Tar(Records):
             raise DataError("has no .cls beside it")
         parts = []
         for offset, size in (picture, label):
+            check_length(size, self.files[file].path)
             opened.seek(offset)
             parts.append(opened.read(size))
         return Picture(parts[0], whole_number(parts[1].decode("ascii", "replace").strip(), ".cls"))
@@ -111,17 +115,13 @@ class Npz(Records):
 
     def _open(self, file: int) -> Any:
         path = self._paths[file]
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                latents = arrays["latents"].astype(np.float16)
-                labels = arrays["label"]
-                if not np.issubdtype(labels.dtype, np.integer):
-                    raise DataError(f"{path}: label is of {labels.dtype}, not of whole numbers")
-                return latents, labels.astype(np.int64)
-        except KeyError as error:
-            raise DataError(f"{path}: must hold latents and label") from error
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path}: not a readable .npz file: {brief(error)}") from error
+        latents, labels = read_arrays(path, ("latents", "label"), self._cfg.max_bytes)
+        if not np.issubdtype(labels.dtype, np.integer) or latents.dtype.kind not in "fiu":
+            raise DataError(
+                f"{path}: latents are of {latents.dtype} and label of {labels.dtype}; these must "
+                "be numbers and whole numbers"
+            )
+        return latents.astype(np.float16), labels.astype(np.int64)
 
     def _read(self, opened: Any, file: int, record: int) -> Any:
         latents, labels = opened

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.config import atomic, storage
 from maxstack.config.writer import inline
 from maxstack.data.documents import Documents, Split, Tokens, content_hash
@@ -231,7 +232,7 @@ def _complete(folder: str, plan: str, shards: list[Shard]) -> bool:
     path = storage.join(folder, MANIFEST)
     if storage.kind(path) is None:
         return False
-    manifest = json.loads(storage.read(path))
+    manifest = strict_json.parse_object(storage.read_whole(path), path)
     if manifest.get("plan") != plan:
         raise ConfigError(
             f"{folder}: holds shards of other data (other documents, tokenizer or shard "
@@ -252,7 +253,7 @@ def _finished(folder: str, shard: Shard, plan: str) -> dict[str, Any] | None:
     note = storage.join(folder, f"{_FINISHED}/{shard.name}.json")
     if storage.kind(note) is None:
         return None
-    noted = json.loads(storage.read(note))
+    noted = strict_json.parse_object(storage.read_whole(note), note)
     path = storage.join(folder, shard.name)
     same = noted["plan"] == plan and _has_size(path, noted["shard"]["size"])
     return noted["shard"] if same else None

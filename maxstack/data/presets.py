@@ -1,11 +1,11 @@
 """Records in the shapes of published data sets, as the keys that conversations, preferences and
 prompts are read from: `record: {preset: alpaca}`."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from maxstack import strict_json
 from maxstack.errors import DataError, shortened
 from maxstack.schema.data import Record, TextRecord
 
@@ -151,7 +151,7 @@ def _xlam(record: Raw) -> dict[str, Any]:
 
 
 def _json(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+    return strict_json.parse(value) if isinstance(value, str) else value
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

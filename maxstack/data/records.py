@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.config.annotations import listed
-from maxstack.data.copies import Form, Told, pieces_of, plain, plain_copies
+from maxstack.data.copies import RATIO, Form, Told, pieces_of, plain, plain_copies
 from maxstack.data.documents import (
     Document,
     Documents,
@@ -32,6 +33,7 @@ from maxstack.data.files import (
     DECODE_ERRORS,
     Bounds,
     brief,
+    check_length,
     decoded,
     digest,
     line_bounds,
@@ -45,6 +47,7 @@ from maxstack.data.presets import shape_of
 from maxstack.data.shards import check_size, check_whole, refuse_as_text, unpack
 from maxstack.data.tf_example import features
 from maxstack.errors import DataError, StoreError, installing
+from maxstack.regular_file import open_regular
 from maxstack.schema.data import (
     ArrayRecordSource,
     Files,
@@ -68,7 +71,7 @@ class Records(Documents):
     def __init__(self, cfg: Files):
         self._cfg: Any = cfg
         self.files = matched(cfg)
-        self._paths = plain_copies(self.files, self._form())
+        self._paths = plain_copies(self.files, self._form(), cfg.max_bytes)
         self._sizes: list[int] = []
         counts = [self._counted(file) for file in range(len(self.files))]
         self._ends = np.cumsum(counts, dtype=np.int64)
@@ -127,7 +130,7 @@ class Records(Documents):
 
         def opened(file: int) -> Any:
             if not os.path.exists(self._paths[file]):  # on another machine
-                self._paths[file] = plain(self.files[file], self._form())
+                self._paths[file] = plain(self.files[file], self._form(), most=self._cfg.max_bytes)
             return self._open(file)
 
         return functools.lru_cache(_OPEN_FILES)(opened)
@@ -196,10 +199,11 @@ class Spans(Records):
         return len(self._spans[file][0])
 
     def _open(self, file: int) -> Any:
-        return open(self._paths[file], "rb")
+        return open_regular(self._paths[file])
 
     def _read(self, opened: Any, file: int, record: int) -> Document:
         start, end = (int(bound[record]) for bound in self._spans[file])
+        check_length(end - start, self.files[file].path)
         opened.seek(start)
         data = opened.read(end - start)
         if len(data) < end - start:
@@ -239,8 +243,8 @@ class Jsonl(Spans):
         line = decoded(data, self._cfg, self.files[file].path)
         del data  # a line may be hundreds of megabytes
         try:
-            value = json.loads(line.removeprefix("\ufeff"))
-        except (ValueError, RecursionError) as error:
+            value = strict_json.parse(line, strict=False)
+        except DataError as error:
             whole = line.lstrip("\ufeff \t")[:1] == "[" and record == 0
             advice = (
                 "a JSON array is one value; write a line for each of its elements: "
@@ -248,7 +252,7 @@ class Jsonl(Spans):
                 if whole
                 else "mend or remove the line"
             )
-            raise DataError(f"not JSON: {getattr(error, 'msg', error)}; {advice}") from error
+            raise DataError(f"{error}; {advice}") from error
         if isinstance(value, dict) and self._cfg.field in value:
             return self._utf8(value[self._cfg.field])
         content, advice = f"the line is a {type(value).__name__}", "the key of the text"
@@ -322,10 +326,14 @@ class Parquet(Spans):
         """What the copy holds of each row of a group."""
         import pyarrow
 
-        left, reason = opened.metadata.row_group(group).num_rows, "it holds fewer rows"
+        held = opened.metadata.row_group(group)
+        left, reason = held.num_rows, "it holds fewer rows"
+        compressed = sum(held.column(i).total_compressed_size for i in range(held.num_columns))
+        # rows that all name one large value of a dictionary would each become as large
+        rows = _ROWS if held.total_byte_size <= RATIO * compressed else 1
         columns = [*self._columns.values()] or None
         try:
-            for batch in opened.iter_batches(_ROWS, [group], columns):
+            for batch in opened.iter_batches(rows, [group], columns):
                 left -= batch.num_rows
                 batch = batch if self._cfg.record else _of_bytes(batch)
                 yield from (self._content(batch.slice(i, 1)) for i in range(batch.num_rows))

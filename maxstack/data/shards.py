@@ -1,13 +1,13 @@
 """Token shards: ArrayRecord files of token ids, and the manifest beside them."""
 
 import functools
-import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.data.documents import Tokens
 from maxstack.data.files import File, refuse_absent
@@ -141,7 +141,7 @@ def manifest_of(folder: str) -> dict[str, Any] | None:
 @functools.lru_cache(maxsize=16)
 def _read_manifest(path: str, stamp: tuple[int, int | str]) -> dict[str, Any]:
     try:
-        manifest = json.loads(storage.read(path))
+        manifest = strict_json.parse_object(storage.read_whole(path), path)
         if not isinstance(manifest["shards"], dict) or not isinstance(
             manifest["tokenizer"]["fingerprint"], str
         ):

@@ -41,7 +41,7 @@ def check_shared(files: SharedFiles) -> None:
                 f"began; {_ADVICE}"
             )
     try:
-        text = storage.read(files.note).decode()
+        text = storage.read_whole(files.note).decode()
     except FileNotFoundError:
         text = ""
     if text != files.text:

@@ -53,7 +53,7 @@ class WholeFiles(Documents):
 
     def __getitem__(self, index: int) -> bytes:
         file = self.files[index]
-        return text_of(read(file), self._cfg, file.path)
+        return text_of(read(file, self._cfg.max_bytes), self._cfg, file.path)
 
     def where(self, index: int) -> str:
         return self.files[index].path

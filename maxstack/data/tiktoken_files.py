@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxstack.data.byte_level import LARGEST, content, letters, read
+from maxstack.config import storage
+from maxstack.data.byte_level import content, letters, read
 from maxstack.errors import DataError
+from maxstack.regular_file import open_regular, read_regular
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS, _LINES = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -78,7 +80,7 @@ def is_tiktoken(path: Path) -> bool:
         return False
     if path.name != "tokenizer.model":
         return True
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         token, _, rank = file.readline(200).partition(b" ")
     return rank.strip().isdigit() and b"\0" not in token
 
@@ -127,10 +129,8 @@ def tokenizer_json(path: Path) -> bytes:
 
 def _ranks(path: Path) -> Mapping[bytes, int]:
     """Token -> rank, from 0 on without a gap."""
-    if path.stat().st_size > LARGEST:
-        raise DataError(f"{path}: is too large for a tokenizer")
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_regular(path, storage.WHOLE).splitlines(), 1):
         if not line.strip():
             continue
         try:

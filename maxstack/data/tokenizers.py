@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.data import byte_level, hub, tiktoken_files
 from maxstack.data.documents import Document, Documents, Picture, Tokens
 from maxstack.data.files import digest
 from maxstack.data.long_texts import LONGEST, parts
-from maxstack.errors import ConfigError, DataError, quoted
+from maxstack.errors import ConfigError, DataError, of_rust, quoted
 from maxstack.schema.data import (
     BYTE_IDS,
     OF_FILES,
@@ -28,7 +29,6 @@ from maxstack.schema.data import (
 )
 from maxstack.schema.data import Tokenizer as TokenizerConfig
 
-_LARGEST_FILE = 1 << 28
 SPACE = "\u2581"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -274,11 +274,11 @@ class HuggingFace(Tokenizer):
         try:
             if make:
                 text = make(hub.model_folder(folder, weights=False) / name)
-            spec = json.loads(text)
-            self._model: Any = tokenizers.Tokenizer.from_buffer(text)
+            spec = strict_json.parse_object(text, cfg.path)
+            self._model: Any = of_rust(cfg.path, tokenizers.Tokenizer.from_buffer, text)
         except DataError:
             raise
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # the library's own, as it makes one of other files
             raise DataError(f"{cfg.path}: {files}: {error}") from error
         self._model.no_truncation()
         self._model.no_padding()
@@ -292,7 +292,7 @@ class HuggingFace(Tokenizer):
                     f"vocabulary, makes it {ids[token['content']]}; give it that id, "
                     "or fill the gap"
                 )
-        self.name, self.vocab_size = cfg.path, max(ids.values()) + 1
+        self.name, self.vocab_size = cfg.path, _size(cfg.path, ids)
         ends = {"bos": cfg.bos, "eos": cfg.eos}
         if OF_FILES in ends.values():
             beside = hub.model_folder(folder or ".", weights=False)
@@ -315,7 +315,8 @@ class HuggingFace(Tokenizer):
         return self._model.id_to_token(token)
 
     def decode(self, ids: np.ndarray) -> bytes:
-        return self._model.decode([int(i) for i in ids], skip_special_tokens=True).encode()
+        numbers = [int(i) for i in ids]
+        return of_rust(self.name, self._model.decode, numbers, skip_special_tokens=True).encode()
 
     def raw(self, token: int) -> bytes | None:
         piece = self._model.id_to_token(token) or ""
@@ -325,7 +326,7 @@ class HuggingFace(Tokenizer):
         return bytes.fromhex(byte[1]) if byte else None
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        encoded = self._marked.encode(text, add_special_tokens=False)
+        encoded = of_rust(self.name, self._marked.encode, text, add_special_tokens=False)
         return np.array(encoded.ids, np.int32), _in_bytes(encoded.offsets, text.encode())
 
     @functools.cached_property
@@ -333,16 +334,19 @@ class HuggingFace(Tokenizer):
         """The model with special tokens as such where a text spells them out."""
         import tokenizers
 
-        model = tokenizers.Tokenizer.from_str(self._model.to_str())
+        read = tokenizers.Tokenizer.from_str
+        model = of_rust(self.name, read, self._model.to_str())
         model.encode_special_tokens = False
         return model
 
     def _text_ids(self, document: bytes) -> list[int]:
         text = document.decode()  # without offsets, which cost a fifth of the time
-        return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        encode = self._model.encode_batch_fast
+        return of_rust(self.name, encode, [text], add_special_tokens=False)[0].ids
 
     def _text_spans(self, document: bytes) -> np.ndarray:
-        encoded = self._model.encode(document.decode(), add_special_tokens=False)
+        text = document.decode()
+        encoded = of_rust(self.name, self._model.encode, text, add_special_tokens=False)
         return _in_bytes(encoded.offsets, document)
 
     def _special(self, key: str, token: str | None) -> list[int]:
@@ -467,17 +471,24 @@ def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
 def _read(path: str) -> bytes:
     file = os.path.expanduser(hub.file_of(path))
     try:
-        size, _ = storage.stamp(file)
-        if size > _LARGEST_FILE:
-            raise DataError(
-                f"{path}: {size} bytes are too many for a tokenizer (at most {_LARGEST_FILE})"
-            )
-        return storage.read(file)
+        return storage.read_whole(file)
     except OSError as error:
         start = "" if storage.is_url(path) else f" (relative paths start at {os.getcwd()})"
         raise DataError(
             f"{path}: the tokenizer file cannot be read: {error.strerror}{start}"
         ) from error
+
+
+def _size(path: str, ids: Mapping[str, int]) -> int:
+    """One more than the largest id. DataError where there is none, or the tables that ids need
+    would be large."""
+    size = max(ids.values(), default=-1) + 1
+    if not 0 < size <= byte_level.MOST_IDS:
+        raise DataError(
+            f"{path}: its ids go up to {size - 1:,}, of {len(ids):,} tokens; a vocabulary has 1 "
+            f"to {byte_level.MOST_IDS:,} ids"
+        )
+    return size
 
 
 def _hugging_face_pieces(spec: dict[str, Any], vocab: dict[str, int], size: int) -> list[bytes]:

@@ -46,7 +46,7 @@ def evaluate(
             if own := _read_here(name):
                 exported(own, Path(made))
                 asked.append(own[-1].name)
-            elif path and (found := _NAME.search(storage.read(name))):
+            elif path and (found := _NAME.search(storage.read_whole(name))):
                 folders.add(os.path.dirname(os.path.abspath(name)))
                 asked.append(found[1].decode())
             else:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxstack import config
+from maxstack import config, strict_json
 from maxstack.config import storage
 from maxstack.config.compose import merged_tree, presets_dir
 from maxstack.config.reader import Node
-from maxstack.data import json_files
 from maxstack.errors import ConfigError, DataError, installing, shortened
 from maxstack.evals.task import Document, Task
 from maxstack.evals.task_names import files_of
@@ -206,13 +205,13 @@ def _found(cfg: TaskConfig, path: str, folder: str) -> str:
 
 def _read(cfg: TaskConfig, path: str) -> list[Document]:
     """The objects of a JSON list or of JSON lines."""
-    text = storage.read(path)
+    text = storage.read_whole(path, storage.LARGE)
     if text.lstrip()[:1] == b"[":
-        rows = json_files.parse(text, path)
+        rows = strict_json.parse(text, path)
     else:
         lines = enumerate(text.splitlines(), 1)
         rows = [
-            json_files.parse(line, f"{path}:{number}") for number, line in lines if line.strip()
+            strict_json.parse(line, f"{path}:{number}") for number, line in lines if line.strip()
         ]
     for number, row in enumerate(rows):
         if not isinstance(row, dict):

@@ -1,10 +1,14 @@
 """Names of tasks, groups and tags in a folder of lm-evaluation-harness's task files, read without a
 parser: it has thousands, and some name code."""
 
+import contextlib
 import functools
 import os
 import re
 from pathlib import Path
+
+from maxstack.config.reader import MAX_BYTES
+from maxstack.regular_file import read_regular
 
 
 @functools.cache
@@ -27,13 +31,17 @@ def files_of(folder: str, below: bool) -> dict[str, list[str]]:
 @functools.cache
 def _text(path: str) -> str:
     """A file's text, and after it those of files that it includes."""
-    try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError):  # which is told where the file is asked for
-        return ""
-    folder = os.path.dirname(path)
-    included = [os.path.join(folder, name) for name in _words("include", text)]
-    return "\n".join([text, *map(_text, included)])
+    texts: dict[str, str] = {}
+    waiting = [path]
+    while waiting:
+        each = os.path.normpath(waiting.pop())
+        if each not in texts:
+            texts[each] = ""
+            with contextlib.suppress(OSError, ValueError):  # told where the file is asked for
+                texts[each] = read_regular(each, MAX_BYTES).decode()
+            names = _words("include", texts[each])
+            waiting += [os.path.join(os.path.dirname(each), name) for name in names]
+    return "\n".join(texts.values())
 
 
 def _words(key: str, text: str) -> list[str]:

@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 from maxstack.data import hub
 from maxstack.data.hub import GENERATION, INDEX, SINGLE
-from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf import limits
 from maxstack.hf.safetensors_file import SafetensorsFile, check_name
 from maxstack.hf.tensors import Plain, Tensor
 from maxstack.hf.unpacking import unpacking
+from maxstack.strict_json import read_object
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -100,9 +100,9 @@ class Folder:
         )
         if not shards and single not in names:
             unsafe = [
-                f"{entry.name}, which is {UNSAFE[entry.suffix]}"
-                for entry in sorted(self.path.iterdir())
-                if entry.suffix in UNSAFE
+                f"{entry.relative_to(self.path)}, which is {UNSAFE[entry.suffix.lower()]}"
+                for entry in sorted([*self.path.glob("*"), *self.path.glob("*/*")])
+                if entry.suffix.lower() in UNSAFE
             ]
             found = [*names, *unsafe]
             only = f" (only {'; '.join(found[:3])}{and_more(found, 3)})" if found else ""

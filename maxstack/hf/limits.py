@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -39,12 +38,10 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_numbers(config: Mapping[str, Any], where: str) -> None:
-    """ConfigError for a number that is out of LIMITS or infinite; a line for ids of special tokens
+    """ConfigError for a number that is out of LIMITS; a line for ids of special tokens
     outside of the vocabulary, of which -1 for padding is transformers' word for none."""
     for path, key, value in _values(config, ""):
         number = type(value) in (int, float)
-        if number and not math.isfinite(value):
-            raise ConfigError(f"{where}: {path}={value}: is no finite number")
         limit = next((limit for limit in LIMITS if re.fullmatch(limit.keys, key)), None)
         if limit is None or value is None or (isinstance(value, list) and not limit.whole):
             continue

@@ -3,7 +3,6 @@ floats of eight bits of compressed-tensors. Each is the float matrix that the pr
 makes of it; what a program does to activations is not computed."""
 
 import functools
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.errors import DataError, quoted
 from maxstack.hf.quantized import (
     E4M3,
@@ -172,7 +172,7 @@ def bitsandbytes(settings: Mapping[str, Any]) -> Unpack:
     def unpack(tensors: Tensors) -> Tensors:
         for name in [name for name in tensors if ".quant_state.bitsandbytes__" in name]:
             weight = name.partition(".quant_state.")[0]
-            state = json.loads(tensors.pop(name).array().tobytes())
+            state = strict_json.parse_object(tensors.pop(name).array().tobytes(), name)
             parts = [weight, f"{weight}.quant_map", f"{weight}.absmax"]
             if "nested_blocksize" in state:
                 parts += [f"{weight}.nested_absmax", f"{weight}.nested_quant_map"]

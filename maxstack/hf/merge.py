@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from maxstack.data.hub import INDEX
-from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError
 from maxstack.hf.contents import FLOATS
 from maxstack.hf.families import FAMILIES
@@ -18,6 +17,7 @@ from maxstack.hf.folder import Folder, and_more
 from maxstack.hf.peft import Adapter
 from maxstack.hf.tensors import Plain, check_finite
 from maxstack.hf.writer import Shard, new_folder, write_json
+from maxstack.strict_json import read_object
 
 
 def merge(

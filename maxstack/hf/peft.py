@@ -18,7 +18,6 @@ from safetensors.numpy import save_file
 
 from maxstack.config.writer import inline
 from maxstack.data.copies import local_folder
-from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf.binding import Bound, Target, bind
 from maxstack.hf.contents import HEAD
@@ -30,6 +29,7 @@ from maxstack.hf.tensors import check_finite
 from maxstack.hf.writer import Read, write_json
 from maxstack.schema.lora import LoraConfig
 from maxstack.schema.stack import StackConfig
+from maxstack.strict_json import read_object
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."

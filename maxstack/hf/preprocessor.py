@@ -12,11 +12,11 @@ import yaml
 
 from maxstack.config.annotations import listed
 from maxstack.data.hub import MODEL, PREPROCESSOR, PROCESSOR
-from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError, quoted
 from maxstack.hf.folder import Folder
 from maxstack.hf.writer import write_json
 from maxstack.schema.data import ImageConfig
+from maxstack.strict_json import read_object
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config

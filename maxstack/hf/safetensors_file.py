@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from maxstack.data import json_files
+from maxstack import strict_json
 from maxstack.errors import DataError, quoted
+from maxstack.regular_file import open_regular
 
 _KINDS: dict[str, Any] = {
     "F64": "<f8",
@@ -60,7 +61,7 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 self.entries: Mapping[str, Entry] = _entries(path, file, size)
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -146,7 +147,7 @@ def _header(path: Path, file: Any, size: int) -> dict[str, Any]:
             f"{path}: the header claims {length:,} bytes; the file has {size - 8:,} "
             f"after its length and {LARGEST_HEADER:,} are allowed"
         )
-    header = json_files.parse(file.read(length), f"{path}: header")
+    header = strict_json.parse(file.read(length), f"{path}: header")
     if not isinstance(header, dict):
         raise DataError(f"{path}: the header is no JSON object")
     metadata = header.pop("__metadata__", {})

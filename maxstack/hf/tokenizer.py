@@ -83,7 +83,7 @@ def _added(folder: Path) -> dict[str, int]:
 
     ids = read(folder / "added_tokens.json")
     for number, token in (special_tokens(folder).get("added_tokens_decoder") or {}).items():
-        if (text := content(token)) is not None and number.isdecimal():
+        if (text := content(token)) is not None and number.isdecimal() and len(number) < 10:
             ids[text] = int(number)
     if not ids:
         return {}

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.data.chat import ChatTemplate, encode_chat, template_messages
 from maxstack.errors import ConfigError, DataError, shortened
@@ -45,14 +46,11 @@ def read_prompts(file: str) -> list[Prompt]:
     prompts: list[Prompt] = []
     lines: dict[str, int] = {}
     with storage.open_file(file) as stored:
-        for number, line in enumerate(stored):
+        for number, line in enumerate(strict_json.lines(stored, file, strict_json.LARGEST)):
             where = f"{file}:{number + 1}"
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{where}: no JSON: {error}") from None
+            row = strict_json.parse(line, where, strict=False)
             kinds = [kind for kind in KINDS if isinstance(row, dict) and row.get(kind) is not None]
             if len(kinds) != 1:
                 raise DataError(

@@ -3,15 +3,16 @@ model's folder describe it. Runs on the host, imports no jax."""
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.data.byte_level import read
 from maxstack.errors import ConfigError
+from maxstack.regular_file import read_regular
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ def read_pooling(folder: Path) -> Pooling:
     file = folder / "modules.json"
     if file.is_file():
         kinds = {}
-        for module in json.loads(file.read_text(encoding="utf-8")):
+        for module in strict_json.parse(read_regular(file, strict_json.SMALL), str(file)):
             kinds[module["type"].rpartition(".")[2]] = folder / module["path"]
         normalize = "Normalize" in kinds
         _check(file, kinds)

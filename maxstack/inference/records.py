@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.data.examples import Segment, units_of
 from maxstack.data.sources import open_source
 from maxstack.errors import ConfigError, DataError
@@ -95,7 +96,7 @@ def _read(
         check_length(run, len(segment.ids) - 1, documents.where(index))
     text = documents[index]
     assert isinstance(text, bytes)
-    return json.loads(text), units[0].segments
+    return strict_json.parse(text, documents.where(index), strict=False), units[0].segments
 
 
 class Step:

@@ -11,6 +11,7 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.data import hub
+from maxstack.data.npz_files import read_arrays
 from maxstack.errors import ConfigError, DataError
 from maxstack.inference.opened import config_of
 
@@ -49,17 +50,7 @@ def check_length(run: "Run", tokens: int, where: str) -> None:
 def read_tokens(file: str, vocab: int) -> Rows:
     """The arrays `tokens` and `lengths` of an npz file. DataError if they are missing, misshapen or
     beyond the vocabulary."""
-    try:
-        with storage.open_file(file) as stored, np.load(stored, allow_pickle=False) as arrays:
-            tokens, lengths = arrays["tokens"], arrays["lengths"]
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise DataError(
-            f"{file}: not an npz file; numpy.savez(FILE, tokens=..., lengths=...) makes one"
-        ) from error
-    except KeyError as error:
-        raise DataError(
-            f"{file}: {error.args[0]}; wanted: tokens int32 [B, T] and lengths int32 [B]"
-        ) from error
+    tokens, lengths = read_arrays(file, ("tokens", "lengths"))
     kinds = {tokens.dtype.kind, lengths.dtype.kind}
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1] or not kinds <= {"i", "u"}:
         raise DataError(

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from maxstack.data.json_files import parse
 from maxstack.data.tokenizers import Tokenizer
 from maxstack.errors import DataError, quoted
+from maxstack.strict_json import parse
 
 _MARKS = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 _FIRST_KEY = re.compile(r'\{\s*"([^"\\]*)"')

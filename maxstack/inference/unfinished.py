@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.errors import ConfigError
-from maxstack.report import strict_json
 
 
 class Unfinished:
@@ -32,7 +32,7 @@ class Unfinished:
                 "settings; give these again, or delete it, or give another --out"
             )
         for line in whole[1:]:
-            key, row = json.loads(line)
+            key, row = strict_json.parse(line, str(self._unfinished))
             self.lines[key[0], key[1]] = json.dumps(row, ensure_ascii=False)
         self._unfinished.write_text("\n".join(whole) + "\n", encoding="utf-8")
 

@@ -9,9 +9,9 @@ from typing import Literal
 from maxstack import config
 from maxstack.config import PositiveInt, Section
 from maxstack.data.copies import local_folder
-from maxstack.data.json_files import read_object
 from maxstack.errors import ConfigError
 from maxstack.schema.serve import ServeConfig
+from maxstack.strict_json import read_object
 
 INSTEAD = {
     "rows": "vLLM chooses the tokens of a step",

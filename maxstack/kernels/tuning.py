@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.errors import ConfigError
 from maxstack.sharding import holding
@@ -62,7 +63,7 @@ def _key(row: Mapping[str, Any]) -> list[Any]:
 @functools.lru_cache(maxsize=4)
 def _read(path: str, *version: object) -> list[Mapping[str, Any]]:
     try:
-        table = json.loads(storage.read(path))
+        table = strict_json.parse(storage.read_whole(path))
         problem = _table_problem(table)
     except ValueError as error:
         problem = f"no JSON: {error}"

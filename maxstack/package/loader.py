@@ -34,6 +34,16 @@ class Package:
     def __init__(self, folder: str | Path, devices: list[Any] | None = None):
         self.folder = Path(folder)
         self.manifest = read_manifest(self.folder)
+        try:
+            self._open(devices)
+        except PackageError:
+            raise
+        except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+            wrong = f"{folder}/manifest.json: does not describe a package: {error!r}"
+            raise PackageError(wrong) from error
+
+    def _open(self, devices: list[Any] | None) -> None:
+        folder = self.folder
         read = {weight["file"] for weight in self.manifest["weights"].values()}
         for name in read | {*self.manifest["files"]}:
             checked(self.folder, self.manifest, name)

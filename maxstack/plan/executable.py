@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from maxstack import strict_json
 from maxstack.config import dump, storage
 from maxstack.errors import ConfigError
 from maxstack.run import Run
@@ -47,7 +48,7 @@ def load(run: Run, path: str) -> Any:
 
     try:
         magic, header, payload = storage.read(path).split(b"\n", 2)
-        made = json.loads(header)
+        made = strict_json.parse_object(header, path)
     except OSError as error:
         raise refusal(f"cannot read {path}: {error.strerror}") from error
     except ValueError:

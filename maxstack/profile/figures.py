@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.hardware.chips import Chip, by_kind
 from maxstack.plan.buffers import Buffer, largest
 from maxstack.plan.program import parse
 from maxstack.profile import planes, saved
 from maxstack.profile.origins import Origin, Origins
 from maxstack.profile.timeline import BESIDE, OUTER, OWN, Run, Timeline, covered, shared, timeline
-from maxstack.report import strict_json
+from maxstack.regular_file import open_regular
 
 BUFFERS = 8
 SMALL = 0.01
@@ -393,8 +394,8 @@ def _waiting(run: Path, steps: Timeline) -> float | None:
 def _metrics(path: Path) -> Iterator[Mapping[str, Any]]:
     """Rows of metrics.jsonl, without a last one that is still being written."""
     if path.is_file():
-        with path.open(encoding="utf-8") as lines:
-            yield from filter(None, map(strict_json.read, lines))
+        with open_regular(path) as file:
+            yield from filter(None, map(strict_json.read, strict_json.lines(file, str(path))))
 
 
 def _remarks(facts: saved.Facts, spent: _Spent, chip: Chip | None) -> Iterator[str]:

@@ -7,7 +7,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from maxstack import strict_json
 from maxstack.config import atomic
+from maxstack.data import copies
+from maxstack.data.files import File
 from maxstack.errors import ConfigError, DataError
 from maxstack.plan.buffers import Allocation
 from maxstack.report.trace_requests import FOLDER
@@ -62,8 +65,8 @@ def read(folder: Path) -> tuple[str, Facts]:
     if missing := [name for name in (TEXT, FACTS) if not (folder / name).is_file()]:
         raise DataError(f"{folder}: {', '.join(missing)} was not saved, or was deleted")
     try:
-        text = gzip.decompress((folder / TEXT).read_bytes()).decode()
-        row = json.loads((folder / FACTS).read_text())
+        text = copies.read(File(str(folder / TEXT), TEXT)).decode()
+        row = strict_json.read_object(folder / FACTS)
         row["allocations"] = [Allocation(**each) for each in row["allocations"]]
         return text, Facts(**row)
     except (OSError, EOFError, ValueError, TypeError, KeyError) as error:

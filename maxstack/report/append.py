@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxstack.report import strict_json
+from maxstack import strict_json
+from maxstack.regular_file import open_regular
 
 TAIL = 1 << 16
 """Bytes at the end of a file that hold a row."""
@@ -45,7 +46,7 @@ def newest(path: Path, tail: int = TAIL) -> Iterator[dict[str, Any]]:
     `tail` bytes hold them; none where it cannot be read. Lines that are no objects are passed
     over."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
             lines = file.read().splitlines()
     except OSError:

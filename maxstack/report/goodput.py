@@ -13,13 +13,14 @@ the standard library, for the supervisor.
 import contextlib
 import dataclasses
 import datetime
-import json
 import math
 import time
 from pathlib import Path
 from typing import Any
 
+from maxstack import strict_json
 from maxstack.errors import ConfigError
+from maxstack.regular_file import open_regular
 from maxstack.report.table import table
 
 FILE = "goodput.jsonl"
@@ -99,8 +100,8 @@ class Account:
     def read_file(self, path: Path) -> None:
         """Read all rows of a file. A line that is no row is skipped and gives a remark, except a
         last one that a kill cut short."""
-        with path.open("rb") as file:
-            for line in file:
+        with open_regular(path) as file:
+            for line in strict_json.lines(file, str(path)):
                 if (row := _row(line)) is not None:
                     self.read(row)
                 elif line.endswith(b"\n") and line.strip():
@@ -288,11 +289,8 @@ def text(goodput: Goodput) -> str:
 
 def _row(line: bytes) -> dict[str, Any] | None:
     """The row of a line, None for a damaged line."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or row.get("event") not in EVENTS:
+    row = strict_json.read(line)
+    if row is None or row.get("event") not in EVENTS:
         return None
     seconds, steps = row.get("seconds", {}), row.get("steps", [0, 0])
     if not isinstance(seconds, dict) or not seconds.keys() <= SPENT.keys():

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from maxstack.report import strict_json
+from maxstack import strict_json
+from maxstack.regular_file import open_regular
 from maxstack.report.append import Appender, newest
 
 FILE, INDEX = "metrics.jsonl", "metrics.index.jsonl"
@@ -136,7 +137,7 @@ class History:
         """(step, text) of the last `count` rows that hold texts."""
         found = []
         for place in [place for block in self._blocks for place in block.texts][-count:]:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(place)
                 row = _row(file.readline()) or {}
             lists = (value for value in row.values() if isinstance(value, list))
@@ -165,7 +166,7 @@ class History:
 
     def _sample(self, stop: int) -> None:
         """Read a few rows at each of STRETCHES places up to `stop`, and go on from there."""
-        with self._path.open("rb") as file:
+        with open_regular(self._path) as file:
             for place in np.linspace(self._end, stop, STRETCHES, endpoint=False).astype(int):
                 begin = _next_line(file, max(int(place), self._end))
                 lines = [*itertools.islice(file, STRETCH)]
@@ -210,10 +211,10 @@ class Index:
 def _indexed(folder: Path) -> list[Block]:
     """The blocks that the index has; none where the last is not what the file holds there."""
     blocks: list[Block] = []
-    with contextlib.suppress(OSError), (folder / INDEX).open("rb") as index:
-        for line in index:
+    with contextlib.suppress(OSError), open_regular(folder / INDEX) as index:
+        for line in strict_json.lines(index, INDEX):
             with contextlib.suppress(ValueError, TypeError):  # a line that a kill cut short
-                block = Block(**json.loads(line))
+                block = Block(**strict_json.parse_object(line, INDEX))
                 if block.begin == (blocks[-1].end if blocks else 0):
                     blocks.append(block)
     if not blocks:
@@ -231,9 +232,10 @@ def _blocks(path: Path, begin: int, done: int, *, whole: bool) -> Iterator[Block
     all rows (`whole`), or of full blocks, and with the extremes alone."""
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(begin)
-        while lines := [*itertools.islice(file, ROWS)]:
+        rows = strict_json.lines(file, str(path))
+        while lines := [*itertools.islice(rows, ROWS)]:
             if not lines[-1].endswith(b"\n"):
                 del lines[-1]
             if not lines or (len(lines) < ROWS and not whole):
@@ -345,7 +347,7 @@ def _spans(steps: np.ndarray, count: int) -> np.ndarray:
 def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any] | None]:
     """The row of each line, None for one that is none; many lines at once, which is faster."""
     with contextlib.suppress(ValueError):
-        rows = json.loads(b"[" + b",".join(lines) + b"]")
+        rows = strict_json.parse(b"[" + b",".join(lines) + b"]", FILE, strict=False)
         if len(rows) == len(lines) and all(map(_is_row, rows)):
             return [*map(strict_json.restore, rows)]
     return [_row(line) for line in lines]
@@ -362,7 +364,7 @@ def _is_row(row: Any) -> bool:
 
 def _lines(path: Path, begin: int, end: int) -> list[bytes]:
     """The lines between two bytes; none where there is no file."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
         file.seek(begin)
         return file.read(end - begin).splitlines(keepends=True)
     return []

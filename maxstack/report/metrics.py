@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack.report import history, strict_json
+from maxstack import strict_json
+from maxstack.report import history
 from maxstack.report.append import Appender, newest
 from maxstack.report.trackers import Trackers
 

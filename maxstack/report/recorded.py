@@ -1,7 +1,6 @@
 """What a run left in its folder, as plain data for the report's page."""
 
 import base64
-import json
 import math
 import re
 import time
@@ -9,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from maxstack import strict_json
 from maxstack.config import difference
+from maxstack.config.compose import plain
+from maxstack.config.reader import MAX_BYTES, read_yaml
 from maxstack.config.writer import inline
+from maxstack.regular_file import read_regular
 from maxstack.report import goodput
 from maxstack.report.history import History, Points, last_rows
 
@@ -72,18 +73,18 @@ class Recorded:
 
     def config(self) -> dict[str, Any]:
         """The configuration in config.yml; empty where that cannot be read."""
-        read = self._read("config.yml", yaml.safe_load)
+        read = self._read("config.yml", lambda text: plain(read_yaml(text, "config.yml")))
         return read if isinstance(read, dict) else {}
 
     def versions(self) -> dict[str, Any]:
         """Those of versions.json; empty where that cannot be read."""
-        read = self._read("versions.json", json.loads)
+        read = self._read("versions.json", lambda text: strict_json.parse(text, "versions.json"))
         return read if isinstance(read, dict) else {}
 
     def _read(self, name: str, parse: Any) -> Any:
         try:
-            return parse((self.folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+            return parse(read_regular(self.folder / name, MAX_BYTES).decode())
+        except (OSError, ValueError):
             return None
 
     def _log(self) -> list[tuple[str, str]]:
@@ -195,7 +196,9 @@ def pictures(folder: Path) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     paths = sorted(folder.glob("*.png"), reverse=True) if folder.is_dir() else []
     for path in paths:
-        if len(found) == PICTURES or path.is_symlink() or path.stat().st_size > LARGEST:
+        if len(found) == PICTURES or path.is_symlink() or not path.is_file():
+            continue
+        if path.stat().st_size > LARGEST:
             continue
         if (data := path.read_bytes()).startswith(PNG):
             url = f"data:image/png;base64,{base64.b64encode(data).decode()}"

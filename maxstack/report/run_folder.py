@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 import maxstack
-from maxstack import config
+from maxstack import config, strict_json
 from maxstack.cluster.peers import Peers
-from maxstack.errors import ConfigError
+from maxstack.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -76,8 +76,8 @@ def check_owner(folder: Path) -> None:
     """ConfigError where another process has claimed the folder since; the later one goes on."""
     mine = _tokens.get(folder.absolute())
     try:
-        note = json.loads((folder / OWNER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # nobody claims it
+        note = strict_json.read_object(folder / OWNER)
+    except DataError:  # nobody claims it
         return
     if mine and note.get("token") != mine:
         raise ConfigError(

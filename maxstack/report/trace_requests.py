@@ -105,7 +105,7 @@ def _write(path: Path, row: dict[str, Any]) -> None:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         row = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from maxstack import config
+from maxstack import config, strict_json
 from maxstack.config import atomic
 from maxstack.errors import ConfigError, installing, shortened
 from maxstack.report.append import Appender
@@ -450,7 +450,7 @@ def _correct_places(database: Path, place: str) -> None:
 
 def _kept(folder: Path) -> dict[str, Any]:
     path = folder / KEPT
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return strict_json.read_object(path) if path.exists() else {}
 
 
 def _keep(folder: Path, **values: Any) -> None:

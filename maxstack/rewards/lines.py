@@ -6,6 +6,8 @@ import socket
 import time
 from typing import Any
 
+from maxstack import strict_json
+
 _LONGEST = 64 * 2**20
 """Bytes of a message."""
 _CHUNK = 2**16
@@ -52,7 +54,7 @@ class Lines:
         line = bytes(self._buffer[:end])
         del self._buffer[: end + 1]
         self._searched = 0
-        return json.loads(line)
+        return strict_json.parse(line, strict=False)
 
     def hung_up(self) -> bool:
         """True where the other end is closed."""

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.errors import shortened
-from maxstack.report import strict_json
 from maxstack.rollouts.sample import Group, Sample
 
 SHOWN = 200

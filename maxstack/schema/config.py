@@ -10,6 +10,7 @@ import pydantic
 from pydantic import Field
 
 from maxstack.config import (
+    CountInt,
     Fault,
     Items,
     NonNegativeFloat,
@@ -17,6 +18,7 @@ from maxstack.config import (
     PositiveFloat,
     PositiveInt,
     Section,
+    SizeInt,
 )
 from maxstack.errors import ConfigError
 from maxstack.schema.checkpoint import CheckpointConfig
@@ -59,7 +61,7 @@ class RunConfig(Section):
     output_dir: str = Field("runs", max_length=1024)
     """The folder that holds runs, local or mounted. With several hosts it must be one that all of
     them see."""
-    virtual_devices: PositiveInt | None = None
+    virtual_devices: CountInt | None = None
     """Split the CPU into this many devices, to try a mesh; null: the real devices."""
     trackers: Items[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = ("tensorboard",)
     """Trackers that get metrics, texts and images beside metrics.jsonl, each in the run's folder
@@ -129,19 +131,19 @@ class StopEarlyConfig(Section):
 class TrainConfig(Section):
     """The loop."""
 
-    steps: PositiveInt = 1000
+    steps: int = Field(1000, ge=1, le=2**31 - 1)
     """Optimizer steps in the whole run. A run may be given more; where that moves the learning rate
     of its next step, the log says from what to what."""
     epochs: PositiveFloat | None = None
     """Passes over every source that says none itself; train.steps follows from them, counted when
     the run begins: it reads all documents once, for their lengths, and shares them out so that all
     rows of the batch come to the end together. null: train.steps."""
-    batch_size: PositiveInt = 8
+    batch_size: SizeInt = 8
     """Rows in a step, over all devices and accumulation."""
     stages: Items[StageConfig] = ()
     """Fewer or shorter rows from a step on: a ramp of the batch size, a curriculum of lengths. The
     order of the data stays. A step is compiled for each shape, at the first step that has it."""
-    accumulate: PositiveInt = 1
+    accumulate: CountInt = 1
     """Microbatches a step is split into, one after the other; the update is that of the whole
     batch."""
     seed: int = 0
@@ -205,7 +207,7 @@ class EvalConfig(Section):
     """Steps between evaluations; 0: none at all, not even at start and end."""
     steps: PositiveInt | None = None
     """Batches of an evaluation at most, of each source; null: all held-out documents."""
-    batch_size: PositiveInt | None = None
+    batch_size: SizeInt | None = None
     """Rows in a batch; null: as in training."""
     data: DataConfig | None = None
     """Documents to evaluate on, with data.tokenizer unless another is given; null: what

@@ -8,6 +8,7 @@ import pydantic
 from pydantic import Field
 
 from maxstack.config import (
+    CountInt,
     Fault,
     Items,
     NameMap,
@@ -16,6 +17,7 @@ from maxstack.config import (
     PositiveFloat,
     PositiveInt,
     Section,
+    SizeInt,
     fault,
 )
 from maxstack.schema.mixture import (
@@ -255,7 +257,7 @@ class Files(Source):
     """A source that reads files."""
 
     files: Items[str] = Field(min_length=1)
-    """Paths, relative to the working folder, URLs (gs://, s3:// or any of fsspec's), or globs of
+    """Paths, relative to the working folder, URLs (gs://, s3:// or another store's), or globs of
     either (** crosses folders); {stdlib} stands for Python's standard library without installed
     packages. Of URLs, whole texts and pictures are read where they are, and other files from a copy
     in $MAXSTACK_CACHE, by default ~/.cache/maxstack, made once on each host, as are compressed
@@ -267,6 +269,9 @@ class Files(Source):
     """Read what is there where parts of a whole are missing: files whose names number them, as in
     00003-of-00016, and shards of tokens that their manifest.json lists, or that have none. false:
     what is missing of what `files` match is an error, unless `exclude` names it."""
+    max_bytes: PositiveInt | None = None
+    """Bytes that a compressed file may become; null: 100 times its size, or 1 GiB where that is
+    less. A file that becomes more is refused before it fills the memory or the disk."""
     encoding_errors: Literal["refuse", "replace", "keep"] = "refuse"
     """For text that is not UTF-8. refuse: a bad record, which ends the run unless data.quarantine
     allows it; replace: U+FFFD for the wrong bytes; keep: the bytes as they are, for the bytes
@@ -330,7 +335,7 @@ class SyntheticSource(Source):
     """The source."""
     documents: PositiveInt = 1024
     """Number of documents."""
-    length: PositiveInt = 512
+    length: SizeInt = 512
     """Tokens in each, or at most if `ragged`."""
     ragged: bool = False
     """Lengths uniform in 1..length instead of equal."""
@@ -431,7 +436,7 @@ PICTURES = ImagesSource, TarSource, DigitsSource, MnistSource, NpzSource
 class RandAugmentConfig(Section):
     """Random changes of a picture (Cubuk et al. 2020, arXiv:1909.13719)."""
 
-    layers: PositiveInt = 2
+    layers: CountInt = 2
     """Changes, one after the other."""
     magnitude: float = Field(10.0, ge=0, le=10)
     """Strength of each, of 10."""
@@ -456,7 +461,7 @@ class ImageConfig(Section):
     shift: NonNegativeInt = 0
     """Move the picture by up to so many pixels each way in training, its edge filled with the first
     pixel's value."""
-    resize: PositiveInt | None = None
+    resize: SizeInt | None = None
     """Shorter side of a picture before the centre is cut out of it; null: image_size, so that
     nothing but what makes it square is cut off."""
     keep_ratio: bool = True
@@ -513,7 +518,7 @@ class DataConfig(Section):
     after the other."""
     tokenizer: Tokenizer = BytesTokenizer(kind="bytes")
     """From text to token ids."""
-    seq_len: PositiveInt = 1024
+    seq_len: SizeInt = 1024
     """Tokens in a row."""
     mixture: MixtureConfig = MixtureConfig()
     """How weights of sources count."""
@@ -550,9 +555,9 @@ class DataConfig(Section):
     quarantine: NonNegativeInt = 0
     """Records that each process may pass over because they cannot be read, each named in the log;
     one more ends the run. The order of the others does not change. 0: the first one ends it."""
-    workers: NonNegativeInt = 0
+    workers: int = Field(0, ge=0, le=1024)
     """Background processes that read and tokenize; 0: a thread. The batches do not depend on it."""
-    prefetch: PositiveInt = 2
+    prefetch: CountInt = 2
     """Batches made ahead."""
 
     @pydantic.model_validator(mode="before")

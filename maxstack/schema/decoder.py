@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field
 
 from maxstack.config import (
+    CountInt,
     Fault,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     Section,
+    SizeInt,
 )
 from maxstack.errors import ConfigError
 from maxstack.schema.data import BYTE_IDS, SyntheticSource
@@ -47,9 +48,9 @@ class PerLayerConfig(Section):
     """A second, small embedding of each token for every layer, gated into the residual stream after
     the MLP (Gemma 4 E2B)."""
 
-    vocab: int = Field(ge=2)
+    vocab: int = Field(ge=2, le=100_000_000)
     """Rows of its table."""
-    size: PositiveInt
+    size: SizeInt
     """Numbers a token and layer."""
     activation: Literal["gelu_tanh", "gelu", "silu"] = "gelu_tanh"
     """Activation of the gate."""
@@ -61,7 +62,7 @@ class MTPConfig(Section):
 
     block: str
     """The block spec that it uses."""
-    depth: PositiveInt = 1
+    depth: CountInt = 1
     """Tokens that are predicted further, one block each."""
     loss: NonNegativeFloat = 0.3
     """Weight of its mean cross-entropy; 0: carried along, neither computed nor changed."""
@@ -75,13 +76,13 @@ class DecoderConfig(StackConfig):
 
     kind: Literal["decoder"] = "decoder"
     """The topology."""
-    vocab: int = Field(ge=2)
+    vocab: int = Field(ge=2, le=100_000_000)
     """Rows of the embedding table; at least the tokenizer's vocabulary. Where it is more than that
     of the model that `from` names, rows are added."""
     new_tokens: Literal["mean"] | NonNegativeInt = "mean"
     """Rows that are added to the embedding and the head: the mean of the others, or a copy of that
     of this token."""
-    positions: PositiveInt | None = None
+    positions: SizeInt | None = None
     """Rows of a learned table of positions that is added to the embeddings; null: none."""
     head: HeadConfig = HeadConfig()
     """The output head."""

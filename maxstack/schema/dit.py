@@ -4,7 +4,11 @@ scale."""
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from maxstack.config import Fault, PositiveInt
+from maxstack.config import (
+    CountInt,
+    Fault,
+    SizeInt,
+)
 from maxstack.schema.image_rows import image_faults, patch_faults
 from maxstack.schema.parts import Dim, Part, Parts, Weight, matrix, vector
 from maxstack.schema.stack import StackConfig
@@ -23,7 +27,7 @@ class ConditionConfig(Part):
     LAYER = "maxstack.layers.condition:Condition"
     COMPONENT = "condition"
 
-    classes: PositiveInt
+    classes: SizeInt
     """Classes."""
 
     def parts(self, width: Dim) -> Parts:
@@ -48,15 +52,15 @@ class DiTConfig(StackConfig):
 
     kind: Literal["dit"]
     """The topology."""
-    image_size: PositiveInt
+    image_size: SizeInt
     """Height and width of an image, or of a latent."""
-    patch: PositiveInt
+    patch: CountInt
     """Height and width of a patch."""
-    channels: PositiveInt = 3
+    channels: SizeInt = 3
     """Numbers of a pixel."""
-    out_channels: PositiveInt | None = None
+    out_channels: SizeInt | None = None
     """Numbers of a pixel that come out, of which the first `channels` count; null: as many."""
-    classes: PositiveInt
+    classes: SizeInt
     """Classes; one more row of the table stands for none."""
 
     @property

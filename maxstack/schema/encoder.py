@@ -5,7 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from maxstack.config import Fault, NonNegativeInt, PositiveInt, Section
+from maxstack.config import (
+    CountInt,
+    Fault,
+    NonNegativeInt,
+    Section,
+    SizeInt,
+)
 from maxstack.schema.image_rows import image_faults, patch_faults
 from maxstack.schema.mixers import NormConfig
 from maxstack.schema.mlps import DenseMLPConfig
@@ -32,9 +38,9 @@ class MapPool(Part):
 
     kind: Literal["map"]
     """Image's features."""
-    heads: PositiveInt
+    heads: CountInt
     """Heads of the attention."""
-    hidden: PositiveInt
+    hidden: SizeInt
     """Size of the hidden layer."""
     activation: Literal["gelu_tanh", "gelu"] = "gelu_tanh"
     """Activation of the hidden layer."""
@@ -73,12 +79,12 @@ class EncoderConfig(StackConfig):
 
     kind: Literal["encoder"]
     """The topology."""
-    image_size: PositiveInt
+    image_size: SizeInt
     """Height and width of an image in pixels."""
-    patch: PositiveInt
+    patch: CountInt
     """Height and width of a patch; where it does not divide image_size, the rest at the right and
     lower edge is not seen, as in SigLIP's So400m/14 at 384."""
-    channels: PositiveInt = 3
+    channels: SizeInt = 3
     """Numbers of a pixel."""
     cls: bool = True
     """A learned token before the patches."""
@@ -92,7 +98,7 @@ class EncoderConfig(StackConfig):
     """A token that stood for hidden patches in pretraining, carried along (DINOv2)."""
     pool: Pool = TokenPool(kind="cls")
     """From the last hidden states to the image's features."""
-    classes: PositiveInt | None = None
+    classes: SizeInt | None = None
     """Classes of the head; null: no head."""
 
     def faults(self, cfg: "Config") -> Iterator[Fault]:

@@ -4,7 +4,14 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from maxstack.config import Fault, Items, PositiveFloat, PositiveInt, Regex, Section
+from maxstack.config import (
+    Fault,
+    Items,
+    PositiveFloat,
+    Regex,
+    Section,
+    SizeInt,
+)
 
 
 class LoraConfig(Section):
@@ -13,7 +20,7 @@ class LoraConfig(Section):
     recipe keeps in low precision (quantization: nf4), QLoRA (Dettmers et al. 2023,
     arXiv:2305.14314)."""
 
-    rank: PositiveInt = 8
+    rank: SizeInt = 8
     """Columns of A and rows of B: W x becomes W x + alpha / rank B A x."""
     alpha: PositiveFloat = 16.0
     """Weight of an adapter, before it is divided by the rank."""

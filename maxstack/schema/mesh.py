@@ -7,7 +7,11 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Items, PositiveInt, Section
+from maxstack.config import (
+    CountInt,
+    Items,
+    Section,
+)
 
 AXES = (
     "slices",
@@ -40,7 +44,7 @@ RULES: dict[str, Axes] = {
 }
 
 
-AxisSize = Annotated[int, Field(ge=-1)]
+AxisSize = Annotated[int, Field(ge=-1, le=1_000_000)]
 
 
 class MeshConfig(Section):
@@ -77,9 +81,9 @@ class MeshConfig(Section):
     """Way in which attention sees a sequence that is split over context: keys and values go around
     in a ring, tokens in a balanced order, or an all-to-all gives each device whole sequences of
     some heads."""
-    microbatches: PositiveInt | None = None
+    microbatches: CountInt | None = None
     """Parts of a batch that follow each other through the stages; null: as many as stages."""
-    rounds: PositiveInt = 1
+    rounds: CountInt = 1
     """Times that a microbatch passes through all stages, each holding as many separate runs of
     layers: a smaller bubble, more traffic."""
 

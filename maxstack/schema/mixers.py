@@ -7,7 +7,14 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from maxstack.config import Fault, Items, PositiveFloat, PositiveInt, Section
+from maxstack.config import (
+    CountInt,
+    Fault,
+    Items,
+    PositiveFloat,
+    Section,
+    SizeInt,
+)
 from maxstack.schema import kernels as names
 from maxstack.schema.parts import (
     Cached,
@@ -83,7 +90,7 @@ class Llama3Scaling(Section):
     """Wavelengths above original_length / this are scaled."""
     high_freq_factor: PositiveFloat = 4.0
     """Wavelengths below original_length / this are kept."""
-    original_length: PositiveInt = 8192
+    original_length: SizeInt = 8192
     """The context length of pretraining."""
 
 
@@ -94,7 +101,7 @@ class YarnScaling(Section):
     """The scaling."""
     factor: PositiveFloat
     """Extension of the context."""
-    original_length: PositiveInt
+    original_length: SizeInt
     """The context length of pretraining."""
     beta_fast: PositiveFloat = 32.0
     """Dimensions that turn more often than this within original_length are kept."""
@@ -121,7 +128,7 @@ class LongRopeScaling(Section):
     """Divisors for documents of at most original_length tokens."""
     long_factor: Items[float]
     """Divisors for longer documents."""
-    original_length: PositiveInt
+    original_length: SizeInt
     """The context length of pretraining."""
     factor: PositiveFloat = 1.0
     """Extension of the context: sets the attention factor sqrt(1 + ln(factor) /
@@ -155,7 +162,7 @@ class TemperatureConfig(Section):
 
     scale: float = 0.1
     """Strength of the change."""
-    length: PositiveInt = 8192
+    length: SizeInt = 8192
     """Positions up to which nothing changes."""
 
 
@@ -218,21 +225,21 @@ class AttentionConfig(MixerPart):
 
     kind: Literal["attention"]
     """The mixer."""
-    heads: PositiveInt
+    heads: CountInt
     """Query heads."""
-    kv_heads: PositiveInt | None = None
+    kv_heads: CountInt | None = None
     """Key and value heads, each shared by heads / kv_heads query heads; null: as many as heads."""
-    head_dim: PositiveInt
+    head_dim: SizeInt
     """Size of a head."""
     rope: RopeConfig | None = RopeConfig()
     """Rotary positions; null: none."""
     causal: bool = True
     """A query sees its own position and those before it; false: also those after it, as masked
     diffusion and encoders do. Only of its own document either way."""
-    window: PositiveInt | None = None
+    window: SizeInt | None = None
     """A query sees this many positions, itself included; with causal: false this many on either
     side, itself included in both (2 window - 1 in all); null: no limit."""
-    chunk: PositiveInt | None = None
+    chunk: SizeInt | None = None
     """A query sees only the positions of its own chunk of this many, counted from the start of its
     document; null: no chunks."""
     soft_cap: PositiveFloat | None = None
@@ -390,19 +397,19 @@ class MLAConfig(MixerPart):
 
     kind: Literal["mla"]
     """The mixer."""
-    heads: PositiveInt
+    heads: CountInt
     """Heads of queries, keys and values."""
-    q_lora: PositiveInt | None = None
+    q_lora: SizeInt | None = None
     """Size of the queries' latent; null: projected from the residual stream at once."""
-    kv_lora: PositiveInt
+    kv_lora: SizeInt
     """Size of the latent of keys and values."""
-    nope_dim: PositiveInt
+    nope_dim: SizeInt
     """Part of a query and key head without positions."""
-    rope_dim: int = Field(ge=2, multiple_of=2)
+    rope_dim: int = Field(ge=2, le=100_000_000, multiple_of=2)
     """Part with RoPE; the key's is shared by all heads."""
     causal: bool = True
     """A query sees its own position and those before it; false: all positions of its document."""
-    value_dim: PositiveInt
+    value_dim: SizeInt
     """Size of a value head."""
     rope: RopeConfig = RopeConfig()
     """Rotary positions of the rope part."""
@@ -482,19 +489,19 @@ class GatedDeltaConfig(MixerPart):
 
     kind: Literal["gated_delta"]
     """The mixer."""
-    key_heads: PositiveInt
+    key_heads: CountInt
     """Heads of queries and keys."""
-    value_heads: PositiveInt
+    value_heads: CountInt
     """Heads of values; a multiple of key_heads."""
-    key_dim: PositiveInt
+    key_dim: SizeInt
     """Size of a key head."""
-    value_dim: PositiveInt
+    value_dim: SizeInt
     """Size of a value head."""
-    conv: PositiveInt = 4
+    conv: CountInt = 4
     """Width of the causal convolution over queries, keys and values."""
     norm: NormConfig = NormConfig()
     """Over each value head of the output, before its gate."""
-    chunk: PositiveInt = 64
+    chunk: SizeInt = 64
     """Positions handled as one block: a matter of speed, not of meaning."""
     backend: names.GatedDelta = "auto"
     """The kernel of the recurrence; auto: the first that can serve."""

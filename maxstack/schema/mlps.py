@@ -7,7 +7,14 @@ from typing import Annotated, Literal, Optional, Self
 
 from pydantic import Field
 
-from maxstack.config import Fault, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from maxstack.config import (
+    CountInt,
+    Fault,
+    NonNegativeFloat,
+    PositiveFloat,
+    Section,
+    SizeInt,
+)
 from maxstack.schema import kernels as names
 from maxstack.schema.mixers import NormConfig
 from maxstack.schema.parts import Dim, Dims, Inner, Part, Parts, Weight, matrix, vector
@@ -37,7 +44,7 @@ class GatedMLPConfig(MLPPart):
 
     kind: Literal["gated"]
     """The feed-forward part of a block."""
-    hidden: PositiveInt
+    hidden: SizeInt
     """Size of the hidden layer."""
     activation: Activation = "silu"
     """Applied to the gate."""
@@ -68,7 +75,7 @@ class DenseMLPConfig(MLPPart):
 
     kind: Literal["dense"]
     """The feed-forward part of a block."""
-    hidden: PositiveInt
+    hidden: SizeInt
     """Size of the hidden layer."""
     activation: Activation = "gelu_tanh"
     """Activation of the hidden layer."""
@@ -104,9 +111,9 @@ class RouterConfig(Section):
     selection_bias: bool = False
     """A bias that counts in choosing alone and follows the experts' load, not a gradient (Wang et
     al. 2024, arXiv:2408.15664)."""
-    groups: PositiveInt | None = None
+    groups: CountInt | None = None
     """Experts are chosen from the best top_groups of this many groups; null: from all."""
-    top_groups: PositiveInt | None = None
+    top_groups: CountInt | None = None
     """Groups from which experts are chosen."""
     group_score: Literal["max", "top2"] = "top2"
     """A group is as good as its best expert, or as the sum of its two best."""
@@ -129,7 +136,7 @@ class RouterConfig(Section):
 class SharedExpertConfig(Section):
     """An expert that every token goes to."""
 
-    hidden: PositiveInt
+    hidden: SizeInt
     """Size of its hidden layer."""
     gate: bool = False
     """Multiply its output by a sigmoid of a learned projection of the token (Qwen)."""
@@ -147,11 +154,11 @@ class MoEConfig(MLPPart):
 
     kind: Literal["moe"]
     """The feed-forward part of a block."""
-    experts: PositiveInt
+    experts: CountInt
     """Number of experts."""
-    top_k: PositiveInt
+    top_k: CountInt
     """Experts a token."""
-    hidden: PositiveInt
+    hidden: SizeInt
     """Size of an expert's hidden layer."""
     activation: Activation = "silu"
     """Applied to the gate."""

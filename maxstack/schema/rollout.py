@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from maxstack.config import (
+    CountInt,
     Fault,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
+    SizeInt,
 )
 
 if TYPE_CHECKING:
@@ -39,11 +41,11 @@ class EnvironmentConfig(Section):
 class RolloutConfig(Section):
     """Samples that a step learns from: prompts of data.sources, answers by the current weights."""
 
-    prompts: PositiveInt
+    prompts: SizeInt
     """Prompts of a rollout."""
-    samples: PositiveInt = 8
+    samples: SizeInt = 8
     """Answers to each prompt: a group."""
-    max_tokens: PositiveInt = 256
+    max_tokens: SizeInt = 256
     """Tokens of an answer at most; with an environment, of each turn."""
     temperature: PositiveFloat = 1.0
     """Divides the logits, of sampling and of the loss alike."""
@@ -54,7 +56,7 @@ class RolloutConfig(Section):
     eval_temperature: NonNegativeFloat | None = None
     """The same in evaluations, which take one answer to each held-out prompt; 0: the likeliest
     tokens; null: that of training."""
-    minibatches: PositiveInt = 1
+    minibatches: CountInt = 1
     """Steps over which the prompts of a rollout are spread."""
     epochs: PositiveInt = 1
     """Times that each sample is learned from."""
@@ -64,7 +66,7 @@ class RolloutConfig(Section):
     drop_equal: bool = False
     """Replace groups whose rewards are all equal by other prompts (DAPO's dynamic sampling, Yu et
     al. 2025, arXiv:2503.14476, section 3.2)."""
-    draws: PositiveInt = 8
+    draws: CountInt = 8
     """With drop_equal: rounds of further prompts at most; groups that are still missing then are
     filled with equal ones, which is told."""
     truncated: Literal["keep", "mask"] = "keep"

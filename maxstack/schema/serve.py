@@ -3,18 +3,25 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from maxstack.config import Fault, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from maxstack.config import (
+    Fault,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    SizeInt,
+)
 from maxstack.schema.kernels import PagedAttention
 
 
 class ServeConfig(Section):
     """Sizes and rules of the engine that generates."""
 
-    rows: PositiveInt = 512
+    rows: SizeInt = 512
     """Tokens that a step computes at most, of prompts and answers alike, on each replica of the
     model. Steps with fewer have 1/4 to 1/128 of these rows, where that changes no bit, or identical
     is any."""
-    page: PositiveInt = 16
+    page: SizeInt = 16
     """Tokens of a page of the cache, which requests with one beginning share."""
     cache: PositiveFloat | None = None
     """Size of the cache in GiB a replica; null: for max_requests of max_length, at most half of the

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
-from maxstack.config import Fault, Items, PositiveFloat, PositiveInt, Section
+from maxstack.config import (
+    CountInt,
+    Fault,
+    Items,
+    PositiveFloat,
+    Section,
+    SizeInt,
+)
 from maxstack.config.annotations import listed
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
@@ -140,9 +147,9 @@ class StackConfig(ModelPart):
 
     kind: str
 
-    embed: PositiveInt
+    embed: SizeInt
     """Size of the residual stream."""
-    layers: PositiveInt
+    layers: CountInt
     """Blocks in all."""
     blocks: dict[str, BlockConfig] = Field(min_length=1)
     """Block specs by name; a spec may say `like: other` and give only what differs."""
@@ -167,7 +174,7 @@ class StackConfig(ModelPart):
     unless a transform says otherwise."""
     remat: RematConfig = RematConfig()
     """Recomputation in the backward pass."""
-    unroll: PositiveInt = 1
+    unroll: CountInt = 1
     """Periods of the pattern unrolled in one step of the scan: more compile time, less copying."""
 
     def own_faults(self) -> Iterator[Fault]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from maxstack import strict_json
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import ConfigError
 
@@ -66,7 +67,7 @@ def write(name: str, record: dict[str, Any]) -> None:
 def read(name: str) -> dict[str, Any]:
     """The record of a name; ConfigError where there is none."""
     try:
-        return json.loads(path_of(name).read_text(encoding="utf-8"))
+        return strict_json.parse_object(path_of(name).read_text(encoding="utf-8"), name)
     except ValueError as error:
         raise ConfigError(f"{path_of(name)}: is no whole record of a run; remove it") from error
     except FileNotFoundError as error:

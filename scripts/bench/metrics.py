@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from maxstack.report import strict_json
+from maxstack import strict_json
 
 
 def rows(file: Path, key: str) -> list[dict[str, Any]]:

@@ -128,7 +128,7 @@ def generate_raising(model, *words):
     "lines, message",
     [
         ("", "holds no prompt"),
-        ("{", "p.jsonl:1: no JSON"),
+        ("{", "p.jsonl:1: not JSON"),
         ('{"id": 1}', "p.jsonl:1: holds no prompt"),
         ('{"prompt": "a", "tokens": [1]}', "holds prompt and tokens"),
         ('{"prompt": 3}', "p.jsonl:1: prompt is 3, and must be text"),

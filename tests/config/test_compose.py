@@ -4,7 +4,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxstack.config import compose, storage
+from maxstack import regular_file
+from maxstack.config import compose
 from maxstack.config.compose import merged_tree, plain
 from maxstack.config.reader import MAX_BYTES
 from maxstack.config.writer import inline
@@ -336,7 +337,7 @@ def test_an_unreadable_file_is_refused(folder):
         def refuse(*args, **kwargs):
             raise PermissionError(13, "Permission denied")
 
-        patch.setattr(storage, "open", refuse, raising=False)
+        patch.setattr(regular_file, "open", refuse, raising=False)
         with pytest.raises(ConfigError, match="^run.yml: cannot be read: Permission denied$"):
             composed("run.yml")
 

@@ -213,7 +213,7 @@ def test_a_missing_driver_is_named_in_one_paragraph_within_a_second(path, packag
 
 
 def test_an_unknown_protocol_is_refused():
-    with pytest.raises(ConfigError, match="^gcs3://b/a.yml: no file system is called gcs3://; use"):
+    with pytest.raises(ConfigError, match="^gcs3://b/a.yml: nothing is read from gcs3://; use gs,"):
         merged_tree(PRESETS, "gcs3://b/a.yml")
 
 
@@ -237,3 +237,13 @@ def test_local_paths_import_no_fsspec():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://h/a.yml", "zip://a::gs://b", "sftp://h/a", "github://a:b@/c"]
+)
+def test_only_stores_of_files_are_read(url):
+    with pytest.raises(ConfigError, match=rf"{url}: nothing is read from \w+://; use gs, gcs, s3"):
+        storage.read(url)
+    with pytest.raises(ConfigError, match="nothing is read from"):
+        storage.read("memory://a::ftp://h/b")

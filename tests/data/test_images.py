@@ -47,6 +47,29 @@ def folders():
     return {"kind": "images", "files": ["train/*/*.png"]}
 
 
+def blank(side):
+    """A PNG file of 48 kB for 20,000 x 20,000 pixels."""
+
+    def chunk(kind, data):
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    rows = zlib.compress(bytes(side * (1 + side // 8)), 9)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+def scans(count):
+    """A JPEG file that goes over its picture so many times."""
+    Image.new("RGB", (64, 64)).save(file := io.BytesIO(), "JPEG", progressive=True)
+    whole = file.getvalue()
+    last = whole.rindex(b"\xff\xda")
+    more = count - whole.count(b"\xff\xda")
+    return whole[:-2] + whole[last:-2] * more + whole[-2:]
+
+
 def tar():
     with tarfile.open("a.tar", "w") as out:
         for i in range(NUMBER):
@@ -186,6 +209,8 @@ def test_evaluation_reads_every_picture_once_and_pads(tmp_path):
     [
         (lambda path: path.write_bytes(b"no picture"), "04.png: no picture that can be read"),
         (lambda path: path.write_bytes(path.read_bytes()[:60]), "04.png: no picture that can be"),
+        (lambda path: path.write_bytes(blank(20_000)), "04.png: no picture that can be read: "),
+        (lambda path: path.write_bytes(scans(101)), "of more than 100 scans"),
     ],
 )
 def test_a_broken_picture_is_named_and_passed_over_where_it_may(damage, message):
@@ -368,7 +393,10 @@ def test_latents_of_another_shape_are_named():
     for arrays, message in (
         ({"latents": numbers()}, "must hold latents and label"),
         ({"latents": numbers(), "label": np.arange(3)}, r"must be \[N, S, S, C\] and \[N\]"),
-        ({"latents": numbers(), "label": np.full(NUMBER, 0.5)}, "not of whole numbers"),
+        (
+            {"latents": numbers(), "label": np.full(NUMBER, 0.5)},
+            "must be numbers and whole numbers",
+        ),
         ({"latents": np.array([{}]), "label": np.arange(1)}, "not a readable .npz file"),
     ):
         np.savez("a.npz", **arrays)

@@ -394,7 +394,7 @@ def broken(case):
         return source("jsonl", files=["a.jsonl"]), ["a.jsonl: line 1", "surrogate"]
     if case == "deep json":
         write("a.jsonl", "[" * 200_000 + "\n")
-        return source("jsonl", files=["a.jsonl"]), ["a.jsonl: line 1", "not JSON"]
+        return source("jsonl", files=["a.jsonl"]), ["a.jsonl: line 1: nested deeper"]
     if case == "cut gzip":
         Path("a.txt.gz").write_bytes(gzip.compress(b"x" * 1000)[:-9])
         return source("text", files=["a.txt.gz"]), ["a.txt.gz", "gzip"]

@@ -9,7 +9,7 @@ from maxstack.data import fits
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of
 from maxstack.data.vocabulary import train
-from maxstack.errors import DataError
+from maxstack.errors import DataError, of_rust
 from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,
@@ -247,3 +247,32 @@ def test_an_empty_sentencepiece_file_is_refused(folder):
     (folder / "empty.model").touch()
     with pytest.raises(DataError, match="empty.model: not a SentencePiece model"):
         open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="empty.model"))
+
+
+@pytest.mark.parametrize("kind", ["vocabulary", "added token", "vocab.json"])
+def test_an_id_that_would_make_tables_of_gigabytes_is_refused(kind, tmp_path):
+    made = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).to_str())
+    path = tmp_path / "tokenizer.json"
+    if kind == "vocabulary":
+        made["model"]["vocab"]["b"] = 10**9
+    elif kind == "added token":
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        made["added_tokens"] = [{"id": 10**9, "content": "b"} | flags]
+    else:
+        path = tmp_path / "vocab.json"
+        made = {"a": 0, "b": 10**9}
+        (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+        (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    path.write_text(json.dumps(made))
+    with pytest.raises(DataError, match="1,?000,?000,?000"):
+        open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path)))
+
+
+def test_a_panic_of_a_library_in_rust_is_an_error_of_data():
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.enable_truncation(2, stride=2)
+    with pytest.raises(DataError, match="^a.json: `stride` must be strictly less"):
+        of_rust("a.json", made.encode, "a a a")
+    with pytest.raises(KeyError):
+        of_rust("a.json", {}.__getitem__, 1)

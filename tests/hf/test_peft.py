@@ -237,7 +237,7 @@ def test_what_was_merged_is_taken_out_again_but_not_dora(tmp_path, capsys):
         ({"lora_alpha": None}, "lora_alpha=None"),
         ({"lora_dropout": 1.5}, "lora_dropout=1.5 .* less than 1"),
         ({"lora_alpha": 1e300}, "adapter: lora_alpha=1e.300 .* not a number .* that float32 holds"),
-        ({"lora_alpha": 10**400}, "lora_alpha=1000"),
+        ({"lora_alpha": 10**99}, "lora_alpha=1000"),
         ({"alpha_pattern": {"q_proj": 1e300}}, "alpha_pattern.q_proj=1e.300"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern.q_proj='x'"),
         (

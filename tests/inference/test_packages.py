@@ -185,7 +185,7 @@ def texts(tokens, length):
         ("other", tensor(), 404, "no model 'other' is served here; there are toy, toy.classify"),
         ("toy/versions/7", tensor(), 404, "version '7' is not served; 1 is"),
         ("toy.count", tensor(), 400, "toy.count has a state"),
-        ("toy", [], 400, "the body must be a JSON object"),
+        ("toy", [], 400, "the body: is no JSON object"),
         ("toy", {}, 400, "inputs: must be a list of objects"),
         ("toy", {"inputs": []}, 400, "inputs: x is missing"),
         ("toy", {"inputs": [TENSOR, TENSOR]}, 400, "inputs: x is there twice"),
@@ -232,6 +232,7 @@ def test_what_cannot_be_done_is_refused_by_name(server, model, body, status, wor
         (b'{"inputs": NaN}', {}, 400),
         (b"{}", {"Inference-Header-Content-Length": "3"}, 400),
         (b"{}", {"Inference-Header-Content-Length": "-1"}, 400),
+        (b"{}", {"Inference-Header-Content-Length": "0" * 5000 + "2"}, 400),
         (json.dumps(tensor()).encode() + b"more", {"Inference-Header-Content-Length": "96"}, 400),
         (b'{"inputs": "' + b"x" * (9 << 20) + b'"}', {}, 413),
         (b"x" * (65 << 20), {}, 413),
@@ -239,7 +240,7 @@ def test_what_cannot_be_done_is_refused_by_name(server, model, body, status, wor
         (b"{}", {"Origin": "http://pages.example"}, 403),
         (b"{}", {"Host": "pages.example:80"}, 403),
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_a_body_that_is_no_request_is_refused(server, content, headers, status):
     answer = server.http.post("/v2/models/toy/infer", content=content, headers=headers)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from maxstack import strict_json
 from maxstack.config import storage
-from maxstack.data import json_files
 from maxstack.data.steps.step import Removed, Step, hashes_of, kind, ngrams, unreadable, words_of
 from maxstack.errors import ConfigError
 from maxstack.schema.steps import DecontaminateStep
@@ -62,13 +62,13 @@ def grams_of(cfg: DecontaminateStep, texts: Mapping[str, Sequence[str]]) -> Gram
 
 def _read(path: str) -> list[str]:
     try:
-        lines = storage.read(path).decode().splitlines()
+        lines = storage.read_whole(path, storage.LARGE).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable("decontaminate.files", path, error) from error
     if not path.endswith(".jsonl"):
         return lines
     rows = (
-        json_files.parse(line.encode(), f"{path}:{number}")
+        strict_json.parse(line.encode(), f"{path}:{number}")
         for number, line in enumerate(lines, 1)
         if line.strip()
     )

@@ -36,7 +36,7 @@ def found(steps: Sequence[AnyStep], task_texts: Mapping[str, Sequence[str]]) -> 
             made[number] = contamination.grams_of(step, task_texts)
         if isinstance(step, C4Step) and step.bad_words:
             try:
-                lines = storage.read(step.bad_words).decode().splitlines()
+                lines = storage.read_whole(step.bad_words).decode().splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise unreadable("c4.bad_words", step.bad_words, error) from error
             made[number] = [line.strip() for line in lines if line.strip()]

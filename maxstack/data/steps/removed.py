@@ -2,13 +2,13 @@
 
 import io
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import zstandard
 
+from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.data.shards import manifest_of
 from maxstack.data.steps.passes import REMOVED
@@ -57,6 +57,6 @@ def _read(path: str) -> Iterator[Any]:
         with storage.open_file(path) as file:
             reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
             for line in io.TextIOWrapper(reader, "utf-8", newline="\n"):
-                yield json.loads(line)
+                yield strict_json.parse(line, path)
     except (OSError, ValueError, zstandard.ZstdError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.errors import quoted
+from maxstack import strict_json
+from maxstack.errors import DataError, quoted
 from maxstack.inference.packages import tensors
 from maxstack.inference.server.refusal import Refusal
 
@@ -96,29 +97,23 @@ def write(
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body; Refusal for anything else."""
     try:
-        message = json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise Refusal(400, f"the body is no JSON: {error}") from None
-    if not isinstance(message, dict):
-        raise Refusal(400, "the body must be a JSON object")
-    return message
+        return strict_json.parse_object(body, "the body")
+    except DataError as error:
+        raise Refusal(400, str(error)) from None
 
 
 def _parts(body: bytes, header: str | None) -> tuple[dict[str, Any], memoryview]:
     length = len(body)
     if header is not None:
-        if not (header.isascii() and header.isdecimal() and int(header[:19]) <= len(body)):
+        number = header if header.isascii() and header.isdecimal() and len(header) < 20 else "-1"
+        if not 0 <= int(number) <= len(body):
             raise Refusal(400, f"{HEADER}: {quoted(header)} is no length within the body")
-        length = int(header)
+        length = int(number)
     if length > MOST_JSON:
         raise Refusal(
             413, f"the JSON of the request is larger than {MOST_JSON} bytes; send binary data"
         )
     return read_object(body[:length]), memoryview(body)[length:]
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
 
 
 def _input(

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from maxstack import strict_json
 from maxstack.inference.server.body import read_bytes
 from maxstack.inference.server.choices import Choice
 from maxstack.inference.server.errors import refusal_of
@@ -18,7 +19,6 @@ from maxstack.inference.server.schemas import AnyBody, parsed
 from maxstack.inference.server.state import BODY, State
 from maxstack.inference.server.writer import Writer
 from maxstack.inference.service import Answers, Ask
-from maxstack.report import strict_json
 
 Result = TypeVar("Result")
 

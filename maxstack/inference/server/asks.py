@@ -1,13 +1,14 @@
 """Bodies of requests become prompts and settings of the engine."""
 
 import dataclasses
-import json
 import random
 import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from maxstack import strict_json
 from maxstack.data.chat import encode_chat, template_messages
+from maxstack.errors import DataError
 from maxstack.inference.request import Sampling
 from maxstack.inference.server.choices import Choice
 from maxstack.inference.server.grammars import Rule
@@ -215,6 +216,6 @@ def _schema(given: Any) -> Any:
     if not isinstance(given, str):
         return given
     try:
-        return json.loads(given)
-    except ValueError as error:
-        raise Refusal(400, f"the JSON schema is not JSON: {error}") from None
+        return strict_json.parse(given, "the JSON schema")
+    except DataError as error:
+        raise Refusal(400, str(error)) from None

@@ -4,10 +4,10 @@ not know, and values that it cannot follow, are refused by name."""
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from maxstack.errors import quoted
+from maxstack import strict_json
+from maxstack.errors import DataError, quoted
 from maxstack.inference.server.refusal import Refusal
 
 LOGPROBS = 20
@@ -313,13 +313,13 @@ OF_OTHERS = {
 def parsed(kind: type[AnyBody], data: bytes) -> AnyBody:
     """The body of a request. Refusal with status 400 that names a wrong field."""
     try:
-        content = pydantic_core.from_json(data, allow_inf_nan=False)
+        content = strict_json.parse(data, "the body")
         _check_sizes(content)
         return kind.model_validate(content)
     except ValidationError as error:
         raise _refused(error) from None
-    except ValueError as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from None
+    except DataError as error:
+        raise Refusal(400, str(error)) from None
 
 
 def _check_sizes(content: Any) -> None:

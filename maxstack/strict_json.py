@@ -1,0 +1,165 @@
+"""JSON of others, read within bounds, and our own, written as other programs read it.
+
+JSON has no NaN and no infinity: where we write such a value it is null, and `not_finite` of its
+object says which: `{"loss": null, "not_finite": {"loss": "nan"}}`. In a list it is null alone.
+"""
+
+import collections
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from maxstack.errors import DataError, quoted, shortened
+from maxstack.regular_file import read_regular
+
+KEY = "not_finite"
+LARGEST, SMALL = 64 << 20, 1 << 20
+"""Bytes of a file that is read, and of one whose value is kept."""
+DEEPEST, MOST, MOST_DIGITS = 100, 2_000_000, 100
+"""Lists and objects within one another, all of them, and characters of a whole number. The largest
+tokenizer.json have 500,000 merges, and some files say 10**30 for no limit."""
+_ODD = "nan", "inf", "-inf"
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def parse(text: str | bytes, where: str = "", *, strict: bool = True) -> Any:
+    """The value of a JSON text in UTF-8. DataError, which begins with `where` if given, for others,
+    more than DEEPEST, MOST and MOST_DIGITS, numbers that no float holds, half of a surrogate pair
+    and a key twice in an object. Not `strict`, it may have keys twice, halves, NaN and Infinity,
+    and any number of lists."""
+    begin = where and f"{where}: "
+    data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
+    if strict and data.count(b"[") + data.count(b"{") > MOST:
+        raise DataError(f"{begin}holds more than {MOST:,} lists and objects")
+    try:
+        value = json.loads(
+            data.decode("utf-8-sig", "strict" if strict else "surrogatepass"),
+            parse_int=_whole,
+            parse_float=_float,
+            object_pairs_hook=_unique if strict else None,
+            parse_constant=_refuse if strict else None,
+        )
+        _check_depth(value)
+        if strict and _SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise DataError(f"{begin}nested deeper than {DEEPEST} lists and objects") from None
+    except UnicodeEncodeError:
+        raise DataError(f"{begin}holds half of a surrogate pair, which is no text") from None
+    except DataError as error:
+        raise DataError(f"{begin}{error}") from None
+    except ValueError as error:
+        raise DataError(f"{begin}not JSON: {error}") from error
+    return value
+
+
+def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
+    """The object of a text, as `parse` reads it; DataError where it holds another value."""
+    value = parse(text, where)
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: is no JSON object")
+    return value
+
+
+def read_object(path: Path, largest: int = LARGEST) -> dict[str, Any]:
+    """The JSON object in a file; a small file is opened again only after it has changed. DataError
+    for a file that cannot be read, has more than `largest` bytes, or holds anything else."""
+    try:
+        state = path.stat()
+        if state.st_size > SMALL:
+            return parse_object(read_regular(path, largest), str(path))
+        return {**_unchanged(path, os.getcwd(), state.st_ino, state.st_size, state.st_mtime_ns)}
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@functools.lru_cache(maxsize=16)
+def _unchanged(path: Path, *state: object) -> dict[str, Any]:
+    """The object of a small file in this state."""
+    return parse_object(read_regular(path, SMALL), str(path))
+
+
+def lines(file: IO[bytes], where: str, longest: int = SMALL) -> Iterator[bytes]:
+    """Lines of a file of rows. DataError for one of more than `longest` bytes."""
+    while line := file.readline(longest + 1):
+        if len(line) > longest:
+            raise DataError(f"{where}: holds a line of more than {longest:,} bytes, and no row has")
+        yield line
+
+
+def write(value: Any, **options: Any) -> str:
+    """The text of plain data, made with json's own options."""
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def read(text: str | bytes) -> dict[str, Any] | None:
+    """The object of a text that `write` made, or of an older one with bare NaN and Infinity, its
+    own floats as they were; None where it is no object."""
+    with contextlib.suppress(DataError):
+        if isinstance(row := parse(text, strict=False), dict):
+            return restore(row)
+    return None
+
+
+def restore(row: dict[str, Any]) -> dict[str, Any]:
+    """The object with the floats that its `not_finite` names."""
+    if isinstance(named := row.get(KEY), dict):
+        odd = {name: text for name, text in named.items() if name in row and text in _ODD}
+        row |= {name: float(text) for name, text in odd.items()}
+        del row[KEY]
+    return row
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        odd = {key: str(each) for key, each in value.items() if _is_odd(each)}
+        return {key: _finite(each) for key, each in value.items()} | ({KEY: odd} if odd else {})
+    if isinstance(value, list | tuple):
+        return [*map(_finite, value)]
+    return None if _is_odd(value) else value
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = collections.Counter(key for key, _ in pairs)
+        raise DataError(f"key {quoted(counts.most_common(1)[0][0])} is given twice")
+    return values
+
+
+def _refuse(word: str) -> None:
+    raise DataError(f"{word} is not JSON")
+
+
+def _whole(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise DataError(f"number {shortened(text, 40)} has more than {MOST_DIGITS} digits")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise DataError(f"number {shortened(text, 40)} is larger than any float")
+    return number
+
+
+def _check_depth(value: Any) -> None:
+    """RecursionError for lists and objects that lie deeper than DEEPEST."""
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise RecursionError
+        level = [
+            inner for each in level for inner in (each.values() if type(each) is dict else each)
+        ]
