@@ -64,6 +64,11 @@ def filesystem(path: str) -> Iterator[tuple[Any, str]]:
     from fsspec.registry import known_implementations
 
     scheme = path.partition("://")[0]
+    if "::" in path or scheme == "reference":
+        raise ConfigError(
+            f"{shortened(path, 200)}: reads one file system by another, of which older versions of "
+            "fsspec run templates; give the plain path or URL"
+        )
     if is_url(path) and scheme not in fsspec.available_protocols():
         raise ConfigError(
             f"{path}: no file system is called {shortened(scheme)}://; use gs://, s3://, another "
