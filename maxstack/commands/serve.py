@@ -180,6 +180,8 @@ def _read_keys(file: str | None) -> list[bytes]:
         return []
     try:
         lines = Path(file).read_bytes().splitlines()
+        if Path(file).stat().st_mode & 0o044:
+            log.warning("--api-key-file %s: others here may read it: chmod 600 it", file)
     except OSError as error:
         raise ConfigError(f"--api-key-file {file}: cannot be read: {error.strerror}") from error
     keys = [line.strip() for line in lines if line.strip()]

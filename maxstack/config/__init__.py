@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
+from maxstack.config import secrets
 from maxstack.config.annotations import kinds, meanings, members, of_field, section
 from maxstack.config.compose import Presets, Readers, merged_tree, plain, underlay
 from maxstack.config.explain import explanation, paragraphs
@@ -150,6 +151,7 @@ def load_tree(
         if not field.is_required()
     }
     tree = merged_tree(schema.PRESETS, path, overrides, defaults, readers, _keys(schema))
+    secrets.check(tree)
     tree = completed(tree)
     for where, below in _beneath(schema):
         tree = underlay(tree, where, below)
