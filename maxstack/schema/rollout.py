@@ -85,6 +85,9 @@ class RolloutConfig(Section):
     nothing."""
     workers: PositiveInt = 2
     """Processes that compute rewards."""
+    sandbox: bool = False
+    """Rewards and environments run without network, environment variables and home, with memory,
+    processes and files bounded: by bubblewrap, which must be installed (docs/RL.md)."""
     record: NonNegativeInt = 8
     """Samples of each rollout that rollouts.jsonl of the run's folder keeps; 0: none."""
     show: NonNegativeInt = 50
