@@ -183,6 +183,8 @@ def _read_keys(file: str | None) -> list[bytes]:
         return []
     try:
         lines = read_regular(file, MOST_KEYS).splitlines()
+        if Path(file).stat().st_mode & 0o044:
+            log.warning("--api-key-file %s: others here may read it: chmod 600 it", file)
     except OSError as error:
         raise ConfigError(f"--api-key-file {file}: cannot be read: {error.strerror}") from error
     keys = [line.strip() for line in lines if line.strip()]

@@ -145,6 +145,7 @@ def write_files(
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name, what, content in (*files, script):
+        (folder / name).touch(mode=0o600)
         (folder / name).write_text(content, encoding="utf-8")
         print(f"wrote {folder / name}: {what}")
 

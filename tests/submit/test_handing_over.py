@@ -4,6 +4,7 @@ what is refused before they are asked."""
 import os
 import re
 import shlex
+import stat
 import subprocess
 from pathlib import Path
 
@@ -168,6 +169,7 @@ def test_a_dry_run_writes_all_that_a_cluster_would_get_to_be_read(
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert cli.main([*words, "--out", str(out := tmp_path / "out")]) == 0
+    assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {0o600}
     files = {found.name: found.read_text() for found in out.iterdir()}
     assert {
         line.removeprefix("wrote ").split(":")[0] for line in capsys.readouterr().out.splitlines()
