@@ -89,8 +89,9 @@ class Door:
                 connection, address = self._listener.accept()
             except TimeoutError:
                 continue
-            except OSError:  # out of descriptors, as a rule
-                time.sleep(0.1)
+            except OSError:  # it was closed, or there are no more descriptors
+                if self._open:
+                    time.sleep(0.1)
                 continue
             with self._lock:
                 self._proving.append(connection)

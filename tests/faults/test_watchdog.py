@@ -165,7 +165,7 @@ def test_a_hang_ends_all_to_be_started_again_with_every_stack_in_the_log(tmp_pat
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_where_one_is_killed_the_others_leave_at_once(tmp_path, who):
-    started = run(tmp_path, 3)
+    started = run(tmp_path, 3, "wait")
     began = time.monotonic()
     started[who].kill()
     codes, outputs = ended(started)
