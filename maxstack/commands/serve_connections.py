@@ -108,7 +108,9 @@ def context(certificate: str | None, key: str | None) -> ssl.SSLContext | None:
     try:
         made.load_cert_chain(certificate, key, refuse)
     except ssl.SSLError as error:
-        what = "is not the key of that certificate" if error.reason == MISMATCH else "is none"
+        what = (
+            "is not the key of that certificate" if error.reason == MISMATCH else "cannot be used"
+        )
         raise ConfigError(
             f"--tls-cert {certificate} --tls-key {key}: {what}: {error.reason or error}"
         ) from error

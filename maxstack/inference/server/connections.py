@@ -21,7 +21,7 @@ from typing import Any
 from maxstack.errors import ConfigError
 
 HEAD, BODY, ANSWER, IDLE, READING = "head", "body", "answer", "idle", "reading"
-SECONDS = {HEAD: 10.0, IDLE: 75.0, READING: 60.0}
+SECONDS = {HEAD: 10.0, IDLE: 75.0, READING: 30.0}
 """How long a client may let the server wait; body.py has the time of bodies."""
 PROGRESS = 32 << 10
 """Bytes of an answer that a client reads at least in its time."""

@@ -59,7 +59,6 @@ def serve(
     """Answer requests until SIGTERM or SIGINT; then `drain`, which refuses new ones and returns
     when those that run have finished, for `grace` seconds at most, and end. A SIGINT meanwhile ends
     at once. `said` makes the line that is printed at the start of the server's address."""
-    app.state.listener = listener
     Server(app, listener, said, drain, grace).run([listener])
 
 
@@ -114,6 +113,7 @@ class Server(uvicorn.Server):
         drain: Callable[[], Coroutine[Any, Any, None]],
         grace: float,
     ):
+        app.state.listener = listener
         config = uvicorn.Config(
             app,
             http=functools.partial(Protocol, listener),  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=int(SECONDS[IDLE]),
+            timeout_keep_alive=int(SECONDS[IDLE]) + 5,  # the listener's comes first
             timeout_graceful_shutdown=GRACE + CANCEL,
         )
         config.load()
@@ -144,6 +144,7 @@ class Server(uvicorn.Server):
         again = self._draining is not None and sig == signal.SIGINT
         if again or not self.started:
             self.should_exit = self.force_exit = True
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it leaves undone
         else:
             self._loop.call_soon_threadsafe(self._begin_drain, signal.Signals(sig).name)
 
