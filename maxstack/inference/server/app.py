@@ -17,6 +17,7 @@ from maxstack.inference.server.answering import check_access, read_body, state_o
 from maxstack.inference.server.asks import decode, encode, encode_messages
 from maxstack.inference.server.chat import chat
 from maxstack.inference.server.completions import completions
+from maxstack.inference.server.connections import text_of
 from maxstack.inference.server.embeddings import embeddings
 from maxstack.inference.server.errors import HANDLED, refusal_of
 from maxstack.inference.server.page import page
@@ -132,7 +133,7 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
     state = state_of(request)
-    text = state.service.metrics.text(state.service.engine, state.name)
+    text = state.service.metrics.text(state.service.engine, state.name) + text_of(request.app)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
