@@ -31,7 +31,7 @@ class Engine:
         if not prompt:
             raise DataError("the prompt is empty")
 
-    def add(self, prompt, sampling, priority, adapter):
+    def add(self, prompt, sampling, priority, adapter, client):
         self.added += 1
         self.tasks[self.added] = sampling
         return self.added
@@ -61,16 +61,16 @@ class Engine:
 
 def test_a_failing_engine_fails_all_requests_and_hangs_none():
     async def ask():
-        service = Service(Engine(fails=20), queue=2)
+        service = Service(Engine(fails=20), waiting=2)
         service.start()
         ask = Ask([1], Sampling(max_tokens=10**9))
-        answers = [service.submit([ask, ask]), service.submit([ask])]
+        answers = [await service.submit([ask, ask]), await service.submit([ask])]
         for each in answers:
             with pytest.raises(Failed, match="out of memory"):
                 async for _ in each:
                     pass
         with pytest.raises(Failed):
-            service.submit([ask])
+            await service.submit([ask])
         await asyncio.wait_for(service.drain(), 5)
         await service.stop()
 
@@ -79,7 +79,7 @@ def test_a_failing_engine_fails_all_requests_and_hangs_none():
 
 def test_a_server_whose_engine_failed_is_not_healthy_and_says_why():
     async def ask():
-        service = Service(Engine(), queue=2)
+        service = Service(Engine(), waiting=2)
         service.failure = RuntimeError("out of memory")
         app = make_app(State(types.SimpleNamespace(engine=service.engine), service, "tiny"))
         transport = httpx.ASGITransport(app)
@@ -108,10 +108,10 @@ class Broken:
 def test_a_grammar_that_fails_ends_its_own_request_only():
     async def ask():
         engine = Engine()
-        service = Service(engine, queue=2)
+        service = Service(engine, waiting=2)
         service.start()
-        answers = service.submit([Ask([1], Sampling(max_tokens=10**9, grammar=Broken()))])
-        other = service.submit([Ask([1], Sampling(max_tokens=10**9))])
+        answers = await service.submit([Ask([1], Sampling(max_tokens=10**9, grammar=Broken()))])
+        other = await service.submit([Ask([1], Sampling(max_tokens=10**9))])
         with pytest.raises(RuntimeError, match="cannot go on"):
             async for _ in answers:
                 pass
@@ -128,9 +128,9 @@ def test_a_grammar_that_fails_ends_its_own_request_only():
 def test_closed_answers_leave_the_engine():
     async def ask():
         engine = Engine()
-        service = Service(engine, queue=2)
+        service = Service(engine, waiting=2)
         service.start()
-        answers = service.submit([Ask([1], Sampling(max_tokens=10**9))] * 3)
+        answers = await service.submit([Ask([1], Sampling(max_tokens=10**9))] * 3)
         async for index, _ in answers:
             if index == 1:
                 break
