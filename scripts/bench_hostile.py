@@ -32,6 +32,8 @@ SECONDS = 300
 AFTER = 3
 """Seconds between an attack's end and the second look at the memory."""
 LONG = "The quick brown fox jumps over the lazy dog, number 12345. "
+LENGTHS = 1, 3, 7, 15, 31, 100, 300, 500
+"""Tokens of prompts before the attack, for which steps of all sizes are compiled."""
 MESSAGE = {"role": "user", "content": "hello"}
 
 
@@ -182,7 +184,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             server = Server([args.model, *overrides], Path(folder))
             try:
-                server.ask("good", "/v1/completions", body(prompt="a", max_tokens=4))
+                for length in LENGTHS:
+                    warm = body(prompt=[1 + i % 100 for i in range(length)], max_tokens=4)
+                    server.ask("good", "/v1/completions", warm)
                 print(name, json.dumps(measured(server, *attack, args.limit)), flush=True)
             finally:
                 server.process.kill()
