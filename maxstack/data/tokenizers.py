@@ -154,17 +154,19 @@ class Tokenizer(ABC):
         """Ids that `encode_by_parts` gives for a text at least, by its size alone."""
         return 0
 
-    def encode_by_parts(self, document: bytes, longest: int = LONGEST) -> Iterator[np.ndarray]:
-        """The ids of `encode_marked`, of `longest` bytes at a time. Other threads run while the
-        library works."""
+    def encode_by_parts(
+        self, document: bytes, longest: int = LONGEST
+    ) -> Iterator[tuple[np.ndarray, int]]:
+        """The ids of `encode_marked`, of `longest` bytes at a time, and the byte up to which they
+        go. Other threads run while the library works."""
         for start, stop in parts(document, longest, self._marked_ids):
-            yield np.asarray(self._marked_ids(document[start:stop]), np.int32)
+            yield np.asarray(self._marked_ids(document[start:stop]), np.int32), stop
 
     def _marked_ids(self, document: bytes) -> Sequence[int] | np.ndarray:
         names = {name: token for token, name in self.special.items()}
         ids: list[int] = []
         for part in self._marks.split(document.decode()):
-            ids += [names[part]] if part in names else self._text_ids(part.encode())
+            ids.extend([names[part]] if part in names else self._text_ids(part.encode()))
         return ids
 
     @functools.cached_property

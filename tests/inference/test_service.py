@@ -9,13 +9,13 @@ import httpx
 import numpy as np
 import pytest
 
-from maxstack.errors import DataError
+from maxstack.errors import ConfigError, DataError
 from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.server.app import make_app
 from maxstack.inference.server.errors import Refusal
 from maxstack.inference.server.schemas import CompletionBody, parsed
 from maxstack.inference.server.state import State
-from maxstack.inference.service import Ask, Failed, Service
+from maxstack.inference.service import Ask, Failed, Full, Service
 
 
 class Engine:
@@ -138,6 +138,26 @@ def test_closed_answers_leave_the_engine():
         await asyncio.wait_for(service.drain(), 5)
         while engine.busy:
             await asyncio.sleep(0.01)
+        await service.stop()
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+def test_one_client_leaves_a_quarter_of_what_may_wait_to_the_others():
+    async def ask():
+        service = Service(Engine(), waiting=98)
+        service.start()
+        one = Ask([1], Sampling(max_tokens=10**9))
+        taken = []
+        for client, most in (("a", 75), ("b", 19), ("c", 5)):
+            taken.append(await service.submit([one] * most, client))
+            with pytest.raises(Full, match="of your requests run and wait, of"):
+                await service.submit([one], client)
+        with pytest.raises(ConfigError, match="serve.max_waiting lets 75 of one client"):
+            await service.submit([one] * 76, "d")
+        for answers in taken:
+            answers.close()
+        service.check(75, "d")
         await service.stop()
 
     asyncio.run(asyncio.wait_for(ask(), 20))

@@ -114,7 +114,7 @@ class EventStream(StreamingResponse):
     """Server-sent events, ended with [DONE]; the answers are closed at the end, and when the client
     leaves."""
 
-    def __init__(self, answers: Answers, events: AsyncIterator[str]):
+    def __init__(self, answers: Answers, events: AsyncIterator[bytes]):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_encoded(events), media_type="text/event-stream", headers=headers)
         self._answers = answers
@@ -126,10 +126,10 @@ class EventStream(StreamingResponse):
             self._answers.close()
 
 
-async def _encoded(events: AsyncIterator[str]) -> AsyncIterator[str]:
+async def _encoded(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     try:
-        async for text in events:
-            yield text
+        async for content in events:
+            yield content
     except Exception as error:
         yield event(refusal_of(error).body)
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"

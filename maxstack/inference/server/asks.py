@@ -68,10 +68,10 @@ def encode(state: State, text: str, special: bool = True, whole: bool = False) -
             f"than {remedy}"
         )
     tokens = state.tokenizer.encode(b"").tolist() if special else []
-    for ids in state.tokenizer.encode_by_parts(document):
-        if len(tokens) > length and not whole:
-            raise DataError(f"the text is longer than {remedy}")
+    for ids, stop in state.tokenizer.encode_by_parts(document):
         tokens += ids.tolist()
+        if len(tokens) > length and stop < len(document) and not whole:
+            raise DataError(f"the text is longer than {remedy}")
     return tokens
 
 

@@ -14,10 +14,10 @@ from maxstack.inference.service import Answers
 from maxstack.report import strict_json
 
 
-def event(content: dict[str, Any]) -> str:
+def event(content: dict[str, Any]) -> bytes:
     """A server-sent event."""
     text = strict_json.write(content, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n"
+    return f"data: {text}\n\n".encode()
 
 
 class Writer(ABC):
@@ -76,7 +76,7 @@ class Writer(ABC):
             }
         )
 
-    async def events(self, answers: Answers) -> AsyncIterator[str]:
+    async def events(self, answers: Answers) -> AsyncIterator[bytes]:
         """Chunks as events, each of an answer; the last has the usage, where it is asked for."""
         options = self.body.stream_options
         counts = options is not None and options.include_usage
@@ -86,7 +86,7 @@ class Writer(ABC):
         waiting: dict[int, Delta] = {}
         above = self._prompt()
 
-        def chunk(index: int, delta: Delta, further: dict[str, Any]) -> str:
+        def chunk(index: int, delta: Delta, further: dict[str, Any]) -> bytes:
             return event({**head, "choices": [self.chunk(index, delta)], **further})
 
         async for index, delta in deltas(answers, self.choices):
