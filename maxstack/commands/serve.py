@@ -149,7 +149,7 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
     name = _model_name(args)
     if name in served.engine.adapters:
         raise ConfigError(f"{name}: is an adapter's name too; give --served-model-name")
-    service = Service(served.engine, served.cfg.serve.queue)
+    service = Service(served.engine, served.cfg.serve.max_waiting)
     service.warm()
     state = State(
         served,

@@ -49,7 +49,8 @@ def start_package(package: Package) -> Served:
     tokenizer = open_prompt_tokenizer(cfg.data.tokenizer) if section else None
     stops = frozenset(text["stop_tokens"])
     said = text["template"]
-    template = ChatTemplate(**said, where=f"{folder}/manifest.json") if said else None
+    where = f"{folder}/manifest.json"
+    template = ChatTemplate(**said, where=where, guarded=True) if said else None
     own = folder, folder / "tokenizer"
     return Served(str(folder), cfg, engine, *own, tokenizer, stops, template)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maxstack import strict_json
-from maxstack.data.chat import encode_chat, template_messages
+from maxstack.data.chat import template_messages
 from maxstack.errors import DataError
 from maxstack.inference.request import Sampling
 from maxstack.inference.server.choices import Choice
@@ -43,20 +43,37 @@ class Wish:
     """More than one call."""
 
 
-def separate(given: Prompts, name: str) -> Sequence[str | list[int]]:
-    """The prompts in the field `name` of a body. Refusal where there is none."""
+def separate(state: State, given: Prompts, name: str, n: int = 1) -> Sequence[str | list[int]]:
+    """The prompts in the field `name` of a body, to each of which n answers are asked for. Refusal
+    where there is none, and the errors of `Service.check` for more than may wait."""
     if not given:
         raise Refusal(400, f"{name}: is empty; give at least one token", param=name)
-    if isinstance(given, str) or isinstance(given[0], int):
-        return [given]  # type: ignore[list-item]
-    return given  # type: ignore[return-value]
+    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    state.service.check(len(prompts) * n)
+    return prompts  # type: ignore[return-value]
 
 
-def encode(state: State, text: str, special: bool = True) -> list[int]:
+def encode(state: State, text: str, special: bool = True, whole: bool = False) -> list[int]:
     """Tokens of a text, in which special tokens that are spelt out stand for themselves; `special`:
-    with BOS, where the model has it."""
-    start = state.tokenizer.encode(b"").tolist() if special else []
-    return start + state.tokenizer.encode_marked(text)[0].tolist()
+    with BOS, where the model has it. DataError for a text of more bytes than the model's length
+    holds, and once more tokens than that are found, unless the `whole` is wanted."""
+    length = state.served.engine.max_length
+    remedy = f"serve.max_length={length} tokens; shorten it, or raise serve.max_length"
+    try:
+        document = text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"a text is not Unicode: {error}; send whole characters") from None
+    if (fewest := state.tokenizer.fewest(document)) > length:
+        raise DataError(
+            f"the text has {len(document)} bytes, which are {fewest} tokens at least: it is longer "
+            f"than {remedy}"
+        )
+    tokens = state.tokenizer.encode(b"").tolist() if special else []
+    for ids, stop in state.tokenizer.encode_by_parts(document):
+        tokens += ids.tolist()
+        if len(tokens) > length and stop < len(document) and not whole:
+            raise DataError(f"the text is longer than {remedy}")
+    return tokens
 
 
 def decode(state: State, tokens: Sequence[int]) -> str:
@@ -83,7 +100,7 @@ def encode_messages(
         )
     except TypeError as error:
         raise Refusal(400, f"chat_template_kwargs: {error}") from None
-    return encode_chat(state.tokenizer, text)[0].tolist()
+    return encode(state, text, special=False)
 
 
 def asks_of(

@@ -9,6 +9,7 @@ from maxstack.inference.grammar import Vocabulary
 from maxstack.inference.server.access import Access
 from maxstack.inference.server.grammars import Grammars
 from maxstack.inference.server.refusal import Refusal
+from maxstack.inference.server.threads import Threads
 from maxstack.inference.service import Service
 from maxstack.inference.started import Served
 from maxstack.inference.tools import FORMATS, ToolFormat
@@ -36,6 +37,7 @@ class State:
 
     def __post_init__(self) -> None:
         self.grammars = Grammars(self._vocabulary)
+        self.threads = Threads()
 
     @property
     def vocab(self) -> int:
