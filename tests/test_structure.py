@@ -56,7 +56,7 @@ LEVELS = (
     ("schema",),
     ("config",),
     ("strict_json",),
-    ("regular_file",),
+    ("limited", "regular_file"),
     ("errors", "package.loader"),
 )
 LEVEL = {f"maxstack.{name}": depth for depth, names in enumerate(LEVELS) for name in names}

@@ -9,16 +9,10 @@ one call, ends that process alone, and the next conversation gets another.
 import datetime
 import functools
 import json
-import os
-import resource
-import select
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sized
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+from maxstack import limited
 from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,10 +22,8 @@ LARGEST = 1 << 25
 """Characters of a rendered conversation."""
 BITS = 1 << 16
 """Of a number that * and ** make."""
-SECONDS, WAIT = 2, 60
-"""Processor time of a conversation in a process of its own, and how long it is waited for."""
-MEMORY = 1 << 30
-"""Bytes of address space of such a process."""
+SECONDS, MEMORY = 2, 512 << 20
+"""Processor time and bytes of a conversation in a process of its own."""
 SHORT = 1 << 16
 """Conversations of fewer bytes do not wait for longer ones: each kind has a process."""
 BEGIN, END = "generation_begins", "generation_ends"
@@ -68,90 +60,39 @@ class Guarded(Templates):
 
     def __init__(self, sources: Mapping[str, str]):
         _environment()  # ConfigError here, where it is not installed
-        self._short, self._long = _Process(sources), _Process(sources)
-        self._short.ask(b"null")
+        self._short, self._long = (
+            limited.Limited(__name__, dict(sources), SECONDS, MEMORY) for _ in range(2)
+        )
+        self._ask(self._short, None)
 
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
-        request = json.dumps([name, variables]).encode()
-        return (self._short if len(request) < SHORT else self._long).ask(request)
+        short = len(json.dumps(variables)) < SHORT
+        return self._ask(self._short if short else self._long, (name, variables))
 
-
-class _Process:
-    """A process that renders, started at the first request and after each end."""
-
-    def __init__(self, sources: Mapping[str, str]):
-        self._sources, self._lock = json.dumps(sources).encode(), threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def ask(self, request: bytes) -> str:
-        """What a request is answered with."""
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                )
-                self._exchange(self._sources)
-            text, error, lineno = json.loads(self._exchange(request))
+    def _ask(self, process: limited.Limited, request: Any) -> str:
+        try:
+            text, error, lineno = process.ask(request)
+        except limited.Ended as ended:
+            raise Failed(f"a conversation {ended}") from None
         if error is not None:
             raise Failed(error, lineno)
         return str(text)
 
-    def _exchange(self, request: bytes) -> bytes:
-        process = self._process
-        assert process and process.stdin and process.stdout
+
+class _Renders:
+    def __init__(self, sources: Any):
+        self._sources = sources
+        self._templates: Templates | None = None
+
+    def __call__(self, request: Any) -> tuple[str | None, str | None, int | None]:
+        """The text of a conversation, or what went wrong and at which line."""
         try:
-            _send(process.stdin, request)
-            if select.select([process.stdout], [], [], WAIT)[0]:
-                return _receive(process.stdout)
-        except (OSError, EOFError):
-            pass  # it has ended
-        process.kill()
-        process.communicate()
-        raise Failed(
-            f"its process ended with exit code {process.returncode}; a conversation may take "
-            f"{SECONDS} seconds of processor time and {MEMORY >> 20} MiB of memory"
-        )
-
-
-def _send(file: IO[bytes], content: bytes) -> None:
-    file.write(len(content).to_bytes(8) + content)
-    file.flush()
-
-
-def _receive(file: IO[bytes]) -> bytes:
-    """What was sent. EOFError at the end."""
-    if len(head := file.read(8)) < 8:
-        raise EOFError
-    if len(content := file.read(size := int.from_bytes(head))) < size:
-        raise EOFError
-    return content
-
-
-def _answer_all() -> None:
-    """Answer the requests of another process."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    source, target = sys.stdin.buffer, sys.stdout.buffer
-    sources = json.loads(_receive(source))
-    _send(target, b"")
-    templates = None
-    while True:
-        request = _receive(source)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the process, as nothing handles it
-        try:
-            templates = templates or Templates(sources)
-            asked = json.loads(request)
-            answer = [templates.render(*asked) if asked else "", None, None]
+            self._templates = self._templates or Templates(self._sources)
+            return self._templates.render(*request) if request else "", None, None
         except MemoryError:
-            answer = [None, f"it takes more than {MEMORY >> 20} MiB of memory", None]
+            raise
         except Exception as error:  # a template can do anything
-            words = str(error) or type(error).__name__
-            answer = [None, words, getattr(error, "lineno", None)]
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(target, json.dumps(answer).encode())
+            return None, str(error) or type(error).__name__, getattr(error, "lineno", None)
 
 
 @functools.cache
@@ -226,7 +167,4 @@ def _size(operator: str, left: Any, right: Any) -> float:
 
 
 if __name__ == "__main__":
-    try:
-        _answer_all()
-    except EOFError:
-        pass
+    limited.answer_all(_Renders)

@@ -95,7 +95,9 @@ COSTLY = {
 def test_a_guarded_template_ends_its_own_process_and_the_next_conversation_is_rendered(cost):
     source = "{% if messages[0].content == 'attack' %}" + COSTLY[cost] + "{% endif %}ok"
     template = ChatTemplate({"default": source}, {}, "here", guarded=True)
-    with pytest.raises(DataError, match="here: the chat template: it.* of memory"):
+    with pytest.raises(
+        DataError, match="template: a conversation .* (of memory|of processor time)"
+    ):
         template.render([{"role": "user", "content": "attack"}])
     assert template.render(HELLO) == "ok"
 

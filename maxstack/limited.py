@@ -1,0 +1,116 @@
+"""A process that answers requests, each within limits: for what may crash, hang or fill the memory.
+
+A module runs `answer_all` as its own program, and another process asks it by `Limited`.
+"""
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+WAIT = 60
+"""Seconds for an answer, on a machine that is busy with other work."""
+
+
+class Ended(Exception):
+    """Why there is no answer, after the name of what was asked for."""
+
+
+class Limited:
+    """The process of a module, started at the first request and again after it ended. Any thread
+    may ask, one at a time is answered."""
+
+    def __init__(self, module: str, start: Any, seconds: float, memory: int, stack: int = 0):
+        """`start`: JSON that the process gets first. A request may take `seconds` of processor
+        time, and `memory` bytes beyond those of the start; on a `stack` of so many bytes."""
+        self._start, self._lock = start, threading.Lock()
+        self._words = [sys.executable, "-m", module, str(seconds), str(memory), str(stack)]
+        self._ends: dict[int, str] = {
+            signal.SIGPROF: f"takes more than {seconds} s of processor time",
+            signal.SIGSEGV: f"needs more than {stack >> 20} MiB of stack: it is nested too deeply",
+            signal.SIGABRT: f"needs more than {memory >> 20} MiB of memory",
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, request: Any) -> Any:
+        """The answer to a request, both JSON. Ended where there is none."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._process = subprocess.Popen(
+                    self._words,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                )
+                self._exchange(self._start)
+            return self._exchange(request)
+
+    def end(self) -> None:
+        """End the process, and what is asked of it."""
+        if self._process:
+            self._process.kill()
+
+    def _exchange(self, request: Any) -> Any:
+        process = self._process
+        assert process and process.stdin and process.stdout
+        try:
+            _send(process.stdin, request)
+            if select.select([process.stdout], [], [], WAIT)[0]:
+                return _receive(process.stdout)
+            process.kill()
+        except (OSError, EOFError):
+            pass  # it has ended, or is about to
+        process.communicate()
+        code = process.returncode
+        raise Ended(self._ends.get(-code, f"ended the process that tried it (exit code {code})"))
+
+
+def answer_all(answerer: Callable[[Any], Callable[[Any], Any]]) -> None:
+    """Answer requests until the other process ends, by what `answerer` makes of the start."""
+    seconds, memory, stack = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    answer = answerer(_receive(source))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory,) * 2)
+    threading.stack_size(stack)
+    _send(target, None)
+
+    def run() -> None:
+        try:
+            _send(target, answer(_receive(source)))
+        except EOFError:
+            os._exit(0)
+        except MemoryError:
+            os.abort()
+        except BaseException:
+            os._exit(1)
+
+    while True:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # ends the process, as nothing handles it
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+
+def _send(file: IO[bytes], content: Any) -> None:
+    data = json.dumps(content).encode()
+    file.write(len(data).to_bytes(8, "big") + data)
+    file.flush()
+
+
+def _receive(file: IO[bytes]) -> Any:
+    """What was sent. EOFError at the end."""
+    size = int.from_bytes(file.read(8), "big")
+    if len(content := file.read(size)) < max(size, 1):
+        raise EOFError
+    return json.loads(content)
