@@ -57,6 +57,20 @@ def local_folder(text: str) -> Path:
     return Path(text)
 
 
+def _opened(name: str, **options: Any) -> Argument:
+    """What a command opens, which may be a run of others."""
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(name, **options)
+        parser.add_argument(
+            "--trust-code",
+            action="store_true",
+            help="run the code that a run's own config.yml names, whoever wrote it",
+        )
+
+    return add
+
+
 OVERRIDES = argument(
     "overrides",
     nargs="*",
@@ -64,10 +78,10 @@ OVERRIDES = argument(
     metavar="key=value",
     help="replaces a value, as in model.dtype=float32; typed like YAML",
 )
-CONFIG = argument(
+CONFIG = _opened(
     "config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart"
 )
-MODEL = argument(
+MODEL = _opened(
     "model",
     metavar="MODEL",
     help="a run's folder, one of its checkpoints, a Hugging Face model folder (a path or URL), or "
@@ -111,6 +125,10 @@ class Command:
         args = self.parse(argv)
         if self.on_cpu:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        if getattr(args, "trust_code", False):
+            from maxstack.config import trust
+
+            os.environ[trust.VARIABLE] = "1"
         return self.function(args) or 0
 
 

@@ -2,9 +2,10 @@
 validated and checked against the rules between its sections."""
 
 import dataclasses
+import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import pydantic
 from pydantic import TypeAdapter
 
 from maxstack import config
-from maxstack.config import Fault, storage
+from maxstack.config import Fault, storage, trust
 from maxstack.config.annotations import listed
-from maxstack.config.compose import plain, supply
+from maxstack.config.compose import plain, presets_dir, supply
 from maxstack.config.reader import Node
 from maxstack.config.spelling import did_you_mean
 from maxstack.data import hub
@@ -27,17 +28,37 @@ from maxstack.schema.stack import StackConfig
 log = logging.getLogger(__name__)
 WEIGHTS = ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5"
 """Ends of the names of files that hold or list weights."""
+GIVEN = "override", "arguments", "default"
+"""Origins that are no files."""
 
 
 def load(path: config.Source, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a run in a file, a preset's name or a mapping, with `a.b.c=value`
-    overrides. ConfigError names every problem's place."""
-    return load_tree(path, overrides)[0]
+    overrides. ConfigError names every problem's place, and code that the record of a run names."""
+    cfg, tree = load_tree(path, overrides)
+    _check_trust(cfg, tree, trust.is_record)
+    return cfg
 
 
 def load_alone(path: config.Source, overrides: Sequence[str] = ()) -> Config:
     """The same for what reads one section alone: the rules between sections need not hold."""
-    return load_tree(path, overrides, lambda _: [])[0]
+    cfg, tree = load_tree(path, overrides, lambda _: [])
+    _check_trust(cfg, tree, trust.is_record)
+    return cfg
+
+
+def load_record(own: Path, overrides: Sequence[str] = (), runs_code: bool = False) -> Config:
+    """The configuration that a run left in its folder. Code that it names and that is not trusted
+    is refused by a ConfigError where the caller runs it; else it is exchanged for what fails when
+    it is called, for the defaults of `run` and `xla`, and the log says so."""
+    cfg, tree = load_tree(own / "config.yml", overrides)
+    if runs_code:
+        _check_trust(cfg, tree, _is_foreign)
+        return cfg
+    for path, where in _untrusted(cfg, tree, _is_foreign):
+        _warn(f"{where}: {'.'.join(map(str, path))}: is left out: {trust.ADVICE}")
+        cfg = without_code(cfg, path)
+    return cfg
 
 
 def load_tree(
@@ -55,6 +76,63 @@ def load_tree(
         faults=faults,
     )
     return _in_run(cfg, tree), tree
+
+
+def without_code(part: Any, path: Sequence[str | int]) -> Any:
+    """A section, or a tuple of them, without the code at `path`: with the default, or a function
+    that fails."""
+    key, *rest = path
+    if isinstance(part, tuple):
+        assert isinstance(key, int)
+        return *part[:key], without_code(part[key], rest), *part[key + 1 :]
+    field = type(part).model_fields[key]
+    if rest:
+        value = without_code(getattr(part, str(key)), rest)
+    else:
+        value = (
+            trust.REFUSED if field.is_required() else field.get_default(call_default_factory=True)
+        )
+    return part.model_copy(update={str(key): value})
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """Log a line once, however often a configuration is read."""
+    log.warning("%s", line)
+
+
+def _is_foreign(file: str) -> bool:
+    """True for a file that does not ship with maxstack."""
+    return storage.is_url(file) or not Path(file).resolve().is_relative_to(presets_dir())
+
+
+def _untrusted(
+    cfg: Config, tree: Node, is_record: Callable[[str], bool]
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Keys that name code by the word of a record that is not trusted, and where that is said."""
+    for path in cfg.code():
+        for where in dict.fromkeys(_places(tree.at(*path))):
+            file = _file(where)
+            if file not in GIVEN and is_record(file) and not trust.is_trusted(file):
+                yield path, where
+                break
+
+
+def _places(node: Node | None) -> Iterator[str]:
+    """Where a value, and all that is in it, was given."""
+    if node is not None:
+        yield node.where
+        for inside in (node.mapping or {}).values():
+            yield from _places(inside)
+
+
+def _check_trust(cfg: Config, tree: Node, is_record: Callable[[str], bool]) -> None:
+    found = [
+        f"{where}: {'.'.join(map(str, path))}: {trust.ADVICE}"
+        for path, where in _untrusted(cfg, tree, is_record)
+    ]
+    if found:
+        raise ConfigError("\n".join(found))
 
 
 def _in_run(cfg: Config, tree: Node) -> Config:
@@ -118,7 +196,7 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     from maxstack.hf.preprocessor import pictures
 
     if own := run_folder(path):
-        model = config.plain_data(load(own / "config.yml").model)
+        model = config.plain_data(load_record(own).model)
         return path, model | {"weights": path}
     is_path = storage.kind(path) is not None
     of_hub = hub.NAME.fullmatch(name) is not None and not is_path
@@ -192,7 +270,7 @@ def _with_pixels(tree: Node, side: int) -> Node:
     if origin and data and not (known and Path(_file(known.where)).name == "config.yml"):
         own = run_folder(origin.value)
         said = (
-            of_run(str(own), load(own / "config.yml"))
+            of_run(str(own), load_record(own))
             if own
             else pictures(Folder(origin.value, weights=False))
         )
@@ -262,7 +340,7 @@ def _with_tokenizer(tree: Node) -> Node:
     from maxstack.hf.tokenizer import tokenizer_of, unread
 
     if own := run_folder(folder.value):
-        data = load(own / "config.yml").data
+        data = load_record(own).data
         tree = supply(tree, ("data", "tokenizer"), config.plain_data(data.tokenizer), str(own))
         if data.template and not tree.at("data", "template"):
             tree = supply(tree, ("data", "template"), data.template, str(own))

@@ -12,7 +12,7 @@ from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
 from maxstack.hf.tensors import with_rows
 from maxstack.hf.tokenizer import tokenizer_of
-from maxstack.load import load, run_folder
+from maxstack.load import load_record, run_folder
 from maxstack.models.model import initial, weights_of
 from maxstack.schema.data import Tokenizer, holds_text
 from maxstack.schema.stack import NewRows
@@ -28,7 +28,7 @@ def check(run: "Run") -> None:
     folder = run.cfg.model.weights
     assert folder
     if own := run_folder(folder):
-        _check_shapes(run, folder, load(own / "config.yml"))
+        _check_shapes(run, folder, load_record(own))
         return
     from maxstack.hf.contents import opened
     from maxstack.hf.reader import pieces_of
@@ -52,7 +52,7 @@ def check_tokens(run: "Run", key: str, folder: str) -> None:
     if not any(holds_text(vars(source)) for source in run.cfg.data.sources):
         return
     if own := run_folder(folder):
-        section = load(own / "config.yml").data.tokenizer
+        section = load_record(own).data.tokenizer
     elif settings := tokenizer_of(model_folder(folder, weights=False)):
         section = TypeAdapter(Tokenizer).validate_python(settings)
     else:
@@ -102,7 +102,7 @@ def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
 
     own = run_folder(folder)
     assert own
-    cfg = load(own / "config.yml", ["run.virtual_devices=null"])
+    cfg = load_record(own, ["run.virtual_devices=null"])
     _check_shapes(run, folder, cfg)
     source, wanted = _source(run, cfg), run.weights.original
     leaves = load_newest(folder, source, run.cfg.checkpoint.weights)

@@ -156,10 +156,12 @@ def open_feed(
         feed.mixture.check()
         return feed, None
     from maxstack.rewards.pool import Pool  # every other run starts without it
+    from maxstack.rewards.sandbox import prefix
     from maxstack.rollouts.feed import RolloutFeed
     from maxstack.rollouts.maker import Maker
 
-    pool, environment = Pool(cfg.rewards, cfg.rollout.workers), cfg.rollout.environment
+    environment = cfg.rollout.environment
+    pool = Pool(cfg.rewards, cfg.rollout.workers, prefix() if cfg.rollout.sandbox else ())
     ending.callback(pool.close)
     pool.check(environment.call if environment else None)
     maker = Maker(run, pool)

@@ -61,6 +61,7 @@ def pytest_configure(config):
                 raise pytest.UsageError(f"no such file or folder: {given}")
         config.pluginmanager.register(waiting.Waiting())
         os.environ[COMPILED] = str(programs.FOLDER)
+        os.environ["XDG_STATE_HOME"] = str(programs.FOLDER.parent / "state")  # whose runs are whose
 
 
 def pytest_collection_modifyitems(items):

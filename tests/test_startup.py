@@ -69,7 +69,7 @@ def test_processes_that_do_not_see_one_run_folder_are_refused(tmp_path):
             subprocess.Popen(
                 [sys.executable, "-c", program, str(config)],
                 cwd=tmp_path / host,
-                env=environment() | own,
+                env=environment() | own | {"MAXSTACK_JOB_KEY": "k" * 64},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

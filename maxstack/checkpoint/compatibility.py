@@ -36,7 +36,10 @@ FREE = (
     "objective.eval_times",
     "lora.dropout",
     "lora.adapter",
-    *(f"rollout.{key}" for key in ("workers", "record", "show", "tensor", "eval_temperature")),
+    *(
+        f"rollout.{key}"
+        for key in ("workers", "sandbox", "record", "show", "tensor", "eval_temperature")
+    ),
     *(f"rollout.environment.{key}" for key in ("timeout", "memory", "failure")),
     *(f"rewards.*.{key}" for key in ("timeout", "memory", "failure", "name")),
 )

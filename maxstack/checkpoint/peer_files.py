@@ -1,22 +1,25 @@
 """Files from one process's disk to another's, over the hosts' network, for the copies of a disk
 that may be lost.
 
-Each process serves the files below one folder, to those alone that know a key which process 0 draws
-and the coordination service passes on.
+Each process serves the files below one folder, to those alone that know the job's key.
 """
 
 import contextlib
 import json
-import secrets
-import threading
+import socket
 from collections.abc import Iterator
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from maxstack.cluster.connections import Door, connect
+from maxstack.cluster.environment import say
 from maxstack.cluster.peers import Peers
 
 BLOCK = 1 << 22
 """Bytes of a message."""
+LONGEST = 1 << 16
+"""Bytes of a name."""
+PURPOSE = "files of the other processes"
 
 
 class PeerFiles:
@@ -24,35 +27,29 @@ class PeerFiles:
     same time."""
 
     def __init__(self, folder: Path, peers: Peers):
-        self._folder = folder.resolve()
-        self._key = bytes.fromhex(peers.exchange("peers", secrets.token_hex(32))[0])
-        self._listener = Listener((peers.own_address(), 0), authkey=self._key)
-        threading.Thread(target=self._serve, name="peers", daemon=True).start()
-        self._addresses = [*map(tuple, peers.exchange("peers", self._listener.address))]
+        self._folder, self._key = folder.resolve(), peers.key
+        listener = socket.create_server((peers.own_address(), 0), backlog=peers.count)
+        address = listener.getsockname()
+        self._door = Door(listener, self._key, PURPOSE, self._answer, say)
+        self._addresses = [*map(tuple, peers.exchange("peers", address))]
 
     def fetch(self, process: int, name: str) -> Iterator[bytes]:
         """The file `name` below another process's folder, block by block. OSError where it cannot
         be had."""
         try:
-            with Client(self._addresses[process], authkey=self._key) as connection:
+            found = connect(self._addresses[process], self._key, PURPOSE)
+            with Connection(found.detach()) as connection:
                 connection.send_bytes(json.dumps(name).encode())
-                if reason := connection.recv_bytes():
+                if reason := connection.recv_bytes(BLOCK):
                     raise OSError(f"process {process}: {name}: {reason.decode()}")
-                while block := connection.recv_bytes():
+                while block := connection.recv_bytes(BLOCK):
                     yield block
         except EOFError as error:
             raise OSError(f"process {process}: {name}: the connection broke") from error
 
-    def _serve(self) -> None:
-        while True:
-            # A stranger without the key, or a connection that broke, ends nothing.
-            with contextlib.suppress(Exception):
-                connection = self._listener.accept()
-                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-
-    def _answer(self, connection: Connection) -> None:
-        with connection, contextlib.suppress(OSError, EOFError):
-            path = (self._folder / json.loads(connection.recv_bytes())).resolve()
+    def _answer(self, asking: socket.socket) -> None:
+        with Connection(asking.detach()) as connection, contextlib.suppress(OSError, EOFError):
+            path = (self._folder / json.loads(connection.recv_bytes(LONGEST))).resolve()
             if not path.is_relative_to(self._folder) or not path.is_file():
                 connection.send_bytes(b"no such file")
                 return

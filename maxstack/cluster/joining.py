@@ -6,9 +6,10 @@ import platform
 import resource
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack.cluster import environment, pathways
+from maxstack.cluster import environment, job_key, pathways
 from maxstack.cluster.roll_call import Card, Missing, bind_address, roll_call
 from maxstack.errors import ConfigError, quoted
 from maxstack.hardware.devices import GPUS, visible_gpus
@@ -53,7 +54,8 @@ def join(cfg: "Config", alike: Callable[["Config"], dict[str, Any]] = lambda cfg
     allow_connections(own.processes)
     wait = seconds_to_wait()
     try:
-        roll_call(card, own.coordinator, wait, WAITING, environment.say)
+        with job_key.shown(Path(cfg.run.output_dir) / cfg.run.name, own.process == 0) as find:
+            job_key.known = roll_call(card, own.coordinator, wait, WAITING, environment.say, find)
     except Missing as error:
         raise Missing(
             f"{error}, in {wait:.0f} s; {WAIT} in the environment gives another number"

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from maxstack.cluster import job_key
 from maxstack.errors import ConfigError
 
 WAIT_MS = 600_000
@@ -26,6 +27,11 @@ class Peers:
 
     def __init__(self) -> None:
         self.number, self.count = jax.process_index(), jax.process_count()
+
+    @property
+    def key(self) -> bytes:
+        """The job's key, by which the processes know each other."""
+        return job_key.known
 
     @property
     def _client(self) -> Any:

@@ -1,35 +1,36 @@
 """The roll call before jax joins the processes: process 0 waits for every other one, names the
 missing, and checks that all were started alike.
 
-jax itself says nothing while it waits, and in the end aborts. Each other process sends one line of
-JSON, its `Card`; process 0 answers with lines: `{"missing": [...]}` now and then, `{"again": true}`
-for the same card once more, and at last `{"go": true}`, `{"replaced": host}` or
-`{"error": "..."}`. It listens where jax's service will afterwards.
+jax itself says nothing while it waits, and in the end aborts. Each other process, once both sides
+have shown that they know the job's key, sends one line of JSON, its `Card`; process 0 answers with
+lines: `{"missing": [...]}` now and then, `{"again": true}` for the same card once more, and at last
+`{"go": true}`, `{"replaced": host}` or `{"error": "..."}`. It listens where jax's service will
+afterwards.
 """
 
 import contextlib
 import errno
-import json
-import selectors
+import ipaddress
+import queue
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from maxstack.cluster.connections import Door, Line, connect
 from maxstack.config import difference
 from maxstack.errors import ConfigError, Passing
 
 OFTEN = 0.3
 """Seconds between two attempts to reach process 0."""
-LONGEST = 1 << 20
-"""Bytes of a line."""
 NAMED = 8
 """Missing processes, or keys that differ, that a message names at most."""
 ALIVE = 5.0
 """Seconds that a process has to answer where another one comes with its number: its host may have
 lost its power."""
 LOOPBACK = "localhost", "127.0.0.1", "::1"
+PURPOSE = "roll call"
 
 Say = Callable[[str], None]
 
@@ -44,28 +45,63 @@ class Card:
     alike: dict[str, Any] = field(default_factory=dict)
     """Plain data that must be the same in all processes."""
 
+    @staticmethod
+    def read(line: Line, seconds: float) -> "Card":
+        """The card that the other side sends. OSError where none comes, ValueError for another
+        line."""
+        fields = line.read(seconds)
+        kinds = {"process": int, "processes": int, "host": str, "alike": dict}
+        if fields.keys() != kinds.keys() or any(
+            not isinstance(fields[name], kind) for name, kind in kinds.items()
+        ):
+            raise ValueError("is no card of a process")
+        return Card(**fields)
+
 
 class Missing(Passing):
     """Not all processes came; the message names those that did not."""
 
 
-def roll_call(card: Card, at: str, wait: float, between: float, say: Say) -> None:
-    """Wait until all processes are there. ConfigError where two have one number, or were started
-    otherwise; Missing after `wait` seconds. `at`: host:port of process 0; every `between` seconds
-    `say` is called with the missing."""
+def roll_call(
+    card: Card, at: str, wait: float, between: float, say: Say, find_key: Callable[[], bytes]
+) -> bytes:
+    """Wait until all processes are there -> the job's key, as `find_key` found it. ConfigError
+    where two have one number, or were started otherwise; Missing after `wait` seconds. `at`:
+    host:port of process 0; every `between` seconds `say` is called with the missing."""
     host, _, port = at.rpartition(":")
     host, deadline = host.strip("[]"), time.monotonic() + wait
-    if card.process == 0:
-        _Caller(card, deadline, between, say).call(host, int(port))
-    else:
-        _answer(card, host, int(port), deadline, between, say)
+    if card.process:
+        return _answer(card, host, int(port), deadline, between, say, find_key)
+    _Caller(card, deadline, between, say).call(host, int(port), key := find_key())
+    return key
 
 
 def bind_address(at: str) -> str | None:
-    """The address for jax's service of process 0 to listen at: loopback where the others reach it
-    there; None: every interface."""
+    """The address for jax's service of process 0 to listen at: that of the interface by which the
+    others reach it; None: every interface, where this machine knows of none such."""
     host, _, port = at.rpartition(":")
-    return f"127.0.0.1:{port}" if host in LOOPBACK else None
+    address = own_address(host.strip("[]"))
+    return address and f"{f'[{address}]' if ':' in address else address}:{port}"
+
+
+def own_address(host: str) -> str | None:
+    """The address of this machine that is meant by a host's name, of IPv4 rather than IPv6, as the
+    watchdogs have it. None where there is none: it is translated on the way here, or known to this
+    machine as loopback alone, as Debian has its own name."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return None
+    for address in sorted(map(str, found), key=lambda each: (":" in each, each)):
+        if host in LOOPBACK or not ipaddress.ip_address(address).is_loopback:
+            with contextlib.suppress(OSError):
+                socket.create_server((address, 0), family=_family(address)).close()
+                return address
+    return None
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 class _Caller:
@@ -73,28 +109,27 @@ class _Caller:
 
     def __init__(self, card: Card, deadline: float, between: float, say: Say):
         self._card, self._deadline, self._between, self._say = card, deadline, between, say
-        self._here: dict[int, tuple[socket.socket, Card]] = {}
-        self._replaced: list[socket.socket] = []
+        self._here: dict[int, tuple[Line, Card]] = {}
         self._begin = time.monotonic()
+        self._arrived: queue.SimpleQueue[tuple[Line, Card]] = queue.SimpleQueue()
 
     @property
     def _missing(self) -> list[int]:
         return [number for number in range(1, self._card.processes) if number not in self._here]
 
-    def call(self, host: str, port: int) -> None:
-        with contextlib.ExitStack() as ending, selectors.DefaultSelector() as ready:
-            listener = ending.enter_context(self._listen(host, port))
-            ready.register(listener, selectors.EVENT_READ)
+    def call(self, host: str, port: int, key: bytes) -> None:
+        with (
+            contextlib.ExitStack() as ending,
+            Door(self._listen(host, port), key, PURPOSE, self._hear, self._say),
+        ):
             reported = time.monotonic()
             while self._missing:
-                for key, _ in ready.select(OFTEN):
-                    if key.fileobj is listener:
-                        ending.enter_context(connection := listener.accept()[0])
-                        connection.settimeout(ALIVE)
-                        ready.register(connection, selectors.EVENT_READ)
-                    elif not self._read(key.fileobj):  # type: ignore[arg-type]
-                        ready.unregister(key.fileobj)
-                        key.fileobj.close()  # type: ignore[union-attr]
+                try:
+                    line, card = self._arrived.get(timeout=OFTEN)
+                    self._add(ending.enter_context(line), card)
+                except queue.Empty:
+                    here = self._here.items()
+                    self._here = {number: each for number, each in here if not each[0].ended}
                 if (now := time.monotonic()) > self._deadline:
                     self._send_all({"missing": self._missing, "over": True})
                     raise Missing(_absent(self._missing, self._card.processes))
@@ -109,14 +144,19 @@ class _Caller:
             self._send_all({"go": True})
 
     def _listen(self, host: str, port: int) -> socket.socket:
+        address = own_address(host)
+        if address is None:
+            self._say(
+                f"{host} is no address of an interface here, so process 0 listens at every one"
+            )
         while True:
             try:
-                if host not in LOOPBACK and socket.has_dualstack_ipv6():
+                if address is None and socket.has_dualstack_ipv6():
                     return socket.create_server(
                         ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
                     )
-                address = "127.0.0.1" if host in LOOPBACK else ""
-                return socket.create_server((address, port), backlog=1024)
+                at = address or ""
+                return socket.create_server((at, port), family=_family(at), backlog=1024)
             except OSError as error:
                 what = f"process 0 cannot listen on port {port}: {error.strerror}"
                 if error.errno != errno.EADDRINUSE:
@@ -127,26 +167,22 @@ class _Caller:
                     raise Missing(f"{what}; end what has it, or choose another port") from error
                 time.sleep(OFTEN)  # the process before this one may not have ended
 
-    def _read(self, connection: socket.socket) -> bool:
-        """Read a card -> True; False where the caller has gone, or is none of this run's."""
-        if connection in self._replaced:  # its host froze, and is back
-            return False
+    def _hear(self, connection: socket.socket) -> None:
+        """Read the card of a process that knows the key, in a thread of the door."""
+        line = Line(connection)
         try:
-            card = Card(**json.loads(connection.makefile("rb").readline(LONGEST)))
-        except (ValueError, TypeError, OSError):
-            self._here = {
-                number: entry for number, entry in self._here.items() if entry[0] is not connection
-            }
-            return False
+            self._arrived.put((line, Card.read(line, ALIVE)))
+        except (OSError, ValueError):
+            connection.close()
+
+    def _add(self, line: Line, card: Card) -> None:
         if fault := self._fault(card):
-            _send(connection, {"error": fault})
+            _send(line, {"error": fault})
             self._send_all({"error": fault})
             raise ConfigError(fault)
-        if card.process in self._here and (old := self._here[card.process][0]) is not connection:
-            _send(old, {"replaced": card.host})
-            self._replaced.append(old)
-        self._here[card.process] = connection, card
-        return True
+        if card.process in self._here:  # its host froze, and may come back
+            _send(self._here[card.process][0], {"replaced": card.host})
+        self._here[card.process] = line, card
 
     def _fault(self, card: Card) -> str | None:
         own = self._card
@@ -155,8 +191,8 @@ class _Caller:
                 f"distributed.processes: {card.processes} for process {card.process} on "
                 f"{card.host}, but {own.processes} for process 0 on {own.host}; give all the same"
             )
-        connection, other = self._here.get(card.process, (None, own))
-        if card.process == 0 or (connection and _alive(connection)):
+        line, other = self._here.get(card.process, (None, own))
+        if card.process == 0 or (line and _alive(line)):
             return (
                 f"distributed.process: two processes have number {card.process}, on "
                 f"{other.host} and on {card.host}; give each its own"
@@ -181,24 +217,31 @@ class _Caller:
         return ", ".join(f"{_numbers(numbers)} on {host}" for host, numbers in hosts.items())
 
     def _send_all(self, word: dict[str, Any]) -> None:
-        for connection, _ in self._here.values():
-            _send(connection, word)
+        for line, _ in self._here.values():
+            _send(line, word)
 
 
-def _answer(card: Card, host: str, port: int, deadline: float, between: float, say: Say) -> None:
+def _answer(
+    card: Card,
+    host: str,
+    port: int,
+    deadline: float,
+    between: float,
+    say: Say,
+    find_key: Callable[[], bytes],
+) -> bytes:
     """The roll call in the other processes: call process 0, again if it goes away, until it says
     go."""
     begin = reported = time.monotonic()
     why = "nobody answers"
     while time.monotonic() < deadline:
         try:
-            with socket.create_connection((host, port), timeout=min(5.0, between)) as connection:
-                _send(connection, asdict(card))
-                connection.settimeout(3 * between)
-                for line in connection.makefile("rb"):
-                    word = json.loads(line)
+            key = find_key()
+            with Line(connect((host, port), key, PURPOSE, min(5.0, between))) as line:
+                line.send(asdict(card))
+                while "go" not in (word := line.read(3 * between)):
                     if "again" in word:
-                        _send(connection, asdict(card))
+                        line.send(asdict(card))
                         continue
                     if "replaced" in word:
                         raise Missing(
@@ -207,8 +250,6 @@ def _answer(card: Card, host: str, port: int, deadline: float, between: float, s
                         )
                     if "error" in word:
                         raise ConfigError(word["error"])
-                    if "go" in word:
-                        return
                     if word.get("over"):
                         raise Missing(_absent(word["missing"], card.processes))
                     say(
@@ -216,6 +257,7 @@ def _answer(card: Card, host: str, port: int, deadline: float, between: float, s
                         f"{host}:{port}"
                     )
                     reported = time.monotonic()
+                return key
         except (ConfigError, Missing):
             raise
         except ValueError:
@@ -232,18 +274,18 @@ def _answer(card: Card, host: str, port: int, deadline: float, between: float, s
     raise Missing(f"process 0 was not reached at {host}:{port} ({why})")
 
 
-def _alive(connection: socket.socket) -> bool:
+def _alive(line: Line) -> bool:
     """True where the other side answers."""
-    _send(connection, {"again": True})
     try:
-        return bool(connection.makefile("rb").readline(LONGEST))
-    except OSError:
+        line.send({"again": True}, ALIVE)
+        return bool(line.read(ALIVE))
+    except (OSError, ValueError):
         return False
 
 
-def _send(connection: socket.socket, word: dict[str, Any]) -> None:
+def _send(line: Line, word: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
-        connection.sendall(json.dumps(word).encode() + b"\n")
+        line.send(word)
 
 
 def _absent(missing: list[int], processes: int) -> str:

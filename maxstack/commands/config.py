@@ -34,9 +34,9 @@ def diff(args: Namespace) -> None:
     """Print a line for each key."""
     from maxstack import config
     from maxstack.config.writer import inline
-    from maxstack.load import load
+    from maxstack.load import load_tree
 
-    a, b = (load(file, args.overrides) for file in (args.a, args.b))
+    a, b = (load_tree(file, args.overrides)[0] for file in (args.a, args.b))
     for key, old, new in config.difference(a, b):
         before, after = (value if value == config.ABSENT else inline(value) for value in (old, new))
         print(f"{key}: {before} -> {after}")

@@ -319,19 +319,20 @@ def _run_folder(path: Path) -> Path:
 def configured(path: Path, reader: "WeightsReader") -> dict[str, Any]:
     """The configuration of the run that wrote a checkpoint. ConfigError where there is none."""
     from maxstack.config import plain_data
-    from maxstack.load import learnt_by, load
+    from maxstack.load import learnt_by, load_record
 
     if data := reader.config():
         tokenizer = data.get("data", {}).get("tokenizer") or {}
         if tokenizer.get("learn"):
             tokenizer["path"] = learnt_by(_run_folder(path), tokenizer["path"])
         return data
-    file = _run_folder(path) / "config.yml"
+    own = _run_folder(path)
+    file = own / "config.yml"
     if not file.is_file():
         raise ConfigError(
             f"{path}: a checkpoint of weights alone, and there is no {file} that says of what model"
         )
-    return plain_data(load(file))
+    return plain_data(load_record(own))
 
 
 def _untreated(
@@ -389,7 +390,7 @@ def source_of(path: Path, model: "StackConfig") -> Path | None:
     """The folder with the config.json and tokenizer that the model was imported with, or began
     from, itself or by the runs before it; None for a model of its own."""
     from maxstack.data import hub
-    from maxstack.load import load, run_folder
+    from maxstack.load import load_record, run_folder
 
     beside = _run_folder(path) / BESIDE
     if (beside / "config.json").is_file():
@@ -397,6 +398,6 @@ def source_of(path: Path, model: "StackConfig") -> Path | None:
     if not model.weights:
         return None
     if before := run_folder(model.weights):
-        return source_of(before, load(before / "config.yml").model)
+        return source_of(before, load_record(before).model)
     folder = hub.model_folder(model.weights, weights=True)
     return folder if (folder / "config.json").is_file() else None

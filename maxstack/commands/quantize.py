@@ -226,7 +226,7 @@ def _finish(
 ) -> None:
     """Write the run's configuration, what the model was imported with, and the report."""
     from maxstack.commands.convert import BESIDE, PLACEHOLDER, settings_of
-    from maxstack.config import dump
+    from maxstack.config import dump, trust
     from maxstack.hf.contents import opened
     from maxstack.hf.exported import record
 
@@ -244,6 +244,8 @@ def _finish(
     (out / "config.yml").write_text(
         f"# Quantized by maxstack of {model}.\n{placeholder}{dump(settings)}"
     )
+    if any(cfg.code()):
+        trust.vouch(out / "config.yml")
 
 
 def text(report: Mapping[str, Any]) -> str:

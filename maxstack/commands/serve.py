@@ -16,6 +16,8 @@ from maxstack.command import (
     local_folder,
     model_overrides,
 )
+from maxstack.commands import serve_connections
+from maxstack.commands.serve_connections import LOOPBACK
 from maxstack.commands.serve_packages import (
     FLAGS,
     OF_PACKAGES,
@@ -33,7 +35,6 @@ MOST_KEYS = 1 << 20
 """Bytes of a file of keys."""
 log = logging.getLogger(__name__)
 LONGEST_KEY = 1024
-LOOPBACK = "127.0.0.1", "::1", "localhost"
 
 
 @command(
@@ -49,8 +50,7 @@ LOOPBACK = "127.0.0.1", "::1", "localhost"
         "or Org/Name of the hub; or packages and folders of their versions, any number. A word "
         "with = replaces a value of the run, as in model.dtype=float32; typed like YAML",
     ),
-    argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1, this machine only)"),
-    argument("--port", type=int, default=8000, help="0: any that is free (default: 8000)"),
+    *serve_connections.FLAGS,
     argument(
         "--api-key-file",
         metavar="FILE",
@@ -90,12 +90,9 @@ def main(args: Namespace) -> None:
     from maxstack.inference.tools import FORMATS
 
     keys = _read_keys(args.api_key_file)
-    if not 0 <= args.port < 65536:
-        raise ConfigError(f"--port {args.port}: must be a number from 0 to 65535")
+    serve_connections.check(args, keys)
     if args.tool_parser not in (None, "none", *FORMATS):
         raise ConfigError(f"--tool-parser {args.tool_parser}: is none of {', '.join(FORMATS)}")
-    if not keys and args.host not in LOOPBACK:
-        log.warning("--host %s: everybody who can reach it may ask; see --api-key-file", args.host)
     folders = [word for word in args.words if "=" not in word]
     args.overrides = [word for word in args.words if "=" in word]
     if not folders:
@@ -140,19 +137,19 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
     _check_installed()
     from maxstack.inference.server.access import Access
     from maxstack.inference.server.app import make_app
-    from maxstack.inference.server.process import bound_socket, serve
+    from maxstack.inference.server.process import serve
     from maxstack.inference.server.state import State
     from maxstack.inference.service import Service
     from maxstack.inference.started import chat_template, start
 
-    sock = bound_socket(args.host, args.port)
+    listener = serve_connections.listen(args)
     served = start(args.model, model_overrides(args))
     read = functools.partial(chat_template, served.model, served.cfg, served.own)
     template = _if_any(read, served.model, args)
     name = _model_name(args)
     if name in served.engine.adapters:
         raise ConfigError(f"{name}: is an adapter's name too; give --served-model-name")
-    service = Service(served.engine, served.cfg.serve.queue)
+    service = Service(served.engine, served.cfg.serve.max_waiting)
     service.warm()
     state = State(
         served,
@@ -165,9 +162,10 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
     )
     serve(
         make_app(state),
-        sock,
+        listener,
         lambda origin: f"{name}: {origin}/v1, and in a browser {origin}",
         service.drain,
+        args.grace,
     )
 
 
@@ -183,6 +181,8 @@ def _read_keys(file: str | None) -> list[bytes]:
         return []
     try:
         lines = read_regular(file, MOST_KEYS).splitlines()
+        if Path(file).stat().st_mode & 0o044:
+            log.warning("--api-key-file %s: others here may read it: chmod 600 it", file)
     except OSError as error:
         raise ConfigError(f"--api-key-file {file}: cannot be read: {error.strerror}") from error
     keys = [line.strip() for line in lines if line.strip()]

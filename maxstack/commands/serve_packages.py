@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxstack.command import argument, positive, up_to
+from maxstack.commands.serve_connections import listen
 from maxstack.errors import ConfigError
 
 LARGEST_BATCH = 65536
@@ -91,7 +92,7 @@ def serve_packages(
     from maxstack.inference.packages.language import languages, mount
     from maxstack.inference.packages.repository import Repository
     from maxstack.inference.server.access import Access
-    from maxstack.inference.server.process import bound_socket, serve
+    from maxstack.inference.server.process import serve
     from maxstack.schema.config import RunConfig
 
     refuse_flags(args, OF_RUNS, "a run or a Hugging Face folder")
@@ -107,7 +108,7 @@ def serve_packages(
     )
     kept = RunConfig.model_fields["compilation_cache"].default
     keep_programs(os.environ.get("JAX_COMPILATION_CACHE_DIR", kept))
-    sock = bound_socket(args.host, args.port)
+    listener = listen(args)
     poll = 2.0 if args.poll is None else args.poll
     gc.freeze()  # modules, so that the collection after a version's end is quick
     repository = Repository([Path(folder) for folder in folders], settings, poll)
@@ -126,4 +127,4 @@ def serve_packages(
         lines += [f"{each.name}: {origin}/models/{each.name}/v1" for each in found[1:]]
         return "\n".join(lines)
 
-    serve(app, sock, said, drain)
+    serve(app, listener, said, drain, args.grace)

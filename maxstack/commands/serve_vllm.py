@@ -18,8 +18,6 @@ from maxstack.errors import ConfigError
 MARK = "maxstack-export.json"
 """File of an exported folder that says of which checkpoint it is."""
 UNFINISHED = ".unfinished"
-DRAIN = 3600
-"""Seconds that requests have to finish after SIGTERM."""
 TOKENIZERS = "tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model"
 """Files of which vLLM reads one."""
 
@@ -43,6 +41,11 @@ def run_vllm(
         )
     if args.port == 0:
         raise ConfigError("--port 0: vLLM needs a number")
+    if args.connections or args.connections_per_address:
+        raise ConfigError(
+            "--connections and --connections-per-address: vLLM takes none; leave them out, and let "
+            "a proxy limit them"
+        )
     if len(keys) > 1:
         raise ConfigError(
             f"--api-key-file {args.api_key_file}: vLLM reads one key of its environment, and there "
@@ -66,6 +69,8 @@ def run_vllm(
         "--served-model-name": name,
         "--dtype": cfg.model.dtype,
         "--chat-template": args.chat_template,
+        "--ssl-certfile": args.tls_cert,
+        "--ssl-keyfile": args.tls_key,
         "--seed": secrets.randbits(31),  # vLLM's own is 0, for all requests that have none
     }
     if keys:
@@ -75,7 +80,7 @@ def run_vllm(
             "generates too, answers everybody who reaches it"
         )
     words = ["vllm", "serve", str(folder), *vllm.words_of(own_flags), *settings]
-    words += vllm.answer_flags(DRAIN) + vllm.tool_flags(tools(folder))
+    words += vllm.answer_flags(args.grace) + vllm.tool_flags(tools(folder))
     print(shlex.join(words), flush=True)
     os.execve(program, words, environment)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxstack.config import storage
+from maxstack.config import storage, trust
 from maxstack.config.reader import (
     MAX_BYTES,
     MAX_DEPTH,
@@ -180,6 +180,12 @@ class _Composer:
     def file(self, path: str, section: str) -> Node:
         """The file's tree with everything it extends."""
         real = _real(path)
+        if self._open and not Path(real).is_relative_to(self._shipped):
+            outer = self._open[-1]
+            if trust.is_record(outer) and not trust.is_trusted(outer):
+                raise ConfigError(
+                    f"{shown(outer)}: names {shown(path)}, which may name code, and {trust.ADVICE}"
+                )
         if real in self._open:
             circle = [*self._open[self._open.index(real) :], real]
             raise ConfigError(

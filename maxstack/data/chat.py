@@ -1,20 +1,19 @@
 """Chat templates: conversations become the text that a model was trained on."""
 
 import contextlib
-import datetime
-import functools
 import json
 import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from maxstack.data import hub
 from maxstack.data.byte_level import NAMED, content, read, special_tokens
+from maxstack.data.jinja import BEGIN, END, Guarded, Templates
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.regular_file import read_regular
@@ -22,18 +21,10 @@ from maxstack.schema.data import DataConfig
 from maxstack.schema.data import Tokenizer as TokenizerConfig
 from maxstack.strict_json import SMALL, parse
 
-if TYPE_CHECKING:
-    from jinja2 import Template
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 CONFIG, JINJA, JSON = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of templates where a model has several."""
-LARGEST = 1 << 25
-"""Characters of a rendered conversation."""
 NAMED_TEMPLATES = Path(__file__).parent / "templates"
-BEGIN, END = "generation_begins", "generation_ends"
-"""Variables of a template that are written before and after what is trained on."""
 MARKER = re.compile(r"\{%[-+]?\s*generation\b")
 THOUGHT = "reasoning_content", "thinking", "reasoning"
 """Names that a message's thought has in data; templates read the first, gpt-oss's the second
@@ -63,11 +54,18 @@ class ChatTemplate:
     """A chat template of Hugging Face's dialect of Jinja, rendered in a sandbox.
 
     `sources` maps names to templates, of which `default` is used, or `tool_use`, if there is one,
-    for conversations with tools; `tokens` are variables such as bos_token. DataError, which begins
-    with `where`, for a template that cannot be parsed.
+    for conversations with tools; `tokens` are variables such as bos_token. `guarded` templates are
+    rendered in processes with limits. DataError, which begins with `where`, for a template that
+    cannot be parsed.
     """
 
-    def __init__(self, sources: Mapping[str, str], tokens: Mapping[str, str], where: str):
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        tokens: Mapping[str, str],
+        where: str,
+        guarded: bool = False,
+    ):
         if DEFAULT not in sources:
             raise ConfigError(
                 f"{where}: has chat templates {', '.join(map(quoted, sources))} and none named "
@@ -77,7 +75,12 @@ class ChatTemplate:
         self.tokens = tokens
         self._wants_text: dict[str, bool] = {}
         self._takes_parts: dict[tuple[str, str], bool] = {}
-        self._templates = {name: self._parsed(text) for name, text in sources.items()}
+        try:
+            self._templates = (Guarded if guarded else Templates)(sources)
+        except ConfigError:
+            raise
+        except Exception as error:  # TemplateSyntaxError, and Python's for deep nesting
+            raise self._refused(error) from error
 
     def render(
         self,
@@ -144,16 +147,10 @@ class ChatTemplate:
             **self.tokens,
             **extra,
         }
-        parts, size = [], 0
         try:
-            for part in self._templates[name].generate(variables):
-                parts.append(part)
-                size += len(part)
-                if size > LARGEST:
-                    raise OverflowError(f"it writes more than {LARGEST} characters")
+            return self._templates.render(name, variables)
         except Exception as error:  # a template can do anything
             raise self._refused(error) from error
-        return "".join(parts)
 
     def marked(
         self,
@@ -195,14 +192,7 @@ class ChatTemplate:
         return {int(token) for token in ids[:1]} & {*tokenizer.special}
 
     def _name(self, tools: Any) -> str:
-        return WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
-
-    def _parsed(self, source: str) -> "Template":
-        environment = _environment()
-        try:
-            return environment.from_string(source)
-        except Exception as error:  # TemplateSyntaxError, and Python's for deep nesting
-            raise self._refused(error) from error
+        return WITH_TOOLS if tools and WITH_TOOLS in self.sources else DEFAULT
 
     def _refused(self, error: Exception) -> DataError:
         line = f" line {lineno}:" if (lineno := getattr(error, "lineno", None)) else ""
@@ -215,6 +205,7 @@ def read_chat_template(
     file: str | Path | None = None,
     remedy: str = "",
     named: Mapping[str, str] | None = None,
+    guarded: bool = False,
 ) -> ChatTemplate:
     """The chat template of a Hugging Face folder, or of a run that was imported from one, or that
     in `file`, with the folder's special tokens, and those `named` that it does not name.
@@ -224,23 +215,24 @@ def read_chat_template(
     tokens = {name: text for name in NAMED if (text := content(config.get(name))) is not None}
     tokens = {**(named or {}), **tokens}
     if file:
-        return ChatTemplate({DEFAULT: _text(Path(file))}, tokens, str(file))
+        return ChatTemplate({DEFAULT: _text(Path(file))}, tokens, str(file), guarded)
     further = {path.stem: _text(path) for path in sorted((beside / hub.FURTHER).glob("*.jinja"))}
     path = beside / JINJA
     if path.is_file():
-        return ChatTemplate({**further, DEFAULT: _text(path)}, tokens, str(path))
+        return ChatTemplate({**further, DEFAULT: _text(path)}, tokens, str(path), guarded)
     for name in (CONFIG, JSON):  # of which AutoTokenizer reads the first alone
         path = beside / name
         template = read(path).get("chat_template")
         if template is not None:
-            return ChatTemplate({**_named(template, path), **further}, tokens, str(path))
+            sources = {**_named(template, path), **further}
+            return ChatTemplate(sources, tokens, str(path), guarded)
     raise ConfigError(
         f"{folder}: has no chat template, neither {JINJA}, nor chat_template in {JSON} or "
         f"{CONFIG}; {remedy or ASKED}"
     )
 
 
-def template_of(data: DataConfig) -> ChatTemplate:
+def template_of(data: DataConfig, guarded: bool = False) -> ChatTemplate:
     """The chat template that data.template names, or that of the tokenizer's folder. ConfigError
     where there is none."""
     path, named = getattr(data.tokenizer, "path", None), data.template
@@ -248,10 +240,10 @@ def template_of(data: DataConfig) -> ChatTemplate:
     tokens = open_tokenizer(data.tokenizer).named
     if path is not None:
         folder = hub.model_folder(os.path.dirname(path) or ".", weights=False)
-        return read_chat_template(folder, file, REMEDY, tokens)
+        return read_chat_template(folder, file, REMEDY, tokens, guarded)
     if file is None:
         raise ConfigError(f"data.template: a tokenizer of kind bytes has none; {REMEDY}")
-    return ChatTemplate({DEFAULT: _text(Path(file))}, tokens, str(file))
+    return ChatTemplate({DEFAULT: _text(Path(file))}, tokens, str(file), guarded)
 
 
 def answer_ends(data: DataConfig, tokenizer: Tokenizer) -> set[int]:
@@ -384,53 +376,3 @@ def _text(path: Path) -> str:
             f"{shortened(str(path))}: the chat template cannot be read: {reason}; give chatml, "
             "plain, or a file of Jinja"
         ) from error
-
-
-@functools.cache
-def _environment() -> "ImmutableSandboxedEnvironment":
-    """Jinja as transformers sets it up (utils/chat_template_utils.py). ConfigError where it is not
-    installed."""
-    try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension
-        from jinja2.parser import Parser
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise ConfigError("chat templates are rendered by jinja2: pip install jinja2") from None
-
-    class Generation(Extension):
-        """`{% generation %}`, which marks what is trained on: the block between BEGIN and END."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in (BEGIN, END))
-            return nodes.Scope([begin, *body, end]).set_lineno(line)
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment

@@ -17,7 +17,7 @@ from maxstack.config import storage
 from maxstack.data import byte_level, hub, tiktoken_files
 from maxstack.data.documents import Document, Documents, Picture, Tokens
 from maxstack.data.files import digest
-from maxstack.data.long_texts import LONGEST, parts
+from maxstack.data.long_texts import LONGEST, parts, widest
 from maxstack.errors import ConfigError, DataError, of_rust, quoted
 from maxstack.schema.data import (
     BYTE_IDS,
@@ -138,9 +138,8 @@ class Tokenizer(ABC):
         text in which special tokens, where they are spelt out, stand for themselves; without
         beginning and end. The texts between them are encoded each by itself."""
         names = {name: token for token, name in self.special.items()}
-        marks = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
         ids, spans, done = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int64)], 0
-        for part in re.split(f"({marks})", text):
+        for part in self._marks.split(text):
             encoded = part.encode()
             if part in names:
                 ids.append(np.array([names[part]], np.int32))
@@ -150,6 +149,31 @@ class Tokenizer(ABC):
                 spans.append(done + np.array(self._text_spans(encoded)).reshape(-1, 2))
             done += len(encoded)
         return np.concatenate(ids), np.concatenate(spans)
+
+    def fewest(self, document: bytes) -> int:
+        """Ids that `encode_by_parts` gives for a text at least, by its size alone."""
+        return 0
+
+    def encode_by_parts(
+        self, document: bytes, longest: int = LONGEST
+    ) -> Iterator[tuple[np.ndarray, int]]:
+        """The ids of `encode_marked`, of `longest` bytes at a time, and the byte up to which they
+        go. Other threads run while the library works."""
+        for start, stop in parts(document, longest, self._marked_ids):
+            yield np.asarray(self._marked_ids(document[start:stop]), np.int32), stop
+
+    def _marked_ids(self, document: bytes) -> Sequence[int] | np.ndarray:
+        names = {name: token for token, name in self.special.items()}
+        ids: list[int] = []
+        for part in self._marks.split(document.decode()):
+            ids.extend([names[part]] if part in names else self._text_ids(part.encode()))
+        return ids
+
+    @functools.cached_property
+    def _marks(self) -> re.Pattern[str]:
+        """Special tokens that are spelt out, of which the longest counts."""
+        names = sorted(self.special.values(), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
 
     @abstractmethod
     def _text_ids(self, document: bytes) -> Sequence[int] | np.ndarray:
@@ -179,6 +203,9 @@ class Bytes(Tokenizer):
 
     def raw(self, token: int) -> bytes:
         return self.pieces[token]
+
+    def fewest(self, document: bytes) -> int:
+        return len(document) // len(byte_level.END)
 
     def text_of(self, token: int) -> str:
         return self.special.get(token) or self.pieces[token].decode("latin-1")
@@ -302,6 +329,7 @@ class HuggingFace(Tokenizer):
         self._bos, self._eos = (self._special(key, token) for key, token in ends.items())
         self.pieces = _hugging_face_pieces(spec, ids, self.vocab_size)
         self.token_bytes = _sizes(self.pieces)
+        self._widest, self._lost = widest(spec)
         added = self._model.get_added_tokens_decoder().items()
         self.special = {i: token.content for i, token in added if token.special}
         decoder = spec.get("decoder") or {}
@@ -310,6 +338,11 @@ class HuggingFace(Tokenizer):
 
     def id_of(self, token: str) -> int | None:
         return self._model.token_to_id(token)
+
+    def fewest(self, document: bytes) -> int:
+        if self._widest is None:
+            return 0
+        return -(-len(document.translate(None, self._lost)) // self._widest)
 
     def text_of(self, token: int) -> str:
         return self._model.id_to_token(token)
@@ -339,8 +372,13 @@ class HuggingFace(Tokenizer):
         model.encode_special_tokens = False
         return model
 
+    def _marked_ids(self, document: bytes) -> list[int]:
+        encode = self._marked.encode_batch_fast
+        return of_rust(self.name, encode, [document.decode()], add_special_tokens=False)[0].ids
+
     def _text_ids(self, document: bytes) -> list[int]:
         text = document.decode()  # without offsets, which cost a fifth of the time
+        # the library lets other threads run while it encodes a batch, and not a text
         encode = self._model.encode_batch_fast
         return of_rust(self.name, encode, [text], add_special_tokens=False)[0].ids
 

@@ -4,7 +4,7 @@ when the watchdog says so."""
 import contextlib
 import json
 import os
-import secrets
+import queue
 import socket
 import struct
 import subprocess
@@ -15,8 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from maxstack.cluster.connections import Door, connect
+from maxstack.cluster.environment import say
 from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.cluster.peers import Peers
+from maxstack.cluster.roll_call import Missing
 from maxstack.faults import preemption, watchdog
 from maxstack.faults.preemption import INTERRUPTED
 from maxstack.report import stacks
@@ -29,6 +32,7 @@ VERDICT = 8.0
 such errors."""
 JOINED_MS = 60_000
 """Milliseconds for the processes that have joined to meet."""
+PURPOSE = "watchdogs"
 
 
 _current: "Heartbeat | None" = None
@@ -62,7 +66,6 @@ class Heartbeat:
             "stacks": str(file),
             "step": cfg.step,
             "retry": RETRY,
-            "host": peers.own_address() if self._several else None,
         }
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", watchdog.__file__, json.dumps(arguments)],
@@ -87,14 +90,34 @@ class Heartbeat:
         self._process.wait()
 
     def _connect(self, peers: Peers) -> None:
-        """Let the watchdogs of the run meet: process 0's listens, at an address that it sends."""
-        key, address = peers.exchange("watchdog", secrets.token_hex(32), JOINED_MS)[0], None
+        """Make the lines between the watchdogs, from process 0 to each other one, and hand them
+        over. Missing where a process does not come."""
+        listener = address = None
         if self._first:
-            self._send({"key": key, "at": None})
-            address = json.loads(self._line.recv(1 << 16))["at"]
+            listener = socket.create_server((peers.own_address(), 0), backlog=peers.count)
+            address = listener.getsockname()
         address = peers.exchange("watchdog", address, JOINED_MS)[0]
-        if not self._first:
-            self._send({"key": key, "at": address})
+        if listener is None:
+            self._hand_over([connect(tuple(address), peers.key, PURPOSE)])
+            return
+        came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        deadline = time.monotonic() + JOINED_MS / 1000
+        with Door(listener, peers.key, PURPOSE, came.put, say):
+            try:
+                lines = [
+                    came.get(timeout=max(0.0, deadline - time.monotonic()))
+                    for _ in range(peers.count - 1)
+                ]
+            except queue.Empty:
+                raise Missing("the watchdogs of some processes did not come") from None
+        self._hand_over(lines)
+
+    def _hand_over(self, lines: list[socket.socket]) -> None:
+        for begin in range(0, len(lines), watchdog.LINES):
+            part = lines[begin : begin + watchdog.LINES]
+            socket.send_fds(self._line, [b"{}"], [line.fileno() for line in part])
+        for line in lines:
+            line.close()
 
     def __enter__(self) -> "Heartbeat":
         return self

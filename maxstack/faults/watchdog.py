@@ -3,22 +3,20 @@ script, so it imports the standard library alone.
 
 It ends its process where no step is done in time, with the stacks of all threads in the log, and
 all processes of the run where one is lost: each watchdog has a line to that of process 0, which
-informs the others. It reads the state of a process from the system, so it does not matter what that
-hangs in.
+informs the others; the processes make these lines, and hand them over. It reads the state of a
+process from the system, so it does not matter what that hangs in.
 """
 
 import contextlib
 import json
 import os
 import platform
-import queue
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
-from multiprocessing.connection import Client, Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +31,16 @@ ASKED, FAILED = 2.0, 10.0
 TOLD, LAST = 2.0, 8.0
 """Seconds that process 0 has to print an error of its own, and at most for the others to leave
 before it: jax aborts those that it leaves behind."""
+LONGEST = 1 << 16
+"""Bytes of a message."""
+LINES = 200
+"""Lines that are handed over at a time; Linux lets 253 through."""
 
 
 class Watchdog:
     """The watchdog of the process that started it. `line`: the socket to that; `arguments`: its pid
-    (it may be gone by now), process, processes, host (to listen at), log, stacks (a file), step
-    (seconds that it may be stopped), retry (the exit code where the run is to be started again)."""
+    (it may be gone by now), process, processes, log, stacks (a file), step (seconds that it may be
+    stopped), retry (the exit code where the run is to be started again)."""
 
     def __init__(self, line: socket.socket, arguments: Mapping[str, Any]):
         self._line, self._arguments, self._pid = line, arguments, arguments["pid"]
@@ -58,7 +60,6 @@ class Watchdog:
         self._first_done = False
         self._others: dict[Connection, dict[str, Any]] = {}
         self._heard: dict[Connection, float] = {}
-        self._joining: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         self._sent = 0.0
         self._looked = self._ran = time.monotonic()
 
@@ -71,7 +72,6 @@ class Watchdog:
                     self._read_process()
                 else:
                     self._read_watchdog(ready)  # type: ignore[arg-type]
-            self._join()
             self._look()
             lives = os.getppid() == self._pid
         if not self._own["done"]:
@@ -115,14 +115,21 @@ class Watchdog:
         self._say(f"{_name(self._own)} stood still for {seconds:.0f} s ({how})", log=True)
 
     def _read_process(self) -> None:
-        """Read a message of the process."""
+        """Read a message of the process, and the lines to other watchdogs that come with it."""
         try:
-            message = json.loads(self._line.recv(1 << 16, socket.MSG_DONTWAIT))
-        except OSError:  # its end of the line is closed
+            text, lines, *_ = socket.recv_fds(self._line, LONGEST, LINES, socket.MSG_DONTWAIT)
+            message = json.loads(text)
+        except (OSError, ValueError):  # its end of the line is closed
             return
         self._beat = time.monotonic()
-        if "key" in message:
-            self._open(bytes.fromhex(message["key"]), message["at"])
+        for line in lines:
+            link: Connection = Connection(line)
+            self._heard[link] = self._beat
+            if self._own["process"]:
+                self._first = link
+                self._send({"status": self._own})
+            else:
+                self._others[link] = {"process": "?"}
         self._limit = message.get("limit", self._limit)
         self._own |= {name: message[name] for name in ("doing", "step") if name in message}
         if message.get("end") == "done":
@@ -136,35 +143,10 @@ class Watchdog:
                 code=message["code"],
             )
 
-    def _open(self, key: bytes, at: list[Any] | None) -> None:
-        """Open the lines between the watchdogs: process 0's listens and sends its address, to which
-        the others connect."""
-        if at is not None:
-            self._first = Client(tuple(at), authkey=key)
-            self._heard[self._first] = time.monotonic()
-            self._send({"status": self._own})
-            return
-        arguments = self._arguments
-        listener = Listener((arguments["host"], 0), authkey=key, backlog=arguments["processes"])
-        self._line.send(json.dumps({"at": [*listener.address]}).encode())
-
-        def accept() -> None:
-            while True:
-                # A stranger without the key, or a connection that broke, ends nothing.
-                with contextlib.suppress(Exception):
-                    self._joining.put(listener.accept())
-
-        threading.Thread(target=accept, daemon=True).start()
-
-    def _join(self) -> None:
-        while not self._joining.empty():
-            link = self._joining.get()
-            self._others[link], self._heard[link] = {"process": "?"}, time.monotonic()
-
     def _read_watchdog(self, link: Connection) -> None:
         """Read a message of another watchdog, or notice that it is gone."""
         try:
-            message = json.loads(link.recv_bytes())
+            message = json.loads(link.recv_bytes(LONGEST))
         except (EOFError, OSError):
             self._heard.pop(link)
             status = self._others.pop(link, None)

@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import logging
 import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,11 +16,14 @@ import jaxlib
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxstack.config import trust
 from maxstack.errors import ConfigError
+from maxstack.schema.config import RunConfig
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
+log = logging.getLogger(__name__)
 _EFFORT = "xla_backend_optimization_level"
 QUICK = {_EFFORT: 2}
 """On a CPU: a step runs as fast as at the default, 3, and compiles sooner, initial weights in a
@@ -35,7 +40,14 @@ _REFUSED = re.compile(
 
 def keep_programs(folder: str | None, named: bool = False) -> None:
     """Keep compiled programs in `folder`, for the next start. `named`: a program is taken from
-    there only where the names and lines of its source are the same too, which a profile shows."""
+    there only where the names and lines of its source are the same too, which a profile shows.
+    ConfigError where the default folder is not this user's alone; another is the user's word."""
+    if folder and folder == RunConfig.model_fields["compilation_cache"].default:
+        try:
+            trust.private(Path(folder).expanduser())
+        except OSError as error:
+            log.warning("%s: cannot be made: %s; programs are not kept", folder, error.strerror)
+            return
     if folder:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", named)
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))

@@ -30,12 +30,18 @@ def run_in_this_thread() -> bool:
     thread's -> whether it does: under glibc, unless the environment has chosen for its allocator.
     To be called before jax sees its devices."""
     chosen = os.environ.get(_TUNABLES, _HUGE) != _HUGE
-    if chosen or "CS_GNU_LIBC_VERSION" not in getattr(os, "confstr_names", ()):
+    if chosen or not _is_glibc():
         return False
     import jax
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     return True
+
+
+def give_back() -> None:
+    """Return what is free to the system, where glibc holds it."""
+    if _is_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_freed(temporaries: int) -> None:
@@ -48,3 +54,7 @@ def keep_freed(temporaries: int) -> None:
         libc.malloc_trim(0)
         libc.mallopt(_MMAP_MAX, 0)
         libc.mallopt(_TRIM_THRESHOLD, -1)
+
+
+def _is_glibc() -> bool:
+    return "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", ())

@@ -84,14 +84,14 @@ class Engine:
         vocab = self.cfg.decoder.vocab
         if not prompt:
             raise DataError("the prompt is empty; give at least one token")
-        outside = next((token for token in prompt if not 0 <= token < vocab), None)
-        if outside is not None:
-            raise DataError(f"token {outside} is outside the model's vocabulary of {vocab}")
         if len(prompt) >= self.max_length:
             raise DataError(
                 f"the prompt is {len(prompt)} tokens long, and serve.max_length="
                 f"{self.max_length} holds prompt and answer; shorten it, or raise serve.max_length"
             )
+        outside = next((token for token in prompt if not 0 <= token < vocab), None)
+        if outside is not None:
+            raise DataError(f"token {outside} is outside the model's vocabulary of {vocab}")
 
     def add(
         self,
@@ -99,16 +99,17 @@ class Engine:
         sampling: Sampling,
         priority: int = 0,
         adapter: str | None = None,
+        client: str = "",
     ) -> int:
-        """Queue a request, answered with the adapter of this name -> its number. DataError for a
-        prompt that cannot be answered, and where there is no such adapter."""
+        """Queue a request of a client, answered with the adapter of this name -> its number.
+        DataError for a prompt that cannot be answered, and where there is no such adapter."""
         self.check(prompt)
         if adapter is not None and adapter not in self.adapters:
             there = ", ".join(self.adapters) or "none; name their folders in serve.adapters"
             raise DataError(f"adapter {quoted(adapter)}: no such adapter; there are {there}")
         chosen = 0 if adapter is None else 1 + self.adapters.index(adapter)
         self._added += 1
-        task = Task(self._added, list(prompt), len(prompt), sampling, priority, chosen)
+        task = Task(self._added, list(prompt), len(prompt), sampling, priority, chosen, client)
         self._tasks[task.number] = task
         self.scheduler.add(task)
         return task.number

@@ -2,46 +2,60 @@
 llguidance library. Runs on the host, imports no jax."""
 
 import json
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxstack.data.tokenizers import Tokenizer
 from maxstack.errors import ConfigError, installing, shortened
+
+if TYPE_CHECKING:
+    from maxstack.data.tokenizers import Tokenizer
 
 _SEPARATOR = b"\x02"
 _BLANKS = r"[ \t\n\r]{0,32}"
 _PROBE = '{"a b": [1, "\u00e9"]}\n'
+LONGEST = 1 << 18
+"""Bytes of a grammar at most."""
+DEEPEST = 256
+"""Levels of a JSON schema at most, through its references."""
+ROW = 1000
+"""Ways to go on that a parser may hold open (llguidance's own limit is 2,000, at which a step of an
+ambiguous grammar takes seconds; an object's optional property is four)."""
+STATES = 50_000
+"""States of a lexer at most, of 1 to 2 kB each."""
+FIRST_SECONDS, TOKEN_SECONDS = 0.5, 0.005
+"""Processor time that the masks of an answer may take, and what each of its tokens adds."""
 
 
 class Compiler:
     """Matchers over the tokens of a tokenizer. Seconds to make for a large vocabulary, then
     milliseconds a grammar."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_tokens: Collection[int], vocab: int):
-        """`stop_tokens` may end an answer, and stand for no text; `vocab` is the model's, and masks
-        are that wide. ConfigError if the library is missing, there is no stop token, or the
-        tokenizer's text is not its tokens' bytes in a row."""
+    def __init__(self, vocabulary: "Vocabulary"):
+        """ConfigError if the library is missing."""
         try:
             import llguidance
         except ImportError as error:
             raise ConfigError(
                 f"grammars need the llguidance package: {installing('serve')}"
             ) from error
-        if not stop_tokens:
-            raise ConfigError(
-                f"{tokenizer.name}: a grammar needs a token that ends an answer, and neither "
-                "tokenizer nor model names one"
-            )
-        _check_text(tokenizer)
         self._matcher: Any = llguidance.LLMatcher
-        self._words = -(-vocab // 32)
-        vocabulary = _Vocabulary(tokenizer, sorted(stop_tokens), vocab)
+        self._limits = llguidance.LLParserLimits(
+            max_items_in_row=ROW, max_lexer_states=STATES, verbose_errors=False
+        )
+        self._words = -(-len(vocabulary.tokens) // 32)
         self._tokens = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(vocabulary), eos_token=sorted(stop_tokens)
+            llguidance.TokenizerWrapper(vocabulary), eos_token=vocabulary.special_token_ids
         )
         vocabulary.greedy = self._tokens.greedy_tokenize
+
+    def compile(self, kind: str, value: Any) -> "Matcher":
+        """Matcher by the method `kind`. ConfigError for what cannot be followed, and for more than
+        `LONGEST` bytes or `DEEPEST` levels, before the library sees it."""
+        check_size(value)
+        return getattr(self, kind)(value)
 
     def json_schema(self, schema: Mapping[str, Any] | bool) -> "Matcher":
         """Matcher of JSON that follows a schema, with at most 32 blanks in a row, since a model may
@@ -49,10 +63,7 @@ class Compiler:
         library does not know all of the schema's keys, or nothing follows it."""
         if isinstance(schema, Mapping):
             schema = {"x-guidance": {"whitespace_pattern": _BLANKS}, **schema}
-        try:
-            text = json.dumps(schema)
-        except RecursionError as error:
-            raise ConfigError("grammar: the JSON schema is nested too deeply") from error
+        text = json.dumps(schema)
         return self._compiled("JSON schema", self._matcher.grammar_from_json_schema(text))
 
     def regex(self, pattern: str) -> "Matcher":
@@ -73,7 +84,7 @@ class Compiler:
         return self._compiled("choices", self._matcher.grammar_from_regex("|".join(escaped)))
 
     def _compiled(self, kind: str, grammar: str) -> "Matcher":
-        state = self._matcher(self._tokens, grammar, log_level=0)
+        state = self._matcher(self._tokens, grammar, log_level=0, limits=self._limits)
         if not state.is_error():
             state.compute_bitmask()  # which finds what no text follows
         if state.is_error():
@@ -130,33 +141,149 @@ class Matcher:
             raise ConfigError(f"grammar: the answer cannot go on: {_error(self._state)}")
 
 
-class _Vocabulary:
-    """A tokenizer as llguidance takes it. Where a grammar leaves no choice of the next bytes, the
+class Answer:
+    """A matcher as the engine follows it: what goes wrong ends the answer and is kept as `error`,
+    and so does a grammar that takes more time than all requests can spare."""
+
+    def __init__(self, matcher: Matcher):
+        self._matcher, self._mask = matcher, matcher.mask()
+        self._left = FIRST_SECONDS
+        self.error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True if the answer is whole, or cannot go on."""
+        return self.error is not None or self._matcher.finished
+
+    def mask(self) -> np.ndarray:
+        """The matcher's, or its last one where it has none."""
+        self._timed(self._masked)
+        return self._mask
+
+    def accept(self, token: int) -> None:
+        """Append a token."""
+        self._left += TOKEN_SECONDS
+        self._timed(lambda: self._matcher.accept(token))
+
+    def copy(self) -> "Answer":
+        """Another answer from the same state, with time of its own."""
+        return Answer(self._matcher.copy())
+
+    def _masked(self) -> None:
+        self._mask = self._matcher.mask()
+
+    def _timed(self, step: Callable[[], None]) -> None:
+        if self.error is not None:
+            return
+        began = time.thread_time()
+        try:
+            step()
+        except Exception as error:  # of the library, which others must not end by
+            self.error = error
+        self._left -= time.thread_time() - began
+        if self._left < 0 and self.error is None:
+            self.error = ConfigError(
+                f"grammar: the answer cannot go on: its masks take more than {FIRST_SECONDS} s of "
+                f"processor time and {TOKEN_SECONDS} s a token; give a grammar with fewer ways to "
+                "read one text"
+            )
+
+
+class Vocabulary:
+    """Tokens as llguidance takes them. Where a grammar leaves no choice of the next bytes, the
     library wants the tokens that the tokenizer would make of them."""
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, stop_tokens: list[int], vocab: int):
-        self._tokenizer = tokenizer
-        self.eos_token_id = stop_tokens[0]
-        self.special_token_ids = stop_tokens
-        self.tokens = [*tokenizer.pieces, *[b""] * (vocab - tokenizer.vocab_size)]
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        stop_tokens: Collection[int],
+        encode: Callable[[bytes], list[int] | None] = lambda text: None,
+    ):
+        """`tokens`: the bytes of each, as many as the model has rows. `stop_tokens` may end an
+        answer, and stand for no text. `encode` gives a text's tokens, or None for the longest from
+        left to right."""
+        self.special_token_ids = sorted(stop_tokens)
+        self.eos_token_id = self.special_token_ids[0]
+        self.tokens = [*tokens]
         for token in stop_tokens:
             self.tokens[token] = b"<|stop|>"
+        self._encode = encode
         self.greedy: Callable[[str], list[int]] = lambda text: []
         """The longest tokens from left to right; LLTokenizer has it once it is made."""
 
+    @classmethod
+    def of(cls, tokenizer: "Tokenizer", stop_tokens: Collection[int], vocab: int) -> "Vocabulary":
+        """A tokenizer's, `vocab` wide. ConfigError if there is no stop token, or the tokenizer's
+        text is not its tokens' bytes in a row."""
+        if not stop_tokens:
+            raise ConfigError(
+                f"{tokenizer.name}: a grammar needs a token that ends an answer, and neither "
+                "tokenizer nor model names one"
+            )
+        _check_text(tokenizer)
+        tokens = [*tokenizer.pieces, *[b""] * (vocab - tokenizer.vocab_size)]
+        return cls(tokens, stop_tokens, lambda text: _encoded(tokenizer, text))
+
     def __call__(self, text: bytes) -> list[int]:
-        pieces, sizes = self._tokenizer.pieces, self._tokenizer.token_bytes
-        for prefix in (b"", _SEPARATOR):  # some write a space before the first word
-            ids = self._tokenizer.encode(prefix + text)
-            ids = ids[sizes[ids] > 0]
-            joined = b"".join(pieces[token] for token in ids)
-            starts = np.cumsum(sizes[ids]) - sizes[ids]
-            first = np.flatnonzero(starts == len(joined) - len(text))
-            if joined.endswith(text) and len(first):
-                return ids[first[0] :].tolist()
-        return self.greedy(text.decode())
+        ids = self._encode(text)
+        return self.greedy(text.decode()) if ids is None else ids
+
+
+def check_size(grammar: Any) -> None:
+    """ConfigError for a grammar of more than `LONGEST` bytes, or of more than `DEEPEST` levels. A
+    `$ref` to a place in the schema itself leads on to there, the first time that it is met: what
+    is deeper by another way, `trial` finds."""
+    size, found, seen = 0, [(grammar, 1)], set[str]()
+    while found:
+        value, depth = found.pop()
+        if isinstance(value, dict):
+            inner = [*value.values()]
+            size += sum(len(key) + 4 for key in value)
+            target = value.get("$ref")
+            if isinstance(target, str) and target not in seen:
+                seen.add(target)
+                inner.append(_at(grammar, target))
+        elif isinstance(value, list | tuple):
+            inner = [*value]
+        else:
+            size += len(value) if isinstance(value, str) else 8
+            continue
+        if depth > DEEPEST:
+            raise ConfigError(
+                f"grammar: is nested too deeply: more than {DEEPEST} levels, counted through $ref"
+            )
+        size += 2 * len(inner)
+        found += [(each, depth + 1) for each in inner]
+    if size > LONGEST:
+        raise ConfigError(f"grammar: is longer than {LONGEST:,} bytes; give a smaller one")
+
+
+def _at(schema: Any, reference: str) -> Any:
+    """What a local reference of a JSON schema names, as RFC 6901 writes it; None for nothing."""
+    if not reference.startswith("#/"):
+        return None
+    for part in reference[2:].split("/"):
+        key = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(schema, dict):
+            return None
+        schema = schema.get(key)
+    return schema
+
+
+def _encoded(tokenizer: "Tokenizer", text: bytes) -> list[int] | None:
+    """The tokens of a text by itself; None where they do not begin with it."""
+    pieces, sizes = tokenizer.pieces, tokenizer.token_bytes
+    for prefix in (b"", _SEPARATOR):  # some write a space before the first word
+        ids = tokenizer.encode(prefix + text)
+        ids = ids[sizes[ids] > 0]
+        joined = b"".join(pieces[token] for token in ids)
+        starts = np.cumsum(sizes[ids]) - sizes[ids]
+        first = np.flatnonzero(starts == len(joined) - len(text))
+        if joined.endswith(text) and len(first):
+            return ids[first[0] :].tolist()
+    return None
 
 
 def _error(state: Any) -> str:
@@ -167,7 +294,7 @@ def _error(state: Any) -> str:
     return shortened(" ".join(reason.split()), 300)
 
 
-def _check_text(tokenizer: Tokenizer) -> None:
+def _check_text(tokenizer: "Tokenizer") -> None:
     ids = tokenizer.encode(_PROBE.encode())
     text = tokenizer.decode(ids)
     joined = b"".join(tokenizer.pieces[token] for token in ids)

@@ -9,7 +9,7 @@ from maxstack import sharding
 from maxstack.config import Fault, storage
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
-from maxstack.load import check_no_run_beside, described, load, model_of_folder
+from maxstack.load import check_no_run_beside, described, load, load_record, model_of_folder
 from maxstack.schema.mesh import AXES
 from maxstack.state import flat, tree
 
@@ -80,7 +80,7 @@ def assembled(
     alone = [f"mesh.{axis}=1" for axis in AXES]
     for more in PLACED:
         placed = ["run.virtual_devices=null", *alone, *more, *overrides]
-        cfg, own = config_of(model, placed)
+        cfg, own = config_of(model, placed, runs_code=trains)
         mesh = sharding.make_mesh(cfg.mesh, jax.devices())
         wrong = [
             each for each in rules.device_faults(cfg, mesh.size) if each[0].startswith("model")
@@ -112,9 +112,11 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
     )
 
 
-def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | None]:
-    """The configuration of a model, and the run's folder, None for a Hugging Face folder."""
-
+def config_of(
+    model: str, overrides: Sequence[str], runs_code: bool = False
+) -> tuple["Config", Path | None]:
+    """The configuration of a model, and the run's folder, None for a Hugging Face folder;
+    `runs_code`: of a run its data and rewards are used too, and their code must be trusted."""
     kind, beside = storage.kind(model), Path("runs") / model
     if kind is None and not (beside / "config.yml").is_file():
         check_no_run_beside(model)
@@ -131,7 +133,7 @@ def config_of(model: str, overrides: Sequence[str]) -> tuple["Config", Path | No
         )
     for own in (folder, folder.parent, folder.parent.parent) if folder.is_dir() else ():
         if (own / "config.yml").is_file():
-            return load(own / "config.yml", overrides), own
+            return load_record(own, overrides, runs_code), own
     _, section = model_of_folder(model, model)
     data = {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 1}  # rows are as given
     if (images := described(section)).tokens:

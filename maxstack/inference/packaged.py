@@ -14,7 +14,7 @@ from maxstack.inference.layout import PORTABLE, Layout
 from maxstack.inference.scheduler import Limits
 from maxstack.inference.started import Served, check_identical
 from maxstack.inference.steps import Batch, Steps, named, nested
-from maxstack.load import load
+from maxstack.load import load_record
 from maxstack.package.loader import Package
 
 NEEDED = "prefill", "logits"
@@ -32,11 +32,11 @@ def start_package(package: Package) -> Served:
     where this version cannot read them."""
     folder = package.folder
     text, sizes = package.manifest["text"], package.manifest["cache"]
-    if not (settings := folder / CONFIG).is_file():
+    if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder}: has no {CONFIG}; make the package again")
     section = text["tokenizer"]
     file = section.get("path") if section else None
-    cfg = load(settings, [f"data.tokenizer.path={folder / file}"] if file else [])
+    cfg = load_record(folder, [f"data.tokenizer.path={folder / file}"] if file else [])
     layout = Layout.of(cfg.decoder, cfg.serve, PORTABLE)
     pages = tuple(sizes["pages"])
     fixed = sizes["rows"], sizes["page"], pages, sizes["requests"], sizes["snapshots"]
@@ -49,7 +49,8 @@ def start_package(package: Package) -> Served:
     tokenizer = open_prompt_tokenizer(cfg.data.tokenizer) if section else None
     stops = frozenset(text["stop_tokens"])
     said = text["template"]
-    template = ChatTemplate(**said, where=f"{folder}/manifest.json") if said else None
+    where = f"{folder}/manifest.json"
+    template = ChatTemplate(**said, where=where, guarded=True) if said else None
     own = folder, folder / "tokenizer"
     return Served(str(folder), cfg, engine, *own, tokenizer, stops, template)
 

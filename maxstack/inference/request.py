@@ -44,7 +44,7 @@ class Sampling:
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first."""
     grammar: Any = None
-    """`grammar.Matcher` that says which tokens may follow; None: all."""
+    """`grammar.Answer` that says which tokens may follow; None: all."""
     embed: bool = False
     """Answer with the hidden state of the prompt's last token, and no token; for max_tokens=1."""
 

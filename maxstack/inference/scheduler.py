@@ -3,6 +3,9 @@
 Requests that have begun come first, each with its next token; what rows are left go to prompts in
 the order of their priority and arrival. A request that finds no page makes the youngest of the
 lowest priority give its own back and wait; it computes its tokens again later.
+
+Of several clients, each has its turn (turns.py): where a request finds no place, a client with at
+least two more running gives one of them back; where it finds no page, the one that has most.
 """
 
 import bisect
@@ -15,10 +18,13 @@ from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
 from maxstack.inference.pool import Pool, page_hash
 from maxstack.inference.request import Sampling
+from maxstack.inference.turns import Turns, last
 from maxstack.schema.mixers import Reach
 
 RESERVE = 100
 """A new request is admitted while one page in so many is left for those that run."""
+KEPT = 4
+"""One row in so many is left by prompts that go on, while a client waits that has none running."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -34,6 +40,8 @@ class Task:
     priority: int = 0
     """Lower goes first."""
     adapter: int = 0
+    client: str = ""
+    """Who asks: clients take turns."""
     replica: int = 0
     slot: int = 0
     computed: int = 0
@@ -127,6 +135,9 @@ class Scheduler:
         self._alike: dict[tuple[int, ...], list[Task]] = {}
         self.waiting: list[Task] = []
         self.running: list[Task] = []
+        self._turns = Turns()
+        self._refused: Task | None = None
+        """The task for which the last step had no room."""
         self.pools = [[Pool(size) for size in limits.pages] for _ in range(replicas)]
         self._slots = [list(range(limits.requests, 0, -1)) for _ in range(replicas)]
         self._snapshots = [Pool(limits.snapshots, limits.requests + 1) for _ in range(replicas)]
@@ -134,6 +145,10 @@ class Scheduler:
 
     def add(self, task: Task) -> None:
         """Queue a task."""
+        self._turns.come(task.client)
+        self._wait(task)
+
+    def _wait(self, task: Task) -> None:
         bisect.insort(self.waiting, task, key=lambda task: task.order)
 
     def remove(self, task: Task) -> None:
@@ -141,8 +156,11 @@ class Scheduler:
         if task in self.running:
             self.running.remove(task)
             self._give_back(task)
+            self._refused = None  # it may find the room that this leaves
         else:
             self.waiting.remove(task)
+            self._refused = None if self._refused is task else self._refused
+        self._turns.leave(task.client)
 
     def forget(self) -> None:
         """Contents of all pages and snapshots."""
@@ -156,18 +174,34 @@ class Scheduler:
         it. `sizes` are the numbers of rows that steps may have, `guesses` the tokens that are
         guessed of each request at most; `prompts`: as long as there are prompts to compute, and
         pages for them, these alone."""
+        self._make_room()
         left = [self._rows(sizes, guesses)] * len(self.pools)
-        begun = sorted(
-            self.running, key=lambda task: (len(task.tokens) - task.computed > 1, task.order)
-        )
+        begun = sorted(self.running, key=lambda task: (self._turns.served[task.client], task.order))
+        long = [task for task in begun if len(task.tokens) - task.computed > 1]
         if prompts:
-            long = [task for task in begun if len(task.tokens) - task.computed > 1]
             pieces, copies = self._pieces(long, left, gently=True), list[Copy | PageCopy]()
             pieces += self._admitted(left, copies, prompts=True)
             if pieces:
                 return pieces, copies
-        pieces, copies = self._pieces(begun, left), []
+        pieces, copies = self._pieces([task for task in begun if task not in long], left), []
+        kept = [rows // KEPT if self._turns.someone_waits(self.running) else 0 for rows in left]
+        left = [rows - own for rows, own in zip(left, kept, strict=True)]
+        pieces += self._pieces(long, left)
+        left = [rows + own for rows, own in zip(left, kept, strict=True)]
+        # a task that was preempted after its turn may be admitted again, from its beginning
+        pieces = [piece for piece in pieces if piece.task in self.running]
         return pieces + self._admitted(left, copies), copies
+
+    def _make_room(self) -> None:
+        """Take a task of the client that has most back to the waiting ones, for the one that the
+        last step refused, if its client has at least two fewer running: each time they come nearer
+        to equal shares, so it ends."""
+        task, self._refused = self._refused, None
+        if task is not None and self.running:
+            clients = [other.client for other in self.running]
+            victim = last(self.running)
+            if clients.count(victim.client) > clients.count(task.client) + 1:
+                self._preempt(victim)
 
     def _pieces(self, tasks: Sequence[Task], left: list[int], gently: bool = False) -> list[Piece]:
         """The next pieces of running tasks, whose rows are taken from those that are left;
@@ -179,7 +213,6 @@ class Scheduler:
                 if piece:
                     left[task.replica] -= piece.size
                     pieces.append(piece)
-        # a task that was preempted after its turn may be admitted again, from its beginning
         return [piece for piece in pieces if piece.task in self.running]
 
     def _admitted(
@@ -188,17 +221,16 @@ class Scheduler:
         """First pieces of waiting tasks for which there is room, and the copies before them;
         `prompts`: tasks wait whose twins have computed their prompts, and who gave pages back."""
         pieces: list[Piece] = []
-        held, index = [0] * len(left), 0  # slots that are kept for tasks that wait for twins
-        while index < len(self.waiting):
-            task = self.waiting[index]
+        held = [0] * len(left)  # slots that are kept for tasks that wait for twins
+        for task in self._turns.order(self.waiting, self.running):
             if (replica := self._awaited(task, held, prompts)) is not None:
                 held[replica] += 1
-                index += 1
                 continue
             copy = None if prompts and task.preempted else self._admit(task, left, held)
             if copy is None:
+                self._refused = None if prompts else task
                 break
-            del self.waiting[index]
+            self.waiting.remove(task)
             copies += copy
             self.running.append(task)
             piece = self._next(task, left[task.replica])
@@ -240,6 +272,7 @@ class Scheduler:
         """Note that a piece was computed and that `new` follows its task's tokens -> copies to make
         before the next step."""
         task, page = piece.task, self.limits.page
+        self._turns.served[task.client] += piece.size
         task.tokens += new
         drafts = len(piece.drafts)
         task.computed = piece.start + piece.size - drafts + (max(0, len(new) - 1) if drafts else 0)
@@ -291,7 +324,7 @@ class Scheduler:
             if gently:
                 return None
             victims = [other for other in self.running if other.replica == task.replica]
-            victim = max(victims, key=lambda other: other.order)
+            victim = last(victims)
             self._preempt(victim)
             if victim is task:
                 return None
@@ -450,7 +483,7 @@ class Scheduler:
         self._give_back(task)
         task.computed, task.preempted = 0, task.preempted + 1
         self.preemptions += 1
-        self.add(task)
+        self._wait(task)
 
     def _give_back(self, task: Task) -> None:
         """Free pages and slot; the end of a text goes before its beginning."""

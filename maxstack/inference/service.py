@@ -1,12 +1,13 @@
 """The engine in a thread of its own, asked from an event loop."""
 
 import asyncio
+import collections
 import dataclasses
 import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
@@ -44,6 +45,7 @@ class _Request:
     answers: "Answers"
     index: int
     ask: Ask
+    client: str
     arrived: float
     ended: bool = False
     """True once nothing of it is waited for; event loop only, as `latest`."""
@@ -57,10 +59,10 @@ class _Request:
 class Answers:
     """Progress of requests that were submitted together. For the event loop; `close` it."""
 
-    def __init__(self, service: "Service", asks: Sequence[Ask]):
+    def __init__(self, service: "Service", asks: Sequence[Ask], client: str):
         now = time.monotonic()
         self._service = service
-        self.requests = [_Request(self, i, ask, now) for i, ask in enumerate(asks)]
+        self.requests = [_Request(self, i, ask, client, now) for i, ask in enumerate(asks)]
         self.events: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
         self._unread = {*range(len(asks))}
 
@@ -79,25 +81,26 @@ class Answers:
     def stop(self, index: int, reason: str = "stop") -> None:
         """End a request, whose further tokens are not wanted; its pages become free."""
         self._unread.discard(index)
-        self._service.end(self.requests[index], reason)
+        self._service.end(self.requests[index : index + 1], reason)
 
     def close(self) -> None:
         """End all that go on, for a client that has left."""
-        for request in self.requests:
-            self.stop(request.index, "abort")
+        self._unread.clear()
+        self._service.end(self.requests, "abort")
 
 
 class Service:
     """Answers requests of an event loop by an engine that runs in a thread."""
 
-    def __init__(self, engine: Engine, queue: int):
-        """`queue`: requests that may wait beside those that the engine runs at a time."""
+    def __init__(self, engine: Engine, waiting: int):
+        """`waiting`: requests that may wait beside those that the engine runs at a time."""
         self.engine, self.metrics = engine, Metrics()
         running = engine.scheduler.limits.requests * len(engine.scheduler.pools)
-        self.capacity = running + queue
+        self.capacity = running + waiting
         self.failure: BaseException | None = None
         self._closed = False
         self._open: set[_Request] = set()
+        self._open_of: collections.Counter[str] = collections.Counter()
         self._idle = asyncio.Event()
         self._idle.set()
         self._changed = threading.Condition()
@@ -118,43 +121,54 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def submit(self, asks: Sequence[Ask]) -> Answers:
-        """Ask the engine, all or nothing. DataError for a prompt that it cannot answer, Full,
-        Closed, Failed."""
-        self.check(len(asks))
-        for ask in asks:
-            self.engine.check(ask.prompt)
-        guarded = [ask._replace(sampling=_guarded(ask.sampling)) for ask in asks]
-        answers = Answers(self, guarded)
+    async def submit(self, asks: Sequence[Ask], client: str = "") -> Answers:
+        """Ask the engine for a client, all or nothing. DataError for a prompt that it cannot
+        answer, Full, Closed, Failed."""
+        answers = await asyncio.to_thread(self._answers, asks, client)
+        self.check(len(asks), client)
         self._open.update(answers.requests)
+        self._open_of[client] += len(asks)
         self._idle.clear()
         self.metrics.prompt_tokens += sum(len(ask.prompt) for ask in asks)
-        self._command(*(lambda request=request: self._add(request) for request in answers.requests))
+        self._command(lambda: self._add(answers.requests))
         return answers
 
-    def check(self, count: int = 0) -> None:
-        """Closed or Failed where no request is taken; Full where so many more may not wait now, and
-        ConfigError where they never may."""
+    def _answers(self, asks: Sequence[Ask], client: str) -> Answers:
+        """Answers to what the engine can answer. Beside the event loop."""
+        for prompt in {id(ask.prompt): ask.prompt for ask in asks}.values():
+            self.engine.check(prompt)
+        return Answers(self, asks, client)
+
+    def check(self, count: int = 0, client: str | None = None) -> None:
+        """Closed or Failed where no request is taken; Full where so many more, of a client, may not
+        wait now, and ConfigError where they never may.
+
+        A client has three quarters at most of what others leave, so there is room for the next."""
         if self.failure is not None:
             raise Failed(f"the engine failed: {self.failure!r}")
         if self._closed:
             raise Closed("the server is shutting down")
-        if count > self.capacity:
+        if count > (most := _share(self.capacity)):
             raise ConfigError(
-                f"{count} answers are asked for at once, and serve.queue lets {self.capacity} run "
-                "and wait; ask for fewer, or raise serve.queue"
+                f"{count} answers are asked for at once, and serve.max_waiting lets {most} of one "
+                "client run and wait; ask for fewer, or raise serve.max_waiting"
             )
         if len(self._open) + count > self.capacity:
             raise Full(
                 f"{len(self._open)} requests run and wait, of {self.capacity} that may; try later"
             )
+        if client is not None:
+            own = self._open_of[client]
+            most = _share(self.capacity - len(self._open) + own)
+            if own + count > most:
+                raise Full(f"{own} of your requests run and wait, of {most} that may; try later")
 
-    def end(self, request: _Request, reason: str) -> None:
-        """Note the end of a request, and take it from the engine where it goes on there."""
-        if request.ended:
-            return
-        self._ended(request, reason)
-        self._command(lambda: self._abort(request))
+    def end(self, requests: Sequence[_Request], reason: str) -> None:
+        """Note the end of requests, and take those from the engine that go on there."""
+        if going := [request for request in requests if not request.ended]:
+            for request in going:
+                self._ended(request, reason)
+            self._command(lambda: self._abort(going))
 
     async def drain(self) -> None:
         """Take no more requests, and wait until all have ended."""
@@ -170,9 +184,9 @@ class Service:
         await asyncio.to_thread(self._thread.join, STOP_SECONDS)
         self._fail(Closed("the server is shutting down"))
 
-    def _command(self, *commands: Callable[[], None]) -> None:
+    def _command(self, command: Callable[[], None]) -> None:
         with self._changed:
-            self._commands += commands
+            self._commands.append(command)
             self._changed.notify()
 
     def _ended(self, request: _Request, reason: str) -> None:
@@ -181,6 +195,9 @@ class Service:
         if reason in ("stop", "length"):
             self.metrics.whole.observe(time.monotonic() - request.arrived)
         self._open.discard(request)
+        self._open_of[request.client] -= 1
+        if not self._open_of[request.client]:
+            del self._open_of[request.client]
         if not self._open:
             self._idle.set()
 
@@ -237,14 +254,16 @@ class Service:
                 return not self._stopped
         return False
 
-    def _add(self, request: _Request) -> None:
-        request.number = self.engine.add(*request.ask)
-        self._requests[request.number] = request
+    def _add(self, requests: Sequence[_Request]) -> None:
+        for request in requests:
+            request.number = self.engine.add(*request.ask, request.client)
+            self._requests[request.number] = request
 
-    def _abort(self, request: _Request) -> None:
-        assert request.number is not None
-        self.engine.abort(request.number)
-        self._requests.pop(request.number, None)
+    def _abort(self, requests: Sequence[_Request]) -> None:
+        for request in requests:
+            assert request.number is not None
+            self.engine.abort(request.number)
+            self._requests.pop(request.number, None)
 
     def _note_begun(self, began: float, outputs: Sequence[Output]) -> None:
         """Observe how long the requests waited that the last step took up."""
@@ -267,35 +286,6 @@ class Service:
         return request, output
 
 
-class _Guarded:
-    """A grammar of a library, any error of which ends its own request only: the engine sees its
-    end."""
-
-    def __init__(self, grammar: Any):
-        self._grammar = grammar
-        self._mask = grammar.mask()
-        self.error: Exception | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.error is not None or self._grammar.finished
-
-    def mask(self) -> Any:
-        try:
-            self._mask = self._grammar.mask()
-        except Exception as error:
-            self.error = error
-        return self._mask
-
-    def accept(self, token: int) -> None:
-        if self.error is None:
-            try:
-                self._grammar.accept(token)
-            except Exception as error:
-                self.error = error
-
-
-def _guarded(sampling: Sampling) -> Sampling:
-    if sampling.grammar is None:
-        return sampling
-    return dataclasses.replace(sampling, grammar=_Guarded(sampling.grammar))
+def _share(count: int) -> int:
+    """What one client may have of so many requests."""
+    return -(-3 * count // 4)

@@ -238,14 +238,14 @@ def files_of(cfg: "Config", own: Path | None) -> Path | None:
 def chat_template(
     model: str, cfg: "Config", own: Path | None, file: str | None = None
 ) -> ChatTemplate:
-    """The chat template in `file`, or that which a run was trained with, or the model's own.
-    ConfigError where there is none."""
+    """The chat template in `file`, or that which a run was trained with, or the model's own, in a
+    process with limits. ConfigError where there is none."""
     folder, data = files_of(cfg, own), cfg.data
     if own is not None and (data.template or folder is None):
         named = file or data.template
         if named or data.tokenizer.kind != "bytes":
-            return template_of(data.model_copy(update={"template": named}))
-    return read_chat_template(folder or Path(model), file)
+            return template_of(data.model_copy(update={"template": named}), guarded=True)
+    return read_chat_template(folder or Path(model), file, guarded=True)
 
 
 def longest_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:

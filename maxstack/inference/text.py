@@ -99,12 +99,13 @@ class TextStream:
         if matches:
             end, length, self.stopped = min(matches)
             return text[: end if self._include_stop else end + length]
-        held = [
-            size
-            for stop in self._stops
-            for size in range(1, len(stop))
-            if not last and text.endswith(stop[:size])
-        ]
+        held = [] if last else [_begun(text, stop) for stop in self._stops]
         certain = len(text) - max(held, default=0)
         self._held = text[certain:]
         return text[:certain]
+
+
+def _begun(text: str, stop: str) -> int:
+    """Characters of a stop string, not all, with which a text ends."""
+    most = min(len(stop) - 1, len(text))
+    return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)

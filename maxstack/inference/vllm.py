@@ -16,7 +16,7 @@ from maxstack.strict_json import read_object
 INSTEAD = {
     "rows": "vLLM chooses the tokens of a step",
     "page": "vLLM chooses the tokens of a page",
-    "queue": "with vLLM any number of requests waits, and none gets status 429",
+    "max_waiting": "with vLLM any number of requests waits, and none gets status 429",
     "snapshot": "vLLM keeps states of recurrent layers in its own way",
     "snapshots": "vLLM keeps states of recurrent layers in its own way",
     "attention": "vLLM chooses its kernels",

@@ -28,6 +28,8 @@ def serve(page: Callable[[], str], data: Callable[[], str], port: int) -> None:
     kinds = {"/": ("text/html", page), "/data": ("application/json", data)}
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = 30  # seconds for which a thread waits for a client
+
         def do_GET(self) -> None:
             if self.headers.get("Host") not in names:
                 return self.send_error(421, "This server answers to 127.0.0.1 and localhost alone")

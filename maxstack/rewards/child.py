@@ -7,9 +7,10 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from maxstack.rewards import processes, sandbox
 from maxstack.rewards.lines import Lines
 from maxstack.rewards.worker import KILL_SECONDS, LOAD_SECONDS
 
@@ -24,9 +25,11 @@ class Closed(RuntimeError):
 
 
 class Child:
-    """A process of worker.py, started at the first request and again after it died."""
+    """A process of worker.py, started at the first request and again after it died; with
+    `sandbox`, the words before a command that runs in one, in a sandbox of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, sandbox: Sequence[str] = ()) -> None:
+        self._sandbox = sandbox
         self._lock = threading.Lock()
         self._closed = False
         self._lines: Lines | None = None
@@ -96,17 +99,21 @@ class Child:
             if self._lines:
                 return self._lines
             ours, theirs = socket.socketpair()
+            words = [sys.executable, "-m", "maxstack.rewards.worker", str(theirs.fileno())]
+            if self._sandbox:
+                # process 1 is bubblewrap's there
+                words = [*self._sandbox, *words, "1", os.readlink(processes.NAMESPACE)]
+            else:
+                words.append(str(os.getpid()))
+            own = sandbox.environment() if self._sandbox else os.environ
             with theirs:
                 self._process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-m", "maxstack.rewards.worker"),
-                        *(str(theirs.fileno()), str(os.getpid())),
-                    ],
+                    words,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
-                    env={"PYTHONHASHSEED": "0"} | os.environ | {"JAX_PLATFORMS": "cpu"},
+                    env={"PYTHONHASHSEED": "0", **own, "JAX_PLATFORMS": "cpu"},
                 )
             lines = self._lines = Lines(ours)
         try:
@@ -133,4 +140,5 @@ class Child:
                 code = self._process.wait()
             self._lines.close()
             self._lines = None
-            return code
+            # bubblewrap leaves with 128 and the signal that ended what it ran
+            return 128 - code if self._sandbox and code > 128 else code

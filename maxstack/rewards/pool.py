@@ -87,10 +87,11 @@ class Observation(NamedTuple):
 class Pool:
     """Threads that each own a worker process. Nothing is started before the first request."""
 
-    def __init__(self, rewards: Sequence[RewardPart], workers: int):
+    def __init__(self, rewards: Sequence[RewardPart], workers: int, sandbox: Sequence[str] = ()):
+        """`sandbox`: the words before a command that run it in one (sandbox.prefix)."""
         assert workers > 0
         self._rewards = [*rewards]
-        self._children = [Child() for _ in range(workers)]
+        self._children = [Child(sandbox) for _ in range(workers)]
         self._shared: deque[Job] = deque()
         self._pinned: list[deque[Job]] = [deque() for _ in range(workers)]
         self._change = threading.Condition()

@@ -1,6 +1,7 @@
-"""A worker: `python -m maxstack.rewards.worker SOCKET PARENT`. It runs no code of the user's, but
-forks a process that does (runner.py), and ends that, with all that descends from it, where it takes
-too long, dies or leaves processes behind, and when the parent ends."""
+"""A worker: `python -m maxstack.rewards.worker SOCKET PARENT [NAMESPACE]`. It runs no code of the
+user's, but forks a process that does (runner.py), and ends that, with all that descends from it,
+where it takes too long, dies or leaves processes behind, and when the parent ends. With the
+NAMESPACE of the process that began a sandbox for it, it bounds all that runs there together."""
 
 import contextlib
 import os
@@ -17,8 +18,13 @@ from maxstack.rewards.processes import Process
 LOAD_SECONDS = 300.0
 """For importing a function."""
 KILL_SECONDS = 5.0
-_TICK, _IDLE_TICK = 0.02, 1.0
-"""Seconds between looks at whether the parent and the runner live."""
+_TICK, _WATCH, _IDLE_TICK = 0.02, 0.1, 1.0
+"""Seconds between looks at whether the parent and the runner live: during a call, between calls in
+a sandbox, and elsewhere."""
+PROCESSES = 64
+"""Processes in a sandbox, its own three among them."""
+LOAD_MEMORY = 16.0
+"""GiB of memory that importing a function may take in a sandbox."""
 
 
 class Lost(Exception):
@@ -33,8 +39,12 @@ class Lost(Exception):
 class Worker:
     """Passes requests on to a runner, and its answers back."""
 
-    def __init__(self, requests: Lines, parent: int):
-        self._requests, self._parent = requests, parent
+    def __init__(self, requests: Lines, parent: int, bounded: bool = False):
+        self._requests, self._parent, self._bounded = requests, parent, bounded
+        self._before = 0
+        """Bytes of memory of the runner when a call began."""
+        self._memory = 0.0
+        """GiB of memory that the latest call may add."""
         self._answers: Lines | None = None
         self._runner, self._status = 0, 0
         self._dead = True
@@ -48,9 +58,11 @@ class Worker:
             self._requests.send({"ready": True})
             while not self._orphaned():
                 try:
-                    request = self._requests.receive(_IDLE_TICK)
+                    request = self._requests.receive(_WATCH if self._bounded else _IDLE_TICK)
                 except TimeoutError:
                     self._reap()
+                    with contextlib.suppress(Lost):
+                        self._check_bounds()
                 else:
                     self._requests.send(self._answer(request))
         self.end()
@@ -82,7 +94,9 @@ class Worker:
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The runner's answer. It gets the request's `timeout` from each time that it begins a
         call, and before that time to import it."""
-        timeout, begun = request.get("timeout", LOAD_SECONDS), False
+        timeout, begun = request.get("timeout", LOAD_SECONDS), 0
+        calls = len(request.get("texts", ())) + 1
+        self._memory = request.get("memory", LOAD_MEMORY)
         answers, deadline = self._started(), time.monotonic() + LOAD_SECONDS
         try:
             answers.send(request, LOAD_SECONDS)
@@ -95,6 +109,7 @@ class Worker:
                         raise self._death() from None
                     if self._orphaned():
                         self.end()
+                    self._check_bounds()
                     if time.monotonic() >= deadline:
                         took = f"took longer than timeout={timeout:g} s"
                         long = f"was not imported within {LOAD_SECONDS:g} s"
@@ -104,7 +119,11 @@ class Worker:
                     raise ValueError(message)
                 if not message.get("begin"):
                     return message
-                begun, deadline = True, time.monotonic() + timeout
+                if begun == calls:  # what was called has written that
+                    raise ValueError(message)
+                if self._bounded and not begun:
+                    self._before = processes.private_memory().get(self._runner, 0)
+                begun, deadline = begun + 1, time.monotonic() + timeout
         except EOFError:
             raise self._death() from None
         except TimeoutError:
@@ -136,11 +155,28 @@ class Worker:
         if self._answers:
             self._answers.close()
             self._answers = None
-        if not self._reap():
+        if self._bounded:
+            processes.end_namespace()
+        elif not self._reap():
             os.kill(self._runner, signal.SIGKILL)
         processes.kill_all(KILL_SECONDS)
         self._dead = True
         self._kept.clear()
+
+    def _check_bounds(self) -> None:
+        """Lost where there are too many processes in the sandbox, or they have too much memory. A
+        fork has what its parent had, which is counted once for each."""
+        if not self._bounded:
+            return
+        memory = processes.private_memory()
+        reason = ""
+        if len(memory) > PROCESSES:
+            reason = f"began more than {PROCESSES} processes"
+        elif sum(memory.values()) > self._memory * 2**30 + len(memory) * self._before:
+            reason = f"took more than memory={self._memory:g} GiB with all its processes"
+        if reason:
+            self._end_runner()
+            raise Lost(reason)
 
     def _left_over(self) -> list[Process]:
         """Descendants that no session keeps, apart from the runner."""
@@ -179,7 +215,10 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs started here inherit
     end, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    Worker(Lines(end), parent).serve()
+    outside = sys.argv[3:]
+    if os.readlink(processes.NAMESPACE) in outside:
+        sys.exit("this is no sandbox: it has the processes of whoever began it")
+    Worker(Lines(end), parent, bounded=bool(outside)).serve()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Annotated
 import pydantic
 from pydantic import Field
 
-from maxstack.config import Fault, Items, NonNegativeInt, PositiveInt, Section
+from maxstack.config import Fault, Items, NonNegativeInt, PositiveInt, Section, secrets
 from maxstack.schema import names
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253)]
@@ -188,6 +188,16 @@ class SlurmConfig(Section):
     setup: Items[Line] = ()
     """Lines of shell before training, as they are: module load cuda, source .venv/bin/activate."""
 
+    def own_faults(self) -> Iterator[Fault]:
+        for index, line in enumerate(self.setup):
+            for name, value in re.findall(r"(\w+)=[\"']?([^\s\"';]*)", line):
+                if not value.startswith(("$", "`")) and secrets.is_secret(name, value):
+                    yield (
+                        f"setup.{index}",
+                        f"{name} is a secret by its name; {secrets.ADVICE}, "
+                        f"as in `export {name}=$(cat ~/.{name.lower()})`",
+                    )
+
     @property
     def seconds(self) -> int:
         """`time`, 0 for no limit. Slurm's forms: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S (sbatch's
@@ -237,7 +247,7 @@ class ClusterConfig(Section):
     secrets: dict[names.Variable, SecretConfig] = {}
     """Environment variable -> where its value lies."""
     env: dict[names.Variable, Line] = {}
-    """Environment variables of every process."""
+    """Environment variables of every process; none that is a secret by its name or shape."""
     config: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] | None = None
     """Path of the resolved configuration on every host, for a file that is too large to be handed
     over: the file that `maxstack submit --out` writes, copied into the bucket or the image. A host
@@ -283,6 +293,9 @@ class ClusterConfig(Section):
                     f"{section}.{name}",
                     "is how a process learns of the others, or of its configuration; leave it out",
                 )
+        for name, value in self.env.items():
+            if secrets.is_secret(name, value):
+                yield f"env.{name}", f"is a secret by its name; {secrets.ADVICE}"
         for name in self.env.keys() & self.secrets.keys():
             yield f"env.{name}", f"{name} is in secrets too; give it once"
         sizes = {name: len(f"{name}={value}".encode()) + 1 for name, value in self.env.items()}

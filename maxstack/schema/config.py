@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 class RunConfig(Section):
     """Name and folders of the run."""
 
+    CODE = "executable", "compilation_cache"
+
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
     """The run's folder inside output_dir; the same name resumes."""
     output_dir: str = Field("runs", max_length=1024)
@@ -73,7 +75,8 @@ class RunConfig(Section):
     """Table of kernels' block sizes that `maxstack tune` writes and that goes before those that
     ship; it need not exist. null: none."""
     compilation_cache: str | None = "~/.cache/maxstack/xla"
-    """Folder that keeps compiled programs between runs; null: none."""
+    """Folder that keeps compiled programs between runs; null: none. The default is this user's
+    alone, and refused where others may write to it; of another you know who may."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -157,6 +160,9 @@ class TrainConfig(Section):
 
 class XlaConfig(Section):
     """Options of the compiler. None is needed for a correct run."""
+
+    CODE = ("flags",)
+    """They name tools that the compiler starts, and files of programs."""
 
     platform: Literal["cpu", "gpu", "tpu"] | None = None
     """Platform for which the flags count; elsewhere they are left out, and the log says so. null:

@@ -25,6 +25,8 @@ class EnvironmentConfig(Section):
     or None for the row's own; `step(text, tool_calls)` gives (what the model reads next, reward,
     done). Texts and messages of an environment are not trained on."""
 
+    CODE = ("call",)
+
     call: str = Field(pattern=r"^[\w.]+:\w+$")
     """module:class."""
     turns: PositiveInt = 8
@@ -85,6 +87,9 @@ class RolloutConfig(Section):
     nothing."""
     workers: PositiveInt = 2
     """Processes that compute rewards."""
+    sandbox: bool = False
+    """Rewards and environments run without network, environment variables and home, with memory,
+    processes and files bounded: by bubblewrap, which must be installed (docs/RL.md)."""
     record: NonNegativeInt = 8
     """Samples of each rollout that rollouts.jsonl of the run's folder keeps; 0: none."""
     show: NonNegativeInt = 50

@@ -1,7 +1,9 @@
 """The configuration of inference: generation and the server."""
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import pydantic
 
 from maxstack.config import (
     Fault,
@@ -34,8 +36,9 @@ class ServeConfig(Section):
     where its folder or its run say so."""
     max_requests: PositiveInt = 32
     """Requests that run at a time on each replica; others wait."""
-    queue: NonNegativeInt = 1024
-    """Requests that may wait; the server refuses more with status 429."""
+    max_waiting: NonNegativeInt = 1024
+    """Requests that may wait; the server refuses more with status 429. One client, by its key or
+    its address, may have three quarters of what others leave of these and of those that run."""
     identical: Literal["strict", "check", "any"] = "check"
     """Same bits for a request whatever else is computed beside it. strict: tried at the start on
     the real shapes, and refused where it does not hold; check: a warning then; any: not tried, and
@@ -58,6 +61,14 @@ class ServeConfig(Section):
     adapters: dict[str, str] = {}
     """Adapters by the names that requests choose them by: folders in PEFT's format, at paths or
     URLs."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _with_queue(cls, data: Any) -> Any:
+        """`queue` is what `max_waiting` was called once."""
+        if not isinstance(data, Mapping) or "queue" not in data or "max_waiting" in data:
+            return data
+        return {"max_waiting" if key == "queue" else key: value for key, value in data.items()}
 
     @property
     def modules(self) -> int:

@@ -7,10 +7,11 @@ from typing import Any
 
 import yaml
 
+from maxstack.cluster.job_key import VARIABLE
 from maxstack.cluster.joining import WAIT
 from maxstack.errors import ConfigError, quoted
 from maxstack.schema.cluster import STRING, SidecarConfig
-from maxstack.submit.job import Job, Placement, Submission, machine, machines
+from maxstack.submit.job import KEY, Job, Placement, Submission, machine, machines
 from maxstack.submit.limits import OBJECT, check_size
 
 TEXT = "MAXSTACK_CONFIG"
@@ -28,13 +29,46 @@ def submission(job: Job) -> Submission:
     words = kubectl(job)
     later = {
         "status": [*words, "get", "jobset", job.name],
-        "stop": [*words, "delete", "jobset", job.name, "--cascade=foreground"],
+        "stop": [*words, "delete", f"jobset/{job.name}", "--cascade=foreground"],
     }
+    before = None
+    if VARIABLE not in job.cluster.secrets:
+        before = [*words, "apply", "--server-side", "--filename", "-"], protection(job)
+        kinds = "secret", "networkpolicy"
+        later["stop"] += [*(f"{kind}/{job.name}-job" for kind in kinds), "--ignore-not-found"]
     return Submission(
         [*words, "create", "--filename", "-"],
         manifest(job),
         watching(job, ["--container", CONTAINER], job.topology.hosts) | later,
+        before,
     )
+
+
+def protection(job: Job) -> str:
+    """The YAML of a Secret with the job's key, and of a NetworkPolicy by which its pods hear one
+    another alone: jax's own port asks for no key."""
+    metadata = {
+        "name": f"{job.name}-job",
+        "namespace": job.cluster.namespace,
+        "labels": labels(job),
+    }
+    pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job.name}}
+    policy = {
+        "podSelector": pods,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": pods}]}],
+    }
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
+    network = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata}
+    trees = [secret | {"stringData": {"key": KEY}}, network | {"spec": policy}]
+    return yaml.dump_all(trees, Dumper=_Whole, sort_keys=False, width=10**6)
+
+
+class _Whole(yaml.SafeDumper):
+    """Writes what stands twice in a tree twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def watching(job: Job, containers: list[str], streams: int) -> dict[str, list[str]]:
@@ -319,8 +353,11 @@ def _environment(job: Job) -> list[dict[str, Any]]:
         plain[TEXT] = job.packed
     for name, value in plain.items():
         check_size(job, "gke", name, f"{name}={value}\0", STRING)
-    index = {"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}
-    return [*variables(job, plain), index]
+    given = [{"name": "JOB_INDEX", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}]
+    if VARIABLE not in job.cluster.secrets:
+        own = {"secretKeyRef": {"name": f"{job.name}-job", "key": "key"}}
+        given.append({"name": VARIABLE, "valueFrom": own})
+    return [*variables(job, plain), *given]
 
 
 def variables(job: Placement, plain: Mapping[str, str]) -> list[dict[str, Any]]:

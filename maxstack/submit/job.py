@@ -46,6 +46,8 @@ NODES_OWN = "/tmp", "/var/tmp", "/dev/shm", "/run"
 
 NUMBER = "{job}"
 """Placeholder in a command for the number that Slurm gives the job."""
+KEY = "{key}"
+"""Placeholder in a text for the job's key, which is drawn when it is handed over."""
 
 
 class Submission(NamedTuple):
@@ -58,6 +60,8 @@ class Submission(NamedTuple):
     later: dict[str, list[str]]
     """Later commands: `there` (prints something while the job exists), status, logs, follow,
     stop."""
+    before: tuple[list[str], str] | None = None
+    """A command that comes before, and its input, in which KEY stands for the job's key."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import fcntl
 import glob
 import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from maxstack.cluster import job_key
 from maxstack.errors import ConfigError
 from maxstack.faults.supervise import PARENT
 from maxstack.hardware.devices import ACCELERATORS, cpu_devices, visible_gpus
@@ -87,6 +89,7 @@ class Group:
 
     def __init__(self, log: Path):
         self._log, self._lock = log, threading.Lock()
+        self._key = {job_key.VARIABLE: secrets.token_hex(job_key.LEAST)}
         self._started: list[subprocess.Popen[str]] = []
         self._asked: list[int] = []
 
@@ -140,7 +143,7 @@ class Group:
     def _start(
         self, number: int, command: Sequence[str], own: Mapping[str, str]
     ) -> threading.Thread:
-        environment = os.environ | own | {PARENT: str(os.getpid())}
+        environment = os.environ | own | self._key | {PARENT: str(os.getpid())}
         process = subprocess.Popen(
             command,
             env=environment,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from maxstack import strict_json
+from maxstack.config import trust
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import ConfigError
 
@@ -42,7 +43,7 @@ def check_free(name: str) -> None:
 def held(name: str, record: dict[str, Any]) -> Iterator[Callable[..., None]]:
     """Write a record and hold its lock, for as long as this process looks after the run;
     ConfigError where another process does. Yields a function that writes further fields."""
-    path_of(name).parent.mkdir(parents=True, exist_ok=True)
+    trust.private(path_of(name).parent)  # commands that status, logs and stop run lie there
     with path_of(name).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

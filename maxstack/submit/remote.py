@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -10,14 +11,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maxstack.cluster.job_key import LEAST
 from maxstack.errors import ConfigError
 from maxstack.submit import records
+from maxstack.submit.job import KEY, NUMBER
 
 if TYPE_CHECKING:
     from maxstack.schema.cluster import ClusterConfig
     from maxstack.schema.config import Config
     from maxstack.submit.job import Submission
 
+PROTECTION = "protection.yml"
 ANSWER = 60.0
 """Seconds in which a cluster must say what is there."""
 
@@ -32,7 +36,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     cfg = jobs.with_grace(jobs.with_cache(cfg, cluster), cluster)
     job, estimate = jobs.checked(name, cfg, cluster, args.force)
     submission = {"xpk": xpk, "gke": gke, "slurm": slurm}[args.target].submission(job)
-    words, text, commands = submission
+    words, text, commands, before = submission
     jobs.check_restarts(job, args.target)
     jobs.warn_of_changes(job, args.target)
     hosts = f"{job.topology.hosts} host{'s' * (job.topology.hosts > 1)}"
@@ -49,15 +53,19 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     if args.out:
         files = [(f"{job.name}.yml", "the configuration, resolved", job.text)]
         to_submit = words
+        if before:
+            files.append(
+                ("protection.yml", "what kubectl reads first, with the job's key", before[1])
+            )
         if args.target == "gke":
             files.append(("jobset.yml", "what kubectl reads", text))
             to_submit = [*words[:-1], "jobset.yml"]
         elif args.target == "slurm":
             files.append(("job.sbatch", "the script", text))
             to_submit = [*words, "job.sbatch"]
-        write_files(args.out, files, to_submit, commands)
+        write_files(args.out, files, to_submit, commands, _protecting(before[0]) if before else "")
     elif args.dry_run:
-        sys.stdout.write(text)
+        sys.stdout.write(f"{before[1]}---\n{text}" if before else text)
     if args.dry_run:
         return 0
     if args.target == "xpk":
@@ -65,6 +73,12 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     facts = {"cluster": args.cluster, "topology": job.topology.name}
     hand_over(name, args.target, submission, facts, str(Path(cfg.run.output_dir) / cfg.run.name))
     return 0
+
+
+def _protecting(command: Sequence[str]) -> str:
+    """Shell's lines that draw the job's key, and give it to a command."""
+    draw = f"key=$(od -An -v -N{LEAST} -tx1 /dev/urandom | tr -d '[:space:]')"
+    return f'{draw}\nsed "s/{KEY}/$key/" {PROTECTION} | {shlex.join(command)} || exit\n'
 
 
 def read_cluster(args: argparse.Namespace) -> "ClusterConfig":
@@ -94,12 +108,14 @@ def hand_over(
 ) -> None:
     """Run the command that submits, and note what looks after it later. `folder`: where it writes,
     or answers, which no other may."""
-    from maxstack.submit.job import NUMBER
-
-    words, text, commands = submission
+    words, text, commands, before = submission
     records.check_free(name)
     check_ended(name, folder, target)
-    done = _run(words, text if target != "xpk" else None, capture=target == "slurm")
+    done = None
+    if before:
+        done = _run(before[0], before[1].replace(KEY, secrets.token_hex(LEAST)))
+    if not done or not done.returncode:
+        done = _run(words, text if target != "xpk" else None, capture=target == "slurm")
     if done.returncode:
         raise ConfigError(
             f"{words[0]} left with {done.returncode}; what it said is above, and nothing "
@@ -126,14 +142,15 @@ def write_files(
     files: Sequence[tuple[str, str, str]],
     words: Sequence[str],
     later: Mapping[str, Sequence[str]],
+    first: str = "",
 ) -> None:
     """Write all that a cluster would get into a folder: `files` by name, with what each is and its
-    text, and the commands. Prints the path of each."""
+    text, and the commands, before them the lines `first`. Prints the path of each."""
     comments = "".join(f"# {verb}: {shlex.join(command)}\n" for verb, command in later.items())
     script = (
         "submit.sh",
         "the command that hands it over, and those for later in comments",
-        f"#!/usr/bin/env bash\n# In this folder.\n{shlex.join(words)}\n{comments}",
+        f"#!/usr/bin/env bash\n# In this folder.\n{first}{shlex.join(words)}\n{comments}",
     )
     folder = Path(out)
     if existing := [
@@ -145,6 +162,7 @@ def write_files(
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name, what, content in (*files, script):
+        (folder / name).touch(mode=0o600)
         (folder / name).write_text(content, encoding="utf-8")
         print(f"wrote {folder / name}: {what}")
 

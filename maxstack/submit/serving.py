@@ -135,6 +135,7 @@ def _our_command(job: Server, args: Namespace) -> str:
         "--served-model-name": _model_name(args.config),
         "--api-key-file": args.api_key_file,
         "--tool-parser": args.tool_parser,
+        "--grace": job.cluster.grace - PROPAGATION - READING,
     }
     words = "maxstack", "serve", args.config, *vllm.words_of(flags)
     return shlex.join([*words, *args.overrides, *cache])

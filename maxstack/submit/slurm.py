@@ -4,6 +4,7 @@ decides whether the job is queued again."""
 import shlex
 from pathlib import Path
 
+from maxstack.cluster.job_key import VARIABLE
 from maxstack.errors import ConfigError
 from maxstack.schema.cluster import MARGIN
 from maxstack.submit.job import CONFIG, NUMBER, Job, Submission
@@ -69,7 +70,9 @@ if [ -e "$stop" ]; then
   echo "stopped before it began again" >&2
   exit 0
 fi
-{setup}# The job's own copy of the configuration, in the folder that it was submitted from, which
+{setup}# The job's key, which only its tasks get: who does not know it is none of them.
+{VARIABLE}=$(od -An -v -N32 -tx1 /dev/urandom | tr -d '[:space:]') && export {VARIABLE} || exit 1
+# The job's own copy of the configuration, in the folder that it was submitted from, which
 # all nodes see.
 {unpack} || exit 1
 config={path}

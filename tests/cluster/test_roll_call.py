@@ -1,18 +1,32 @@
 """The roll call over real sockets: each process a thread."""
 
+import contextlib
 import dataclasses
-import json
 import socket
 import threading
 import time
 
 import pytest
 
+from maxstack.cluster import connections
 from maxstack.cluster import roll_call as roll_call_module
-from maxstack.cluster.roll_call import Card, Missing, roll_call
+from maxstack.cluster.connections import Line, connect
+from maxstack.cluster.roll_call import PURPOSE, Card, Missing, roll_call
 from maxstack.errors import ConfigError
 
+KEY = b"k" * 32
 ALIKE = {"packages": {"jax": "1"}, "configuration": {"train": {"steps": 10}}}
+
+
+def find_key():
+    return KEY
+
+
+def process(at, card):
+    """A line to process 0 at `at`, which has sent its card."""
+    line = Line(connect(_when_open(at), KEY, PURPOSE))
+    line.send(dataclasses.asdict(card))
+    return line
 
 
 def free_port():
@@ -29,7 +43,7 @@ def called(cards, wait=20.0, between=0.2, late=0.0):
     def come(i):
         time.sleep(late if i else 0)
         try:
-            roll_call(cards[i], at, wait, between, said[i].append)
+            assert roll_call(cards[i], at, wait, between, said[i].append, find_key) == KEY
         except Exception as error:
             ends[i] = error
 
@@ -91,13 +105,12 @@ def test_processes_that_were_started_otherwise_are_refused_by_all(other, says):
 
         def first():
             with pytest.raises(ConfigError, match=says):
-                roll_call(Card(0, 2, "a", ALIKE), at, 20.0, 5.0, print)
+                roll_call(Card(0, 2, "a", ALIKE), at, 20.0, 5.0, print, find_key)
             ends.append(True)
 
         thread = threading.Thread(target=first)
         thread.start()
-        with socket.create_connection(_when_open(at)) as connection:
-            connection.sendall(b'{"process": 0, "processes": 2, "host": "b"}\n')
+        with process(at, other):
             thread.join(30)
         assert ends
         return
@@ -123,31 +136,29 @@ def test_a_process_that_died_and_came_again_is_the_same_one(closes, monkeypatch)
     at, ends, said = f"127.0.0.1:{free_port()}", [], []
     cards = [Card(i, 3, "host", ALIKE) for i in range(3)]
     first = threading.Thread(
-        target=lambda: ends.append(roll_call(cards[0], at, 60.0, 0.1, said.append))
+        target=lambda: ends.append(roll_call(cards[0], at, 60.0, 0.1, said.append, find_key))
     )
     first.start()
-    connection = socket.create_connection(_when_open(at))
-    connection.sendall(json.dumps(dataclasses.asdict(cards[1])).encode() + b"\n")
+    line = process(at, cards[1])
     _until(said, "here: 0-1 on host")
     if closes:
-        connection.close()
+        line.__exit__()
         said.clear()
         _until(said, "here: 0 on host")
     others = [
-        threading.Thread(target=roll_call, args=(card, at, 60.0, 5.0, print)) for card in cards[1:]
+        threading.Thread(target=roll_call, args=(card, at, 60.0, 5.0, print, find_key))
+        for card in cards[1:]
     ]
     others[0].start()
     if not closes:  # it is told to leave, should it come back
-        words = iter(connection.makefile("rb").readline, b"")
-        assert json.loads(next(word for word in words if b"missing" not in word)) == {"again": True}
-        assert json.loads(next(word for word in words if b"missing" not in word)) == {
-            "replaced": "host"
-        }
+        words = iter(lambda: line.read(30), None)
+        told = (word for word in words if "missing" not in word)
+        assert [next(told), next(told)] == [{"again": True}, {"replaced": "host"}]
     others[1].start()
     for thread in (first, *others):
         thread.join(60)
-    assert ends == [None] and not any(thread.is_alive() for thread in others)
-    connection.close()
+    assert ends == [KEY] and not any(thread.is_alive() for thread in others)
+    line.__exit__()
 
 
 def _until(said, words):
@@ -165,15 +176,134 @@ def test_two_living_processes_of_one_number_are_refused():
     )
 
 
-def test_strangers_do_not_disturb():
-    at, ends = f"127.0.0.1:{free_port()}", []
+ATTACKS = {
+    "silent": b"",
+    "a page": b"GET / HTTP/1.1\r\n\r\n" * 8,
+    "nested": b"[" * 200_000 + b"\n",
+    "a number": b"9" * 5000 + b"\n",
+    "no text": b"\xff\xfe\n" * 40,
+    "a card": b'{"process": 1, "processes": 3, "host": "b", "alike": {}}\n' * 2,
+}
+
+
+@pytest.mark.parametrize("words", ATTACKS.values(), ids=ATTACKS)
+def test_a_stranger_is_told_nothing_and_ends_nothing(words, monkeypatch):
+    monkeypatch.setattr(connections, "PROVING", 0.5)
+    at, ends, said = f"127.0.0.1:{free_port()}", [], []
+    card = Card(0, 2, "host", ALIKE)
     first = threading.Thread(
-        target=lambda: ends.append(roll_call(Card(0, 2, "host", ALIKE), at, 20.0, 5.0, print))
+        target=lambda: ends.append(roll_call(card, at, 20.0, 5.0, said.append, find_key))
     )
     first.start()
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\n", b"\xff\xfe\n"):
-        with socket.create_connection(_when_open(at)) as stranger:
-            stranger.sendall(words)
-    roll_call(Card(1, 2, "host", ALIKE), at, 20.0, 5.0, print)
+    told = b""
+    with socket.create_connection(_when_open(at)) as stranger, contextlib.suppress(OSError):
+        stranger.sendall(words)
+        while more := stranger.recv(4096):
+            told += more
+    assert len(told) <= 32, "a nonce alone"
+    roll_call(Card(1, 2, "host", ALIKE), at, 20.0, 5.0, print, find_key)
     first.join(30)
-    assert ends == [None]
+    assert ends == [KEY]
+    assert said[0].startswith("closed a connection from 127.0.0.1 without the job's key")
+    assert len(said) <= 2 and "connections without the job's key were closed" in said[-1]
+
+
+def test_a_byte_now_and_then_holds_nothing_past_its_deadline(monkeypatch):
+    monkeypatch.setattr(connections, "PROVING", 0.6)
+    at, ends = f"127.0.0.1:{free_port()}", []
+    card = Card(0, 2, "host", ALIKE)
+    first = threading.Thread(
+        target=lambda: ends.append(roll_call(card, at, 20.0, 5.0, print, find_key))
+    )
+    first.start()
+    began = time.monotonic()
+    with socket.create_connection(_when_open(at)) as stranger, contextlib.suppress(OSError):
+        while time.monotonic() < began + 10:
+            stranger.sendall(b"x")
+            time.sleep(0.1)
+    assert time.monotonic() - began < 5
+    roll_call(Card(1, 2, "host", ALIKE), at, 20.0, 5.0, print, find_key)
+    first.join(30)
+    assert ends == [KEY]
+
+
+def test_a_flood_of_silent_strangers_gives_way_to_a_process(monkeypatch):
+    monkeypatch.setattr(connections, "STRANGERS", 16)
+    at, ends, said = f"127.0.0.1:{free_port()}", [], []
+    card = Card(0, 2, "host", ALIKE)
+    first = threading.Thread(
+        target=lambda: ends.append(roll_call(card, at, 20.0, 5.0, said.append, find_key))
+    )
+    first.start()
+    with contextlib.ExitStack() as open_sockets:
+        for _ in range(100):
+            open_sockets.enter_context(socket.create_connection(_when_open(at)))
+        roll_call(Card(1, 2, "host", ALIKE), at, 20.0, 5.0, print, find_key)
+        first.join(30)
+    assert ends == [KEY] and len(said) == 2
+
+
+def test_who_has_another_key_is_not_believed_by_either_side():
+    at, said = f"127.0.0.1:{free_port()}", []
+    ends = []
+
+    def come(number, key):
+        with pytest.raises(Missing) as error:
+            roll_call(Card(number, 2, "host", ALIKE), at, 1.5, 0.5, said.append, lambda: key)
+        ends.append(str(error.value))
+
+    threads = [threading.Thread(target=come, args=each) for each in ((0, KEY), (1, b"o" * 32))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert "process 1 of 2 is missing" in ends[0] + ends[1]
+
+
+def test_what_is_not_process_0_gets_no_card():
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port, heard = stranger.getsockname()[1], []
+
+        def pretend():
+            connection, _ = stranger.accept()
+            with connection:
+                connection.sendall(b"n" * 32)
+                heard.append(connection.recv(4096))
+                connection.sendall(b"p" * 32)
+                with contextlib.suppress(OSError):
+                    heard.append(connection.recv(4096))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(Missing, match="does not know the job's key"):
+            roll_call(Card(1, 2, "host", ALIKE), f"127.0.0.1:{port}", 0.3, 5.0, print, find_key)
+        thread.join(30)
+    assert len(heard[0]) == 64 and heard[1:] in ([], [b""])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 200_000,
+        b"9" * 5000,
+        b"[1]",
+        b"\xff\xfe",
+        b"null",
+        b'{"process": [1], "processes": 2, "host": "b", "alike": {}}',
+        b'{"process": 1}',
+        b"x" * (connections.LONGEST + 70_000),
+    ],
+)
+def test_a_line_that_is_no_card_is_a_value_error(line):
+    ours, theirs = socket.socketpair()
+    writer = threading.Thread(target=lambda: theirs.sendall(line + b"\n"), daemon=True)
+    writer.start()
+    with ours, pytest.raises(ValueError):
+        Card.read(Line(ours), 10.0)
+    theirs.close()
+
+
+def test_process_0_listens_at_the_coordinators_interface_alone():
+    assert roll_call_module.bind_address("localhost:1234") == "127.0.0.1:1234"
+    assert roll_call_module.bind_address("127.0.0.1:7") == "127.0.0.1:7"
+    assert roll_call_module.own_address("192.0.2.1") is None, "of no interface here"

@@ -5,7 +5,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from maxstack.data import chat, vocabulary
+from maxstack.data import chat, jinja, vocabulary
 from maxstack.data.chat import ChatTemplate, encode_chat, read_chat_template, template_messages
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
@@ -62,9 +62,62 @@ def test_further_variables_reach_the_template():
 
 def test_without_jinja2_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    chat._environment.cache_clear()
+    jinja._environment.cache_clear()
     with pytest.raises(ConfigError, match="pip install jinja2"):
         rendered("text")
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 'a' * 3 * 10**9 }}", "{{ 9**9999**9 }}", "{{ 7 * [1] * 10**9 }}"]
+)
+def test_a_product_that_would_fill_the_memory_is_refused(source):
+    with pytest.raises(DataError, match="makes a value that is too large"):
+        rendered(source)
+
+
+COSTLY = {
+    "doubles": "{% set a = namespace(x=[1]) %}{% for i in range(60) %}"
+    "{% set a.x = a.x + a.x %}{% endfor %}",
+    "pads": "{{ 'a' | center(3000000000) }}",
+    "format": "{{ '%2999999999d' % 1 }}",
+    "join": "{{ range(99999) | join('a'.ljust(1000000)) }}",
+    "takes long": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        pytest.param(cost, marks=pytest.mark.slow) if cost == "takes long" else cost
+        for cost in COSTLY
+    ],
+)
+def test_a_guarded_template_ends_its_own_process_and_the_next_conversation_is_rendered(cost):
+    source = "{% if messages[0].content == 'attack' %}" + COSTLY[cost] + "{% endif %}ok"
+    template = ChatTemplate({"default": source}, {}, "here", guarded=True)
+    with pytest.raises(DataError, match="here: the chat template: it.* of memory"):
+        template.render([{"role": "user", "content": "attack"}])
+    assert template.render(HELLO) == "ok"
+
+
+def test_a_guarded_template_writes_the_same_text_and_tells_the_same_error():
+    wrong = "{{ messages[0].content }}\n{{ raise_exception('no') }}"
+    for source, messages in (
+        (SIMPLE, HELLO),
+        (SIMPLE, HELLO * 9999),
+        (wrong, HELLO),
+        ("{% if", HELLO),
+    ):
+        told = []
+        for guarded in (False, True):
+            try:
+                template = ChatTemplate(
+                    {"default": source}, {"bos_token": "\ud800"}, "here", guarded
+                )
+                told.append(template.render(messages))
+            except DataError as error:
+                told.append(str(error))
+        assert told[0] == told[1]
 
 
 def test_the_date_can_be_asked_for():

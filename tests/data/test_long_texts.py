@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from maxstack.data.feed import Feed
-from maxstack.data.long_texts import parts
+from maxstack.data.long_texts import parts, widest
 from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
@@ -112,6 +112,60 @@ def test_parts_have_the_ids_of_the_whole_text(made, kind, words, longest):
     assert all(0 < stop - start <= longest for start, stop in cut) and len(cut) > 1
     for of in (tokenizer.encode, tokenizer.ends):
         np.testing.assert_array_equal(of(text, longest), of(text, len(text)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20, deadline=None)
+@given(st.text(max_size=40) | st.text("a \n\u2581\u00fc<>|", max_size=90))
+def test_the_ids_of_parts_are_those_of_the_marked_text_and_as_many_as_its_size_says(
+    made, kind, text
+):
+    tokenizer = open_tokenizer(made[kind])
+    text = text.join([*tokenizer.special.values(), ""])
+    document = text.encode()
+    ids = np.concatenate([found for found, _ in tokenizer.encode_by_parts(document)])
+    np.testing.assert_array_equal(ids, tokenizer.encode_marked(text)[0])
+    assert len(ids) >= tokenizer.fewest(document)
+
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+SPEC = {
+    "model": {"type": "BPE", "vocab": dict.fromkeys([*BYTES, "\u00e9\u00e9\u00e9"])},
+    "pre_tokenizer": {"type": "ByteLevel"},
+    "added_tokens": [{"content": "<end>"}],
+}
+FALLBACK = {
+    "type": "BPE",
+    "byte_fallback": True,
+    "vocab": dict.fromkeys([*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581" * 5]),
+}
+CUT = {"type": "Split", "behavior": "Removed", "pattern": {"String": " "}}
+TO_MARKS = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+NOTHING = {"type": "Replace", "pattern": {"String": "  "}, "content": " "}
+
+
+@pytest.mark.parametrize(
+    ("changes", "most"),
+    [
+        ({}, 5),
+        ({"added_tokens": [{"content": "<the end>"}]}, 9),
+        ({"added_tokens": [{"content": "<end>", "rstrip": True}]}, None),
+        ({"normalizer": {"type": "NFC"}}, None),
+        ({"normalizer": {"type": "Sequence", "normalizers": [TO_MARKS]}}, 5),
+        ({"normalizer": {"type": "Sequence", "normalizers": [TO_MARKS, NOTHING]}}, None),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [CUT]}}, None),
+        ({"model": {"type": "WordPiece", "vocab": {}}}, None),
+        ({"model": FALLBACK, "pre_tokenizer": None, "normalizer": TO_MARKS}, 15),
+        ({"model": FALLBACK | {"vocab": {"<0x00>": 0}}, "pre_tokenizer": None}, None),
+    ],
+)
+def test_the_widest_token_is_known_where_a_tokenizer_drops_nothing(changes, most):
+    assert widest(SPEC | changes) == (most, b"")
+
+
+def test_bytes_that_a_vocabulary_lacks_count_for_nothing():
+    vocab = {letter: i for i, letter in enumerate(BYTES) if letter != "a"}
+    assert widest(SPEC | {"model": {"type": "BPE", "vocab": vocab}}) == (5, b"a")
 
 
 def test_a_text_without_any_boundary_ends_its_parts_with_whole_characters(made):

@@ -42,7 +42,7 @@ def hang_here():
         time.sleep(1)
 
 def main(_):
-    others = SimpleNamespace(number=number, count=count, exchange=exchange, own_address=lambda: "127.0.0.1")
+    others = SimpleNamespace(number=number, count=count, exchange=exchange, own_address=lambda: "127.0.0.1", key=b"k" * 32)
     with Heartbeat(WatchdogConfig(step=3.0), folder / "log.txt", others) as heart:
         for step in range(1, 21 if fault == "none" else 10_000):
             heart.doing("steps", step, 0.01)
@@ -118,7 +118,6 @@ def test_a_watchdog_that_begins_after_its_process_is_gone_leaves_too(tmp_path):
         "stacks": str(tmp_path / "stacks"),
         "step": 3.0,
         "retry": 42,
-        "host": None,
     }
     done = subprocess.run(
         [sys.executable, watchdog.__file__, json.dumps(given)],
@@ -166,7 +165,7 @@ def test_a_hang_ends_all_to_be_started_again_with_every_stack_in_the_log(tmp_pat
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_where_one_is_killed_the_others_leave_at_once(tmp_path, who):
-    started = run(tmp_path, 3)
+    started = run(tmp_path, 3, "wait")
     began = time.monotonic()
     started[who].kill()
     codes, outputs = ended(started)

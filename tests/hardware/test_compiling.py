@@ -12,6 +12,7 @@ import processes
 import pytest
 import tiny
 
+from maxstack.errors import ConfigError
 from maxstack.hardware import compiling
 from maxstack.run import assemble
 
@@ -86,3 +87,19 @@ def test_another_clone_finds_the_programs_that_one_has_compiled(tmp_path):
         subprocess.run(command, cwd=tmp_path / name, env=processes.environment(), check=True)
         found.append({file.name for file in cache.glob("jit_traced*")})  # the step
     assert found[0] == found[1] != set()
+
+
+def test_programs_in_a_folder_that_others_may_write_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / ".cache/maxstack/xla"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"xla: belongs to another user, or others may write"):
+        compiling.keep_programs("~/.cache/maxstack/xla")
+
+
+def test_a_run_goes_on_where_programs_cannot_be_kept(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    compiling.keep_programs("~/.cache/maxstack/xla")
+    assert "programs are not kept" in caplog.text

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 
 import jsonschema
 import numpy as np
@@ -12,7 +13,8 @@ import tokenizers
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.data.vocabulary import train
 from maxstack.errors import ConfigError, installing
-from maxstack.inference.grammar import Compiler
+from maxstack.inference.grammar import Answer, Compiler, Vocabulary
+from maxstack.inference.trial import Trial
 from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,
@@ -93,7 +95,7 @@ def compilers(tmp_path_factory):
         name: (
             tokenizer,
             stops[name],
-            Compiler(tokenizer, [stops[name]], tokenizer.vocab_size + 70),
+            Compiler(Vocabulary.of(tokenizer, [stops[name]], tokenizer.vocab_size + 70)),
         )
         for name, tokenizer in made.items()
     }
@@ -197,7 +199,7 @@ def test_a_lark_grammar_is_followed(compilers):
 
 def test_every_stop_token_may_end_an_answer(compilers):
     tokenizer, stop, _ = compilers["bytes"]
-    compiler = Compiler(tokenizer, [stop, 7], 257)
+    compiler = Compiler(Vocabulary.of(tokenizer, [stop, 7], 257))
     for end in (stop, 7):
         matcher = compiler.regex("[\\x00-z]")
         assert 7 not in allowed(matcher)
@@ -210,7 +212,7 @@ def test_every_stop_token_may_end_an_answer(compilers):
 @pytest.mark.parametrize("vocab", [257 + 100, 352])
 def test_masks_are_as_wide_as_the_models_vocabulary(compilers, vocab):
     tokenizer, stop, _ = compilers["bytes"]
-    mask = Compiler(tokenizer, [stop], vocab).regex("(?s:.)*").copy().mask()
+    mask = Compiler(Vocabulary.of(tokenizer, [stop], vocab)).regex("(?s:.)*").copy().mask()
     assert mask.shape == (-(-vocab // 32),)
     assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).max() == stop
 
@@ -272,17 +274,110 @@ def test_blanks_between_the_parts_of_json_are_bounded(compilers):
     assert following({**schema, "x-guidance": {}}, "{" + " " * 99) == 100
 
 
-def test_a_schema_nested_too_deeply_is_refused(compilers):
+def chained(count, wrap, key="d"):
+    """A schema whose definitions refer to one another, one after the other."""
+    name = key.replace("~1", "/").replace("~0", "~")
+    defs = {f"{name}{i}": wrap({"$ref": f"#/$defs/{key}{i + 1}"}) for i in range(count)}
+    return {"$ref": f"#/$defs/{key}0", "$defs": {**defs, f"{name}{count}": {"type": "string"}}}
+
+
+def nested(count, inner):
+    for _ in range(count):
+        inner = {"properties": {"a": inner}}
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("kind", "grammar", "message"),
+    [
+        ("json_schema", nested(100, {}), "recursion limit"),
+        ("json_schema", nested(sys.getrecursionlimit() * 2, {}), "256 levels"),
+        ("json_schema", chained(300, lambda inner: {"items": inner}), "256 levels"),
+        ("json_schema", chained(300, lambda inner: {"allOf": [inner]}), "256 levels"),
+        ("json_schema", chained(300, lambda inner: inner, "a~1b~0"), "256 levels"),
+        ("regex", "a" * 300_000, "262,144 bytes"),
+        ("choices", ["ab"] * 99_000, "262,144 bytes"),
+        ("json_schema", {"enum": [*range(99_000)]}, "262,144 bytes"),
+    ],
+)
+def test_what_is_too_large_is_refused_before_the_library_sees_it(compilers, kind, grammar, message):
     *_, compiler = compilers["bytes"]
-    schema = {}
-    for _ in range(100):
-        schema = {"properties": {"a": schema}}
-    with pytest.raises(ConfigError, match="recursion limit"):
-        compiler.json_schema(schema)
-    for _ in range(sys.getrecursionlimit() * 2):
-        schema = {"properties": {"a": schema}}
-    with pytest.raises(ConfigError, match="too deeply"):
-        compiler.json_schema(schema)
+    with pytest.raises(ConfigError, match=message):
+        compiler.compile(kind, grammar)
+
+
+def test_references_in_a_circle_are_followed_once(compilers):
+    *_, compiler = compilers["bytes"]
+    schema = {"$ref": "#/$defs/a", "$defs": {"a": {"items": {"$ref": "#/$defs/a"}}}}
+    assert compiler.compile("json_schema", schema | {"type": "array"}).allowed(b"[[]]") == 4
+
+
+@pytest.fixture(scope="module")
+def trial(compilers):
+    tokenizer, stop, _ = compilers["byte_level"]
+    trial = Trial(Vocabulary.of(tokenizer, [stop], tokenizer.vocab_size), seconds=1)
+    yield trial
+    trial.end()
+
+
+def rules(count, name, last):
+    between = "".join(f'{name}{i}: {name}{i + 1} "a"\n' for i in range(count))
+    return f"start: {name}0\n{between}{name}{count}: {last}"
+
+
+def multiple(number):
+    return {"type": "integer", "multipleOf": number}
+
+
+def upwards(count):
+    """`chained`, so that no chain shows where each reference is met first."""
+    schema = chained(count, lambda inner: {"properties": {"a": inner}, "required": ["a"]})
+    first = [{"$ref": f"#/$defs/d{i}"} for i in range(count)]
+    return {"$defs": schema["$defs"], "anyOf": first}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "grammar", "message"),
+    [
+        ("json_schema", upwards(900), "needs more than 2 MiB of stack"),
+        ("lark", rules(9000, "r", '"b"'), "needs more than 2 MiB of stack"),
+        ("lark", rules(9000, "T", '"b"'), "needs more than 2 MiB of stack"),
+        ("json_schema", multiple(9_999_991), "more than (1 s|512 MiB)"),
+        ("json_schema", {"allOf": [multiple(997), multiple(991)]}, "more than 1 s"),
+        ("regex", "(", "not a regular expression"),
+        ("json_schema", False, "Unsatisfiable"),
+    ],
+)
+def test_a_grammar_that_ends_its_process_is_refused_with_the_limit(trial, kind, grammar, message):
+    with pytest.raises(ConfigError, match=message):
+        trial.check(kind, grammar)
+    trial.check("json_schema", SCHEMA)
+
+
+def test_an_ambiguous_grammar_ends_its_own_answer_when_its_time_is_over(compilers):
+    tokenizer, *_ = compilers["byte_level"]
+    grammar = 'start: e\ne: e e | "a" | ' + " | ".join("e " * count for count in range(3, 9))
+    answer = Answer(compilers["byte_level"][2].compile("lark", grammar))
+    (letter,) = tokenizer.encode(b"a")[:1]
+    began, worst, count = time.thread_time(), 0.0, 0
+    while answer.error is None:
+        before = time.thread_time()
+        answer.mask()
+        answer.accept(letter)
+        worst, count = max(worst, time.thread_time() - before), count + 1
+    assert answer.finished and re.search("more than 0.5 s|items", str(answer.error))
+    assert worst < 1.5 and time.thread_time() - began < 3 + 0.01 * count
+
+
+def test_an_error_of_a_grammar_ends_its_own_answer_only(compilers):
+    *_, compiler = compilers["bytes"]
+    answer = Answer(compiler.compile("regex", "ab"))
+    other = answer.copy()
+    answer.accept(ord("x"))
+    assert answer.finished and "doesn't satisfy" in str(answer.error)
+    np.testing.assert_array_equal(answer.mask(), other.mask())
+    assert not other.finished
 
 
 def test_a_token_that_may_not_follow_is_refused(compilers):
@@ -301,7 +396,7 @@ def test_an_answer_that_the_tokenizer_cannot_write_is_refused_where_it_gets_stuc
     model.decoder = tokenizers.decoders.Fuse()
     model.save(path := str(tmp_path / "letters.json"))
     tokenizer = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=path))
-    compiler = Compiler(tokenizer, [0], 3)
+    compiler = Compiler(Vocabulary.of(tokenizer, [0], 3))
     assert {*allowed(compiler.regex("a(z|b)|z"))} == {1}
     with pytest.raises(ConfigError, match="no text fits it"):
         compiler.regex("z")
@@ -318,17 +413,17 @@ def test_a_tokenizer_that_changes_text_between_its_tokens_is_refused(tmp_path):
     path = str(tmp_path / "words.json")
     tokenizer = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=path))
     with pytest.raises(ConfigError, match="words.json: grammars need a tokenizer"):
-        Compiler(tokenizer, [1], 2)
+        Compiler(Vocabulary.of(tokenizer, [1], 2))
 
 
 def test_a_tokenizer_without_a_stop_token_is_refused(compilers):
     tokenizer, *_ = compilers["bytes"]
     with pytest.raises(ConfigError, match="bytes: a grammar needs a token that ends"):
-        Compiler(tokenizer, [], 257)
+        Compiler(Vocabulary.of(tokenizer, [], 257))
 
 
 def test_the_missing_library_is_named(compilers, monkeypatch):
     tokenizer, stop, _ = compilers["bytes"]
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ConfigError, match=re.escape(installing("serve"))):
-        Compiler(tokenizer, [stop], 257)
+        Compiler(Vocabulary.of(tokenizer, [stop], 257))

@@ -205,7 +205,7 @@ def test_a_client_loads_and_unloads(versions, folder, tmp_path):
             client.load_model("toy", config="{}")
         for path in ("index", "models/toy/load"):
             wrong = server.http.post(f"/v2/repository/{path}", content=b"[")
-            assert wrong.status_code == 400 and "no JSON" in wrong.json()["error"]
+            assert wrong.status_code == 400 and "not JSON" in wrong.json()["error"]
         assert "Traceback" not in server.output.read_text()
 
 

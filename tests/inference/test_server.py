@@ -248,7 +248,7 @@ def test_biased_tokens_are_chosen_and_barred_ones_are_not(server):
         ({"guided_regex": "a", "guided_choice": ["b"]}, "an answer follows one of them"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: is missing"),
         ({"stream_options": {"include_usage": True}}, "stream_options: is for stream=true"),
-        ({"prompt": ["x"] * 2000}, "serve.queue lets 1032 run and wait"),
+        ({"prompt": ["x"] * 2000}, "serve.max_waiting lets 774 of one client run and wait"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(server, fields, words):
@@ -417,7 +417,12 @@ def test_what_a_conversation_cannot_have_is_refused_by_name(server, fields, word
 def test_keys_a_full_queue_and_the_end_by_a_signal(folder, tmp_path):
     """One process, because each takes seconds to start."""
     (tmp_path / "keys").write_text("first\n\n second \n")
-    options = ["--api-key-file", str(tmp_path / "keys"), "serve.max_requests=1", "serve.queue=1"]
+    options = [
+        "--api-key-file",
+        str(tmp_path / "keys"),
+        "serve.max_requests=1",
+        "serve.max_waiting=1",
+    ]
     with serving(folder, tmp_path / "log", *options, key="second") as server:
         for header in ("", "second", "Bearer firs", "Bearer third"):
             headers = {"Authorization": header}

@@ -9,13 +9,14 @@ import httpx
 import numpy as np
 import pytest
 
-from maxstack.errors import DataError
+from maxstack.errors import ConfigError, DataError
+from maxstack.inference.grammar import Answer
 from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.server.app import make_app
 from maxstack.inference.server.errors import Refusal
 from maxstack.inference.server.schemas import CompletionBody, parsed
 from maxstack.inference.server.state import State
-from maxstack.inference.service import Ask, Failed, Service
+from maxstack.inference.service import Ask, Failed, Full, Service
 
 
 class Engine:
@@ -31,7 +32,7 @@ class Engine:
         if not prompt:
             raise DataError("the prompt is empty")
 
-    def add(self, prompt, sampling, priority, adapter):
+    def add(self, prompt, sampling, priority, adapter, client):
         self.added += 1
         self.tasks[self.added] = sampling
         return self.added
@@ -61,16 +62,16 @@ class Engine:
 
 def test_a_failing_engine_fails_all_requests_and_hangs_none():
     async def ask():
-        service = Service(Engine(fails=20), queue=2)
+        service = Service(Engine(fails=20), waiting=2)
         service.start()
         ask = Ask([1], Sampling(max_tokens=10**9))
-        answers = [service.submit([ask, ask]), service.submit([ask])]
+        answers = [await service.submit([ask, ask]), await service.submit([ask])]
         for each in answers:
             with pytest.raises(Failed, match="out of memory"):
                 async for _ in each:
                     pass
         with pytest.raises(Failed):
-            service.submit([ask])
+            await service.submit([ask])
         await asyncio.wait_for(service.drain(), 5)
         await service.stop()
 
@@ -79,7 +80,7 @@ def test_a_failing_engine_fails_all_requests_and_hangs_none():
 
 def test_a_server_whose_engine_failed_is_not_healthy_and_says_why():
     async def ask():
-        service = Service(Engine(), queue=2)
+        service = Service(Engine(), waiting=2)
         service.failure = RuntimeError("out of memory")
         app = make_app(State(types.SimpleNamespace(engine=service.engine), service, "tiny"))
         transport = httpx.ASGITransport(app)
@@ -108,10 +109,12 @@ class Broken:
 def test_a_grammar_that_fails_ends_its_own_request_only():
     async def ask():
         engine = Engine()
-        service = Service(engine, queue=2)
+        service = Service(engine, waiting=2)
         service.start()
-        answers = service.submit([Ask([1], Sampling(max_tokens=10**9, grammar=Broken()))])
-        other = service.submit([Ask([1], Sampling(max_tokens=10**9))])
+        answers = await service.submit(
+            [Ask([1], Sampling(max_tokens=10**9, grammar=Answer(Broken())))]
+        )
+        other = await service.submit([Ask([1], Sampling(max_tokens=10**9))])
         with pytest.raises(RuntimeError, match="cannot go on"):
             async for _ in answers:
                 pass
@@ -128,9 +131,9 @@ def test_a_grammar_that_fails_ends_its_own_request_only():
 def test_closed_answers_leave_the_engine():
     async def ask():
         engine = Engine()
-        service = Service(engine, queue=2)
+        service = Service(engine, waiting=2)
         service.start()
-        answers = service.submit([Ask([1], Sampling(max_tokens=10**9))] * 3)
+        answers = await service.submit([Ask([1], Sampling(max_tokens=10**9))] * 3)
         async for index, _ in answers:
             if index == 1:
                 break
@@ -138,6 +141,26 @@ def test_closed_answers_leave_the_engine():
         await asyncio.wait_for(service.drain(), 5)
         while engine.busy:
             await asyncio.sleep(0.01)
+        await service.stop()
+
+    asyncio.run(asyncio.wait_for(ask(), 20))
+
+
+def test_one_client_leaves_a_quarter_of_what_may_wait_to_the_others():
+    async def ask():
+        service = Service(Engine(), waiting=98)
+        service.start()
+        one = Ask([1], Sampling(max_tokens=10**9))
+        taken = []
+        for client, most in (("a", 75), ("b", 19), ("c", 5)):
+            taken.append(await service.submit([one] * most, client))
+            with pytest.raises(Full, match="of your requests run and wait, of"):
+                await service.submit([one], client)
+        with pytest.raises(ConfigError, match="serve.max_waiting lets 75 of one client"):
+            await service.submit([one] * 76, "d")
+        for answers in taken:
+            answers.close()
+        service.check(75, "d")
         await service.stop()
 
     asyncio.run(asyncio.wait_for(ask(), 20))

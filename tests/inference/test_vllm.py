@@ -169,12 +169,12 @@ def test_what_changes_no_answer_is_said_by_name(folder, vllm):
     words, _, printed = vllm(
         folder,
         "serve.rows=32",
-        "serve.queue=3",
+        "serve.max_waiting=3",
         "serve.speculate=4",
         "serve.draft=mtp",
         "serve.prefix_cache=false",
     )
-    assert "serve.rows=32: vLLM chooses" in printed and "serve.queue=3: with vLLM" in printed
+    assert "serve.rows=32: vLLM chooses" in printed and "serve.max_waiting=3: with vLLM" in printed
     assert "serve.identical=check: not tried" in printed
     drafts = options(words)["--speculative-config"]
     assert json.loads(drafts) == {"method": "mtp", "num_speculative_tokens": 4}

@@ -34,6 +34,7 @@ FAILURES = {
     "kills_its_worker": "its worker did not answer (EOFError, exit code -9), and once more",
     "closes_all": "closed the socket of its worker",
     "closes_all_and_hangs": "closed the socket of its worker",
+    "begins_again": "answered with too much, or wrote to the socket of its worker",
     "writes_everywhere": "answered with too much, or wrote to the socket of its worker",
 }
 SUCCESSES = [

@@ -4,6 +4,7 @@ what is refused before they are asked."""
 import os
 import re
 import shlex
+import stat
 import subprocess
 from pathlib import Path
 
@@ -43,7 +44,8 @@ def test_the_documents_say_what_to_try():
 
 
 NOTE = (
-    'printf "%s\\n" "$0" "$@" >> "$NOTED"; [ -t 0 ] || cat > "$NOTED.given"; '
+    'printf "%s\\n" "$0" "$@" >> "$NOTED"; to=given; [[ "$*" == *apply* ]] && to=applied; '
+    '[ -t 0 ] || cat > "$NOTED.$to"; '
     'case "$*" in *parsable*) echo "77;c" ;; *noheader*|*ignore*) cat "$NOTED.there" ;; esac'
 )
 
@@ -54,7 +56,8 @@ NOTE = (
         (
             "gke",
             "kubectl",
-            "kubectl --context=ctx --namespace=ns delete jobset run --cascade=foreground",
+            "kubectl --context=ctx --namespace=ns delete jobset/run --cascade=foreground "
+            "secret/run-job networkpolicy/run-job --ignore-not-found",
         ),
         ("slurm", "sbatch", "scancel --state=PENDING 77 scancel --signal=TERM --state=RUNNING 77"),
         (
@@ -109,7 +112,13 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(
             "create",
         ]
     else:
-        assert (tmp_path / "noted.given").read_text() == shown
+        applied = ""
+        if target == "gke":
+            applied = (tmp_path / "noted.applied").read_text()
+            key = yaml.safe_load(applied.split("---")[0])["stringData"]["key"]
+            assert re.fullmatch("[0-9a-f]{64}", key) and key not in shown
+            applied = applied.replace(key, "{key}") + "---\n"
+        assert applied + (tmp_path / "noted.given").read_text() == shown
     there.write_text("77 run\n")
     for again in (words, ["submit", str(path), "--target", "local"], [*words, "--name", "other"]):
         assert cli.main(again) == 1
@@ -168,23 +177,30 @@ def test_a_dry_run_writes_all_that_a_cluster_would_get_to_be_read(
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert cli.main([*words, "--out", str(out := tmp_path / "out")]) == 0
+    assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {0o600}
     files = {found.name: found.read_text() for found in out.iterdir()}
     assert {
         line.removeprefix("wrote ").split(":")[0] for line in capsys.readouterr().out.splitlines()
     } == {str(out / name) for name in files}
     assert (
-        files.keys() == {"run.yml", "submit.sh", *filter(None, [file])}
+        files.keys() - {"protection.yml"} == {"run.yml", "submit.sh", *filter(None, [file])}
         and "# stop: " in files["submit.sh"]
     )
     assert load(out / "run.yml") == load(path, ["run.output_dir=/gcs/runs", "faults.grace=540"])
     given = stand_ins(
         tmp_path / "bin",
-        {name: 'cat "${@: -1}" > given || echo "$*" > given' for name in ("kubectl", "sbatch")}
+        {
+            "sbatch": 'cat "${@: -1}" > given',
+            "kubectl": 'case "$*" in *apply*) cat >> given ;; *) cat "${@: -1}" >> given ;; esac',
+        }
         | {"xpk": 'printf "%s\\n" "$@" > given'},
     )
     subprocess.run(["bash", "submit.sh"], cwd=out, env=os.environ | given, check=True)
     if file:
-        assert files[file] == shown == (out / "given").read_text()
+        first = files.get("protection.yml", "")
+        assert first + "---\n" * (first > "") + files[file] == shown
+        key = re.escape(first + files[file]).replace(re.escape("{key}"), "[0-9a-f]{64}")
+        assert re.fullmatch(key, (out / "given").read_text())
     else:
         assert shlex.split(shown)[1:] == (out / "given").read_text().splitlines()
     assert (

@@ -180,9 +180,8 @@ def test_tasks_of_slurm_train_as_one_and_the_job_is_queued_again_where_one_was_k
 def test_pods_of_a_jobset_train_as_one_and_go_on_after_one_was_told_to_leave(
     folder, alone, tmp_path, capsys
 ):
-    job = yaml.safe_load(shown(folder, "gke", "gke", capsys))["spec"]["replicatedJobs"][0][
-        "template"
-    ]["spec"]
+    *_, jobset = yaml.safe_load_all(shown(folder, "gke", "gke", capsys))
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     container = job["template"]["spec"]["containers"][0]
     mistakes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
 
@@ -198,6 +197,7 @@ def test_pods_of_a_jobset_train_as_one_and_go_on_after_one_was_told_to_leave(
             own |= {
                 "JAX_COORDINATOR_ADDRESS": at,
                 "JOB_COMPLETION_INDEX": str(i),
+                "MAXSTACK_JOB_KEY": "k" * 64,
                 "PATH": f"{folder}/bin:{os.environ['PATH']}",
             }
             words = [

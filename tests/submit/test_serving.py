@@ -148,7 +148,7 @@ def test_a_pod_starts_the_server_with_the_overrides_as_they_are_written(shown, t
     nasty = "run.name=a b'\"$(id) $HOME"
     deployment, _, _ = shown("serve.rows=32", nasty)
     assert run(container(deployment)["command"], tmp_path) == (
-        f"maxstack serve {MODEL} --host 0.0.0.0 --port 8000 --served-model-name llama "
+        f"maxstack serve {MODEL} --host 0.0.0.0 --port 8000 --served-model-name llama --grace 550 "
         f"serve.rows=32 {nasty} run.compilation_cache=/gcs/.cache/maxstack/xla \n"
     )
 

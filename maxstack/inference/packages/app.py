@@ -23,6 +23,7 @@ from maxstack.inference.packages.repository import Repository
 from maxstack.inference.packages.version import Version
 from maxstack.inference.server.access import Access
 from maxstack.inference.server.body import read_bytes
+from maxstack.inference.server.connections import text_of
 from maxstack.inference.server.refusal import Refusal
 from maxstack.package.loader import PackageError
 
@@ -92,7 +93,7 @@ async def ready(request: Request) -> Response:
 
 async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
-    text = request.app.state.repository.text()
+    text = request.app.state.repository.text() + text_of(request.app)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

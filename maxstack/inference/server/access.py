@@ -2,6 +2,7 @@
 
 import dataclasses
 import hmac
+import ipaddress
 import re
 from collections.abc import Sequence
 
@@ -19,19 +20,23 @@ class Access:
     hosts: Sequence[str] = ()
     """Names of the host that requests may have; none: any."""
 
-    def check(self, request: Request) -> None:
-        """Refusal for a wrong key; without keys, for a name of the host that another site could
-        have given to this machine."""
+    def check(self, request: Request) -> str:
+        """The client that asks, by its key, or its address where there are no keys. Refusal for a
+        wrong key; without keys, for a name of the host that another site could have given to this
+        machine."""
         if self.keys:
-            self._check_key(request.headers.get("authorization", ""))
-        elif self.hosts and _host(request) not in self.hosts:
+            return self._check_key(request.headers.get("authorization", ""))
+        if self.hosts and _host(request) not in self.hosts:
             raise Refusal(403, "Host: must name this machine; see --host and --api-key-file")
+        return _network(request.client.host) if request.client else ""
 
-    def _check_key(self, header: str) -> None:
-        """Refusal with status 401 for a request without a key. Takes as long for each wrong key."""
+    def _check_key(self, header: str) -> str:
+        """The key's number. Refusal with status 401 for a request without a key. Takes as long for
+        each key."""
         scheme, _, given = header.partition(" ")
         key = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        if not any([hmac.compare_digest(key, own) for own in self.keys]):
+        same = [hmac.compare_digest(key, own) for own in self.keys]
+        if not any(same):
             raise Refusal(
                 401,
                 "the API key is missing or wrong; send it as Authorization: Bearer KEY",
@@ -39,8 +44,19 @@ class Access:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return f"key {same.index(True)}"
 
 
 def _host(request: Request) -> str:
     """The header's name, without port and brackets."""
     return re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]").lower()
+
+
+def _network(host: str) -> str:
+    """An address, of IPv6 the network of 64 bits that one client is given whole."""
+    if ":" not in host or host.startswith("::ffff:"):
+        return host
+    try:
+        return str(ipaddress.ip_network(f"{host}/64", strict=False))
+    except ValueError:  # it names an interface
+        return host

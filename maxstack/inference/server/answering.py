@@ -2,22 +2,41 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from maxstack import strict_json
 from maxstack.inference.server.body import read_bytes
 from maxstack.inference.server.choices import Choice
 from maxstack.inference.server.errors import refusal_of
 from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import AnyBody, parsed
 from maxstack.inference.server.state import BODY, State
-from maxstack.inference.server.writer import Writer
+from maxstack.inference.server.writer import Writer, event
 from maxstack.inference.service import Answers, Ask
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Received(Generic[AnyBody]):
+    """A body that a server has read."""
+
+    state: State
+    body: AnyBody
+    size: int
+    """Its bytes."""
+    client: str
+    """Who sent it."""
+
+    async def read(self, function: Callable[..., Result], *args: object) -> Result:
+        """What a function makes of state, body and further arguments, beside the event loop."""
+        threads = self.state.threads
+        return await threads.run(self.size, self.client, function, self.state, self.body, *args)
 
 
 def state_of(request: Request) -> State:
@@ -33,17 +52,19 @@ def check_access(request: Request) -> State:
     return state
 
 
-async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
+async def read_body(request: Request, kind: type[AnyBody]) -> Received[AnyBody]:
     """The body of a request, which names the model that is served. Refusal for a wrong key, another
     model, and a body that is too large, too slow or wrong."""
-    state = check_access(request)
+    state = state_of(request)
+    client = state.access.check(request)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         # a page of another site cannot send this one without asking first
         raise Refusal(415, "Content-Type: must be application/json")
-    body = await asyncio.to_thread(parsed, kind, await read_bytes(request, BODY))
+    data = await read_bytes(request, BODY)
+    body = await state.threads.run(len(data), client, parsed, kind, data)
     state.adapter_of(body.model)
-    return body
+    return Received(state, body, len(data), client)
 
 
 async def answer(
@@ -53,27 +74,52 @@ async def answer(
     written: Callable[[str, AnyBody, list[Choice]], Writer],
 ) -> Response:
     """The answers to what `asked` makes of a body, whole or as events, as the body asks."""
-    state, body = state_of(request), await read_body(request, kind)
+    given = await read_body(request, kind)
+    state = given.state
     state.service.check()
-    asks, choices = await asyncio.to_thread(asked, state, body)
-    answers, writer = state.service.submit(asks), written(body.model or state.name, body, choices)
+    asks, choices = await given.read(asked)
+    asks = await _ruled(request, given, asks)
+    writer = written(given.body.model or state.name, given.body, choices)
+    answers = await state.service.submit(asks, given.client)
     if writer.body.stream:
         return EventStream(answers, writer.events(answers))
     return await whole(request, answers, writer.whole(answers))
 
 
-async def whole(request: Request, answers: Answers, work: Coroutine[Any, Any, Any]) -> Response:
-    """The JSON that `work` makes of the answers, which are closed at its end, and when the client
-    leaves."""
+async def _ruled(request: Request, given: Received[Any], asks: list[Ask]) -> list[Ask]:
+    """The asks with the grammar that follows from their rule, which is one for all."""
+    rule = asks[0].sampling.grammar
+    if rule is None:
+        return asks
+    work = given.state.grammars.answers(rule, len(asks), given.client)
+    answers = await _unless_gone(request, work)
+    return [
+        ask._replace(sampling=dataclasses.replace(ask.sampling, grammar=answer))
+        for ask, answer in zip(asks, answers, strict=True)
+    ]
+
+
+async def whole(
+    request: Request, answers: Answers, work: Coroutine[Any, Any, Response]
+) -> Response:
+    """The response that `work` makes of the answers, which are closed at its end, and when the
+    client leaves."""
+    try:
+        return await _unless_gone(request, work)
+    finally:
+        answers.close()
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` returns; Refusal, and its end, where the client leaves."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            return Response(status_code=499)
-        return JSONResponse(task.result())
+            raise Refusal(499, "the client left")
+        return task.result()
     finally:
-        answers.close()
         for each in (task, gone):
             each.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
@@ -89,7 +135,7 @@ class EventStream(StreamingResponse):
     """Server-sent events, ended with [DONE]; the answers are closed at the end, and when the client
     leaves."""
 
-    def __init__(self, answers: Answers, events: AsyncIterator[dict[str, Any]]):
+    def __init__(self, answers: Answers, events: AsyncIterator[bytes]):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_encoded(events), media_type="text/event-stream", headers=headers)
         self._answers = answers
@@ -101,15 +147,10 @@ class EventStream(StreamingResponse):
             self._answers.close()
 
 
-async def _encoded(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+async def _encoded(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     try:
-        async for event in events:
-            yield _event(event)
+        async for content in events:
+            yield content
     except Exception as error:
-        yield _event(refusal_of(error).body)
-    yield "data: [DONE]\n\n"
-
-
-def _event(content: dict[str, Any]) -> str:
-    text = strict_json.write(content, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n"
+        yield event(refusal_of(error).body)
+    yield b"data: [DONE]\n\n"

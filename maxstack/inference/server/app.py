@@ -1,7 +1,7 @@
 """The routes of a server."""
 
-import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +16,7 @@ from maxstack.inference.server.answering import check_access, read_body, state_o
 from maxstack.inference.server.asks import decode, encode, encode_messages
 from maxstack.inference.server.chat import chat
 from maxstack.inference.server.completions import completions
+from maxstack.inference.server.connections import text_of
 from maxstack.inference.server.embeddings import embeddings
 from maxstack.inference.server.errors import HANDLED, refusal_of
 from maxstack.inference.server.page import page
@@ -23,14 +24,19 @@ from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import DetokenizeBody, TokenizeBody
 from maxstack.inference.server.state import State
 
+STACK = 16 << 20
+"""Bytes of stack of the threads that use grammars, several times what they were tried with."""
+
 
 def make_app(state: State) -> Starlette:
     """The application, whose lifespan starts and ends the service."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        threading.stack_size(STACK)
         state.service.start()
         yield
+        state.grammars.close()
         await state.service.stop()
 
     app = Starlette(
@@ -70,13 +76,16 @@ async def model(request: Request) -> Response:
 
 async def tokenize(request: Request) -> Response:
     """Tokens of a text or a conversation."""
-    state, body = state_of(request), await read_body(request, TokenizeBody)
+    return await (await read_body(request, TokenizeBody)).read(_tokenized)
+
+
+def _tokenized(state: State, body: TokenizeBody) -> Response:
     if (body.prompt is None) == (not body.messages):
         raise Refusal(400, "give either prompt or messages", param="prompt")
     if body.prompt is not None:
-        tokens = await asyncio.to_thread(encode, state, body.prompt, body.add_special_tokens)
+        tokens = encode(state, body.prompt, body.add_special_tokens, whole=True)
     else:
-        tokens = await asyncio.to_thread(encode_messages, state, body, body.tools)
+        tokens = encode_messages(state, body, body.tools)
     content: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": state.served.engine.max_length,
@@ -90,12 +99,18 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
-    state, body = state_of(request), await read_body(request, DetokenizeBody)
-    size = state.tokenizer.vocab_size
+    return await (await read_body(request, DetokenizeBody)).read(_text)
+
+
+def _text(state: State, body: DetokenizeBody) -> Response:
+    size, most = state.tokenizer.vocab_size, state.served.engine.max_length
+    if len(body.tokens) > most:
+        given = f"tokens: {len(body.tokens)} are more than serve.max_length={most}"
+        raise Refusal(400, f"{given}; send fewer at a time", param="tokens")
     outside = next((token for token in body.tokens if not 0 <= token < size), None)
     if outside is not None:
         raise Refusal(400, f"tokens: {outside} is outside the tokenizer's {size}", param="tokens")
-    return JSONResponse({"prompt": await asyncio.to_thread(decode, state, body.tokens)})
+    return JSONResponse({"prompt": decode(state, body.tokens)})
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -126,7 +141,7 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
     state = state_of(request)
-    text = state.service.metrics.text(state.service.engine, state.name)
+    text = state.service.metrics.text(state.service.engine, state.name) + text_of(request.app)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 

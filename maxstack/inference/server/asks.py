@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maxstack import strict_json
-from maxstack.data.chat import encode_chat, template_messages
-from maxstack.errors import ConfigError, DataError
+from maxstack.data.chat import template_messages
+from maxstack.errors import DataError
 from maxstack.inference.request import Sampling
 from maxstack.inference.server.choices import Choice
+from maxstack.inference.server.grammars import Rule
 from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import Conversation, Prompts, Sampled, Structure, Tool
 from maxstack.inference.server.state import State
@@ -42,20 +43,37 @@ class Wish:
     """More than one call."""
 
 
-def separate(given: Prompts, name: str) -> Sequence[str | list[int]]:
-    """The prompts in the field `name` of a body. Refusal where there is none."""
+def separate(state: State, given: Prompts, name: str, n: int = 1) -> Sequence[str | list[int]]:
+    """The prompts in the field `name` of a body, to each of which n answers are asked for. Refusal
+    where there is none, and the errors of `Service.check` for more than may wait."""
     if not given:
         raise Refusal(400, f"{name}: is empty; give at least one token", param=name)
-    if isinstance(given, str) or isinstance(given[0], int):
-        return [given]  # type: ignore[list-item]
-    return given  # type: ignore[return-value]
+    prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    state.service.check(len(prompts) * n)
+    return prompts  # type: ignore[return-value]
 
 
-def encode(state: State, text: str, special: bool = True) -> list[int]:
+def encode(state: State, text: str, special: bool = True, whole: bool = False) -> list[int]:
     """Tokens of a text, in which special tokens that are spelt out stand for themselves; `special`:
-    with BOS, where the model has it."""
-    start = state.tokenizer.encode(b"").tolist() if special else []
-    return start + state.tokenizer.encode_marked(text)[0].tolist()
+    with BOS, where the model has it. DataError for a text of more bytes than the model's length
+    holds, and once more tokens than that are found, unless the `whole` is wanted."""
+    length = state.served.engine.max_length
+    remedy = f"serve.max_length={length} tokens; shorten it, or raise serve.max_length"
+    try:
+        document = text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"a text is not Unicode: {error}; send whole characters") from None
+    if (fewest := state.tokenizer.fewest(document)) > length:
+        raise DataError(
+            f"the text has {len(document)} bytes, which are {fewest} tokens at least: it is longer "
+            f"than {remedy}"
+        )
+    tokens = state.tokenizer.encode(b"").tolist() if special else []
+    for ids, stop in state.tokenizer.encode_by_parts(document):
+        tokens += ids.tolist()
+        if len(tokens) > length and stop < len(document) and not whole:
+            raise DataError(f"the text is longer than {remedy}")
+    return tokens
 
 
 def decode(state: State, tokens: Sequence[int]) -> str:
@@ -82,19 +100,20 @@ def encode_messages(
         )
     except TypeError as error:
         raise Refusal(400, f"chat_template_kwargs: {error}") from None
-    return encode_chat(state.tokenizer, text)[0].tolist()
+    return encode(state, text, special=False)
 
 
 def asks_of(
     state: State, body: Sampled, prompts: Sequence[Prompt], wish: Wish
 ) -> tuple[list[Ask], list[Choice]]:
-    """The n answers to each prompt, those to one prompt side by side. Refusal, ConfigError or
-    DataError for what cannot be answered. May take a while: not for the event loop."""
+    """The n answers to each prompt, those to one prompt side by side, whose grammar is a `Rule`.
+    Refusal, ConfigError or DataError for what cannot be answered. May take a while: not for the
+    event loop."""
     if state.served.tokenizer is None and body.stops:
         raise Refusal(400, f"stop: {state.name} has no tokenizer; use stop_token_ids", param="stop")
     state.service.check(len(prompts) * body.n)
-    grammar = _grammar(state, body, wish.schema)
-    if grammar is not None and body.min_tokens:
+    rule = _rule(body, wish.schema)
+    if rule is not None and body.min_tokens:
         raise Refusal(
             400,
             "min_tokens: cannot be kept beside a grammar, which may allow only the end; give one "
@@ -106,8 +125,7 @@ def asks_of(
     for prompt in prompts:
         sampling = _sampling(state, body, prompt.tokens, wish)
         for number in range(body.n):
-            matcher = None if grammar is None else grammar.copy()
-            each = dataclasses.replace(sampling, choice=number, grammar=matcher)
+            each = dataclasses.replace(sampling, choice=number, grammar=rule)
             asks.append(Ask(prompt.tokens, each, body.priority, adapter))
             choices.append(_choice(state, body, prompt, each, wish))
     return asks, choices
@@ -176,8 +194,8 @@ def _sampling(state: State, body: Sampled, prompt: Sequence[int], wish: Wish) ->
     )
 
 
-def _grammar(state: State, body: Sampled, schema: Any) -> Any:
-    """The grammar that answers follow, None for any text. Refusal where several are asked for."""
+def _rule(body: Sampled, schema: Any) -> Rule | None:
+    """What answers follow, None for any text. Refusal where several are asked for."""
     own = body.structured_outputs or Structure()
     given = {
         name: rule
@@ -197,12 +215,7 @@ def _grammar(state: State, body: Sampled, schema: Any) -> Any:
     }
     if len(given) > 1:
         raise Refusal(400, f"{' and '.join(given)}: an answer follows one of them")
-    for name, rule in given.items():
-        try:
-            return state.grammar(*rule)
-        except ConfigError as error:
-            raise Refusal(400, f"{name}: {error}", param=name) from None
-    return None
+    return next((Rule(name, *rule) for name, rule in given.items()), None)
 
 
 def _format_schema(body: Sampled) -> Any:

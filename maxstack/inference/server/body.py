@@ -11,6 +11,8 @@ BODY_SECONDS = 60
 DISCARDED = 16
 """A body that is too large is read to its end, so that the client sees the refusal, up to so many
 times the size that is allowed."""
+CLOSE = {"Connection": "close"}
+"""Header of an answer to a body that was not read to its end."""
 
 
 async def read_bytes(request: Request, most: int) -> bytes:
@@ -27,7 +29,9 @@ async def read_bytes(request: Request, most: int) -> bytes:
     except ClientDisconnect:
         raise Refusal(499, "the client left") from None
     except TimeoutError:
-        raise Refusal(408, f"the body took more than {BODY_SECONDS} seconds") from None
+        why = f"the body took more than {BODY_SECONDS} seconds"
+        raise Refusal(408, why, headers=CLOSE) from None
     if size > most:
-        raise Refusal(413, f"the body is larger than {most} bytes; send less at a time")
+        why = f"the body is larger than {most} bytes; send less at a time"
+        raise Refusal(413, why, headers=CLOSE if size > most * DISCARDED else None)
     return b"".join(parts)

@@ -1,5 +1,6 @@
 """The text and the log-probabilities of an answer, while its tokens arrive."""
 
+import asyncio
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Sequence
@@ -10,6 +11,9 @@ from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.service import Answers
 from maxstack.inference.text import TextStream
 from maxstack.inference.tools import ToolCall, ToolStream
+
+FEW = 16
+"""Tokens that are read and written on the event loop; more at a time are work for a thread."""
 
 
 @dataclasses.dataclass
@@ -70,6 +74,11 @@ class Choice:
         self._echo, self._empty = echo, empty
         self._tools, self._parallel = tools, parallel
         self._echoed, self._offset = echo, 0
+
+    def size(self, output: Output) -> int:
+        """Tokens that `feed` goes over."""
+        echoed = 0 if self._echo is None else len(self.prompt)
+        return len(output.tokens) + len(output.prompt) + echoed
 
     def feed(self, output: Output) -> Delta:
         """The growth of the answer by the progress of its request."""
@@ -205,7 +214,11 @@ class Choice:
 async def deltas(answers: Answers, choices: Sequence[Choice]) -> AsyncIterator[tuple[int, Delta]]:
     """(index, growth) of all answers; requests whose text has ended are ended too."""
     async for index, output in answers:
-        delta = choices[index].feed(output)
+        choice = choices[index]
+        if choice.size(output) > FEW:
+            delta = await asyncio.to_thread(choice.feed, output)
+        else:
+            delta = choice.feed(output)
         if delta.finish and not output.finish:
             answers.stop(index)
         yield index, delta

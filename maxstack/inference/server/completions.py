@@ -20,7 +20,8 @@ async def completions(request: Request) -> Response:
 
 
 def _asked(state: State, body: CompletionBody) -> tuple[list[Ask], list[Choice]]:
-    prompts = [_prompt(state, body, prompt) for prompt in separate(body.prompt, "prompt")]
+    given = separate(state, body.prompt, "prompt", body.n)
+    prompts = [_prompt(state, body, prompt) for prompt in given]
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
@@ -30,6 +31,7 @@ def _asked(state: State, body: CompletionBody) -> tuple[list[Ask], list[Choice]]
 def _prompt(state: State, body: CompletionBody, given: str | list[int]) -> Prompt:
     if isinstance(given, str):
         tokens = encode(state, given, body.add_special_tokens)
+        state.served.engine.check(tokens)
         return Prompt(tokens, given if body.echo else None)
     state.served.engine.check(given)
     if not body.echo:

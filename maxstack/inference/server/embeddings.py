@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from maxstack.inference.pooling import Pooling, read_pooling
 from maxstack.inference.request import Sampling
-from maxstack.inference.server.answering import read_body, state_of, whole
+from maxstack.inference.server.answering import read_body, whole
 from maxstack.inference.server.asks import encode, separate
 from maxstack.inference.server.schemas import EmbeddingBody
 from maxstack.inference.server.state import State
@@ -23,14 +23,13 @@ SAMPLING = Sampling(max_tokens=1, temperature=0.0, embed=True)
 
 async def embeddings(request: Request) -> Response:
     """Answer with vectors of texts."""
-    state, body = state_of(request), await read_body(request, EmbeddingBody)
-    state.service.check()
-    pooling = _pooling(state.served.folder or Path(state.served.model))
-    pooling.check(body.dimensions)
-    prompts = await asyncio.to_thread(_prompts, state, body, pooling)
-    adapter = state.adapter_of(body.model)
-    answers = state.service.submit([Ask(prompt, SAMPLING, 0, adapter) for prompt in prompts])
-    return await whole(request, answers, _written(state, body, pooling, prompts, answers))
+    given = await read_body(request, EmbeddingBody)
+    given.state.service.check()
+    pooling, prompts = await given.read(_prompts)
+    adapter = given.state.adapter_of(given.body.model)
+    asks = [Ask(prompt, SAMPLING, 0, adapter) for prompt in prompts]
+    answers = await given.state.service.submit(asks, given.client)
+    return await whole(request, answers, _read(given.state, given.body, pooling, prompts, answers))
 
 
 @functools.cache
@@ -38,35 +37,46 @@ def _pooling(folder: Path) -> Pooling:
     return read_pooling(folder)
 
 
-def _prompts(state: State, body: EmbeddingBody, pooling: Pooling) -> list[Sequence[int]]:
+def _prompts(state: State, body: EmbeddingBody) -> tuple[Pooling, list[Sequence[int]]]:
+    pooling = _pooling(state.served.folder or Path(state.served.model))
+    pooling.check(body.dimensions)
     after = pooling.after if body.add_special_tokens else ()
-    return [
-        [*encode(state, given, body.add_special_tokens), *after]
-        if isinstance(given, str)
-        else given
-        for given in separate(body.input, "input")
-    ]
+    prompts: list[Sequence[int]] = []
+    for given in separate(state, body.input, "input"):
+        if isinstance(given, str):
+            given = [*encode(state, given, body.add_special_tokens), *after]
+        state.served.engine.check(given)
+        prompts.append(given)
+    return pooling, prompts
 
 
-async def _written(
+async def _read(
     state: State,
     body: EmbeddingBody,
     pooling: Pooling,
     prompts: Sequence[Sequence[int]],
     answers: Answers,
-) -> dict[str, Any]:
-    vectors: dict[int, Any] = {}
-    async for index, output in answers:
-        vector = pooling.vector(output.embedding, body.dimensions).astype("<f4")
-        coded = base64.b64encode(vector.tobytes()).decode()
-        vectors[index] = coded if body.encoding_format == "base64" else vector.tolist()
-    count = sum(map(len, prompts))
-    return {
-        "object": "list",
-        "model": body.model or state.name,
-        "data": [
-            {"object": "embedding", "index": index, "embedding": vectors[index]}
-            for index in range(len(prompts))
-        ],
-        "usage": {"prompt_tokens": count, "total_tokens": count},
-    }
+) -> Response:
+    states = {index: output.embedding async for index, output in answers}
+
+    def write() -> Response:
+        count = sum(map(len, prompts))
+        content = {
+            "object": "list",
+            "model": body.model or state.name,
+            "data": [
+                {"object": "embedding", "index": i, "embedding": _vector(pooling, body, states[i])}
+                for i in range(len(prompts))
+            ],
+            "usage": {"prompt_tokens": count, "total_tokens": count},
+        }
+        return JSONResponse(content)
+
+    return await asyncio.to_thread(write)
+
+
+def _vector(pooling: Pooling, body: EmbeddingBody, state_D: Any) -> str | list[float]:
+    vector = pooling.vector(state_D, body.dimensions).astype("<f4")
+    if body.encoding_format == "base64":
+        return base64.b64encode(vector.tobytes()).decode()
+    return vector.tolist()

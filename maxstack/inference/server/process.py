@@ -1,6 +1,7 @@
-"""The server's process: its socket, and its end by a signal."""
+"""The server's process: its socket, its protocol, and its end by a signal."""
 
 import asyncio
+import functools
 import logging
 import signal
 import socket
@@ -8,25 +9,36 @@ from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from maxstack.errors import ConfigError
+from maxstack.inference.server.connections import (
+    ANSWER,
+    BODY,
+    HEAD,
+    IDLE,
+    READING,
+    SECONDS,
+    Listener,
+)
 
 log = logging.getLogger(__name__)
 GRACE = 30
 """Seconds in which clients may read their last answers once all are computed."""
-KEEP_ALIVE = 75
-"""Seconds for which an idle connection is kept."""
+CANCEL = 5
+"""Seconds after which requests whose connections were ended are cancelled."""
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> Listener:
     """A socket that does not listen yet. ConfigError where the address cannot be had."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        sock = socket.socket(family, kind, number)
+        sock = Listener(family, kind, number)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:
@@ -39,14 +51,55 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 def serve(
     app: Starlette,
-    sock: socket.socket,
+    listener: Listener,
     said: Callable[[str], str],
     drain: Callable[[], Coroutine[Any, Any, None]],
+    grace: float,
 ) -> None:
     """Answer requests until SIGTERM or SIGINT; then `drain`, which refuses new ones and returns
-    when those that run have finished, and end. A SIGINT meanwhile ends at once. `said` makes the
-    line that is printed at the start of the server's address."""
-    Server(app, said, drain).run([sock])
+    when those that run have finished, for `grace` seconds at most, and end. A SIGINT meanwhile ends
+    at once. `said` makes the line that is printed at the start of the server's address."""
+    Server(app, listener, said, drain, grace).run([listener])
+
+
+class Protocol(H11Protocol):
+    """uvicorn's protocol, which tells a connection what it waits for."""
+
+    def __init__(self, listener: Listener, **given: Any):
+        super().__init__(**given)
+        self._listener = listener
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._connection = self._listener.of(transport)
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._settle()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._settle()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._settle()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._settle()
+
+    def _settle(self) -> None:
+        cycle, begun = self.cycle, self.conn.their_state is h11.SEND_BODY
+        if self.flow.write_paused:
+            state = READING
+        elif cycle and not cycle.response_complete:
+            state = BODY if cycle.more_body else ANSWER
+        elif cycle and not begun and not self.conn.trailing_data[0]:
+            state = IDLE
+        else:
+            state = HEAD
+        self._connection.enter(state)
 
 
 class Server(uvicorn.Server):
@@ -55,21 +108,27 @@ class Server(uvicorn.Server):
     def __init__(
         self,
         app: Starlette,
+        listener: Listener,
         said: Callable[[str], str],
         drain: Callable[[], Coroutine[Any, Any, None]],
+        grace: float,
     ):
+        app.state.listener = listener
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=functools.partial(Protocol, listener),  # type: ignore[arg-type]
+            loop="asyncio",  # which asks the listener for each connection
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=GRACE,
+            timeout_keep_alive=int(SECONDS[IDLE]) + 5,  # the listener's comes first
+            timeout_graceful_shutdown=GRACE + CANCEL,
         )
+        config.load()
+        config.ssl = listener.tls
         super().__init__(config)
-        self._said, self._drained = said, drain
+        self._listener, self._said, self._drained, self._grace = listener, said, drain, grace
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -78,13 +137,14 @@ class Server(uvicorn.Server):
         assert sockets
         host, port = sockets[0].getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        origin = f"http://{shown}:{port}"
+        origin = f"{'https' if self._listener.tls else 'http'}://{shown}:{port}"
         print(self._said(origin), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         again = self._draining is not None and sig == signal.SIGINT
         if again or not self.started:
             self.should_exit = self.force_exit = True
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # what it leaves undone
         else:
             self._loop.call_soon_threadsafe(self._begin_drain, signal.Signals(sig).name)
 
@@ -96,5 +156,14 @@ class Server(uvicorn.Server):
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
-        await self._drained()
+        try:
+            await asyncio.wait_for(self._drained(), self._grace)
+        except TimeoutError:
+            print(f"what still runs after {self._grace:g} s is cut short", flush=True)
+            self._listener.end_all()
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = self._loop.call_later(0 if self.force_exit else GRACE, self._listener.end_all)
+        await super().shutdown(sockets)
+        ending.cancel()

@@ -15,7 +15,7 @@ LOGPROBS = 20
 CHOICES = 128
 STOPS, STOP_LENGTH = 16, 256
 BIASES = 1024
-PROMPTS = 1 << 14
+PROMPTS = MESSAGES = 1 << 14
 FIELDS = 2048
 """Keys of a body, and of an object in it."""
 
@@ -243,7 +243,7 @@ class NamedTool(Body):
 class Conversation(Body):
     """What becomes a prompt by the model's chat template."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MESSAGES)]
     tools: Annotated[list[Tool], Field(fail_fast=True)] = []
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
@@ -278,7 +278,7 @@ class TokenizeBody(Conversation):
     """Of /tokenize: a text, or a conversation."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True)] = []
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MESSAGES)] = []
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -1,14 +1,15 @@
 """What the routes of a server share: the model, its service and limits."""
 
 import dataclasses
-import functools
-import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxstack.data.chat import ChatTemplate
 from maxstack.errors import quoted
+from maxstack.inference.grammar import Vocabulary
 from maxstack.inference.server.access import Access
+from maxstack.inference.server.grammars import Grammars
 from maxstack.inference.server.refusal import Refusal
+from maxstack.inference.server.threads import Threads
 from maxstack.inference.service import Service
 from maxstack.inference.started import Served
 from maxstack.inference.tools import FORMATS, ToolFormat
@@ -35,7 +36,8 @@ class State:
     """Time of the start in seconds since 1970."""
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
+        self.grammars = Grammars(self._vocabulary)
+        self.threads = Threads()
 
     @property
     def vocab(self) -> int:
@@ -81,13 +83,5 @@ class State:
             )
         return model
 
-    def grammar(self, kind: str, value: Any) -> Any:
-        """The matcher that a method of `grammar.Compiler` makes. Safe to call from any thread."""
-        with self._lock:
-            return getattr(self._compiler, kind)(value)
-
-    @functools.cached_property
-    def _compiler(self) -> Any:
-        from maxstack.inference.grammar import Compiler
-
-        return Compiler(self.tokenizer, self.served.stop_tokens, self.vocab)
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary.of(self.tokenizer, self.served.stop_tokens, self.vocab)

@@ -1,13 +1,23 @@
 """Answers as the JSON of OpenAI's API: whole, or in chunks."""
 
+import asyncio
 import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from maxstack.inference.server.choices import Choice, Delta, deltas, usage
+from starlette.responses import JSONResponse, Response
+
+from maxstack import strict_json
+from maxstack.inference.server.choices import FEW, Choice, Delta, deltas, usage
 from maxstack.inference.service import Answers
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    text = strict_json.write(content, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode()
 
 
 class Writer(ABC):
@@ -48,21 +58,26 @@ class Writer(ABC):
         ids = self.above and self.body.return_token_ids
         return {"prompt_token_ids": [*self.choices[0].prompt]} if ids else {}
 
-    async def whole(self, answers: Answers) -> dict[str, Any]:
+    async def whole(self, answers: Answers) -> Response:
         """All answers, once they have ended."""
         grown = [Delta() for _ in self.choices]
         async for index, delta in deltas(answers, self.choices):
             grown[index] += delta
-        return {
-            **self._head,
-            "object": self.name,
-            "choices": [self.choice(index, delta) for index, delta in enumerate(grown)],
-            "usage": self._usage(),
-            **self._prompt(),
-        }
+        return await asyncio.to_thread(self._whole, grown)
 
-    async def events(self, answers: Answers) -> AsyncIterator[dict[str, Any]]:
-        """Chunks, each of an answer; the last has the usage, where it is asked for."""
+    def _whole(self, grown: Sequence[Delta]) -> Response:
+        return JSONResponse(
+            {
+                **self._head,
+                "object": self.name,
+                "choices": [self.choice(index, delta) for index, delta in enumerate(grown)],
+                "usage": self._usage(),
+                **self._prompt(),
+            }
+        )
+
+    async def events(self, answers: Answers) -> AsyncIterator[bytes]:
+        """Chunks as events, each of an answer; the last has the usage, where it is asked for."""
         options = self.body.stream_options
         counts = options is not None and options.include_usage
         always = counts and options.continuous_usage_stats
@@ -70,16 +85,27 @@ class Writer(ABC):
         tokens_count = self.body.return_token_ids or self.body.logprobs not in (None, False)
         waiting: dict[int, Delta] = {}
         above = self._prompt()
+
+        def chunk(index: int, delta: Delta, further: dict[str, Any]) -> bytes:
+            return event({**head, "choices": [self.chunk(index, delta)], **further})
+
         async for index, delta in deltas(answers, self.choices):
             delta = waiting.pop(index, Delta()) + delta
             if delta.text or delta.calls or delta.finish or tokens_count and delta.tokens:
                 told = {"usage": self._usage() if always else None} if counts else {}
-                yield {**head, "choices": [self.chunk(index, delta)], **told, **above}
+                more = {**told, **above}
+                size = len(delta.tokens) + len(self.choices[index].prompt_tokens) * bool(
+                    delta.finish
+                )
+                if size > FEW or above:
+                    yield await asyncio.to_thread(chunk, index, delta, more)
+                else:
+                    yield chunk(index, delta, more)
                 above = {}
             else:
                 waiting[index] = delta
         if counts:
-            yield {**head, "choices": [], "usage": self._usage()}
+            yield event({**head, "choices": [], "usage": self._usage()})
 
     def _usage(self) -> dict[str, Any]:
         return usage(self.choices, self.body.n)

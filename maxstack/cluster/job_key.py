@@ -1,0 +1,74 @@
+"""The key of a job: who does not know it is no process of the job.
+
+A launcher gives it to all processes by a variable. Without one, process 0 draws it and shows it to
+the others by a file of the run's folder, which all see and no other user reads, while they meet.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from maxstack.errors import ConfigError
+
+VARIABLE = "MAXSTACK_JOB_KEY"
+FILE = ".job.key"
+LEAST, MOST = 32, 1024
+"""Characters of a key."""
+
+known = b""
+"""The key of the job that this process has joined."""
+
+
+@contextlib.contextmanager
+def shown(folder: Path, first: bool) -> Iterator[Callable[[], bytes]]:
+    """How to find the key while processes meet; `first`: this is process 0. The variable leaves
+    the environment, so that programs which this process starts do not get it. What is yielded
+    raises OSError where there is no key yet, ConfigError for one that could be guessed."""
+    if given := os.environ.pop(VARIABLE, "").strip():
+        if not LEAST <= len(given) <= MOST:
+            raise ConfigError(
+                f"{VARIABLE} in the environment: has {len(given)} characters; give all processes "
+                f"of the job the same {LEAST} to {MOST} random ones, as of openssl rand -hex 32"
+            )
+        yield given.encode
+        return
+    path = folder / FILE
+    if not first:
+        yield lambda: _read(path)
+        return
+    key = secrets.token_hex(LEAST).encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(path, key)
+    except OSError as error:
+        raise ConfigError(
+            f"run.output_dir: cannot write to {folder}: {error.strerror}; choose another "
+            "run.output_dir"
+        ) from error
+    try:
+        yield lambda: key
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _write(path: Path, key: bytes) -> None:
+    new = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(key)
+    new.replace(path)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            key = file.read(MOST)
+    except OSError as error:
+        raise OSError(
+            f"the job's key, {path}, cannot be read: {error.strerror}; process 0 writes it, so all "
+            f"hosts must see run.output_dir, or give all processes {VARIABLE}"
+        ) from error
+    if len(key) < LEAST:
+        raise OSError(f"{path}: is no key of a job")
+    return key

@@ -1,0 +1,211 @@
+"""The connections of a server: how many there may be, of whom, and how long the server waits for a
+client.
+
+A connection waits for its client before and within the head of a request (the handshake of TLS
+too), within a body, between two requests, and where an answer is not read. Each wait has its time,
+which no single byte prolongs. Where no connection is left, the one that waits longest gives way, of
+the address that has most: whoever opens many pushes out their own.
+"""
+
+import asyncio
+import collections
+import contextlib
+import errno
+import os
+import resource
+import socket
+import ssl
+import time
+from typing import Any
+
+from maxstack.errors import ConfigError
+
+HEAD, BODY, ANSWER, IDLE, READING = "head", "body", "answer", "idle", "reading"
+SECONDS = {HEAD: 10.0, IDLE: 75.0, READING: 30.0}
+"""How long a client may let the server wait; body.py has the time of bodies."""
+PROGRESS = 32 << 10
+"""Bytes of an answer that a client reads at least in its time."""
+CROWD, REFUSED = "crowd", "refused"
+"""Why a connection is closed beside SECONDS: it gave way, or none did."""
+RESERVE = 128
+"""Descriptors that are left for the server's own files."""
+ENDING = 16
+"""Connections that may be on their way to their end while others are accepted."""
+BUFFER = 256 << 10
+"""Bytes that the system keeps for a client that does not read; Linux takes twice that."""
+BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Type: text/plain\r\nContent-Length: 21\r\n\r\ntoo many connections\n"
+)
+
+
+class Connection(socket.socket):
+    """The connection of a client, which its listener counts until it is closed."""
+
+    def begin(self, listener: "Listener", address: str) -> None:
+        """Count it, and wait for the head of a request."""
+        self.listener, self.address, self.number = listener, address, self.fileno()
+        self.transport: asyncio.Transport | None = None
+        self.state, self.since, self.left = "", 0.0, 0
+        self._timer: asyncio.TimerHandle | None = None
+        listener.crowd[address] += 1
+        listener.open.add(self)
+        listener.known[self.number] = self
+        self.enter(HEAD)
+
+    def enter(self, state: str) -> None:
+        """Note what it waits for; the time of a wait that goes on is not prolonged."""
+        if state == self.state or self not in self.listener.open:
+            return
+        self.state, self.since = state, time.monotonic()
+        self.left = self.transport.get_write_buffer_size() if self.transport else 0
+        self._arm()
+
+    def end(self, reason: str) -> None:
+        """End it at once, whatever is under way."""
+        if self in self.listener.open:
+            self.listener.closed[reason] += 1
+            self._leave()
+            if self.transport:
+                self.transport.abort()
+            else:  # within the handshake, or before: the transport reads the end
+                with contextlib.suppress(OSError):
+                    self.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self in self.listener.open:
+            self._leave()
+        self.listener.known.pop(self.number, None)
+        super().close()
+
+    def _leave(self) -> None:
+        self.listener.open.discard(self)
+        self.listener.crowd[self.address] -= 1
+        if not self.listener.crowd[self.address]:
+            del self.listener.crowd[self.address]
+        if self._timer:
+            self._timer.cancel()
+
+    def _arm(self) -> None:
+        if self._timer:
+            self._timer.cancel()
+        if seconds := SECONDS.get(self.state):
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        if self.state == READING and self.transport:
+            before, self.left = self.left, self.transport.get_write_buffer_size()
+            if before - self.left >= PROGRESS:
+                return self._arm()
+        self.end(self.state)
+
+
+class Listener(socket.socket):
+    """The socket that a server listens at, which accepts `most` connections, of an address `each`
+    at most."""
+
+    def limit(self, most: int, each: int) -> None:
+        """Set the limits, and raise the process's of open files where it may. ConfigError where
+        that leaves no connections."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and soft < most + RESERVE:
+            soft = most + RESERVE if hard == resource.RLIM_INFINITY else min(most + RESERVE, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            most = min(most, soft - RESERVE)
+        if most < 1:
+            raise ConfigError(
+                f"this process may open {hard} files, and a server needs {RESERVE} beside those of "
+                "its clients; raise that limit (ulimit -n)"
+            )
+        self.most, self.each = most, min(each, most)
+        self.known, self.open = dict[int, Connection](), set[Connection]()
+        """All by their descriptors, and those that are not being ended."""
+        self.crowd: collections.Counter[str] = collections.Counter()
+        self.closed: collections.Counter[str] = collections.Counter()
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+        self.tls: ssl.SSLContext | None = None
+        self.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """As the event loop calls it: for some in a turn, until BlockingIOError."""
+        if len(self.known) - len(self.open) >= ENDING:
+            raise BlockingIOError
+        try:
+            found, address = super().accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._drop()
+            raise
+        if not self._make_room(address[0]):
+            self.closed[REFUSED] += 1
+            with found, contextlib.suppress(OSError):
+                if not self.tls:
+                    found.send(BUSY)
+            raise ConnectionAbortedError
+        connection = Connection(fileno=found.detach())
+        connection.begin(self, address[0])
+        return connection, address
+
+    def of(self, transport: asyncio.Transport) -> Connection:
+        """The connection of a transport."""
+        connection = self.known[transport.get_extra_info("socket").fileno()]
+        connection.transport = transport
+        if connection not in self.open:
+            transport.abort()
+        return connection
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self.fileno() >= 0 and self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+        super().close()
+
+    def end_all(self) -> None:
+        """End every connection, when the server ends."""
+        for connection in [*self.open]:
+            connection.end("server")
+
+    def text(self) -> str:
+        """Figures for Prometheus."""
+        lines = [
+            "# TYPE maxstack_connections_open gauge",
+            f"maxstack_connections_open {len(self.open)}",
+            "# TYPE maxstack_connections_closed counter",
+        ]
+        for reason in (*SECONDS, CROWD, REFUSED):
+            labels = f'reason="{reason}"'
+            lines.append(f"maxstack_connections_closed_total{{{labels}}} {self.closed[reason]}")
+        return "\n".join(lines) + "\n"
+
+    def _make_room(self, address: str) -> bool:
+        """True where one more connection may be open, if need be in place of another."""
+        own = self.crowd[address] >= self.each
+        if not own and len(self.open) < self.most:
+            return True
+        waiting = [
+            each
+            for each in self.open
+            if each.state != ANSWER and (not own or each.address == address)
+        ]
+        if not waiting:
+            return False
+        max(waiting, key=lambda each: (self.crowd[each.address], -each.since)).end(CROWD)
+        return True
+
+    def _drop(self) -> None:
+        """Refuse the next connection with the descriptor that is kept for that: it would stay, and
+        the loop would ask for it without end."""
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            super().accept()[0].close()
+        self._spare = os.open(os.devnull, os.O_RDONLY)
+        raise ConnectionAbortedError
+
+
+def text_of(app: Any) -> str:
+    """Figures of the connections of an application that is served."""
+    listener = getattr(app.state, "listener", None)
+    return listener.text() if listener else ""

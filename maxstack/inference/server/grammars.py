@@ -1,0 +1,97 @@
+"""The grammars of requests, compiled beside the event loop by threads of their own."""
+
+import asyncio
+import collections
+import functools
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from maxstack.errors import ConfigError
+from maxstack.inference.grammar import Answer, Compiler, Vocabulary, check_size
+from maxstack.inference.server.refusal import Refusal
+from maxstack.inference.service import Full
+from maxstack.inference.trial import Trial
+
+PROCESSES = 2
+"""Grammars that are compiled at a time."""
+WAITING = 64
+"""Requests of a client that may wait for their grammars."""
+KEPT, KEPT_BYTES = 64, 1 << 16
+"""Grammars that are kept compiled, and bytes of the longest of them."""
+
+
+class Rule(NamedTuple):
+    """A grammar as a request has it: `Compiler.compile` takes the last two."""
+
+    field: str
+    kind: str
+    value: Any
+
+
+class Grammars:
+    """Compiles grammars for an event loop. One client has one at a time, so that others get theirs
+    meanwhile."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]):
+        self._vocabulary = functools.cache(vocabulary)
+        self._kept: collections.OrderedDict[str, Answer] = collections.OrderedDict()
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._waiting: collections.Counter[str] = collections.Counter()
+        self._threads = ThreadPoolExecutor(PROCESSES, "grammar")
+        self._trials: list[Trial] = []
+        self._free = asyncio.Semaphore(PROCESSES)
+
+    async def answers(self, rule: Rule, count: int, client: str) -> list[Answer]:
+        """So many answers that follow a rule. Refusal for one that cannot be followed, Full where
+        the client waits for as many as it may. Cancelled, it ends the process that compiles."""
+        if self._waiting[client] == WAITING:
+            raise Full(f"{WAITING} requests of this client wait for their grammars; try later")
+        self._waiting[client] += 1
+        try:
+            async with self._turns.setdefault(client, asyncio.Lock()), self._free:
+                return await self._compiled(rule, count)
+        except ConfigError as error:
+            raise Refusal(400, f"{rule.field}: {error}", param=rule.field) from None
+        finally:
+            self._waiting[client] -= 1
+            if not self._waiting[client]:
+                del self._waiting[client], self._turns[client]
+
+    def close(self) -> None:
+        """End the processes, and what is compiled there."""
+        for trial in self._trials:
+            trial.end()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _compiled(self, rule: Rule, count: int) -> list[Answer]:
+        run = functools.partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        trial = self._trials.pop() if self._trials else Trial(await run(self._vocabulary))
+        try:
+            answers = await run(self._made, trial, rule, count)
+        except asyncio.CancelledError:
+            trial.end()
+            raise
+        except BaseException:
+            self._trials.append(trial)
+            raise
+        self._trials.append(trial)
+        return answers
+
+    def _made(self, trial: Trial, rule: Rule, count: int) -> list[Answer]:
+        check_size(rule.value)
+        key = json.dumps(rule[1:])
+        answer = self._kept.pop(key, None)
+        if answer is None:
+            trial.check(rule.kind, rule.value)
+            answer = Answer(self._compiler.compile(rule.kind, rule.value))
+        if len(key) <= KEPT_BYTES:
+            self._kept[key] = answer
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return [answer.copy() for _ in range(count)]
+
+    @functools.cached_property
+    def _compiler(self) -> Compiler:
+        return Compiler(self._vocabulary())

@@ -1,0 +1,379 @@
+"""Connections of a server: real sockets and uvicorn, around a small application."""
+
+import asyncio
+import contextlib
+import os
+import resource
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import strangers
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+
+from maxstack import cli
+from maxstack.commands import serve_connections
+from maxstack.errors import ConfigError
+from maxstack.inference.server import body, connections, process
+from maxstack.inference.server.refusal import Refusal
+
+TLS = Path(__file__).parents[1] / "goldens" / "tls"
+CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")
+PIECE = b"x" * 4096
+
+
+class Server:
+    """A server around an application that counts what it does."""
+
+    def __init__(self, most=64, each=64, tls=None, drain=None, grace=60.0):
+        self.pieces, self.left = 0, 0
+        self.release, self.up = threading.Event(), threading.Event()
+        routes = [
+            Route("/health", lambda request: PlainTextResponse("")),
+            Route("/metrics", lambda request: PlainTextResponse(connections.text_of(request.app))),
+            Route("/read", self.read, methods=["POST"]),
+            Route("/stream", self.stream, methods=["POST"]),
+            Route("/hold", self.hold),
+        ]
+        app = Starlette(routes=routes, exception_handlers={Refusal: self.refused})
+        self.listener = process.bound_socket("127.0.0.1", 0)
+        self.listener.limit(most, each)
+        self.listener.tls = tls
+        self.at = self.listener.getsockname()
+        self.server = process.Server(app, self.listener, self.said, drain or self.drained, grace)
+
+    def run(self):
+        self.server.run([self.listener])
+
+    def said(self, origin):
+        self.up.set()
+        return origin
+
+    async def drained(self):
+        return None
+
+    async def read(self, request: Request):
+        return JSONResponse({"size": len(await body.read_bytes(request, 1000))})
+
+    async def refused(self, request: Request, error: Refusal):
+        return JSONResponse(error.body, error.status, error.headers)
+
+    async def stream(self, request: Request):
+        async def pieces():
+            try:
+                while True:
+                    self.pieces += 1
+                    yield PIECE
+                    await asyncio.sleep(0)
+            finally:
+                self.left += 1
+
+        return StreamingResponse(pieces())
+
+    async def hold(self, request: Request):
+        await asyncio.to_thread(self.release.wait, 30)
+        return PlainTextResponse("")
+
+    def ask(self, **options):
+        """The status of a request by a connection of its own."""
+        return httpx.get(f"http://127.0.0.1:{self.at[1]}/health", timeout=2, **options).status_code
+
+    def figure(self, reason):
+        return self.listener.closed[reason]
+
+
+@contextlib.contextmanager
+def serving(**options):
+    """The server in a thread of this process."""
+    server = Server(**options)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    assert server.up.wait(30)
+    try:
+        yield server
+    finally:
+        server.release.set()
+        server.listener.end_all()
+        server.server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def until(true, seconds=10.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+ATTACKS = {
+    "head": strangers.slow_heads,
+    "silent": strangers.silent,
+    "body": lambda at: strangers.slow_bodies(at, b"/read"),
+    "idle": strangers.idle,
+    "reading": lambda at: strangers.unread(at, b"/stream", b"", 100),
+}
+
+
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_a_good_client_is_answered_while_one_address_opens_all_that_it_can(kind):
+    files, wanted = len(os.listdir("/proc/self/fd")), {"silent": "head"}.get(kind, kind)
+    with serving(most=32, each=32) as server:
+        with ATTACKS[kind](server.at):
+            until(lambda: [each.state for each in [*server.listener.open]] == [wanted] * 32)
+            for _ in range(5):
+                assert server.ask() == 200
+            assert len(server.listener.open) <= 32
+            figures = httpx.get(f"http://127.0.0.1:{server.at[1]}/metrics").text
+            closed = server.figure("crowd") + server.figure("refused")
+            assert closed > 60 and f'reason="crowd"}} {server.figure("crowd")}\n' in figures
+        until(lambda: len(server.listener.known) <= 1)
+    assert len(os.listdir("/proc/self/fd")) <= files + 1
+
+
+def test_bytes_now_and_then_do_not_keep_a_connection(monkeypatch):
+    monkeypatch.setitem(connections.SECONDS, "head", 0.5)
+    with serving() as server, strangers.slow_heads(server.at, 8) as opened:
+        began = time.monotonic()
+        while strangers.trickle(opened) and time.monotonic() - began < 10:
+            time.sleep(0.05)
+        assert time.monotonic() - began < 5 and server.figure("head") == 8
+
+
+@pytest.mark.parametrize("first", [b"", b"\x16\x03\x01"])
+def test_a_handshake_of_tls_has_its_time_too(first, monkeypatch):
+    monkeypatch.setitem(connections.SECONDS, "head", 0.3)
+    tls = serve_connections.context(CERT, KEY)
+    with serving(tls=tls) as server, strangers.opened(server.at, 4, first) as opened:
+        assert all(strangers.ended(each) for each in opened)
+        until(lambda: not server.listener.known)
+
+
+def test_a_connection_that_is_kept_has_its_time(monkeypatch):
+    monkeypatch.setitem(connections.SECONDS, "idle", 0.3)
+    with serving() as server, strangers.idle(server.at, 4) as opened:
+        assert all(strangers.ended(each) for each in opened)
+        assert server.figure("idle") == 4
+
+
+def test_a_body_that_nobody_reads_has_its_time(monkeypatch):
+    monkeypatch.setitem(connections.SECONDS, "head", 0.5)
+    post = strangers.POST % (b"/no-such-path", 10**6)
+    with serving() as server, strangers.opened(server.at, 4, post) as opened:
+        began = time.monotonic()
+        while strangers.trickle(opened) and time.monotonic() - began < 10:
+            time.sleep(0.05)
+        assert server.figure("head") == 4
+
+
+def test_a_body_that_is_too_slow_is_refused_and_its_connection_closed(monkeypatch):
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.3)
+    with serving() as server, strangers.slow_bodies(server.at, b"/read", 1) as opened:
+        answer = b""
+        opened[0].settimeout(10)
+        while more := opened[0].recv(4096):
+            answer += more
+        assert answer.startswith(b"HTTP/1.1 408") and b"connection: close" in answer.lower()
+
+
+def test_a_stream_that_is_not_read_is_bounded_and_ended(monkeypatch):
+    monkeypatch.setitem(connections.SECONDS, "reading", 0.5)
+    with serving() as server, strangers.unread(server.at, b"/stream", b"", 4) as opened:
+        until(lambda: server.left == 4)
+        assert server.figure("reading") == 4
+        kept = 2 * connections.BUFFER + 4 * 65536  # of the system and of the transport
+        received = opened[0].getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+        assert server.pieces * len(PIECE) < 4 * (kept + 32 * received)
+
+
+def test_a_stream_that_is_read_slowly_goes_on(monkeypatch):
+    monkeypatch.setitem(connections.SECONDS, "reading", 0.5)
+    with serving() as server, strangers.unread(server.at, b"/stream", b"", 1) as opened:
+        end = time.monotonic() + 1.2
+        while time.monotonic() < end:
+            assert opened[0].recv(1 << 20)
+            time.sleep(0.05)
+        assert server.figure("reading") == 0 and server.left == 0
+
+
+def test_who_opens_many_connections_pushes_out_their_own():
+    with serving(most=32, each=24) as server:
+        with httpx.Client(base_url=f"http://127.0.0.1:{server.at[1]}") as kept:
+            assert kept.get("/health").status_code == 200
+            (own,) = server.listener.open
+            with strangers.opened(server.at, 100, come_from="127.0.0.2"):
+                until(lambda: server.figure("crowd") == 76)
+                assert server.listener.crowd == {"127.0.0.1": 1, "127.0.0.2": 24}
+                assert own in server.listener.open
+                assert kept.get("/health").status_code == 200
+
+
+def test_where_all_connections_are_busy_another_one_is_told_so():
+    with serving(most=4, each=4) as server:
+        ask = b"GET /hold HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with strangers.opened(server.at, 4, ask):
+            until(lambda: [each.state for each in server.listener.open] == ["answer"] * 4)
+            with socket.create_connection(server.at, 10) as one:
+                answer = b""
+                while more := one.recv(4096):
+                    answer += more
+            assert answer.startswith(b"HTTP/1.1 503 ") and b"Retry-After: 1\r\n" in answer
+            assert server.figure("refused") == 1
+            server.release.set()
+        until(lambda: not server.listener.open)
+        assert server.ask() == 200
+
+
+def test_no_descriptors_are_left_and_nothing_spins(caplog):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving() as server, contextlib.ExitStack() as stack:
+        made = [stack.enter_context(socket.socket()) for _ in range(30)]
+        free = os.dup(0)
+        os.close(free)
+        used = time.process_time()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            for each in made:
+                each.settimeout(5)
+                each.connect(server.at)
+            ends = [strangers.ended(each) for each in made]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert all(ends) and time.process_time() - used < 1
+        assert server.ask() == 200
+    assert not caplog.records
+
+
+@pytest.mark.slow
+def test_a_limit_of_files_leaves_the_server_its_own():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    program = (
+        "import resource, sys\n"
+        "from maxstack.inference.server.process import bound_socket\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))\n"
+        "found = bound_socket('127.0.0.1', 0)\n"
+        "found.limit(1024, 512)\n"
+        "print(found.most, found.each, resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+
+    def limits(most):
+        words = [sys.executable, "-c", program, f"{most}"]
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+
+    assert limits(256).stdout.split() == ["128", "128", "256"]
+    assert limits(4096).stdout.split() == ["1024", "512", "1152"]
+    assert "ConfigError: this process may open 128 files" in limits(128).stderr
+
+
+STREAMS = """
+import runpy, sys
+from maxstack.inference.server import process
+process.GRACE = 1.5
+runpy.run_path(sys.argv[1])["Server"]().run()
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_server_whose_streams_nobody_reads():
+    words = [sys.executable, "-c", STREAMS, __file__]
+    own = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    started = subprocess.Popen(
+        words, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    port = int(started.stdout.readline().rpartition(":")[2])
+    with strangers.unread(("127.0.0.1", port), b"/stream", b"", 16):
+        time.sleep(1)
+        began = time.monotonic()
+        started.send_signal(signal.SIGTERM)
+        said = started.communicate(timeout=30)[0]
+        assert time.monotonic() - began < 8
+    assert started.returncode == 0 and "Traceback" not in said and "ancel" not in said
+
+
+def test_requests_that_run_on_after_the_grace_are_cut_short(capsys):
+    async def never():
+        await asyncio.Event().wait()
+
+    with serving(drain=never, grace=0.3) as server:
+        with strangers.unread(server.at, b"/stream", b"", 2) as opened:
+            until(lambda: server.pieces > 2)
+            server.server.handle_exit(signal.SIGTERM, None)
+            assert all(strangers.ended(each) for each in opened)
+    said = capsys.readouterr()
+    assert "what still runs after 0.3 s is cut short" in said.out
+    assert "Traceback" not in said.err
+
+
+def test_a_client_that_trusts_the_certificate_is_answered_by_tls():
+    tls = serve_connections.context(CERT, KEY)
+    with serving(tls=tls) as server:
+        trusted = ssl.create_default_context(cafile=CERT)
+        found = httpx.get(f"https://localhost:{server.at[1]}/health", verify=trusted)
+        assert found.status_code == 200
+        trusted.maximum_version = ssl.TLSVersion.TLSv1_2
+        assert httpx.get(f"https://localhost:{server.at[1]}/health", verify=trusted)
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://localhost:{server.at[1]}/health")
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "words"),
+    [
+        (CERT, None, "--tls-cert and --tls-key: are given together"),
+        (None, KEY, "--tls-cert and --tls-key: are given together"),
+        (CERT, "none.pem", "--tls-key none.pem: cannot be read: No such file"),
+        (CERT, str(TLS), "cannot be read: Is a directory"),
+        (CERT, str(TLS / "another-key.pem"), "is not the key of that certificate"),
+        (CERT, str(TLS / "encrypted-key.pem"), "is encrypted; give one that is not"),
+        (CERT, __file__.replace("test_connections", "test_fields"), "is no PEM file"),
+        (KEY, KEY, "cannot be used"),
+        (CERT, CERT, "cannot be used"),
+    ],
+)
+def test_a_certificate_that_does_not_serve_is_refused_before_the_model_is_read(
+    certificate, key, words, capsys
+):
+    flags = (("--tls-cert", certificate), ("--tls-key", key))
+    given = [word for flag, file in flags if file for word in (flag, file)]
+    assert cli.main(["serve", "no-such-folder", *given]) == 1
+    assert words in (said := capsys.readouterr().err) and "Traceback" not in said
+
+
+def test_a_key_that_others_may_read_is_told(tmp_path, caplog):
+    (tmp_path / "key.pem").write_bytes(Path(KEY).read_bytes())
+    for mode, told in ((0o600, 0), (0o640, 0), (0o644, 1)):
+        caplog.clear()
+        (tmp_path / "key.pem").chmod(mode)
+        serve_connections.context(CERT, str(tmp_path / "key.pem"))
+        assert sum("other users may read it" in each.message for each in caplog.records) == told
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], False),
+        (["--host", "0.0.0.0"], True),
+        (["--host", "0.0.0.0", "--tls-cert", CERT, "--tls-key", KEY], False),
+    ],
+)
+def test_keys_that_travel_in_clear_are_told(options, told, tmp_path, caplog):
+    (tmp_path / "keys").write_text("key")
+    words = ["serve", "no-such-folder", "--api-key-file", str(tmp_path / "keys"), *options]
+    assert cli.main(words) == 1
+    assert ("keys of clients travel in clear" in caplog.text) == told
+
+
+def test_a_pem_file_that_cannot_be_read_is_one_sentence(tmp_path):
+    (tmp_path / "cert.pem").write_text("-----BEGIN CERTIFICATE-----\nnonsense\n")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        serve_connections.context(str(tmp_path / "cert.pem"), KEY)

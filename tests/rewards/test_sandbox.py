@@ -1,0 +1,186 @@
+"""`rollout.sandbox`: what code of rewards and environments can neither see, reach nor use up."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny
+from rewards.cases import awaited, case, ended, function
+from rewards.test_environments import turn
+
+from maxstack import startup
+from maxstack.errors import ConfigError
+from maxstack.rewards import sandbox
+from maxstack.rewards.pool import Pool
+from maxstack.schema.rewards import FunctionReward, RegexReward
+
+bubblewrap = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap"
+)
+
+
+def captive(name, **keys):
+    return FunctionReward(kind="function", call=f"rewards.captive:{name}", **keys)
+
+
+@pytest.fixture
+def confined(monkeypatch):
+    """What one reward of captive.py gives in a sandbox."""
+    monkeypatch.setenv("HF_TOKEN", "swordfish")
+
+    def ask(reward, completion="four", **row):
+        pool = Pool([reward, function("good")], 1, sandbox.prefix())
+        try:
+            found = pool.submit(case(completion, **row)).result(60)
+            assert found[1] == (float(len(completion)), {}, None)
+            return found[0]
+        finally:
+            pool.close()
+
+    return ask
+
+
+@bubblewrap
+def test_the_network_is_not_reached(confined):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as other:
+        name = f"maxstack-{os.getpid()}"
+        other.bind(f"\0{name}")
+        other.listen()
+        row = {"port": server.getsockname()[1], "name": name}
+        assert confined(captive("reaches"), **row).value == 0.0
+        free = Pool([captive("reaches")], 1)
+        try:
+            assert free.submit(case(**row)).result(60)[0].value == 2.0
+        finally:
+            free.close()
+
+
+@bubblewrap
+def test_neither_environment_nor_home_nor_other_processes_are_seen(confined, tmp_path):
+    (tmp_path / "key").write_text("swordfish")
+    row = {
+        "secret": "swordfish",
+        "file": str(tmp_path / "key"),
+        "home": str(Path.home() / ".cache"),
+    }
+    (Path.home() / ".cache").mkdir(exist_ok=True)
+    found = confined(captive("looks"), **row)
+    assert found.failure is None
+    assert found.components == dict.fromkeys(("environment", "file", "home", "processes"), 0.0)
+
+
+@bubblewrap
+def test_nothing_is_written_outside_of_the_scratch(confined, tmp_path):
+    found = confined(captive("writes"), folder=str(tmp_path))
+    assert found.failure is None and len(found.components) == 8 and found.value == 0.0
+    assert not [*tmp_path.iterdir()] and not Path("written").exists()
+
+
+@bubblewrap
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("fills", "OSError: full"),
+        ("bombs", "began more than 64 processes"),
+        ("shares", "took more than memory=0.3 GiB with all its processes"),
+    ],
+)
+def test_files_processes_and_memory_are_bounded(name, says, confined):
+    assert says in confined(captive(name, memory=0.3, timeout=30)).failure
+
+
+@bubblewrap
+def test_rewards_are_those_without_a_sandbox():
+    rewards = [
+        function("parts"),
+        function("lucky"),
+        function("raises"),
+        function("crashes"),
+        function("hangs", timeout=0.5),
+        captive("begins"),
+        RegexReward(kind="regex", pattern="2"),
+    ]
+    found = []
+    for words in ((), sandbox.prefix()):
+        pool = Pool(rewards, 1, words)
+        try:
+            found.append(pool.submit(case("print(2 + 2.5)")).result(60))
+        finally:
+            pool.close()
+    assert found[0] == found[1]
+    assert found[0][5].value == 4.5
+
+
+@bubblewrap
+def test_an_environment_lives_in_a_sandbox_from_turn_to_turn():
+    answers = []
+    for words in ((), sandbox.prefix()):
+        pool = Pool([], 1, words)
+        try:
+            pool.check("rewards.hostile:Echo")
+            turns = [turn(), turn("a"), turn("a", "b", turns=2)]
+            answers.append([pool.turn(each).result(60)[1:] for each in turns])
+        finally:
+            pool.close()
+    assert answers[0] == answers[1] and answers[0][-1][:2] == (2.0, False)
+
+
+@bubblewrap
+def test_a_sandbox_ends_with_whoever_began_it():
+    code = (
+        "from maxstack.rewards import pool, sandbox; from rewards.cases import case, function\n"
+        "made = pool.Pool([function('hangs', timeout=600)], 1, sandbox.prefix())\n"
+        "made.check(); made.submit(case())\n"
+        "print(made._children[0]._process.pid, flush=True); import time; time.sleep(600)"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    began = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
+    inside = [int(began.stdout.readline())]
+    with contextlib.suppress(OSError):
+        for number in inside:
+            text = Path(f"/proc/{number}/task/{number}/children").read_text()
+            inside += map(int, text.split())
+    assert len(inside) >= 3
+    os.kill(began.pid, signal.SIGKILL)
+    began.wait()
+    began.stdout.close()
+    assert awaited(lambda: all(map(ended, inside)))
+
+
+def test_a_run_does_not_start_where_bubblewrap_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")
+    cfg = tiny.with_rollouts(rollout={"sandbox": True})
+    with contextlib.ExitStack() as ending:
+        with pytest.raises(ConfigError, match=r"rollout\.sandbox: needs bubblewrap, .* apt "):
+            startup.open_feed(SimpleNamespace(cfg=cfg), tmp_path, ending)
+
+
+def test_a_sandbox_that_the_kernel_refuses_is_an_error(monkeypatch, tmp_path):
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho 'bwrap: setting up uid map: Permission denied' >&2; exit 1")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ConfigError, match=r"^rollout\.sandbox: bwrap: setting up uid map"):
+        sandbox.prefix()
+
+
+@bubblewrap
+def test_a_working_folder_around_the_home_is_refused(monkeypatch):
+    monkeypatch.chdir("/")
+    with pytest.raises(ConfigError, match=r"rollout\.sandbox: code is imported from /, "):
+        sandbox.prefix()
+
+
+def test_a_worker_that_is_told_of_a_sandbox_and_is_in_none_ends():
+    words = [sys.executable, "-m", "maxstack.rewards.worker", "0", "1"]
+    words.append(os.readlink("/proc/self/ns/pid"))
+    with socket.socket() as end:
+        done = subprocess.run(words, stdin=end, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "this is no sandbox" in done.stderr
