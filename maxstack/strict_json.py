@@ -26,6 +26,10 @@ DEEPEST, MOST, MOST_DIGITS = 100, 2_000_000, 100
 tokenizer.json have 500,000 merges, and some files say 10**30 for no limit."""
 _ODD = "nan", "inf", "-inf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_MARKS = bytes.maketrans(b"012345678E", b"999999999e")
+_LONG = b"9" * MOST_DIGITS, b"e999", b"e+999"
+"""Marks of numbers that may be too long or too large. Only where one is in a text are its numbers
+looked at one by one, which takes longer than to read them."""
 
 
 def parse(text: str | bytes, where: str = "", *, strict: bool = True) -> Any:
@@ -35,17 +39,20 @@ def parse(text: str | bytes, where: str = "", *, strict: bool = True) -> Any:
     and any number of lists."""
     begin = where and f"{where}: "
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
-    if strict and data.count(b"[") + data.count(b"{") > MOST:
+    lists, marked = data.count(b"[") + data.count(b"{"), data.translate(_MARKS)
+    is_long = any(mark in marked for mark in _LONG)
+    if strict and lists > MOST:
         raise DataError(f"{begin}holds more than {MOST:,} lists and objects")
     try:
         value = json.loads(
             data.decode("utf-8-sig", "strict" if strict else "surrogatepass"),
-            parse_int=_whole,
-            parse_float=_float,
+            parse_int=_whole if is_long else None,
+            parse_float=_float if is_long else None,
             object_pairs_hook=_unique if strict else None,
             parse_constant=_refuse if strict else None,
         )
-        _check_depth(value)
+        if lists > DEEPEST:
+            _check_depth(value)
         if strict and _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import re
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,12 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from maxstack import load, strict_json
+from maxstack.cluster.connections import Line
+from maxstack.cluster.roll_call import Card
 from maxstack.config import compose, reader
 from maxstack.data import conversations, copies, images, tokenizers
 from maxstack.data.files import File
+from maxstack.errors import DataError
 from maxstack.hf.contents import Contents
 from maxstack.hf.peft import Adapter
 from maxstack.hf.safetensors_file import SafetensorsFile
@@ -120,6 +124,7 @@ MESSAGE = {
     "outputs": [{"name": "y", "parameters": {"binary_data": True}}],
 }
 SPEC = {"inputs": {"x": {"dtype": "float32", "shape": ["batch", 2]}}, "outputs": {"y": {}}}
+CARD = {"process": 1, "processes": 2, "host": "h", "alike": {"packages": {"jax": "1"}}}
 TENSORS = safetensors.numpy.save({"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.int8)})
 ROW = {"step": 3, "loss": None, "not_finite": {"loss": "nan"}, "seconds": 1.5, "skipped": 1}
 EVENT = {"event": "steps", "time": 5.0, "steps": [1, 2], "stepping": 1.5, "seconds": {"save": 1}}
@@ -141,6 +146,7 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "picture": _pictures,
     "record": _records,
     "compressed": lambda: [gzip.compress(b"a" * 999), zstandard.compress(b"a" * 999)],
+    "roll call": lambda: [_json(CARD)],
     "rows": lambda: [_json(ROW) + b"\n" + _json(ROW | {"step": 4}) + b"\n", _json(EVENT) + b"\n"],
 }
 
@@ -209,6 +215,17 @@ def _configuration(data: bytes, folder: Path) -> None:
     load.load_alone(str(_write(folder, "run.yml", data)))
 
 
+def _called(data: bytes, folder: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, Line(ours) as line:
+        theirs.sendall(data[: 1 << 16] + b"\n")
+        theirs.shutdown(socket.SHUT_WR)
+        try:
+            Card.read(line, 1.0)
+        except (OSError, ValueError) as error:  # by which the caller closes the connection
+            raise DataError(str(error)) from error
+
+
 def _decompressed(data: bytes, folder: Path) -> None:
     copies.read(File(str(_write(folder, "a.txt.gz", data)), "a"))
 
@@ -226,6 +243,7 @@ PARSERS: dict[str, Callable[[bytes, Path], object]] = {
     "picture": lambda data, folder: images.opened(data, 3),
     "record": _conversation,
     "compressed": _decompressed,
+    "roll call": _called,
     "rows": _charted,
     "package": _package,
 }

@@ -64,9 +64,9 @@ def read(file: File, most: int | None = None) -> bytes:
 
 def within(pieces: Iterator[bytes], file: File, most: int | None) -> Iterator[bytes]:
     """Pieces of what a file becomes. DataError as of `check_growth`."""
-    size, compressed = 0, int(file.pin()[0])
+    size = compressed = 0
     for piece in pieces:
-        size += len(piece)
+        size, compressed = size + len(piece), compressed or int(file.pin()[0])
         check_growth(file.path, compressed, size, most)
         yield piece
 
@@ -100,7 +100,10 @@ def _check_room(folder: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # finished, or deleted, meanwhile
             states[path] = path.stat()
     used, disk = sum(state.st_size for state in states.values()), shutil.disk_usage(folder)
-    given = float(os.environ.get("MAXSTACK_CACHE_BYTES", "inf"))
+    try:
+        given = float(os.environ.get("MAXSTACK_CACHE_BYTES", "inf"))
+    except ValueError as error:
+        raise ConfigError(f"MAXSTACK_CACHE_BYTES: {error}; give a number, such as 2e12") from None
     most = min(given, used + disk.free - min(disk.total // 20, _LEAST))
     for path in sorted(states, key=lambda path: states[path].st_mtime):
         if used <= most or states[path].st_mtime > time.time() - _UNUSED:

@@ -132,3 +132,12 @@ def test_rows_of_parquet_that_share_one_large_value_are_decoded_one_by_one():
         open_source(source("parquet", "a.parquet", max_bytes=16 * MB))
     pyarrow.set_memory_pool(before)
     assert pool.max_memory() < 64 * MB
+
+
+def test_a_file_that_is_gone_and_a_size_that_is_none_are_errors_by_name(monkeypatch):
+    with pytest.raises(DataError, match="gone.gz: No such file"):
+        copies.read(files.File("gone.gz", "gone.gz"))
+    Path("a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    monkeypatch.setenv("MAXSTACK_CACHE_BYTES", "a lot")
+    with pytest.raises(ConfigError, match="^MAXSTACK_CACHE_BYTES: .* give a number, such as 2e12"):
+        open_source(source("jsonl", "a.jsonl.gz"))
