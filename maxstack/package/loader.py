@@ -22,10 +22,10 @@ from safetensors import safe_open
 
 FORMAT, LARGEST_MANIFEST = "maxstack.package/1", 64 << 20
 CALLS = {
-    *("shape_assertion", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape"),
-    *("annotate_device_placement", "ApproxTopK", "cu_threefry2x32_ffi", "hip_threefry2x32_ffi"),
-    *("tpu_custom_call", "stablehlo.dynamic_approx_top_k", "stablehlo.dynamic_reduce_window"),
-    *("stablehlo.dynamic_rng_bit_generator", "stablehlo.dynamic_top_k"),
+    *"shape_assertion Sharding SPMDFullToShardShape SPMDShardToFullShape ApproxTopK".split(),
+    *"annotate_device_placement cu_threefry2x32_ffi hip_threefry2x32_ffi tpu_custom_call".split(),
+    *"stablehlo.dynamic_top_k stablehlo.dynamic_approx_top_k".split(),
+    *"stablehlo.dynamic_reduce_window stablehlo.dynamic_rng_bit_generator".split(),
 }
 """Functions outside of StableHLO that a program may call: parts of the compiler, random bits, and
 kernels that run on a TPU."""
