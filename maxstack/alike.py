@@ -64,12 +64,13 @@ def _content(value: Any, section: Any, key: str = "") -> Iterator[tuple[str, str
         for number, (inner, below) in enumerate(zip(value, section or value, strict=False)):
             yield from _content(inner, below, f"{key}.{number}")
     elif isinstance(value, str) and not key.rpartition(".")[0].endswith(".files"):
-        yield from ((key, found) for found in _named(value))
+        yield from ((key, found) for found in _named(key, value))
 
 
-def _named(value: str) -> Iterator[str]:
-    """The digest of the file, folder or module that a value names; nothing where it names none."""
-    if CALL.fullmatch(value):
+def _named(key: str, value: str) -> Iterator[str]:
+    """The digest of the file, folder or module that a value names; nothing where it names none. To
+    find a module imports the packages around it, so only of `call`, which must be trusted."""
+    if key.endswith(".call") and CALL.fullmatch(value):
         try:
             found = importlib.util.find_spec(value.partition(":")[0])
         except (ImportError, ValueError):

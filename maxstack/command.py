@@ -57,20 +57,6 @@ def local_folder(text: str) -> Path:
     return Path(text)
 
 
-def _opened(name: str, **options: Any) -> Argument:
-    """What a command opens, which may be a run of others."""
-
-    def add(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument(name, **options)
-        parser.add_argument(
-            "--trust-code",
-            action="store_true",
-            help="run the code that a run's own config.yml names, whoever wrote it",
-        )
-
-    return add
-
-
 OVERRIDES = argument(
     "overrides",
     nargs="*",
@@ -78,15 +64,21 @@ OVERRIDES = argument(
     metavar="key=value",
     help="replaces a value, as in model.dtype=float32; typed like YAML",
 )
-CONFIG = _opened(
+CONFIG = argument(
     "config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart"
 )
-MODEL = _opened(
+MODEL = argument(
     "model",
     metavar="MODEL",
     help="a run's folder, one of its checkpoints, a Hugging Face model folder (a path or URL), or "
     "Org/Name of the hub",
 )
+TRUST_CODE = argument(
+    "--trust-code",
+    action="store_true",
+    help="run the code that a run's own config.yml names, whoever wrote it",
+)
+"""Of every command with CONFIG or MODEL."""
 ALLOW_NONFINITE = argument(
     "--allow-nonfinite",
     action="store_true",
@@ -119,6 +111,8 @@ class Command:
         parser = _parser(self.name, self.description, self.example, **self.options)
         for add in self.arguments:
             add(parser)
+        if CONFIG in self.arguments or MODEL in self.arguments:
+            TRUST_CODE(parser)
         return parser.parse_intermixed_args(argv, argparse.Namespace(argv=argv))
 
     def __call__(self, argv: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from maxstack.config.spelling import did_you_mean
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
 from maxstack.schema import rules
-from maxstack.schema.config import Config, Model
+from maxstack.schema.config import Config, Model, RunConfig
 from maxstack.schema.data import DataConfig, SentencePieceTokenizer, holds_text
 from maxstack.schema.stack import StackConfig
 
@@ -30,109 +30,98 @@ WEIGHTS = ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5"
 """Ends of the names of files that hold or list weights."""
 GIVEN = "override", "arguments", "default"
 """Origins that are no files."""
+USUAL = RunConfig.model_fields["compilation_cache"].default
+INSTEAD: dict[str, Any] = {
+    "call": trust.REFUSED,
+    "executable": None,
+    "compilation_cache": USUAL,
+    "flags": {},
+}
+"""Keys that name code, XLA's flags among them, which name tools that it starts and files of
+programs; and what stands in their place where they are not trusted."""
 
 
 def load(path: config.Source, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a run in a file, a preset's name or a mapping, with `a.b.c=value`
     overrides. ConfigError names every problem's place, and code that the record of a run names."""
-    cfg, tree = load_tree(path, overrides)
-    _check_trust(cfg, tree, trust.is_record)
-    return cfg
+    return _trusted(path, overrides)
 
 
 def load_alone(path: config.Source, overrides: Sequence[str] = ()) -> Config:
     """The same for what reads one section alone: the rules between sections need not hold."""
-    cfg, tree = load_tree(path, overrides, lambda _: [])
-    _check_trust(cfg, tree, trust.is_record)
-    return cfg
+    return _trusted(path, overrides, faults=lambda _: [])
 
 
 def load_record(own: Path, overrides: Sequence[str] = (), runs_code: bool = False) -> Config:
     """The configuration that a run left in its folder. Code that it names and that is not trusted
-    is refused by a ConfigError where the caller runs it; else it is exchanged for what fails when
-    it is called, for the defaults of `run` and `xla`, and the log says so."""
-    cfg, tree = load_tree(own / "config.yml", overrides)
-    if runs_code:
-        _check_trust(cfg, tree, _is_foreign)
-        return cfg
-    for path, where in _untrusted(cfg, tree, _is_foreign):
-        _warn(f"{where}: {'.'.join(map(str, path))}: is left out: {trust.ADVICE}")
-        cfg = without_code(cfg, path)
-    return cfg
+    is refused by a ConfigError where the caller runs it; else it is exchanged for the default, or
+    for a function that fails, and the log says so."""
+    return _trusted(own / "config.yml", overrides, record=True, refuses=runs_code)
 
 
 def load_tree(
     path: config.Source,
     overrides: Sequence[str] = (),
     faults: Callable[[Config], Sequence[Fault]] = rules.faults,
+    sifted: Callable[[Node], Node] = lambda tree: tree,
 ) -> tuple[Config, Node]:
-    """The configuration, and the merged tree that knows where each value came from."""
+    """The configuration, and the merged tree that knows where each value came from; `sifted` takes
+    out of it what is not to be used."""
     cfg, tree = config.load_tree(
         Config,
         path,
         overrides,
         readers={"model": model_of_folder, "teacher": model_of_folder},
-        completed=_completed,
+        completed=lambda tree: _completed(sifted(tree)),
         faults=faults,
     )
     return _in_run(cfg, tree), tree
 
 
-def without_code(part: Any, path: Sequence[str | int]) -> Any:
-    """A section, or a tuple of them, without the code at `path`: with the default, or a function
-    that fails."""
-    key, *rest = path
-    if isinstance(part, tuple):
-        assert isinstance(key, int)
-        return *part[:key], without_code(part[key], rest), *part[key + 1 :]
-    field = type(part).model_fields[key]
-    if rest:
-        value = without_code(getattr(part, str(key)), rest)
-    else:
-        value = (
-            trust.REFUSED if field.is_required() else field.get_default(call_default_factory=True)
-        )
-    return part.model_copy(update={str(key): value})
-
-
 @functools.cache
 def _warn(line: str) -> None:
     """Log a line once, however often a configuration is read."""
-    log.warning("%s", line)
+    log.warning("left out: %s", line)
 
 
-def _is_foreign(file: str) -> bool:
-    """True for a file that does not ship with maxstack."""
-    return storage.is_url(file) or not Path(file).resolve().is_relative_to(presets_dir())
+def _trusted(
+    path: config.Source,
+    overrides: Sequence[str],
+    *,
+    faults: Callable[[Config], Sequence[Fault]] = rules.faults,
+    record: bool = False,
+    refuses: bool = True,
+) -> Config:
+    """The configuration without code by the word of a record that is not trusted; `record`: the
+    file is one, with all that it extends."""
+    found = list[str]()
 
+    def is_suspect(where: str) -> bool:
+        file = _file(where)
+        if file in GIVEN or Path(file).resolve().is_relative_to(presets_dir()):
+            return False
+        return (record or trust.is_record(file)) and not trust.is_trusted(file)
 
-def _untrusted(
-    cfg: Config, tree: Node, is_record: Callable[[str], bool]
-) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Keys that name code by the word of a record that is not trusted, and where that is said."""
-    for path in cfg.code():
-        for where in dict.fromkeys(_places(tree.at(*path))):
-            file = _file(where)
-            if file not in GIVEN and is_record(file) and not trust.is_trusted(file):
-                yield path, where
-                break
+    def sifted(node: Node, *path: str) -> Node:
+        entries = node.mapping or {}
+        if isinstance(node.value, list):
+            entries = {f"{index}": item for index, item in enumerate(node.value)}
+        if not path or path[-1] not in INSTEAD:
+            inside = {key: sifted(item, *path, key) for key, item in entries.items()}
+            value = [*inside.values()] if isinstance(node.value, list) else inside or node.value
+            return dataclasses.replace(node, value=value)
+        places = node.where, *(each.where for each in entries.values())
+        if node.value in (None, {}, USUAL) or not any(map(is_suspect, places)):
+            return node
+        found.append(f"{node.where}: {'.'.join(path)}: {trust.ADVICE}")
+        return Node(INSTEAD[path[-1]], node.where)
 
-
-def _places(node: Node | None) -> Iterator[str]:
-    """Where a value, and all that is in it, was given."""
-    if node is not None:
-        yield node.where
-        for inside in (node.mapping or {}).values():
-            yield from _places(inside)
-
-
-def _check_trust(cfg: Config, tree: Node, is_record: Callable[[str], bool]) -> None:
-    found = [
-        f"{where}: {'.'.join(map(str, path))}: {trust.ADVICE}"
-        for path, where in _untrusted(cfg, tree, is_record)
-    ]
-    if found:
+    cfg, _ = load_tree(path, overrides, faults, sifted)
+    if found and refuses:
         raise ConfigError("\n".join(found))
+    for line in found:
+        _warn(line)
+    return cfg
 
 
 def _in_run(cfg: Config, tree: Node) -> Config:

@@ -244,8 +244,7 @@ def _finish(
     (out / "config.yml").write_text(
         f"# Quantized by maxstack of {model}.\n{placeholder}{dump(settings)}"
     )
-    if any(cfg.code()):
-        trust.vouch(out / "config.yml")
+    trust.vouch(out / "config.yml")
 
 
 def text(report: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 import pydantic
 from pydantic_core import PydanticCustomError
 
-from maxstack.config import secrets
 from maxstack.config.annotations import kinds, meanings, members, of_field, section
 from maxstack.config.compose import Presets, Readers, merged_tree, plain, underlay
 from maxstack.config.explain import explanation, paragraphs
@@ -59,26 +58,9 @@ class Section(pydantic.BaseModel):
     FROM: ClassVar[tuple[str, ...]] = ()
     """For a root section: top-level keys that may hold `from: path`."""
 
-    CODE: ClassVar[tuple[str, ...]] = ()
-    """Keys whose values are code, or lead to code that is run."""
-
     def own_faults(self) -> Iterable[Fault]:
         """Values of this section that do not go together."""
         return ()
-
-    def code(self, *path: str | int) -> Iterator[tuple[str | int, ...]]:
-        """Paths of the keys in this section, at `path`, that name code."""
-        fields, inside = type(self).model_fields, dict[tuple[str | int, ...], Any]()
-        for name in fields:
-            value = getattr(self, name)
-            if name in self.CODE and value != fields[name].get_default(call_default_factory=True):
-                yield (*path, name)
-            inside = {(name,): value}
-            if isinstance(value, tuple):
-                inside = {(name, index): item for index, item in enumerate(value)}
-            for further, item in inside.items():
-                if isinstance(item, Section):
-                    yield from item.code(*path, *further)
 
     @pydantic.model_validator(mode="after")
     def _has_no_fault(self) -> Self:
@@ -155,7 +137,6 @@ def load_tree(
         if not field.is_required()
     }
     tree = merged_tree(schema.PRESETS, path, overrides, defaults, readers, _keys(schema))
-    secrets.check(tree)
     tree = completed(tree)
     for where, below in _beneath(schema):
         tree = underlay(tree, where, below)

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from maxstack.config import secrets
 from maxstack.errors import ConfigError, quoted, shortened
 
 MAX_BYTES = 1 << 20
@@ -68,6 +69,7 @@ def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = Fals
     """The only document in `text`; origins are `name:line`, or `name` if not `lines`. ConfigError
     for anything but plain YAML, and, with `sections`, for a key at the top that is no identifier,
     which the message does not quote."""
+    secrets.check(text, name if lines else "override")
     builder = _Builder(yaml.parse(text, Loader=_PARSER), name, lines, sections)
     try:
         return builder.document()

@@ -343,3 +343,8 @@ def delete(folder: str, *patterns: str) -> None:
 def cache_folder() -> Path:
     """$MAXSTACK_CACHE, by default ~/.cache/maxstack."""
     return Path(os.environ.get("MAXSTACK_CACHE", "~/.cache/maxstack")).expanduser()
+
+
+def state_folder() -> Path:
+    """maxstack's folder in $XDG_STATE_HOME, by default ~/.local/state."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "maxstack"

@@ -27,9 +27,8 @@ ADVICE = (
 def is_record(file: str) -> bool:
     """True for the config.yml that a run has written into its folder."""
     folder, name = os.path.split(file)
-    return name == "config.yml" and any(
-        storage.kind(os.path.join(folder, each)) is not None for each in LEFT
-    )
+    beside = (os.path.join(folder, each) for each in LEFT)
+    return name == "config.yml" and any(map(storage.kind, beside))
 
 
 def is_trusted(file: str) -> bool:
@@ -37,20 +36,19 @@ def is_trusted(file: str) -> bool:
     and for any with --trust-code."""
     if os.environ.get(VARIABLE):
         return True
-    note = _note(Path(file))
     try:
-        noted = note.read_text(encoding="ascii")
-        return noted == _digest(Path(file)) and _is_private(note.parent)
-    except (OSError, UnicodeError):
+        note, digest = _note(Path(file))
+        return note.read_text(encoding="utf-8") == digest and bool(private(note.parent))
+    except (OSError, ConfigError):
         return False
 
 
 def vouch(file: Path) -> None:
     """Note that this user wrote a record, from trusted code alone; the log says where that cannot
     be noted."""
-    note = _note(file)
     try:
-        private(note.parent).joinpath(note.name).write_text(_digest(file), encoding="ascii")
+        note, digest = _note(file)
+        private(note.parent).joinpath(note.name).write_text(digest, encoding="utf-8")
     except (OSError, ConfigError) as error:
         log.warning("%s: will not be known as yours: %s", file, error)
 
@@ -59,7 +57,8 @@ def private(folder: Path) -> Path:
     """The folder, made if needed, which this user alone may read and write. ConfigError where it
     belongs to another user, or others may write to it; OSError where it cannot be made."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _is_private(folder):
+    state = folder.stat()
+    if state.st_uid != os.geteuid() or state.st_mode & 0o022:
         raise ConfigError(
             f"{folder}: belongs to another user, or others may write to it, and what lies there "
             "would be run; delete it, or name a folder of your own"
@@ -73,17 +72,9 @@ def refused(*_: Any, **__: Any) -> NoReturn:
     raise ConfigError(ADVICE)
 
 
-def _is_private(folder: Path) -> bool:
-    state = folder.stat()
-    return state.st_uid == os.geteuid() and not state.st_mode & 0o022
-
-
-def _note(file: Path) -> Path:
-    """Where the digest of a record is noted, by the record's path."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()
-    return state / "maxstack" / "runs" / name
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _note(file: Path) -> tuple[Path, str]:
+    """Where a record is noted, by its path, and what its note says, by its content. OSError where
+    it cannot be read."""
+    named, content = os.fsencode(file.resolve()), file.read_bytes()
+    name, digest = (hashlib.sha256(each).hexdigest() for each in (named, content))
+    return storage.state_folder() / "runs" / name, digest

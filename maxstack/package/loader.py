@@ -8,6 +8,7 @@ code; load packages of people whom you trust.
 import datetime
 import hashlib
 import json
+import re
 import warnings
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,6 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors import safe_open
 
 FORMAT, LARGEST_MANIFEST = "maxstack.package/1", 64 << 20
+CALLS = {
+    *"shape_assertion Sharding SPMDFullToShardShape SPMDShardToFullShape ApproxTopK".split(),
+    *"annotate_device_placement cu_threefry2x32_ffi hip_threefry2x32_ffi tpu_custom_call".split(),
+    *"stablehlo.dynamic_top_k stablehlo.dynamic_approx_top_k".split(),
+    *"stablehlo.dynamic_reduce_window stablehlo.dynamic_rng_bit_generator".split(),
+}
+"""Functions outside of StableHLO that a program may call: parts of the compiler, random bits, and
+kernels that run on a TPU."""
 KEYS = {*"name good_until versions platforms devices signatures states weights files".split()}
 
 
@@ -177,10 +186,23 @@ class Signature:
             except Exception as error:
                 made = f"{package.manifest['versions']}; jax {jax.__version__} cannot read it"
                 raise PackageError(f"{package.folder}/{file}: made by {made}: {error}") from error
+            check_calls(f"{package.folder}/{file}", data, exported)
             whole = NamedSharding(package.mesh, PartitionSpec())
             places, _ = jax.tree.unflatten(exported.in_tree, [each or whole for each in flat])
             self._programs[file] = jax.jit(exported.call, donate_argnums=1), places
         return self._programs[file]
+
+
+def check_calls(where: str, data: bytes, exported: Any) -> None:
+    """PackageError for a program that calls functions of its host, by which it could do anything.
+    Bytecode has the names of operations as they are."""
+    if b"custom_call" in data:
+        text = exported.mlir_module()
+        called = {*re.findall(r'custom_call @"?([^\s"(]+)', text)}
+        if len(re.findall(r"\bcustom_call @", text)) < text.count("custom_call"):
+            called.add("what is not named")
+        if odd := sorted(called - CALLS):
+            raise PackageError(f"{where}: calls {', '.join(odd)} of its host, as no package does")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

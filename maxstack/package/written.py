@@ -18,7 +18,6 @@ from maxstack import config
 from maxstack.hf.writer import new_folder
 from maxstack.inference.packaged import CONFIG
 from maxstack.kernels.backends import recording
-from maxstack.load import without_code
 from maxstack.package import loader
 from maxstack.package.contents import Contents, Text
 from maxstack.package.signature import Arrays, Program, Signature, programs
@@ -76,10 +75,7 @@ def write(
             manifest["cache"] = contents.cache
         if contents.text:
             manifest["text"] = _write_text(folder, contents.text)
-            cfg = contents.run.cfg
-            for path in cfg.code():
-                cfg = without_code(cfg, path)
-            (folder / CONFIG).write_text(config.dump(cfg), encoding="utf-8")
+            (folder / CONFIG).write_text(config.dump(contents.run.cfg), encoding="utf-8")
         shutil.copyfile(loader.__file__, folder / "loader.py")
         manifest["files"] = dict(_files(folder))
         text = json.dumps(manifest, indent=1)

@@ -99,16 +99,13 @@ class Child:
             if self._lines:
                 return self._lines
             ours, theirs = socket.socketpair()
-            words = [sys.executable, "-m", "maxstack.rewards.worker", str(theirs.fileno())]
-            if self._sandbox:
-                # process 1 is bubblewrap's there
-                words = [*self._sandbox, *words, "1", os.readlink(processes.NAMESPACE)]
-            else:
-                words.append(str(os.getpid()))
             own = sandbox.environment() if self._sandbox else os.environ
             with theirs:
                 self._process = subprocess.Popen(
-                    words,
+                    [
+                        *(*self._sandbox, sys.executable, "-m", "maxstack.rewards.worker"),
+                        *(str(theirs.fileno()), processes.namespace()),
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PAUSE = 0.001
-NAMESPACE = "/proc/self/ns/pid"
-"""Link whose target names the namespace of this process's numbers."""
 _LINUX = sys.platform == "linux"
 
 
@@ -72,11 +70,9 @@ def kill_all(seconds: float) -> None:
         time.sleep(_PAUSE)
 
 
-def end_namespace() -> None:
-    """SIGKILL to all of this namespace at once, but for this process and its process 1: whoever
-    forks without end is faster than `kill`. Only where the namespace is this process's own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(-1, signal.SIGKILL)
+def namespace() -> str:
+    """A name of the namespace of this process's number; "" where there are none."""
+    return os.readlink("/proc/self/ns/pid") if _LINUX else ""
 
 
 def private_memory() -> dict[int, int]:

@@ -12,8 +12,8 @@ import maxstack
 from maxstack.errors import ConfigError, shortened
 
 SYSTEM = (
-    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/alternatives"),
-    *("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime"),
+    "/usr /bin /sbin /lib /lib32 /lib64 /nix/store /etc/alternatives /etc/localtime "
+    "/etc/ld.so.cache /etc/ld.so.conf /etc/ld.so.conf.d"
 )
 """What programs need of the system, where it is there."""
 SCRATCH = 1 << 28
@@ -32,11 +32,12 @@ def prefix() -> list[str]:
             "dnf install bubblewrap; or leave the sandbox out, for rewards that you trust with "
             "your files, network and environment"
         )
-    words = [program, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"]
-    words += ["--proc", "/proc", "--dev", "/dev"]
-    for folder in ("/dev/shm", "/tmp"):
-        words += ["--size", str(SCRATCH), "--tmpfs", folder]
-    for path in SYSTEM:
+    words = [
+        program,
+        *"--unshare-all --die-with-parent --cap-drop ALL --proc /proc --dev /dev".split(),
+        *f"--size {SCRATCH} --tmpfs /dev/shm --size {SCRATCH} --tmpfs /tmp".split(),
+    ]
+    for path in SYSTEM.split():
         words += ["--ro-bind-try", path, path]
     places = _imported()
     whole = {*places.values()}
@@ -46,7 +47,7 @@ def prefix() -> list[str]:
     for path, real in places.items():
         if path != real and not whole.intersection(map(str, Path(path).parents)):
             words += ["--symlink", real, path]
-    words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", os.getcwd(), "--"]
+    words += [*"--remount-ro /dev --remount-ro / --chdir".split(), os.getcwd(), "--"]
     _check(words)
     return words
 
@@ -76,24 +77,20 @@ def _imported() -> dict[str, str]:
 def _check(words: list[str]) -> None:
     """ConfigError where a sandbox cannot begin."""
     try:
-        done = subprocess.run(
+        subprocess.run(
             [*words, sys.executable, "-S", "-E", "-c", ""],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            check=False,
+            check=True,
             timeout=_ANSWER,
             env=environment(),
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        said = str(error)
-    else:
-        if not done.returncode:
-            return
-        said = done.stderr
-    raise ConfigError(
-        f"rollout.sandbox: {shortened(' '.join(said.split()), 300)}; the kernel, or the container "
-        "around this process, must allow namespaces of users (sysctl "
-        "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu, a seccomp profile with unshare "
-        "and mount in Docker)"
-    )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = " ".join(f"{getattr(error, 'stderr', None) or error}".split())
+        raise ConfigError(
+            f"rollout.sandbox: {shortened(said, 300)}; the kernel, or the container around this "
+            "process, must allow namespaces of users (sysctl "
+            "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu, a seccomp profile with "
+            "unshare and mount in Docker)"
+        ) from error

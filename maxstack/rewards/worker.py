@@ -1,7 +1,7 @@
-"""A worker: `python -m maxstack.rewards.worker SOCKET PARENT [NAMESPACE]`. It runs no code of the
+"""A worker: `python -m maxstack.rewards.worker SOCKET NAMESPACE`. It runs no code of the
 user's, but forks a process that does (runner.py), and ends that, with all that descends from it,
-where it takes too long, dies or leaves processes behind, and when the parent ends. With the
-NAMESPACE of the process that began a sandbox for it, it bounds all that runs there together."""
+where it takes too long, dies or leaves processes behind, and when the parent ends. Where NAMESPACE,
+that of the parent's number, is another, it is in a sandbox, and bounds all that runs there."""
 
 import contextlib
 import os
@@ -18,9 +18,8 @@ from maxstack.rewards.processes import Process
 LOAD_SECONDS = 300.0
 """For importing a function."""
 KILL_SECONDS = 5.0
-_TICK, _WATCH, _IDLE_TICK = 0.02, 0.1, 1.0
-"""Seconds between looks at whether the parent and the runner live: during a call, between calls in
-a sandbox, and elsewhere."""
+_TICK, _IDLE_TICK = 0.02, 0.1
+"""Seconds between looks at whether the parent and the runner live, in a call and between calls."""
 PROCESSES = 64
 """Processes in a sandbox, its own three among them."""
 LOAD_MEMORY = 16.0
@@ -58,7 +57,7 @@ class Worker:
             self._requests.send({"ready": True})
             while not self._orphaned():
                 try:
-                    request = self._requests.receive(_WATCH if self._bounded else _IDLE_TICK)
+                    request = self._requests.receive(_IDLE_TICK)
                 except TimeoutError:
                     self._reap()
                     with contextlib.suppress(Lost):
@@ -156,7 +155,8 @@ class Worker:
             self._answers.close()
             self._answers = None
         if self._bounded:
-            processes.end_namespace()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGKILL)  # all of the sandbox at once: forks outrun a list
         elif not self._reap():
             os.kill(self._runner, signal.SIGKILL)
         processes.kill_all(KILL_SECONDS)
@@ -169,14 +169,14 @@ class Worker:
         if not self._bounded:
             return
         memory = processes.private_memory()
-        reason = ""
-        if len(memory) > PROCESSES:
-            reason = f"began more than {PROCESSES} processes"
-        elif sum(memory.values()) > self._memory * 2**30 + len(memory) * self._before:
-            reason = f"took more than memory={self._memory:g} GiB with all its processes"
-        if reason:
-            self._end_runner()
-            raise Lost(reason)
+        spent = sum(memory.values()) - len(memory) * self._before
+        if len(memory) <= PROCESSES and spent <= self._memory * 2**30:
+            return
+        self._end_runner()
+        raise Lost(
+            f"had more than {PROCESSES} processes, or took more than memory={self._memory:g} GiB "
+            "with all of them"
+        )
 
     def _left_over(self) -> list[Process]:
         """Descendants that no session keeps, apart from the runner."""
@@ -214,11 +214,9 @@ def main() -> NoReturn:
     processes.adopt_orphans()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs started here inherit
-    end, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    outside = sys.argv[3:]
-    if os.readlink(processes.NAMESPACE) in outside:
-        sys.exit("this is no sandbox: it has the processes of whoever began it")
-    Worker(Lines(end), parent, bounded=bool(outside)).serve()
+    end, outside = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    assert outside.startswith("pid:[") or not outside, "the name of a namespace"
+    Worker(Lines(end), os.getppid(), bounded=processes.namespace() != outside).serve()
 
 
 if __name__ == "__main__":

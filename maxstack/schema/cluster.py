@@ -188,16 +188,6 @@ class SlurmConfig(Section):
     setup: Items[Line] = ()
     """Lines of shell before training, as they are: module load cuda, source .venv/bin/activate."""
 
-    def own_faults(self) -> Iterator[Fault]:
-        for index, line in enumerate(self.setup):
-            for name, value in re.findall(r"(\w+)=[\"']?([^\s\"';]*)", line):
-                if not value.startswith(("$", "`")) and secrets.is_secret(name, value):
-                    yield (
-                        f"setup.{index}",
-                        f"{name} is a secret by its name; {secrets.ADVICE}, "
-                        f"as in `export {name}=$(cat ~/.{name.lower()})`",
-                    )
-
     @property
     def seconds(self) -> int:
         """`time`, 0 for no limit. Slurm's forms: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S (sbatch's
@@ -293,9 +283,14 @@ class ClusterConfig(Section):
                     f"{section}.{name}",
                     "is how a process learns of the others, or of its configuration; leave it out",
                 )
-        for name, value in self.env.items():
+        given = {f"env.{name}": (name, value) for name, value in self.env.items()} | {
+            f"slurm.setup.{index}": (found[1], found[2])
+            for index, line in enumerate(self.slurm.setup)
+            for found in re.finditer(r"(\w+)=[\"']?([^\s\"';$`][^\s\"';]*)", line)
+        }
+        for key, (name, value) in given.items():
             if secrets.is_secret(name, value):
-                yield f"env.{name}", f"is a secret by its name; {secrets.ADVICE}"
+                yield key, f"{name} is a secret by its name; {secrets.ADVICE}"
         for name in self.env.keys() & self.secrets.keys():
             yield f"env.{name}", f"{name} is in secrets too; give it once"
         sizes = {name: len(f"{name}={value}".encode()) + 1 for name, value in self.env.items()}

@@ -350,8 +350,6 @@ class SyntheticSource(Source):
 class FunctionSource(Source):
     """Documents that a Python function makes, the same at each call."""
 
-    CODE = ("call",)
-
     kind: Literal["function"]
     """The source."""
     call: str = Field(pattern=r"^[\w.]+:\w+$")
@@ -365,8 +363,6 @@ class GrainSource(Source):
     """A grain.MapDataset of one's own, with its transforms: its elements are texts, mappings with a
     text, or the ids of tokens. Order, epochs and shares of processes are the run's, so it needs no
     shuffle, repeat, shard or batch; an element that its filter leaves out is passed over."""
-
-    CODE = ("call",)
 
     kind: Literal["grain"]
     """The source."""

@@ -69,8 +69,6 @@ class WorkerReward(TextReward):
 class FunctionReward(WorkerReward):
     """A Python function of the prompt, the completion and the row."""
 
-    CODE = ("call",)
-
     kind: Literal["function"]
     """The reward."""
     call: str = Field(pattern=r"^[\w.]+:\w+$")

@@ -25,8 +25,6 @@ class EnvironmentConfig(Section):
     or None for the row's own; `step(text, tool_calls)` gives (what the model reads next, reward,
     done). Texts and messages of an environment are not trained on."""
 
-    CODE = ("call",)
-
     call: str = Field(pattern=r"^[\w.]+:\w+$")
     """module:class."""
     turns: PositiveInt = 8

@@ -4,14 +4,13 @@ stop."""
 import contextlib
 import fcntl
 import json
-import os
 import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from maxstack import strict_json
-from maxstack.config import trust
+from maxstack.config import storage, trust
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import ConfigError
 
@@ -24,8 +23,7 @@ RUNS = (
 
 def folder() -> Path:
     """Folder of the records: below XDG_STATE_HOME, ~/.local/state by default."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    return state / "maxstack" / "submitted"
+    return storage.state_folder() / "submitted"
 
 
 def path_of(name: str) -> Path:

@@ -33,7 +33,7 @@ HARMLESS = {
 
 @pytest.mark.parametrize("value", SHAPES)
 def test_a_value_that_looks_like_a_secret_is_refused_and_not_shown(value):
-    with pytest.raises(ConfigError, match=r"^override: run\.output_dir: looks like a") as refusal:
+    with pytest.raises(ConfigError, match=r"^override:1: looks like a secret") as refusal:
         load("quickstart", [f'run.output_dir="x {value}"'])
     assert value not in str(refusal.value)
 

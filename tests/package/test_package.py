@@ -1,5 +1,6 @@
 """Packages of models with every kind of layer, opened where maxstack is not."""
 
+import hashlib
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import alone
 import jax
@@ -20,10 +22,11 @@ from packaged import make
 
 from maxstack import cli, sharding
 from maxstack.inference.opened import config_of, read_weights
-from maxstack.package.loader import FORMAT, Package, PackageError
+from maxstack.package.loader import FORMAT, Package, PackageError, check_calls
 from maxstack.run import assemble
 
 SOME, OTHERS = ["gemma3", "qwen3_next"], ["deepseek_v3", "gpt_oss", "llama4"]
+ALLOWED = "stablehlo.custom_call @shape_assertion(%0) stablehlo.custom_call @Sharding(%1)"
 PARTS = json.dumps({"format": FORMAT, "name": "no more"})
 
 
@@ -159,6 +162,44 @@ def test_damage_is_refused_by_the_name_of_the_file(package, tmp_path):
         with pytest.raises(PackageError, match=message):
             Package(folder, jax.devices()[:1])
         assert cli.main(["package", "verify", str(folder)]) == 1
+
+
+def test_a_program_that_calls_its_host_is_refused_before_it_is_compiled(package, tmp_path):
+    """A function of a library that is loaded there."""
+    folder = shutil.copytree(package, tmp_path / "calling")
+    file = next(iter((folder / "programs").iterdir()))
+
+    def calls(x):
+        return jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((), np.float32))(x)
+
+    target = "lapack_evil_ffi"
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(target)]
+    program = jax.export.export(jax.jit(calls), disabled_checks=allowed)(np.float32(1)).serialize()
+    file.write_bytes(program)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    digest = hashlib.sha256(program).hexdigest()
+    stated = {"bytes": len(program), "sha256": digest}
+    manifest["files"][f"programs/{file.name}"] |= stated
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    opened = Package(folder, jax.devices()[:1])
+    with pytest.raises(PackageError, match=f"{file.name}: calls {target} of its host"):
+        for signature in opened.signatures.values():
+            signature.loaded(f"programs/{file.name}")
+    assert cli.main(["package", "verify", str(folder)]) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'stablehlo.custom_call @"odd name"(%0)',
+        '"stablehlo.custom_call"(%0) <{call_target_name = "evil"}>',
+        "stablehlo.custom_call @Sharding(%0) stablehlo.custom_call @Shardings(%1)",
+    ],
+)
+def test_a_call_is_allowed_by_its_whole_name_alone(text):
+    with pytest.raises(PackageError, match="of its host"):
+        check_calls("x", b"custom_call_v1", SimpleNamespace(mlir_module=lambda: text))
+    check_calls("x", b"custom_call_v1", SimpleNamespace(mlir_module=lambda: ALLOWED))
 
 
 def test_a_package_is_verified_and_says_when_its_time_is_over(package, tmp_path, capsys):
