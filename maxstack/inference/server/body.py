@@ -12,6 +12,9 @@ DISCARDED = 16
 """A body that is too large is read to its end, so that the client sees the refusal, up to so many
 times the size that is allowed."""
 
+JOINED = 1 << 20
+"""Bytes from which on parts are joined beside the event loop."""
+
 
 async def read_bytes(request: Request, most: int) -> bytes:
     """The body of a request. Refusal for one that is larger than `most` bytes, or too slow."""
@@ -30,4 +33,4 @@ async def read_bytes(request: Request, most: int) -> bytes:
         raise Refusal(408, f"the body took more than {BODY_SECONDS} seconds") from None
     if size > most:
         raise Refusal(413, f"the body is larger than {most} bytes; send less at a time")
-    return b"".join(parts)
+    return b"".join(parts) if size < JOINED else await asyncio.to_thread(b"".join, parts)
