@@ -31,7 +31,8 @@ class Limited:
         """`start`: JSON that the process gets first. A request may take `seconds` of processor
         time, and `memory` bytes beyond those of the start; on a `stack` of so many bytes."""
         self._start, self._lock = start, threading.Lock()
-        self._words = [sys.executable, "-m", module, str(seconds), str(memory), str(stack)]
+        limits = str(seconds), str(memory), str(stack)
+        self._words = [sys.executable, "-P", "-m", module, *limits]  # -P: nothing of the folder
         self._ends: dict[int, str] = {
             signal.SIGPROF: f"takes more than {seconds} s of processor time",
             signal.SIGSEGV: f"needs more than {stack >> 20} MiB of stack: it is nested too deeply",
@@ -48,7 +49,8 @@ class Limited:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
-                    env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    start_new_session=True,
                 )
                 self._exchange(self._start)
             return self._exchange(request)

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LARGEST = 1 << 25
-"""Characters of a rendered conversation."""
-BITS = 1 << 16
-"""Of a number that * and ** make."""
+"""Characters of a rendered conversation; items of a product, and bits of a power, in it."""
 SECONDS, MEMORY = 2, 512 << 20
 """Processor time and bytes of a conversation in a process of its own."""
 SHORT = 1 << 16
@@ -124,8 +122,12 @@ def _environment() -> "ImmutableSandboxedEnvironment":
         intercepted_binops = frozenset(("*", "**"))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if _size(operator, left, right) > 1:
-                raise OverflowError(f"{operator} makes a value that is too large")
+            for value, times in ((left, right), (right, left)):
+                size = len(value) if isinstance(value, Sized) else 0
+                if operator == "**" and isinstance(value, int) and value is left:
+                    size = value.bit_length()
+                if isinstance(times, int) and size * times > LARGEST:
+                    raise OverflowError(f"{operator} makes a value that is too large")
             return super().call_binop(context, operator, left, right)
 
     def refuse(message: str) -> None:
@@ -153,17 +155,6 @@ def _environment() -> "ImmutableSandboxedEnvironment":
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment
-
-
-def _size(operator: str, left: Any, right: Any) -> float:
-    """The size of a power or a product as a share of what is allowed."""
-    if isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length()
-        return (bits * right if operator == "**" else bits + right.bit_length()) / BITS
-    for sized, times in ((left, right), (right, left)):
-        if isinstance(sized, Sized) and isinstance(times, int):
-            return len(sized) * times / LARGEST
-    return 0
 
 
 if __name__ == "__main__":

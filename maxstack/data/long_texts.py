@@ -19,9 +19,8 @@ _REACH = 1 << 14
 _TRIES = 16
 _CHARACTERS = 32
 _SPACE = re.compile(rb"(?<=\S)\s(?=\S)")
-_BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
-_KEEPING = {"ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split"}
-"""Kinds of normalizers and pre-tokenizers that leave no text out, unless their behavior says so."""
+_KEEPING = {"ByteLevel", "Digits", "Punctuation", "Split"}
+"""Pre-tokenizers that leave no text out, unless their behavior says so."""
 
 
 def parts(text: bytes, longest: int, encode: Encode) -> Iterator[tuple[int, int]]:
@@ -77,38 +76,19 @@ def _character(text: bytes, at: int) -> int:
 
 def widest(spec: dict[str, Any]) -> tuple[int | None, bytes]:
     """Bytes of a text that an id of a tokenizer.json stands for at most, and those that may have
-    none. None for all but byte-level and byte-fallback BPE, for a step before it that drops text,
-    and for added tokens that take in the blanks beside them, any number."""
-    model, added = spec["model"], spec.get("added_tokens") or ()
-    steps = [*_steps(spec.get("normalizer")), *_steps(spec.get("pre_tokenizer"))]
-    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    none. None for all but byte-level BPE without a normalizer, and for added tokens that take in
+    the blanks beside them, any number."""
+    model, step, added = spec["model"], spec.get("pre_tokenizer"), spec.get("added_tokens") or ()
+    steps = step.get("pretokenizers", [step]) if step else []
     if (
         model.get("type") != "BPE"
-        or not all(map(_keeps_all, steps))
+        or spec.get("normalizer")
+        or not any(step["type"] == "ByteLevel" for step in steps)
+        or any(step["type"] not in _KEEPING or step.get("behavior") == "Removed" for step in steps)
         or any(token.get("lstrip") or token.get("rstrip") for token in added)
-        or not (is_byte_level or model.get("byte_fallback") and model["vocab"].keys() >= _BYTES)
     ):
         return None, b""
     sizes = [len(token["content"].encode()) for token in added]
-    if not is_byte_level:
-        return max(*sizes, *(len(text.encode()) for text in model["vocab"])), b""
-    letters = {byte: byte_level.letters(bytes([byte])) for byte in range(256)}
-    lost = bytes(byte for byte, letter in letters.items() if letter not in model["vocab"])
+    letters = {byte_level.letters(bytes([byte])): byte for byte in range(256)}
+    lost = bytes(letters[letter] for letter in letters.keys() - model["vocab"].keys())
     return max(*sizes, *map(len, model["vocab"])), lost
-
-
-def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A normalizer or pre-tokenizer, or those that a sequence consists of."""
-    if step and step["type"] == "Sequence":
-        for each in step.get("normalizers") or step.get("pretokenizers") or ():
-            yield from _steps(each)
-    elif step:
-        yield step
-
-
-def _keeps_all(step: dict[str, Any]) -> bool:
-    """True for a step that makes no text shorter."""
-    if step["type"] == "Replace":
-        old = step["pattern"].get("String")
-        return old is not None and len(old.encode()) <= len(step["content"].encode())
-    return step["type"] in _KEEPING and step.get("behavior") != "Removed"

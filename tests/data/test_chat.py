@@ -68,7 +68,7 @@ def test_without_jinja2_the_error_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ 'a' * 3 * 10**9 }}", "{{ 9**9999**9 }}", "{{ 7 * [1] * 10**9 }}"]
+    "source", ["{{ 'a' * 3 * 10**9 }}", "{{ 9**9999**9999 }}", "{{ 7 * [1] * 10**9 }}"]
 )
 def test_a_product_that_would_fill_the_memory_is_refused(source):
     with pytest.raises(DataError, match="makes a value that is too large"):
@@ -100,6 +100,15 @@ def test_a_guarded_template_ends_its_own_process_and_the_next_conversation_is_re
     ):
         template.render([{"role": "user", "content": "attack"}])
     assert template.render(HELLO) == "ok"
+
+
+def test_a_guarded_template_runs_nothing_of_the_working_folder(tmp_path, monkeypatch):
+    for name in ("jinja2", "json", "select", "maxstack"):
+        write(tmp_path, f"{name}.py", "open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert ChatTemplate({"default": SIMPLE}, {}, "here", guarded=True).render(HELLO)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_guarded_template_writes_the_same_text_and_tells_the_same_error():

@@ -24,13 +24,17 @@ from maxstack.inference.packages.version import Version
 from maxstack.inference.server.access import Access
 from maxstack.inference.server.body import read_bytes
 from maxstack.inference.server.connections import text_of
+from maxstack.inference.server.errors import refusal_of
 from maxstack.inference.server.refusal import Refusal
+from maxstack.inference.server.threads import Threads
+from maxstack.inference.service import Full
 from maxstack.package.loader import PackageError
 
 BODY = 64 << 20
 """Bytes of a request's body at most."""
-SMALL = 16 << 10
-"""Bytes of a body that is read at once; larger ones are read beside the event loop."""
+SMALL, FEW = 16 << 10, 2 << 10
+"""Bytes of a body that is read at once, and of arrays that are written so; more is work for a
+thread."""
 EXTENSIONS = ["binary_tensor_data", "model_repository", "model_configuration"]
 MODEL = "/v2/models/{name}"
 VERSION = MODEL + "/versions/{version}"
@@ -66,10 +70,10 @@ def make_app(repository: Repository, access: Access) -> Starlette:
     handlers: dict[Any, Any] = {HTTPException: _http_error, Exception: _failed}
     app = Starlette(
         routes=routes,
-        exception_handlers=handlers | dict.fromkeys((Refusal, PackageError), _refused),
+        exception_handlers=handlers | dict.fromkeys((Refusal, PackageError, Full), _refused),
         lifespan=lifespan,
     )
-    app.state.repository, app.state.access = repository, access
+    app.state.repository, app.state.access, app.state.threads = repository, access, Threads()
     return app
 
 
@@ -176,7 +180,11 @@ async def _answered(request: Request, body: bytes, version: Version, name: str) 
         ask = message.read(body, header, name, queue.signature.spec)
         return ask, queue.request(ask.inputs)
 
-    ask, waiting = read() if len(body) <= SMALL else await asyncio.to_thread(read)
+    if len(body) <= SMALL:
+        ask, waiting = read()
+    else:
+        state, size = request.app.state, message.json_size(body, header)
+        ask, waiting = await state.threads.run(size, state.access.check(request), read)
     answer = await _repository(request).worker.submit(queue, waiting)
     told = {
         "batch_size": answer.rows,
@@ -188,7 +196,7 @@ async def _answered(request: Request, body: bytes, version: Version, name: str) 
         return message.write(ask, name, str(version.number), answer.results, told)
 
     size = sum(array.nbytes for array in answer.results.values())
-    content, headers = write() if size <= SMALL else await asyncio.to_thread(write)
+    content, headers = write() if size <= FEW else await asyncio.to_thread(write)
     return Response(content, headers=headers)
 
 
@@ -215,6 +223,8 @@ async def _fields(request: Request) -> dict[str, Any]:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, Full):
+        error = refusal_of(error)
     if isinstance(error, Refusal):
         text, status, headers = str(error), error.status, error.headers
     else:

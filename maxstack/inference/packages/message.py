@@ -102,7 +102,8 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise Refusal(400, str(error)) from None
 
 
-def _parts(body: bytes, header: str | None) -> tuple[dict[str, Any], memoryview]:
+def json_size(body: bytes, header: str | None) -> int:
+    """Bytes of JSON at the beginning of a body. Refusal for too many."""
     length = len(body)
     if header is not None:
         number = header if header.isascii() and header.isdecimal() and len(header) < 20 else "-1"
@@ -113,6 +114,11 @@ def _parts(body: bytes, header: str | None) -> tuple[dict[str, Any], memoryview]
         raise Refusal(
             413, f"the JSON of the request is larger than {MOST_JSON} bytes; send binary data"
         )
+    return length
+
+
+def _parts(body: bytes, header: str | None) -> tuple[dict[str, Any], memoryview]:
+    length = json_size(body, header)
     return read_object(body[:length]), memoryview(body)[length:]
 
 

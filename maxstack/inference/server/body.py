@@ -14,6 +14,9 @@ times the size that is allowed."""
 CLOSE = {"Connection": "close"}
 """Header of an answer to a body that was not read to its end."""
 
+JOINED = 1 << 20
+"""Bytes from which on parts are joined beside the event loop."""
+
 
 async def read_bytes(request: Request, most: int) -> bytes:
     """The body of a request. Refusal for one that is larger than `most` bytes, or too slow."""
@@ -34,4 +37,4 @@ async def read_bytes(request: Request, most: int) -> bytes:
     if size > most:
         why = f"the body is larger than {most} bytes; send less at a time"
         raise Refusal(413, why, headers=CLOSE if size > most * DISCARDED else None)
-    return b"".join(parts)
+    return b"".join(parts) if size < JOINED else await asyncio.to_thread(b"".join, parts)

@@ -11,6 +11,8 @@ from maxstack.inference.service import Full
 
 LONG = 1 << 16
 """Bytes from which on a body is read in the thread for long ones."""
+SHORT = 2
+"""Threads that the short bodies of one client have at a time."""
 WAITING = 1 << 26
 """Bytes of long bodies that may be there at a time, of one client half of them."""
 AFTER = 1.0
@@ -25,7 +27,8 @@ class Threads:
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(1, "long")
         self._bytes: collections.Counter[str] = collections.Counter()
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._users: collections.Counter[tuple[str, bool]] = collections.Counter()
+        self._turns: dict[tuple[str, bool], asyncio.Semaphore] = {}
         self._trim: asyncio.TimerHandle | None = None
 
     async def run(
@@ -33,18 +36,35 @@ class Threads:
     ) -> Result:
         """What a function makes of a client's body of so many bytes. Full where too many wait."""
         if size < LONG:
-            return await asyncio.to_thread(function, *args)
+            return await self._run(None, (client, False), function, *args)
         if self._bytes.total() + size > WAITING or self._bytes[client] + size > WAITING // 2:
             raise Full(f"long requests of {self._bytes.total()} bytes wait; try later")
-        loop = asyncio.get_running_loop()
         self._bytes[client] += size
         try:
-            async with self._turns.setdefault(client, asyncio.Lock()):
-                return await loop.run_in_executor(self._long, function, *args)
+            return await self._run(self._long, (client, True), function, *args)
         finally:
             self._bytes[client] -= size
             if not self._bytes[client]:
-                del self._bytes[client], self._turns[client]
+                del self._bytes[client]
             if self._trim:
                 self._trim.cancel()
+            loop = asyncio.get_running_loop()
             self._trim = loop.call_later(AFTER, self._long.submit, give_back)
+
+    async def _run(
+        self,
+        pool: ThreadPoolExecutor | None,
+        who: tuple[str, bool],
+        function: Callable[..., Result],
+        *args: object,
+    ) -> Result:
+        """The same in a pool, once it is the turn of a client's short or long bodies."""
+        self._users[who] += 1
+        turns = self._turns.setdefault(who, asyncio.Semaphore(1 if pool else SHORT))
+        try:
+            async with turns:
+                return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
+        finally:
+            self._users[who] -= 1
+            if not self._users[who]:
+                del self._users[who], self._turns[who]
