@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from maxstack.command import (
     ALLOW_NONFINITE,
+    TRUST_CODE,
     WEIGHTS,
     argument,
     command,
@@ -48,6 +49,7 @@ LOOPBACK = "127.0.0.1", "::1", "localhost"
     ),
     argument("--host", default="127.0.0.1", help="address (default: 127.0.0.1, this machine only)"),
     argument("--port", type=int, default=8000, help="0: any that is free (default: 8000)"),
+    TRUST_CODE,
     argument(
         "--api-key-file",
         metavar="FILE",
