@@ -185,3 +185,9 @@ def test_every_key_that_names_a_function_is_known_as_code():
     }
     assert len(named) == 4
     assert {name for _, name in named} <= INSTEAD.keys()
+
+
+@pytest.mark.parametrize("command", ["train", "serve", "generate", "eval", "plan", "submit"])
+def test_a_command_that_opens_a_run_takes_trust_code(command, capsys):
+    assert cli.main([command, "--help"]) == 0
+    assert "--trust-code" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from maxstack.command import (
     ALLOW_NONFINITE,
+    TRUST_CODE,
     WEIGHTS,
     argument,
     command,
@@ -51,6 +52,7 @@ LONGEST_KEY = 1024
         "with = replaces a value of the run, as in model.dtype=float32; typed like YAML",
     ),
     *serve_connections.FLAGS,
+    TRUST_CODE,
     argument(
         "--api-key-file",
         metavar="FILE",

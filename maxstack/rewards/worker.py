@@ -42,8 +42,8 @@ class Worker:
         self._requests, self._parent, self._bounded = requests, parent, bounded
         self._before = 0
         """Bytes of memory of the runner when a call began."""
-        self._memory = 0.0
-        """GiB of memory that the latest call may add."""
+        self._memory = LOAD_MEMORY
+        """GiB of memory that what runs may add."""
         self._answers: Lines | None = None
         self._runner, self._status = 0, 0
         self._dead = True
@@ -95,7 +95,7 @@ class Worker:
         call, and before that time to import it."""
         timeout, begun = request.get("timeout", LOAD_SECONDS), 0
         calls = len(request.get("texts", ())) + 1
-        self._memory = request.get("memory", LOAD_MEMORY)
+        self._memory = LOAD_MEMORY
         answers, deadline = self._started(), time.monotonic() + LOAD_SECONDS
         try:
             answers.send(request, LOAD_SECONDS)
@@ -122,6 +122,7 @@ class Worker:
                     raise ValueError(message)
                 if self._bounded and not begun:
                     self._before = processes.private_memory().get(self._runner, 0)
+                    self._memory = request["memory"]
                 begun, deadline = begun + 1, time.monotonic() + timeout
         except EOFError:
             raise self._death() from None
