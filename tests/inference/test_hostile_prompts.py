@@ -14,12 +14,14 @@ import numpy as np
 import processes
 import pytest
 from served import make, serving
+from starlette.requests import Request
 
 from maxstack.data.chat import read_chat_template
 from maxstack.data.tokenizers import open_prompt_tokenizer
 from maxstack.errors import DataError
 from maxstack.inference.pooling import read_pooling
 from maxstack.inference.request import Output, Token
+from maxstack.inference.server.access import Access
 from maxstack.inference.server.app import make_app
 from maxstack.inference.server.state import State
 from maxstack.inference.server.threads import LONG, Threads
@@ -248,6 +250,25 @@ def test_a_client_whose_long_bodies_wait_leaves_room_for_another():
         assert all(await asyncio.gather(*waits, other))
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("keys", "host", "key", "client"),
+    [
+        ((b"one", b"two"), "10.0.0.1", "two", "key 1"),
+        ((b"one", b"two"), "10.0.0.2", "one", "key 0"),
+        ((), "10.0.0.1", "one", "10.0.0.1"),
+        ((), "2001:db8:1:2:3:4:5:6", "", "2001:db8:1:2::/64"),
+        ((), "2001:db8:1:2::9", "", "2001:db8:1:2::/64"),
+        ((), "::ffff:10.0.0.1", "", "::ffff:10.0.0.1"),
+        ((), "fe80::1%eth0", "", "fe80::1%eth0"),
+        ((), "no:address", "", "no:address"),
+    ],
+)
+def test_a_client_is_its_key_or_without_keys_its_address(keys, host, key, client):
+    headers = [(b"authorization", f"Bearer {key}".encode())]
+    request = Request({"type": "http", "client": (host, 1), "headers": headers})
+    assert Access(keys).check(request) == client
 
 
 def memory(server):

@@ -54,9 +54,9 @@ def _host(request: Request) -> str:
 
 def _network(host: str) -> str:
     """An address, of IPv6 the network of 64 bits that one client is given whole."""
-    if ":" not in host or host.startswith("::ffff:"):
+    if ":" not in host or host.startswith(("::ffff:", "fe80:")):  # IPv4's, or of one link
         return host
     try:
         return str(ipaddress.ip_network(f"{host}/64", strict=False))
-    except ValueError:  # it names an interface
+    except ValueError:  # a proxy wrote something else
         return host
