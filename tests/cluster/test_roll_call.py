@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import socket
 import threading
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from maxstack.cluster import connections
 from maxstack.cluster import roll_call as roll_call_module
-from maxstack.cluster.connections import Line, connect
+from maxstack.cluster.connections import connect
 from maxstack.cluster.roll_call import PURPOSE, Card, Missing, roll_call
 from maxstack.errors import ConfigError
 
@@ -23,10 +24,10 @@ def find_key():
 
 
 def process(at, card):
-    """A line to process 0 at `at`, which has sent its card."""
-    line = Line(connect(_when_open(at), KEY, PURPOSE))
-    line.send(dataclasses.asdict(card))
-    return line
+    """A connection to process 0 at `at`, which has sent its card."""
+    connection = connect(_when_open(at), KEY, PURPOSE)
+    connection.send_bytes(json.dumps(dataclasses.asdict(card)).encode())
+    return connection
 
 
 def free_port():
@@ -139,10 +140,10 @@ def test_a_process_that_died_and_came_again_is_the_same_one(closes, monkeypatch)
         target=lambda: ends.append(roll_call(cards[0], at, 60.0, 0.1, said.append, find_key))
     )
     first.start()
-    line = process(at, cards[1])
+    connection = process(at, cards[1])
     _until(said, "here: 0-1 on host")
     if closes:
-        line.__exit__()
+        connection.close()
         said.clear()
         _until(said, "here: 0 on host")
     others = [
@@ -151,14 +152,14 @@ def test_a_process_that_died_and_came_again_is_the_same_one(closes, monkeypatch)
     ]
     others[0].start()
     if not closes:  # it is told to leave, should it come back
-        words = iter(lambda: line.read(30), None)
+        words = iter(lambda: json.loads(connection.recv_bytes()), None)
         told = (word for word in words if "missing" not in word)
         assert [next(told), next(told)] == [{"again": True}, {"replaced": "host"}]
     others[1].start()
     for thread in (first, *others):
         thread.join(60)
     assert ends == [KEY] and not any(thread.is_alive() for thread in others)
-    line.__exit__()
+    connection.close()
 
 
 def _until(said, words):
@@ -282,7 +283,7 @@ def test_what_is_not_process_0_gets_no_card():
 
 
 @pytest.mark.parametrize(
-    "line",
+    "message",
     [
         b"[" * 200_000,
         b"9" * 5000,
@@ -290,17 +291,27 @@ def test_what_is_not_process_0_gets_no_card():
         b"\xff\xfe",
         b"null",
         b'{"process": [1], "processes": 2, "host": "b", "alike": {}}',
+        b'{"process": true, "processes": 2, "host": "b", "alike": {}}',
         b'{"process": 1}',
-        b"x" * (connections.LONGEST + 70_000),
+        b"x" * (roll_call_module.LONGEST + 1),
     ],
+    ids=lambda message: message[:20],
 )
-def test_a_line_that_is_no_card_is_a_value_error(line):
-    ours, theirs = socket.socketpair()
-    writer = threading.Thread(target=lambda: theirs.sendall(line + b"\n"), daemon=True)
-    writer.start()
-    with ours, pytest.raises(ValueError):
-        Card.read(Line(ours), 10.0)
-    theirs.close()
+def test_a_message_that_is_no_card_ends_nothing_but_its_connection(message):
+    at, ends = f"127.0.0.1:{free_port()}", []
+    card = Card(0, 2, "host", ALIKE)
+    first = threading.Thread(
+        target=lambda: ends.append(roll_call(card, at, 20.0, 5.0, print, find_key))
+    )
+    first.start()
+    with connect(_when_open(at), KEY, PURPOSE) as connection:
+        with contextlib.suppress(OSError):
+            connection.send_bytes(message)
+        with pytest.raises((EOFError, OSError)):
+            connection.recv_bytes()
+    roll_call(Card(1, 2, "host", ALIKE), at, 20.0, 5.0, print, find_key)
+    first.join(30)
+    assert ends == [KEY]
 
 
 def test_process_0_listens_at_the_coordinators_interface_alone():

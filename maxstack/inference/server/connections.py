@@ -12,13 +12,13 @@ import collections
 import contextlib
 import errno
 import os
-import resource
 import socket
 import ssl
 import time
 from typing import Any
 
 from maxstack.errors import ConfigError
+from maxstack.hardware.descriptors import allow_files
 
 HEAD, BODY, ANSWER, IDLE, READING = "head", "body", "answer", "idle", "reading"
 SECONDS = {HEAD: 10.0, IDLE: 75.0, READING: 30.0}
@@ -109,15 +109,11 @@ class Listener(socket.socket):
     def limit(self, most: int, each: int) -> None:
         """Set the limits, and raise the process's of open files where it may. ConfigError where
         that leaves no connections."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY and soft < most + RESERVE:
-            soft = most + RESERVE if hard == resource.RLIM_INFINITY else min(most + RESERVE, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            most = min(most, soft - RESERVE)
-        if most < 1:
+        files = allow_files(most + RESERVE)
+        if (most := min(most, files - RESERVE)) < 1:
             raise ConfigError(
-                f"this process may open {hard} files, and a server needs {RESERVE} beside those of "
-                "its clients; raise that limit (ulimit -n)"
+                f"this process may open {files} files, and a server needs {RESERVE} beside those "
+                "of its clients; raise that limit (ulimit -n)"
             )
         self.most, self.each = most, min(each, most)
         self.known, self.open = dict[int, Connection](), set[Connection]()
@@ -155,13 +151,6 @@ class Listener(socket.socket):
         if connection not in self.open:
             transport.abort()
         return connection
-
-    def close(self) -> None:
-        """Close the socket."""
-        if self.fileno() >= 0 and self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
-        super().close()
 
     def end_all(self) -> None:
         """End every connection, when the server ends."""
