@@ -4,15 +4,11 @@ import resource
 
 
 def allow_files(wanted: int) -> int:
-    """Raise this process's limit of open files to `wanted` where that is allowed -> the limit.
-    Systems begin with 1,024."""
-    soft, hard = (
-        wanted if limit == resource.RLIM_INFINITY else limit
-        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
-    if soft < wanted:
-        soft = min(wanted, hard)
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-        )
-    return soft
+    """Raise this process's limit of open files to `wanted`, or as far as it may -> how many of
+    these may be open. Systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted

@@ -48,7 +48,6 @@ class Connection(socket.socket):
         self.transport: asyncio.Transport | None = None
         self.state, self.since, self.left = "", 0.0, 0
         self._timer: asyncio.TimerHandle | None = None
-        listener.crowd[address] += 1
         listener.open.add(self)
         listener.known[self.number] = self
         self.enter(HEAD)
@@ -81,9 +80,6 @@ class Connection(socket.socket):
 
     def _leave(self) -> None:
         self.listener.open.discard(self)
-        self.listener.crowd[self.address] -= 1
-        if not self.listener.crowd[self.address]:
-            del self.listener.crowd[self.address]
         if self._timer:
             self._timer.cancel()
 
@@ -118,7 +114,6 @@ class Listener(socket.socket):
         self.most, self.each = most, min(each, most)
         self.known, self.open = dict[int, Connection](), set[Connection]()
         """All by their descriptors, and those that are not being ended."""
-        self.crowd: collections.Counter[str] = collections.Counter()
         self.closed: collections.Counter[str] = collections.Counter()
         self._spare = os.open(os.devnull, os.O_RDONLY)
         self.tls: ssl.SSLContext | None = None
@@ -171,7 +166,8 @@ class Listener(socket.socket):
 
     def _make_room(self, address: str) -> bool:
         """True where one more connection may be open, if need be in place of another."""
-        own = self.crowd[address] >= self.each
+        crowd = collections.Counter(each.address for each in self.open)
+        own = crowd[address] >= self.each
         if not own and len(self.open) < self.most:
             return True
         waiting = [
@@ -181,7 +177,7 @@ class Listener(socket.socket):
         ]
         if not waiting:
             return False
-        max(waiting, key=lambda each: (self.crowd[each.address], -each.since)).end(CROWD)
+        max(waiting, key=lambda each: (crowd[each.address], -each.since)).end(CROWD)
         return True
 
     def _drop(self) -> None:
