@@ -8,10 +8,12 @@ import threading
 import time
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from maxstack.cluster import connections
 from maxstack.cluster import roll_call as roll_call_module
-from maxstack.cluster.connections import connect
+from maxstack.cluster.connections import Door, connect
 from maxstack.cluster.roll_call import PURPOSE, Card, Missing, roll_call
 from maxstack.errors import ConfigError
 
@@ -63,7 +65,8 @@ def test_all_go_once_all_are_there_and_those_who_wait_are_told_who_is_missing():
 
 
 def test_who_never_comes_is_named_in_every_process():
-    ends, said = called([Card(i, 12, "host", ALIKE) for i in (0, 1, 3)], wait=1.5)
+    cards = [Card(i, 12, "host", ALIKE) for i in (0, 1, 3)]
+    ends, said = called(cards, wait=2.5, between=0.6)
     assert all(
         isinstance(end, Missing)
         and str(end) == "processes 2, 4-10 and 1 more of 12 are missing"
@@ -318,3 +321,19 @@ def test_process_0_listens_at_the_coordinators_interface_alone():
     assert roll_call_module.bind_address("localhost:1234") == "127.0.0.1:1234"
     assert roll_call_module.bind_address("127.0.0.1:7") == "127.0.0.1:7"
     assert roll_call_module.own_address("192.0.2.1") is None, "of no interface here"
+
+
+@given(st.lists(st.binary(max_size=200), max_size=4))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_a_stranger_sends_gets_a_nonce_at_most_and_is_closed(parts):
+    admitted = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    with Door(listener, KEY, PURPOSE, admitted.append, lambda line: None):
+        told = b""
+        with socket.create_connection(listener.getsockname()) as stranger:
+            with contextlib.suppress(OSError):
+                for part in (*parts, b"x" * 64):
+                    stranger.sendall(part)
+                while more := stranger.recv(4096):
+                    told += more
+        assert len(told) <= 32 and not admitted
