@@ -5,7 +5,6 @@ Each process serves the files below one folder, to those alone that know the job
 """
 
 import contextlib
-import json
 import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -37,9 +36,8 @@ class PeerFiles:
         """The file `name` below another process's folder, block by block. OSError where it cannot
         be had."""
         try:
-            found = connect(self._addresses[process], self._key, PURPOSE)
-            with Connection(found.detach()) as connection:
-                connection.send_bytes(json.dumps(name).encode())
+            with connect(self._addresses[process], self._key, PURPOSE) as connection:
+                connection.send_bytes(name.encode())
                 if reason := connection.recv_bytes(BLOCK):
                     raise OSError(f"process {process}: {name}: {reason.decode()}")
                 while block := connection.recv_bytes(BLOCK):
@@ -47,9 +45,9 @@ class PeerFiles:
         except EOFError as error:
             raise OSError(f"process {process}: {name}: the connection broke") from error
 
-    def _answer(self, asking: socket.socket) -> None:
-        with Connection(asking.detach()) as connection, contextlib.suppress(OSError, EOFError):
-            path = (self._folder / json.loads(connection.recv_bytes(LONGEST))).resolve()
+    def _answer(self, connection: Connection) -> None:
+        with connection, contextlib.suppress(OSError, EOFError, ValueError):
+            path = (self._folder / connection.recv_bytes(LONGEST).decode()).resolve()
             if not path.is_relative_to(self._folder) or not path.is_file():
                 connection.send_bytes(b"no such file")
                 return

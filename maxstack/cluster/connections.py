@@ -6,14 +6,15 @@ serves twice. Before that nothing is told and nothing is believed. What follows 
 nor signed: the network between the hosts is trusted to deliver what was sent.
 """
 
+import contextlib
 import hmac
-import json
 import secrets
-import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 SIZE = 32
@@ -22,26 +23,21 @@ PROVING = 5.0
 """Seconds that the other side has in all to prove itself."""
 STRANGERS = 256
 """Connections that may be proving themselves; the oldest gives way."""
-LONGEST = 1 << 20
-"""Bytes of a line."""
+STALLED = 30
+"""Seconds after which a message that has begun is given up."""
 
 
-def connect(address: Any, key: bytes, purpose: str, seconds: float = PROVING) -> socket.socket:
+def connect(address: Any, key: bytes, purpose: str) -> Connection:
     """A connection to a listener of the job. OSError where none is there, or it does not know the
     key."""
-    connection = socket.create_connection(address, seconds)
-    try:
+    with socket.create_connection(address, PROVING) as found:
         deadline = time.monotonic() + PROVING
-        nonces = _receive(connection, SIZE, deadline) + secrets.token_bytes(SIZE)
-        connection.sendall(nonces[SIZE:] + _proof(key, f"caller {purpose}", nonces))
-        expected = _proof(key, f"listener {purpose}", nonces)
-        if not hmac.compare_digest(_receive(connection, SIZE, deadline), expected):
+        nonces = _receive(found, SIZE, deadline) + secrets.token_bytes(SIZE)
+        found.sendall(nonces[SIZE:] + _proof(key, f"caller {purpose}", nonces))
+        given = _receive(found, SIZE, deadline)
+        if not hmac.compare_digest(given, _proof(key, f"listener {purpose}", nonces)):
             raise ConnectionError("what answers does not know the job's key")
-    except BaseException:
-        connection.close()
-        raise
-    connection.settimeout(None)
-    return connection
+        return _proven(found)
 
 
 class Door:
@@ -54,13 +50,13 @@ class Door:
         listener: socket.socket,
         key: bytes,
         purpose: str,
-        admitted: Callable[[socket.socket], None],
+        admitted: Callable[[Connection], None],
         say: Callable[[str], None],
     ):
         self._listener, self._key, self._purpose = listener, key, purpose
         self._admitted, self._say = admitted, say
         self._lock, self._proving = threading.Lock(), list[socket.socket]()
-        self._open, self.strangers = True, 0
+        self._open, self._strangers = True, 0
         listener.settimeout(1.0)
         self._thread = threading.Thread(target=self._accept, name=purpose, daemon=True)
         self._thread.start()
@@ -70,14 +66,11 @@ class Door:
 
     def __exit__(self, *_: object) -> None:
         self._open = False
-        try:
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        except OSError:  # not on every system; its time-out does
-            pass
+        _hang_up(self._listener)  # wakes the thread; not on every system, where its time-out does
         self._thread.join()
         self._listener.close()
         with self._lock:
-            strangers = self.strangers + len(self._proving)
+            strangers = self._strangers + len(self._proving)
             for connection in self._proving:
                 _hang_up(connection)
         if strangers > 1:
@@ -87,10 +80,8 @@ class Door:
         while self._open:
             try:
                 connection, address = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:  # it was closed, or there are no more descriptors
-                if self._open:
+            except OSError as error:
+                if self._open and not isinstance(error, TimeoutError):  # out of descriptors
                     time.sleep(0.1)
                 continue
             with self._lock:
@@ -101,79 +92,35 @@ class Door:
             threading.Thread(target=self._admit, args=arguments, daemon=True).start()
 
     def _admit(self, connection: socket.socket, host: str) -> None:
-        try:
-            proven = self._proves(connection)
-        except OSError:
-            proven = False
-        with self._lock:
-            if connection in self._proving:
-                self._proving.remove(connection)
-            self.strangers += not proven
-            told = not proven and self.strangers == 1
-        if told:
-            self._say(
-                f"closed a connection from {host} without the job's key ({self._purpose}); others "
-                "are counted"
-            )
-        if not proven:
-            return connection.close()
-        connection.settimeout(None)
-        self._admitted(connection)
+        with connection:
+            try:
+                self._check(connection)
+            except OSError:
+                with self._lock:
+                    self._strangers += 1
+                    told = self._strangers == 1
+                if told:
+                    self._say(
+                        f"closed a connection from {host} without the job's key ({self._purpose}); "
+                        "others are counted"
+                    )
+                return
+            finally:
+                with self._lock, contextlib.suppress(ValueError):  # it had to give way
+                    self._proving.remove(connection)
+            proven = _proven(connection)
+        self._admitted(proven)
 
-    def _proves(self, connection: socket.socket) -> bool:
+    def _check(self, connection: socket.socket) -> None:
         deadline, nonce = time.monotonic() + PROVING, secrets.token_bytes(SIZE)
         connection.settimeout(PROVING)
         connection.sendall(nonce)
         given = _receive(connection, 2 * SIZE, deadline)
         nonces = nonce + given[:SIZE]
-        if not hmac.compare_digest(
-            given[SIZE:], _proof(self._key, f"caller {self._purpose}", nonces)
-        ):
-            return False
+        expected = _proof(self._key, f"caller {self._purpose}", nonces)
+        if not hmac.compare_digest(given[SIZE:], expected):
+            raise ConnectionError
         connection.sendall(_proof(self._key, f"listener {self._purpose}", nonces))
-        return True
-
-
-class Line:
-    """A connection that carries JSON objects, one in a line. A context manager, which closes it."""
-
-    def __init__(self, connection: socket.socket):
-        self._connection, self._rest = connection, bytearray()
-
-    def __enter__(self) -> "Line":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._connection.close()
-
-    def send(self, word: dict[str, Any], seconds: float = PROVING) -> None:
-        """Send an object. OSError where the other side is gone, or does not read."""
-        self._connection.settimeout(seconds)
-        self._connection.sendall(json.dumps(word).encode() + b"\n")
-
-    def read(self, seconds: float) -> dict[str, Any]:
-        """The next object, which must have come whole in `seconds`. OSError where it has not;
-        ValueError for what is none, or is longer than LONGEST."""
-        deadline = time.monotonic() + seconds
-        while (end := self._rest.find(b"\n")) < 0:
-            if len(self._rest) > LONGEST:
-                raise ValueError(f"a line is longer than {LONGEST} bytes")
-            self._rest += _some(self._connection, 1 << 16, deadline)
-        line, self._rest = self._rest[:end], self._rest[end + 1 :]
-        try:
-            word = json.loads(line)
-        except RecursionError:
-            raise ValueError("a line is nested too deeply") from None
-        if not isinstance(word, dict):
-            raise ValueError("a line is no object")
-        return word
-
-    @property
-    def ended(self) -> bool:
-        """True where the other side has closed it, or sends what it was not asked for."""
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        return bool(poll.poll(0))
 
 
 def _proof(key: bytes, side: str, nonces: bytes) -> bytes:
@@ -181,24 +128,24 @@ def _proof(key: bytes, side: str, nonces: bytes) -> bytes:
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """So many bytes. OSError after `deadline`, however often one comes."""
     data = b""
     while len(data) < size:
-        data += _some(connection, size - len(data), deadline)
+        connection.settimeout(max(deadline - time.monotonic(), 1e-6))
+        if not (more := connection.recv(size - len(data))):
+            raise ConnectionError("the connection was closed")
+        data += more
     return data
 
 
-def _some(connection: socket.socket, most: int, deadline: float) -> bytes:
-    """What has come, `most` bytes of it. OSError after `deadline`, however often a byte comes."""
-    if (left := deadline - time.monotonic()) <= 0:
-        raise TimeoutError("too slow")
-    connection.settimeout(left)
-    if not (data := connection.recv(most)):
-        raise ConnectionError("the connection was closed")
-    return data
+def _proven(connection: socket.socket) -> Connection:
+    """The connection, in messages, none of which is waited for without end once it has begun."""
+    connection.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED, 0))
+    return Connection(connection.detach())
 
 
 def _hang_up(connection: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it has left already
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # it has left already
-        pass

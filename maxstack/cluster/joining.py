@@ -3,7 +3,6 @@
 import glob
 import os
 import platform
-import resource
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from maxstack.cluster import environment, job_key, pathways
 from maxstack.cluster.roll_call import Card, Missing, bind_address, roll_call
 from maxstack.errors import ConfigError, quoted
+from maxstack.hardware.descriptors import allow_files
 from maxstack.hardware.devices import GPUS, visible_gpus
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def join(cfg: "Config", alike: Callable[["Config"], dict[str, Any]] = lambda cfg
         platform.node(),
         {"packages": packages, "configuration": settings, **alike(cfg)},
     )
-    allow_connections(own.processes)
+    allow_files(2 * own.processes + 1024)  # two connections to each of the others
     wait = seconds_to_wait()
     try:
         with job_key.shown(Path(cfg.run.output_dir) / cfg.run.name, own.process == 0) as find:
@@ -81,17 +81,6 @@ def seconds_to_wait() -> float:
         raise ConfigError(
             f"{WAIT}={quoted(os.environ[WAIT])} in the environment: is no number of seconds"
         ) from error
-
-
-def allow_connections(processes: int) -> None:
-    """Raise this process's limit of open files by two connections to each of the others; systems
-    begin with 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * processes + 1024
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def member(cfg: "Config") -> environment.Member | None:

@@ -2,8 +2,8 @@
 missing, and checks that all were started alike.
 
 jax itself says nothing while it waits, and in the end aborts. Each other process, once both sides
-have shown that they know the job's key, sends one line of JSON, its `Card`; process 0 answers with
-lines: `{"missing": [...]}` now and then, `{"again": true}` for the same card once more, and at last
+have shown that they know the job's key, sends its `Card` as JSON; process 0 answers with messages:
+`{"missing": [...]}` now and then, `{"again": true}` for the same card once more, and at last
 `{"go": true}`, `{"replaced": host}` or `{"error": "..."}`. It listens where jax's service will
 afterwards.
 """
@@ -11,14 +11,16 @@ afterwards.
 import contextlib
 import errno
 import ipaddress
+import json
 import queue
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
-from maxstack.cluster.connections import Door, Line, connect
+from maxstack.cluster.connections import Door, connect
 from maxstack.config import difference
 from maxstack.errors import ConfigError, Passing
 
@@ -31,6 +33,8 @@ ALIVE = 5.0
 lost its power."""
 LOOPBACK = "localhost", "127.0.0.1", "::1"
 PURPOSE = "roll call"
+LONGEST = 1 << 20
+"""Bytes of a message."""
 
 Say = Callable[[str], None]
 
@@ -46,14 +50,10 @@ class Card:
     """Plain data that must be the same in all processes."""
 
     @staticmethod
-    def read(line: Line, seconds: float) -> "Card":
-        """The card that the other side sends. OSError where none comes, ValueError for another
-        line."""
-        fields = line.read(seconds)
+    def read(fields: dict[str, Any]) -> "Card":
+        """The card of these fields; ValueError where they are none."""
         kinds = {"process": int, "processes": int, "host": str, "alike": dict}
-        if fields.keys() != kinds.keys() or any(
-            not isinstance(fields[name], kind) for name, kind in kinds.items()
-        ):
+        if {name: type(value) for name, value in fields.items()} != kinds:
             raise ValueError("is no card of a process")
         return Card(**fields)
 
@@ -109,9 +109,9 @@ class _Caller:
 
     def __init__(self, card: Card, deadline: float, between: float, say: Say):
         self._card, self._deadline, self._between, self._say = card, deadline, between, say
-        self._here: dict[int, tuple[Line, Card]] = {}
+        self._here: dict[int, tuple[Connection, Card]] = {}
         self._begin = time.monotonic()
-        self._arrived: queue.SimpleQueue[tuple[Line, Card]] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[Connection, Card]] = queue.SimpleQueue()
 
     @property
     def _missing(self) -> list[int]:
@@ -125,11 +125,11 @@ class _Caller:
             reported = time.monotonic()
             while self._missing:
                 try:
-                    line, card = self._arrived.get(timeout=OFTEN)
-                    self._add(ending.enter_context(line), card)
-                except queue.Empty:
+                    connection, card = self._arrived.get(timeout=OFTEN)
+                    self._add(ending.enter_context(connection), card)
+                except queue.Empty:  # who sends unasked has closed the connection
                     here = self._here.items()
-                    self._here = {number: each for number, each in here if not each[0].ended}
+                    self._here = {number: each for number, each in here if not each[0].poll()}
                 if (now := time.monotonic()) > self._deadline:
                     self._send_all({"missing": self._missing, "over": True})
                     raise Missing(_absent(self._missing, self._card.processes))
@@ -167,22 +167,21 @@ class _Caller:
                     raise Missing(f"{what}; end what has it, or choose another port") from error
                 time.sleep(OFTEN)  # the process before this one may not have ended
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _hear(self, connection: Connection) -> None:
         """Read the card of a process that knows the key, in a thread of the door."""
-        line = Line(connection)
         try:
-            self._arrived.put((line, Card.read(line, ALIVE)))
+            self._arrived.put((connection, Card.read(_read(connection, ALIVE))))
         except (OSError, ValueError):
             connection.close()
 
-    def _add(self, line: Line, card: Card) -> None:
+    def _add(self, connection: Connection, card: Card) -> None:
         if fault := self._fault(card):
-            _send(line, {"error": fault})
+            _send(connection, {"error": fault})
             self._send_all({"error": fault})
             raise ConfigError(fault)
         if card.process in self._here:  # its host froze, and may come back
             _send(self._here[card.process][0], {"replaced": card.host})
-        self._here[card.process] = line, card
+        self._here[card.process] = connection, card
 
     def _fault(self, card: Card) -> str | None:
         own = self._card
@@ -191,8 +190,8 @@ class _Caller:
                 f"distributed.processes: {card.processes} for process {card.process} on "
                 f"{card.host}, but {own.processes} for process 0 on {own.host}; give all the same"
             )
-        line, other = self._here.get(card.process, (None, own))
-        if card.process == 0 or (line and _alive(line)):
+        connection, other = self._here.get(card.process, (None, own))
+        if card.process == 0 or (connection and _alive(connection)):
             return (
                 f"distributed.process: two processes have number {card.process}, on "
                 f"{other.host} and on {card.host}; give each its own"
@@ -217,8 +216,8 @@ class _Caller:
         return ", ".join(f"{_numbers(numbers)} on {host}" for host, numbers in hosts.items())
 
     def _send_all(self, word: dict[str, Any]) -> None:
-        for line, _ in self._here.values():
-            _send(line, word)
+        for connection, _ in self._here.values():
+            _send(connection, word)
 
 
 def _answer(
@@ -237,11 +236,11 @@ def _answer(
     while time.monotonic() < deadline:
         try:
             key = find_key()
-            with Line(connect((host, port), key, PURPOSE, min(5.0, between))) as line:
-                line.send(asdict(card))
-                while "go" not in (word := line.read(3 * between)):
+            with connect((host, port), key, PURPOSE) as connection:
+                _send(connection, asdict(card))
+                while "go" not in (word := _read(connection, 3 * between)):
                     if "again" in word:
-                        line.send(asdict(card))
+                        _send(connection, asdict(card))
                         continue
                     if "replaced" in word:
                         raise Missing(
@@ -274,18 +273,33 @@ def _answer(
     raise Missing(f"process 0 was not reached at {host}:{port} ({why})")
 
 
-def _alive(line: Line) -> bool:
+def _alive(connection: Connection) -> bool:
     """True where the other side answers."""
+    _send(connection, {"again": True})
     try:
-        line.send({"again": True}, ALIVE)
-        return bool(line.read(ALIVE))
+        return bool(_read(connection, ALIVE))
     except (OSError, ValueError):
         return False
 
 
-def _send(line: Line, word: dict[str, Any]) -> None:
+def _read(connection: Connection, seconds: float) -> dict[str, Any]:
+    """The next message. OSError where none begins in time, ValueError for one that is no object."""
+    if not connection.poll(seconds):
+        raise TimeoutError("it is silent")
+    try:
+        word = json.loads(connection.recv_bytes(LONGEST))
+    except EOFError:
+        raise ConnectionError("the connection was closed") from None
+    except RecursionError:
+        raise ValueError("a message is nested too deeply") from None
+    if not isinstance(word, dict):
+        raise ValueError("a message is no object")
+    return word
+
+
+def _send(connection: Connection, word: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
-        line.send(word)
+        connection.send_bytes(json.dumps(word).encode())
 
 
 def _absent(missing: list[int], processes: int) -> str:

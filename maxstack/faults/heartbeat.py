@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -100,7 +101,7 @@ class Heartbeat:
         if listener is None:
             self._hand_over([connect(tuple(address), peers.key, PURPOSE)])
             return
-        came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         deadline = time.monotonic() + JOINED_MS / 1000
         with Door(listener, peers.key, PURPOSE, came.put, say):
             try:
@@ -112,7 +113,7 @@ class Heartbeat:
                 raise Missing("the watchdogs of some processes did not come") from None
         self._hand_over(lines)
 
-    def _hand_over(self, lines: list[socket.socket]) -> None:
+    def _hand_over(self, lines: list[Connection]) -> None:
         for begin in range(0, len(lines), watchdog.LINES):
             part = lines[begin : begin + watchdog.LINES]
             socket.send_fds(self._line, [b"{}"], [line.fileno() for line in part])

@@ -31,8 +31,8 @@ ASKED, FAILED = 2.0, 10.0
 TOLD, LAST = 2.0, 8.0
 """Seconds that process 0 has to print an error of its own, and at most for the others to leave
 before it: jax aborts those that it leaves behind."""
-LONGEST = 1 << 16
-"""Bytes of a message."""
+LONGEST = 1 << 22
+"""Bytes of a message of another watchdog; an alarm has a line for each process."""
 LINES = 200
 """Lines that are handed over at a time; Linux lets 253 through."""
 
@@ -117,7 +117,7 @@ class Watchdog:
     def _read_process(self) -> None:
         """Read a message of the process, and the lines to other watchdogs that come with it."""
         try:
-            text, lines, *_ = socket.recv_fds(self._line, LONGEST, LINES, socket.MSG_DONTWAIT)
+            text, lines, *_ = socket.recv_fds(self._line, 1 << 16, LINES, socket.MSG_DONTWAIT)
             message = json.loads(text)
         except (OSError, ValueError):  # its end of the line is closed
             return

@@ -52,23 +52,17 @@ def protection(job: Job) -> str:
         "namespace": job.cluster.namespace,
         "labels": labels(job),
     }
-    pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job.name}}
+    pods = [{"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job.name}} for _ in range(2)]
     policy = {
-        "podSelector": pods,
+        "podSelector": pods[0],
         "policyTypes": ["Ingress"],
-        "ingress": [{"from": [{"podSelector": pods}]}],
+        "ingress": [{"from": [{"podSelector": pods[1]}]}],
     }
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata}
-    network = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": metadata}
-    trees = [secret | {"stringData": {"key": KEY}}, network | {"spec": policy}]
-    return yaml.dump_all(trees, Dumper=_Whole, sort_keys=False, width=10**6)
-
-
-class _Whole(yaml.SafeDumper):
-    """Writes what stands twice in a tree twice."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+    trees = [
+        {"apiVersion": "v1", "kind": "Secret", "stringData": {"key": KEY}},
+        {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "spec": policy},
+    ]
+    return "---\n".join(yaml.safe_dump(tree | {"metadata": metadata}) for tree in trees)
 
 
 def watching(job: Job, containers: list[str], streams: int) -> dict[str, list[str]]:

@@ -2,15 +2,18 @@
 
 import contextlib
 import dataclasses
+import json
 import socket
 import threading
 import time
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from maxstack.cluster import connections
 from maxstack.cluster import roll_call as roll_call_module
-from maxstack.cluster.connections import Line, connect
+from maxstack.cluster.connections import Door, connect
 from maxstack.cluster.roll_call import PURPOSE, Card, Missing, roll_call
 from maxstack.errors import ConfigError
 
@@ -23,10 +26,10 @@ def find_key():
 
 
 def process(at, card):
-    """A line to process 0 at `at`, which has sent its card."""
-    line = Line(connect(_when_open(at), KEY, PURPOSE))
-    line.send(dataclasses.asdict(card))
-    return line
+    """A connection to process 0 at `at`, which has sent its card."""
+    connection = connect(_when_open(at), KEY, PURPOSE)
+    connection.send_bytes(json.dumps(dataclasses.asdict(card)).encode())
+    return connection
 
 
 def free_port():
@@ -62,7 +65,8 @@ def test_all_go_once_all_are_there_and_those_who_wait_are_told_who_is_missing():
 
 
 def test_who_never_comes_is_named_in_every_process():
-    ends, said = called([Card(i, 12, "host", ALIKE) for i in (0, 1, 3)], wait=1.5)
+    cards = [Card(i, 12, "host", ALIKE) for i in (0, 1, 3)]
+    ends, said = called(cards, wait=2.5, between=0.6)
     assert all(
         isinstance(end, Missing)
         and str(end) == "processes 2, 4-10 and 1 more of 12 are missing"
@@ -139,10 +143,10 @@ def test_a_process_that_died_and_came_again_is_the_same_one(closes, monkeypatch)
         target=lambda: ends.append(roll_call(cards[0], at, 60.0, 0.1, said.append, find_key))
     )
     first.start()
-    line = process(at, cards[1])
+    connection = process(at, cards[1])
     _until(said, "here: 0-1 on host")
     if closes:
-        line.__exit__()
+        connection.close()
         said.clear()
         _until(said, "here: 0 on host")
     others = [
@@ -151,14 +155,14 @@ def test_a_process_that_died_and_came_again_is_the_same_one(closes, monkeypatch)
     ]
     others[0].start()
     if not closes:  # it is told to leave, should it come back
-        words = iter(lambda: line.read(30), None)
+        words = iter(lambda: json.loads(connection.recv_bytes()), None)
         told = (word for word in words if "missing" not in word)
         assert [next(told), next(told)] == [{"again": True}, {"replaced": "host"}]
     others[1].start()
     for thread in (first, *others):
         thread.join(60)
     assert ends == [KEY] and not any(thread.is_alive() for thread in others)
-    line.__exit__()
+    connection.close()
 
 
 def _until(said, words):
@@ -282,7 +286,7 @@ def test_what_is_not_process_0_gets_no_card():
 
 
 @pytest.mark.parametrize(
-    "line",
+    "message",
     [
         b"[" * 200_000,
         b"9" * 5000,
@@ -290,20 +294,46 @@ def test_what_is_not_process_0_gets_no_card():
         b"\xff\xfe",
         b"null",
         b'{"process": [1], "processes": 2, "host": "b", "alike": {}}',
+        b'{"process": true, "processes": 2, "host": "b", "alike": {}}',
         b'{"process": 1}',
-        b"x" * (connections.LONGEST + 70_000),
+        b"x" * (roll_call_module.LONGEST + 1),
     ],
+    ids=lambda message: message[:20],
 )
-def test_a_line_that_is_no_card_is_a_value_error(line):
-    ours, theirs = socket.socketpair()
-    writer = threading.Thread(target=lambda: theirs.sendall(line + b"\n"), daemon=True)
-    writer.start()
-    with ours, pytest.raises(ValueError):
-        Card.read(Line(ours), 10.0)
-    theirs.close()
+def test_a_message_that_is_no_card_ends_nothing_but_its_connection(message):
+    at, ends = f"127.0.0.1:{free_port()}", []
+    card = Card(0, 2, "host", ALIKE)
+    first = threading.Thread(
+        target=lambda: ends.append(roll_call(card, at, 20.0, 5.0, print, find_key))
+    )
+    first.start()
+    with connect(_when_open(at), KEY, PURPOSE) as connection:
+        with contextlib.suppress(OSError):
+            connection.send_bytes(message)
+        with pytest.raises((EOFError, OSError)):
+            connection.recv_bytes()
+    roll_call(Card(1, 2, "host", ALIKE), at, 20.0, 5.0, print, find_key)
+    first.join(30)
+    assert ends == [KEY]
 
 
 def test_process_0_listens_at_the_coordinators_interface_alone():
     assert roll_call_module.bind_address("localhost:1234") == "127.0.0.1:1234"
     assert roll_call_module.bind_address("127.0.0.1:7") == "127.0.0.1:7"
     assert roll_call_module.own_address("192.0.2.1") is None, "of no interface here"
+
+
+@given(st.lists(st.binary(max_size=200), max_size=4))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_a_stranger_sends_gets_a_nonce_at_most_and_is_closed(parts):
+    admitted = []
+    listener = socket.create_server(("127.0.0.1", 0))
+    with Door(listener, KEY, PURPOSE, admitted.append, lambda line: None):
+        told = b""
+        with socket.create_connection(listener.getsockname()) as stranger:
+            with contextlib.suppress(OSError):
+                for part in (*parts, b"x" * 64):
+                    stranger.sendall(part)
+                while more := stranger.recv(4096):
+                    told += more
+        assert len(told) <= 32 and not admitted

@@ -2,6 +2,7 @@
 which code, and what is in the log."""
 
 import json
+import multiprocessing.connection
 import os
 import re
 import signal
@@ -244,3 +245,21 @@ def test_a_run_of_one_process_that_is_stopped_goes_on_when_it_is_continued(tmp_p
 def test_a_process_that_lost_its_watchdog_says_so_once(tmp_path):
     codes, outputs = ended(run(tmp_path, 1, "orphan"))
     assert codes == [0] and outputs[0].count("the watchdog is gone") == 1
+
+
+def test_a_line_that_is_handed_over_is_read_by_the_watchdog(tmp_path):
+    """As process 0's gets those of more processes than one message of the system carries."""
+    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    given = {"pid": os.getppid(), "process": 0, "processes": 3, "log": "", "step": 3.0, "retry": 42}
+    own = watchdog.Watchdog(theirs, given)
+    pairs = [socket.socketpair() for _ in range(2)]
+    socket.send_fds(line, [b"{}"], [each.fileno() for each, _ in pairs])
+    own._read_process()
+    ends = [multiprocessing.connection.Connection(each.detach()) for _, each in pairs]
+    for number, end in enumerate(ends, 1):
+        end.send_bytes(json.dumps({"status": {"process": number}}).encode())
+    for link in [*own._heard]:
+        own._read_watchdog(link)
+    assert sorted(status["process"] for status in own._others.values()) == [1, 2]
+    for each in (line, theirs, *ends, *own._heard, *(ours for ours, _ in pairs)):
+        each.close()

@@ -213,7 +213,7 @@ def test_who_opens_many_connections_pushes_out_their_own():
             (own,) = server.listener.open
             with strangers.opened(server.at, 100, come_from="127.0.0.2"):
                 until(lambda: server.figure("crowd") == 76)
-                assert server.listener.crowd == {"127.0.0.1": 1, "127.0.0.2": 24}
+                assert len([*server.listener.open]) == 25
                 assert own in server.listener.open
                 assert kept.get("/health").status_code == 200
 

@@ -92,7 +92,6 @@ def descriptors(server):
     return len(os.listdir(f"/proc/{server.process.pid}/fd"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_others_are_answered_and_nothing_of_it_stays(server, name):
     path, fields, count, statuses = ATTACKS[name]

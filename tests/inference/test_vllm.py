@@ -1,6 +1,7 @@
 """`maxstack serve --engine vllm` with a stand-in named vllm, a real process that notes what it is
 given."""
 
+import itertools
 import json
 import os
 import shlex
@@ -76,8 +77,11 @@ def test_a_hugging_face_folder_is_handed_as_it_is_with_the_same_settings(folder,
     before = sorted(path.name for path in folder.iterdir())
     settings = ["serve.max_requests=7", "serve.max_length=99", "serve.cache=0.5", "mesh.tensor=2"]
     settings.append("serve.cache_dtype=int8")
+    tls = parity.GOLDENS / "tls"
+    flags = {"--host": "127.0.0.1", "--port": "8123", "--grace": "60"}
+    flags |= {"--tls-cert": f"{tls / 'cert.pem'}", "--tls-key": f"{tls / 'key.pem'}"}
     words, environment, printed = vllm(
-        folder, "--host", "127.0.0.1", "--port", "8123", "model.dtype=float32", *settings
+        folder, *itertools.chain(*flags.items()), "model.dtype=float32", *settings
     )
     assert words[:2] == ["serve", str(folder)] and shlex.join(["vllm", *words]) in printed
     given = options(words)
@@ -93,7 +97,9 @@ def test_a_hugging_face_folder_is_handed_as_it_is_with_the_same_settings(folder,
         "--kv-cache-dtype": "int8_per_token_head",
         "--tensor-parallel-size": "2",
         "--generation-config": "vllm",
-        "--shutdown-timeout": "3600",
+        "--shutdown-timeout": "60",
+        "--ssl-certfile": flags["--tls-cert"],
+        "--ssl-keyfile": flags["--tls-key"],
         "--enable-auto-tool-choice": "--tool-call-parser",
     }
     assert words[-1] == "hermes"
@@ -156,6 +162,7 @@ def test_adapters_are_handed_with_their_rank_and_dora_is_refused(folder, vllm, t
     [
         ("serve.identical=strict", "serve.identical=strict: vLLM does not promise it"),
         ("quantization=int8", "quantization=int8: vLLM cannot take it"),
+        ("--connections=5", "--connections and --connections-per-address: vLLM takes none"),
         ("mesh.expert=2", "mesh.expert=2: vLLM cannot take it"),
         ("--port=0", "--port 0: vLLM needs a number"),
         ("--export-to=here", "is a Hugging Face folder, which is taken as it is"),

@@ -12,13 +12,13 @@ import collections
 import contextlib
 import errno
 import os
-import resource
 import socket
 import ssl
 import time
 from typing import Any
 
 from maxstack.errors import ConfigError
+from maxstack.hardware.descriptors import allow_files
 
 HEAD, BODY, ANSWER, IDLE, READING = "head", "body", "answer", "idle", "reading"
 SECONDS = {HEAD: 10.0, IDLE: 75.0, READING: 30.0}
@@ -48,7 +48,6 @@ class Connection(socket.socket):
         self.transport: asyncio.Transport | None = None
         self.state, self.since, self.left = "", 0.0, 0
         self._timer: asyncio.TimerHandle | None = None
-        listener.crowd[address] += 1
         listener.open.add(self)
         listener.known[self.number] = self
         self.enter(HEAD)
@@ -81,9 +80,6 @@ class Connection(socket.socket):
 
     def _leave(self) -> None:
         self.listener.open.discard(self)
-        self.listener.crowd[self.address] -= 1
-        if not self.listener.crowd[self.address]:
-            del self.listener.crowd[self.address]
         if self._timer:
             self._timer.cancel()
 
@@ -109,20 +105,15 @@ class Listener(socket.socket):
     def limit(self, most: int, each: int) -> None:
         """Set the limits, and raise the process's of open files where it may. ConfigError where
         that leaves no connections."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY and soft < most + RESERVE:
-            soft = most + RESERVE if hard == resource.RLIM_INFINITY else min(most + RESERVE, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            most = min(most, soft - RESERVE)
-        if most < 1:
+        files = allow_files(most + RESERVE)
+        if (most := min(most, files - RESERVE)) < 1:
             raise ConfigError(
-                f"this process may open {hard} files, and a server needs {RESERVE} beside those of "
-                "its clients; raise that limit (ulimit -n)"
+                f"this process may open {files} files, and a server needs {RESERVE} beside those "
+                "of its clients; raise that limit (ulimit -n)"
             )
         self.most, self.each = most, min(each, most)
         self.known, self.open = dict[int, Connection](), set[Connection]()
         """All by their descriptors, and those that are not being ended."""
-        self.crowd: collections.Counter[str] = collections.Counter()
         self.closed: collections.Counter[str] = collections.Counter()
         self._spare = os.open(os.devnull, os.O_RDONLY)
         self.tls: ssl.SSLContext | None = None
@@ -156,13 +147,6 @@ class Listener(socket.socket):
             transport.abort()
         return connection
 
-    def close(self) -> None:
-        """Close the socket."""
-        if self.fileno() >= 0 and self._spare >= 0:
-            os.close(self._spare)
-            self._spare = -1
-        super().close()
-
     def end_all(self) -> None:
         """End every connection, when the server ends."""
         for connection in [*self.open]:
@@ -182,7 +166,8 @@ class Listener(socket.socket):
 
     def _make_room(self, address: str) -> bool:
         """True where one more connection may be open, if need be in place of another."""
-        own = self.crowd[address] >= self.each
+        crowd = collections.Counter(each.address for each in self.open)
+        own = crowd[address] >= self.each
         if not own and len(self.open) < self.most:
             return True
         waiting = [
@@ -192,7 +177,7 @@ class Listener(socket.socket):
         ]
         if not waiting:
             return False
-        max(waiting, key=lambda each: (self.crowd[each.address], -each.since)).end(CROWD)
+        max(waiting, key=lambda each: (crowd[each.address], -each.since)).end(CROWD)
         return True
 
     def _drop(self) -> None:

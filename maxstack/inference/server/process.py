@@ -1,6 +1,7 @@
 """The server's process: its socket, its protocol, and its end by a signal."""
 
 import asyncio
+import contextlib
 import functools
 import logging
 import signal
@@ -150,16 +151,14 @@ class Server(uvicorn.Server):
 
     def _begin_drain(self, name: str) -> None:
         if self._draining is None:
-            print(
-                f"{name}: new requests are refused; the server ends with those that run", flush=True
-            )
             self._draining = asyncio.create_task(self._drain())
+            _tell(f"{name}: new requests are refused; the server ends with those that run")
 
     async def _drain(self) -> None:
         try:
             await asyncio.wait_for(self._drained(), self._grace)
         except TimeoutError:
-            print(f"what still runs after {self._grace:g} s is cut short", flush=True)
+            _tell(f"what still runs after {self._grace:g} s is cut short")
             self._listener.end_all()
         self.should_exit = True
 
@@ -167,3 +166,8 @@ class Server(uvicorn.Server):
         ending = self._loop.call_later(0 if self.force_exit else GRACE, self._listener.end_all)
         await super().shutdown(sockets)
         ending.cancel()
+
+
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):  # who read the output may be gone
+        print(line, flush=True)
