@@ -5,6 +5,7 @@ How long the other client waits is measured by scripts/bench_hostile.py.
 """
 
 import collections
+import json
 import os
 import threading
 import time
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from served import make, serving
+from served import HELLO, make, serving
 from tokenizers import pre_tokenizers
 
 SECONDS = 60
 """For an answer on a machine that is busy with other tests."""
 MEMORY = 300 << 20
 LENGTH = 512
+JSON = {"Content-Type": "application/json"}
 
 
 def objects(count):
@@ -69,6 +71,11 @@ ATTACKS = {
         4,
         {200, 400},
     ),
+    "long prompts": ("/v1/completions", {"prompt": "a b " * 2_000_000}, 6, {400, 429}),
+    "a long text to tokenize": ("/tokenize", {"prompt": "ab " * 2_500_000}, 1, {400}),
+    "many messages": ("/v1/chat/completions", {"messages": [HELLO[0]] * 150_000}, 2, {400}),
+    "a body that is nested": ("/v1/completions", b"[" * 200_000, 2, {400}),
+    "a number of many digits": ("/v1/completions", b'{"seed": 1%s}' % (b"0" * 5000), 2, {400}),
 }
 """By name: path, fields of the body, how often it is sent at once, and the statuses it may get."""
 
@@ -97,13 +104,16 @@ def test_others_are_answered_and_nothing_of_it_stays(server, name):
     path, fields, count, statuses = ATTACKS[name]
     server.complete(guided_regex=name)  # which starts the process that tries grammars
     server.http.get("/health")
+    body = fields
+    if not isinstance(body, bytes):
+        body = {"model": "tiny"} | ({} if "messages" in fields else {"prompt": "x"}) | fields
+        body = json.dumps(body).encode()
     before, held = memory(server), descriptors(server)
     found = collections.Counter()
 
     def attack():
         url = f"{server.http.base_url}{path}".replace("//v1", "/v1")
-        body = {"model": "tiny"} | ({} if "messages" in fields else {"prompt": "x"}) | fields
-        found[httpx.post(url, json=body, timeout=SECONDS).status_code] += 1
+        found[httpx.post(url, content=body, headers=JSON, timeout=SECONDS).status_code] += 1
 
     threads = [threading.Thread(target=attack) for _ in range(count)]
     for thread in threads:

@@ -123,6 +123,7 @@ class Server(uvicorn.Server):
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # a header is no address: clients would be as many as they say
             timeout_keep_alive=int(SECONDS[IDLE]) + 5,  # the listener's comes first
             timeout_graceful_shutdown=GRACE + CANCEL,
         )
