@@ -211,7 +211,9 @@ WATCHED: dict[str, collections.Counter] = {}
 
 @sys.addaudithook
 def _count(event, arguments):
-    if event == "open" and WATCHED and isinstance(arguments[0], str | os.PathLike):
+    # a file that `open` opens by another function is told twice, the second time without a mode
+    mode = event == "open" and WATCHED and arguments[1]
+    if mode and isinstance(arguments[0], str | os.PathLike):
         folder, name = os.path.split(os.path.abspath(arguments[0]))
         if folder in WATCHED:
             WATCHED[folder][name] += 1
