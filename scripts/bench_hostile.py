@@ -1,5 +1,5 @@
 """The worst wait of a good client of `maxstack serve` while another client sends what costs most:
-long prompts, long conversations, many long streams.
+long prompts, long conversations, many long streams, grammars.
 
 The good client asks for /health and for an answer of four tokens, in turn and on two connections,
 with a key of its own. Each attack has a key of its own too. Reports the longest wait of each, the
@@ -53,12 +53,32 @@ def attacks(size: int, streams: int) -> dict[str, tuple[str, bytes, int]]:
     words = body(prompt=text(size), return_token_strs=True)
     chat = body(messages=[MESSAGE] * min(200_000, size // 40), max_tokens=4)
     stream = body(prompt="Once", max_tokens=1000, ignore_eos=True, stream=True)
+    links = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(1000)}
+    chain = {"$ref": "#/$defs/d0", "$defs": links | {"d1000": {"type": "string"}}}
+    rules = "".join(f'r{i}: r{i + 1} "a"\n' for i in range(9000))
+    choices = [f"{i * 7919 % 1_000_003:06x}" for i in range(100_000)]
+    readings = " | ".join("e " * count for count in range(3, 9))
+    grammars: dict[str, tuple[dict[str, Any], int]] = {
+        "a chain of definitions": ({"guided_json": chain}, 2),
+        "a chain of rules": ({"guided_grammar": f'start: r0\n{rules}r9000: "b"'}, 2),
+        "a schema of much memory": (
+            {"guided_json": {"type": "integer", "multipleOf": 9_999_991}},
+            1,
+        ),
+        "many choices": ({"guided_choice": choices}, 8),
+        "an ambiguous grammar": ({"guided_grammar": f'start: e\ne: e e | "a" | {readings}'}, 4),
+        "repetitions of repetitions": ({"guided_regex": "(a{1,1000}){1,1000}"}, 4),
+    }
     return {
         "one long prompt": ("/v1/completions", prompt, 1),
         "six long prompts": ("/v1/completions", prompt, 6),
         "a long /tokenize": ("/tokenize", words, 1),
         "a chat of many messages": ("/v1/chat/completions", chat, 1),
         "many long streams": ("/v1/completions", stream, streams),
+        **{
+            name: ("/v1/completions", body(prompt="Once", max_tokens=400, **fields), count)
+            for name, (fields, count) in grammars.items()
+        },
     }
 
 

@@ -21,9 +21,17 @@ from maxstack.rewards import sandbox
 from maxstack.rewards.pool import Pool
 from maxstack.schema.rewards import FunctionReward, RegexReward
 
-bubblewrap = pytest.mark.skipif(
-    shutil.which("bwrap") is None, reason="bubblewrap is not installed: apt install bubblewrap"
-)
+
+def absent():
+    """Why no sandbox can begin on this machine, whoever asks for it."""
+    if not (program := shutil.which("bwrap")):
+        return "bubblewrap is not installed: apt install bubblewrap"
+    words = [program, "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return f"bubblewrap cannot begin here: {done.stderr}" if done.returncode else ""
+
+
+bubblewrap = pytest.mark.skipif(bool(absent()), reason=absent())
 
 
 def captive(name, **keys):
