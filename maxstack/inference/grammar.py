@@ -23,6 +23,8 @@ DEEPEST = 256
 ROW = 1000
 """Ways to go on that a parser may hold open (llguidance's own limit is 2,000, at which a step of an
 ambiguous grammar takes seconds; an object's optional property is four)."""
+ITEMS = 5000
+"""Of the parser, in one mask: at the library's 50,000 one that many rules share takes seconds."""
 STATES = 50_000
 """States of a lexer at most, of 1 to 2 kB each."""
 FIRST_SECONDS, TOKEN_SECONDS = 0.5, 0.005
@@ -43,7 +45,10 @@ class Compiler:
             ) from error
         self._matcher: Any = llguidance.LLMatcher
         self._limits = llguidance.LLParserLimits(
-            max_items_in_row=ROW, max_lexer_states=STATES, verbose_errors=False
+            max_items_in_row=ROW,
+            step_max_items=ITEMS,
+            max_lexer_states=STATES,
+            verbose_errors=False,
         )
         self._words = -(-len(vocabulary.tokens) // 32)
         self._tokens = llguidance.LLTokenizer(
@@ -145,8 +150,10 @@ class Answer:
     """A matcher as the engine follows it: what goes wrong ends the answer and is kept as `error`,
     and so does a grammar that takes more time than all requests can spare."""
 
-    def __init__(self, matcher: Matcher):
+    def __init__(self, matcher: Matcher, held: object = None):
+        """`held` lives as long as it and its copies do."""
         self._matcher, self._mask = matcher, matcher.mask()
+        self._held = held
         self._left = FIRST_SECONDS
         self.error: Exception | None = None
 
@@ -167,7 +174,7 @@ class Answer:
 
     def copy(self) -> "Answer":
         """Another answer from the same state, with time of its own."""
-        return Answer(self._matcher.copy())
+        return Answer(self._matcher.copy(), self._held)
 
     def _masked(self) -> None:
         self._mask = self._matcher.mask()

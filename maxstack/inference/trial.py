@@ -1,16 +1,23 @@
 """Grammars of strangers are compiled in a process of their own first: the library ends the process
 that gives it rules nested too deeply, and may take minutes or all memory for others."""
 
+import resource
+from pathlib import Path
 from typing import Any
 
 from maxstack import limited
 from maxstack.errors import ConfigError
+from maxstack.hardware.memory import give_back
 from maxstack.inference.grammar import Compiler, Vocabulary
 
 STACK = 2 << 20
 """Bytes of stack in which a grammar has to compile. Threads that use it have more."""
 SECONDS, MEMORY = 3, 512 << 20
-"""Processor time and bytes that a grammar may take."""
+"""Processor time and bytes that a grammar may take to compile."""
+COMPILED = 64 << 20
+"""Bytes that it may have then."""
+COPIES = 4
+"""That are made to measure one."""
 
 
 class Trial(limited.Limited):
@@ -21,15 +28,21 @@ class Trial(limited.Limited):
         start = tokens, vocabulary.special_token_ids
         super().__init__(__name__, start, seconds, MEMORY, STACK)
 
-    def check(self, kind: str, value: Any) -> None:
-        """ConfigError for a grammar of `Compiler.compile` that cannot be compiled within the
-        limits."""
+    def check(self, kind: str, value: Any) -> tuple[int, int]:
+        """The bytes that a grammar of `Compiler.compile` has when it is compiled, and those of each
+        copy. ConfigError for one that cannot be compiled within the limits."""
         try:
-            reason = self.ask((kind, value))
+            reason, compiled, copied = self.ask((kind, value))
         except limited.Ended as error:
             raise ConfigError(f"grammar: {error}; give a simpler one") from None
         if reason:
             raise ConfigError(reason)
+        if compiled > COMPILED:
+            raise ConfigError(
+                f"grammar: is {compiled >> 20} MiB when it is compiled, and may be "
+                f"{COMPILED >> 20}; give a simpler one"
+            )
+        return compiled, copied
 
 
 class _Tries:
@@ -38,13 +51,24 @@ class _Tries:
         words = [token.encode("latin-1") for token in tokens]
         self._compiler = Compiler(Vocabulary(words, stop_tokens))
 
-    def __call__(self, request: Any) -> str | None:
-        """Why a grammar cannot be compiled, None where it can."""
+    def __call__(self, request: Any) -> tuple[str, int, int]:
+        """Why a grammar cannot be compiled, and the bytes of one that can, and of its copy."""
+        give_back()  # of the last one, else this one may take its place and seem small
+        before = _resident()
         try:
-            self._compiler.compile(*request)
+            matcher = self._compiler.compile(*request)
         except ConfigError as error:
-            return str(error)
-        return None
+            return str(error), 0, 0
+        compiled = _resident()
+        copies = [matcher.copy() for _ in range(COPIES)]
+        copied = (_resident() - compiled) // len(copies)
+        return "", compiled - before, max(copied, 0)
+
+
+def _resident() -> int:
+    """Bytes of this process in memory; 0 where the system does not say."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * resource.getpagesize() if file.exists() else 0
 
 
 if __name__ == "__main__":

@@ -347,6 +347,7 @@ def upwards(count):
         ("json_schema", {"allOf": [multiple(997), multiple(991)]}, "more than 1 s"),
         ("regex", "(", "not a regular expression"),
         ("json_schema", False, "Unsatisfiable"),
+        ("regex", "a" * 250_000, "is [0-9]+ MiB when it is compiled"),
     ],
 )
 def test_a_grammar_that_ends_its_process_is_refused_with_the_limit(trial, kind, grammar, message):

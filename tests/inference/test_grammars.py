@@ -56,3 +56,17 @@ def test_a_grammar_is_tried_once_and_a_refusal_names_its_field(grammars, monkeyp
             await grammars.answers(QUICK, 1, "a")
 
     asyncio.run(ask())
+
+
+def test_grammars_together_have_bounded_memory_until_their_answers_are_gone(grammars, monkeypatch):
+    monkeypatch.setattr("maxstack.inference.trial.Trial.check", lambda *_: (40 << 20, 10 << 20))
+
+    async def ask():
+        answers = [await grammars.answers(QUICK, 60, "a")]
+        with pytest.raises(Full, match="1280 MiB of 1024"):
+            await grammars.answers(QUICK, 60, "b")
+        answers.clear()
+        await asyncio.sleep(0.1)  # the event loop has them until its next turn
+        assert len(await grammars.answers(QUICK, 60, "b")) == 60
+
+    asyncio.run(ask())

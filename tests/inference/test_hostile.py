@@ -42,6 +42,13 @@ def rules(count):
     return f'start: r0\n{between}r{count}: "b"'
 
 
+def shared(count):
+    """Rules that a parser holds open side by side, behind a text that leaves no choice."""
+    each = "".join(f"r{i}: X\n" for i in range(count))
+    heads = " | ".join(f"r{i} s" for i in range(count))
+    return f"start: P s\nP: /a{{4}}/\ns: {heads} | X\n{each}X: /[a-zA-Z ]/"
+
+
 A = sorted(pre_tokenizers.ByteLevel.alphabet()).index("a")
 AMBIGUOUS = 'start: e\ne: e e | "a" | ' + " | ".join("e " * count for count in range(3, 9))
 ATTACKS = {
@@ -62,6 +69,12 @@ ATTACKS = {
     "an ambiguous grammar": (
         "/v1/completions",
         {"guided_grammar": AMBIGUOUS, "max_tokens": 400, "logit_bias": {str(A): 100}},
+        4,
+        {400},
+    ),
+    "a costly step behind a cheap one": (
+        "/v1/completions",
+        {"guided_grammar": shared(240), "max_tokens": 20},
         4,
         {400},
     ),

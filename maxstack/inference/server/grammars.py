@@ -2,13 +2,16 @@
 
 import asyncio
 import collections
+import contextlib
 import functools
 import json
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from maxstack.errors import ConfigError
+from maxstack.hardware.memory import give_back
 from maxstack.inference.grammar import Answer, Compiler, Vocabulary, check_size
 from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.service import Full
@@ -18,8 +21,12 @@ PROCESSES = 2
 """Grammars that are compiled at a time."""
 WAITING = 64
 """Requests of a client that may wait for their grammars."""
-KEPT, KEPT_BYTES = 64, 1 << 16
-"""Grammars that are kept compiled, and bytes of the longest of them."""
+KEPT, KEPT_BYTES = 64, 4 << 20
+"""Grammars that are kept compiled, and bytes of the largest of them."""
+LIVE = 1 << 30
+"""Bytes of all grammars that are kept or followed."""
+FREED = 8 << 20
+"""Bytes of a grammar whose memory goes back to the system when it is gone."""
 
 
 class Rule(NamedTuple):
@@ -28,6 +35,10 @@ class Rule(NamedTuple):
     field: str
     kind: str
     value: Any
+
+
+class _Held:
+    """Stands for the memory of a grammar, which its answers share."""
 
 
 class Grammars:
@@ -42,6 +53,7 @@ class Grammars:
         self._threads = ThreadPoolExecutor(PROCESSES, "grammar")
         self._trials: list[Trial] = []
         self._free = asyncio.Semaphore(PROCESSES)
+        self._live = 0
 
     async def answers(self, rule: Rule, count: int, client: str) -> list[Answer]:
         """So many answers that follow a rule. Refusal for one that cannot be followed, Full where
@@ -84,13 +96,30 @@ class Grammars:
         key = json.dumps(rule[1:])
         answer = self._kept.pop(key, None)
         if answer is None:
-            trial.check(rule.kind, rule.value)
-            answer = Answer(self._compiler.compile(rule.kind, rule.value))
-        if len(key) <= KEPT_BYTES:
-            self._kept[key] = answer
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+            compiled, copied = trial.check(rule.kind, rule.value)
+            held = self._hold(compiled + count * copied)
+            answer = Answer(self._compiler.compile(rule.kind, rule.value), held)
+            if compiled + len(key) > KEPT_BYTES:
+                return [answer.copy() for _ in range(count)]
+        self._kept[key] = answer
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
         return [answer.copy() for _ in range(count)]
+
+    def _hold(self, size: int) -> _Held:
+        """Count bytes until what it gives is gone. Full where there are too many."""
+        if self._live + size > LIVE:
+            raise Full(f"grammars have {self._live + size >> 20} MiB of {LIVE >> 20}; try later")
+        self._live += size
+        held = _Held()
+        weakref.finalize(held, self._gone, size)
+        return held
+
+    def _gone(self, size: int) -> None:
+        self._live -= size
+        if size > FREED:
+            with contextlib.suppress(RuntimeError):  # the server ends
+                self._threads.submit(give_back)
 
     @functools.cached_property
     def _compiler(self) -> Compiler:
