@@ -119,6 +119,16 @@ def test_a_record_that_extends_another_file_is_refused(sent):
         load("sent/config.yml")
 
 
+def test_a_record_that_is_a_link_is_refused(sent):
+    folder = sent({}, settings=record(KEYS["run.executable"]))
+    (folder / "config.yml").unlink()
+    (folder / "config.yml").symlink_to("settings.yml")
+    for place in (".", "/"):
+        os.chdir(place)
+        with pytest.raises(ConfigError, match="config.yml: is a link|settings.yml: is a link"):
+            load(str(folder / "config.yml"))
+
+
 def test_a_file_that_extends_a_record_gets_its_code_from_the_user_alone(sent, tmp_path):
     sent(record(KEYS["run.executable"]))
     (tmp_path / "mine.yml").write_text("extends: sent/config.yml\ntrain: {steps: 9}")

@@ -203,6 +203,9 @@ def prune(args: Namespace) -> None:
             f"--keep {args.keep}: must be 1 or more; to delete all of a run, delete its folder"
         )
     own = args.run / "checkpoints"
+    other = own.resolve().parent
+    if other != args.run.resolve() and (other / "config.yml").exists():
+        raise ConfigError(f"{own}: leads into another run, {other}; prune that")
     steps = manifest.steps(own)[: -args.keep]
     freed = sum(survey.size(own / f"{step}") for step in steps)
     if not args.dry_run:

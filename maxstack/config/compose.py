@@ -180,6 +180,8 @@ class _Composer:
     def file(self, path: str, section: str) -> Node:
         """The file's tree with everything it extends."""
         real = _real(path)
+        if os.path.islink(path) and trust.is_record(path):
+            raise ConfigError(f"{shown(path)}: is a link, where a run writes a file; name that")
         if self._open and not Path(real).is_relative_to(self._shipped):
             outer = self._open[-1]
             if trust.is_record(outer) and not trust.is_trusted(outer):

@@ -69,7 +69,6 @@ def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = Fals
     """The only document in `text`; origins are `name:line`, or `name` if not `lines`. ConfigError
     for anything but plain YAML, and, with `sections`, for a key at the top that is no identifier,
     which the message does not quote."""
-    secrets.check(text, name if lines else "override")
     builder = _Builder(yaml.parse(text, Loader=_PARSER), name, lines, sections)
     try:
         return builder.document()
@@ -204,6 +203,8 @@ class _Builder:
                 f"{where}: tag {shortened(tag)} is refused: a configuration holds plain values "
                 "only; quote text that begins with !"
             )
+        if isinstance(event, yaml.ScalarEvent):
+            secrets.check(event.value, where if self._lines else "override")
         return where
 
     def _value(self, event: yaml.Event, where: str, depth: int, key: str) -> Any:

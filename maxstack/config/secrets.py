@@ -6,7 +6,8 @@ import re
 from maxstack.errors import ConfigError
 
 WORDS = re.compile(
-    "TOKEN|(API)?KEY|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|PWD|CREDENTIALS?|AUTH(ORIZATION)?|BEARER"
+    "[A-Z]*TOKEN|(API)?KEY|SECRETS?|(PG)?PASS(WORD|WD|PHRASE)?|PWD|CREDENTIALS?|"
+    "AUTH(ORIZATION)?|BEARER|PAT|DSN|JWT|COOKIE|WEBHOOK"
 )
 """Words in the names of variables that hold secrets."""
 PLACES = "FILE", "PATH", "DIR", "SOCK", "NAME", "ID"
@@ -14,24 +15,26 @@ PLACES = "FILE", "PATH", "DIR", "SOCK", "NAME", "ID"
 SWITCH = re.compile(r"(?i)|[0-9]{1,3}|true|false|on|off|yes|no|none|/\S*\.json")
 """Values that are none: switches, and the path of a file of credentials."""
 SHAPE = re.compile(
-    r"\bhf_[A-Za-z0-9]{20,}|\bsk-[\w-]{20,}|\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|"
-    r"\b(AKIA|ASIA)[A-Z0-9]{16}\b|\b(gh[pousr]_|github_pat_|glpat-)[\w-]{20,}|"
-    r"\bxox[abeprs]-[A-Za-z0-9-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]*:[^/\s@]+@"
+    r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{34}|sk-(proj-|ant-|svcacct-)[\w-]{20,}|sk-[A-Za-z0-9]{32,}|"
+    r"AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|wandb_v1_\w{20,}|"
+    r"(AKIA|ASIA)[A-Z0-9]{16}(?![A-Za-z0-9])|(gh[pousr]_|github_pat_|glpat-)[\w-]{20,}|"
+    r"xox[abeprs]-[A-Za-z0-9-]{10,}|eyJ[\w-]{10,}\.[\w-]{10,}\.)|"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]*:[^/\s@]+@|https?://[^/\s@]{16,}@|"
+    r"[?&](sig|signature|token|access_token|X-(Amz|Goog)-Signature)=[^&\s]{8,}"
 )
-"""Of tokens and keys of Hugging Face, OpenAI and those like it, Google, AWS, GitHub, GitLab and
-Slack, private keys, and URLs with a password."""
+"""Of keys and tokens of Hugging Face, OpenAI and those like it, Google, W&B, AWS, GitHub, GitLab,
+and Slack, JSON Web Tokens, private keys, and URLs that are signed or hold a token or password."""
 ADVICE = (
     "it would stand in config.yml, manifests or trackers for others to read; give it by `secrets:` "
     "of the cluster's file (gke), in an environment variable, or a file that only you may read"
 )
 
 
-def check(text: str, name: str) -> None:
-    """ConfigError where a text of a configuration has the shape of a secret, which is not
+def check(text: str, where: str) -> None:
+    """ConfigError where a key or text of a configuration has the shape of a secret, which is not
     quoted."""
-    if found := SHAPE.search(text):
-        line = text.count("\n", 0, found.start()) + 1
-        raise ConfigError(f"{name}:{line}: looks like a secret; {ADVICE}")
+    if SHAPE.search(text):
+        raise ConfigError(f"{where}: looks like a secret; {ADVICE}")
 
 
 def is_secret(variable: str, value: str) -> bool:

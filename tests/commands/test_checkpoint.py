@@ -132,6 +132,14 @@ def test_prune_keeps_the_newest(run, capsys):
     assert "must be 1 or more" in said(capsys, "prune", run, "--keep", 0, code=1)
 
 
+def test_prune_deletes_nothing_of_a_run_that_a_link_leads_to(run, tmp_path, capsys):
+    sent = tmp_path / "sent"
+    sent.mkdir()
+    (sent / "checkpoints").symlink_to(run / "checkpoints")
+    (run / "config.yml").touch()
+    assert "leads into another run" in said(capsys, "prune", sent, "--keep", 1, code=1)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
