@@ -84,6 +84,10 @@ def answer_all(answerer: Callable[[Any], Callable[[Any], Any]]) -> None:
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory,) * 2)
+    signal.signal(
+        signal.SIGPROF, signal.SIG_DFL
+    )  # as a parent may have left it ignored, or blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     threading.stack_size(stack)
     _send(target, None)
 

@@ -4,8 +4,8 @@ import functools
 import gzip
 import io
 import json
+import multiprocessing
 import re
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from maxstack import load, strict_json
-from maxstack.cluster.connections import Line
-from maxstack.cluster.roll_call import Card
+from maxstack.cluster import roll_call
 from maxstack.config import compose, reader
 from maxstack.data import conversations, copies, images, tokenizers
 from maxstack.data.files import File
@@ -216,13 +215,12 @@ def _configuration(data: bytes, folder: Path) -> None:
 
 
 def _called(data: bytes, folder: Path) -> None:
-    ours, theirs = socket.socketpair()
-    with theirs, Line(ours) as line:
-        theirs.sendall(data[: 1 << 16] + b"\n")
-        theirs.shutdown(socket.SHUT_WR)
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        theirs.send_bytes(data[: 1 << 16])
         try:
-            Card.read(line, 1.0)
-        except (OSError, ValueError) as error:  # by which the caller closes the connection
+            roll_call.Card.read(roll_call._read(ours, 1.0))
+        except (OSError, ValueError) as error:  # by which process 0 closes the connection
             raise DataError(str(error)) from error
 
 

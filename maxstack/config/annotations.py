@@ -27,10 +27,10 @@ _WORDS = {
 }
 """Words for a type of a JSON schema."""
 _BOUNDS = {
-    "minimum": " >= {:g}",
-    "exclusiveMinimum": " > {:g}",
-    "maximum": " <= {:g}",
-    "exclusiveMaximum": " < {:g}",
+    "minimum": " >= {:,.10g}",
+    "exclusiveMinimum": " > {:,.10g}",
+    "maximum": " <= {:,.10g}",
+    "exclusiveMaximum": " < {:,.10g}",
     "minLength": " of at least {}",
     "minItems": " of at least {}",
     "minProperties": " of at least {}",

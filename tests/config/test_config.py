@@ -149,5 +149,5 @@ def test_a_file_is_checked_without_importing_jax(tiny, overrides, code):
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     if "train.steps=x" in overrides:
-        told = "error: override: train.steps: got 'x' (text); allowed: a whole number >= 1\n"
-        assert done.stderr == told
+        told = "error: override: train.steps: got 'x' (text); allowed: a whole number >= 1 and"
+        assert done.stderr.startswith(told)
