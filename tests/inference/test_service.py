@@ -14,7 +14,7 @@ from maxstack.inference.grammar import Answer
 from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.server.app import make_app
 from maxstack.inference.server.errors import Refusal
-from maxstack.inference.server.schemas import CompletionBody, parsed
+from maxstack.inference.server.schemas import ChatBody, CompletionBody, parsed
 from maxstack.inference.server.state import State
 from maxstack.inference.service import Ask, Failed, Full, Service
 
@@ -166,6 +166,9 @@ def test_one_client_leaves_a_quarter_of_what_may_wait_to_the_others():
     asyncio.run(asyncio.wait_for(ask(), 20))
 
 
+WIDE = {str(i): 0 for i in range(3000)}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -174,9 +177,39 @@ def test_one_client_leaves_a_quarter_of_what_may_wait_to_the_others():
         ({str(i): 0 for i in range(3000)}, "more than 2048 keys"),
         ({"logit_bias": {str(i): "x" for i in range(3000)}}, "more than 2048 keys"),
         ({"guided_choice": [1] * 100_000}, "guided_choice.0=1: Input should be a valid string"),
+        ({"stop": [1] * 100_000}, "stop.*0=1: Input should be a valid string"),
+        ({"prompt": [[1]] * 250_000}, "the body: holds more than 200,000 lists and objects"),
+        ({"response_format": {"type": "json_schema", "json_schema": WIDE}}, "json_schema.*2048"),
     ],
 )
 def test_a_body_of_many_faults_is_read_to_the_first(fields, words):
     with pytest.raises(Refusal, match=words) as refusal:
         parsed(CompletionBody, json.dumps({"prompt": "x"} | fields).encode())
     assert refusal.value.status == 400 and len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": [{"role": "user"} | WIDE]}, "messages.0=.*more than 2048 keys"),
+        ({"messages": [{"role": "user", "content": [WIDE]}]}, "content.*0=.*than 2048 keys"),
+        ({"messages": [{"role": "a", "tool_calls": [WIDE]}]}, "calls.0=.*than 2048 keys"),
+        ({"tools": [WIDE]}, "tools.0=.*more than 2048 keys"),
+        ({"tool_choice": {"function": WIDE}}, "function=.*more than 2048 keys"),
+        ({"modalities": [1] * 100_000}, "^modalities.0=1: Input should be 'text'"),
+    ],
+)
+def test_a_conversation_of_many_faults_is_read_to_the_first(fields, words):
+    messages = {"messages": [{"role": "user", "content": "x"}]}
+    began = time.process_time()
+    with pytest.raises(Refusal, match=words) as refusal:
+        parsed(ChatBody, json.dumps(messages | fields).encode())
+    assert refusal.value.status == 400 and time.process_time() - began < 0.5
+
+
+def test_the_largest_conversation_is_read():
+    call = {"id": "1", "function": {"name": "f", "arguments": {}}}
+    part = {"type": "text", "text": "[{"}
+    message = {"role": "assistant", "content": [part], "tool_calls": [call]}
+    body = json.dumps({"messages": [message] * 16_384}).encode()
+    assert len(parsed(ChatBody, body).messages) == 16_384
