@@ -8,6 +8,7 @@ import types
 import httpx
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from maxstack.errors import ConfigError, DataError
 from maxstack.inference.grammar import Answer
@@ -196,15 +197,19 @@ def test_a_body_of_many_faults_is_read_to_the_first(fields, words):
         ({"messages": [{"role": "a", "tool_calls": [WIDE]}]}, "calls.0=.*than 2048 keys"),
         ({"tools": [WIDE]}, "tools.0=.*more than 2048 keys"),
         ({"tool_choice": {"function": WIDE}}, "function=.*more than 2048 keys"),
-        ({"modalities": [1] * 100_000}, "^modalities.0=1: Input should be 'text'"),
     ],
 )
 def test_a_conversation_of_many_faults_is_read_to_the_first(fields, words):
     messages = {"messages": [{"role": "user", "content": "x"}]}
-    began = time.process_time()
     with pytest.raises(Refusal, match=words) as refusal:
         parsed(ChatBody, json.dumps(messages | fields).encode())
-    assert refusal.value.status == 400 and time.process_time() - began < 0.5
+    assert refusal.value.status == 400
+
+
+def test_a_list_of_what_is_no_modality_has_one_fault():
+    with pytest.raises(ValidationError) as error:
+        ChatBody.model_validate({"messages": [{"role": "user"}], "modalities": [1] * 100})
+    assert error.value.error_count() == 1
 
 
 def test_the_largest_conversation_is_read():
