@@ -32,17 +32,17 @@ _LONG = b"9" * MOST_DIGITS, b"e999", b"e+999"
 looked at one by one, which takes longer than to read them."""
 
 
-def parse(text: str | bytes, where: str = "", *, strict: bool = True) -> Any:
+def parse(text: str | bytes, where: str = "", *, strict: bool = True, most: int = MOST) -> Any:
     """The value of a JSON text in UTF-8. DataError, which begins with `where` if given, for others,
-    more than DEEPEST, MOST and MOST_DIGITS, numbers that no float holds, half of a surrogate pair
-    and a key twice in an object. Not `strict`, it may have keys twice, halves, NaN and Infinity,
-    and any number of lists."""
+    more than DEEPEST, `most` lists and objects and MOST_DIGITS, numbers that no float holds, half
+    of a surrogate pair and a key twice in an object. Not `strict`, it may have keys twice, halves,
+    NaN and Infinity, and any number of lists."""
     begin = where and f"{where}: "
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     lists, marked = data.count(b"[") + data.count(b"{"), data.translate(_MARKS)
     is_long = any(mark in marked for mark in _LONG)
-    if strict and lists > MOST:
-        raise DataError(f"{begin}holds more than {MOST:,} lists and objects")
+    if strict and lists > most:
+        raise DataError(f"{begin}holds more than {most:,} lists and objects")
     try:
         value = json.loads(
             data.decode("utf-8-sig", "strict" if strict else "surrogatepass"),

@@ -17,7 +17,8 @@ from maxstack.config import storage
 from maxstack.data import byte_level, hub, tiktoken_files
 from maxstack.data.documents import Document, Documents, Picture, Tokens
 from maxstack.data.files import digest
-from maxstack.data.long_texts import LONGEST, parts, widest
+from maxstack.data.growth import AT_ONCE, growth
+from maxstack.data.long_texts import LONGEST, Encode, parts, widest
 from maxstack.errors import ConfigError, DataError, of_rust, quoted
 from maxstack.schema.data import (
     BYTE_IDS,
@@ -50,6 +51,8 @@ class Tokenizer(ABC):
     """Tokens that `decode` leaves out, and how they are written."""
     named: Mapping[str, str] = {}
     """bos_token and eos_token of chat templates, as far as it knows them without other files."""
+    grows: float = 1
+    """Bytes of text at most that become of one while it is encoded."""
     _bos: Sequence[int]
     _eos: Sequence[int]
 
@@ -78,7 +81,7 @@ class Tokenizer(ABC):
             if not isinstance(text, bytes):
                 ids.append(np.atleast_1d(text).astype(np.int32))
                 continue
-            for start, stop in parts(text, longest, self._text_ids):
+            for start, stop in self._parts(text, longest, self._text_ids):
                 ids.append(np.asarray(self._text_ids(text[start:stop]), np.int32))
         return np.concatenate([*ids, np.asarray(self._eos, np.int32)])
 
@@ -109,7 +112,7 @@ class Tokenizer(ABC):
         `encode` goes, without white space that the tokenizer leaves out; none for beginning and
         end."""
         spans = [np.zeros((len(self._bos), 2), np.int64)]
-        for start, stop in parts(document, longest, self._text_ids):
+        for start, stop in self._parts(document, longest, self._text_ids):
             found = np.array(self._text_spans(document[start:stop]), np.int64)
             spans.append(start + found.reshape(-1, 2))
         return np.concatenate([*spans, np.full((len(self._eos), 2), len(document))])
@@ -159,8 +162,11 @@ class Tokenizer(ABC):
     ) -> Iterator[tuple[np.ndarray, int]]:
         """The ids of `encode_marked`, of `longest` bytes at a time, and the byte up to which they
         go. Other threads run while the library works."""
-        for start, stop in parts(document, longest, self._marked_ids):
+        for start, stop in self._parts(document, longest, self._marked_ids):
             yield np.asarray(self._marked_ids(document[start:stop]), np.int32), stop
+
+    def _parts(self, text: bytes, longest: int, encode: Encode) -> Iterator[tuple[int, int]]:
+        return parts(text, min(longest, int(AT_ONCE / self.grows)), encode)
 
     def _marked_ids(self, document: bytes) -> Sequence[int] | np.ndarray:
         names = {name: token for token, name in self.special.items()}
@@ -307,6 +313,7 @@ class HuggingFace(Tokenizer):
             raise
         except Exception as error:  # the library's own, as it makes one of other files
             raise DataError(f"{cfg.path}: {files}: {error}") from error
+        self.grows = growth(self._model, cfg.path)
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True
@@ -359,8 +366,14 @@ class HuggingFace(Tokenizer):
         return bytes.fromhex(byte[1]) if byte else None
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        encoded = of_rust(self.name, self._marked.encode, text, add_special_tokens=False)
-        return np.array(encoded.ids, np.int32), _in_bytes(encoded.offsets, text.encode())
+        document, ids, spans = text.encode(), [], []
+        for start, stop in self._parts(document, len(document), self._marked_ids):
+            part = document[start:stop]
+            encode = self._marked.encode
+            encoded = of_rust(self.name, encode, part.decode(), add_special_tokens=False)
+            ids.append(np.array(encoded.ids, np.int32))
+            spans.append(start + _in_bytes(encoded.offsets, part))
+        return np.concatenate(ids), np.concatenate(spans)
 
     @functools.cached_property
     def _marked(self) -> Any:

@@ -6,6 +6,7 @@ import sentencepiece
 import tokenizers
 
 from maxstack.data import fits
+from maxstack.data.growth import growth
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of
 from maxstack.data.vocabulary import train
@@ -276,3 +277,63 @@ def test_a_panic_of_a_library_in_rust_is_an_error_of_data():
         of_rust("a.json", made.encode, "a a a")
     with pytest.raises(KeyError):
         of_rust("a.json", {}.__getitem__, 1)
+
+
+def steps(name, *made):
+    """A tokenizer with steps of one kind."""
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "a"))
+    kind = getattr(tokenizers, f"{name}s" if name != "post_processor" else "processors")
+    setattr(model, name, kind.Sequence([*made]))
+    return model
+
+
+LONG = "a" * 3000
+
+
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [
+        ("normalizer", [tokenizers.normalizers.Replace("a", LONG)] * 2),
+        ("normalizer", [tokenizers.normalizers.Replace(tokenizers.Regex("a"), LONG)] * 2),
+        ("normalizer", [tokenizers.normalizers.Prepend(LONG)] * 2),
+        ("normalizer", [tokenizers.normalizers.Sequence([tokenizers.normalizers.NFKD()])] * 5),
+        ("pre_tokenizer", [tokenizers.pre_tokenizers.ByteLevel()] * 20),
+        (
+            "post_processor",
+            [tokenizers.processors.TemplateProcessing(" ".join(["$A"] * 200), None, [])] * 2,
+        ),
+        ("decoder", [tokenizers.decoders.Replace("a", "a" * 100)]),
+        ("decoder", [tokenizers.decoders.CTC(word_delimiter_token="")] * 20),
+    ],
+)
+def test_a_file_whose_steps_multiply_text_is_refused(name, made, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    steps(name, *made).save(str(path))
+    with pytest.raises(DataError, match=f"{path}.*{name}.* times as long"):
+        open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path)))
+
+
+def test_steps_as_published_tokenizers_have_them_are_taken():
+    normal, before = tokenizers.normalizers, tokenizers.pre_tokenizers
+    table = normal.Precompiled(bytes([4, 0, 0, 0] * 2) + b"x" * 33 + b"\0y\0")
+    llama = [normal.Prepend("\u2581"), normal.Replace(" ", "\u2581")]
+    xlnet = [normal.NFKD(), normal.StripAccents(), normal.Lowercase(), table]
+    xlnet.append(normal.Replace(tokenizers.Regex(" {2,}"), " "))
+    assert growth(steps("normalizer", *llama), "a.json") == 4 * 3
+    model = steps("normalizer", *xlnet)
+    model.pre_tokenizer = before.Sequence([before.WhitespaceSplit(), before.Metaspace()])
+    assert growth(model, "a.json") == 11 * 1.5 * 33 * 2 * 4
+
+
+def test_a_text_that_grows_is_encoded_in_smaller_parts(tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.json"
+    model = steps("normalizer", tokenizers.normalizers.Replace("a", "b" * 1000))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.save(str(path))
+    tokenizer = open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=str(path)))
+    monkeypatch.setattr("maxstack.data.tokenizers.AT_ONCE", 2_000_000)
+    sizes = [
+        stop - start
+        for start, stop in tokenizer._parts(b"a " * 9_000, 1 << 20, tokenizer._text_ids)
+    ]
+    assert 1900 < max(sizes) <= 2000

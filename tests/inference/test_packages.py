@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import documents
@@ -15,6 +16,8 @@ from packaged import KERNEL, TYPES, make, serving, values
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from maxstack import cli
+from maxstack.inference.packages import tensors
+from maxstack.inference.server.refusal import Refusal
 
 SIZES, QUEUE = "1,2,4,8", 6
 X = np.random.default_rng(1).standard_normal((8, 16)).astype(np.float32)
@@ -245,6 +248,17 @@ def test_what_cannot_be_done_is_refused_by_name(server, model, body, status, wor
 def test_a_body_that_is_no_request_is_refused(server, content, headers, status):
     answer = server.http.post("/v2/models/toy/infer", content=content, headers=headers)
     assert answer.status_code == status and answer.json().keys() == {"error"}
+
+
+@pytest.mark.parametrize("nest", [lambda values: values, lambda values: [values]])
+def test_texts_of_json_make_no_array_as_wide_as_their_longest(nest):
+    values = nest(["a" * 10_000, *[""] * 1_000])
+    tracemalloc.start()
+    with pytest.raises(Refusal, match="x: data must be numbers"):
+        tensors.from_values("x", "FP32", [1001], values)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_binary_data_of_another_size_is_refused(client):

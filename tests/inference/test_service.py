@@ -8,13 +8,14 @@ import types
 import httpx
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from maxstack.errors import ConfigError, DataError
 from maxstack.inference.grammar import Answer
 from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.server.app import make_app
 from maxstack.inference.server.errors import Refusal
-from maxstack.inference.server.schemas import CompletionBody, parsed
+from maxstack.inference.server.schemas import ChatBody, CompletionBody, parsed
 from maxstack.inference.server.state import State
 from maxstack.inference.service import Ask, Failed, Full, Service
 
@@ -166,6 +167,9 @@ def test_one_client_leaves_a_quarter_of_what_may_wait_to_the_others():
     asyncio.run(asyncio.wait_for(ask(), 20))
 
 
+WIDE = {str(i): 0 for i in range(3000)}
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -174,9 +178,43 @@ def test_one_client_leaves_a_quarter_of_what_may_wait_to_the_others():
         ({str(i): 0 for i in range(3000)}, "more than 2048 keys"),
         ({"logit_bias": {str(i): "x" for i in range(3000)}}, "more than 2048 keys"),
         ({"guided_choice": [1] * 100_000}, "guided_choice.0=1: Input should be a valid string"),
+        ({"stop": [1] * 100_000}, "stop.*0=1: Input should be a valid string"),
+        ({"prompt": [[1]] * 250_000}, "the body: holds more than 200,000 lists and objects"),
+        ({"response_format": {"type": "json_schema", "json_schema": WIDE}}, "json_schema.*2048"),
     ],
 )
 def test_a_body_of_many_faults_is_read_to_the_first(fields, words):
     with pytest.raises(Refusal, match=words) as refusal:
         parsed(CompletionBody, json.dumps({"prompt": "x"} | fields).encode())
     assert refusal.value.status == 400 and len(str(refusal.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": [{"role": "user"} | WIDE]}, "messages.0=.*more than 2048 keys"),
+        ({"messages": [{"role": "user", "content": [WIDE]}]}, "content.*0=.*than 2048 keys"),
+        ({"messages": [{"role": "a", "tool_calls": [WIDE]}]}, "calls.0=.*than 2048 keys"),
+        ({"tools": [WIDE]}, "tools.0=.*more than 2048 keys"),
+        ({"tool_choice": {"function": WIDE}}, "function=.*more than 2048 keys"),
+    ],
+)
+def test_a_conversation_of_many_faults_is_read_to_the_first(fields, words):
+    messages = {"messages": [{"role": "user", "content": "x"}]}
+    with pytest.raises(Refusal, match=words) as refusal:
+        parsed(ChatBody, json.dumps(messages | fields).encode())
+    assert refusal.value.status == 400
+
+
+def test_a_list_of_what_is_no_modality_has_one_fault():
+    with pytest.raises(ValidationError) as error:
+        ChatBody.model_validate({"messages": [{"role": "user"}], "modalities": [1] * 100})
+    assert error.value.error_count() == 1
+
+
+def test_the_largest_conversation_is_read():
+    call = {"id": "1", "function": {"name": "f", "arguments": {}}}
+    part = {"type": "text", "text": "[{"}
+    message = {"role": "assistant", "content": [part], "tool_calls": [call]}
+    body = json.dumps({"messages": [message] * 16_384}).encode()
+    assert len(parsed(ChatBody, body).messages) == 16_384

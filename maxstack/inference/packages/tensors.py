@@ -1,5 +1,6 @@
 """Tensors of the Open Inference Protocol: of JSON or raw bytes, to arrays and back."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,20 +32,31 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> 
         raise Refusal(400, f"{name}: BF16 is sent as binary data alone; JSON has no such numbers")
     if not isinstance(values, list):
         raise Refusal(400, f"{name}: data must be a list")
+    kind = {"b": "booleans", "f": "numbers"}.get(dtype.kind, "integers")
+    wrong = Refusal(400, f"{name}: data must be {kind} that {datatype} can hold")
+    # Texts are refused before there is an array, whose elements are all as wide as its widest.
+    if not _kinds(values) <= {bool, int, float, list}:
+        raise wrong
     try:
         given = np.array(values)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, MemoryError) as error:
         raise Refusal(400, f"{name}: data must be numbers, in lists of one length") from error
     if not given.size:
         given = given.astype(dtype)
     if not _fits(given, dtype):
-        kind = {"b": "booleans", "f": "numbers"}.get(dtype.kind, "integers")
-        raise Refusal(400, f"{name}: data must be {kind} that {datatype} can hold")
+        raise wrong
     if given.shape != tuple(shape) and (given.ndim != 1 or given.size != math.prod(shape)):
         raise Refusal(
             400, f"{name}: data has the shape {quoted(list(given.shape))}, not {quoted(shape)}"
         )
     return given.reshape(shape).astype(dtype)
+
+
+def _kinds(values: list[Any]) -> set[type]:
+    """Types of what is in lists of lists; `list` among them where others lie beside lists."""
+    while (kinds := set(map(type, values))) == {list}:
+        values = [*itertools.chain.from_iterable(values)]
+    return kinds
 
 
 def _fits(given: np.ndarray, dtype: np.dtype) -> bool:

@@ -4,7 +4,7 @@ not know, and values that it cannot follow, are refused by name."""
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from maxstack import strict_json
 from maxstack.errors import DataError, quoted
@@ -18,6 +18,9 @@ BIASES = 1024
 PROMPTS = MESSAGES = 1 << 14
 FIELDS = 2048
 """Keys of a body, and of an object in it."""
+LISTS = 200_000
+"""Lists and objects of a body, and marks of such in its texts. A conversation of MESSAGES, each
+with a part and a call, has 100,000."""
 
 Count = Annotated[int, Field(ge=0)]
 Top = Annotated[int, Field(ge=0, le=LOGPROBS)]
@@ -26,12 +29,23 @@ Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
 Key = Annotated[int, Field(strict=False)]
 """An integer as a key of JSON, which is a text."""
 Tokens = Annotated[list[int], Field(fail_fast=True)]
-Prompts = (
+
+
+def _check_prompts(given: Any) -> Any:
+    """What is no list of ids, and has too many items, is refused before each kind is tried on
+    it."""
+    if isinstance(given, list) and len(given) > PROMPTS and not isinstance(given[0], int):
+        raise ValueError(f"should have at most {PROMPTS} items, not {len(given)}")
+    return given
+
+
+Prompts = Annotated[
     str
     | Tokens
-    | Annotated[list[str], Field(fail_fast=True, max_length=PROMPTS)]
-    | Annotated[list[Tokens], Field(fail_fast=True, max_length=PROMPTS)]
-)
+    | Annotated[list[str], Field(fail_fast=True)]
+    | Annotated[list[Tokens], Field(fail_fast=True)],
+    BeforeValidator(_check_prompts),
+]
 
 
 class Body(BaseModel):
@@ -41,6 +55,13 @@ class Body(BaseModel):
     model: str | None = None
 
     @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, data: Any) -> Any:
+        """Each of many keys would be a fault."""
+        if isinstance(data, dict) and len(data) > FIELDS:
+            raise ValueError(f"is an object of more than {FIELDS} keys")
+        return cls._without_null(data)
+
     @classmethod
     def _without_null(cls, data: Any) -> Any:
         if not isinstance(data, dict):
@@ -106,7 +127,7 @@ class Sampled(Body):
     ] = {}
     seed: int | None = None
     n: Annotated[int, Field(ge=1, le=CHOICES)] = 1
-    stop: Stop | Annotated[list[Stop], Field(max_length=STOPS)] = []
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=STOPS)] = []
     stop_token_ids: Annotated[Tokens, Field(max_length=BIASES)] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -201,7 +222,6 @@ class Message(Body):
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     tool_calls: Annotated[list[Called], Field(fail_fast=True)] | None = None
 
-    @model_validator(mode="before")
     @classmethod
     def _without_null(cls, data: Any) -> Any:
         return data
@@ -259,7 +279,7 @@ class ChatBody(Conversation, Sampled):
     prompt_logprobs: None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] = ["text"]
     reasoning_effort: str | None = None
     """Given to the chat template."""
 
@@ -313,7 +333,7 @@ OF_OTHERS = {
 def parsed(kind: type[AnyBody], data: bytes) -> AnyBody:
     """The body of a request. Refusal with status 400 that names a wrong field."""
     try:
-        content = strict_json.parse(data, "the body")
+        content = strict_json.parse(data, "the body", most=LISTS)
         _check_sizes(content)
         return kind.model_validate(content)
     except ValidationError as error:

@@ -1,0 +1,70 @@
+"""How many times as long the steps of a tokenizer.json may make a text, by what they say."""
+
+import base64
+import json
+import math
+from typing import Any
+
+from maxstack.errors import DataError
+
+MOST, MOST_DECODED = 1 << 14, 64
+"""Growth at most while a text is encoded, and while ids are decoded. Of the published ones,
+XLNet's steps may grow a text 4,400 times, by these bounds."""
+AT_ONCE = 1 << 26
+"""Bytes that a text grows to at once at most; the library takes about 20 times as many."""
+_ENCODING = "normalizer", "pre_tokenizer", "post_processor"
+_LISTS = "normalizers", "pretokenizers", "processors", "decoders"
+_FORMS = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 1.5}
+"""Bytes of UTF-8 for one: https://unicode.org/faq/normalization.html#12 and SpecialCasing.txt."""
+_SPACES = {"BertNormalizer": 12, "ByteLevel": 4, "BPEDecoder": 2, "CTC": 2, "WordPiece": 2}
+"""Steps that put spaces between characters, or write a byte as a character of two."""
+
+
+def growth(model: Any, where: str) -> float:
+    """Bytes that the tokenizers library's model makes of one at most while it encodes a text.
+    DataError, which begins with `where`, for more than MOST and MOST_DECODED."""
+    encoded = math.prod(_of(model, name) for name in _ENCODING)
+    for names, found, most in (
+        (", ".join(_ENCODING), encoded, MOST),
+        ("decoder", _of(model, "decoder"), MOST_DECODED),
+    ):
+        if found > most:
+            raise DataError(
+                f"{where}: its {names} may make a text more than {most:,} times as long, which no "
+                "published tokenizer does; get the file anew"
+            )
+    return encoded
+
+
+def _of(model: Any, name: str) -> float:
+    # The library's own notation, since it reads older ones of files too.
+    step = getattr(model, name)
+    return _of_step(json.loads(step.__getstate__())) if step else 1.0
+
+
+def _of_step(step: dict[str, Any]) -> float:
+    kind, total = step["type"], 1.0
+    for each in next((step[key] for key in _LISTS if key in step), ()):
+        total = min(total * _of_step(each), 2.0 * MOST)
+    if kind == "Replace":
+        # An expression may match nothing, and puts its content between all characters then.
+        shortest, content = len(_bytes(step["pattern"].get("String"))), len(_bytes(step["content"]))
+        total = max(1, content / shortest) if shortest else 1 + content
+    elif kind in ("Prepend", "Metaspace"):
+        total = 1 + len(_bytes(step.get("prepend", step.get("replacement"))))
+    elif kind == "Precompiled":
+        total = _longest(base64.b64decode(step["precompiled_charsmap"]))
+    elif kind == "TemplateProcessing":
+        total = max(1, sum("Sequence" in piece for piece in step["single"]))
+    return total * _FORMS.get(kind, 1) * _SPACES.get(kind, 1)
+
+
+def _bytes(text: str | None) -> bytes:
+    return (text or "").encode()
+
+
+def _longest(charsmap: bytes) -> int:
+    """Bytes of the longest text that SentencePiece's table puts for a character: after the size of
+    a trie and the trie, texts that end with a zero."""
+    begin = 4 + int.from_bytes(charsmap[:4], "little")
+    return max(1, *map(len, charsmap[begin:].split(b"\0")), 0)
