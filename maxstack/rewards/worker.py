@@ -125,7 +125,7 @@ class Worker:
                 if not isinstance(message, dict) or message.get("id") != request["id"]:
                     raise ValueError(message)
                 if not message.get("begin"):
-                    return message
+                    return _checked(message, request["do"])
                 if begun == calls:  # what was called has written that
                     raise ValueError(message)
                 if self._bounded and not begun:
@@ -136,7 +136,7 @@ class Worker:
             raise self._death() from None
         except TimeoutError:
             raise Lost(f"did not take a request within {SILENCE / 2:g} s") from None
-        except (ValueError, RecursionError):
+        except (KeyError, TypeError, ValueError, RecursionError):
             raise Lost("answered with too much, or wrote to the socket of its worker") from None
 
     def _started(self) -> Lines:
@@ -216,6 +216,20 @@ class Worker:
 
     def _orphaned(self) -> bool:
         return self._requests.hung_up() or os.getppid() != self._parent
+
+
+def _checked(message: dict[str, Any], action: str) -> dict[str, Any]:
+    """An answer by the rules that the runner has for what it calls, which may have written the
+    answer itself. KeyError, TypeError or ValueError where it breaks them."""
+    names = ("failure", "messages", "value", "components", "over", "grown")
+    answer = {name: message[name] for name in names if name in message}
+    if "failure" in answer:
+        return answer | {"failure": str(answer["failure"])}
+    if action == "turn":
+        runner.observed(answer["messages"])
+    if action == "reward" or "value" in answer:
+        answer |= runner.rewarded({**answer["components"]} or answer["value"])
+    return answer
 
 
 def main() -> NoReturn:

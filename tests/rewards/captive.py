@@ -134,11 +134,19 @@ def forges(prompt, completion, row):
     return 0.0
 
 
-def forge():
+def forge(**keys):
     for each in gc.get_objects():
         if type(each).__name__ == "Lines":
             with contextlib.suppress(EOFError):
-                each.send({"value": 1000.0, "components": {}})
+                each.send({"value": 1000.0, "components": {}, **keys})
+
+
+def lies(prompt, completion, row):
+    """An answer to its own request that is not one of a reward."""
+    frame = sys._getframe()
+    while "request" not in frame.f_locals:
+        frame = frame.f_back
+    forge(id=frame.f_locals["request"]["id"], **row)
 
 
 def plants(prompt, completion, row):

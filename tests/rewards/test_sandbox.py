@@ -99,6 +99,22 @@ def test_an_answer_that_was_not_asked_for_fails_the_call_that_wrote_it(confined)
 
 
 @bubblewrap
+@pytest.mark.parametrize(
+    "lie", [{"value": "much"}, {"value": float("inf")}, {"components": 5}, {"killed": True}]
+)
+def test_an_answer_that_the_call_itself_wrote_obeys_the_rules(lie):
+    pool = Pool([captive("lies")], 1, sandbox.prefix())
+    try:
+        found = pool.submit(case(**lie)).result(60)[0]
+    finally:
+        pool.close()
+    if "killed" in lie:  # a name that an answer does not have
+        assert found == (1000.0, {}, None)
+    else:
+        assert "wrote to the socket" in found.failure
+
+
+@bubblewrap
 def test_what_a_call_writes_after_its_answer_answers_no_other():
     pool = Pool([captive("adds")], 1, sandbox.prefix())
     try:
