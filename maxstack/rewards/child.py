@@ -1,18 +1,20 @@
 """The parent's side of a worker process."""
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxstack.rewards import processes, sandbox
 from maxstack.rewards.lines import Lines
-from maxstack.rewards.worker import KILL_SECONDS, LOAD_SECONDS
+from maxstack.rewards.worker import KILL_SECONDS, LOAD_SECONDS, SILENCE
 
 _START_SECONDS, _GRACE_SECONDS = 120.0, 30.0
 
@@ -65,10 +67,17 @@ class Child:
 
     def _answer(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """`ask`, once; `killed` is true in a failure by a signal that nobody here sent."""
-        lines = self._started()
+        lines, name = self._started(), secrets.token_hex(16)
+        deadline = time.monotonic() + LOAD_SECONDS + seconds + KILL_SECONDS + _GRACE_SECONDS
         try:
-            lines.send(dict(request), LOAD_SECONDS)
-            return lines.receive(LOAD_SECONDS + seconds + KILL_SECONDS + _GRACE_SECONDS)
+            lines.send({**request, "id": name}, SILENCE)
+            while time.monotonic() < deadline:
+                answer = lines.receive(SILENCE)
+                if answer.pop("id", "") != name:
+                    raise ValueError("an answer to another request")
+                if not answer.pop("busy", False):
+                    return answer
+            raise TimeoutError
         except (EOFError, TimeoutError, ValueError) as error:
             if self._closed:
                 raise Closed from None
@@ -108,6 +117,8 @@ class Child:
                     ],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
+                    # all that a sandbox inherits can be opened in it, as /proc/PID/fd/2
+                    stderr=subprocess.DEVNULL if self._sandbox else None,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                     env={"PYTHONHASHSEED": "0", **own, "JAX_PLATFORMS": "cpu"},

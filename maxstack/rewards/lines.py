@@ -56,6 +56,10 @@ class Lines:
         self._searched = 0
         return strict_json.parse(line, strict=False)
 
+    def waiting(self) -> bool:
+        """True where there is something to be received, or the other end is closed."""
+        return bool(self._buffer or select.select([self._socket], [], [], 0)[0])
+
     def hung_up(self) -> bool:
         """True where the other end is closed."""
         poll = select.poll()

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_DUMPABLE, _JOIN_SESSION_KEYRING = 4, 1
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+"""The number of a system call that C's library has no function for, by the machine."""
 _PAUSE = 0.001
 _LINUX = sys.platform == "linux"
 
@@ -27,6 +30,17 @@ def adopt_orphans() -> None:
     """Become the parent of descendants whose parent ends, instead of process 1."""
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def seal() -> None:
+    """Keep other programs of the same user from memory and descriptors of this process and of its
+    forks (no /proc/PID/mem, /proc/PID/fd, ptrace, pidfd_getfd), and these from the session's keys.
+    OSError where the first cannot be."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
+    if call := _KEYCTL.get(os.uname().machine):
+        library.syscall(call, _JOIN_SESSION_KEYRING, None)  # fails where the kernel has no keys
 
 
 def end_with_parent(parent: int) -> None:

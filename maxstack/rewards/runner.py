@@ -47,6 +47,8 @@ class Runner:
 
     def __init__(self, lines: Lines):
         self._lines, self._pid, self._folder = lines, os.getpid(), os.getcwd()
+        self._request = ""
+        """The id of the request that is answered."""
         self._calls: dict[str, Any] = {}
         self._sessions: dict[str, Session] = {}
         self._imported = processes.address_space()
@@ -57,6 +59,7 @@ class Runner:
         actions = {name: getattr(self, name) for name in ("load", "reward", "turn", "forget")}
         while True:
             request = self._receive()
+            self._request = request["id"]
             try:
                 answer = actions[request["do"]](request)
                 json.dumps(answer)
@@ -171,7 +174,7 @@ class Runner:
         if os.getpid() != self._pid:  # a fork of what was called, which returned as that did
             os._exit(0)
         try:
-            self._lines.send(message)
+            self._lines.send(message | {"id": self._request})
         except EOFError:
             os._exit(CLOSED)
 

@@ -55,7 +55,8 @@ def prefix() -> list[str]:
 def environment() -> dict[str, str]:
     """All variables of the processes in a sandbox."""
     package = str(Path(maxstack.__file__).parent.parent)
-    return {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONPATH": package}
+    found = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONPATH": package}
+    return found | {"PYTHONNOUSERSITE": "1"}  # of the scratch, where one call plants for the next
 
 
 def _imported() -> dict[str, str]:

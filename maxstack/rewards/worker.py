@@ -18,8 +18,12 @@ from maxstack.rewards.processes import Process
 LOAD_SECONDS = 300.0
 """For importing a function."""
 KILL_SECONDS = 5.0
-_TICK, _IDLE_TICK = 0.02, 0.1
-"""Seconds between looks at whether the parent and the runner live, in a call and between calls."""
+SILENCE = 30.0
+"""Seconds without a sign of life after which a worker is taken to be stopped: what runs in a
+sandbox can send SIGSTOP to it, and so to its clock."""
+_TICK, _IDLE_TICK, _BEAT = 0.02, 0.1, 1.0
+"""Seconds between looks at whether the parent and the runner live, in a call and between calls,
+and between signs of life in a call."""
 PROCESSES = 64
 """Processes in a sandbox, its own three among them."""
 LOAD_MEMORY = 16.0
@@ -63,7 +67,7 @@ class Worker:
                     with contextlib.suppress(Lost):
                         self._check_bounds()
                 else:
-                    self._requests.send(self._answer(request))
+                    self._requests.send(self._answer(request) | {"id": request["id"]})
         self.end()
 
     def end(self) -> NoReturn:
@@ -97,8 +101,9 @@ class Worker:
         calls = len(request.get("texts", ())) + 1
         self._memory = LOAD_MEMORY
         answers, deadline = self._started(), time.monotonic() + LOAD_SECONDS
+        beat = time.monotonic()
         try:
-            answers.send(request, LOAD_SECONDS)
+            answers.send(request, SILENCE / 2)
             while True:
                 dead = self._reap()
                 try:
@@ -113,11 +118,14 @@ class Worker:
                         took = f"took longer than timeout={timeout:g} s"
                         long = f"was not imported within {LOAD_SECONDS:g} s"
                         raise Lost(took if begun else long) from None
+                    if time.monotonic() >= beat + _BEAT:
+                        self._requests.send({"id": request["id"], "busy": True})
+                        beat = time.monotonic()
                     continue
-                if not isinstance(message, dict):
+                if not isinstance(message, dict) or message.get("id") != request["id"]:
                     raise ValueError(message)
                 if not message.get("begin"):
-                    return message
+                    return _checked(message, request["do"])
                 if begun == calls:  # what was called has written that
                     raise ValueError(message)
                 if self._bounded and not begun:
@@ -127,13 +135,13 @@ class Worker:
         except EOFError:
             raise self._death() from None
         except TimeoutError:
-            raise Lost(f"did not take a request within {LOAD_SECONDS:g} s") from None
-        except (ValueError, RecursionError):
+            raise Lost(f"did not take a request within {SILENCE / 2:g} s") from None
+        except (KeyError, TypeError, ValueError, RecursionError):
             raise Lost("answered with too much, or wrote to the socket of its worker") from None
 
     def _started(self) -> Lines:
         """The socket to the runner, which is forked if there is none."""
-        if self._answers and not self._reap():
+        if self._answers and not (self._reap() or self._answers.waiting()):
             return self._answers
         self._end_runner()
         ours, theirs = socket.socketpair()
@@ -210,6 +218,20 @@ class Worker:
         return self._requests.hung_up() or os.getppid() != self._parent
 
 
+def _checked(message: dict[str, Any], action: str) -> dict[str, Any]:
+    """An answer by the rules that the runner has for what it calls, which may have written the
+    answer itself. KeyError, TypeError or ValueError where it breaks them."""
+    names = ("failure", "messages", "value", "components", "over", "grown")
+    answer = {name: message[name] for name in names if name in message}
+    if "failure" in answer:
+        return answer | {"failure": str(answer["failure"])}
+    if action == "turn":
+        runner.observed(answer["messages"])
+    if action == "reward" or "value" in answer:
+        answer |= runner.rewarded({**answer["components"]} or answer["value"])
+    return answer
+
+
 def main() -> NoReturn:
     """Serve the parent. A signal to end is left to it, because it may still want answers."""
     processes.adopt_orphans()
@@ -217,7 +239,10 @@ def main() -> NoReturn:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs started here inherit
     end, outside = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     assert outside.startswith("pid:[") or not outside, "the name of a namespace"
-    Worker(Lines(end), os.getppid(), bounded=processes.namespace() != outside).serve()
+    bounded = processes.namespace() != outside
+    if bounded:
+        processes.seal()
+    Worker(Lines(end), os.getppid(), bounded).serve()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,21 @@
 """Rewards that try to leave their sandbox, for test_sandbox.py."""
 
+import contextlib
+import ctypes
+import gc
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+
+_PIDFD_GETFD, _PTRACE_SEIZE, _GET_KEYRING_ID, _SESSION = 438, 0x4206, 0, -3
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
 
 
 def reaches(prompt, completion, row):
@@ -24,7 +33,10 @@ def reaches(prompt, completion, row):
 
 def looks(prompt, completion, row):
     """Secrets of the process that began it, and of the home."""
-    environments = b"".join(path.read_bytes() for path in Path("/proc").glob("[0-9]*/environ"))
+    environments = b""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(PermissionError):
+            environments += path.read_bytes()
     return {
         "environment": row["secret"].encode() in environments or row["secret"] in str(os.environ),
         "file": os.path.exists(row["file"]),
@@ -81,3 +93,87 @@ def begins(prompt, completion, row):
     words = [sys.executable, "-c", completion]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     return float(done.stdout)
+
+
+def intrudes(prompt, completion, row):
+    """What a program that it begins takes from the processes around it."""
+    done = subprocess.run([sys.executable, __file__], stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout)
+
+
+def intrude():
+    """Files that others hold, and their memory, descriptors and registers; process 1 is
+    bubblewrap's, which may hold /dev/null and what tells it of an end."""
+    found = dict.fromkeys(("files", "memory", "descriptors", "traced"), 0)
+    library = ctypes.CDLL(None)
+    for pid in {int(path.name) for path in Path("/proc").glob("[0-9]*")} - {os.getpid()}:
+        with contextlib.suppress(PermissionError):
+            held = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+            found["files"] += len(held - {"/dev/null", "anon_inode:[eventfd]"})
+        if pid == 1:
+            continue
+        with contextlib.suppress(PermissionError), open(f"/proc/{pid}/mem", "r+b", 0):
+            found["memory"] += 1
+        handle = os.pidfd_open(pid)
+        numbers = range(64)
+        taken = [library.syscall(_PIDFD_GETFD, handle, number, 0) >= 0 for number in numbers]
+        found["descriptors"] += sum(taken)
+        found["traced"] += library.ptrace(_PTRACE_SEIZE, pid, None, None) == 0
+    return found
+
+
+def adds(prompt, completion, row):
+    """An answer to what is asked next."""
+    threading.Timer(0.1, forge).start()
+    return 1.0
+
+
+def forges(prompt, completion, row):
+    """An answer of its own beside the one that follows."""
+    forge()
+    return 0.0
+
+
+def forge(**keys):
+    for each in gc.get_objects():
+        if type(each).__name__ == "Lines":
+            with contextlib.suppress(EOFError):
+                each.send({"value": 1000.0, "components": {}, **keys})
+
+
+def lies(prompt, completion, row):
+    """An answer to its own request that is not one of a reward."""
+    frame = sys._getframe()
+    while "request" not in frame.f_locals:
+        frame = frame.f_back
+    forge(id=frame.f_locals["request"]["id"], **row)
+
+
+def plants(prompt, completion, row):
+    """Code that Python outside of virtual environments runs whenever it starts."""
+    folder = Path(f"/tmp/.local/lib/python3.{sys.version_info.minor}/site-packages")
+    folder.mkdir(parents=True)
+    (folder / "usercustomize.py").write_text("print('planted')")
+    words = [os.path.realpath(sys.executable), "-c", ""]
+    return float(len(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout))
+
+
+def stops(prompt, completion, row):
+    """The clock of its worker."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(60)
+
+
+def waits(prompt, completion, row):
+    time.sleep(2.5)
+    return 1.0
+
+
+def session(*_):
+    """The number of the keyring of the session, negative where there is none."""
+    call = _KEYCTL.get(os.uname().machine, -1)
+    return float(ctypes.CDLL(None).syscall(call, _GET_KEYRING_ID, _SESSION, 0))
+
+
+if __name__ == "__main__":
+    print(json.dumps(intrude()))

@@ -7,17 +7,19 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny
+from rewards import captive as prisoner
 from rewards.cases import awaited, case, ended, function
 from rewards.test_environments import turn
 
 from maxstack import startup
 from maxstack.errors import ConfigError
-from maxstack.rewards import sandbox
+from maxstack.rewards import child, sandbox
 from maxstack.rewards.pool import Pool
 from maxstack.schema.rewards import FunctionReward, RegexReward
 
@@ -82,6 +84,69 @@ def test_neither_environment_nor_home_nor_other_processes_are_seen(confined, tmp
     found = confined(captive("looks"), **row)
     assert found.failure is None
     assert found.components == dict.fromkeys(("environment", "file", "home", "processes"), 0.0)
+
+
+@bubblewrap
+def test_a_program_in_it_takes_nothing_from_the_processes_around_it(confined):
+    found = confined(captive("intrudes"))
+    assert found.failure is None
+    assert found.components == dict.fromkeys(("files", "memory", "descriptors", "traced"), 0.0)
+
+
+@bubblewrap
+def test_an_answer_that_was_not_asked_for_fails_the_call_that_wrote_it(confined):
+    assert "wrote to the socket of its worker" in confined(captive("forges")).failure
+
+
+@bubblewrap
+@pytest.mark.parametrize(
+    "lie", [{"value": "much"}, {"value": float("inf")}, {"components": 5}, {"killed": True}]
+)
+def test_an_answer_that_the_call_itself_wrote_obeys_the_rules(lie):
+    pool = Pool([captive("lies")], 1, sandbox.prefix())
+    try:
+        found = pool.submit(case(**lie)).result(60)[0]
+    finally:
+        pool.close()
+    if "killed" in lie:  # a name that an answer does not have
+        assert found == (1000.0, {}, None)
+    else:
+        assert "wrote to the socket" in found.failure
+
+
+@bubblewrap
+def test_what_a_call_writes_after_its_answer_answers_no_other():
+    pool = Pool([captive("adds")], 1, sandbox.prefix())
+    try:
+        for _ in range(2):
+            assert pool.submit(case()).result(60) == [(1.0, {}, None)]
+            time.sleep(0.3)
+    finally:
+        pool.close()
+
+
+@bubblewrap
+def test_python_runs_nothing_that_an_earlier_call_planted(confined):
+    assert confined(captive("plants")) == (0.0, {}, None)
+
+
+@bubblewrap
+def test_a_stop_of_its_worker_fails_the_call_in_time(confined, monkeypatch):
+    monkeypatch.setattr(child, "SILENCE", 2.0)
+    monkeypatch.setattr(child, "KILL_SECONDS", 0.1)
+    assert "did not answer (TimeoutError" in confined(captive("stops")).failure
+
+
+@bubblewrap
+def test_a_long_call_is_no_silence(confined, monkeypatch):
+    monkeypatch.setattr(child, "SILENCE", 2.0)
+    assert confined(captive("waits")) == (1.0, {}, None)
+
+
+@bubblewrap
+@pytest.mark.skipif(prisoner.session() < 0, reason="the kernel keeps no keys for this process")
+def test_the_keys_of_the_session_are_left_behind(confined):
+    assert confined(captive("session")).value not in (prisoner.session(), -1.0)
 
 
 @bubblewrap
