@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import resource
 import signal
@@ -42,8 +43,9 @@ class Server:
             Route("/health", lambda request: PlainTextResponse("")),
             Route("/metrics", lambda request: PlainTextResponse(connections.text_of(request.app))),
             Route("/read", self.read, methods=["POST"]),
+            Route("/digest", self.digest, methods=["POST"]),
             Route("/stream", self.stream, methods=["POST"]),
-            Route("/hold", self.hold),
+            Route("/hold", self.hold, methods=["GET", "POST"]),
         ]
         app = Starlette(routes=routes, exception_handlers={Refusal: self.refused})
         self.listener = process.bound_socket("127.0.0.1", 0)
@@ -64,6 +66,10 @@ class Server:
 
     async def read(self, request: Request):
         return JSONResponse({"size": len(await body.read_bytes(request, 1000))})
+
+    async def digest(self, request: Request):
+        found = await body.read_bytes(request, 8 << 20)
+        return PlainTextResponse(hashlib.sha256(found).hexdigest())
 
     async def refused(self, request: Request, error: Refusal):
         return JSONResponse(error.body, error.status, error.headers)
@@ -273,6 +279,102 @@ def test_a_limit_of_files_leaves_the_server_its_own():
     assert limits(256).stdout.split() == ["128", "128", "256"]
     assert limits(4096).stdout.split() == ["1024", "512", "1152"]
     assert "ConfigError: this process may open 128 files" in limits(128).stderr
+
+
+CHUNKED = b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+MANY = b"a:b\r\n" * 12_000 + b"\r\n"
+INVALID = {
+    "fields": (strangers.HEAD + MANY, b"HTTP/1.1 431 "),
+    "101 fields": (strangers.HEAD + b"a:b\r\n" * 100 + b"\r\n", b"HTTP/1.1 431 "),
+    "a long field": (strangers.HEAD + b"a:" + b"b" * 17_000 + b"\r\n\r\n", b"HTTP/1.1 431 "),
+    "trailer": (CHUNKED % b"/read" + b"1\r\na\r\n0\r\n" + MANY, b"HTTP/1.1 431 "),
+    "chunks": (CHUNKED % b"/read" + b"1\r\na\r\n" * 100_000, b"HTTP/1.1 413 "),
+    "chunks to nowhere": (CHUNKED % b"/none" + b"1\r\na\r\n" * 100_000, b""),
+    "a chunk of no length": (CHUNKED % b"/read" + b"x\r\n", b"HTTP/1.1 400 "),
+    "no text": (b"\x80\r\n\r\n", b"HTTP/1.1 400 "),
+    "digits": (
+        strangers.HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
+        b"HTTP/1.1 400 ",
+    ),
+}
+
+
+def answer_of(at, sent):
+    """What comes until the end of the connection."""
+    answer = b""
+    with socket.create_connection(at, 10) as one, contextlib.suppress(ConnectionError):
+        one.sendall(sent)
+        while more := one.recv(4096):
+            answer += more
+    return answer
+
+
+@pytest.mark.parametrize("kind", INVALID)
+def test_what_is_no_request_is_closed_in_little_time_and_without_a_line(kind, monkeypatch, caplog):
+    sent, begins = INVALID[kind]
+    run, spent = asyncio.Handle._run, [0.0]
+
+    def timed(handle):
+        began = time.thread_time()
+        run(handle)
+        spent.append(time.thread_time() - began)
+
+    with serving() as server:
+        assert server.ask() == 200
+        monkeypatch.setattr(asyncio.Handle, "_run", timed)
+        answer = answer_of(server.at, sent)
+        until(lambda: server.figure("invalid") == 1)
+        monkeypatch.undo()
+        # a connection that is closed with bytes unread may lose its answer
+        assert len(sent) > 1 << 16 or answer.startswith(begins)
+        assert max(spent) < 0.02
+        assert server.ask() == 200
+    assert not caplog.records
+
+
+def test_what_is_wrong_after_an_answer_leaves_no_line(caplog):
+    upgrade = b"Connection: upgrade, close\r\nUpgrade: websocket\r\n\r\n"
+    with serving() as server, socket.create_connection(server.at, 10) as one:
+        one.sendall(CHUNKED % b"/none")
+        assert one.recv(4096).startswith(b"HTTP/1.1 404 ")
+        one.sendall(b"no length\r\n")
+        assert strangers.ended(one) and server.figure("invalid") == 1
+        assert answer_of(server.at, strangers.HEAD + upgrade).startswith(b"HTTP/1.1 200 ")
+    assert not caplog.records
+
+
+def test_a_head_of_a_hundred_fields_is_answered():
+    fields = b"a:b\r\n" * 98 + b"Connection: close\r\n\r\n"
+    with serving() as server:
+        assert answer_of(server.at, strangers.HEAD + fields).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("size", [600, 4096, 1 << 16])
+def test_bodies_of_many_chunks_arrive_as_they_were_sent(size):
+    data = os.urandom(1 << 20)
+    parts = [data[at : at + size] for at in range(0, len(data), size)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    one = CHUNKED % b"/digest" + chunks + b"0\r\n\r\n"
+    with serving() as server:
+        answer = answer_of(server.at, one * 3 + strangers.HEAD + b"Connection: close\r\n\r\n")
+    assert answer.count(hashlib.sha256(data).hexdigest().encode()) == 3
+    assert answer.count(b"HTTP/1.1 200 ") == 4
+
+
+def test_a_body_that_is_not_read_stays_with_its_client(monkeypatch):
+    made, begin = [], process.Protocol.connection_made
+
+    def noted(protocol, transport):
+        made.append(protocol)
+        begin(protocol, transport)
+
+    monkeypatch.setattr(process.Protocol, "connection_made", noted)
+    with serving() as server, socket.create_connection(server.at, 10) as one:
+        one.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            one.sendall(CHUNKED % b"/hold" + (b"258\r\n" + b"a" * 600 + b"\r\n") * 40_000)
+        kept = len(made[0].cycle.body) + len(made[0].conn.trailing_data[0])
+        assert 0 < kept < 1 << 20
 
 
 STREAMS = """

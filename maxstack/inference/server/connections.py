@@ -25,8 +25,8 @@ SECONDS = {HEAD: 10.0, IDLE: 75.0, READING: 30.0}
 """How long a client may let the server wait; body.py has the time of bodies."""
 PROGRESS = 32 << 10
 """Bytes of an answer that a client reads at least in its time."""
-CROWD, REFUSED = "crowd", "refused"
-"""Why a connection is closed beside SECONDS: it gave way, or none did."""
+CROWD, REFUSED, INVALID = "crowd", "refused", "invalid"
+"""Why a connection is closed beside SECONDS: it gave way, or none did, or it sent no request."""
 RESERVE = 128
 """Descriptors that are left for the server's own files."""
 ENDING = 16
@@ -159,7 +159,7 @@ class Listener(socket.socket):
             f"maxstack_connections_open {len(self.open)}",
             "# TYPE maxstack_connections_closed counter",
         ]
-        for reason in (*SECONDS, CROWD, REFUSED):
+        for reason in (*SECONDS, CROWD, REFUSED, INVALID):
             labels = f'reason="{reason}"'
             lines.append(f"maxstack_connections_closed_total{{{labels}}} {self.closed[reason]}")
         return "\n".join(lines) + "\n"

@@ -6,6 +6,7 @@ import functools
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import h11
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from maxstack.errors import ConfigError
@@ -21,10 +23,12 @@ from maxstack.inference.server.connections import (
     BODY,
     HEAD,
     IDLE,
+    INVALID,
     READING,
     SECONDS,
     Listener,
 )
+from maxstack.inference.server.framing import TURN, Requests
 
 log = logging.getLogger(__name__)
 GRACE = 30
@@ -64,11 +68,13 @@ def serve(
 
 
 class Protocol(H11Protocol):
-    """uvicorn's protocol, which tells a connection what it waits for."""
+    """uvicorn's protocol, which tells a connection what it waits for, and lets other connections
+    have their turn while a client sends many small parts."""
 
     def __init__(self, listener: Listener, **given: Any):
         super().__init__(**given)
-        self._listener = listener
+        self.conn: Requests = Requests()
+        self._listener, self._more = listener, False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._connection = self._listener.of(transport)
@@ -77,6 +83,42 @@ class Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._settle()
+
+    def handle_events(self) -> None:
+        if self.transport.is_closing():
+            return
+        self.conn.turn = TURN
+        super().handle_events()
+        if not self.conn.turn:
+            self.flow.read_paused = False  # a request that is answered would resume reading
+            self.transport.pause_reading()
+            if not self._more:
+                self._more = True
+                self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._more = False
+        self.transport.resume_reading()
+        if self.cycle and len(self.cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        self.handle_events()
+        self._settle()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what h11 has just raised, where no answer has begun, and close."""
+        error = sys.exc_info()[1]
+        assert isinstance(error, h11.RemoteProtocolError)
+        self._listener.closed[INVALID] += 1
+        if self.cycle:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            text = f"{error}\n".encode()
+            headers = [("Connection", "close"), ("Content-Type", "text/plain")]
+            answer = h11.Response(status_code=error.error_status_hint, headers=headers)
+            for event in (answer, h11.Data(data=text), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -121,6 +163,7 @@ class Server(uvicorn.Server):
             loop="asyncio",  # which asks the listener for each connection
             ws="none",
             log_config=None,
+            log_level=logging.ERROR,  # warnings are of what clients send, and without end
             access_log=False,
             server_header=False,
             proxy_headers=False,  # a header is no address: clients would be as many as they say
