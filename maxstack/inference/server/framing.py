@@ -3,7 +3,7 @@
 import re
 
 import h11
-from h11._receivebuffer import ReceiveBuffer
+from h11._receivebuffer import ReceiveBuffer  # private: see the versions in pyproject.toml
 
 HEAD_BYTES = 16 << 10
 HEAD_LINES = 101
