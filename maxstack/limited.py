@@ -81,12 +81,10 @@ def answer_all(answerer: Callable[[Any], Callable[[Any], Any]]) -> None:
     source, target = sys.stdin.buffer, sys.stdout.buffer
     answer = answerer(_receive(source))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory,) * 2)
-    signal.signal(
-        signal.SIGPROF, signal.SIG_DFL
-    )  # as a parent may have left it ignored, or blocked
+    if size := own_memory()[0]:
+        resource.setrlimit(resource.RLIMIT_AS, (size + memory,) * 2)
+    # a parent may have left it ignored, or blocked
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     threading.stack_size(stack)
     _send(target, None)
@@ -106,6 +104,16 @@ def answer_all(answerer: Callable[[Any], Callable[[Any], Any]]) -> None:
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
+
+
+def own_memory() -> tuple[int, int]:
+    """Bytes of this process's address space, and those of it that are in memory; 0 where the system
+    does not say."""
+    file = Path("/proc/self/statm")
+    if not file.exists():
+        return 0, 0
+    size, resident = map(int, file.read_text().split()[:2])
+    return size * resource.getpagesize(), resident * resource.getpagesize()
 
 
 def _send(file: IO[bytes], content: Any) -> None:

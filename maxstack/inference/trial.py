@@ -1,8 +1,6 @@
 """Grammars of strangers are compiled in a process of their own first: the library ends the process
 that gives it rules nested too deeply, and may take minutes or all memory for others."""
 
-import resource
-from pathlib import Path
 from typing import Any
 
 from maxstack import limited
@@ -54,21 +52,15 @@ class _Tries:
     def __call__(self, request: Any) -> tuple[str, int, int]:
         """Why a grammar cannot be compiled, and the bytes of one that can, and of its copy."""
         give_back()  # of the last one, else this one may take its place and seem small
-        before = _resident()
+        before = limited.own_memory()[1]
         try:
             matcher = self._compiler.compile(*request)
         except ConfigError as error:
             return str(error), 0, 0
-        compiled = _resident()
+        compiled = limited.own_memory()[1]
         copies = [matcher.copy() for _ in range(COPIES)]
-        copied = (_resident() - compiled) // len(copies)
+        copied = (limited.own_memory()[1] - compiled) // len(copies)
         return "", compiled - before, max(copied, 0)
-
-
-def _resident() -> int:
-    """Bytes of this process in memory; 0 where the system does not say."""
-    file = Path("/proc/self/statm")
-    return int(file.read_text().split()[1]) * resource.getpagesize() if file.exists() else 0
 
 
 if __name__ == "__main__":

@@ -100,14 +100,6 @@ def private_memory() -> dict[int, int]:
     return found
 
 
-def address_space() -> int:
-    """Bytes of this process's address space; 0 where that is not known."""
-    if not _LINUX:
-        return 0
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def _children(pid: int) -> list[int]:
     """Children of all threads of a process, from the kernel's lists, or where it keeps none
     (CONFIG_PROC_CHILDREN) by asking every process for its parent."""

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from maxstack.errors import ConfigError, quoted, shortened
+from maxstack.limited import own_memory
 from maxstack.rewards import processes
 from maxstack.rewards.lines import Lines
 
@@ -51,7 +52,7 @@ class Runner:
         """The id of the request that is answered."""
         self._calls: dict[str, Any] = {}
         self._sessions: dict[str, Session] = {}
-        self._imported = processes.address_space()
+        self._imported = own_memory()[0]
         """Bytes of address space after importing what is called."""
 
     def serve(self) -> NoReturn:
@@ -66,7 +67,7 @@ class Runner:
             except BaseException as error:
                 answer = {"failure": described(error, request), "over": True}
                 self._sessions.pop(request.get("session", ""), None)
-            grown = processes.address_space() - self._imported
+            grown = own_memory()[0] - self._imported
             self._send(answer | {"grown": grown > request.get("memory", math.inf) * _GIB})
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -138,9 +139,9 @@ class Runner:
 
     def _resolved(self, call: str) -> Any:
         if call not in self._calls:
-            before = processes.address_space()
+            before = own_memory()[0]
             self._calls[call] = pkgutil.resolve_name(call)
-            self._imported += processes.address_space() - before
+            self._imported += own_memory()[0] - before
         return self._calls[call]
 
     @contextlib.contextmanager
@@ -153,7 +154,7 @@ class Runner:
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(int.from_bytes(digest[:4], "little"))
         before = resource.getrlimit(resource.RLIMIT_AS)
-        if used := processes.address_space():
+        if used := own_memory()[0]:
             most = used + int(request["memory"] * _GIB)
             hard = before[1] if before[1] != resource.RLIM_INFINITY else most
             resource.setrlimit(resource.RLIMIT_AS, (min(most, hard), before[1]))

@@ -14,6 +14,7 @@ from maxstack.errors import ConfigError
 from maxstack.hardware.memory import give_back
 from maxstack.inference.grammar import Answer, Compiler, Vocabulary, check_size
 from maxstack.inference.server.refusal import Refusal
+from maxstack.inference.server.threads import Queues
 from maxstack.inference.service import Full
 from maxstack.inference.trial import Trial
 
@@ -48,8 +49,7 @@ class Grammars:
     def __init__(self, vocabulary: Callable[[], Vocabulary]):
         self._vocabulary = functools.cache(vocabulary)
         self._kept: collections.OrderedDict[str, Answer] = collections.OrderedDict()
-        self._turns: dict[str, asyncio.Lock] = {}
-        self._waiting: collections.Counter[str] = collections.Counter()
+        self._turns = Queues(1)
         self._threads = ThreadPoolExecutor(PROCESSES, "grammar")
         self._trials: list[Trial] = []
         self._free = asyncio.Semaphore(PROCESSES)
@@ -58,18 +58,13 @@ class Grammars:
     async def answers(self, rule: Rule, count: int, client: str) -> list[Answer]:
         """So many answers that follow a rule. Refusal for one that cannot be followed, Full where
         the client waits for as many as it may. Cancelled, it ends the process that compiles."""
-        if self._waiting[client] == WAITING:
+        if self._turns.present[client] == WAITING:
             raise Full(f"{WAITING} requests of this client wait for their grammars; try later")
-        self._waiting[client] += 1
         try:
-            async with self._turns.setdefault(client, asyncio.Lock()), self._free:
+            async with self._turns.turn(client), self._free:
                 return await self._compiled(rule, count)
         except ConfigError as error:
             raise Refusal(400, f"{rule.field}: {error}", param=rule.field) from None
-        finally:
-            self._waiting[client] -= 1
-            if not self._waiting[client]:
-                del self._waiting[client], self._turns[client]
 
     def close(self) -> None:
         """End the processes, and what is compiled there."""

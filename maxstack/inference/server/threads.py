@@ -2,7 +2,8 @@
 
 import asyncio
 import collections
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -20,6 +21,29 @@ AFTER = 1.0
 Result = TypeVar("Result")
 
 
+class Queues:
+    """Of each client so many at a time, the next in the order in which they came. For the event
+    loop."""
+
+    def __init__(self, each: int):
+        self._each = each
+        self.present: collections.Counter[str] = collections.Counter()
+        """How many of each client have their turn or wait."""
+        self._turns: dict[str, asyncio.Semaphore] = {}
+
+    @contextlib.asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[None]:
+        """A turn of a client, once it comes."""
+        self.present[client] += 1
+        try:
+            async with self._turns.setdefault(client, asyncio.Semaphore(self._each)):
+                yield
+        finally:
+            self.present[client] -= 1
+            if not self.present[client]:
+                del self.present[client], self._turns[client]
+
+
 class Threads:
     """Threads of a server: short bodies have several, all long ones together one, so that reading
     them takes one processor's time, and clients take turns at it. For the event loop."""
@@ -27,44 +51,28 @@ class Threads:
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(1, "long")
         self._bytes: collections.Counter[str] = collections.Counter()
-        self._users: collections.Counter[tuple[str, bool]] = collections.Counter()
-        self._turns: dict[tuple[str, bool], asyncio.Semaphore] = {}
+        self._turns = Queues(SHORT)
+        self._long_turns = Queues(1)
         self._trim: asyncio.TimerHandle | None = None
 
     async def run(
         self, size: int, client: str, function: Callable[..., Result], *args: object
     ) -> Result:
         """What a function makes of a client's body of so many bytes. Full where too many wait."""
+        loop = asyncio.get_running_loop()
         if size < LONG:
-            return await self._run(None, (client, False), function, *args)
+            async with self._turns.turn(client):
+                return await loop.run_in_executor(None, function, *args)
         if self._bytes.total() + size > WAITING or self._bytes[client] + size > WAITING // 2:
             raise Full(f"long requests of {self._bytes.total()} bytes wait; try later")
         self._bytes[client] += size
         try:
-            return await self._run(self._long, (client, True), function, *args)
+            async with self._long_turns.turn(client):
+                return await loop.run_in_executor(self._long, function, *args)
         finally:
             self._bytes[client] -= size
             if not self._bytes[client]:
                 del self._bytes[client]
             if self._trim:
                 self._trim.cancel()
-            loop = asyncio.get_running_loop()
             self._trim = loop.call_later(AFTER, self._long.submit, give_back)
-
-    async def _run(
-        self,
-        pool: ThreadPoolExecutor | None,
-        who: tuple[str, bool],
-        function: Callable[..., Result],
-        *args: object,
-    ) -> Result:
-        """The same in a pool, once it is the turn of a client's short or long bodies."""
-        self._users[who] += 1
-        turns = self._turns.setdefault(who, asyncio.Semaphore(1 if pool else SHORT))
-        try:
-            async with turns:
-                return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
-        finally:
-            self._users[who] -= 1
-            if not self._users[who]:
-                del self._users[who], self._turns[who]
