@@ -289,7 +289,9 @@ def _named(started: Started, who: int, by_signals: bool) -> tuple[list[str], lis
         if int(process) != who
     ]
     if not right:
-        return [f"never named in {last_step(started.folder) - begin} steps"], others
+        ended = started.ended()
+        why = f": it ended: {started.output()[-1500:]}" if ended else ""
+        return [f"never named in {last_step(started.folder) - begin} steps{why}"], others
     return [f"named at step {right[0]}, slow since {begin}"] * (
         by_signals and right[0] > begin + WITHIN
     ), others
