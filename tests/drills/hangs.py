@@ -274,7 +274,7 @@ def _named(started: Started, who: int, by_signals: bool) -> tuple[list[str], lis
     try:
         started.until(
             lambda: (
-                f"process {who} (" in told(started.folder)
+                re.search(rf"process {who} \(.*? is slow", told(started.folder)) is not None
                 or last_step(started.folder) > begin + 5 * WITHIN
             )
         )
