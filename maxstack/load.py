@@ -181,7 +181,7 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     section for it: the architecture that its config.json says, computed in float32 if its weights
     are that and in bfloat16 if not, and its weights to start from; or those of a run, or one of its
     checkpoints."""
-    from maxstack.hf.contents import Contents, opened
+    from maxstack.hf.contents import Contents, open_contents
     from maxstack.hf.preprocessor import pictures
 
     if own := run_folder(path):
@@ -199,7 +199,7 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     # config.json alone is enough to show a configuration; whoever reads weights asks for them.
     names = os.listdir(folder) if os.path.isdir(folder) else []
     alone = bool(names) and not any(name.endswith(WEIGHTS) for name in names)
-    contents = Contents(folder, weights=False) if of_hub or alone else opened(folder)
+    contents = Contents(folder, weights=False) if of_hub or alone else open_contents(folder)
     dtype = "float32" if contents.dtype == "float32" else "bfloat16"
     section = contents.mapping | {"weights": folder, "dtype": dtype}
     if contents.model.tokens and (said := pictures(contents.folder)):

@@ -22,7 +22,7 @@ from maxstack.objectives.objective import Batch, Models, Objective, objective_of
 from maxstack.schema.objective import NextTokenConfig
 from maxstack.state import Moves, State, Tree, count, flat, of_state, of_weights, tree
 from maxstack.step import joined, only, skipped, traced_within, training_step
-from maxstack.weights.placed import PlacedWeights
+from maxstack.weights.placement import PlacedWeights
 from maxstack.weights.rewrite import Rewrite
 
 if TYPE_CHECKING:

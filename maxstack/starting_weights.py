@@ -30,11 +30,11 @@ def check(run: "Run") -> None:
     if own := run_folder(folder):
         _check_shapes(run, folder, load_record(own))
         return
-    from maxstack.hf.contents import opened
+    from maxstack.hf.contents import open_contents
     from maxstack.hf.reader import pieces_of
 
     shapes = {path: leaf.shape for path, leaf in run.weights.original.items()}
-    pieces_of(opened(folder), shapes, run.cfg.model)
+    pieces_of(open_contents(folder), shapes, run.cfg.model)
 
 
 def check_teacher(run: "Run", teacher: "Run") -> None:
@@ -88,11 +88,11 @@ def _drawn(cfg: "Config", path: str) -> jax.Array:
 
 
 def _of_folder(run: "Run", finite: bool) -> Iterator[tuple[str, jax.Array]]:
-    from maxstack.hf.contents import opened
+    from maxstack.hf.contents import open_contents
     from maxstack.hf.reader import load_params
 
     assert run.cfg.model.weights
-    contents, wanted = opened(run.cfg.model.weights), run.weights.original
+    contents, wanted = open_contents(run.cfg.model.weights), run.weights.original
     yield from load_params(contents, wanted, model=run.cfg.model, finite=finite)
 
 

@@ -312,11 +312,11 @@ def unlike_folder(run: Run, weights: str) -> Iterator[str]:
     """Lines about what a folder says of training that a run does not do: shorter rows, dropout, one
     adapter of a module that is several weights here."""
     from maxstack.hf.binding import bind
-    from maxstack.hf.contents import opened
+    from maxstack.hf.contents import open_contents
 
     if run_folder(weights):
         return
-    contents, seq_len = opened(weights), run.cfg.data.seq_len
+    contents, seq_len = open_contents(weights), run.cfg.data.seq_len
     said = contents.folder.config
     most = said.get("max_position_embeddings")
     if isinstance(most, int) and seq_len > most:

@@ -23,7 +23,7 @@ from maxstack.checkpoint.weights import WeightsReader
 from maxstack.commands import convert
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
-from maxstack.hf.exported import choose, export
+from maxstack.hf.export import choose_family, export
 from maxstack.hf.tokenizer import tokenizer_of
 from maxstack.load import load, load_tree
 from maxstack.models.model import abstract
@@ -137,7 +137,10 @@ def test_the_folders_tokenizer_comes_along_unless_another_is_given(here):
 
 
 def test_such_a_run_has_an_architecture_to_be_exported_as(here):
-    assert choose(load("runs/mine.yml").model, None, False)[0].architecture == "LlamaForCausalLM"
+    assert (
+        choose_family(load("runs/mine.yml").model, None, False)[0].architecture
+        == "LlamaForCausalLM"
+    )
 
 
 def test_an_adapter_that_is_not_loras_is_refused_before_any_weight_is_read(here):

@@ -41,7 +41,7 @@ LEVELS = (
     ("shaped",),
     ("meter", "plan"),
     ("run",),
-    ("weights.placed", "step"),
+    ("weights.placement", "step"),
     ("state", "load"),
     ("weights.rewrite",),
     ("objectives",),

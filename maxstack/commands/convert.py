@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from maxstack.checkpoint.weights import Choice, WeightsReader
     from maxstack.hf.contents import Contents
-    from maxstack.hf.exported import Answers
+    from maxstack.hf.export import Answers
     from maxstack.schema.config import Config
     from maxstack.schema.stack import StackConfig
 
@@ -126,7 +126,7 @@ def export_model(args: Namespace) -> None:
     """Convert a run or checkpoint into a model folder. ConfigError where no architecture of
     transformers is the run's model."""
     from maxstack.checkpoint.weights import on_newest
-    from maxstack.hf.exported import shard_bytes
+    from maxstack.hf.export import shard_bytes
 
     size = shard_bytes(args.shard_size)
     more = args.out, args.dtype, size, args.architecture, args.weights
@@ -148,7 +148,7 @@ def write_folder(
     from maxstack.checkpoint.weights import WeightsReader
     from maxstack.data.hub import TOKENIZER
     from maxstack.hf.contents import VALUE
-    from maxstack.hf.exported import export
+    from maxstack.hf.export import export
     from maxstack.hf.preprocessor import of_run
     from maxstack.schema.config import Config
 
@@ -191,13 +191,13 @@ def _convert(
     from tqdm import tqdm
 
     from maxstack.checkpoint.weights import WeightsWriter
-    from maxstack.hf.exported import record
-    from maxstack.hf.reader import leading, pieces_of, reading
+    from maxstack.hf.export import save_source_files
+    from maxstack.hf.reader import leading_dims, pieces_of, slab_reader
     from maxstack.models.model import weights_of
 
     weights = weights_of(model)
     pieces = pieces_of(contents, {path: leaf.shape for path, leaf in weights.items()}, model)
-    record(contents, out / BESIDE)
+    save_source_files(contents, out / BESIDE)
     (out / BESIDE / SOURCE).write_text(json.dumps(_fingerprint(contents, dtype), indent=2) + "\n")
     if (out / "checkpoints" / "0").exists():
         shutil.rmtree(out / ".importing", ignore_errors=True)
@@ -207,8 +207,8 @@ def _convert(
     with tqdm(total=total, unit=" weights", unit_scale=True, desc="importing") as bar:
         for path, leaf in weights.items():
             if path not in writer.done:
-                read = reading(pieces[path], leaf.shape, np.dtype(leaf.dtype), finite)
-                writer.fill(path, leading(pieces[path]), read)
+                read = slab_reader(pieces[path], leaf.shape, np.dtype(leaf.dtype), finite)
+                writer.fill(path, leading_dims(pieces[path]), read)
             bar.update(leaf.size)
     writer.finish()
 
@@ -220,7 +220,7 @@ def _configuration(
     architecture, further tokens aside."""
     from maxstack.config import dump
     from maxstack.hf import preprocessor
-    from maxstack.hf.family import meaning
+    from maxstack.hf.family import canonical_form
     from maxstack.hf.tokenizer import tokenizer_of
     from maxstack.load import load
 
@@ -244,7 +244,7 @@ def _configuration(
     source = contents.model
     if cfg.model.lengthened(source):
         source = source.model_copy(update={"vocab": cfg.decoder.vocab})
-    if meaning(cfg.model) != meaning(source):
+    if canonical_form(cfg.model) != canonical_form(source):
         raise ConfigError(
             f"{' '.join(overrides)}: changes the architecture, and the weights in "
             f"{contents.folder.path} are not of that; leave what "
@@ -298,9 +298,9 @@ def _progress(
 
 def _fingerprint(contents: "Contents", dtype: str | None) -> dict[str, Any]:
     """Facts that must be the same for an import to go on."""
-    from maxstack.hf.contents import states
+    from maxstack.hf.contents import file_states
 
-    files = sorted(states(contents.folder.path).items())
+    files = sorted(file_states(contents.folder.path).items())
     ends = (".safetensors", ".json")
     return {
         "folder": str(contents.folder.path.resolve()),
@@ -370,7 +370,7 @@ def _answers(data: Mapping[str, Any]) -> "Answers":
     """How a run was trained to read and to answer; nothing where its data held tokens."""
     from maxstack.data.chat import DEFAULT, answer_ends, template_of
     from maxstack.data.tokenizers import open_tokenizer
-    from maxstack.hf.exported import Answers
+    from maxstack.hf.export import Answers
     from maxstack.hf.tokenizer_files import Marks, Token
     from maxstack.schema.data import DataConfig, holds_text
 

@@ -117,15 +117,15 @@ def _by_tasks(args: Namespace) -> None:
         raise ConfigError("--out: is of tasks that are asked without --lm-eval")
     if args.fewshot_as_multiturn == "true" and not args.apply_chat_template:
         raise ConfigError("--fewshot-as-multiturn: turns are --apply-chat-template's; give it too")
-    from maxstack.evals.asking import Asking
     from maxstack.evals.opened import ask, check_finite
+    from maxstack.evals.prompts import PromptFormat
     from maxstack.evals.task_files import open_tasks
 
     opened = [] if args.lm_eval else open_tasks(names, library=args.tasks_path or "")
-    asking = Asking(args.system, multiturn=args.fewshot_as_multiturn != "false")
+    prompt_format = PromptFormat(args.system, multiturn=args.fewshot_as_multiturn != "false")
     sizes = args.batch_size, args.length, args.limit
     tasks, params = ask(
-        args.model, model_overrides(args), opened, *sizes, asking, args.apply_chat_template
+        args.model, model_overrides(args), opened, *sizes, prompt_format, args.apply_chat_template
     )
     for task in tasks.tasks:
         if cut := tasks.too_long(task):

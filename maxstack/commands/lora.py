@@ -51,7 +51,7 @@ def _export(args: Namespace, step: Path) -> None:
     from maxstack.commands.convert import configured, source_of
     from maxstack.hf import peft
     from maxstack.hf.binding import bind
-    from maxstack.hf.exported import choose
+    from maxstack.hf.export import choose_family
     from maxstack.hf.folder import Folder
     from maxstack.hf.writer import new_folder
     from maxstack.models.model import weights_of
@@ -75,7 +75,7 @@ def _export(args: Namespace, step: Path) -> None:
             f"{args.run}: {', '.join(odd)} is trained whole beside the adapter, and peft would "
             "take its name for others too; maxstack export gives the merged model"
         )
-    family, _ = choose(cfg.model, architecture, must=args.architecture is not None)
+    family, _ = choose_family(cfg.model, architecture, must=args.architecture is not None)
     shapes = {path: leaf.shape for path, leaf in weights_of(cfg.model).items()}
     tables, rows = {*rewrite.saved}, shapes.get("embed", (0,))[0]
     if rows > (settings.get("vocab_size") or rows):

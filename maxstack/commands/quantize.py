@@ -182,7 +182,7 @@ def _measured(
     from maxstack.checkpoint.weights import WeightsWriter
     from maxstack.run import assemble
     from maxstack.state import count, flat, tree
-    from maxstack.weights.observe import Errors
+    from maxstack.weights.quantization_errors import Errors
     from maxstack.weights.rewrite import Rewrite
 
     errors, cfg = Errors(), whole.cfg.model_copy(update={"quantization": cfg.quantization})
@@ -227,12 +227,12 @@ def _finish(
     """Write the run's configuration, what the model was imported with, and the report."""
     from maxstack.commands.convert import BESIDE, PLACEHOLDER, settings_of
     from maxstack.config import dump, trust
-    from maxstack.hf.contents import opened
-    from maxstack.hf.exported import record
+    from maxstack.hf.contents import open_contents
+    from maxstack.hf.export import save_source_files
 
     if own is None:
         assert cfg.model.weights
-        record(opened(cfg.model.weights), out / BESIDE)
+        save_source_files(open_contents(cfg.model.weights), out / BESIDE)
     elif (own / BESIDE).is_dir():
         shutil.copytree(own / BESIDE, out / BESIDE)
     settings = settings_of(cfg)

@@ -70,9 +70,9 @@ def evaluate(
             limit=limit,
             num_fewshot=shots,
             log_samples=False,
-            system_instruction=tasks.asking.system or None,
-            apply_chat_template=bool(tasks.asking.template),
-            fewshot_as_multiturn=tasks.asking.multiturn,
+            system_instruction=tasks.prompt_format.system or None,
+            apply_chat_template=bool(tasks.prompt_format.template),
+            fewshot_as_multiturn=tasks.prompt_format.multiturn,
         )
     return {name: _plain(metrics) for name, metrics in found["results"].items()}
 
@@ -117,7 +117,7 @@ def _model(tasks: Tasks, params: Any) -> Any:
         tokenizer_name = tasks.texts.tokenizer.name
 
         def apply_chat_template(self, history: list[dict[str, str]], **how: Any) -> str:
-            return tasks.asking.rendered(history, **how)
+            return tasks.prompt_format.render_messages(history, **how)
 
         def loglikelihood(self, requests: list[Any], *_: Any, **__: Any) -> list[Any]:
             def of(pairs: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from maxstack.errors import ConfigError, DataError
-from maxstack.evals.asking import Asking
+from maxstack.evals.prompts import PromptFormat
 from maxstack.evals.task import Task
 from maxstack.evals.tasks import Tasks
 from maxstack.inference.opened import assembled, read_weights
@@ -29,7 +29,7 @@ def ask(
     batch_size: int,
     length: int | None,
     limit: int | None,
-    asking: Asking,
+    prompt_format: PromptFormat,
     chat: bool,
 ) -> tuple[Tasks, Any]:
     """Tasks ready to be asked, and the model's weights. `length`: tokens of a request at most;
@@ -52,12 +52,12 @@ def ask(
     with contextlib.nullcontext() if chat else contextlib.suppress(ConfigError, DataError):
         template = chat_template(model, run.cfg, own)
     if chat:
-        asking = dataclasses.replace(asking, template=template)
+        prompt_format = dataclasses.replace(prompt_format, template=template)
     elif template:
         print(
             f"{model} has a chat template, and is asked without it; --apply-chat-template uses it"
         )
-    tasks = Tasks(run, opened, batch_size, length, ends, limit, asking)
+    tasks = Tasks(run, opened, batch_size, length, ends, limit, prompt_format)
     return tasks, read_weights(model, run, own)
 
 

@@ -14,7 +14,7 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from maxstack.errors import DataError, quoted, shortened
-from maxstack.evals.asking import PLAIN, Asking, Turn
+from maxstack.evals.prompts import PLAIN, PromptFormat, Turn
 from maxstack.schema.tasks import TaskConfig
 
 Document = Mapping[str, Any]
@@ -84,7 +84,7 @@ class Task:
     examples: Sequence[Document]
     files: Mapping[str, list[str]]
     """By split, the files that its documents were read from."""
-    asking: Asking = PLAIN
+    prompt_format: PromptFormat = PLAIN
 
     @property
     def name(self) -> str:
@@ -111,7 +111,7 @@ class Task:
         choices = self._choices(document) if cfg.doc_to_choice is not None else ()
 
         def prompt(text: str) -> str:
-            return self.asking.prompt([*before, Turn("user", text)])
+            return self.prompt_format.render([*before, Turn("user", text)])
 
         if cfg.output_type == "loglikelihood_rolling":
             return Question(document, text=str(answer))
@@ -121,7 +121,7 @@ class Task:
             return Question(document, text=prompt(str(question)), right=(*right,))
         if cfg.output_type == "loglikelihood":
             return Question(document, pairs=((prompt(str(question)), str(answer)),))
-        between = "" if self.asking.template else cfg.target_delimiter
+        between = "" if self.prompt_format.template else cfg.target_delimiter
         if isinstance(question, int):  # the choices are questions, which all go on alike
             pairs = [(prompt(each), f"{between}{answer}") for each in choices]
             answer = question
@@ -140,7 +140,7 @@ class Task:
 
     def _before(self, document: Document, rng: random.Random) -> list[Turn]:
         """What comes before the question: the description and examples."""
-        cfg, parts = self.cfg, [self.asking.system]
+        cfg, parts = self.cfg, [self.prompt_format.system]
         if cfg.description:
             parts.append(str(self._value(cfg.description, document)))
         parts = [part for part in parts if part]

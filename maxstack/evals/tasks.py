@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from maxstack.data.chat import answer_ends
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
-from maxstack.evals.asking import PLAIN, Asking
 from maxstack.evals.generation import Generator
+from maxstack.evals.prompts import PLAIN, PromptFormat
 from maxstack.evals.scoring import Scored, Scorer, Texts
 from maxstack.evals.task import Likelihood, Question, Task
 from maxstack.evals.task_files import open_tasks
@@ -46,15 +46,15 @@ class Tasks:
         length: int,
         stop_tokens: Collection[int],
         limit: int | None = None,
-        asking: Asking = PLAIN,
+        prompt_format: PromptFormat = PLAIN,
     ):
         """`length`: tokens of a row, and of a request at most. `stop_tokens` end an answer.
         `limit`: questions of each task at most. ConfigError where the model gives no token a
         probability; DataError for a document that does not fit its task."""
         check_can_be_asked(run)
-        self.run, self.asking = run, asking
+        self.run, self.prompt_format = run, prompt_format
         named = [part for part in opened if isinstance(part, Task)]
-        self.tasks = [dataclasses.replace(task, asking=asking) for task in named]
+        self.tasks = [dataclasses.replace(task, prompt_format=prompt_format) for task in named]
         self._groups = [part for part in opened if isinstance(part, GroupConfig)]
         self.metrics = metric_names(opened)
         self.questions = {task.name: task.questions[:limit] for task in self.tasks}

@@ -23,7 +23,7 @@ class Target:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bound:
+class BoundTensor:
     """A tensor of a file and our weights that it holds."""
 
     name: str
@@ -50,7 +50,7 @@ class _Block(NamedTuple):
     """Name of the block in a file."""
 
 
-def bind(family: Family, model: StackConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
+def bind(family: Family, model: StackConfig, shapes: Mapping[str, Shape]) -> list[BoundTensor]:
     """Every tensor of the model. ValueError where a weight of ours is in no row: the family cannot
     hold this model."""
     bound = [
@@ -76,7 +76,7 @@ def bind(family: Family, model: StackConfig, shapes: Mapping[str, Shape]) -> lis
     return bound
 
 
-def _of_block(row: Row, block: _Block, shapes: Mapping[str, Shape]) -> Iterator[Bound]:
+def _of_block(row: Row, block: _Block, shapes: Mapping[str, Shape]) -> Iterator[BoundTensor]:
     """The tensors of a row for one block; none where the block has not the row's weights."""
     stacked = len(block.lead)
     skip = stacked + row.experts
@@ -101,7 +101,7 @@ def _of_block(row: Row, block: _Block, shapes: Mapping[str, Shape]) -> Iterator[
     each = range(count) if count is not None and not row.indexed else (None,)
     for expert in each:
         lead = block.lead if expert is None else (*block.lead, expert)
-        yield Bound(
+        yield BoundTensor(
             row.tensor_name(block.name, expert),
             row,
             sizes,

@@ -125,7 +125,7 @@ class Layers:
         if type(layers) is not int or not 0 < layers < 10_000:
             raise source.fail(self.key, "must be the number of layers")
         names = self.order.read(source, layers) if self.order else [*self.tables] * layers
-        prefix, pattern = arranged(names, self.unrolled(source, layers))
+        prefix, pattern = find_pattern(names, self.unrolled(source, layers))
         blocks = {name: read(self.tables[name], source) for name in dict.fromkeys(names)}
         return {"layers": layers, "blocks": blocks, "prefix": prefix, "pattern": pattern}
 
@@ -141,7 +141,7 @@ class Layers:
             self.order.write(names, sink)
 
 
-def arranged(names: Names, unrolled: int = 0) -> tuple[list[str], list[str]]:
+def find_pattern(names: Names, unrolled: int = 0) -> tuple[list[str], list[str]]:
     """(prefix, pattern) that give these layers with the fewest blocks compiled: prefix, one period,
     and the remainder."""
     layers = len(names)

@@ -15,7 +15,7 @@ import pydantic
 from maxstack.data import hub
 from maxstack.errors import ConfigError, DataError
 from maxstack.hf import limits
-from maxstack.hf.binding import Bound
+from maxstack.hf.binding import BoundTensor
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import Family, of_config
 from maxstack.hf.folder import Folder, and_more
@@ -97,11 +97,11 @@ class Contents:
         del self.tensors[HEAD]
 
 
-def opened(path: str | Path) -> Contents:
+def open_contents(path: str | Path) -> Contents:
     """Contents with weights; those of the last call where no file of the same folder has changed
     since, so that a start of train opens each file once."""
     folder = hub.model_folder(str(path), weights=True)
-    return _unchanged(str(path), folder.absolute(), frozenset(states(folder).items()))
+    return _unchanged(str(path), folder.absolute(), frozenset(file_states(folder).items()))
 
 
 @functools.lru_cache(maxsize=1)
@@ -110,13 +110,15 @@ def _unchanged(path: str, *state: object) -> Contents:
     return Contents(path)
 
 
-def states(folder: Path) -> dict[str, tuple[int, int]]:
+def file_states(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and time of the last change (ns) of each file of a folder."""
     files = [entry for entry in folder.glob("*") if entry.is_file()]
     return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
 
 
-def check_tensors(contents: Contents, bound: Iterable[Bound], left: Collection[str] = ()) -> None:
+def check_tensors(
+    contents: Contents, bound: Iterable[BoundTensor], left: Collection[str] = ()
+) -> None:
     """DataError with every tensor that is missing, unknown or not shaped as config.json says;
     those of the patterns `left` may be there."""
     wanted = {tensor.name: tensor for tensor in bound}

@@ -87,7 +87,7 @@ class Family:
         """The config.json that describes `model`; Mismatch where this family cannot."""
         if type(model) is not self.schema:
             raise Mismatch(f"it is no {model.kind}")
-        wanted, sink = meaning(model), Sink()
+        wanted, sink = canonical_form(model), Sink()
         table.write(self.model, wanted, sink)
         self.layers.write(wanted["layers"], sink)
         architecture = self.architecture if model.has_head else self.bare
@@ -97,7 +97,7 @@ class Family:
         named = {"architectures": [architecture], "model_type": self.model_type}
         config = {**(named if self.model_type else {CLASS_NAME: architecture}), **sink}
         mtp = model.depth if self.further else 0
-        again = meaning(self.schema.model_validate(self.read(config, architecture, mtp)))
+        again = canonical_form(self.schema.model_validate(self.read(config, architecture, mtp)))
         if different := sorted(_different(wanted, again, "")):
             more = " and more" if len(different) > 5 else ""
             raise Mismatch(f"it has no way to say {', '.join(different[:5])}{more}")
@@ -146,7 +146,7 @@ def _check_labels(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def meaning(model: StackConfig) -> dict[str, Any]:
+def canonical_form(model: StackConfig) -> dict[str, Any]:
     """Everything that decides the logits of a model, in one form: layers one by one, defaults
     filled in, without names, dtypes and matters of speed."""
     data = plain_data(model)

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from maxstack.config.writer import inline
 from maxstack.data.copies import local_folder
 from maxstack.errors import ConfigError, DataError, quoted, shortened
-from maxstack.hf.binding import Bound, Target, bind
+from maxstack.hf.binding import BoundTensor, Target, bind
 from maxstack.hf.contents import HEAD
 from maxstack.hf.families import ALL
 from maxstack.hf.rows import Shape, axes_in
@@ -307,7 +307,7 @@ class _Module:
     """A tensor of a family as a linear module of PEFT. `adapted`: path of a weight with an adapter
     -> how many of its first dimensions are inputs."""
 
-    def __init__(self, tensor: Bound, adapted: Mapping[str, int]):
+    def __init__(self, tensor: BoundTensor, adapted: Mapping[str, int]):
         self.tensor, self.name = tensor, _name(tensor)
         self.targets = [target for target in tensor.targets if target.path in adapted]
         """Weights of ours in the tensor that have adapters."""
@@ -370,7 +370,7 @@ def write(
     out: Path,
     lora: LoraConfig,
     adapted: Mapping[str, int],
-    bound: Sequence[Bound],
+    bound: Sequence[BoundTensor],
     read: Read,
     base: Read,
     source: str | None,
@@ -441,7 +441,7 @@ def read(
     adapter: Adapter,
     lora: LoraConfig,
     adapted: Mapping[str, int],
-    bound: Sequence[Bound],
+    bound: Sequence[BoundTensor],
     shapes: Mapping[str, Shape],
     where: str = "this model",
 ) -> dict[str, np.ndarray]:
@@ -483,7 +483,9 @@ def read(
     return leaves
 
 
-def bound_to(adapter: Adapter, model: StackConfig, shapes: Mapping[str, Shape]) -> list[Bound]:
+def bound_to(
+    adapter: Adapter, model: StackConfig, shapes: Mapping[str, Shape]
+) -> list[BoundTensor]:
     """The tensors of our model in the first family that has the adapter's modules. ConfigError
     where none has."""
     if adapter.has_tables:
@@ -507,7 +509,7 @@ def bound_to(adapter: Adapter, model: StackConfig, shapes: Mapping[str, Shape]) 
     )
 
 
-def _modules(bound: Sequence[Bound], adapted: Mapping[str, int]) -> list[_Module]:
+def _modules(bound: Sequence[BoundTensor], adapted: Mapping[str, int]) -> list[_Module]:
     return [
         _Module(tensor, adapted)
         for tensor in bound
@@ -516,7 +518,7 @@ def _modules(bound: Sequence[Bound], adapted: Mapping[str, int]) -> list[_Module
 
 
 def _refuse_others(
-    adapter: Adapter, lora: LoraConfig, adapted: Mapping[str, int], bound: Sequence[Bound]
+    adapter: Adapter, lora: LoraConfig, adapted: Mapping[str, int], bound: Sequence[BoundTensor]
 ) -> None:
     """ConfigError with all settings in which the adapter and `lora` differ."""
     wrong = {
@@ -536,7 +538,7 @@ def _refuse_others(
         raise ConfigError(f"lora.adapter: {adapter.folder} was trained otherwise; set {said}")
 
 
-def _name(tensor: Bound) -> str:
+def _name(tensor: BoundTensor) -> str:
     return tensor.name.removesuffix(".weight")
 
 
@@ -554,7 +556,7 @@ def _whole(number: float) -> float:
     return int(number) if number.is_integer() else number
 
 
-def _target_modules(modules: Sequence[_Module], bound: Sequence[Bound]) -> list[str]:
+def _target_modules(modules: Sequence[_Module], bound: Sequence[BoundTensor]) -> list[str]:
     """Last names, as is usual, where these mean no other module; else whole names."""
     names = {module.name for module in modules}
     last = {name.rpartition(".")[2] for name in names}
@@ -562,7 +564,7 @@ def _target_modules(modules: Sequence[_Module], bound: Sequence[Bound]) -> list[
     return sorted(last if meant == names else names)
 
 
-def _refuse_taken_for_experts(modules: Sequence[_Module], bound: Sequence[Bound]) -> None:
+def _refuse_taken_for_experts(modules: Sequence[_Module], bound: Sequence[BoundTensor]) -> None:
     """ConfigError for modules beside experts that peft (0.21) would not adapt: in models whose
     experts transformers fuses, it takes their names for those of the experts."""
     if not any(tensor.row.experts for tensor in bound):

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from maxstack.errors import DataError
-from maxstack.hf.binding import Bound, Target, bind
+from maxstack.hf.binding import BoundTensor, Target, bind
 from maxstack.hf.contents import Contents, check_tensors
 from maxstack.hf.tensors import Tensor, check_finite, with_rows
 from maxstack.schema.stack import NewRows, StackConfig
@@ -55,7 +55,7 @@ def load_params(
 class Piece:
     """A slab of a weight of ours, and the part of a tensor that it is."""
 
-    bound: Bound
+    bound: BoundTensor
     target: Target
     tensor: Tensor
 
@@ -156,12 +156,12 @@ def pieces_of(
     return pieces
 
 
-def leading(pieces: Sequence[Piece]) -> int:
+def leading_dims(pieces: Sequence[Piece]) -> int:
     """Number of a weight's first dimensions that are of layers and experts."""
     return len(pieces[0].target.lead) + (pieces[0].bound.experts is not None)
 
 
-def reading(
+def slab_reader(
     pieces: Sequence[Piece], shape: tuple[int, ...], dtype: np.dtype, finite: bool = True
 ) -> Callable[[Index], np.ndarray]:
     """index -> the values there, read when asked for; DataError as in load_params."""
@@ -185,7 +185,7 @@ def reading(
 
 def _sharded(pieces: Sequence[Piece], leaf: Any, finite: bool) -> jax.Array:
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    values = reading(pieces, leaf.shape, leaf.dtype, finite)
+    values = slab_reader(pieces, leaf.shape, leaf.dtype, finite)
     last: dict[str, np.ndarray] = {}
 
     def once(index: Index | None) -> np.ndarray:

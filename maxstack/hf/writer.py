@@ -14,7 +14,7 @@ import numpy as np
 from maxstack.config import atomic
 from maxstack.data.hub import INDEX, MODEL, SINGLE
 from maxstack.errors import ConfigError
-from maxstack.hf.binding import Bound, Target
+from maxstack.hf.binding import BoundTensor, Target
 from maxstack.hf.folder import and_more
 from maxstack.hf.rows import Shape
 from maxstack.hf.safetensors_file import NAMES
@@ -74,7 +74,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 def write_tensors(
     folder: Path,
-    bound: Sequence[Bound],
+    bound: Sequence[BoundTensor],
     dtypes: Mapping[str, np.dtype],
     read: Read,
     shard_size: int,
@@ -90,7 +90,7 @@ def write_tensors(
     size of each weight that is written.
     """
     shards = _shards(folder, bound, dtypes, shard_size, stem, body)
-    by_path: dict[str, list[tuple[Bound, Target]]] = {}
+    by_path: dict[str, list[tuple[BoundTensor, Target]]] = {}
     for tensor in bound:
         for target in tensor.targets:
             by_path.setdefault(target.path, []).append((tensor, target))
@@ -124,7 +124,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _shards(
     folder: Path,
-    bound: Sequence[Bound],
+    bound: Sequence[BoundTensor],
     dtypes: Mapping[str, np.dtype],
     shard_size: int,
     stem: str,

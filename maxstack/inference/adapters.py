@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxstack.inference.opened import adapted_run
 from maxstack.state import flat
-from maxstack.weights.adapter import lengthening
+from maxstack.weights.adapter import dora_factors
 from maxstack.weights.spec import WeightSpec
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Adapters(NamedTuple):
     specs: Mapping[str, WeightSpec] = {}
     """By path: the weights that they change."""
     weights: Mapping[str, Any] = {}
-    """By path: leaves of adapted_rows.AdaptedRows, on every device, with a dimension in front for
+    """By path: leaves of multi_adapter.MultiAdapter, on every device, with a dimension in front for
     the repetitions of the pattern where there are any."""
 
 
@@ -60,7 +60,7 @@ def _leaves(
         a, b = read[f"{path}/lora_a"], read[f"{path}/lora_b"]
         leaves[path] = {"a": a, "b": b * lora.scale}
         if lora.dora:
-            factor = functools.partial(lengthening, lora, spec.contract)
+            factor = functools.partial(dora_factors, lora, spec.contract)
             for _ in range(a.ndim - spec.contract - 1):
                 factor = jax.vmap(factor)
             made = jax.jit(factor, out_shardings=NamedSharding(run.mesh, PartitionSpec()))

@@ -97,14 +97,14 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
     """The weights of an assembled run; of those that a checkpoint holds, the ones that
     checkpoint.weights says."""
     from maxstack.checkpoint.weights import load_newest
-    from maxstack.hf.contents import opened
+    from maxstack.hf.contents import open_contents
     from maxstack.hf.reader import load_params
 
     if own is not None:
         return tree(load_newest(model, run, run.cfg.checkpoint.weights))
     assert run.cfg.model.weights
     finite = not run.cfg.checkpoint.allow_nonfinite
-    contents = opened(run.cfg.model.weights)
+    contents = open_contents(run.cfg.model.weights)
     return tree(
         run.weights.rewritten(
             load_params(contents, run.weights.original, model=run.cfg.model, finite=finite)

@@ -27,7 +27,7 @@ from maxstack.schema.mesh import parts
 from maxstack.schema.parts import Cached
 from maxstack.sharding import spec
 from maxstack.state import flat, tree
-from maxstack.weights.adapted_rows import with_adapters
+from maxstack.weights.multi_adapter import with_adapters
 from maxstack.weights.rewrite import beside
 
 if TYPE_CHECKING:

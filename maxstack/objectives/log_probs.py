@@ -16,7 +16,7 @@ from maxstack.objectives.next_token import head_losses
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
 from maxstack.objectives.statistics import statistics
 from maxstack.schema.objective import WithReferenceConfig
-from maxstack.weights.adapter import switched_off
+from maxstack.weights.adapter import without_adapters
 
 if TYPE_CHECKING:
     from maxstack.models.decoder import Decoder
@@ -129,7 +129,7 @@ class LogProbs(Objective):
     def _reference(self, models: Models, batch: Batch) -> Array:
         if "reference" in models.frozen:
             return log_probs_of(models.frozen["reference"], batch, self.temperature)
-        with switched_off():
+        with without_adapters():
             return log_probs_of(models.policy, batch, self.temperature)
 
 

@@ -25,12 +25,12 @@ LEAVES = "lora_a", "lora_b", "magnitude"
 """Names of an adapter's weights, the last with DoRA alone."""
 
 
-def switched_off() -> contextlib.AbstractContextManager[None]:
+def without_adapters() -> contextlib.AbstractContextManager[None]:
     """Context in which weights are traced without their adapters."""
     return holding(_off, True)
 
 
-class Adapted(Substitute, nnx.Module):
+class AdaptedWeight(Substitute, nnx.Module):
     """W x + scale B A x, and with `magnitude` m (W + scale B A) x / |W + scale B A|, column by
     column; W is frozen."""
 
@@ -58,7 +58,7 @@ class Adapted(Substitute, nnx.Module):
             return y
         # the length is no variable of the gradient (section 4.3 of the paper)
         whole = jax.lax.stop_gradient(self._merged(None))
-        return y * _lengthening(whole, self.magnitude[...], self.contract).astype(x.dtype)
+        return y * _factors(whole, self.magnitude[...], self.contract).astype(x.dtype)
 
     def values(self, dtype: Any) -> Array:
         """The merged weight."""
@@ -96,21 +96,21 @@ def merged(
     """W + scale B A in float32, with columns of the lengths `magnitude` if there are any; the first
     `contract` dimensions are contracted."""
     whole = w + cfg.scale * multiply(a, b)
-    return whole if magnitude is None else whole * _lengthening(whole, magnitude, contract)
+    return whole if magnitude is None else whole * _factors(whole, magnitude, contract)
 
 
-def lengthening(
+def dora_factors(
     cfg: LoraConfig, contract: int, w: Array, a: Array, b: Array, magnitude: Array
 ) -> Array:
     """Factors by which DoRA multiplies the columns of W + scale B A."""
-    return _lengthening(merged(cfg, contract, w, a, b), magnitude, contract)
+    return _factors(merged(cfg, contract, w, a, b), magnitude, contract)
 
 
-def _lengthening(whole: Array, magnitude: Array, contract: int) -> Array:
+def _factors(whole: Array, magnitude: Array, contract: int) -> Array:
     """Factors that make each column as long as `magnitude`."""
-    return magnitude / jnp.maximum(column_lengths(whole, range(contract)), TINY)
+    return magnitude / jnp.maximum(column_norms(whole, range(contract)), TINY)
 
 
-def column_lengths(w: Array, contracted: Iterable[int]) -> Array:
+def column_norms(w: Array, contracted: Iterable[int]) -> Array:
     """Euclidean length of each column, over the contracted dimensions."""
     return jnp.sqrt(jnp.sum(w * w, axis=tuple(contracted)))

@@ -11,8 +11,8 @@ from jax import Array
 from maxstack.errors import ConfigError, quoted
 from maxstack.schema.quantization import QuantizationConfig, RuleConfig
 from maxstack.weights.arithmetic import Operand, QuantSpec
-from maxstack.weights.observe import Errors, Observed
-from maxstack.weights.quantized import HALF, Stored, Trained, floats, stored
+from maxstack.weights.low_precision import HALF, StoredWeight, TrainedWeight, floats, stored
+from maxstack.weights.quantization_errors import Errors, ObservedWeight
 from maxstack.weights.spec import WeightSpec, matches, near
 
 OPS = {
@@ -40,14 +40,14 @@ class RuleMatch:
 
     def substitute(
         self, param: nnx.Param, path: str, errors: Errors | None
-    ) -> Trained | Stored | Observed:
+    ) -> TrainedWeight | StoredWeight | ObservedWeight:
         """Substitute for the weight; with `errors`, a substitute that computes as the weight does,
         and adds the change that the rule would make to them."""
         if errors is not None:
-            return Observed(param, self.quant, self.spec, path, errors)
+            return ObservedWeight(param, self.quant, self.spec, path, errors)
         if self.kept_low:
-            return Stored(param, self.quant)
-        return Trained(param.get_value(), quant=self.quant, **param.get_metadata())
+            return StoredWeight(param, self.quant)
+        return TrainedWeight(param.get_value(), quant=self.quant, **param.get_metadata())
 
     def stored(self, array: Array) -> dict[str, Array]:
         """Leaves of the weight in low precision, where the mode is ptq."""

@@ -22,7 +22,7 @@ from maxstack.weights.spec import WeightSpec, matches, module_of, near
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
-    from maxstack.weights.observe import Errors
+    from maxstack.weights.quantization_errors import Errors
     from maxstack.weights.recipe import RuleMatch
 
 Tree = dict[str, Any]
@@ -54,7 +54,7 @@ class Rewrite:
         """Context in which errors are those of these positions alone."""
         if self._errors is None:
             return contextlib.nullcontext()
-        from maxstack.weights.observe import counting
+        from maxstack.weights.quantization_errors import counting
 
         return counting(real_BT)
 
@@ -104,7 +104,7 @@ class Rewrite:
         if f"{path}/magnitude" in self._params:
             whole = jnp.asarray(self.floats(path, leaves), jnp.float32)
             lead = whole.ndim - len(spec.shape)
-            lengths = adapter.column_lengths(whole, range(lead, lead + spec.contract))
+            lengths = adapter.column_norms(whole, range(lead, lead + spec.contract))
             made[f"{path}/magnitude"] = lengths
         return made
 
@@ -176,7 +176,7 @@ class Rewrite:
             if path in self.matches:
                 weight = self.matches[path].substitute(param, path, self._errors)
             if cfg.lora and path in self.adapted:
-                weight = adapter.Adapted(weight, param, path, cfg.lora)
+                weight = adapter.AdaptedWeight(weight, param, path, cfg.lora)
             setattr(module, name, weight)
         return model
 

@@ -207,7 +207,7 @@ def synthetic(folder, *, layers, embed, hidden, vocab):
     ("text", "wanted"), [("5GB", 5 * 10**9), ("2GiB", 2**31), ("100", 100), ("1.5kB", 1500)]
 )
 def test_shard_sizes(text, wanted):
-    from maxstack.hf.exported import shard_bytes
+    from maxstack.hf.export import shard_bytes
 
     assert shard_bytes(text) == wanted
 

@@ -18,7 +18,7 @@ from maxstack.config import storage
 from maxstack.config.compose import merged_tree, plain
 from maxstack.data.copies import local_folder
 from maxstack.errors import ConfigError
-from maxstack.hf.contents import opened
+from maxstack.hf.contents import open_contents
 from maxstack.hf.peft import Adapter
 from maxstack.kernels import tuning
 from maxstack.load import load
@@ -116,7 +116,7 @@ def test_a_model_folder_at_a_url_is_read_as_at_a_path(bucket):
     local = load({"model": {"from": str(GOLDENS / "llama")}, "data": data})
     assert cfg.model.weights == model
     assert cfg.model.model_copy(update={"weights": local.model.weights}) == local.model
-    read, wanted = opened(model), opened(GOLDENS / "llama")
+    read, wanted = open_contents(model), open_contents(GOLDENS / "llama")
     names = sorted(path.name for path in read.folder.path.iterdir())
     assert names == ["config.json", "model.safetensors"]
     for name, tensor in wanted.tensors.items():
@@ -135,7 +135,7 @@ def test_a_model_folder_at_a_url_is_scored_and_imported(bucket, tmp_path):
         found = np.load(file)["logprobs"]
     np.testing.assert_array_equal(found, np.load("local.npz")["logprobs"])
     assert cli.main(["import", model, "--out", "imported"]) == 0
-    assert load("imported/config.yml").model.embed == opened(model).model.embed
+    assert load("imported/config.yml").model.embed == open_contents(model).model.embed
 
 
 def test_an_adapter_at_a_url_is_read(bucket):

@@ -6,8 +6,8 @@ import asked_folders
 import pytest
 import tiers
 
-from maxstack.evals.asking import Asking
 from maxstack.evals.opened import ask
+from maxstack.evals.prompts import PromptFormat
 from maxstack.evals.task_files import open_tasks
 
 GOLDENS = json.loads((asked_folders.GOLDENS / "tasks.json").read_text())
@@ -21,14 +21,14 @@ def found_of(case, folder):
     asked_folders.write_model(folder / "model", case.partition("-")[2])
     asked_folders.write_tasks(folder / "tasks")
     opened = open_tasks(asked_folders.ASKED, library=str(folder / "tasks"))
-    asking = Asking(
+    prompt_format = PromptFormat(
         how.get("system_instruction", ""), multiturn=how.get("fewshot_as_multiturn", True)
     )
     chat = how.get("apply_chat_template", False)
     length = asked_folders.LENGTH
     overrides = ["model.dtype=float32", "mesh.fsdp=-1"]
     tasks, params = ask(
-        str(folder / "model"), overrides, opened, 8, length, None, asking, chat=chat
+        str(folder / "model"), overrides, opened, 8, length, None, prompt_format, chat=chat
     )
     results, records = tasks.results(params)
     answers = {}

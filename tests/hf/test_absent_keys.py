@@ -13,7 +13,7 @@ from maxstack.errors import ConfigError
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import Contents, check_tensors
 from maxstack.hf.families import FAMILIES
-from maxstack.hf.family import meaning, of_config
+from maxstack.hf.family import canonical_form, of_config
 from maxstack.models.model import weights_of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -28,7 +28,7 @@ def model_of(config):
     """None where it is refused."""
     family = of_config(config, FAMILIES, "config.json")
     try:
-        return meaning(family.schema.model_validate(family.read(config, "config.json")))
+        return canonical_form(family.schema.model_validate(family.read(config, "config.json")))
     except (ConfigError, pydantic.ValidationError):
         return None
 

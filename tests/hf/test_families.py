@@ -10,12 +10,12 @@ import pytest
 
 from maxstack.errors import ConfigError
 from maxstack.hf.binding import bind
-from maxstack.hf.blocks import arranged
+from maxstack.hf.blocks import find_pattern
 from maxstack.hf.contents import Contents
-from maxstack.hf.exported import choose, export
+from maxstack.hf.export import choose_family, export
 from maxstack.hf.families import ALL, FAMILIES
-from maxstack.hf.family import meaning
-from maxstack.hf.reader import pieces_of, reading
+from maxstack.hf.family import canonical_form
+from maxstack.hf.reader import pieces_of, slab_reader
 from maxstack.models.model import weights_of
 from maxstack.schema.decoder import DecoderConfig
 
@@ -44,7 +44,7 @@ def test_import_and_export_give_every_tensor_back(name, tmp_path):
 
     def read(path):
         assert path in pieces
-        return reading(pieces[path], shapes[path], np.float32)(
+        return slab_reader(pieces[path], shapes[path], np.float32)(
             tuple(slice(0, size) for size in shapes[path])
         )
 
@@ -59,7 +59,7 @@ def test_import_and_export_give_every_tensor_back(name, tmp_path):
     again = Contents(tmp_path / "out")
     assert again.folder.raw().keys() == contents.folder.raw().keys()
     assert again.family is contents.family
-    assert meaning(again.model) == meaning(contents.model)
+    assert canonical_form(again.model) == canonical_form(contents.model)
     assert again.tensors.keys() == contents.tensors.keys()
     for tensor in contents.tensors:
         one, other = contents.tensors[tensor].array(), again.tensors[tensor].array()
@@ -97,9 +97,9 @@ def test_an_export_that_would_be_infinite_in_float16_is_refused_by_name(tmp_path
 @pytest.mark.parametrize("name", GOLDENS)
 def test_a_config_survives_both_translations(name):
     contents = Contents(GOLDENS[name])
-    family, config = choose(contents.model, contents.family.architecture, True)
+    family, config = choose_family(contents.model, contents.family.architecture, True)
     again = family.read(config, "", contents.model.depth)
-    assert meaning(family.schema.model_validate(again)) == meaning(contents.model)
+    assert canonical_form(family.schema.model_validate(again)) == canonical_form(contents.model)
     given = json.loads((GOLDENS[name] / "config.json").read_text())
     spelt_anew = {"rope_parameters", "num_nextn_predict_layers", "head_dim"}
     changed = {
@@ -219,7 +219,7 @@ def test_modules_of_multi_token_prediction_come_along(name, tmp_path):
     pieces = pieces_of(again, shapes)
     assert sum(path.startswith("mtp/0/") for path in pieces) > 10
     for path, weight in weights.items():
-        read = reading(pieces[path], weight.shape, np.float32)(
+        read = slab_reader(pieces[path], weight.shape, np.float32)(
             tuple(slice(0, size) for size in weight.shape)
         )
         np.testing.assert_array_equal(read, weight, path)
@@ -231,10 +231,10 @@ def test_a_model_that_no_architecture_has_is_not_exported():
     with pytest.raises(
         ConfigError, match=r"no architecture.*LlamaForCausalLM: it has no way to say embed_scale"
     ):
-        choose(odd, None, False)
-    assert choose(model, None, False)[0].architecture == "LlamaForCausalLM"
+        choose_family(odd, None, False)
+    assert choose_family(model, None, False)[0].architecture == "LlamaForCausalLM"
     with pytest.raises(ConfigError, match="GemmaForCausalLM"):
-        choose(model, "GemmaForCausalLM", True)
+        choose_family(model, "GemmaForCausalLM", True)
 
 
 def test_a_weight_that_no_row_holds_is_an_error():
@@ -255,7 +255,7 @@ def test_a_weight_that_no_row_holds_is_an_error():
     ],
 )
 def test_layers_become_the_shortest_prefix_and_pattern(names, unrolled, wanted):
-    assert arranged(names, unrolled) == (list(wanted[0]), list(wanted[1]))
+    assert find_pattern(names, unrolled) == (list(wanted[0]), list(wanted[1]))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_an_export_says_the_longest_rows_in_training_unless_longrope_hangs_on_wh
     contents = Contents(GOLDENS[family])
     pieces = pieces_of(contents, shapes_of(contents.model))
     read = {
-        path: reading(pieces[path], shape, np.dtype(np.float32))
+        path: slab_reader(pieces[path], shape, np.dtype(np.float32))
         for path, shape in shapes_of(contents.model).items()
     }
     export(

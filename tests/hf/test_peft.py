@@ -17,7 +17,7 @@ from maxstack.errors import ConfigError
 from maxstack.hf import peft
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import Contents
-from maxstack.hf.exported import export
+from maxstack.hf.export import export
 from maxstack.hf.merge import merge
 from maxstack.hf.peft import TENSORS, Adapter
 from maxstack.inference.opened import adapted_run, assembled, open_model, with_adapter

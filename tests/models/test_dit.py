@@ -14,7 +14,7 @@ from flax import nnx
 from maxstack import cli
 from maxstack.errors import ConfigError
 from maxstack.hf.contents import Contents
-from maxstack.hf.exported import export
+from maxstack.hf.export import export
 from maxstack.load import load
 from maxstack.models.model import abstract, weights_of
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from maxstack.hf.contents import Contents
-from maxstack.hf.reader import bicubic, pieces_of, reading
+from maxstack.hf.reader import bicubic, pieces_of, slab_reader
 from maxstack.models.model import abstract, weights_of
 from maxstack.schema.encoder import EncoderConfig
 
@@ -54,11 +54,11 @@ def test_a_folder_serves_images_of_another_size():
     wanted = contents.model.model_copy(update={"image_size": 20})
     shapes = {path: leaf.shape for path, leaf in weights_of(wanted).items()}
     pieces = pieces_of(contents, shapes, wanted)
-    read = reading(pieces["positions"], shapes["positions"], np.dtype("float32"))
+    read = slab_reader(pieces["positions"], shapes["positions"], np.dtype("float32"))
     own = {path: leaf.shape for path, leaf in weights_of(contents.model).items()}
-    before = reading(pieces_of(contents, own)["positions"], own["positions"], np.dtype("float32"))(
-        (slice(None), slice(None))
-    )
+    before = slab_reader(
+        pieces_of(contents, own)["positions"], own["positions"], np.dtype("float32")
+    )((slice(None), slice(None)))
     table = read((slice(None), slice(None)))
     assert table.shape == (26, 16)
     np.testing.assert_array_equal(table[0], before[0])

@@ -20,17 +20,17 @@ def with_adapters(
     graph: Any, state: nnx.State, specs: Mapping[str, WeightSpec], leaves: Mapping[str, Any]
 ) -> tuple[Any, nnx.State]:
     """The graph and the shapes of a model with adapters for the weights of `specs`, by path;
-    `leaves` are those of AdaptedRows, by path, with a stack's dimension in front."""
+    `leaves` are those of MultiAdapter, by path, with a stack's dimension in front."""
     model = nnx.merge(graph, state)
     for path, spec in specs.items():
         *owners, name = path.split("/")
         module = functools.reduce(getattr, owners, model)
         own = {leaf: leaves.get(f"{path}/{leaf}") for leaf in ("a", "b", "factor")}
-        setattr(module, name, AdaptedRows(getattr(module, name), spec, own))
+        setattr(module, name, MultiAdapter(getattr(module, name), spec, own))
     return nnx.split(model)
 
 
-class AdaptedRows(Substitute, nnx.Module):
+class MultiAdapter(Substitute, nnx.Module):
     """W x + B A x with the A and B of the row's adapter, and with DoRA that times a factor of each
     column; W x, bit for bit, for rows without. W may be kept in any way.
 

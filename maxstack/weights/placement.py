@@ -19,7 +19,7 @@ from maxstack.weights.adapter import LEAVES
 from maxstack.weights.rewrite import Rewrite
 
 if TYPE_CHECKING:
-    from maxstack.hf.binding import Bound
+    from maxstack.hf.binding import BoundTensor
     from maxstack.hf.peft import Adapter
     from maxstack.schema.config import Config
 
@@ -120,7 +120,7 @@ class PlacedWeights:
             for path, leaf in self.adapter(folder).items()
         }
 
-    def bound(self, adapter: "Adapter") -> "list[Bound]":
+    def bound(self, adapter: "Adapter") -> "list[BoundTensor]":
         """The tensors of the first family that is this model and has an adapter's modules;
         ConfigError where there is none."""
         from maxstack.hf import peft

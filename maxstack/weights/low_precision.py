@@ -33,7 +33,7 @@ HALF = {
 }
 """Types of which two values lie in a byte -> XLA's types."""
 SCALES = "scale", "zero_point"
-"""Leaves beside the values of a Stored weight; only asymmetric ones have a zero point."""
+"""Leaves beside the values of a StoredWeight; only asymmetric ones have a zero point."""
 
 
 class Quantized(Substitute):
@@ -46,7 +46,7 @@ class Quantized(Substitute):
         return faked(x, self.quant.act, -1) if self.quant.act else x
 
 
-class Trained(Quantized, nnx.Param):
+class TrainedWeight(Quantized, nnx.Param):
     """Floats that the optimizer updates; what multiplies by them rounds them on the way (Qwix's
     quantized training)."""
 
@@ -78,7 +78,7 @@ class Trained(Quantized, nnx.Param):
         return QuantizedExperts(codes(self[...], quant.weight, dtype), scale, quant)
 
 
-class Stored(Quantized, nnx.Module):
+class StoredWeight(Quantized, nnx.Module):
     """A weight in low precision: its values, two in a byte where they have four bits, and their
     scales. It is not trained."""
 
@@ -136,9 +136,9 @@ class Stored(Quantized, nnx.Module):
 
 
 def stored(w: Array, spec: WeightSpec, quant: QuantSpec) -> dict[str, Array]:
-    """Leaves that a Stored weight keeps of a float one [..., shape], whatever dimensions a stack
-    puts before it. The values are called by their type, so that a checkpoint says what its bytes
-    mean."""
+    """Return the leaves that a StoredWeight keeps of a float weight [..., shape], with any stack
+    dimensions in front. The values are named by their type, so that a checkpoint says what its
+    bytes mean."""
     lead, qtype = w.shape[: w.ndim - len(spec.shape)], quant.weight.qtype
     q = quantize(w.reshape(*lead, *spec.matrix), quant.weight, len(lead) + spec.contracted)
     values = _packed(q.qvalue, spec.packed) if qtype in HALF else q.qvalue
@@ -147,7 +147,7 @@ def stored(w: Array, spec: WeightSpec, quant: QuantSpec) -> dict[str, Array]:
 
 
 def floats(leaves: Mapping[str, Array | np.ndarray], spec: WeightSpec, quant: QuantSpec) -> Array:
-    """The float32 weight [..., shape] that leaves of a Stored one stand for."""
+    """The float32 weight [..., shape] that leaves of a StoredWeight stand for."""
     matrix = dequantize(_read(leaves, spec, quant.weight), jnp.float32)
     return matrix.reshape(*matrix.shape[: matrix.ndim - len(spec.matrix)], *spec.shape)
 

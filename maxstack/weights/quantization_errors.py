@@ -27,7 +27,7 @@ from maxstack.layers.weight import (
 from maxstack.schema.kernels import GroupedMatmul
 from maxstack.sharding import holding
 from maxstack.weights.arithmetic import QuantSpec
-from maxstack.weights.quantized import Stored, stored
+from maxstack.weights.low_precision import StoredWeight, stored
 from maxstack.weights.spec import WeightSpec, stacked
 
 _real: contextvars.ContextVar[Array | None] = contextvars.ContextVar("real", default=None)
@@ -62,7 +62,7 @@ class Errors:
         }
 
 
-class Observed(Substitute, nnx.Module):
+class ObservedWeight(Substitute, nnx.Module):
     """A float weight, and the errors that a rule would make."""
 
     def __init__(
@@ -90,8 +90,8 @@ class Observed(Substitute, nnx.Module):
         pair = experts(self.base, dtype), self._changed().experts(dtype)
         return ObservedExperts(*pair, self.layer[...].reshape(1, 1, 1), self.path, self.errors)
 
-    def _changed(self) -> Stored:
-        weight = Stored(self.base, self.quant)
+    def _changed(self) -> StoredWeight:
+        weight = StoredWeight(self.base, self.quant)
         for name, leaf in stored(self.base[...], self.spec, self.quant).items():
             getattr(weight, name).set_value(leaf)
         return weight

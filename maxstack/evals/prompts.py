@@ -22,7 +22,7 @@ class Turn(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asking:
+class PromptFormat:
     """How a model is asked, as lm-evaluation-harness does it."""
 
     system: str = ""
@@ -32,7 +32,7 @@ class Asking:
     multiturn: bool = True
     """Examples are turns of the conversation; false: one turn with the question."""
 
-    def prompt(self, turns: Sequence[Turn]) -> str:
+    def render(self, turns: Sequence[Turn]) -> str:
         """The text of these turns, the last of which is the question. DataError for what the
         template refuses."""
         if self.template is None:
@@ -41,11 +41,11 @@ class Asking:
         rest = turns[begins:]
         if not self.multiturn:
             rest = [Turn("user", "".join(turn.text + turn.after for turn in rest))]
-        return self.rendered(
+        return self.render_messages(
             [{"role": turn.role, "content": turn.text} for turn in [*turns[:begins], *rest]]
         )
 
-    def rendered(self, messages: Sequence[dict[str, str]], **extra: Any) -> str:
+    def render_messages(self, messages: Sequence[dict[str, str]], **extra: Any) -> str:
         """A conversation by the template; of one that refuses its system message, without it."""
         assert self.template
         try:
@@ -58,7 +58,7 @@ class Asking:
             return self.template.render(rest, **extra)
 
 
-PLAIN = Asking()
+PLAIN = PromptFormat()
 
 
 @functools.cache

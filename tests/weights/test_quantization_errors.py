@@ -3,7 +3,7 @@
 import threading
 import time
 
-from maxstack.weights.observe import Errors
+from maxstack.weights.quantization_errors import Errors
 
 
 class Slow(float):

@@ -77,7 +77,7 @@ def export(
     model = model.as_exported
     shapes = {path: shape for path, shape in shapes.items() if path != VALUE}
     shapes, read = _with_own_conditions(shapes, read)
-    family, config = choose(
+    family, config = choose_family(
         model,
         architecture or next(iter(came_with.get("architectures") or []), None),
         bool(architecture),
@@ -171,7 +171,9 @@ def _lengths(model: StackConfig, came_with: Mapping[str, Any], length: int) -> d
     return {"max_position_embeddings": getattr(model, "positions", None) or most}
 
 
-def choose(model: StackConfig, wanted: str | None, must: bool) -> tuple[Family, dict[str, Any]]:
+def choose_family(
+    model: StackConfig, wanted: str | None, must: bool
+) -> tuple[Family, dict[str, Any]]:
     """The family of an architecture, or, unless it `must` be that one, the first that can express
     the model; and the config.json that does."""
     if must and wanted not in FAMILIES:
@@ -197,7 +199,7 @@ def choose(model: StackConfig, wanted: str | None, must: bool) -> tuple[Family, 
     raise ConfigError(f"no architecture of transformers that maxstack knows is this model. {said}")
 
 
-def record(contents: Contents, folder: Path) -> None:
+def save_source_files(contents: Contents, folder: Path) -> None:
     """Keep what an export will give back: config.json, tokenizer files, dtypes of tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", contents.folder.config)
