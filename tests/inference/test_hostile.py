@@ -1,7 +1,7 @@
 """Requests made to end, stop or fill a server, against a real one: another client is answered
 meanwhile, the process lives, and its memory and descriptors are as before.
 
-How long the other client waits is measured by scripts/bench_hostile.py.
+EXPERIMENTS.md has the other client's longest waits.
 """
 
 import collections
