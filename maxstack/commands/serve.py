@@ -14,7 +14,6 @@ from maxstack.command import (
     WEIGHTS,
     argument,
     command,
-    local_folder,
     model_overrides,
 )
 from maxstack.commands import serve_connections
@@ -71,18 +70,6 @@ LONGEST_KEY = 1024
         help="how the model writes calls of tools: hermes, llama3, mistral or none (default: as "
         "its chat template shows)",
     ),
-    argument(
-        "--engine",
-        choices=["maxstack", "vllm"],
-        default="maxstack",
-        help="vllm: export the model and hand it with the same settings to an installed vLLM",
-    ),
-    argument(
-        "--export-to",
-        metavar="DIR",
-        type=local_folder,
-        help="for vllm: the folder of the export (default: RUN-vllm beside the run)",
-    ),
     *FLAGS,
     WEIGHTS,
     ALLOW_NONFINITE,
@@ -106,20 +93,6 @@ def main(args: Namespace) -> None:
     if len(folders) > 1:
         raise ConfigError(f"{' '.join(folders)}: give one run, or any number of packages")
     (args.model,) = folders
-    if args.engine == "vllm":
-        from maxstack.commands.serve_vllm import run_vllm
-        from maxstack.data.chat import read_chat_template
-
-        return run_vllm(
-            args,
-            keys,
-            _model_name(args),
-            lambda folder: _tool_parser(
-                args, _if_any(functools.partial(read_chat_template, folder), folder, args)
-            ),
-        )
-    if args.export_to:
-        raise ConfigError("--export-to: is of --engine vllm; leave it out")
     _serve(args, keys)
 
 

@@ -57,7 +57,7 @@ FLAGS = (
     ),
 )
 OF_PACKAGES = "batch_sizes", "batch_timeout", "queue", "poll"
-OF_RUNS = "served_model_name chat_template tool_parser export_to weights allow_nonfinite".split()
+OF_RUNS = "served_model_name chat_template tool_parser weights allow_nonfinite".split()
 
 
 def are_packages(folders: Sequence[str]) -> bool:
@@ -96,8 +96,6 @@ def serve_packages(
     from maxstack.schema.config import RunConfig
 
     refuse_flags(args, OF_RUNS, "a run or a Hugging Face folder")
-    if args.engine != "maxstack":
-        raise ConfigError(f"--engine {args.engine}: packages are served by maxstack alone")
     if args.overrides:
         raise ConfigError(f"{args.overrides[0]}: a package has no values to replace; leave it out")
     usual = Settings()

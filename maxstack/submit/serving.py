@@ -14,9 +14,8 @@ from maxstack import config
 from maxstack.config import storage
 from maxstack.data import hub
 from maxstack.errors import ConfigError
-from maxstack.inference import vllm
 from maxstack.schema.cluster import ClusterConfig
-from maxstack.submit import gke, remote
+from maxstack.submit import gke, remote, vllm
 from maxstack.submit.job import Placement, Submission, within
 
 PORT, RAY_PORT = 8000, 6379
@@ -150,14 +149,8 @@ def _vllm_command(job: Server, args: Namespace) -> str:
     if "VLLM_API_KEY" not in job.cluster.secrets:
         print(f"{job.name}: everybody who reaches it may ask; see secrets", file=sys.stderr)
     asked = vllm.read_overrides(args.overrides)
-    if asked.serve.adapters or asked.mesh != vllm.MeshSettings():
-        raise ConfigError(
-            "serve.adapters and mesh.*: submit --engine vllm takes none; merge adapters (maxstack "
-            "lora merge); the mesh is the topology's"
-        )
     hosts = job.topology.hosts
     stages = 1 if job.tpu else hosts
-    mesh = vllm.MeshSettings(tensor=job.topology.size // stages)
     flags = {
         "--host": "0.0.0.0",
         "--port": PORT,
@@ -167,7 +160,7 @@ def _vllm_command(job: Server, args: Namespace) -> str:
         "--distributed-executor-backend": "ray" if hosts > 1 else None,
     }
     drain = job.cluster.grace - PROPAGATION - READING
-    words = [*vllm.words_of(flags), *vllm.serve_flags(asked.serve, mesh)]
+    words = [*vllm.words_of(flags), *vllm.serve_flags(asked.serve, job.topology.size // stages)]
     words += vllm.answer_flags(drain) + vllm.tool_flags(args.tool_parser)
     return f"{shlex.join(['vllm', 'serve', args.config, *words])} --seed {SEED}"
 

@@ -333,7 +333,6 @@ def test_keys_and_the_end_by_a_signal(folder, tmp_path):
         (["PACKAGE", "no-such-folder"], "no-such-folder: is no package, and other folders are"),
         (["PACKAGE", "serve.queue=3"], "serve.queue=3: a package has no values to replace"),
         (["PACKAGE", "--tool-parser", "none"], "--tool-parser: is of a run"),
-        (["PACKAGE", "--engine", "vllm"], "--engine vllm: packages are served by maxstack"),
         (["one", "two"], "one two: give one run, or any number of packages"),
         (["one", "--poll", "0"], "--poll: is of packages"),
         (["a=b"], "a=b: a word with = is no folder"),

@@ -14,6 +14,9 @@ from processes import stand_ins
 
 from maxstack import cli
 from maxstack.inference.server import process
+from maxstack.inference.tools import FORMATS
+from maxstack.schema.serve import ServeConfig
+from maxstack.submit import vllm
 
 STRICT = {"type": "object", "additionalProperties": False}
 INTEGER, STRING = {"type": "integer", "minimum": 0}, {"type": "string"}
@@ -225,6 +228,21 @@ def test_a_worker_stays_until_its_leader_has_ended(shown, tmp_path, monkeypatch)
     assert ending.wait(30) == 0
 
 
+def test_every_key_of_serve_becomes_a_flag_of_vllm_or_a_line(capsys):
+    serve = ServeConfig(rows=32, speculate=4, draft="mtp", prefix_cache=False, cache_dtype="int8")
+    flags = vllm.serve_flags(serve, 2)
+    given = dict(zip(flags[::2], flags[1::2], strict=False))
+    drafts = json.loads(given["--speculative-config"])
+    assert drafts == {"method": "mtp", "num_speculative_tokens": 4}
+    assert given["--kv-cache-dtype"] == "int8_per_token_head"
+    assert flags[-1] == "--no-enable-prefix-caching"
+    said = capsys.readouterr().err
+    assert "serve.rows=32: vLLM chooses" in said and "serve.identical=check: not checked" in said
+    handed = "cache cache_dtype max_length max_requests identical prefix_cache speculate draft"
+    assert {*handed.split(), "adapters"} | vllm.INSTEAD.keys() == ServeConfig.model_fields.keys()
+    assert vllm.TOOL_PARSERS.keys() == FORMATS.keys()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -233,6 +251,7 @@ def test_a_worker_stays_until_its_leader_has_ended(shown, tmp_path, monkeypatch)
         (["--engine", "vllm", "serve.identical=strict"], "vLLM does not promise it"),
         (["--engine", "vllm", "quantization=int8"], "quantization=int8: vLLM cannot take it"),
         (["--engine", "vllm", "mesh.tensor=3"], "the mesh is the topology's"),
+        (["--engine", "vllm", "serve.adapters.a=b"], "maxstack lora merge"),
         (["--engine", "vllm", "--api-key-file", "/keys/k"], "the variable VLLM_API_KEY"),
     ],
 )
