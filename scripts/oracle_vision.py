@@ -122,7 +122,7 @@ def by_steps(folder: Path) -> float:
     from diffusers import DDIMScheduler
 
     from maxstack.inference.images import Sampler
-    from maxstack.inference.opened import open_model
+    from maxstack.inference.trained_model import open_model
 
     run, params = open_model(str(folder / "dit"), ["model.dtype=float32"])
     sampler = Sampler(run, params, 10, "euler", 1.0)
@@ -148,7 +148,7 @@ def shared(folder: Path) -> float:
     """The distance of a model of ours with one condition for all blocks."""
     from flax import nnx
 
-    from maxstack.inference.opened import open_model
+    from maxstack.inference.trained_model import open_model
 
     words = f"run.output_dir={folder}", "run.name=shared", "run.tensorboard=false", *TRAINED
     maxstack("train", ROOT / "configs/recipes/dit-digits.yml", *words)

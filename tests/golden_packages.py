@@ -7,9 +7,9 @@ import numpy as np
 import parity
 
 from maxstack import cli, sharding
-from maxstack.inference import steps
-from maxstack.inference.opened import config_of, read_weights
+from maxstack.inference import runner
 from maxstack.inference.score import scorer
+from maxstack.inference.trained_model import config_of, read_weights
 from maxstack.package import signature
 from maxstack.run import assemble
 
@@ -20,7 +20,7 @@ ALL = ["--signature", "score,prefill,logits,decode"]
 def small(monkeypatch):
     """Programs of one size."""
     monkeypatch.setattr(signature, "BATCHES", (4,))
-    monkeypatch.setattr(steps, "sizes_of", lambda limits: (limits.rows,))
+    monkeypatch.setattr(runner, "sizes_of", lambda limits: (limits.rows,))
 
 
 def write(folder, family, monkeypatch, words=ALL):

@@ -13,7 +13,7 @@ import yaml
 from maxstack import cli
 from maxstack.config import Section, plain_data, trust
 from maxstack.errors import ConfigError
-from maxstack.inference.opened import config_of
+from maxstack.inference.trained_model import config_of
 from maxstack.load import INSTEAD, load, load_alone, load_record
 from maxstack.report import run_folder
 from maxstack.schema.config import Config

@@ -14,7 +14,7 @@ from maxstack.data.chat import read_chat_template
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
 from maxstack.hf.contents import Contents
-from maxstack.inference.asking import read_prompts
+from maxstack.inference.generation import read_prompts
 from maxstack.regular_file import open_regular, read_regular
 from maxstack.report.history import History
 from maxstack.schema.data import HuggingFaceTokenizer

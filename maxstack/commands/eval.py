@@ -174,7 +174,7 @@ def _held_out(model: str, overrides: list[str]) -> dict[str, Any]:
             "of a run that starts from it"
         )
     from maxstack import startup
-    from maxstack.inference.opened import assembled, read_weights
+    from maxstack.inference.trained_model import assembled, read_weights
     from maxstack.report.log import Log
     from maxstack.report.metrics import Writer
 

@@ -20,7 +20,7 @@ from maxstack.command import (
 from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
-    from maxstack.inference.asking import Asker
+    from maxstack.inference.generation import Asker
 
 
 @command(
@@ -83,9 +83,9 @@ def main(args: argparse.Namespace) -> None:
     if args.top_k < 0 or args.repetition_penalty <= 0:
         raise ConfigError("--top-k must be 0 or more, and --repetition-penalty above 0")
     check_writable("--out", args.out)
-    from maxstack.inference.asking import Asker, check_prompts, read_prompts
-    from maxstack.inference.opened import config_of
-    from maxstack.inference.started import chat_template, start
+    from maxstack.inference.engine_setup import chat_template, start
+    from maxstack.inference.generation import Asker, check_prompts, read_prompts
+    from maxstack.inference.trained_model import config_of
 
     rows = read_prompts(args.prompts) if args.prompts else []
     template = None

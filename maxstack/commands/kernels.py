@@ -65,9 +65,9 @@ def _of_serving(args: argparse.Namespace) -> list["Choice"]:
     cfg, longest = capacity.opened(args.config, args.overrides, where.size)
     from maxstack import sharding
     from maxstack.inference.adapters import Adapters
+    from maxstack.inference.engine_setup import USUAL, limits_of
     from maxstack.inference.layout import Layout
     from maxstack.inference.programs import Programs, serving
-    from maxstack.inference.started import USUAL, limits_of
     from maxstack.run import assemble
 
     cfg = serving(cfg)

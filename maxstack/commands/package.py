@@ -101,7 +101,7 @@ def _write(args: Namespace) -> None:
     for count in [word.removeprefix(said) for word in args.overrides if word.startswith(said)]:
         devices.environment(int(count) if count.isdecimal() else None)
     from maxstack.package.contents import Options, chosen, open_contents
-    from maxstack.package.written import write
+    from maxstack.package.writer import write
 
     options = Options(args.devices, args.lengths, args.steps, args.solver, args.guidance)
     contents = open_contents(args.model, model_overrides(args), options)
@@ -165,7 +165,7 @@ def verify(args: Namespace) -> None:
 
 def _compile(folder: Path, name: str) -> None:
     """A line for each program as the compiler of a topology makes it."""
-    from maxstack.package.compiled import compiled
+    from maxstack.package.compilation import compiled
     from maxstack.plan import topology
 
     for file, memory, flops in compiled(folder, topology.parse(name)):

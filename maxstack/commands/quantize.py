@@ -84,8 +84,8 @@ def quantize(args: Namespace) -> None:
         raise ConfigError(
             f"--calibrate {args.calibrate}: no such file; give texts as JSONL, or tokens as npz"
         )
-    from maxstack.inference.opened import config_of, open_model
     from maxstack.inference.score import read_texts, read_tokens
+    from maxstack.inference.trained_model import config_of, open_model
 
     saved, own = config_of(model, overrides)
     if saved.lora:

@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
     """Sample; ConfigError for a model that was not trained so, or a prompt that does not fit."""
     if args.out and Path(args.out).suffix:
         check_writable("--out", args.out)
-    from maxstack.inference.opened import assembled, read_weights
+    from maxstack.inference.trained_model import assembled, read_weights
     from maxstack.load import run_folder
 
     for override in args.overrides:

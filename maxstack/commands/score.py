@@ -86,8 +86,8 @@ if TYPE_CHECKING:
 def main(args: Namespace) -> None:
     """Score the texts, without and with each adapter."""
     files = _files_by_adapter(args)
-    from maxstack.inference.opened import adapted_run, assembled, read_weights, with_adapter
     from maxstack.inference.score import check_length, read_texts, read_tokens
+    from maxstack.inference.trained_model import adapted_run, assembled, read_weights, with_adapter
 
     overrides = model_overrides(args)
     run, own = assembled(args.model, overrides)

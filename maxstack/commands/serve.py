@@ -110,12 +110,12 @@ def _check_installed() -> None:
 def _serve(args: Namespace, keys: list[bytes]) -> None:
     """Serve by our own engine."""
     _check_installed()
+    from maxstack.inference.engine_setup import chat_template, start
     from maxstack.inference.server.access import Access
     from maxstack.inference.server.app import make_app
     from maxstack.inference.server.process import serve
     from maxstack.inference.server.state import State
     from maxstack.inference.service import Service
-    from maxstack.inference.started import chat_template, start
 
     listener = serve_connections.listen(args)
     served = start(args.model, model_overrides(args))

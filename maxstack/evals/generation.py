@@ -8,7 +8,7 @@ import tqdm
 
 from maxstack.errors import ConfigError
 from maxstack.evals.scoring import Texts
-from maxstack.inference.bursts import STEPS
+from maxstack.inference.multi_step import STEPS
 from maxstack.inference.request import Sampling
 from maxstack.inference.samples import engine_beside
 from maxstack.inference.text import TextStream

@@ -11,8 +11,8 @@ from maxstack.errors import ConfigError, DataError
 from maxstack.evals.prompts import PromptFormat
 from maxstack.evals.task import Task
 from maxstack.evals.tasks import Tasks
-from maxstack.inference.opened import assembled, read_weights
-from maxstack.inference.started import chat_template, files_of, longest_of, tokenizer_of
+from maxstack.inference.engine_setup import chat_template, files_of, longest_of, tokenizer_of
+from maxstack.inference.trained_model import assembled, read_weights
 from maxstack.schema.tasks import GroupConfig
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxstack.inference.opened import adapted_run
+from maxstack.inference.trained_model import adapted_run
 from maxstack.state import flat
 from maxstack.weights.adapter import dora_factors
 from maxstack.weights.spec import WeightSpec

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxstack.errors import ConfigError
-from maxstack.inference.bound import Device, Speed, forward_flops, held
+from maxstack.inference.engine_setup import GIB, SHARE, Opened, files_of, longest_of, placed
 from maxstack.inference.layout import Kept, Layout
+from maxstack.inference.roofline import Device, Speed, forward_flops, held
+from maxstack.inference.runner import OUTPUTS
 from maxstack.inference.scheduler import Limits
-from maxstack.inference.started import GIB, SHARE, Opened, files_of, longest_of, placed
-from maxstack.inference.steps import OUTPUTS
 from maxstack.plan.report import bytes_text
 from maxstack.plan.topology import Topology
 from maxstack.report.table import table
@@ -155,7 +155,7 @@ def opened(config: str, overrides: Sequence[str], devices: int) -> tuple["Config
     and the most tokens that it takes, None where nothing says."""
     from maxstack.config import storage
     from maxstack.data import hub
-    from maxstack.inference.opened import config_of
+    from maxstack.inference.trained_model import config_of
     from maxstack.load import load
 
     def read(words: Sequence[str]) -> Opened:

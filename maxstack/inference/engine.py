@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from maxstack.errors import DataError, quoted
-from maxstack.inference import bursts
+from maxstack.inference import multi_step
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.drafts import ngram
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import Programs
 from maxstack.inference.request import Output, Sampling, Token
+from maxstack.inference.runner import Batch, Rowed, Steps
 from maxstack.inference.sampler import Sampler, Wanted
 from maxstack.inference.sampling import is_adjusted
 from maxstack.inference.scheduler import Limits, Piece, Scheduler, Task
-from maxstack.inference.steps import Batch, Rowed, Steps
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -166,13 +166,13 @@ class Engine:
         if self.cfg.serve.speculate or not self.programs.bursts:
             return 1
         for task, start, size, _ in pieces:
-            if size > 1 or len(task.tokens) > start + 1 or not bursts.allows(task):
+            if size > 1 or len(task.tokens) > start + 1 or not multi_step.allows(task):
                 return 1
         left = [
-            bursts.last_of(task, self.max_length) + 1 - len(task.tokens)
+            multi_step.last_of(task, self.max_length) + 1 - len(task.tokens)
             for task in (p.task for p in pieces)
         ]
-        steps = min(many, bursts.STEPS, max(left))
+        steps = min(many, multi_step.STEPS, max(left))
         return self.scheduler.ahead(pieces, left, steps) if steps > 1 else 1
 
     def _burst(self, pieces: Sequence[Piece], steps: int) -> list[Output]:
@@ -184,12 +184,12 @@ class Engine:
         each = rows // self.programs.replicas
         fewest = max((size for size in self.programs.sizes if size < each), default=0)
         others = self.scheduler.waiting or len(self.scheduler.running) > len(pieces)
-        bounds = bursts.Bounds(steps, fewest, len(pieces) - 1 if others else 0)
+        bounds = multi_step.Bounds(steps, fewest, len(pieces) - 1 if others else 0)
         tops = [piece.task.sampling.logprobs for piece in pieces]
-        rules = bursts.rules_of(tasks, rows, self.max_length)
+        rules = multi_step.rules_of(tasks, rows, self.max_length)
         made = self.programs.burst(batch, rules, bounds, self._sampler.kept(tops))
         return [
-            self._went_on(piece, bursts.tokens_of(made, first, piece.task.sampling.logprobs))
+            self._went_on(piece, multi_step.tokens_of(made, first, piece.task.sampling.logprobs))
             for piece, first in zip(pieces, firsts, strict=True)
         ]
 
@@ -319,7 +319,7 @@ class Engine:
                 return "stop"
         if token in rules.stop_tokens:
             return "stop"
-        return "length" if length > bursts.last_of(task, self.max_length) else None
+        return "length" if length > multi_step.last_of(task, self.max_length) else None
 
     def _drafts(self, task: Task) -> Sequence[int]:
         """Guesses of the next tokens of a request, none where choosing depends on more than the

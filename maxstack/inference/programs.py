@@ -13,11 +13,11 @@ from jax.experimental import layout as jax_layout
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxstack.hardware.compiling import in_order, sparing
-from maxstack.inference import bursts
-from maxstack.inference.bursts import Bounds, Made, Rules
+from maxstack.inference import multi_step
 from maxstack.inference.layout import Layout
+from maxstack.inference.multi_step import Bounds, Made, Rules
+from maxstack.inference.runner import Batch, Steps
 from maxstack.inference.scheduler import Limits
-from maxstack.inference.steps import Batch, Steps
 from maxstack.kernels.backends import Choice, recording
 from maxstack.kernels.paged_attention import BITS
 from maxstack.layers.by_rows import by_rows
@@ -189,7 +189,7 @@ class Programs(Steps):
             return whole(self.logits_of(params, x_OD, jnp.arange(x_OD.shape[0]), None)[1])
 
         sizes = self.replicas, self.outputs[-1]
-        return bursts.run(forward, head, batch.rows, cache, rules, bounds, top, sizes)
+        return multi_step.run(forward, head, batch.rows, cache, rules, bounds, top, sizes)
 
     def logits_of(
         self, params: Any, x_RD: jax.Array, wanted_O: jax.Array, module: int | None

@@ -14,8 +14,8 @@ from maxstack import strict_json
 from maxstack.data.examples import Segment, units_of
 from maxstack.data.sources import open_source
 from maxstack.errors import ConfigError, DataError
+from maxstack.inference.resumable_file import Unfinished
 from maxstack.inference.score import ROUND, check_length
-from maxstack.inference.unfinished import Unfinished
 from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig, JsonlSource, Record
 

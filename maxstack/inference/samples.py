@@ -9,12 +9,12 @@ import numpy as np
 from maxstack import optim
 from maxstack.data.tokenizers import open_prompt_tokenizer
 from maxstack.errors import ConfigError
-from maxstack.inference.bursts import STEPS
 from maxstack.inference.engine import Engine
+from maxstack.inference.engine_setup import limits_of
 from maxstack.inference.layout import Layout
+from maxstack.inference.multi_step import STEPS
 from maxstack.inference.programs import serving
 from maxstack.inference.request import Sampling
-from maxstack.inference.started import limits_of
 from maxstack.run import assemble
 from maxstack.state import State
 

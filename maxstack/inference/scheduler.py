@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from maxstack.errors import ConfigError
+from maxstack.inference.fair_share import Turns, last
 from maxstack.inference.layout import Layout
 from maxstack.inference.pool import Pool, page_hash
 from maxstack.inference.request import Sampling
-from maxstack.inference.turns import Turns, last
 from maxstack.schema.mixers import Reach
 
 RESERVE = 100

@@ -13,7 +13,7 @@ from maxstack.config import storage
 from maxstack.data import hub
 from maxstack.data.npz_files import read_arrays
 from maxstack.errors import ConfigError, DataError
-from maxstack.inference.opened import config_of
+from maxstack.inference.trained_model import config_of
 
 if TYPE_CHECKING:
     from maxstack.run import Run

@@ -14,11 +14,7 @@ from maxstack.config.spelling import did_you_mean
 from maxstack.data.chat import ChatTemplate
 from maxstack.errors import ConfigError
 from maxstack.inference.adapters import Adapters
-from maxstack.inference.layout import PORTABLE, Layout
-from maxstack.inference.opened import config_of, read_weights
-from maxstack.inference.pooling import read_pooling
-from maxstack.inference.programs import Programs, serving
-from maxstack.inference.started import (
+from maxstack.inference.engine_setup import (
     chat_template,
     files_of,
     limits_of,
@@ -26,10 +22,14 @@ from maxstack.inference.started import (
     placed,
     tokenizer_of,
 )
-from maxstack.inference.steps import named
-from maxstack.package.pictures import of_images, of_noise
+from maxstack.inference.layout import PORTABLE, Layout
+from maxstack.inference.pooling import read_pooling
+from maxstack.inference.programs import Programs, serving
+from maxstack.inference.runner import named
+from maxstack.inference.trained_model import config_of, read_weights
+from maxstack.package.image_signatures import of_images, of_noise
 from maxstack.package.signature import Arrays, Signature
-from maxstack.package.texts import Weights, lengths_of, of_requests, of_texts
+from maxstack.package.text_signatures import Weights, lengths_of, of_requests, of_texts
 from maxstack.run import assemble
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.state import flat

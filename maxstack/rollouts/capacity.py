@@ -11,9 +11,9 @@ import jax
 
 from maxstack.errors import ConfigError
 from maxstack.inference import capacity
-from maxstack.inference.bound import Device, Speed, forward_flops
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import originals, prepared
+from maxstack.inference.roofline import Device, Speed, forward_flops
 from maxstack.inference.scheduler import Limits
 from maxstack.plan.fit import shard_bytes
 from maxstack.plan.rollout import Least, Rollout, phases

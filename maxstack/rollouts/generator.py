@@ -14,13 +14,13 @@ from maxstack import sharding
 from maxstack.data.chat import DEFAULT, answer_ends, template_of
 from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 from maxstack.errors import ConfigError
-from maxstack.inference.bursts import STEPS
 from maxstack.inference.engine import Engine
+from maxstack.inference.engine_setup import limits_of
 from maxstack.inference.layout import Layout
+from maxstack.inference.multi_step import STEPS
 from maxstack.inference.programs import serving
 from maxstack.inference.request import Sampling
 from maxstack.inference.scheduler import Limits
-from maxstack.inference.started import limits_of
 from maxstack.inference.text import answer_text
 from maxstack.inference.tools import FORMATS, ToolFormat, guess_format, marker_tokens
 from maxstack.rollouts.sample import Sample

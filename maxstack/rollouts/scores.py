@@ -89,8 +89,8 @@ class RewardModel:
     def __init__(self, run: "Run", path: str):
         """ConfigError where the path is no reward model, or one of other tokens."""
         from maxstack import starting_weights
-        from maxstack.inference.opened import config_of, read_weights
         from maxstack.inference.records import Step
+        from maxstack.inference.trained_model import config_of, read_weights
         from maxstack.run import assemble
 
         each = [f"mesh.{axis}={size}" for axis, size in run.mesh.shape.items() if axis in AXES]

@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from maxstack.inference.engine_setup import start
 from maxstack.inference.request import Sampling
-from maxstack.inference.started import start
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 DTYPES = {

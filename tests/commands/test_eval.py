@@ -12,7 +12,7 @@ from served import make
 
 from maxstack import cli, train
 from maxstack.config import dump
-from maxstack.inference.opened import read_weights
+from maxstack.inference.trained_model import read_weights
 
 ONE = "mesh.fsdp=1", "mesh.data=1"
 

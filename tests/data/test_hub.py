@@ -18,7 +18,7 @@ from maxstack.data import hub
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError
 from maxstack.hf.contents import Contents
-from maxstack.inference.opened import config_of
+from maxstack.inference.trained_model import config_of
 from maxstack.load import load
 
 COMMIT, OLD = "a" * 40, "b" * 40

@@ -15,8 +15,8 @@ from maxstack.errors import ConfigError, DataError
 from maxstack.hf.contents import Contents
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import of_config
-from maxstack.inference.opened import config_of
-from maxstack.inference.started import tokenizer_of
+from maxstack.inference.engine_setup import tokenizer_of
+from maxstack.inference.trained_model import config_of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 

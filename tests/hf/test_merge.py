@@ -18,7 +18,7 @@ from maxstack.errors import ConfigError
 from maxstack.hf.contents import Contents
 from maxstack.hf.merge import merge
 from maxstack.hf.peft import CONFIG, TENSORS, Adapter
-from maxstack.inference.opened import adapted_run, assembled
+from maxstack.inference.trained_model import adapted_run, assembled
 
 TABLES = parity.GOLDENS / "tables"
 NAMES = sorted(path.name for path in TABLES.iterdir())

@@ -20,7 +20,7 @@ from maxstack.hf.contents import Contents
 from maxstack.hf.export import export
 from maxstack.hf.merge import merge
 from maxstack.hf.peft import TENSORS, Adapter
-from maxstack.inference.opened import adapted_run, assembled, open_model, with_adapter
+from maxstack.inference.trained_model import adapted_run, assembled, open_model, with_adapter
 from maxstack.load import load
 from maxstack.run import assemble
 from maxstack.sharding import make_mesh

@@ -14,7 +14,7 @@ from maxstack.data.images import pixels_of
 from maxstack.errors import ConfigError
 from maxstack.hf.folder import Folder
 from maxstack.hf.preprocessor import of_run, pictures, write
-from maxstack.inference.opened import config_of
+from maxstack.inference.trained_model import config_of
 from maxstack.load import load
 from maxstack.schema.data import ImageConfig
 

@@ -18,16 +18,16 @@ from flax import nnx
 
 from maxstack import sharding
 from maxstack.errors import ConfigError, DataError
-from maxstack.inference.bursts import STEPS
+from maxstack.inference.batch_invariance import differing
 from maxstack.inference.engine import Engine
-from maxstack.inference.identity import differing
+from maxstack.inference.engine_setup import OVERRIDES
 from maxstack.inference.layout import Layout
-from maxstack.inference.opened import config_of, open_model, read_weights
+from maxstack.inference.multi_step import STEPS
 from maxstack.inference.programs import serving
 from maxstack.inference.request import Sampling
 from maxstack.inference.scheduler import Limits
 from maxstack.inference.score import Rows, logprobs_of
-from maxstack.inference.started import OVERRIDES
+from maxstack.inference.trained_model import config_of, open_model, read_weights
 from maxstack.run import assemble
 from maxstack.schema.mesh import AXES
 

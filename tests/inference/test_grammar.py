@@ -14,7 +14,7 @@ from maxstack.data.tokenizers import open_tokenizer
 from maxstack.data.vocabulary import train
 from maxstack.errors import ConfigError, installing
 from maxstack.inference.grammar import Answer, Compiler, Vocabulary
-from maxstack.inference.trial import Trial
+from maxstack.inference.grammar_sandbox import Trial
 from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,

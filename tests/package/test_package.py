@@ -21,7 +21,7 @@ from golden_packages import write
 from packaged import make
 
 from maxstack import cli, sharding
-from maxstack.inference.opened import config_of, read_weights
+from maxstack.inference.trained_model import config_of, read_weights
 from maxstack.package.loader import FORMAT, Package, PackageError, check_calls
 from maxstack.run import assemble
 

@@ -10,9 +10,9 @@ import tiny
 from maxstack import cli, sharding
 from maxstack.config import dump
 from maxstack.errors import ConfigError
-from maxstack.inference.bound import Device, forward_flops
 from maxstack.inference.capacity import read_bytes
 from maxstack.inference.layout import Layout
+from maxstack.inference.roofline import Device, forward_flops
 from maxstack.plan import fit, topology
 from maxstack.plan.report import Plan
 from maxstack.plan.roofline import Roofline

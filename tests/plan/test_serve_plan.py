@@ -9,11 +9,11 @@ import tiny
 from maxstack import cli
 from maxstack.config import dump
 from maxstack.errors import ConfigError
-from maxstack.inference.bound import Device, Held
 from maxstack.inference.capacity import capacity
+from maxstack.inference.engine_setup import limits_of
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import serving
-from maxstack.inference.started import limits_of
+from maxstack.inference.roofline import Device, Held
 from maxstack.plan import topology
 from maxstack.schema.config import Config
 from maxstack.schema.mesh import AXES

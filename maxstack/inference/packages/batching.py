@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.inference.packages.figures import Figures
+from maxstack.inference.packages.metrics import Figures
 from maxstack.inference.server.refusal import Refusal
 from maxstack.package.loader import PackageError, Signature
 

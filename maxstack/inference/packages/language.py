@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 
-from maxstack.inference.packaged import generates, start_package
+from maxstack.inference.package_engine import generates, start_package
 from maxstack.inference.packages.repository import Repository
 from maxstack.inference.server.access import Access
 from maxstack.inference.server.app import make_app

@@ -11,8 +11,8 @@ from typing import Any
 
 from maxstack.errors import ConfigError, shortened
 from maxstack.inference.packages.batching import Settings
-from maxstack.inference.packages.figures import Figures
 from maxstack.inference.packages.folders import MANIFEST, versions_of
+from maxstack.inference.packages.metrics import Figures
 from maxstack.inference.packages.version import Stamp, Version, check_sizes, stamp
 from maxstack.inference.packages.worker import Worker
 from maxstack.package.loader import PackageError

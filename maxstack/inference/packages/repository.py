@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from maxstack.errors import ConfigError, quoted
-from maxstack.inference.packages import figures
+from maxstack.inference.packages import metrics
 from maxstack.inference.packages.batching import Queue, Settings
-from maxstack.inference.packages.figures import Figures
+from maxstack.inference.packages.metrics import Figures
 from maxstack.inference.packages.model import Model, check_start
 from maxstack.inference.packages.version import Version
 from maxstack.inference.packages.worker import Worker
@@ -131,7 +131,7 @@ class Repository:
             for version in self._answering
             for queue in version.queues.values()
         }
-        return figures.text(self._figures.values(), waiting)
+        return metrics.text(self._figures.values(), waiting)
 
     def index(self) -> list[dict[str, Any]]:
         """All versions that are served or were refused."""

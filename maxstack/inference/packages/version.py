@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxstack.inference.packages.batching import Queue, Settings
-from maxstack.inference.packages.figures import Figures
+from maxstack.inference.packages.metrics import Figures
 from maxstack.inference.packages.tensors import NAMES
 from maxstack.inference.packages.worker import Worker
 from maxstack.package.loader import Package, PackageError, path_of, read_manifest

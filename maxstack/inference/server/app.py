@@ -12,13 +12,13 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from maxstack.errors import quoted
-from maxstack.inference.server.answering import check_access, read_body, state_of
-from maxstack.inference.server.asks import decode, encode, encode_messages
 from maxstack.inference.server.chat import chat
 from maxstack.inference.server.completions import completions
 from maxstack.inference.server.connections import text_of
 from maxstack.inference.server.embeddings import embeddings
+from maxstack.inference.server.engine_requests import decode, encode, encode_messages
 from maxstack.inference.server.errors import HANDLED, refusal_of
+from maxstack.inference.server.http import check_access, read_body, state_of
 from maxstack.inference.server.page import page
 from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import DetokenizeBody, TokenizeBody

@@ -5,9 +5,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from maxstack.inference.server.answering import answer
-from maxstack.inference.server.asks import Prompt, Wish, asks_of, decode, encode, separate
 from maxstack.inference.server.choices import Choice, Delta
+from maxstack.inference.server.engine_requests import (
+    Prompt,
+    Wish,
+    asks_of,
+    decode,
+    encode,
+    separate,
+)
+from maxstack.inference.server.http import answer
 from maxstack.inference.server.schemas import CompletionBody
 from maxstack.inference.server.state import State
 from maxstack.inference.server.writer import Writer

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from maxstack.inference.pooling import Pooling, read_pooling
 from maxstack.inference.request import Sampling
-from maxstack.inference.server.answering import read_body, whole
-from maxstack.inference.server.asks import encode, separate
+from maxstack.inference.server.engine_requests import encode, separate
+from maxstack.inference.server.http import read_body, whole
 from maxstack.inference.server.schemas import EmbeddingBody
 from maxstack.inference.server.state import State
 from maxstack.inference.service import Answers, Ask

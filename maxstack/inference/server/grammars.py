@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from maxstack.errors import ConfigError
 from maxstack.hardware.memory import give_back
 from maxstack.inference.grammar import Answer, Compiler, Vocabulary, check_size
+from maxstack.inference.grammar_sandbox import Trial
 from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.threads import Queues
 from maxstack.inference.service import Full
-from maxstack.inference.trial import Trial
 
 PROCESSES = 2
 """Grammars that are compiled at a time."""

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 
 from maxstack.data.chat import ChatTemplate
 from maxstack.errors import quoted
+from maxstack.inference.engine_setup import Served
 from maxstack.inference.grammar import Vocabulary
 from maxstack.inference.server.access import Access
 from maxstack.inference.server.grammars import Grammars
 from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.threads import Threads
 from maxstack.inference.service import Service
-from maxstack.inference.started import Served
 from maxstack.inference.tools import FORMATS, ToolFormat
 
 if TYPE_CHECKING:

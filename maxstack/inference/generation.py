@@ -12,14 +12,14 @@ from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.data.chat import ChatTemplate, encode_chat, template_messages
 from maxstack.errors import ConfigError, DataError, shortened
-from maxstack.inference.bursts import STEPS
+from maxstack.inference.multi_step import STEPS
 from maxstack.inference.request import Sampling, Token
+from maxstack.inference.resumable_file import Unfinished
 from maxstack.inference.text import TextStream
-from maxstack.inference.unfinished import Unfinished
 from maxstack.report.progress import progress
 
 if TYPE_CHECKING:
-    from maxstack.inference.started import Served
+    from maxstack.inference.engine_setup import Served
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import numpy as np
 from maxstack.data.chat import ChatTemplate
 from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
+from maxstack.inference.engine_setup import Served, check_identical
 from maxstack.inference.layout import PORTABLE, Layout
+from maxstack.inference.runner import Batch, Steps, named, nested
 from maxstack.inference.scheduler import Limits
-from maxstack.inference.started import Served, check_identical
-from maxstack.inference.steps import Batch, Steps, named, nested
 from maxstack.load import load_record
 from maxstack.package.loader import Package
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from maxstack import config
 from maxstack.hf.writer import new_folder
-from maxstack.inference.packaged import CONFIG
+from maxstack.inference.package_engine import CONFIG
 from maxstack.kernels.backends import recording
 from maxstack.package import loader
 from maxstack.package.contents import Contents, Text

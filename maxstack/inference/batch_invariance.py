@@ -5,7 +5,7 @@ where each row is computed by the same instructions in the same order."""
 import numpy as np
 
 from maxstack.inference.layout import Layout
-from maxstack.inference.steps import Rowed, Steps
+from maxstack.inference.runner import Rowed, Steps
 from maxstack.report.progress import progress
 
 SMALL = 32

@@ -18,8 +18,8 @@ from maxstack.data.chat import (
 )
 from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
-from maxstack.inference.opened import config_of, read_weights
 from maxstack.inference.scheduler import Limits
+from maxstack.inference.trained_model import config_of, read_weights
 from maxstack.schema.mesh import AXES
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> 
 def check_identical(engine: "Engine", layout: Layout) -> None:
     """ConfigError or a warning where a request's bits depend on its company. Sizes of steps in
     which they are others are given up."""
-    from maxstack.inference.identity import differing
+    from maxstack.inference.batch_invariance import differing
 
     asked, programs = engine.cfg.serve.identical, engine.programs
     if asked == "any":

@@ -11,9 +11,9 @@ from flax import nnx
 from maxstack.inference import sampling
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import Programs
+from maxstack.inference.runner import Batch, named, nested
 from maxstack.inference.sampler import GROUP, logprobs
 from maxstack.inference.score import batch_of, scorer
-from maxstack.inference.steps import Batch, named, nested
 from maxstack.layers.by_rows import in_groups
 from maxstack.layers.cache import Rows
 from maxstack.package.signature import Array, Arrays, Signature

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from maxstack.inference.bursts import Bounds, Made, Rules
 from maxstack.inference.layout import Layout
+from maxstack.inference.multi_step import Bounds, Made, Rules
 from maxstack.inference.scheduler import Copy, Limits, PageCopy
 from maxstack.layers.cache import Rows
 
