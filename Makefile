@@ -1,6 +1,6 @@
 # `make train` learns from real text on this machine's CPU; `make test` runs lint, types and the tests of
 # every day, `make test-all` what a change must pass, `make test-release` every test; `make drills` breaks
-# runs in every way that the README names.
+# runs in every way that docs/RELIABILITY.md lists.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 # uv installs in a fifth of pip's time. It trusts the certificates that this system trusts, as pip does.

@@ -69,13 +69,7 @@ def main() -> int:
         default=ROOT / "drills.json",
         help="what is done (default: %(default)s)",
     )
-    parser.add_argument("--promises", action="store_true", help="only print the README's table")
     args = parser.parse_args()
-    if args.promises:
-        print("| | Fault | What is promised |\n|---|---|---|")
-        for promise in PROMISES:
-            print(f"| {promise.number or ''} | {promise.fault} | {promise.promise} |")
-        return 0
     wanted = [int(number) for number in args.only.split(",")] if args.only else [*DRILLS]
     if unknown := {*wanted} - DRILLS.keys():
         parser.error(

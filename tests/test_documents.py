@@ -37,6 +37,8 @@ NOT_RUN = {
     "gcloud": "there is no cloud here",
     "xprof": "a server of its own, which pip install '.[xprof]' brings",
     "curl": "tests/inference/test_packages.py sends what it sends",
+    "python3": "make train makes such an environment",
+    ".": "the shell's own",
     "lm_eval": "tests/inference/test_lm_eval.py runs it where it is installed",
 }
 """Programs that are no part of the project, and why they are not run."""

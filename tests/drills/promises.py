@@ -1,4 +1,4 @@
-"""The promise that each drill tests, in the words that the README repeats."""
+"""The promise that each drill tests, in the words of docs/RELIABILITY.md."""
 
 from typing import NamedTuple
 

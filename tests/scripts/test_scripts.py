@@ -101,11 +101,6 @@ def test_the_size_is_counted_by_folder():
     assert re.search(r"[\d,]+  tests/ in all", counted)
 
 
-def test_drills_print_the_promises_of_the_readme(monkeypatch, capsys):
-    assert run(monkeypatch, SCRIPTS / "drills.py", "--promises") == 0
-    assert capsys.readouterr().out.strip() in (ROOT / "README.md").read_text()
-
-
 @pytest.mark.release
 def test_bench_cpu_measures_steps_starts_and_attention(tmp_path):
     said = process("bench_cpu.py", "--tiny", "--json", tmp_path / "found.json")
