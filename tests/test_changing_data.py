@@ -174,14 +174,6 @@ def test_a_run_with_every_feature_goes_on_bit_for_bit_after_a_kill_and_on_two_de
 
 
 @pytest.mark.slow
-def test_data_that_ends_before_the_steps_do_ends_the_run_and_says_so(run, capsys):
-    folder, code = run("ended", {"sources": [source("web", epochs=1)]}, steps=500)
-    assert code == 2 and len(rows(folder)) < 30
-    told = capsys.readouterr().err
-    assert "the data ended before batch" in told and "set train.epochs" in told
-
-
-@pytest.mark.slow
 def test_data_that_ends_leaves_a_checkpoint_of_the_last_step(run, capsys):
     data = {"sources": [source("web", epochs=1)]}
     folder, _ = run("kept", data, steps=500, checkpoint={"every": 100})
@@ -190,24 +182,6 @@ def test_data_that_ends_leaves_a_checkpoint_of_the_last_step(run, capsys):
     assert run("kept", data, "data.sources.0.epochs=2", "--force-config", "data", steps=500)[1] == 2
     assert f"resumed from step {last}" in capsys.readouterr().out
     assert rows(folder)[-1]["step"] > last
-
-
-@pytest.mark.slow
-def test_a_source_that_grows_goes_on_and_its_new_files_begin(run, tmp_path, capsys):
-    def write(name, number):
-        text = "".join(f'{{"text": "{name} {i} {i * i}"}}\n' for i in range(number))
-        (tmp_path / f"{name}.jsonl").write_text(text)
-
-    write("old", 60)
-    grows = {"kind": "jsonl", "name": "grows", "files": [f"{tmp_path}/*.jsonl"], "holdout": 0.1}
-    data = {"sources": [grows, source("web")]}
-    run("grown", data, steps=4)
-    write("new", 30)
-    assert run("grown", data, steps=8)[1] == 1
-    assert "grows: has more files (1)" in capsys.readouterr().err
-    assert run("grown", data, "--force-config", "data", steps=8)[1] == 0
-    assert run("grown", data, steps=12)[1] == 0
-    assert "resumed from step 8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change", ["data.seed=5", "data.sources.0.holdout=0.3"])

@@ -42,10 +42,6 @@ def test_json_is_written_as_it_is():
     )
 
 
-def test_text_is_not_escaped():
-    assert rendered("{{ messages[0].content }}") == HELLO[0]["content"]
-
-
 def test_generation_blocks_are_text_with_variables_of_their_own():
     source = (
         "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
@@ -131,10 +127,6 @@ def test_a_guarded_template_writes_the_same_text_and_tells_the_same_error():
         assert told[0] == told[1]
 
 
-def test_the_date_can_be_asked_for():
-    assert rendered("{{ strftime_now('%Y') | int > 2000 }}") == "True"
-
-
 def test_what_a_template_raises_is_an_error_with_its_words():
     with pytest.raises(DataError, match="here: the chat template: roles must alternate"):
         rendered("{{ raise_exception('roles must alternate') }}")
@@ -170,12 +162,6 @@ def test_the_template_of_a_folder_gets_its_special_tokens(tmp_path, own, name):
         write(tmp_path / own, name, SIMPLE if "jinja" in name else {"chat_template": SIMPLE})
     write(tmp_path / own, "tokenizer_config.json", config)
     assert read_chat_template(tmp_path).render(HELLO) == "<s>user: Grüß <b>Gott</b></s>"
-
-
-def test_a_template_of_ones_own_gets_the_folders_special_tokens(tmp_path):
-    write(tmp_path, "tokenizer_config.json", {"bos_token": "<s>", "chat_template": "no"})
-    write(tmp_path, "my.jinja", "{{ bos_token }}mine")
-    assert read_chat_template(tmp_path, str(tmp_path / "my.jinja")).render([]) == "<s>mine"
 
 
 def test_a_sentencepiece_model_alone_names_its_special_tokens(tmp_path):

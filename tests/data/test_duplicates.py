@@ -1,9 +1,7 @@
-import itertools
-
 import numpy as np
 import pytest
 
-from maxstack.data.steps.duplicates import banded, found, keepers, shingles, signatures
+from maxstack.data.steps.duplicates import keepers, shingles, signatures
 from maxstack.schema.steps import ExactDuplicatesStep, NearDuplicatesStep
 
 
@@ -59,16 +57,6 @@ def test_texts_without_words_are_alike_where_they_are_equal(cfg):
 def test_an_underscore_joins_no_words():
     cfg = NearDuplicatesStep(kind="near_duplicates", ngram=1)
     assert {*shingles(cfg, "a_b __c").tolist()} == {*shingles(cfg, "a b c").tolist()}
-
-
-def test_bands_find_nearly_all_pairs_at_the_threshold():
-    for permutations, threshold in itertools.product((64, 128, 256), (0.5, 0.8, 0.9)):
-        bands = banded(permutations, threshold)
-        rows = bands[0].stop
-        assert {band.stop - band.start for band in bands} == {rows}
-        assert bands[-1].stop <= permutations
-        assert found(permutations, rows, threshold) >= 0.97 or rows == 1
-        assert found(permutations, rows + 1, threshold) < 0.97
 
 
 def test_a_cluster_keeps_its_first_document_whatever_links_it():

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from maxstack.config import storage
 from maxstack.data import epochs
-from maxstack.data.deal import Deal, Pass, level
+from maxstack.data.deal import level
 from maxstack.data.feed import Feed
 from maxstack.data.mixture import Mixture
 from maxstack.data.sources import open_sources
@@ -124,33 +124,6 @@ def test_an_epoch_of_code_is_measured_as_it_is_infilled(made, tmp_path):
     tokens = sum((batch["segments"] > 0).sum() for batch in batches)
     infilled = tokens - 2 * (lengths.sum() - 400)
     assert 300 < infilled / 3 < 500 and found.steps <= math.ceil(1.03 * tokens / 8 / 64)
-
-
-@pytest.mark.parametrize(("documents", "lanes"), [(1000, 7), (64, 64), (5, 8), (3000, 100)])
-def test_a_deal_gives_each_place_to_one_lane_in_order(documents, lanes):
-    lengths = np.random.default_rng(0).lognormal(5, 1.5, (2, documents)).round()
-    limits = 2 * documents, documents + documents // 2
-    passes = [
-        Pass(source, first, lengths[source][: limits[source] - first])
-        for first in (0, documents)
-        for source in (0, 1)
-    ]
-    longest = lengths.max()
-    all_moves = level(passes, 2, lanes)
-    for limit, moves in zip(limits, all_moves, strict=True):
-        deal = Deal(lanes, limit, moves)
-        own = [
-            [deal.place(lane, number) for number in range(int(deal.count(lane)))]
-            for lane in range(lanes)
-        ]
-        assert sorted(place for places in own for place in places) == [*range(limit)]
-        assert all(places == sorted(places) for places in own)
-    totals = np.zeros(lanes)
-    for (source, first, sizes), moves in ((each, all_moves[each.source]) for each in passes):
-        taker = np.arange(limits[source]) % lanes
-        taker[moves[:, 0]] = moves[:, 1]
-        totals += np.bincount(taker[first : first + len(sizes)], sizes, lanes)
-    assert totals.max() <= max(1.01 * totals.mean(), totals.mean() + longest)
 
 
 def test_lengths_that_processes_measured_in_turn_are_joined():

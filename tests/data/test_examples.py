@@ -114,12 +114,6 @@ def test_answers_of_a_conversation_count(tmp_path, model, template, train, count
     assert targets == counted
 
 
-def test_all_of_a_conversation_counts_where_it_is_asked_for(tmp_path, model):
-    cfg = data(tmp_path, model, [{"messages": SUM[:2]}], {"kind": "chat", "train": "all"})
-    (((_, targets),), _), *_ = rows(cfg)
-    assert targets == "1 + 2 = <end> <assistant> 3 <end>"
-
-
 def test_each_answer_has_a_row_as_the_template_writes_it_there(tmp_path, model):
     record = {"kind": "chat", "train": "each"}
     cfg = data(tmp_path, model, [{"messages": SUM}], record, template=THINKS)
@@ -162,24 +156,6 @@ def test_markers_inside_a_filter_are_refused(tmp_path, model):
     cfg = data(tmp_path, model, [{"messages": SUM[:2]}], {"kind": "chat"}, template=template)
     with pytest.raises(DataError, match="changes what a {% generation %} block wrote"):
         rows(cfg)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        {"prompt": [{"role": "user", "content": "a"}], "completion": "b"},
-        {
-            "prompt": [{"role": "user", "content": "a"}],
-            "completion": [{"role": "assistant", "content": "b"}],
-        },
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-    ],
-)
-def test_conversations_have_several_forms(tmp_path, model, record):
-    cfg = data(tmp_path, model, [record], {"kind": "chat"})
-    (((inputs, targets),), _), *_ = rows(cfg)
-    assert (inputs, targets) == ("<user> a <end> <assistant> b", "b <end>")
 
 
 def test_a_completion_has_no_template_and_ends_in_eos(tmp_path, model):
@@ -267,12 +243,6 @@ def test_what_else_says_that_a_message_is_trained_on_is_refused(tmp_path, model,
     messages = [message | changes.get(i, {}) for i, message in enumerate(SUM)]
     with pytest.raises(DataError, match=words):
         rows(data(tmp_path, model, [{"messages": messages}], {"kind": "chat"}))
-
-
-def test_keys_of_records_that_nothing_reads_are_listed(tmp_path, model):
-    records = [{"messages": SUM, "source": "a", "system": None}, {"messages": SUM, "score": 1}]
-    feed = Feed(data(tmp_path, model, records, {"kind": "chat"}), [0], 1)
-    assert [line.partition("; ")[2] for line in feed.describe()] == ["not read: source, score"]
 
 
 def test_a_prompt_that_whole_conversations_repeat_counts_once(tmp_path, model):
@@ -380,15 +350,6 @@ def test_a_record_that_is_too_long_ends_the_run_unless_it_is_allowed(tmp_path, m
     records = [{"prompt": "a a", "completion": " a" * 20}]
     cfg = data(tmp_path, model, records, {"kind": "chat"}, seq_len=8, quarantine=5)
     with pytest.raises(DataError, match=r"line 1: 23 tokens, but data.seq_len=8; raise it, or set"):
-        rows(cfg)
-
-
-def test_records_of_which_none_fits_are_an_error_even_where_they_may_be_dropped(tmp_path, model):
-    records = [{"prompt": "a a", "completion": " a" * 20}]
-    cfg = data(tmp_path, model, records, {"kind": "chat"}, seq_len=8, overlong="drop")
-    with pytest.raises(
-        DataError, match="shorter than 2 tokens or longer than data.seq_len=8, from"
-    ):
         rows(cfg)
 
 

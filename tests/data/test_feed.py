@@ -9,14 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiers
 
 from maxstack.data import feed as feed_module
 from maxstack.data.feed import Feed
 from maxstack.data.sources import Synthetic
 from maxstack.errors import ConfigError, DataError
 from maxstack.schema.data import (
-    BytesTokenizer,
     DataConfig,
     JsonlSource,
     SyntheticSource,
@@ -85,35 +83,6 @@ def test_a_batch_has_the_keys_shapes_and_types_of_the_contract(feeds):
         "segments": ((8, 32), "int32"),
         "mask": ((8, 32), "float32"),
     }
-
-
-@pytest.mark.parametrize("packing", ["concat", "fit", "none"])
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_the_global_batches_do_not_depend_on_the_number_of_processes(processes, packing, feeds):
-    expected = batches(feeds(config(packing=packing), range(BATCH), BATCH), 25)
-    share = BATCH // processes
-    for process in range(processes):
-        lanes = range(process * share, (process + 1) * share)
-        assert the_same(
-            expected,
-            batches(feeds(config(packing=packing), lanes, BATCH), 25),
-            slice(lanes.start, lanes.stop),
-        )
-
-
-@pytest.mark.parametrize("processes", tiers.of([1, 2, 4], 2))
-@pytest.mark.slow
-def test_the_global_batches_do_not_depend_on_two_workers_in_each_process(processes, feeds):
-    expected = batches(feeds(config(), range(BATCH), BATCH), 25)
-    share = BATCH // processes
-    made = [
-        feeds(config(workers=2), range(process * share, (process + 1) * share), BATCH)
-        for process in range(processes)
-    ]
-    for feed in made:
-        feed.start()
-    for process, feed in enumerate(made):
-        assert the_same(expected, batches(feed, 25), slice(process * share, (process + 1) * share))
 
 
 @pytest.mark.slow
@@ -205,20 +174,6 @@ def test_evaluation_reads_each_held_out_document_once_and_then_pads_for_ever(fee
     assert counted == len(text)
 
 
-def test_the_bytes_of_an_evaluation_are_those_of_the_documents(feeds):
-    cfg = DataConfig(
-        sources=[TextSource(kind="text", files=["texts/*.txt"])],
-        seq_len=32,
-        tokenizer=BytesTokenizer(kind="bytes", eos=True),
-    )
-    total = sum(path.stat().st_size for path in Path("texts").iterdir())
-    for lanes in (1, 3):
-        feed, counted = feeds(cfg, range(lanes), lanes, evaluation=True, whole=True), 0.0
-        while (batch := next(feed))["mask"].any():
-            counted += batch["bytes"].sum()
-        assert counted == total
-
-
 def test_evaluation_without_held_out_documents_is_an_error():
     with pytest.raises(DataError, match="holdout"):
         Feed(
@@ -252,18 +207,6 @@ def test_a_worker_that_is_killed_is_an_error_and_no_hang(feeds):
             os.kill(child, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="terminated unexpectedly"):
         batches(feed, 100)
-
-
-def test_waiting_is_measured(feeds):
-    feed = feeds(config(), range(BATCH), BATCH)
-    start = time.perf_counter()
-    batches(feed, 20)
-    assert 0 < feed.waited <= time.perf_counter() - start
-
-
-def test_lanes_outside_the_batch_are_refused():
-    with pytest.raises(ValueError, match="not rows of a batch of 8"):
-        Feed(config(), [7, 8], BATCH)
 
 
 PROGRAM = """
@@ -480,7 +423,6 @@ def test_a_long_held_out_document_spreads_over_all_lanes_of_every_split(feeds, t
         ('{"body": "a"}', {}, "line 1: no key 'text'"),
         ('{"text": "a"}', {"record": {"kind": "chat"}}, "line 1: no messages, conversations"),
         ('{"prompt": "a", "completion": " b"}', {"record": {"kind": "pairs"}}, "no chosen"),
-        ('{"text": [1, 2]}', {}, "line 1: 'text' is a list, not text"),
     ],
 )
 def test_wrong_columns_kinds_and_shapes_are_told_before_the_first_batch(

@@ -121,14 +121,6 @@ def test_segments_number_documents_and_positions_restart_with_them(
             assert not padding[:-1][row["segments"][1:] > 0].any()
 
 
-def test_concat_fills_every_row_before_the_last():
-    batches = one_pass(numbered([5, 9, 2, 30]), 1, seq_len=7, packing="concat")
-    assert [int(batch["mask"].sum()) for batch in batches] == [7, 7, 7, 7, 7, 7]
-    assert batches[0]["segments"][0].tolist() == [1, 1, 1, 1, 2, 2, 2]
-    assert batches[1]["tokens"][0].tolist() == [9, 10, 11, 12, 13, 15, 17]
-    assert batches[1]["positions"][0].tolist() == [0, 1, 2, 3, 4, 0, 0]
-
-
 def test_fit_splits_only_documents_longer_than_a_row():
     batches = one_pass(numbered([5, 5, 3, 12, 3]), 1, seq_len=6, packing="fit")
     assert [batch["tokens"][0].tolist() for batch in batches] == [
@@ -185,12 +177,6 @@ def test_none_cuts_each_document_at_the_end_of_its_row():
     ]
 
 
-def test_documents_one_longer_than_a_row_fill_it_under_every_packing():
-    for packing in ("concat", "fit", "best", "none"):
-        made = rows([numbered([17] * 10)], 4, seq_len=16, packing=packing)
-        assert all(made.next()["mask"].all() for _ in range(8))
-
-
 def test_an_epoch_draws_each_document_once_over_all_lanes_and_the_next_in_another_order():
     made = rows([numbered([2] * 24)], 4, seq_len=1, packing="none")
     drawn = np.stack([made.next()["tokens"][:, 0] for _ in range(12)])
@@ -237,19 +223,6 @@ def test_the_mixture_follows_the_weights_in_each_lane_all_along():
 def test_lanes_do_not_all_draw_from_one_source_at_once():
     made = rows([numbered([2] * 30), numbered([2] * 30, 1000)], 16, seq_len=1, packing="none")
     assert 0 < (made.next()["tokens"] // 1000).sum() < 16
-
-
-@pytest.mark.parametrize("packing", ["concat", "fit", "best", "none"])
-def test_a_lane_restored_from_any_row_goes_on_as_before(packing):
-    sources = [numbered([3, 40, 1, 0, 9, 17]), numbered([5, 6, 70], 1000)]
-    made = rows(sources, 2, seq_len=8, packing=packing, window=3)
-    batches = [made.next() for _ in range(40)]
-    for k in range(0, 39, 3):
-        again = rows(sources, 2, seq_len=8, packing=packing, window=3)
-        again = Rows(again._lanes[0]._mixture, [1, 0], batches[k]["state"][::-1])
-        for expected in batches[k + 1 : k + 4]:
-            got = again.next()
-            assert all((got[key][::-1] == array).all() for key, array in expected.items())
 
 
 def test_documents_without_a_target_are_passed_over():

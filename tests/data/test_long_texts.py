@@ -10,14 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from maxstack.data.feed import Feed
 from maxstack.data.long_texts import parts, widest
 from maxstack.data.prepare import prepare
-from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import DataError
 from maxstack.schema.data import (
-    ArrayRecordSource,
     BytesTokenizer,
     DataConfig,
     HuggingFaceTokenizer,
@@ -166,27 +163,10 @@ def test_a_text_without_any_boundary_ends_its_parts_with_whole_characters(made):
     assert tokenizer.ends(text, 1000)[-1] == len(text)
 
 
-@pytest.mark.parametrize("beyond", ["split", "refuse"])
-@pytest.mark.slow
-def test_a_long_text_is_one_document_in_training_and_in_shards_or_refused_by_name(
-    made, beyond, tmp_path
-):
+def test_a_text_that_is_too_long_is_refused_by_line_where_that_is_asked_for(tmp_path):
     path, text = tmp_path / "lines.jsonl", "the quick brown fox, " * 200
     path.write_text("".join(json.dumps({"text": each}) + "\n" for each in ("short", text)))
     source = JsonlSource(kind="jsonl", files=[str(path)])
-    tokenizer = made["byte level"]
-    cfg = DataConfig(sources=[source], tokenizer=tokenizer, seq_len=64, longest=1024, beyond=beyond)
-    shards, feed = tmp_path / "shards", Feed(cfg.model_copy(update={"shuffle": False}), range(2), 2)
-    if beyond == "refuse":
-        for started in (lambda: prepare(cfg, str(shards)), lambda: next(feed)):
-            with pytest.raises(DataError, match="line 2: a text of 4,200 bytes, .*longest=1024"):
-                started()
-    else:
-        prepare(cfg, str(shards))
-        made_of = ArrayRecordSource(
-            kind="array_record", files=[f"{shards}/*-train-*"], content="tokens"
-        )
-        whole = open_tokenizer(tokenizer).encode(text.encode())
-        np.testing.assert_array_equal(open_source(made_of)[1].ids, whole)
-        np.testing.assert_array_equal(next(feed)["tokens"][1], whole[:64])
-    feed.close()
+    cfg = DataConfig(sources=[source], seq_len=64, longest=1024, beyond="refuse")
+    with pytest.raises(DataError, match="line 2: a text of 4,200 bytes, .*longest=1024"):
+        prepare(cfg, str(tmp_path / "shards"))

@@ -1,13 +1,10 @@
-import jax
 import numpy as np
 import pytest
 
-from maxstack.data.documents import record_hashes, text_hash
 from maxstack.data.mixture import Mixture
 from maxstack.data.order import EVEN, Order
 from maxstack.data.position import Part, Sources
 from maxstack.data.sources import open_sources
-from maxstack.objectives.objective import row_keys
 from maxstack.schema.data import DataConfig
 
 
@@ -20,11 +17,6 @@ def test_each_epoch_is_a_permutation_and_no_two_are_the_same(documents, seed):
     ]
     assert all(sorted(epoch) == list(range(documents)) for epoch in epochs)
     assert documents == 1 or epochs[0] != epochs[1]
-
-
-@pytest.mark.parametrize("documents", [1000, 65537, 70000])
-def test_a_position_far_ahead_needs_no_walk(documents):
-    assert 0 <= Order("0", documents)[10**12] < documents
 
 
 def test_the_order_stays_what_it_was_in_earlier_releases():
@@ -112,39 +104,3 @@ def test_runs_that_began_with_the_older_order_go_on_with_it():
     before = Sources([Part(part.source, part.name, "0", part.identity, part.files)])
     mixture.adopt(before, mixture.start(1), 3)
     assert mixture.locate(0, 5) == (0, Order("0 shuffle 0", 70_000)[5]) != fresh
-
-
-def as_random_as_numpys(numbers, others):
-    """Uniform in [0, 1), without correlation at lags 1 to 1,024 and with `others`, as of 999 in
-    1,000 draws of numpy's."""
-    tenths = np.histogram(numbers, 10, (0, 1))[0] / len(numbers) - 0.1
-    assert (tenths**2).sum() * 10 * len(numbers) < 27.9  # chi-squared of nine degrees
-    assert lagged(numbers) < 5.2
-    assert all(deviations(numbers, other) < 3.9 for other in others)
-
-
-def test_what_is_held_out_is_as_random_as_numpys():
-    first, *others = (
-        record_hashes(np.uint64(text_hash(key)), DRAWN) * 2.0**-64 for key in ("a 0", "a 1", "b 0")
-    )
-    as_random_as_numpys(first, others)
-
-
-def test_where_lanes_begin_in_a_mixture_is_as_random_as_numpys():
-    def phases(seed, lanes=20_000):
-        sources = [{"kind": "synthetic", "name": name, "length": 4} for name in ("web", "code")]
-        cfg = DataConfig.model_validate({"sources": sources, "seq_len": 8, "seed": seed})
-        mixture = Mixture(cfg, open_sources(cfg), lanes, False, "data", {})
-        return np.array([mixture.phase(lane) for lane in range(lanes)]).T
-
-    (web, code), (other, _) = phases(0), phases(1)
-    as_random_as_numpys(web, [code, other])
-
-
-def test_random_numbers_of_rows_and_steps_are_as_random_as_numpys():
-    def drawn(seed, step):
-        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
-        keys = jax.random.wrap_key_data(row_keys(key, DRAWN), impl="threefry2x32")
-        return np.asarray(jax.vmap(jax.random.uniform)(keys), np.float64)
-
-    as_random_as_numpys(drawn(0, 5), [drawn(0, 6), drawn(1, 5)])

@@ -66,26 +66,6 @@ def all_of(documents):
 
 
 @pytest.mark.slow
-def test_shards_hold_the_documents_of_each_source_and_split_in_order():
-    cfg = config()
-    prepare(cfg, "out", Processes(2), shard_size=7)
-    tokenizer = open_tokenizer(cfg.tokenizer)
-    for files, place, split in (
-        ("my_texts-train", 0, "train"),
-        ("my_texts-eval", 0, "eval"),
-        ("jsonl-1-train", 1, "train"),
-    ):
-        expected = [
-            tokenizer.encode(text) for text in all_of(open_source(cfg.sources[place], split=split))
-        ]
-        got = [document.ids for document in all_of(open_source(tokens(f"out/{files}-*")))]
-        assert len(got) == len(expected) > 0 and all(
-            np.array_equal(a, b) for a, b in zip(got, expected, strict=True)
-        )
-    assert len(list(Path("out").glob("jsonl-1-train-*-of-00003.array_record"))) == 3
-
-
-@pytest.mark.slow
 def test_the_manifest_counts_and_checksums_every_shard():
     prepare(config(), "out")
     manifest = json.loads(Path("out/manifest.json").read_text())
@@ -107,20 +87,6 @@ def test_the_manifest_counts_and_checksums_every_shard():
     )
     assert manifest["totals"] == {"documents": 50, "tokens": size + 50, "bytes": size}
     assert manifest["tokenizer"]["fingerprint"] == open_tokenizer(config().tokenizer).fingerprint
-
-
-def test_the_shards_feed_the_same_batches_as_the_text():
-    text = DataConfig(sources=[TextSource(kind="text", files=["texts/*.txt"])], seq_len=16)
-    prepare(text, "out", shard_size=4)
-    feeds = [
-        Feed(cfg, range(2), 2)
-        for cfg in (text, DataConfig(sources=[tokens("out/*.array_record")], seq_len=16))
-    ]
-    for _ in range(20):
-        left, right = (next(feed) for feed in feeds)
-        assert all(np.array_equal(left[key], right[key]) for key in left)
-    for feed in feeds:
-        feed.close()
 
 
 def passed(cfg, lanes=2):
@@ -352,19 +318,6 @@ def test_copies_of_held_out_documents_are_counted_and_can_be_kept_together(capsy
     assert "held-out documents" not in capsys.readouterr().out
     Path("other.jsonl.gz").write_bytes(gzip.compress(Path("lines.jsonl").read_bytes()))
     assert splits("other.jsonl.gz", holdout_by="content")[1] == [train, held]
-
-
-@pytest.mark.slow
-def test_a_bad_record_is_named_and_a_corrected_one_completes():
-    Path("lines.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
-    with pytest.raises(DataError, match="lines.jsonl: line 2"):
-        prepare(config(), "out")
-    Path("lines.jsonl").write_text('{"text": "good"}\n{"text": "3"}\n')
-    prepare(config(), "out")
-    assert [
-        bytes(document.ids[1:].astype(np.uint8))
-        for document in all_of(open_source(tokens("out/jsonl-1-*")))
-    ] == [b"good", b"3"]
 
 
 @pytest.mark.slow

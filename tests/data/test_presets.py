@@ -227,7 +227,6 @@ def test_a_file_is_trained_on_and_says_what_it_does_not_read(tmp_path):
         ({"preset": "qa", "columns": {"question": "q"}}, {"question": "a"}, "columns: no q in it"),
         ({"preset": "hh-rlhf"}, {"chosen": "a", "rejected": "b"}, "begins with a blank line and"),
         ({"preset": "xlam"}, {"query": "a", "answers": "{", "tools": "[]"}, "not of this shape"),
-        ({"preset": "nectar"}, {"prompt": HUMAN, "answers": []}, "must be of two ranks"),
     ],
 )
 def test_a_record_of_another_shape_is_told_with_its_place(tmp_path, record, row, said):

@@ -278,19 +278,6 @@ def test_the_first_empty_document_of_a_source_is_told_and_the_others_are_not(wor
     assert feed.damaged() == []
 
 
-def test_a_run_goes_on_the_same_from_any_batch_of_damaged_data(feeds):
-    source, name = parquet()
-    flip(name)
-    feed = feeds(source, quarantine=3, packing="fit")
-    states, batches = zip(*[(feed.state(), next(feed)) for _ in range(30)], strict=True)
-    for k in range(0, 25, 6):
-        again = feeds(source, quarantine=3, packing="fit")
-        again.restore(states[k])
-        for expected in batches[k : k + 5]:
-            got = next(again)
-            assert all((expected[key] == got[key]).all() for key in expected)
-
-
 def test_a_document_damaged_while_it_is_half_read_is_passed_over(feeds):
     Path("a.jsonl").write_text('{"text": "%s"}\n{"text": "short"}\n' % ("long" * 100))
     source = {"kind": "jsonl", "files": ["a.jsonl"]}

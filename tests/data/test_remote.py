@@ -15,15 +15,12 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pydantic import TypeAdapter
 
 from maxstack.config import storage
-from maxstack.data.engines import Processes
 from maxstack.data.feed import Feed
 from maxstack.data.files import matched
-from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
-from maxstack.data.vocabulary import train
 from maxstack.errors import DataError
-from maxstack.schema.data import AnySource, DataConfig, HuggingFaceTokenizer, SentencePieceTokenizer
+from maxstack.schema.data import AnySource, DataConfig, HuggingFaceTokenizer
 
 TEXTS = [f"document {i} with some text" for i in range(20)]
 
@@ -146,14 +143,6 @@ def test_what_is_not_at_a_url_is_told(bucket, pattern, says):
     assert str(caught.value).startswith(f"{bucket}/{pattern}: ")
 
 
-def test_a_damaged_record_at_a_url_is_named_by_its_url_and_line(bucket):
-    with storage.replacing(f"{bucket}/a.jsonl") as file:
-        file.write_text('{"text": "a"}\n\n{"text": \n')
-    documents = open_source(source("jsonl", files=[f"{bucket}/a.jsonl"]))
-    with pytest.raises(DataError, match=f"^{bucket}/a.jsonl: line 3: not JSON"):
-        documents[1]
-
-
 def test_a_file_at_a_url_is_copied_once_and_again_when_it_changes(bucket, tmp_path):
     cfg = source("jsonl", files=[f"{bucket}/a.jsonl"])
     for text in ("first", "first", "other"):
@@ -162,16 +151,6 @@ def test_a_file_at_a_url_is_copied_once_and_again_when_it_changes(bucket, tmp_pa
         assert [open_source(cfg)[0] for _ in range(2)] == [text.encode()] * 2
         time.sleep(0.02)
     assert len(os.listdir(tmp_path / "cache" / "data")) == 3
-
-
-def test_a_tokenizer_is_learnt_into_a_url_and_read_from_there(bucket):
-    with storage.replacing(f"{bucket}/a.txt") as file:
-        file.write_text("\n".join(TEXTS * 20))
-    data = DataConfig(sources=[source("text", files=[f"{bucket}/a.txt"])])
-    train(data, f"{bucket}/out/a.model", vocab=300)
-    cfg = SentencePieceTokenizer(kind="sentencepiece", path=f"{bucket}/out/a.model")
-    tokenizer = open_tokenizer(cfg)
-    assert tokenizer.decode(tokenizer.encode(b"document 7")) == b"document 7"
 
 
 def test_vocab_json_at_a_url_is_read_with_the_files_beside_it(bucket):
@@ -193,31 +172,3 @@ def test_a_missing_tokenizer_at_a_url_is_told(bucket):
     assert str(caught.value) == (
         f"{bucket}/tokenizer.json: the tokenizer file cannot be read: No such file or directory"
     )
-
-
-@pytest.mark.slow
-def test_shards_are_prepared_at_a_url_and_trained_on_from_there(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MAXSTACK_CACHE", str(tmp_path / "cache"))
-    bucket = f"file://{tmp_path}/bucket"
-    cfg = written("jsonl")
-    upload(bucket)
-    given = cfg | {"files": [cfg["files"].format(bucket)], "holdout": 0.2}
-    data = DataConfig(sources=[source(**given)], seq_len=64)
-    for _ in range(2):
-        prepare(data, f"{bucket}/shards", Processes(2), shard_size=5)
-    assert capsys.readouterr().out.endswith("already complete\n")
-    names = sorted(os.listdir("bucket/shards"))
-    assert len(names) == 6 and all(name.startswith(("jsonl-0-", "manifest")) for name in names)
-    shards = source(
-        "array_record", content="tokens", files=[f"{bucket}/shards/*-train-*.array_record"]
-    )
-    documents = open_source(shards)
-    expected = open_source(data.sources[0])
-    assert len(documents) == len(expected) and [
-        bytes(documents[i].ids[1:].astype(np.uint8)) for i in range(len(documents))
-    ] == [expected[i] for i in range(len(expected))]
-    with open("bucket/shards/jsonl-0-train-00000-of-00003.array_record", "ab") as file:
-        file.write(b"x")
-    with pytest.raises(DataError, match=f"^{bucket}/shards/.*bytes, but manifest.json says"):
-        open_source(shards)

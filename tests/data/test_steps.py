@@ -17,7 +17,7 @@ import yaml
 
 from maxstack import cli
 from maxstack.commands.data import _task_texts
-from maxstack.data.engines import Processes, Ray
+from maxstack.data.engines import Processes
 from maxstack.data.feed import Feed
 from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
@@ -150,15 +150,6 @@ def test_the_result_is_the_same_whatever_the_number_of_workers(capsys):
     assert all_files("one") == all_files("three")
     prepare(config(), "one")
     assert "already complete" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_ray_cluster_gives_the_same_result():
-    ray = pytest.importorskip("ray")  # make test-all installs it
-    prepare(config(), "here")
-    prepare(config(), "there", Ray(2))
-    ray.shutdown()
-    assert all_files("here") == all_files("there")
 
 
 PROGRAM = """

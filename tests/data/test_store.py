@@ -3,7 +3,6 @@
 import io
 import json
 import logging
-import time
 
 import pyarrow
 import pyarrow.parquet
@@ -95,14 +94,6 @@ def test_what_passes_is_tried_again_and_told_once(store, caplog, happens, count)
     assert len(told) == 2, told
     assert told[0].startswith("s3://data does not answer: trying again for up to ")
     assert told[1].startswith("s3://data answers again after ")
-
-
-def test_a_store_that_is_away_is_waited_for(store):
-    put("a.jsonl", lines())
-    store.vanish_for(3)
-    begin = time.monotonic()
-    assert contents(source()) == [text.encode() for text in TEXTS]
-    assert time.monotonic() - begin > 2
 
 
 def test_a_store_that_stays_away_is_an_error_after_the_time_for_it(store, monkeypatch):
