@@ -379,7 +379,7 @@ def check_weights(run: Run) -> None:
     if (folder_of(cfg) / "checkpoints").exists():
         return
     if cfg.lora and cfg.lora.adapter:
-        run.weights.adapter(cfg.lora.adapter)
+        run.weights.read_adapter(cfg.lora.adapter)
     if cfg.model.weights is not None or run.others:
         from maxstack import starting_weights
 
@@ -429,7 +429,7 @@ def fresh(run: Run) -> State:
     from maxstack import starting_weights
 
     loaded = starting_weights.original(run, finite=not run.cfg.checkpoint.allow_nonfinite)
-    return run.begin_with(run.weights.rewritten(loaded))
+    return run.begin_with(run.weights.from_original(loaded))
 
 
 def frozen(run: Run) -> tuple[dict[str, Any], ...]:

@@ -86,7 +86,7 @@ def _export(args: Namespace, step: Path) -> None:
         raise ConfigError(f"cannot be exported: {error}") from error
 
     def base(path: str) -> np.ndarray:
-        return np.asarray(rewrite.floats(path, reader.under(path)))
+        return np.asarray(rewrite.base_weight(path, reader.under(path)))
 
     adapted = {path: spec.contract for path, spec in rewrite.adapted.items()}
     with new_folder(args.out) as folder:

@@ -190,12 +190,12 @@ def _measured(
     weights = dataclasses.replace(whole.weights, rewrite=observed)
     before = _perplexity(
         dataclasses.replace(whole, weights=weights, graph=observed.graph),
-        observed.applied(params),
+        observed.apply(params),
         rows,
         batch_size,
     )
     quantized = assemble(cfg, whole.mesh, trains=False)
-    kept = quantized.weights.rewritten(flat(params).items())
+    kept = quantized.weights.from_original(flat(params).items())
     if out:
         shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in kept.items()}
         writer = WeightsWriter(out, shapes)

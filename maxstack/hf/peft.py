@@ -483,7 +483,7 @@ def read(
     return leaves
 
 
-def bound_to(
+def bind_adapter(
     adapter: Adapter, model: StackConfig, shapes: Mapping[str, Shape]
 ) -> list[BoundTensor]:
     """The tensors of our model in the first family that has the adapter's modules. ConfigError

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxstack.inference.trained_model import adapted_run
 from maxstack.state import flat
 from maxstack.weights.adapter import dora_factors
+from maxstack.weights.rewrite import rebase
 from maxstack.weights.spec import WeightSpec
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ def _leaves(
     adapted = adapted_run(run, folder)
     lora, weights = adapted.cfg.lora, adapted.weights
     assert lora
-    read, rewrite = weights.adapter(folder), weights.rewrite
-    bases = rewrite.under_adapters(flat(params))
+    read, rewrite = weights.read_adapter(folder), weights.rewrite
+    bases = rebase(flat(params), rewrite.adapted)
     specs |= rewrite.adapted
     leaves: dict[str, Leaves] = {}
     for path, spec in rewrite.adapted.items():
@@ -64,7 +65,7 @@ def _leaves(
             for _ in range(a.ndim - spec.contract - 1):
                 factor = jax.vmap(factor)
             made = jax.jit(factor, out_shardings=NamedSharding(run.mesh, PartitionSpec()))
-            base = rewrite.floats(path, bases)
+            base = rewrite.base_weight(path, bases)
             leaves[path]["factor"] = np.asarray(made(base, a, b, read[f"{path}/magnitude"]))
     return leaves
 

@@ -28,7 +28,7 @@ from maxstack.schema.parts import Cached
 from maxstack.sharding import spec
 from maxstack.state import flat, tree
 from maxstack.weights.multi_adapter import with_adapters
-from maxstack.weights.rewrite import beside
+from maxstack.weights.rewrite import rebase
 
 if TYPE_CHECKING:
     from maxstack.inference.adapters import Adapters
@@ -80,7 +80,7 @@ class Programs(Steps):
             from maxstack.weights.cpu_matrix import with_cpu_matrices
 
             self._graph, self._matrices = with_cpu_matrices(self._graph, self._state)
-        self._makers = {path: jax.jit(matrix.made) for path, matrix in self._matrices.items()}
+        self._makers = {path: jax.jit(matrix.convert) for path, matrix in self._matrices.items()}
         self._group: int | None = GROUP if self._matrices else 0
         if run.cfg.serve.identical == "any":
             self._group = None
@@ -120,7 +120,7 @@ class Programs(Steps):
         """The weights of the run as steps read them; see `prepared`."""
         specs, weights = self._adapters.specs, self._adapters.weights
         if specs:
-            params = tree({**beside(flat(params), specs), **weights})
+            params = tree({**rebase(flat(params), specs), **weights})
         dtype = self._run.cfg.model.dtype
         return prepared(self._state, params, self._makers, self._original, dtype, keep)
 

@@ -216,7 +216,7 @@ def scorer(run: "Run", logits: bool) -> Any:
     def step(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> dict[str, jax.Array]:
         batch, real_BT = batch_of(tokens_BT, lengths_B)
         model = nnx.merge(run.graph, nnx.State(params))
-        with run.weights.rewrite.counting(real_BT):
+        with run.weights.rewrite.count_only(real_BT):
             logits_BTV = model.logits(model.hidden(batch))
         nll_BT, _ = cross_entropy(logits_BTV[:, :-1], tokens_BT[:, 1:])
         results = {"logprobs": jnp.pad(jnp.where(real_BT[:, 1:], -nll_BT, 0.0), ((0, 0), (1, 0)))}

@@ -38,7 +38,7 @@ def adapted_run(run: "Run", folder: str) -> "Run":
     adapter = Adapter(folder, finite=not run.cfg.checkpoint.allow_nonfinite)
     tensors = (
         tensor
-        for tensor in run.weights.bound(adapter)
+        for tensor in run.weights.bind(adapter)
         if tensor.name.removesuffix(".weight") in adapter.modules
     )
     paths = sorted({target.path for tensor in tensors for target in tensor.targets})
@@ -47,7 +47,7 @@ def adapted_run(run: "Run", folder: str) -> "Run":
         run.mesh,
         trains=False,
     )
-    adapted.weights.adapter(folder)
+    adapted.weights.read_adapter(folder)
     return adapted
 
 
@@ -55,7 +55,7 @@ def with_adapter(adapted: "Run", params: Any, folder: str) -> Any:
     """Weights of the run without adapters, which are shared, with the adapter of a folder beside
     them."""
 
-    return tree(adapted.weights.with_adapter(adapted.weights.beside(flat(params)), folder))
+    return tree(adapted.weights.with_adapter(adapted.weights.add_adapters(flat(params)), folder))
 
 
 def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
@@ -106,7 +106,7 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
     finite = not run.cfg.checkpoint.allow_nonfinite
     contents = open_contents(run.cfg.model.weights)
     return tree(
-        run.weights.rewritten(
+        run.weights.from_original(
             load_params(contents, run.weights.original, model=run.cfg.model, finite=finite)
         )
     )

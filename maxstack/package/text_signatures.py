@@ -89,7 +89,7 @@ def of_texts(
         lengths_B = inputs["lengths"]
         batch, real_BT = batch_of(inputs["tokens"], lengths_B)
         model: Any = nnx.merge(run.graph, nnx.State(weights.stacked(arrays)))
-        with run.weights.rewrite.counting(real_BT):
+        with run.weights.rewrite.count_only(real_BT):
             x_BTD = model.hidden(batch)
         return model, x_BTD, jnp.maximum(lengths_B - 1, 0)[:, None]
 

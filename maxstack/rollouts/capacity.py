@@ -164,7 +164,7 @@ def copied_bytes(engine: "Run") -> int:
     state, cfg, makers = engine.weights.rewrite.state, engine.cfg, {}
     if engine.mesh.size == 1 and engine.mesh.devices.flat[0].platform == "cpu":
         matrices = with_cpu_matrices(engine.graph, state)[1]
-        makers = {path: matrix.made for path, matrix in matrices.items()}
+        makers = {path: matrix.convert for path, matrix in matrices.items()}
     params, original = engine.abstract.params, originals(engine)
     read = functools.partial(
         prepared, state, makers=makers, original=original, dtype=cfg.model.dtype, keep=True

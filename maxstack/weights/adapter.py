@@ -1,4 +1,11 @@
-"""Weights with an adapter (LoRA, DoRA). Shapes: K contracted dimensions  N others  R rank."""
+"""Weights with an adapter: LoRA (Hu et al. 2021, arXiv:2106.09685) and DoRA (Liu et al. 2024,
+arXiv:2402.09353).
+
+The base W is frozen and may be quantized. LoRA computes W x + scale B A x without making W + scale
+B A. DoRA divides each column of that sum by its norm and multiplies it by a trained magnitude, so
+it needs the norms of the merged columns at each step. Shapes: K contracted dimensions  N others
+R rank.
+"""
 
 import contextlib
 import contextvars
@@ -22,7 +29,7 @@ from maxstack.weights.spec import WeightSpec, stacked
 TINY = 1e-12
 _off: contextvars.ContextVar[bool] = contextvars.ContextVar("adapters_off", default=False)
 LEAVES = "lora_a", "lora_b", "magnitude"
-"""Names of an adapter's weights, the last with DoRA alone."""
+"""Names of an adapter's weights; the last with DoRA alone."""
 
 
 def without_adapters() -> contextlib.AbstractContextManager[None]:
@@ -36,13 +43,15 @@ class AdaptedWeight(Substitute, nnx.Module):
 
     def __init__(self, base: Weight, param: nnx.Param, path: str, cfg: LoraConfig):
         spec = WeightSpec.of(param)
-        lead, contract = param.shape[: param.ndim - len(spec.shape)], spec.contract
-        inputs, outputs = spec.shape[:contract], spec.shape[contract:]
-        before, after = " ".join(spec.axes[:contract]), " ".join(spec.axes[contract:])
-        self.base, self.path, self.cfg, self.contract = base, path, cfg, contract
+        lead, split = param.shape[: param.ndim - len(spec.shape)], spec.contract
+        outputs = spec.shape[split:]
+        before, after = " ".join(spec.axes[:split]), " ".join(spec.axes[split:])
+        self.base, self.path = base, path
+        self.cfg, self.contract = cfg, split
         make = functools.partial(weight, dtype="float32")
-        std = (3 * math.prod(inputs)) ** -0.5
-        a = make((*inputs, cfg.rank), f"{before} latent", std=std, use="matmul", contract=contract)
+        std = (3 * math.prod(spec.shape[:split])) ** -0.5
+        shape_a = (*spec.shape[:split], cfg.rank)
+        a = make(shape_a, f"{before} latent", std=std, use="matmul", contract=split)
         self.lora_a = stacked(a, lead)
         self.lora_b = stacked(make((cfg.rank, *outputs), f"latent {after}", use="matmul"), lead)
         if cfg.dora:
@@ -52,27 +61,28 @@ class AdaptedWeight(Substitute, nnx.Module):
         """See weight.project."""
         if _off.get():
             return project(x, self.base)
-        change = project(project(self._dropped(x), self.lora_a), self.lora_b)
+        change = project(project(self._drop(x), self.lora_a), self.lora_b)
         y = project(x, self.base) + change * self.cfg.scale
         if not self.cfg.dora:
             return y
-        # the length is no variable of the gradient (section 4.3 of the paper)
-        whole = jax.lax.stop_gradient(self._merged(None))
+        # The norm is a constant of the gradient (section 4.3 of the paper).
+        whole = jax.lax.stop_gradient(self._merge(None))
         return y * _factors(whole, self.magnitude[...], self.contract).astype(x.dtype)
 
     def values(self, dtype: Any) -> Array:
-        """The merged weight."""
+        """Return the merged weight."""
         if _off.get():
             return values(self.base, dtype)
-        return self._merged(self.magnitude[...] if self.cfg.dora else None).astype(dtype)
+        return self._merge(self.magnitude[...] if self.cfg.dora else None).astype(dtype)
 
-    def _merged(self, magnitude: Array | None) -> Array:
-        w, a, b = values(self.base, jnp.float32), self.lora_a[...], self.lora_b[...]
-        return merged(self.cfg, self.contract, w, a, b, magnitude)
+    def _merge(self, magnitude: Array | None) -> Array:
+        w = values(self.base, jnp.float32)
+        return merge(self.cfg, self.contract, w, self.lora_a[...], self.lora_b[...], magnitude)
 
-    def _dropped(self, x: Array) -> Array:
-        """x [B, T, ...] after dropout in training, drawn by the key of the position, which has the
-        layer in it, and by the weight's path."""
+    def _drop(self, x: Array) -> Array:
+        """Return x [B, T, ...] after dropout in training, drawn by the key of the position, which
+        has the layer in it, and by the weight's path: the same on any mesh and in any microbatch.
+        """
         if not self.cfg.dropout or (keys_BT2 := position_keys()) is None:
             return x
         word = int.from_bytes(hashlib.blake2b(self.path.encode(), digest_size=4).digest(), "little")
@@ -85,7 +95,7 @@ class AdaptedWeight(Substitute, nnx.Module):
         return jnp.where(keep, x / (1 - self.cfg.dropout), 0)
 
 
-def merged(
+def merge(
     cfg: LoraConfig,
     contract: int,
     w: Array,
@@ -93,7 +103,7 @@ def merged(
     b: Array,
     magnitude: Array | None = None,
 ) -> Array:
-    """W + scale B A in float32, with columns of the lengths `magnitude` if there are any; the first
+    """Return W + scale B A in float32, with columns of the norms `magnitude` if given; the first
     `contract` dimensions are contracted."""
     whole = w + cfg.scale * multiply(a, b)
     return whole if magnitude is None else whole * _factors(whole, magnitude, contract)
@@ -102,15 +112,14 @@ def merged(
 def dora_factors(
     cfg: LoraConfig, contract: int, w: Array, a: Array, b: Array, magnitude: Array
 ) -> Array:
-    """Factors by which DoRA multiplies the columns of W + scale B A."""
-    return _factors(merged(cfg, contract, w, a, b), magnitude, contract)
+    """Return the factors by which DoRA multiplies the columns of W + scale B A."""
+    return _factors(merge(cfg, contract, w, a, b), magnitude, contract)
 
 
 def _factors(whole: Array, magnitude: Array, contract: int) -> Array:
-    """Factors that make each column as long as `magnitude`."""
     return magnitude / jnp.maximum(column_norms(whole, range(contract)), TINY)
 
 
 def column_norms(w: Array, contracted: Iterable[int]) -> Array:
-    """Euclidean length of each column, over the contracted dimensions."""
+    """Return the Euclidean norm of each column, over the contracted dimensions."""
     return jnp.sqrt(jnp.sum(w * w, axis=tuple(contracted)))

@@ -1,5 +1,9 @@
 """Matmuls of quantized operands on Qwix's arrays, and their gradients.
 
+`product` is the one matmul: forward in low precision where both operands allow it, backward by the
+rule's own types. Qwix's interception of dot_general would do the same from outside, but it takes
+two to four times as long to trace, finds weights by the shapes of tracers, reaches neither experts
+nor the head, and its tiles depend on how a mesh splits a contraction.
 Shapes: K contracted, all of it in one dimension.
 """
 
@@ -17,7 +21,7 @@ from maxstack.layers.weight import multiply
 from maxstack.sharding import constrain, current
 
 MaybeQuantized = Any
-"""An array, or a QArray."""
+"""An array or a QArray."""
 BITS = {f"int{bits}": bits for bits in range(2, 9)}
 FLOATS = {"mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn"}
 
@@ -28,14 +32,15 @@ class Operand:
 
     qtype: str
     tile: int | float | None = None
-    """Values along the contracted axis that share a scale, or the share of the axis; None: all."""
+    """Number of values along the contracted axis that share a scale, or that share of the axis;
+    None: all of them."""
     method: str = "absmax"
     channelwise: bool = True
-    """Each row (of activations and gradients) or column (of weights) has scales of its own."""
+    """Each row of activations and gradients, or column of weights, has its own scales."""
 
     @property
     def symmetric(self) -> bool:
-        """Zero stands for zero, so the values can be multiplied before they are scaled."""
+        """True where zero stands for zero, so no zero point is needed."""
         method, *args = self.method.split(",")
         if method == "fixed" and len(args) == 2:
             return float(args[0]) + float(args[1]) == 0
@@ -43,37 +48,37 @@ class Operand:
 
     @property
     def multiplies(self) -> bool:
-        """The values can be multiplied before they are scaled; if not, they are scaled first."""
+        """True where values can be multiplied before they are scaled."""
         return self.symmetric and self.qtype != "nf4"
 
     @property
     def clips(self) -> bool:
-        """Values beyond the range have no gradient."""
+        """True where values can lie beyond the range; these have no gradient."""
         method, *args = self.method.split(",")
         return method not in ("absmax", "minmax") or bool(args and float(args[0]) < 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantSpec:
-    """Quantization of a matmul: of the operands of the forward pass, and of the incoming gradient
-    of the backward pass."""
+    """Quantization of a matmul: of its operands, and of the incoming gradient in the backward
+    pass."""
 
     weight: Operand
     act: Operand | None = None
     grad: Operand | None = None
-    """Incoming gradient, for the gradient of the activations."""
+    """The incoming gradient, for the gradient of the activations."""
     weight_grad: Operand | None = None
-    """Incoming gradient, for the gradient of the weights."""
+    """The incoming gradient, for the gradient of the weights."""
 
     @property
     def low(self) -> bool:
-        """The matmul itself runs in low precision."""
+        """True where the matmul itself runs in low precision."""
         return self.act is not None and self.act.multiplies and self.weight.multiplies
 
 
 def quantize(x: Array, how: Operand, *axes: int) -> QArray:
-    """x in low precision, its scales float32; `axes` are contracted, tiles lie along the last of
-    them. Calibration and rounding are done in float32, whatever x is."""
+    """Quantize x, with scales in float32; `axes` are contracted, and tiles lie along the last of
+    them. Calibration and rounding run in float32, whatever the dtype of x."""
     contracted = [axis % x.ndim for axis in axes]
     others = tuple(i for i in range(x.ndim) if i not in contracted)
     return qwix.quantize(
@@ -86,23 +91,23 @@ def quantize(x: Array, how: Operand, *axes: int) -> QArray:
 
 
 def dequantize(x: MaybeQuantized, dtype: Any) -> Array:
-    """The values that a QArray stands for; other arrays as they are."""
+    """Return the values that a QArray stands for, or another array, in `dtype`."""
     return (qwix.dequantize(x) if isinstance(x, QArray) else x).astype(dtype)
 
 
-def inside(x: Array, q: QArray, how: Operand) -> Array:
-    """True where x lies in the range of `q`, which is quantized from it."""
+def in_range(x: Array, q: QArray, how: Operand) -> Array:
+    """Return True where x lies in the range of `q`, its quantized values."""
     low, high = _bounds(how)
-    zero = 0.0 if q.zero_point is None else spread(q.zero_point.astype(jnp.float32), x.shape)
-    scale = spread(q.scale, x.shape)
+    zero = 0.0 if q.zero_point is None else expand_scale(q.zero_point.astype(jnp.float32), x.shape)
+    scale = expand_scale(q.scale, x.shape)
     return (x >= (low - zero) * scale) & (x <= (high - zero) * scale)
 
 
-def clipped(gradient: Array, x: Array, how: Operand | None, axis: int) -> Array:
-    """The gradient of x, zero where quantizing clips x."""
+def clip_gradient(gradient: Array, x: Array, how: Operand | None, axis: int) -> Array:
+    """Return the gradient of x, zero where quantizing clips x."""
     if how is None or not how.clips:
         return gradient
-    return jnp.where(inside(x, quantize(x, how, axis), how), gradient, 0)
+    return jnp.where(in_range(x, quantize(x, how, axis), how), gradient, 0)
 
 
 def _bounds(how: Operand) -> tuple[float, float]:
@@ -115,8 +120,8 @@ def _bounds(how: Operand) -> tuple[float, float]:
     return -largest, largest
 
 
-def spread(scale: Array, shape: tuple[int, ...]) -> Array:
-    """The scale of each value of an array of `shape`."""
+def expand_scale(scale: Array, shape: tuple[int, ...]) -> Array:
+    """Return the scale of each value of an array of `shape`."""
     for i, size in enumerate(shape):
         if scale.shape[i] != size:
             scale = jnp.repeat(scale, size // scale.shape[i], axis=i)
@@ -124,38 +129,37 @@ def spread(scale: Array, shape: tuple[int, ...]) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def faked(x: Array, how: Operand, axis: int) -> Array:
-    """The values that x in low precision stands for, in x's dtype; the gradient passes straight
-    through where x is in range."""
+def fake_quantize(x: Array, how: Operand, axis: int) -> Array:
+    """Round x to low precision and back, in x's dtype; the gradient passes straight through where x
+    is in range."""
     return dequantize(quantize(x, how, axis), x.dtype)
 
 
-def _faked_forward(x: Array, how: Operand, axis: int) -> tuple[Array, Array | None]:
+def _fake_forward(x: Array, how: Operand, axis: int) -> tuple[Array, Array | None]:
     q = quantize(x, how, axis)
-    return dequantize(q, x.dtype), inside(x, q, how) if how.clips else None
+    return dequantize(q, x.dtype), in_range(x, q, how) if how.clips else None
 
 
-def _faked_backward(how: Operand, axis: int, within: Array | None, g: Array) -> tuple[Array]:
+def _fake_backward(how: Operand, axis: int, within: Array | None, g: Array) -> tuple[Array]:
     return (g if within is None else jnp.where(within, g, 0),)
 
 
-faked.defvjp(_faked_forward, _faked_backward)
+fake_quantize.defvjp(_fake_forward, _fake_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def product(quant: QuantSpec, axes: str, x: Array, w: MaybeQuantized) -> Array:
-    """x [..., K] times w [K, ...], an array in float32 or one that is quantized already -> [...,
-    ...] in x's dtype.
+    """Multiply x [..., K] by w [K, ...], a float32 array or a QArray: [..., ...] in x's dtype.
 
-    On a mesh the quantized weight, not the float one, is gathered along `embed`; `axes` are what is
-    left. Gradients pass straight through the rounding. As in Qwix they are those of the float
+    On a mesh the quantized weight, not the float one, is gathered along `embed`; `axes` are the
+    axes left. Gradients pass straight through the rounding. As in Qwix they are those of the float
     operands where the backward pass is not quantized, and of the quantized ones where it is.
     """
     return _forward(quant, axes, x, w)[0]
 
 
 def _forward(quant: QuantSpec, axes: str, x: Array, w: MaybeQuantized) -> tuple[Array, Any]:
-    qw = _gathered(w if isinstance(w, QArray) else quantize(w, quant.weight, 0), axes)
+    qw = _gather(w if isinstance(w, QArray) else quantize(w, quant.weight, 0), axes)
     qx = quantize(x, quant.act, -1) if quant.act else None
     if quant.low:
         out = qwix.dot_general(qx, qw, (((x.ndim - 1,), (0,)), ((), ()))).astype(x.dtype)
@@ -171,14 +175,14 @@ def _backward(quant: QuantSpec, axes: str, saved: Any, g: Array) -> tuple[Array,
     if quant.grad and _one_scale(qw, quant.weight, 0):
         y = qw
     else:
-        y = _gathered(w if stored else w.astype(x.dtype), axes)
+        y = _gather(w if stored else w.astype(x.dtype), axes)
     dx = _times(g, y, (columns, tuple(range(1, w.ndim))), quant.grad, x.dtype)
-    dx = clipped(dx, x, quant.act, -1)
+    dx = clip_gradient(dx, x, quant.act, -1)
     if stored:
         return dx, None
     y = qx if quant.grad and quant.act and _one_scale(qx, quant.act, -1) else x
     dw = _times(g, y, (rows, rows), quant.weight_grad, x.dtype)
-    return dx, clipped(jnp.moveaxis(dw, -1, 0).astype(w.dtype), w, quant.weight, 0)
+    return dx, clip_gradient(jnp.moveaxis(dw, -1, 0).astype(w.dtype), w, quant.weight, 0)
 
 
 product.defvjp(_forward, _backward)
@@ -191,8 +195,8 @@ def _times(
     how: Operand | None,
     dtype: Any,
 ) -> Array:
-    """The gradient times the other operand of the forward pass. Scales of a quantized operand go
-    into the gradient before it is quantized itself, because they lie along the contracted axes."""
+    """Multiply the gradient by the other operand of the forward pass. Scales of a quantized operand
+    go into the gradient before that is quantized, because they lie along the contracted axes."""
     dims = (contracted, ((), ()))
     if how is None:
         return jax.lax.dot_general(g, dequantize(y, g.dtype), dims)
@@ -209,18 +213,19 @@ def _times(
 
 
 def _one_scale(q: QArray, how: Operand, axis: int) -> bool:
-    """True where the values along an axis share one scale, and can be multiplied before it."""
+    """Return True where values along an axis share one scale and can be multiplied before it."""
     return how.multiplies and q.scale.shape[axis] == 1
 
 
-def _gathered(w: MaybeQuantized, axes: str) -> MaybeQuantized:
-    """A weight with the sharding of `axes`; a dimension along which scales are fewer than values is
+def _gather(w: MaybeQuantized, axes: str) -> MaybeQuantized:
+    """Constrain a weight to the sharding of `axes`. A dimension with fewer scales than values is
     whole on every device."""
     if current() is None:
         return w
 
     def pin(leaf: Array) -> Array:
         sizes = zip(axes.split(), leaf.shape, w.shape, strict=True)
-        return constrain(leaf, " ".join(axis if n == whole else "norm" for axis, n, whole in sizes))
+        own = [axis if size == whole else "norm" for axis, size, whole in sizes]
+        return constrain(leaf, " ".join(own))
 
     return jax.tree.map(pin, w)

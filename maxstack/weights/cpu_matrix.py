@@ -1,6 +1,11 @@
-"""Matrices as inference on a CPU keeps them: a row of a product has the same bits however many rows
-there are, and a few rows cost little more than one (EXPERIMENTS.md, "Few rows on a CPU"). Shapes: M
-rows  I inputs  O outputs  P panels  C columns of one.
+"""Matrices as inference on a CPU keeps them.
+
+Each row of a product must have the same bits however many rows there are, and a few rows should
+cost little more than one. XLA's product of a float32 matrix [in, out] gives other bits for 1, 2 to
+8, and 12 and more rows; [out, in] gives equal bits but takes twice the time of [in, out] for one
+row. Panels of 64 columns, multiplied as one batched product, give equal bits and cost 1.1, 0.8 and
+1.4 ms for 1, 4 and 8 rows where [in, out] costs 1.0, 1.8 and 2.1 (EXPERIMENTS.md, "Few rows on a
+CPU"). Shapes: M rows  I inputs  O outputs  P panels  C columns of a panel.
 """
 
 import math
@@ -15,23 +20,24 @@ from maxstack.layers.weight import Substitute
 from maxstack.weights.spec import WeightSpec
 
 COLUMNS = 64
-AT_ONCE, AT_ONCE_NARROW, NARROW = 32, 64, 768
-"""Rows up to which the panels are one batched product, of matrices with so many inputs and of
-narrower ones; with more, one product over all columns is faster, although the panels are laid side
-by side for it. It rounds otherwise where a narrow matrix has few rows."""
+NARROW = 768
+AT_ONCE, AT_ONCE_NARROW = 32, 64
+"""Number of rows up to which the panels are one batched product: of matrices with at least NARROW
+inputs, and of narrower ones. With more rows one product over all columns is faster, because it runs
+on all threads; for few rows of a narrow matrix it rounds differently."""
 
 
 class CpuMatrix(Substitute, nnx.Module):
-    """A matrix, or a table that is the head too: float32 in panels of columns [P, I, C], the last
-    filled with zeros, which a few rows read fastest; bfloat16 transposed [O, I]."""
+    """A matrix, or a table that is also the head: float32 in panels of columns [P, I, C], the last
+    one padded with zeros; bfloat16 transposed [O, I]."""
 
     def __init__(self, param: nnx.Param):
-        """In place of a placeholder; its arrays come from `made`."""
+        """Make a placeholder; its arrays come from `convert`."""
         self.spec = WeightSpec.of(param)
         self.kept = nnx.Param(jax.ShapeDtypeStruct(param.shape, param.dtype))
 
-    def made(self, array: Array) -> Array:
-        """What is kept of the weight itself, without the dimensions of a stack."""
+    def convert(self, array: Array) -> Array:
+        """Return what is kept of a weight without stack dimensions."""
         rows, columns = self._matrix
         transposed = array if self.spec.use == "rows" else array.reshape(rows, columns).T
         if array.dtype == jnp.bfloat16:
@@ -65,7 +71,7 @@ class CpuMatrix(Substitute, nnx.Module):
 
     @property
     def _matrix(self) -> tuple[int, int]:
-        """Input and output size."""
+        """Number of inputs and outputs."""
         if self.spec.use == "rows":
             columns, rows = self.spec.shape
             return rows, columns
@@ -73,8 +79,8 @@ class CpuMatrix(Substitute, nnx.Module):
         return math.prod(self.spec.shape[:split]), math.prod(self.spec.shape[split:])
 
     def _times(self, x_MI: Array) -> Array:
-        """[M, O] in x's dtype, summed in float32. A single row is multiplied as two: XLA has
-        another kernel for one, which rounds otherwise."""
+        """Return [M, O] in x's dtype, summed in float32. A single row is multiplied as two, since
+        XLA has another kernel for one, which rounds differently."""
         kept, rows = self.kept[...], x_MI.shape[0]
         x = jnp.pad(x_MI.astype(kept.dtype), ((0, max(0, 2 - rows)), (0, 0)))
 
@@ -92,9 +98,8 @@ class CpuMatrix(Substitute, nnx.Module):
 
 
 def with_cpu_matrices(graph: Any, state: nnx.State) -> tuple[Any, dict[str, CpuMatrix]]:
-    """The graph of a model in which all matrices that rows are multiplied by are kept so, and these
-    by the paths of the weights."""
-    model, made = nnx.merge(graph, state), dict[str, CpuMatrix]()
+    """Return the graph of a model whose matrices are CpuMatrix, and these by path."""
+    model, matrices = nnx.merge(graph, state), dict[str, CpuMatrix]()
     tied = model.cfg.head.tied
     owners = [
         ("/".join(map(str, (*path, name))), module, name)
@@ -106,6 +111,6 @@ def with_cpu_matrices(graph: Any, state: nnx.State) -> tuple[Any, dict[str, CpuM
         param = getattr(module, name)
         use = param.get_metadata().get("use")
         if use in ("matmul", "head") or (use == "rows" and tied and path == "embed"):
-            made[path] = CpuMatrix(param)
-            setattr(module, name, made[path])
-    return nnx.split(model)[0], made
+            matrices[path] = CpuMatrix(param)
+            setattr(module, name, matrices[path])
+    return nnx.split(model)[0], matrices

@@ -1,5 +1,8 @@
-"""Experts whose rows and matrices are multiplied in low precision. Shapes: E experts  S rows sorted
-by expert  K contracted  N columns."""
+"""Experts whose rows and matrices are multiplied in low precision.
+
+Integers have no gradient, so the quantized numbers travel as floats of the compute dtype (`codes`),
+which hold each of them exactly. Shapes: E experts  S rows sorted by
+expert  K contracted  N columns."""
 
 import functools
 from typing import Any
@@ -15,22 +18,29 @@ from maxstack.kernels.grouped_matmul import grouped_matmul
 from maxstack.kernels.grouped_matmul.case import grouped
 from maxstack.layers.weight import Experts
 from maxstack.schema.kernels import GroupedMatmul
-from maxstack.weights.arithmetic import Operand, QuantSpec, clipped, faked, inside, quantize, spread
+from maxstack.weights.arithmetic import (
+    Operand,
+    QuantSpec,
+    clip_gradient,
+    expand_scale,
+    fake_quantize,
+    in_range,
+    quantize,
+)
 
 
 @flax.struct.dataclass
 class QuantizedExperts(Experts):
-    """Matrices in low precision, as numbers of the compute dtype, where `quant.low`:
-    differentiable, where integers are not."""
+    """Matrices in low precision, as numbers of the compute dtype, where `quant.low`."""
 
     codes_EKN: Array
-    """Numbers that are multiplied before they are scaled; the compute dtype holds each exactly."""
+    """Numbers to multiply before scaling."""
     scale_EKN: Array
     """float32; [E, K or its tiles or 1, N]."""
     quant: QuantSpec = flax.struct.field(pytree_node=False)
 
     def multiply(self, x_SK: Array, sizes_E: Array, backend: GroupedMatmul) -> Array:
-        return _multiplied(
+        return _multiply(
             self.quant,
             backend,
             x_SK,
@@ -42,14 +52,14 @@ class QuantizedExperts(Experts):
 
 @flax.struct.dataclass
 class RoundedExperts(Experts):
-    """Matrices whose values are those of low precision, multiplied in the compute dtype by rows
-    that a rule may round too."""
+    """Matrices rounded to low precision and multiplied in the compute dtype; a rule may round the
+    rows too."""
 
     values_EKN: Array
     quant: QuantSpec = flax.struct.field(pytree_node=False)
 
     def multiply(self, x_SK: Array, sizes_E: Array, backend: GroupedMatmul) -> Array:
-        rows_SK = faked(x_SK, self.quant.act, -1) if self.quant.act else x_SK
+        rows_SK = fake_quantize(x_SK, self.quant.act, -1) if self.quant.act else x_SK
         return _in_compute_dtype(self.quant, backend, rows_SK, self.values_EKN, sizes_E)
 
 
@@ -60,41 +70,41 @@ def _in_compute_dtype(
     return grouped_matmul(x_SK, w_EKN, sizes_E, backend)
 
 
-def _of_rounded(
+def _rounded_gradients(
     quant: QuantSpec,
     backend: GroupedMatmul,
     saved: tuple[Array, Array, Array],
     g_SN: Array,
 ) -> tuple[Any, ...]:
-    """Gradients in the compute dtype, from incoming ones that are rounded where a rule says so."""
+    """Return gradients in the compute dtype, from incoming ones that a rule may round."""
     x_SK, w_EKN, sizes_E = saved
     pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, backend), x_SK, w_EKN)[1]
-    dx_SK = pull(faked(g_SN, quant.grad, -1) if quant.grad else g_SN)[0]
-    dw_EKN = pull(faked(g_SN, quant.weight_grad, 0) if quant.weight_grad else g_SN)[1]
+    dx_SK = pull(fake_quantize(g_SN, quant.grad, -1) if quant.grad else g_SN)[0]
+    dw_EKN = pull(fake_quantize(g_SN, quant.weight_grad, 0) if quant.weight_grad else g_SN)[1]
     return dx_SK, dw_EKN, None
 
 
 _in_compute_dtype.defvjp(
     lambda quant, backend, x, w, sizes: (grouped_matmul(x, w, sizes, backend), (x, w, sizes)),
-    _of_rounded,
+    _rounded_gradients,
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def codes(w_EKN: Array, how: Operand, dtype: Any) -> Array:
-    """float32 matrices as the numbers that stand for them; the gradient passes straight through the
+    """Return the quantized numbers of float32 matrices; the gradient passes straight through the
     rounding, divided by the scale."""
     return quantize(w_EKN, how, 1).qvalue.astype(dtype)
 
 
 def _codes_forward(w_EKN: Array, how: Operand, dtype: Any) -> tuple[Array, Any]:
     q = quantize(w_EKN, how, 1)
-    return q.qvalue.astype(dtype), (q.scale, inside(w_EKN, q, how) if how.clips else None)
+    return q.qvalue.astype(dtype), (q.scale, in_range(w_EKN, q, how) if how.clips else None)
 
 
 def _codes_backward(how: Operand, dtype: Any, saved: Any, g_EKN: Array) -> tuple[Array]:
     scale_EKN, within = saved
-    g_EKN = g_EKN.astype(jnp.float32) / spread(scale_EKN, g_EKN.shape)
+    g_EKN = g_EKN.astype(jnp.float32) / expand_scale(scale_EKN, g_EKN.shape)
     return (g_EKN if within is None else jnp.where(within, g_EKN, 0),)
 
 
@@ -102,9 +112,9 @@ codes.defvjp(_codes_forward, _codes_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _multiplied(quant: QuantSpec, backend: GroupedMatmul, *operands: Array) -> Array:
-    """(rows [S, K], codes [E, K, N], their scale, sizes [E]) -> [S, N]; rows of no group give
-    zeros."""
+def _multiply(quant: QuantSpec, backend: GroupedMatmul, *operands: Array) -> Array:
+    """Multiply rows [S, K] by codes [E, K, N] with their scale, in groups of sizes [E]: [S, N];
+    rows of no group give zeros."""
     return _forward(quant, backend, *operands)[0]
 
 
@@ -122,18 +132,18 @@ def _forward(
 
 
 def _backward(quant: QuantSpec, backend: GroupedMatmul, saved: Any, g_SN: Array) -> tuple[Any, ...]:
-    """Gradients as in `_of_rounded`."""
+    """Return gradients as `_rounded_gradients` does."""
     x_SK, codes_EKN, scale_EKN, sizes_E = saved
-    scales_EKN = spread(scale_EKN, codes_EKN.shape)
+    scales_EKN = expand_scale(scale_EKN, codes_EKN.shape)
     w_EKN = (codes_EKN.astype(jnp.float32) * scales_EKN).astype(x_SK.dtype)
-    dx_SK, dw_EKN, _ = _of_rounded(quant, backend, (x_SK, w_EKN, sizes_E), g_SN)
+    dx_SK, dw_EKN, _ = _rounded_gradients(quant, backend, (x_SK, w_EKN, sizes_E), g_SN)
     dcodes_EKN = (dw_EKN * scales_EKN).astype(codes_EKN.dtype)
-    return clipped(dx_SK, x_SK, quant.act, -1), dcodes_EKN, None, None
+    return clip_gradient(dx_SK, x_SK, quant.act, -1), dcodes_EKN, None, None
 
 
-_multiplied.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, _backward)
 
 
 def _stored_dtype(qtype: str) -> Any:
-    """The dtype of the numbers that stand for values of a type."""
+    """Return the dtype in which Qwix keeps values of a type."""
     return quantize(jnp.zeros((32, 1)), Operand(qtype, 32), 0).qvalue.dtype

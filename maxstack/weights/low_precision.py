@@ -1,5 +1,9 @@
-"""Substitutes for a weight that a rule quantizes: floats that training rounds, or values in low
-precision, frozen."""
+"""Substitutes for a weight that a rule quantizes.
+
+A TrainedWeight keeps floats that the optimizer updates and rounds them at each use (modes qt and
+qat); a StoredWeight keeps frozen values in low precision and their scales (mode ptq). Both compute
+on the weight as a matrix [contracted, outputs...], whatever its shape.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -19,7 +23,7 @@ from maxstack.weights.arithmetic import (
     Operand,
     QuantSpec,
     dequantize,
-    faked,
+    fake_quantize,
     product,
     quantize,
 )
@@ -31,7 +35,9 @@ HALF = {
     "mxfp4": jnp.float4_e2m1fn,
     **{qtype: jnp.int4 for qtype, bits in BITS.items() if bits <= 4},
 }
-"""Types of which two values lie in a byte -> XLA's types."""
+"""Types of which two values share a byte of uint8 -> XLA's types. XLA's own 4-bit arrays cannot be
+leaves of the state: a compiled step refuses its own arguments, whose layouts disagree, and
+tensorstore knows no uint4."""
 SCALES = "scale", "zero_point"
 """Leaves beside the values of a StoredWeight; only asymmetric ones have a zero point."""
 
@@ -42,13 +48,12 @@ class Quantized(Substitute):
     quant: QuantSpec
 
     def read(self, x: Array) -> Array:
-        """x, rounded as the rule says of activations."""
-        return faked(x, self.quant.act, -1) if self.quant.act else x
+        """Return x, rounded as the rule says of activations."""
+        return fake_quantize(x, self.quant.act, -1) if self.quant.act else x
 
 
 class TrainedWeight(Quantized, nnx.Param):
-    """Floats that the optimizer updates; what multiplies by them rounds them on the way (Qwix's
-    quantized training)."""
+    """Floats that the optimizer updates; each use rounds them (Qwix's quantized training)."""
 
     @property
     def quant(self) -> QuantSpec:  # type: ignore[override]
@@ -57,23 +62,23 @@ class TrainedWeight(Quantized, nnx.Param):
     def project(self, x: Array) -> Array:
         """See weight.project."""
         spec = WeightSpec.of(self)
-        return _projected(self.quant, spec, x, self[...], lambda w: w.reshape(spec.matrix))
+        return _project(self.quant, spec, x, self[...], lambda w: w.reshape(spec.matrix))
 
     def lookup(self, index: Array, dtype: Any) -> Array:
         """See weight.lookup; the rows are rounded after they are taken."""
-        return faked(self[...][index], self.quant.weight, -1).astype(dtype)
+        return fake_quantize(self[...][index], self.quant.weight, -1).astype(dtype)
 
     def values(self, dtype: Any) -> Array:
         """See weight.values."""
         spec = WeightSpec.of(self)
-        matrix = faked(self[...].reshape(spec.matrix), self.quant.weight, spec.contracted)
+        matrix = fake_quantize(self[...].reshape(spec.matrix), self.quant.weight, spec.contracted)
         return matrix.reshape(spec.shape).astype(dtype)
 
     def experts(self, dtype: Any) -> Experts:
         """See weight.experts."""
         quant = self.quant
         if not quant.low:
-            return RoundedExperts(faked(self[...], quant.weight, 1).astype(dtype), quant)
+            return RoundedExperts(fake_quantize(self[...], quant.weight, 1).astype(dtype), quant)
         scale = jax.lax.stop_gradient(quantize(self[...], quant.weight, 1).scale)
         return QuantizedExperts(codes(self[...], quant.weight, dtype), scale, quant)
 
@@ -86,102 +91,101 @@ class StoredWeight(Quantized, nnx.Module):
         self.spec, self.quant = WeightSpec.of(param), quant
         dims = param.ndim - len(self.spec.shape)
         leaves = jax.eval_shape(
-            lambda w: stored(w, self.spec, quant), jax.ShapeDtypeStruct(param.shape, param.dtype)
+            lambda w: quantize_weight(w, self.spec, quant),
+            jax.ShapeDtypeStruct(param.shape, param.dtype),
         )
         for name, leaf in leaves.items():
             shape = leaf.shape[dims:]
-            axes = " ".join(
+            axes = [
                 "norm" if size == 1 and name in SCALES else axis
                 for size, axis in zip(shape, self.spec.matrix_axes, strict=True)
-            )
-            made = weight(shape, axes, dtype=leaf.dtype)
+            ]
+            made = weight(shape, " ".join(axes), dtype=leaf.dtype)
             setattr(self, name, stacked(made, leaf.shape[:dims], frozen=True))
 
     @property
     def leaves(self) -> dict[str, Array]:
-        """Leaves as `stored` gives them."""
-        return {
-            name: getattr(self, name)[...]
-            for name in (self.quant.weight.qtype, *SCALES)
-            if hasattr(self, name)
-        }
-
-    @property
-    def array(self) -> QArray:
-        """The matrix as an array of Qwix."""
-        return self._read(self.leaves)
+        """Leaves as `quantize_weight` gives them."""
+        names = (self.quant.weight.qtype, *SCALES)
+        return {name: getattr(self, name)[...] for name in names if hasattr(self, name)}
 
     def project(self, x: Array) -> Array:
         """See weight.project."""
-        return _projected(self.quant, self.spec, x, self.leaves, self._read)
+        return _project(self.quant, self.spec, x, self.leaves, self._array)
 
     def lookup(self, index: Array, dtype: Any) -> Array:
         """See weight.lookup."""
         rows = {name: leaf[index] for name, leaf in self.leaves.items()}
-        return dequantize(self._read(rows), dtype)
+        return dequantize(self._array(rows), dtype)
 
     def values(self, dtype: Any) -> Array:
         """See weight.values."""
-        return dequantize(self.array, dtype).reshape(self.spec.shape)
+        return dequantize(self._array(self.leaves), dtype).reshape(self.spec.shape)
 
     def experts(self, dtype: Any) -> Experts:
         """See weight.experts."""
-        if self.quant.low:
-            whole = self.array
-            return QuantizedExperts(whole.qvalue.astype(dtype), whole.scale, self.quant)
-        return RoundedExperts(self.values(dtype), self.quant)
+        if not self.quant.low:
+            return RoundedExperts(self.values(dtype), self.quant)
+        matrices = self._array(self.leaves)
+        return QuantizedExperts(matrices.qvalue.astype(dtype), matrices.scale, self.quant)
 
-    def _read(self, leaves: dict[str, Array]) -> QArray:
-        return _read(leaves, self.spec, self.quant.weight)
+    def _array(self, leaves: Mapping[str, Array]) -> QArray:
+        return _array(leaves, self.spec, self.quant.weight)
 
 
-def stored(w: Array, spec: WeightSpec, quant: QuantSpec) -> dict[str, Array]:
+def quantize_weight(w: Array, spec: WeightSpec, quant: QuantSpec) -> dict[str, Array]:
     """Return the leaves that a StoredWeight keeps of a float weight [..., shape], with any stack
     dimensions in front. The values are named by their type, so that a checkpoint says what its
     bytes mean."""
     lead, qtype = w.shape[: w.ndim - len(spec.shape)], quant.weight.qtype
     q = quantize(w.reshape(*lead, *spec.matrix), quant.weight, len(lead) + spec.contracted)
-    values = _packed(q.qvalue, spec.packed) if qtype in HALF else q.qvalue
+    values = _pack(q.qvalue, spec.packed) if qtype in HALF else q.qvalue
     leaves = {qtype: values, "scale": q.scale}
     return leaves if q.zero_point is None else leaves | {"zero_point": q.zero_point.astype("int8")}
 
 
-def floats(leaves: Mapping[str, Array | np.ndarray], spec: WeightSpec, quant: QuantSpec) -> Array:
-    """The float32 weight [..., shape] that leaves of a StoredWeight stand for."""
-    matrix = dequantize(_read(leaves, spec, quant.weight), jnp.float32)
+def dequantize_weight(
+    leaves: Mapping[str, Array | np.ndarray], spec: WeightSpec, quant: QuantSpec
+) -> Array:
+    """Return the float32 weight [..., shape] that the leaves of a StoredWeight stand for."""
+    matrix = dequantize(_array(leaves, spec, quant.weight), jnp.float32)
     return matrix.reshape(*matrix.shape[: matrix.ndim - len(spec.matrix)], *spec.shape)
 
 
-def _read(leaves: Mapping[str, Array | np.ndarray], spec: WeightSpec, how: Operand) -> QArray:
+def _array(leaves: Mapping[str, Array | np.ndarray], spec: WeightSpec, how: Operand) -> QArray:
+    """Return leaves as an array of Qwix."""
     values, zero = leaves[how.qtype], leaves.get("zero_point")
     if how.qtype in HALF:
-        values = _unpacked(values, spec.packed, HALF[how.qtype])
+        values = _unpack(values, spec.packed, HALF[how.qtype])
     zero = None if zero is None else zero.astype(values.dtype)
     qtype = how.qtype if how.qtype in ("nf4", "mxfp8", "mxfp4") else None
     return QArray(values, leaves["scale"], zero, qtype)
 
 
-def _packed(x: Array, dim: int) -> Array:
-    """Neighbours along a dimension, counted from the end, as the halves of a byte: uint8."""
+def _pack(x: Array, dim: int) -> Array:
+    """Return uint8 whose halves are neighbours along a dimension, which is counted from the end."""
     nibbles = jax.lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8)
     pairs = nibbles.reshape(*x.shape[:dim], x.shape[dim] // 2, 2, *x.shape[x.ndim + dim + 1 :])
     low, high = jnp.split(pairs, 2, axis=dim)
     return (low | (high << 4)).squeeze(dim)
 
 
-def _unpacked(x: Array | np.ndarray, dim: int, dtype: Any) -> Array:
+def _unpack(x: Array | np.ndarray, dim: int, dtype: Any) -> Array:
     pairs = jnp.stack([x & 15, x >> 4], axis=x.ndim + dim + 1)
     nibbles = pairs.reshape(*x.shape[:dim], 2 * x.shape[dim], *x.shape[x.ndim + dim + 1 :])
     return jax.lax.bitcast_convert_type(nibbles.astype(jnp.uint4), dtype)
 
 
-def _projected(
+def _project(
     quant: QuantSpec, spec: WeightSpec, x: Array, kept: Any, matrix: Callable[[Any], Any]
 ) -> Array:
-    """x times the weight that `matrix` makes of what is kept. It is made once more for the backward
-    pass where it would else be kept for that."""
+    """Multiply x by the weight that `matrix` makes of `kept`.
+
+    On a mesh, and for a StoredWeight, the backward pass makes the weight again instead of keeping
+    the gathered or unpacked matrix until then.
+    """
     rows = x.shape[: x.ndim - spec.contract]
-    # tiles of positions lie along a sequence
+    # Tiles of positions lie along a sequence, so rows keep their dimensions.
     apart = current() or (quant.weight_grad and quant.weight_grad.tile)
     x = x.reshape(*(rows if apart else (math.prod(rows),)), -1)
     axes = whole(spec.matrix_axes)

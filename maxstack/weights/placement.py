@@ -16,7 +16,7 @@ from maxstack.hardware import compiling
 from maxstack.models.model import abstract
 from maxstack.state import count, flat, of_weights, sharding_of_weights
 from maxstack.weights.adapter import LEAVES
-from maxstack.weights.rewrite import Rewrite
+from maxstack.weights.rewrite import Rewrite, rebase
 
 if TYPE_CHECKING:
     from maxstack.hf.binding import BoundTensor
@@ -42,99 +42,87 @@ class PlacedWeights:
 
     @functools.cached_property
     def parameters(self) -> int:
-        """Parameters of the model, whatever is kept in their place, and of adapters."""
+        """Parameters of the original model and of adapters."""
         if not self.rewrite.replaced:
             return count(self.shapes)[0]
         return count(self.original)[0] + self._size_of(*LEAVES)
 
     def _size_of(self, *names: str) -> int:
-        """Numbers in all leaves of these names."""
         leaves = self.shapes.items()
         return sum(leaf.size for path, leaf in leaves if path.rpartition("/")[2] in names)
 
     @functools.cached_property
     def original(self) -> dict[str, Any]:
-        """Shapes, dtypes and shardings of the model's weights before they are quantized and get
-        adapters."""
-        return self._placed(abstract(self.cfg.model)[1])
+        """Shapes, dtypes and shardings of the original model's weights."""
+        return self._place(abstract(self.cfg.model)[1])
 
     @property
     def sources(self) -> tuple[tuple[Mapping[str, Any], Callable[..., dict[str, Array]]], ...]:
-        """Weights that those of the run can be made of, and how: original ones, and without
-        adapters."""
+        """Other weights that the run's can be made of, and how: original ones, and quantized ones
+        without adapters."""
         if not self.rewrite.replaced:
             return ()
-        quantized = self._placed(Rewrite(self.cfg.model_copy(update={"lora": None})).state)
-        return (self.original, self.rewritten), (quantized, self.beside)
+        quantized = self._place(Rewrite(self.cfg.model_copy(update={"lora": None})).state)
+        return (self.original, self.from_original), (quantized, self.add_adapters)
 
-    def beside(
+    def add_adapters(
         self, weights: Iterable[tuple[str, Array]] | Mapping[str, Array]
     ) -> dict[str, Array]:
-        """Fresh adapters beside weights of the run's quantization, by path."""
-        leaves = self.rewrite.under_adapters(dict(weights))
+        """Return weights of the run's quantization with new adapters beside them, by path."""
+        leaves = rebase(dict(weights), self.rewrite.adapted)
         for path in self.rewrite.adapted:
-            base = {
-                name: leaf
-                for name, leaf in leaves.items()
-                if f"{name}/".startswith(f"{path}/base/")
-            }
-            leaves |= self._made(functools.partial(self.rewrite.adapters, path), base)
+            under = f"{path}/base/"
+            base = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(under)}
+            leaves |= self._make(functools.partial(self.rewrite.new_adapter, path), base)
         return leaves
 
-    def rewritten(self, weights: Iterable[tuple[str, Array]]) -> dict[str, Array]:
-        """Weights of the run, made of original ones, by path and sharded; each is rewritten before
+    def from_original(self, weights: Iterable[tuple[str, Array]]) -> dict[str, Array]:
+        """Make the run's weights of original ones, by path and sharded; each is rewritten before
         the next is read."""
         leaves: dict[str, Array] = {}
         for path, array in weights:
             if path in self.shapes:
                 leaves[path] = array
             else:
-                leaves |= self._made(functools.partial(self.rewrite.kept, path), array)
+                leaves |= self._make(functools.partial(self.rewrite.leaves_of, path), array)
         return leaves
 
-    def adapter(self, folder: str) -> dict[str, np.ndarray]:
-        """The run's adapters out of a folder in PEFT's format, by path. ConfigError where it is not
-        lora's."""
+    def read_adapter(self, folder: str) -> dict[str, np.ndarray]:
+        """Read the run's adapters from a folder in PEFT's format, by path. ConfigError where it is
+        another adapter than `lora` describes."""
         from maxstack.hf import peft
 
         lora = self.cfg.lora
-        adapted = {path: spec.contract for path, spec in self.rewrite.adapted.items()}
         assert lora
         adapter = peft.Adapter(folder, finite=not self.cfg.checkpoint.allow_nonfinite)
+        adapted = {path: spec.contract for path, spec in self.rewrite.adapted.items()}
         names = {f"{path}/{name}" for path in adapted for name in LEAVES}
         shapes = {path: leaf.shape for path, leaf in self.shapes.items() if path in names}
-        return peft.read(
-            adapter,
-            lora,
-            adapted,
-            self.bound(adapter),
-            shapes,
-            self.cfg.model.weights or "this model",
-        )
+        where = self.cfg.model.weights or "this model"
+        return peft.read(adapter, lora, adapted, self.bind(adapter), shapes, where)
 
     def with_adapter(self, weights: dict[str, Any], folder: str) -> dict[str, Any]:
-        """The weights by path, with the adapter of a folder in place of a fresh one. ConfigError
-        where it is not lora's."""
+        """Return the weights by path with the adapter of a folder in place of a new one.
+        ConfigError as in `read_adapter`."""
         return weights | {
             path: jax.device_put(leaf, self.shapes[path].sharding)
-            for path, leaf in self.adapter(folder).items()
+            for path, leaf in self.read_adapter(folder).items()
         }
 
-    def bound(self, adapter: "Adapter") -> "list[BoundTensor]":
-        """The tensors of the first family that is this model and has an adapter's modules;
-        ConfigError where there is none."""
+    def bind(self, adapter: "Adapter") -> "list[BoundTensor]":
+        """Return the tensors of the first family that expresses this model and has an adapter's
+        modules. ConfigError where there is none."""
         from maxstack.hf import peft
 
-        return peft.bound_to(
-            adapter, self.cfg.model, {path: leaf.shape for path, leaf in self.original.items()}
-        )
+        shapes = {path: leaf.shape for path, leaf in self.original.items()}
+        return peft.bind_adapter(adapter, self.cfg.model, shapes)
 
-    def _placed(self, state: nnx.State) -> dict[str, Any]:
+    def _place(self, state: nnx.State) -> dict[str, Any]:
         params, info = of_weights(state)
         shardings = flat(sharding_of_weights(info, self.mesh, self.cfg.mesh.rules))
         return {path: leaf.update(sharding=shardings[path]) for path, leaf in flat(params).items()}
 
-    def _made(self, make: Callable[..., dict[str, Array]], operands: Any) -> dict[str, Array]:
+    def _make(self, make: Callable[..., dict[str, Array]], operands: Any) -> dict[str, Array]:
         shardings = {path: self.shapes[path].sharding for path in jax.eval_shape(make, operands)}
         options = compiling.in_order(self.mesh)
         return jax.jit(make, out_shardings=shardings, compiler_options=options)(operands)

@@ -1,5 +1,5 @@
-"""Errors of quantization in each layer: a weight multiplies as it is, and beside it as a recipe
-would have it."""
+"""Errors of quantization in each layer: every product is computed with the float weight and with
+the weight that a recipe makes of it; the first goes on, and their difference is counted."""
 
 import collections
 import contextlib
@@ -27,34 +27,34 @@ from maxstack.layers.weight import (
 from maxstack.schema.kernels import GroupedMatmul
 from maxstack.sharding import holding
 from maxstack.weights.arithmetic import QuantSpec
-from maxstack.weights.low_precision import StoredWeight, stored
+from maxstack.weights.low_precision import StoredWeight, quantize_weight
 from maxstack.weights.spec import WeightSpec, stacked
 
 _real: contextvars.ContextVar[Array | None] = contextvars.ContextVar("real", default=None)
 
 
-def counting(real_BT: Array) -> contextlib.AbstractContextManager[None]:
-    """Context in which outputs at other positions than these are padding, and count for nothing."""
+def count_only(real_BT: Array) -> contextlib.AbstractContextManager[None]:
+    """Context in which outputs at other positions are padding and are not counted."""
     return holding(_real, real_BT)
 
 
 class Errors:
-    """Sums of squares of each layer's outputs, and of the changes of them."""
+    """Sums of squares of each layer's outputs and of their errors."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
         self._adding = threading.Lock()
 
     def add(self, path: str, layer: Any, output: Any, change: Any) -> None:
-        """Add the sums of a product, or of a device's part of it; devices may add at once."""
+        """Add the sums of a product, or of one device's part of it; devices call it
+        concurrently."""
         with self._adding:
             sums = self._sums[path, int(layer)]
             sums[0] += float(output)
             sums[1] += float(change)
 
     def relative(self) -> dict[tuple[str, int], float]:
-        """(path, number in its stack) -> root mean square of the change over that of the
-        output."""
+        """Return the relative root mean square error by (path, number in its stack)."""
         jax.effects_barrier()
         return {
             key: (change / output) ** 0.5 if output else 0.0
@@ -63,46 +63,47 @@ class Errors:
 
 
 class ObservedWeight(Substitute, nnx.Module):
-    """A float weight, and the errors that a rule would make."""
+    """A float weight that records the errors that a rule would make."""
 
     def __init__(
         self, param: nnx.Param, quant: QuantSpec, spec: WeightSpec, path: str, errors: Errors
     ):
-        self.base, self.quant, self.spec, self.path, self.errors = param, quant, spec, path, errors
+        self.base, self.quant, self.spec = param, quant, spec
+        self.path, self.errors = path, errors
         lead = param.shape[: param.ndim - len(spec.shape)]
         self.layer = stacked(weight((), "", dtype="int32"), lead, frozen=True)
-        """The layer's number in its stack."""
+        """Number of the layer in its stack."""
 
     def project(self, x: Array) -> Array:
         """See weight.project."""
-        return self._compared(project(x, self.base), self._changed().project(x))
+        return self._compare(project(x, self.base), self._quantize().project(x))
 
     def lookup(self, index: Array, dtype: Any) -> Array:
         """See weight.lookup."""
-        return self._compared(lookup(self.base, index, dtype), self._changed().lookup(index, dtype))
+        return self._compare(lookup(self.base, index, dtype), self._quantize().lookup(index, dtype))
 
     def values(self, dtype: Any) -> Array:
-        """See weight.values; the change is that of the weight itself."""
-        return self._compared(values(self.base, dtype), self._changed().values(dtype))
+        """See weight.values; the error is that of the weight itself."""
+        return self._compare(values(self.base, dtype), self._quantize().values(dtype))
 
     def experts(self, dtype: Any) -> "ObservedExperts":
         """See weight.experts."""
-        pair = experts(self.base, dtype), self._changed().experts(dtype)
+        pair = experts(self.base, dtype), self._quantize().experts(dtype)
         return ObservedExperts(*pair, self.layer[...].reshape(1, 1, 1), self.path, self.errors)
 
-    def _changed(self) -> StoredWeight:
+    def _quantize(self) -> StoredWeight:
         weight = StoredWeight(self.base, self.quant)
-        for name, leaf in stored(self.base[...], self.spec, self.quant).items():
+        for name, leaf in quantize_weight(self.base[...], self.spec, self.quant).items():
             getattr(weight, name).set_value(leaf)
         return weight
 
-    def _compared(self, output: Array, changed: Array) -> Array:
-        return _compared(self.errors, self.path, self.layer[...], output, changed)
+    def _compare(self, output: Array, changed: Array) -> Array:
+        return _compare(self.errors, self.path, self.layer[...], output, changed)
 
 
 @flax.struct.dataclass
 class ObservedExperts(Experts):
-    """The matrices of all experts, and as a rule would have them."""
+    """The matrices of all experts beside their quantized ones."""
 
     base: Any
     changed: Any
@@ -112,14 +113,14 @@ class ObservedExperts(Experts):
 
     def multiply(self, x: Array, sizes: Array, backend: GroupedMatmul) -> Array:
         outputs = (multiply_each(x, w, sizes, backend) for w in (self.base, self.changed))
-        return _compared(self.errors, self.path, self.layer.reshape(()), *outputs)
+        return _compare(self.errors, self.path, self.layer.reshape(()), *outputs)
 
 
-def _compared(errors: Errors, path: str, layer: Array, output: Array, changed: Array) -> Array:
-    """The output; its squares and those of the change are added to `errors`."""
+def _compare(errors: Errors, path: str, layer: Array, output: Array, changed: Array) -> Array:
+    """Return the output, and add its squares and those of the error to `errors`."""
     exact, real_BT = output.astype(jnp.float32), _real.get()
     change = changed.astype(jnp.float32) - exact
-    # not experts, which have no rows of padding, nor weights themselves
+    # Experts have no rows of padding, and weights themselves no positions.
     if real_BT is not None and exact.shape[:2] == real_BT.shape:
         real = real_BT.reshape(*real_BT.shape, *(1,) * (exact.ndim - 2))
         exact, change = jnp.where(real, exact, 0), jnp.where(real, change, 0)

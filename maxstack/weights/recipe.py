@@ -1,8 +1,14 @@
-"""Rules of a quantization recipe, applied to the weights of a model."""
+"""Rules of a quantization recipe, matched to the weights of a model.
+
+A rule names weights by a pattern of their paths or of their modules' paths, and by the operation
+that reads them. Each weight takes the first rule that matches it; a rule without `weight_qtype`
+leaves its weights as they are. Every rule must take a weight and serve each that it takes: a recipe
+with a typing error would otherwise train a float model without a word.
+"""
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from flax import nnx
@@ -11,7 +17,13 @@ from jax import Array
 from maxstack.errors import ConfigError, quoted
 from maxstack.schema.quantization import QuantizationConfig, RuleConfig
 from maxstack.weights.arithmetic import Operand, QuantSpec
-from maxstack.weights.low_precision import HALF, StoredWeight, TrainedWeight, floats, stored
+from maxstack.weights.low_precision import (
+    HALF,
+    StoredWeight,
+    TrainedWeight,
+    dequantize_weight,
+    quantize_weight,
+)
 from maxstack.weights.quantization_errors import Errors, ObservedWeight
 from maxstack.weights.spec import WeightSpec, matches, near
 
@@ -21,11 +33,12 @@ OPS = {
     "rows": ("take",),
     "head": ("dot_general",),
 }
+"""Use of a weight -> Qwix's names of the operations that read it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RuleMatch:
-    """A rule, and a weight that it quantizes."""
+    """A rule and a weight that it quantizes."""
 
     number: int
     rule: RuleConfig
@@ -35,58 +48,60 @@ class RuleMatch:
 
     @property
     def kept_low(self) -> bool:
-        """The weight is kept in low precision, instead of rounded as it is used."""
+        """True where the weight is kept in low precision, not rounded at each use."""
         return self.mode == "ptq"
 
     def substitute(
         self, param: nnx.Param, path: str, errors: Errors | None
     ) -> TrainedWeight | StoredWeight | ObservedWeight:
-        """Substitute for the weight; with `errors`, a substitute that computes as the weight does,
-        and adds the change that the rule would make to them."""
+        """Return the substitute for the weight; with `errors`, one that computes as the float
+        weight does and records the error that the rule would make."""
         if errors is not None:
             return ObservedWeight(param, self.quant, self.spec, path, errors)
         if self.kept_low:
             return StoredWeight(param, self.quant)
         return TrainedWeight(param.get_value(), quant=self.quant, **param.get_metadata())
 
-    def stored(self, array: Array) -> dict[str, Array]:
-        """Leaves of the weight in low precision, where the mode is ptq."""
-        return stored(array, self.spec, self.quant)
+    def quantize(self, array: Array) -> dict[str, Array]:
+        """Return the leaves that stand for a float weight in low precision."""
+        return quantize_weight(array, self.spec, self.quant)
 
-    def floats(self, leaves: Mapping[str, Array | np.ndarray]) -> Array:
-        """The weight that such leaves stand for."""
-        return floats(leaves, self.spec, self.quant)
+    def dequantize(self, leaves: Mapping[str, Array | np.ndarray]) -> Array:
+        """Return the float weight that such leaves stand for."""
+        return dequantize_weight(leaves, self.spec, self.quant)
 
 
 def match_rules(cfg: QuantizationConfig, params: Mapping[str, nnx.Param]) -> dict[str, RuleMatch]:
-    """Weights by path -> the first rule that matches each. ConfigError for a rule that takes
-    nothing, or a weight that it cannot serve."""
+    """Return the first matching rule of each quantized weight, by path. ConfigError for a rule that
+    takes no weight, or one that it cannot serve."""
     specs = {
         path: WeightSpec.of(param)
         for path, param in params.items()
         if param.get_metadata().get("use")
     }
-    users = [
-        [path for path, spec in specs.items() if _applies(rule, path, spec)] for rule in cfg.rules
-    ]
-    first = {path: number for number in reversed(range(len(users))) for path in users[number]}
-    rows: dict[str, RuleMatch] = {}
+    taken: dict[str, int] = {}
+    found: dict[str, RuleMatch] = {}
     for number, rule in enumerate(cfg.rules):
-        paths = [path for path in users[number] if first[path] == number]
-        if not paths:
+        users = [path for path, spec in specs.items() if _applies(rule, path, spec)]
+        own = [path for path in users if path not in taken]
+        if not own:
             why = _no_match(rule, params, specs)
-            if users[number]:
-                path = users[number][0]
+            if users:
                 why = (
-                    f"takes nothing: rule {first[path]} comes first and takes {path}; "
+                    f"takes nothing: rule {taken[users[0]]} comes first and takes {users[0]}; "
                     "put this rule before it"
                 )
-            raise ConfigError(
-                f"quantization.rules.{number}.module_path: {quoted(rule.module_path)} {why}"
-            )
-        for path in paths if rule.weight_qtype else ():
-            rows[path] = _match(number, rule, rule.mode or cfg.mode, path, specs[path])
-    return rows
+            where = f"quantization.rules.{number}.module_path: {quoted(rule.module_path)}"
+            raise ConfigError(f"{where} {why}")
+        taken |= dict.fromkeys(own, number)
+        if not rule.weight_qtype:
+            continue
+        mode, quant = rule.mode or cfg.mode, _quant_spec(rule)
+        for path in own:
+            for key, problem in _problems(rule, mode, path, specs[path]):
+                raise ConfigError(f"quantization.rules.{number}.{key}: {problem}")
+            found[path] = RuleMatch(number, rule, mode, quant, specs[path])
+    return found
 
 
 def _applies(rule: RuleConfig, path: str, spec: WeightSpec) -> bool:
@@ -97,12 +112,12 @@ def _applies(rule: RuleConfig, path: str, spec: WeightSpec) -> bool:
 def _no_match(
     rule: RuleConfig, params: Mapping[str, nnx.Param], specs: Mapping[str, WeightSpec]
 ) -> str:
-    """Reason why a rule matches no weight, and a remedy."""
+    """Return why a rule matches no weight, and a remedy."""
     if any(matches(rule.module_path, path) for path in specs):
         return (
             "takes nothing: no weight that module_path matches is used so (op_names "
-            f"{', '.join(rule.op_names)}); drop op_names, or see "
-            "`maxstack quantize show CONFIG` for what there is"
+            f"{', '.join(rule.op_names)}); drop op_names, or see `maxstack quantize show CONFIG` "
+            "for what there is"
         )
     others = [path for path in params if path not in specs and re.fullmatch(rule.module_path, path)]
     if others:
@@ -116,51 +131,62 @@ def _no_match(
     )
 
 
-def _match(number: int, rule: RuleConfig, mode: str, path: str, spec: WeightSpec) -> RuleMatch:
-    where = f"quantization.rules.{number}"
-    assert rule.weight_qtype
-    channelwise, tile = not rule.disable_channelwise_axes, rule.tile_size
+def _problems(
+    rule: RuleConfig, mode: str, path: str, spec: WeightSpec
+) -> Iterator[tuple[str, str]]:
+    """Yield the reasons why a rule cannot serve a weight: the rule's key, and what to do."""
+    own, tile = "a rule of its own before this one", rule.tile_size
     inputs = spec.matrix[spec.contracted]
     size = round(inputs * tile) if isinstance(tile, float) else tile
     if size is not None and (not size or inputs % size):
-        raise ConfigError(
-            f"{where}.tile_size: {tile} does not divide the {inputs} inputs of {path}; use a "
-            f"divisor, or give {path} a rule of its own before this one"
+        yield (
+            "tile_size",
+            f"{tile} does not divide the {inputs} inputs of {path}; use a divisor, or give {path} "
+            f"{own}",
         )
     if rule.weight_qtype in HALF and mode == "ptq" and spec.matrix[spec.packed] % 2:
-        raise ConfigError(
-            f"{where}.weight_qtype: {rule.weight_qtype} keeps two values in a byte, and "
-            f"{path} {[*spec.shape]} has no even dimension "
-            "for that; use int8 for it, in a rule before this one"
+        yield (
+            "weight_qtype",
+            f"{rule.weight_qtype} keeps two values in a byte, and {path} {[*spec.shape]} has no "
+            f"even dimension for that; give it {own}, with int8",
         )
     if rule.disable_channelwise_axes and spec.use == "rows":
-        raise ConfigError(
-            f"{where}.disable_channelwise_axes: {path} is a table, of which each lookup "
-            "rounds the rows that it takes; "
-            "give it a rule of its own before this one, with scales for its rows"
+        yield (
+            "disable_channelwise_axes",
+            f"{path} is a table, of which each lookup rounds the rows that it takes; give it {own},"
+            " with scales for its rows",
         )
     if rule.bwd_weight_grad_tile_size and spec.use == "experts":
-        raise ConfigError(
-            f"{where}.bwd_weight_grad_tile_size: {path} is of experts, whose rows lie in no "
-            "sequence; give it a rule of its own before this one, without tiles"
+        yield (
+            "bwd_weight_grad_tile_size",
+            f"{path} is of experts, whose rows lie in no sequence; give it {own}, without tiles",
         )
-    if rule.bwd_qtype and spec.use in ("rows", "head"):
-        head = "the head, which the loss multiplies in the compute dtype, forward and backward"
-        what = head if spec.use == "head" else "a lookup, which has no matmul"
-        raise ConfigError(
-            f"{where}.bwd_qtype: {path} is {what}; give it a rule of its own before this "
-            "one, without bwd_qtype: "
-            f"{{module_path: {path}, weight_qtype: {rule.weight_qtype}}} rounds its "
-            f"values, {{module_path: {path}}} leaves it"
+    no_backward = {
+        "rows": "a lookup, which has no matmul",
+        "head": "the head, which the loss multiplies in the compute dtype, forward and backward",
+    }
+    if rule.bwd_qtype and spec.use in no_backward:
+        yield (
+            "bwd_qtype",
+            f"{path} is {no_backward[spec.use]}; give it {own}, without bwd_qtype: "
+            f"{{module_path: {path}, weight_qtype: {rule.weight_qtype}}} rounds its values, "
+            f"{{module_path: {path}}} leaves it",
         )
+
+
+def _quant_spec(rule: RuleConfig) -> QuantSpec:
+    """Return the operands of the three matmuls of a rule, in its words."""
 
     def operand(qtype: str | None, tile: int | float | None, method: str) -> Operand | None:
-        return Operand(qtype, tile, method, channelwise) if qtype else None
+        return Operand(qtype, tile, method, not rule.disable_channelwise_axes) if qtype else None
 
-    weight = Operand(rule.weight_qtype, tile, rule.weight_calibration_method, channelwise)
-    act = operand(rule.act_qtype, tile, rule.act_calibration_method)
-    grad = operand(rule.bwd_qtype, None, rule.bwd_calibration_method)
-    weight_grad = operand(
-        rule.bwd_qtype, rule.bwd_weight_grad_tile_size, rule.bwd_calibration_method
+    weight = operand(rule.weight_qtype, rule.tile_size, rule.weight_calibration_method)
+    assert weight
+    return QuantSpec(
+        weight,
+        act=operand(rule.act_qtype, rule.tile_size, rule.act_calibration_method),
+        grad=operand(rule.bwd_qtype, None, rule.bwd_calibration_method),
+        weight_grad=operand(
+            rule.bwd_qtype, rule.bwd_weight_grad_tile_size, rule.bwd_calibration_method
+        ),
     )
-    return RuleMatch(number, rule, mode, QuantSpec(weight, act, grad, weight_grad), spec)

@@ -1,5 +1,12 @@
-"""Weights of a model as a run has them: which are multiplied or kept in low precision, and which
-have adapters. Models know nothing of it."""
+"""The weights of a model as a run has them: which are computed or kept in low precision, and which
+have adapters.
+
+Models know nothing of either. A Rewrite builds the model as its configuration says (the original
+model), replaces weights by substitutes, and splits it into a graph and a state of shapes. Weights
+of both models are named by paths: a quantized weight PATH is kept as PATH/TYPE and PATH/scale;
+beside an adapter (PATH/lora_a, PATH/lora_b, with DoRA PATH/magnitude) the weight itself, or its
+quantized leaves, move to PATH/base.
+"""
 
 import contextlib
 import functools
@@ -31,32 +38,29 @@ AnyArray = Array | np.ndarray
 
 class Rewrite:
     """The model of `cfg` with substitutes for some weights: `graph` and `state` are those of
-    nnx.split, and hold no arrays. ConfigError where a rule or a target takes nothing, or what it
-    cannot serve.
-
-    The original model is that without substitutes; weights of either are named by their paths.
-    """
+    nnx.split and hold no arrays. ConfigError where a rule or a target takes no weight, or one that
+    it cannot serve."""
 
     def __init__(self, cfg: "Config", errors: "Errors | None" = None):
-        """`errors`: the model computes as the original one does, and adds the changes that its
-        recipe would make to them."""
+        """With `errors`, the model computes as the original one does and records the errors that
+        its recipe would make."""
         self._cfg, self._errors = cfg, errors
         self.matches: dict[str, RuleMatch] = {}
         self.adapted: dict[str, WeightSpec] = {}
         self.skipped: dict[str, None] = {}
-        """Weights that targets of adapters match, but that take none."""
-        self.graph, self.state = nnx.split(nnx.eval_shape(self._built))
+        """Weights that match a target of adapters, but cannot have one."""
+        self.graph, self.state = nnx.split(nnx.eval_shape(self._build))
         self._params = {
             "/".join(map(str, path)): param for path, param in nnx.to_flat_state(self.state)
         }
 
-    def counting(self, real_BT: Array) -> contextlib.AbstractContextManager[None]:
-        """Context in which errors are those of these positions alone."""
+    def count_only(self, real_BT: Array) -> contextlib.AbstractContextManager[None]:
+        """Context in which errors are counted at these positions alone."""
         if self._errors is None:
             return contextlib.nullcontext()
-        from maxstack.weights.quantization_errors import counting
+        from maxstack.weights.quantization_errors import count_only
 
-        return counting(real_BT)
+        return count_only(real_BT)
 
     @property
     def replaced(self) -> set[str]:
@@ -64,83 +68,76 @@ class Rewrite:
         return {*self.adapted, *(path for path, match in self.matches.items() if match.kept_low)}
 
     def initial(self, seed: int) -> Tree:
-        """Fresh weights."""
+        """Draw new weights."""
         drawn = initial(self._cfg.model, seed)
         if not self.replaced:
             return drawn
-        # without a barrier XLA rounds what it draws in another way
-        return self.applied(jax.lax.optimization_barrier(drawn))
+        # Without the barrier XLA fuses the draw's last product into the division by the scale, and
+        # some values round to a neighbour.
+        return self.apply(jax.lax.optimization_barrier(drawn))
 
-    def applied(self, params: Tree) -> Tree:
-        """Nested dicts of arrays: weights of the original model -> those of the rewritten one."""
+    def apply(self, params: Tree) -> Tree:
+        """Turn the weights of the original model, nested dicts of arrays, into this model's."""
         leaves: Tree = {}
         for path, array in nnx.traversals.flatten_mapping(params, sep="/").items():
-            leaves |= self.kept(path, array)
+            leaves |= self.leaves_of(path, array)
         return nnx.traversals.unflatten_mapping(leaves, sep="/")
 
-    def kept(self, path: str, array: Array) -> dict[str, Array]:
-        """Leaves that are kept of an original weight; a new adapter is drawn by train.seed."""
+    def leaves_of(self, path: str, array: Array) -> dict[str, Array]:
+        """Return the leaves kept of an original weight; a new adapter is drawn by train.seed."""
         match, leaves = self.matches.get(path), {path: array}
         if match and self._errors is not None:
             lead = array.shape[: array.ndim - len(match.spec.shape)]
             layers = jnp.arange(math.prod(lead), dtype=jnp.int32).reshape(lead)
             return {f"{path}/base": array, f"{path}/layer": layers}
         if match and match.kept_low:
-            leaves = {f"{path}/{name}": leaf for name, leaf in match.stored(array).items()}
-        leaves = self.under_adapters(leaves)
-        return leaves | self.adapters(path, leaves) if path in self.adapted else leaves
+            leaves = {f"{path}/{name}": leaf for name, leaf in match.quantize(array).items()}
+        leaves = rebase(leaves, self.adapted)
+        return leaves | self.new_adapter(path, leaves) if path in self.adapted else leaves
 
-    def under_adapters(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
-        """Leaves of weights without adapters, by the paths that they have beside adapters."""
-        return beside(leaves, self.adapted)
-
-    def adapters(self, path: str, leaves: Mapping[str, AnyArray]) -> dict[str, Array]:
-        """A fresh adapter of the weight at `path`, of which `leaves` are kept."""
+    def new_adapter(self, path: str, leaves: Mapping[str, AnyArray]) -> dict[str, Array]:
+        """Draw an adapter for the weight at `path`, of which `leaves` are kept."""
         spec, seed = self.adapted[path], self._cfg.train.seed
         made = {
             f"{path}/{name}": draw(self._params[f"{path}/{name}"], (path, name), seed)
             for name in adapter.LEAVES[:2]
         }
         if f"{path}/magnitude" in self._params:
-            whole = jnp.asarray(self.floats(path, leaves), jnp.float32)
-            lead = whole.ndim - len(spec.shape)
-            lengths = adapter.column_norms(whole, range(lead, lead + spec.contract))
-            made[f"{path}/magnitude"] = lengths
+            base = jnp.asarray(self.base_weight(path, leaves), jnp.float32)
+            lead = base.ndim - len(spec.shape)
+            norms = adapter.column_norms(base, range(lead, lead + spec.contract))
+            made[f"{path}/magnitude"] = norms
         return made
 
-    def floats(self, path: str, leaves: Mapping[str, AnyArray]) -> AnyArray:
-        """The original weight that leaves of the rewritten model stand for, without its adapter."""
+    def base_weight(self, path: str, leaves: Mapping[str, AnyArray]) -> AnyArray:
+        """Return the original weight that leaves stand for, without its adapter."""
         base = f"{path}/base" if path in self.adapted else path
         match = self.matches.get(path)
         if not match or not match.kept_low:
             return leaves[base]
-        return match.floats(
-            {
-                name.removeprefix(f"{base}/"): leaf
-                for name, leaf in leaves.items()
-                if name.startswith(f"{base}/")
-            }
+        below = {name: leaf for name, leaf in leaves.items() if name.startswith(f"{base}/")}
+        return match.dequantize(
+            {name.removeprefix(f"{base}/"): leaf for name, leaf in below.items()}
         )
 
     def original(
         self, path: str, leaves: Mapping[str, AnyArray], evaluated: bool = False
     ) -> AnyArray:
-        """The original weight that leaves of the rewritten model stand for, with its adapter merged
-        into it in float32; with `evaluated`, rounded as evaluation rounds it where the mode is
-        qat."""
-        whole, lora = self.floats(path, leaves), self._cfg.lora
+        """Return the original weight that leaves stand for, with its adapter merged in float32;
+        with `evaluated`, rounded as evaluation rounds it where the mode is qat."""
+        base, lora = self.base_weight(path, leaves), self._cfg.lora
         match = self.matches.get(path)
         if evaluated and match and match.mode == "qat":
-            whole = match.floats(match.stored(jnp.asarray(whole)))
+            base = match.dequantize(match.quantize(jnp.asarray(base)))
         if path not in self.adapted or not lora:
-            return whole
+            return base
         spec = self.adapted[path]
-        merge = functools.partial(adapter.merged, lora, spec.contract)
-        for _ in range(whole.ndim - len(spec.shape)):
+        merge = functools.partial(adapter.merge, lora, spec.contract)
+        for _ in range(base.ndim - len(spec.shape)):
             merge = jax.vmap(merge)
-        names = (f"{path}/{name}" for name in adapter.LEAVES)
-        own = (jnp.asarray(leaves[name]) for name in names if name in self._params)
-        return merge(jnp.asarray(whole, jnp.float32), *own)
+        names = [f"{path}/{name}" for name in adapter.LEAVES]
+        own = [jnp.asarray(leaves[name]) for name in names if name in self._params]
+        return merge(jnp.asarray(base, jnp.float32), *own)
 
     @property
     def unlike(self) -> list[str]:
@@ -153,7 +150,7 @@ class Rewrite:
                 said["activations are not rounded (act_qtype)"] = None
         return [*said]
 
-    def _built(self) -> Model:
+    def _build(self) -> Model:
         cfg, model = self._cfg, model_of(self._cfg.model)(self._cfg.model)
         owners = {path: (module, name) for path, module, name in _params(model)}
         params = {path: getattr(module, name) for path, (module, name) in owners.items()}
@@ -161,10 +158,10 @@ class Rewrite:
             from maxstack.weights.recipe import match_rules
 
             self.matches = match_rules(cfg.quantization, params)
-        self.saved = self._saved(params)
+        self.saved = self._find_saved(params)
         self.adapted = {
             path: WeightSpec.of(params[path])
-            for path in self._targets(params)
+            for path in self._find_targets(params)
             if path not in self.saved
         }
         self._check_magnitudes()
@@ -181,20 +178,20 @@ class Rewrite:
         return model
 
     def _check_magnitudes(self) -> None:
-        """ConfigError where DoRA needs the lengths of columns that are rounded as they are used."""
+        """ConfigError where DoRA needs the norms of columns that are rounded at each use."""
         if not self._cfg.lora or not self._cfg.lora.dora:
             return
         for path in self.adapted:
             match = self.matches.get(path)
             if match and not match.kept_low:
                 raise ConfigError(
-                    f"lora.dora: {path} is rounded as it is used (mode {match.mode}), so its "
-                    "columns have no length of their own; keep it in low precision with "
-                    "mode: ptq, or set lora.dora=false"
+                    f"lora.dora: {path} is rounded at each use (mode {match.mode}), so its columns "
+                    "have no norm of their own; keep it in low precision with mode: ptq, or set "
+                    "lora.dora=false"
                 )
 
-    def _saved(self, params: Mapping[str, nnx.Param]) -> frozenset[str]:
-        """Paths of the weights that are trained whole beside adapters."""
+    def _find_saved(self, params: Mapping[str, nnx.Param]) -> frozenset[str]:
+        """Return the paths of weights that are trained whole beside adapters."""
         saved = {path for path, param in params.items() if param.get_metadata()["beside_adapters"]}
         for i, pattern in enumerate(self._cfg.lora.modules_to_save if self._cfg.lora else ()):
             where = f"lora.modules_to_save.{i}: {quoted(pattern)}"
@@ -203,8 +200,8 @@ class Rewrite:
                 meant = equivalent(f"modules_to_save.{pattern}")
                 meant = meant or f"nearest paths: {near(pattern, [*params])}"
                 raise ConfigError(f"{where} matches no weight; {meant}")
-            for path in sorted(matching):
-                if path in self.matches and self.matches[path].kept_low:
+            for path in sorted(matching & self.matches.keys()):
+                if self.matches[path].kept_low:
                     raise ConfigError(
                         f"{where} matches {path}, which is kept in low precision and cannot be "
                         "trained; narrow quantization.rules"
@@ -212,8 +209,8 @@ class Rewrite:
             saved |= matching
         return frozenset(saved)
 
-    def _targets(self, params: Mapping[str, nnx.Param]) -> list[str]:
-        """Paths of the weights that get adapters."""
+    def _find_targets(self, params: Mapping[str, nnx.Param]) -> list[str]:
+        """Return the paths of the weights that get adapters."""
         uses = {path: param.get_metadata()["use"] for path, param in params.items()}
         matmuls = [
             path
@@ -227,9 +224,8 @@ class Rewrite:
             others = [path for path in matching if uses[path] in ("experts", "rows", "head")]
             self.skipped |= dict.fromkeys(others)
             if not own:
-                meant = (
-                    equivalent(f"targets.{pattern}") or f"nearest paths: {near(pattern, matmuls)}"
-                )
+                meant = equivalent(f"targets.{pattern}")
+                meant = meant or f"nearest paths: {near(pattern, matmuls)}"
                 why = f"matches no weight; {meant}"
                 if matching:
                     why = (
@@ -241,8 +237,8 @@ class Rewrite:
         return [*targets]
 
 
-def beside(leaves: Mapping[str, Any], adapted: Collection[str]) -> dict[str, Any]:
-    """Leaves of a model by the paths that they have where weights `adapted` have adapters."""
+def rebase(leaves: Mapping[str, Any], adapted: Collection[str]) -> dict[str, Any]:
+    """Rename the leaves of weights with adapters to the paths that they have beside these."""
     moved: dict[str, Any] = {}
     for name, leaf in leaves.items():
         path = next((path for path in (name, module_of(name)) if path in adapted), None)
@@ -251,7 +247,7 @@ def beside(leaves: Mapping[str, Any], adapted: Collection[str]) -> dict[str, Any
 
 
 def _params(model: nnx.Module) -> Iterator[tuple[str, Any, str]]:
-    """(path, the module that holds it, its name there) of every weight."""
+    """Yield the path of every weight, the module that holds it, and its name there."""
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             if isinstance(value, nnx.Param):

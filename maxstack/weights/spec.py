@@ -1,5 +1,5 @@
-"""Description of a weight: its use, and its layout as a matrix; without Qwix, which only recipes
-need. Patterns of paths of weights."""
+"""Description of a weight: its use, its layout as a matrix, and patterns of its path. Imports no
+Qwix, which only recipes need."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from maxstack.config.spelling import nearest
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
-    """The use of a weight (`weight.Use`), its shape and its axes without those of a stack."""
+    """The use of a weight (`schema.parts.Use`), and its shape and axes without stack dimensions."""
 
     use: str
     contract: int
@@ -30,7 +30,7 @@ class WeightSpec:
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """The shape with all that a matmul contracts as one dimension."""
+        """The shape with all contracted dimensions of a matmul as one."""
         if self.use != "matmul":
             return self.shape
         return (math.prod(self.shape[: self.contract]), *self.shape[self.contract :])
@@ -41,35 +41,35 @@ class WeightSpec:
 
     @property
     def contracted(self) -> int:
-        """The dimension of `matrix` that is contracted; a table's is its last, as it is where the
-        head is tied to it."""
+        """The contracted dimension of `matrix`; of a table the last, which a tied head
+        contracts."""
         return {"matmul": 0, "experts": 1, "rows": len(self.shape) - 1, "head": 0}[self.use]
 
     @property
     def packed(self) -> int:
-        """The dimension of `matrix` along which two values share a byte: the longest, but no table
-        is packed across its rows; from the end."""
+        """The dimension of `matrix`, counted from the end, along which two values share a byte: the
+        longest one, but a table is not packed across its rows."""
         first = self.contracted if self.use in ("rows", "experts") else 0
         return max(range(first, len(self.matrix)), key=lambda i: self.matrix[i]) - len(self.matrix)
 
 
 def stacked(param: nnx.Param, lead: tuple[int, ...], **metadata: Any) -> nnx.Param:
-    """A parameter repeated along the leading dimensions of a stack."""
+    """Repeat a parameter along the leading dimensions of a stack."""
     value = jnp.broadcast_to(param.get_value(), (*lead, *param.shape))
     return nnx.Param(value, **param.get_metadata() | metadata)
 
 
 def module_of(path: str) -> str:
-    """Path of the module that holds a weight."""
+    """Return the path of the module that holds a weight."""
     return path.rpartition("/")[0]
 
 
 def matches(pattern: str, path: str) -> bool:
-    """True where a regular expression matches the whole path of a weight or of its module."""
+    """Return True where a regular expression matches the whole path of a weight or its module."""
     return any(re.fullmatch(pattern, name) for name in (path, module_of(path)) if name)
 
 
 def near(pattern: str, paths: Iterable[str]) -> str:
-    """Paths of weights and modules that resemble a pattern, or some of them, in words."""
+    """List paths of weights and modules that resemble a pattern, or else some, in words."""
     names = {name for path in paths for name in (path, module_of(path)) if name}
     return ", ".join(nearest(pattern, names, 3) or sorted(names)[:6])

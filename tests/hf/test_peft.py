@@ -80,7 +80,9 @@ def trained(family: str, lora: dict):
     plain = nnx.traversals.flatten_mapping(
         parity.model_and_params(parity.GOLDENS / family)[2], sep="/"
     )
-    weights = {path: np.asarray(leaf) for path, leaf in run.weights.beside(plain).items()} | leaves
+    weights = {
+        path: np.asarray(leaf) for path, leaf in run.weights.add_adapters(plain).items()
+    } | leaves
     return (
         run,
         weights,
@@ -102,7 +104,7 @@ def written(folder, family: str, lora: dict):
         adapted,
         bound,
         weights.__getitem__,
-        lambda path: run.weights.rewrite.floats(path, weights),
+        lambda path: run.weights.rewrite.base_weight(path, weights),
         family,
     )
     return run, weights, bound, adapted

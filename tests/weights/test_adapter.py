@@ -287,7 +287,7 @@ def test_lengths_of_columns_that_are_rounded_as_they_are_used_are_refused():
     rules = [{"module_path": ".*/gate", "weight_qtype": "int4"}]
     with pytest.raises(
         ConfigError,
-        match="lora.dora: blocks/global/mlp/gate is rounded as it is used .*; keep it in low "
+        match="lora.dora: blocks/global/mlp/gate is rounded at each use .*; keep it in low "
         "precision with mode: ptq",
     ):
         Rewrite(tiny.config(lora={"dora": True}, quantization={"rules": rules}))

@@ -13,8 +13,8 @@ from maxstack.weights.arithmetic import (
     Operand,
     QuantSpec,
     dequantize,
-    faked,
-    inside,
+    fake_quantize,
+    in_range,
     product,
     quantize,
 )
@@ -137,18 +137,19 @@ def test_rounding_errs_by_half_a_step_at_most_and_passes_gradients_straight_thro
     step = steps.get(qtype) or 0.5 / (2 ** (int(qtype[3:]) - 1) - 0.5)
     rounded = Operand(qtype, 32)
     largest = jnp.abs(x).max(axis=1, keepdims=True)
-    assert (jnp.abs(faked(x, rounded, -1) - x) <= step * 1.001 * largest).all()
-    np.testing.assert_array_equal(jax.grad(lambda x: faked(x, rounded, -1).sum())(x), 1.0)
+    assert (jnp.abs(fake_quantize(x, rounded, -1) - x) <= step * 1.001 * largest).all()
+    np.testing.assert_array_equal(jax.grad(lambda x: fake_quantize(x, rounded, -1).sum())(x), 1.0)
 
 
 def test_what_lies_beyond_a_given_range_is_cut_off_and_has_no_gradient():
     x, narrow = jnp.linspace(-3.0, 3.0, 32)[None], Operand("int8", method="fixed,-1,1")
-    assert jnp.abs(faked(x, narrow, -1)).max() <= 128 / 127.5
+    assert jnp.abs(fake_quantize(x, narrow, -1)).max() <= 128 / 127.5
     np.testing.assert_array_equal(
-        jax.grad(lambda x: faked(x, narrow, -1).sum())(x), (jnp.abs(x) <= 1.0).astype(jnp.float32)
+        jax.grad(lambda x: fake_quantize(x, narrow, -1).sum())(x),
+        (jnp.abs(x) <= 1.0).astype(jnp.float32),
     )
     q = quantize(x, narrow, -1)
-    np.testing.assert_array_equal(inside(x, q, narrow), jnp.abs(x) <= 1.0)
+    np.testing.assert_array_equal(in_range(x, q, narrow), jnp.abs(x) <= 1.0)
 
 
 def test_bfloat16_operands_are_rounded_by_scales_of_float32():
@@ -207,7 +208,7 @@ def test_gradients_of_experts_are_rounded_where_activations_are_not():
     dx, dw = jax.vjp(
         lambda x, w: RoundedExperts(w, rule).multiply(x, jnp.asarray(sizes), "reference"), x, w
     )[1](g)
-    by_rows, by_columns = faked(g, rule.grad, -1), faked(g, rule.weight_grad, 0)
+    by_rows, by_columns = fake_quantize(g, rule.grad, -1), fake_quantize(g, rule.weight_grad, 0)
     np.testing.assert_allclose(dx, jnp.einsum("SN,SKN->SK", by_rows, w[of]), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(
         dw, jnp.stack([x[of == e].T @ by_columns[of == e] for e in range(4)]), rtol=1e-4, atol=1e-4

@@ -107,13 +107,13 @@ def test_weights_trained_for_low_precision_compute_what_quantized_ones_do(kind, 
     trained, kept = (tiny.make_run(config(kind, recipe(mode, **rule))) for mode in ("qat", "ptq"))
     floats = trained.init().params
     assert nll(trained, floats) == pytest.approx(
-        nll(kept, Rewrite(kept.cfg).applied(floats)), rel=1e-6
+        nll(kept, Rewrite(kept.cfg).apply(floats)), rel=1e-6
     )
     plain = tiny.make_run(config(kind, {}))
     assert nll(trained, floats) != nll(plain, floats)
     exact, low = (
         logits(run, params)
-        for run, params in ((plain, floats), (kept, Rewrite(kept.cfg).applied(floats)))
+        for run, params in ((plain, floats), (kept, Rewrite(kept.cfg).apply(floats)))
     )
     assert 0 < np.sqrt(np.square(low - exact).mean()) < FAR[rule["weight_qtype"]] * exact.std()
 
