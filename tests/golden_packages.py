@@ -8,7 +8,7 @@ import parity
 
 from maxstack import cli, sharding
 from maxstack.inference import runner
-from maxstack.inference.score import scorer
+from maxstack.inference.score import make_scorer
 from maxstack.inference.trained_model import config_of, read_weights
 from maxstack.package import signature
 from maxstack.run import assemble
@@ -38,7 +38,7 @@ def write(folder, family, monkeypatch, words=ALL):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, run.cfg.decoder.vocab, (4, LENGTH)).astype(np.int32)
     lengths = np.array([LENGTH, 20, 1, 7], np.int32)
-    results = jax.device_get(jax.jit(scorer(run, True))(params, tokens, lengths))
+    results = jax.device_get(jax.jit(make_scorer(run, True))(params, tokens, lengths))
     folder.mkdir(exist_ok=True)
     np.savez(folder / f"{family}.score.npz", tokens=tokens, lengths=lengths, **results)
     shutil.copyfile(golden / "greedy.npz", folder / f"{family}-greedy.npz")

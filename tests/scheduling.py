@@ -5,7 +5,7 @@ from collections import Counter
 
 from maxstack.inference.layout import Layout
 from maxstack.inference.request import Sampling
-from maxstack.inference.scheduler import Limits, PageCopy, Piece, Scheduler, Task
+from maxstack.inference.scheduler import Chunk, Limits, PageCopy, Scheduler, TokenSequence
 from maxstack.schema.mixers import Reach
 from maxstack.schema.parts import Cached, Dim
 
@@ -64,7 +64,9 @@ class Simulation:
         self.tasks, self.prompts, self.ended, self.counts = {}, {}, {}, Counter()
 
     def add(self, number, prompt, priority=0, adapter=0, client="", **rules):
-        task = Task(number, list(prompt), len(prompt), Sampling(**rules), priority, adapter, client)
+        task = TokenSequence(
+            number, list(prompt), len(prompt), Sampling(**rules), priority, adapter, client
+        )
         self.tasks[number], self.prompts[number] = task, list(prompt)
         self.scheduler.add(task)
 
@@ -112,7 +114,7 @@ class Simulation:
             text = list(task.tokens)
             for _ in range(min(steps, own)):
                 text.append(chosen(text))
-            piece, new = Piece(task, start, len(text) - start - 1), text[start + 1 :]
+            piece, new = Chunk(task, start, len(text) - start - 1), text[start + 1 :]
             self._write(piece, text)
             self._read(piece, text)
             self._copy(self.scheduler.done(piece, new))

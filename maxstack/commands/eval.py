@@ -174,11 +174,11 @@ def _held_out(model: str, overrides: list[str]) -> dict[str, Any]:
             "of a run that starts from it"
         )
     from maxstack import startup
-    from maxstack.inference.trained_model import assembled, read_weights
+    from maxstack.inference.trained_model import assemble_model, read_weights
     from maxstack.report.log import Log
     from maxstack.report.metrics import Writer
 
-    run, _ = assembled(model, ["eval.every=1", *overrides], trains=True)
+    run, _ = assemble_model(model, ["eval.every=1", *overrides], trains=True)
     with contextlib.ExitStack() as ending:
         _, maker = startup.open_feed(run, own, ending)
         silent = Log(own, run.cfg.train.steps, False), Writer(own, first=False)

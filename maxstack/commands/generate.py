@@ -20,7 +20,7 @@ from maxstack.command import (
 from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
-    from maxstack.inference.generation import Asker
+    from maxstack.inference.generation import Generator
 
 
 @command(
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--top-k must be 0 or more, and --repetition-penalty above 0")
     check_writable("--out", args.out)
     from maxstack.inference.engine_setup import chat_template, start
-    from maxstack.inference.generation import Asker, check_prompts, read_prompts
+    from maxstack.inference.generation import Generator, check_prompts, read_prompts
     from maxstack.inference.trained_model import config_of
 
     rows = read_prompts(args.prompts) if args.prompts else []
@@ -98,16 +98,18 @@ def main(args: argparse.Namespace) -> None:
         check_prompts(args.model, tokenizer, vocab, rows, reads_text)
 
     served = start(args.model, model_overrides(args), args.adapter, check)
-    asker = Asker(served, _sampling(args), template, args.stop, args.ignore_eos, args.adapter)
+    generator = Generator(
+        served, _sampling(args), template, args.stop, args.ignore_eos, args.adapter
+    )
     if args.prompts:
-        asker.answer_file(rows, args.out, args.n, args.chat, args.system)
+        generator.answer_file(rows, args.out, args.n, args.chat, args.system)
     elif args.prompt is not None:
         import sys
 
         text = sys.stdin.read() if args.prompt == "-" else args.prompt
-        _print_answers(asker, asker.encode(text, args.chat, args.system), args.n)
+        _print_answers(generator, generator.encode(text, args.chat, args.system), args.n)
     else:
-        _converse(asker, args)
+        _converse(generator, args)
 
 
 def _sampling(args: argparse.Namespace) -> Any:
@@ -117,16 +119,16 @@ def _sampling(args: argparse.Namespace) -> Any:
     return Sampling(**{name: getattr(args, name) for name in names})
 
 
-def _print_answers(asker: "Asker", prompt: list[int], count: int) -> None:
+def _print_answers(generator: "Generator", prompt: list[int], count: int) -> None:
     for choice in range(count):
         if count > 1:
             print(f"--- {choice} ---")
-        for text in asker.stream(prompt, choice):
+        for text in generator.stream(prompt, choice):
             print(text, end="", flush=True)
         print()
 
 
-def _converse(asker: "Asker", args: argparse.Namespace) -> None:
+def _converse(generator: "Generator", args: argparse.Namespace) -> None:
     """Prompts from the terminal until its end (Ctrl-D); a conversation keeps what was said."""
     import sys
 
@@ -140,11 +142,11 @@ def _converse(asker: "Asker", args: argparse.Namespace) -> None:
         if not text:
             continue
         if not args.chat:
-            _print_answers(asker, asker.encode(text, False, None), args.n)
+            _print_answers(generator, generator.encode(text, False, None), args.n)
             continue
         messages.append({"role": "user", "content": os.fsencode(text).decode(errors="replace")})
         answer = ""
-        for piece in asker.stream(asker.encode_messages(messages)):
+        for piece in generator.stream(generator.encode_messages(messages)):
             answer += piece
             print(piece, end="", flush=True)
         print()

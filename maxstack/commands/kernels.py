@@ -62,18 +62,18 @@ def _of_serving(args: argparse.Namespace) -> list["Choice"]:
     from maxstack.plan import topology
 
     where = topology.parse(args.topology)
-    cfg, longest = capacity.opened(args.config, args.overrides, where.size)
+    cfg, longest = capacity.read_config(args.config, args.overrides, where.size)
     from maxstack import sharding
     from maxstack.inference.adapters import Adapters
-    from maxstack.inference.engine_setup import USUAL, limits_of
+    from maxstack.inference.engine_setup import USUAL, make_limits
     from maxstack.inference.layout import Layout
-    from maxstack.inference.programs import Programs, serving
+    from maxstack.inference.programs import Programs, inference_config
     from maxstack.run import assemble
 
-    cfg = serving(cfg)
+    cfg = inference_config(cfg)
     layout = Layout.of(cfg.decoder, cfg.serve, where.platform)
     mesh = sharding.make_mesh(cfg.mesh, where.devices())
-    limits, length = limits_of(cfg, layout, longest or USUAL, None)
+    limits, length = make_limits(cfg, layout, longest or USUAL, None)
     return Programs(assemble(cfg, mesh, trains=False), layout, limits, length, Adapters()).kernels()
 
 

@@ -100,12 +100,12 @@ def _write(args: Namespace) -> None:
     said = "run.virtual_devices="
     for count in [word.removeprefix(said) for word in args.overrides if word.startswith(said)]:
         devices.environment(int(count) if count.isdecimal() else None)
-    from maxstack.package.contents import Options, chosen, open_contents
+    from maxstack.package.contents import Options, open_contents, select_signatures
     from maxstack.package.writer import write
 
     options = Options(args.devices, args.lengths, args.steps, args.solver, args.guidance)
     contents = open_contents(args.model, model_overrides(args), options)
-    signatures = chosen(contents.signatures, args.signature)
+    signatures = select_signatures(contents.signatures, args.signature)
     try:
         manifest = write(out, name, contents, signatures, args.platforms)
     except FileNotFoundError as error:
@@ -165,10 +165,10 @@ def verify(args: Namespace) -> None:
 
 def _compile(folder: Path, name: str) -> None:
     """A line for each program as the compiler of a topology makes it."""
-    from maxstack.package.compilation import compiled
+    from maxstack.package.compilation import compile_programs
     from maxstack.plan import topology
 
-    for file, memory, flops in compiled(folder, topology.parse(name)):
+    for file, memory, flops in compile_programs(folder, topology.parse(name)):
         print(f"{file}: {flops / 1e6:,.1f} MFLOP, {memory / 2**20:,.1f} MiB beside arguments")
 
 

@@ -235,15 +235,17 @@ def _serve(args: Namespace) -> int:
     """Print the capacity of an engine; 0, since one that has room for nothing is refused."""
     _check_options(args)
     from maxstack.inference import capacity
-    from maxstack.inference.programs import serving
+    from maxstack.inference.programs import inference_config
     from maxstack.plan import topology
 
     where = topology.parse(args.topology)
-    longest = capacity.opened(args.config, args.overrides, where.size)[1]
+    longest = capacity.read_config(args.config, args.overrides, where.size)[1]
     lengths = capacity.lengths_of(args.length, args.prompt, longest)
 
     def configured(more: Sequence[str]) -> "Config":
-        return serving(capacity.opened(args.config, [*args.overrides, *more], where.size)[0])
+        return inference_config(
+            capacity.read_config(args.config, [*args.overrides, *more], where.size)[0]
+        )
 
     plan = capacity.capacity(args.config, configured, where, lengths, args.prompt)
     print(capacity.text(plan))

@@ -98,13 +98,13 @@ def main(args: argparse.Namespace) -> None:
     """Sample; ConfigError for a model that was not trained so, or a prompt that does not fit."""
     if args.out and Path(args.out).suffix:
         check_writable("--out", args.out)
-    from maxstack.inference.trained_model import assembled, read_weights
+    from maxstack.inference.trained_model import assemble_model, read_weights
     from maxstack.load import run_folder
 
     for override in args.overrides:
         if override.startswith("objective") and run_folder(args.model):
             raise ConfigError(f"{override}: a trained model's objective cannot be changed")
-    run, own = assembled(args.model, model_overrides(args))
+    run, own = assemble_model(args.model, model_overrides(args))
     params = read_weights(args.model, run, own)
     if run.cfg.objective.kind == "flow":
         _draw(args, run, params)
@@ -117,7 +117,7 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
     import numpy as np
 
     from maxstack.data.images import as_picture
-    from maxstack.inference.images import Sampler, tiled
+    from maxstack.inference.images import Sampler, tile_images
     from maxstack.report.progress import progress
     from maxstack.schema.dit import DiTConfig
 
@@ -154,7 +154,7 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
     if sampler.latents:
         np.savez(out, latents=np.stack(made).astype(np.float16), label=labels)
     elif made:
-        tiled(made, len(wanted)).save(out)
+        tile_images(made, len(wanted)).save(out)
     print(out)
 
 

@@ -87,10 +87,15 @@ def main(args: Namespace) -> None:
     """Score the texts, without and with each adapter."""
     files = _files_by_adapter(args)
     from maxstack.inference.score import check_length, read_texts, read_tokens
-    from maxstack.inference.trained_model import adapted_run, assembled, read_weights, with_adapter
+    from maxstack.inference.trained_model import (
+        adapt_run,
+        add_adapter,
+        assemble_model,
+        read_weights,
+    )
 
     overrides = model_overrides(args)
-    run, own = assembled(args.model, overrides)
+    run, own = assemble_model(args.model, overrides)
     if not run.cfg.objective.FORWARD:
         raise ConfigError(
             f"{args.model}: was trained by objective.kind={run.cfg.objective.kind}, which gives no "
@@ -101,7 +106,7 @@ def main(args: Namespace) -> None:
         return
     if run.cfg.decoder.head.scores:
         raise ConfigError(f"{args.model}: is a reward model, which scores records; give --records")
-    adapted = {folder: adapted_run(run, folder) for folder in files}
+    adapted = {folder: adapt_run(run, folder) for folder in files}
     if args.tokens:
         rows = read_tokens(args.tokens, run.cfg.decoder.vocab)
     else:
@@ -110,7 +115,7 @@ def main(args: Namespace) -> None:
     params = read_weights(args.model, run, own)
     _score(run, params, rows, args.out, args)
     for folder, file in files.items():
-        both = with_adapter(adapted[folder], params, folder)
+        both = add_adapter(adapted[folder], params, folder)
         _score(adapted[folder], both, rows, file, args)
 
 

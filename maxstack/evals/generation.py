@@ -10,7 +10,7 @@ from maxstack.errors import ConfigError
 from maxstack.evals.scoring import Texts
 from maxstack.inference.multi_step import STEPS
 from maxstack.inference.request import Sampling
-from maxstack.inference.samples import engine_beside
+from maxstack.inference.samples import make_engine_beside
 from maxstack.inference.text import TextStream
 from maxstack.schema.tasks import GenerationConfig
 
@@ -32,7 +32,7 @@ class Generator:
                 "and use `maxstack eval` on a checkpoint"
             )
         self._texts, self._length, self._stops = texts, length, frozenset(stop_tokens)
-        self._engine = engine_beside(run, requests, length)
+        self._engine = make_engine_beside(run, requests, length)
         self._seed = run.cfg.train.seed
 
     def __call__(

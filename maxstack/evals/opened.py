@@ -11,8 +11,13 @@ from maxstack.errors import ConfigError, DataError
 from maxstack.evals.prompts import PromptFormat
 from maxstack.evals.task import Task
 from maxstack.evals.tasks import Tasks
-from maxstack.inference.engine_setup import chat_template, files_of, longest_of, tokenizer_of
-from maxstack.inference.trained_model import assembled, read_weights
+from maxstack.inference.engine_setup import (
+    chat_template,
+    max_length_of,
+    model_files,
+    open_model_tokenizer,
+)
+from maxstack.inference.trained_model import assemble_model, read_weights
 from maxstack.schema.tasks import GroupConfig
 
 if TYPE_CHECKING:
@@ -36,15 +41,15 @@ def ask(
     None: data.seq_len of a run, or what a model folder allows. `chat`: by the model's chat
     template; where it has one and is asked without, a line says so. ConfigError where the model
     cannot be asked, or has no tokenizer."""
-    run, own = assembled(model, overrides)
-    folder = files_of(run.cfg, own)
-    tokenizer, ends = tokenizer_of(run.cfg, own, folder)
+    run, own = assemble_model(model, overrides)
+    folder = model_files(run.cfg, own)
+    tokenizer, ends = open_model_tokenizer(run.cfg, own, folder)
     if tokenizer is None:
         raise ConfigError(
             f"{model}: no tokenizer in it that can be read; give data.tokenizer, as in "
             "'data.tokenizer={kind: huggingface, path: tokenizer.json}'"
         )
-    most = longest_of(run.cfg, own, folder)
+    most = max_length_of(run.cfg, own, folder)
     if length and run.cfg.decoder.positions and length > most:
         raise ConfigError(f"--length {length}: the model has positions for {most} tokens alone")
     length = length or (run.cfg.data.seq_len if own else min(most, USUAL))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxstack.inference.trained_model import adapted_run
+from maxstack.inference.trained_model import adapt_run
 from maxstack.state import flat
 from maxstack.weights.adapter import dora_factors
 from maxstack.weights.rewrite import rebase
@@ -50,7 +50,7 @@ def _leaves(
 ) -> dict[str, Leaves]:
     """By path: a [..., in..., rank] and b [..., rank, out...] times the scale, with DoRA `factor`
     [..., out...]; in front the repetitions of the pattern, if any. Adds the weights to `specs`."""
-    adapted = adapted_run(run, folder)
+    adapted = adapt_run(run, folder)
     lora, weights = adapted.cfg.lora, adapted.weights
     assert lora
     read, rewrite = weights.read_adapter(folder), weights.rewrite

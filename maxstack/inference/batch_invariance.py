@@ -5,14 +5,14 @@ where each row is computed by the same instructions in the same order."""
 import numpy as np
 
 from maxstack.inference.layout import Layout
-from maxstack.inference.runner import Rowed, Steps
+from maxstack.inference.runner import ChunkTokens, Runner
 from maxstack.report.progress import progress
 
 SMALL = 32
 """Rows up to which two steps are tried of a size, with more a single one."""
 
 
-def differing(programs: Steps, layout: Layout, vocab: int, max_length: int) -> list[int]:
+def find_variant_sizes(programs: Runner, layout: Layout, vocab: int, max_length: int) -> list[int]:
     """Sizes of steps in which bits of a request's logits, computed beside another request, are
     others than in the largest and alone; empty where none are. Uses the first pages of an empty
     cache."""
@@ -23,11 +23,11 @@ def differing(programs: Steps, layout: Layout, vocab: int, max_length: int) -> l
     tokens = [rng.integers(0, vocab, length).tolist() for _ in range(min(2, limits.requests))]
     pages = -(-length // limits.page)
 
-    def rowed(request: int, start: int, count: int) -> Rowed:
+    def rowed(request: int, start: int, count: int) -> ChunkTokens:
         held = [1 + request * pages + page for page in range(pages)]
         piece = tokens[request][start : start + count]
         adapter = 0 if request else programs.adapters
-        return Rowed(0, request + 1, start, piece, [held] * len(layout.reaches), adapter)
+        return ChunkTokens(0, request + 1, start, piece, [held] * len(layout.reaches), adapter)
 
     def logits(size: int, beside: int, count: int) -> list[bytes]:
         """Of the first tokens of the first request, `count` steps of so many rows, each after

@@ -7,9 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from maxstack.errors import ConfigError
-from maxstack.inference.engine_setup import GIB, SHARE, Opened, files_of, longest_of, placed
+from maxstack.inference.engine_setup import (
+    GIB,
+    SHARE,
+    Opened,
+    max_length_of,
+    model_files,
+    place_on_devices,
+)
 from maxstack.inference.layout import Kept, Layout
-from maxstack.inference.roofline import Device, Speed, forward_flops, held
+from maxstack.inference.roofline import Device, Speed, forward_flops, weights_on_device
 from maxstack.inference.runner import OUTPUTS
 from maxstack.inference.scheduler import Limits
 from maxstack.plan.report import bytes_text
@@ -150,9 +157,9 @@ def usable_bytes(topology: Topology) -> int:
     return size
 
 
-def opened(config: str, overrides: Sequence[str], devices: int) -> tuple["Config", int | None]:
-    """The configuration of a file, a preset or a model, placed over devices as an engine places it,
-    and the most tokens that it takes, None where nothing says."""
+def read_config(config: str, overrides: Sequence[str], devices: int) -> tuple["Config", int | None]:
+    """Read a file, a preset or a model's configuration for an engine on `devices` devices -> it and
+    the most tokens that the model takes, None where unknown."""
     from maxstack.config import storage
     from maxstack.data import hub
     from maxstack.inference.trained_model import config_of
@@ -164,10 +171,10 @@ def opened(config: str, overrides: Sequence[str], devices: int) -> tuple["Config
             return config_of(config, words)
         return load(config, words), None
 
-    cfg, own = placed(read, overrides, devices)
+    cfg, own = place_on_devices(read, overrides, devices)
     longest = cfg.serve.max_length or cfg.decoder.positions
     if longest is None and (own or cfg.model.weights):
-        longest = longest_of(cfg, own, files_of(cfg, own))
+        longest = max_length_of(cfg, own, model_files(cfg, own))
     return cfg, longest
 
 
@@ -248,7 +255,7 @@ def _memory(cfg: "Config", layout: Layout, topology: Topology, sizes: Mapping[st
     """Sizes of a device, as the engine divides it. ConfigError where serve.cache is more than is
     left."""
     serve, cache, size = cfg.serve, layout.on(cfg.mesh, sizes), usable_bytes(topology)
-    stored, step = sum(each.kept for each in held(cfg, sizes)), step_bytes(cfg, sizes)
+    stored, step = sum(each.kept for each in weights_on_device(cfg, sizes)), step_bytes(cfg, sizes)
     free = max(0.0, size - stored - step)
     taken = free * SHARE
     if serve.cache is not None:
@@ -281,7 +288,7 @@ def _refusal(
         remedies += [words for words in also if _fits(configured, topology, length, words)][:1]
     ones = dict.fromkeys(AXES, 1)
     layout = Layout.of(cfg.decoder, cfg.serve, topology.platform)
-    whole = sum(each.kept for each in held(cfg, ones))
+    whole = sum(each.kept for each in weights_on_device(cfg, ones))
     each = request_bytes(cfg, layout, layout.on(cfg.mesh, ones), length) + memory.fixed
     devices = math.ceil((whole + each / SHARE) / (memory.usable - memory.step))
     remedies.append(f"{devices} or more such devices that share the weights (mesh.tensor)")

@@ -18,10 +18,10 @@ from maxstack.inference.drafts import ngram
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import Programs
 from maxstack.inference.request import Output, Sampling, Token
-from maxstack.inference.runner import Batch, Rowed, Steps
+from maxstack.inference.runner import Batch, ChunkTokens, Runner
 from maxstack.inference.sampler import Sampler, Wanted
 from maxstack.inference.sampling import is_adjusted
-from maxstack.inference.scheduler import Limits, Piece, Scheduler, Task
+from maxstack.inference.scheduler import Chunk, Limits, Scheduler, TokenSequence
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -48,7 +48,7 @@ class Engine:
         self._begin(run.cfg, layout, programs, max_length, adapters.names)
 
     @classmethod
-    def on(cls, cfg: "Config", layout: Layout, programs: Steps, max_length: int) -> "Engine":
+    def on(cls, cfg: "Config", layout: Layout, programs: Runner, max_length: int) -> "Engine":
         """An engine on programs that are there, with their weights."""
         engine = cls.__new__(cls)
         engine._begin(cfg, layout, programs, max_length)
@@ -58,7 +58,7 @@ class Engine:
         self,
         cfg: "Config",
         layout: Layout,
-        programs: Steps,
+        programs: Runner,
         max_length: int,
         adapters: Sequence[str] = (),
     ) -> None:
@@ -68,7 +68,7 @@ class Engine:
         draft = self._drafts if cfg.serve.speculate else None
         replicas, limits = programs.replicas, programs.limits
         self.scheduler = Scheduler(layout, limits, replicas, draft, twins=True)
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[int, TokenSequence] = {}
         self._added = 0
         self.drafted = self.accepted = 0
 
@@ -109,7 +109,9 @@ class Engine:
             raise DataError(f"adapter {quoted(adapter)}: no such adapter; there are {there}")
         chosen = 0 if adapter is None else 1 + self.adapters.index(adapter)
         self._added += 1
-        task = Task(self._added, list(prompt), len(prompt), sampling, priority, chosen, client)
+        task = TokenSequence(
+            self._added, list(prompt), len(prompt), sampling, priority, chosen, client
+        )
         self._tasks[task.number] = task
         self.scheduler.add(task)
         return task.number
@@ -125,7 +127,7 @@ class Engine:
         """True while a request waits or runs."""
         return bool(self._tasks)
 
-    def task(self, number: int) -> Task | None:
+    def task(self, number: int) -> TokenSequence | None:
         """The state of a request; None where it has ended."""
         return self._tasks.get(number)
 
@@ -161,21 +163,21 @@ class Engine:
             if output is not None
         ]
 
-    def _ahead(self, pieces: Sequence[Piece], many: int) -> int:
+    def _ahead(self, pieces: Sequence[Chunk], many: int) -> int:
         """Steps that may be computed at once after these pieces were scheduled."""
         if self.cfg.serve.speculate or not self.programs.bursts:
             return 1
         for task, start, size, _ in pieces:
-            if size > 1 or len(task.tokens) > start + 1 or not multi_step.allows(task):
+            if size > 1 or len(task.tokens) > start + 1 or not multi_step.can_run_ahead(task):
                 return 1
         left = [
-            multi_step.last_of(task, self.max_length) + 1 - len(task.tokens)
+            multi_step.last_position(task, self.max_length) + 1 - len(task.tokens)
             for task in (p.task for p in pieces)
         ]
         steps = min(many, multi_step.STEPS, max(left))
         return self.scheduler.ahead(pieces, left, steps) if steps > 1 else 1
 
-    def _burst(self, pieces: Sequence[Piece], steps: int) -> list[Output]:
+    def _burst(self, pieces: Sequence[Chunk], steps: int) -> list[Output]:
         """Several steps in one program. It ends early where so few requests are left that a smaller
         step holds them, and with the first answer where others want its place."""
         batch, _, firsts = self._batch(pieces)
@@ -186,14 +188,14 @@ class Engine:
         others = self.scheduler.waiting or len(self.scheduler.running) > len(pieces)
         bounds = multi_step.Bounds(steps, fewest, len(pieces) - 1 if others else 0)
         tops = [piece.task.sampling.logprobs for piece in pieces]
-        rules = multi_step.rules_of(tasks, rows, self.max_length)
+        rules = multi_step.make_rules(tasks, rows, self.max_length)
         made = self.programs.burst(batch, rules, bounds, self._sampler.kept(tops))
         return [
-            self._went_on(piece, multi_step.tokens_of(made, first, piece.task.sampling.logprobs))
+            self._went_on(piece, multi_step.read_tokens(made, first, piece.task.sampling.logprobs))
             for piece, first in zip(pieces, firsts, strict=True)
         ]
 
-    def _went_on(self, piece: Piece, new: Sequence[Token]) -> Output:
+    def _went_on(self, piece: Chunk, new: Sequence[Token]) -> Output:
         """Note the tokens of a burst."""
         task = piece.task
         finish = self._ends(task, len(task.tokens) + len(new), new[-1].token)
@@ -214,7 +216,7 @@ class Engine:
                 yield row, token, functools.partial(normed_OD.__getitem__, i)
 
     def _look_further(
-        self, x_RD: Any, batch: Batch, pieces: Sequence[Piece], firsts: Sequence[int]
+        self, x_RD: Any, batch: Batch, pieces: Sequence[Chunk], firsts: Sequence[int]
     ) -> None:
         """Guesses of the tokens after those that a step gave, by modules of multi-token prediction;
         they compute all its rows but those of wrong guesses, since they read their own keys.
@@ -244,14 +246,14 @@ class Engine:
             for row, token, _ in self._chosen(x_RD, wanted, rows, module):
                 row.task.drafts.append(token.token)
 
-    def _batch(self, pieces: Sequence[Piece]) -> tuple[Batch, list[Wanted], list[int]]:
+    def _batch(self, pieces: Sequence[Chunk]) -> tuple[Batch, list[Wanted], list[int]]:
         """A step of the pieces, the rows whose logits are wanted, and the first row of each
         piece."""
         rowed, wanted = [], []
         for task, start, size, drafts in pieces:
             tokens = [*task.tokens[start : start + size], *drafts]
             where = task.replica, task.slot, start
-            rowed.append(Rowed(*where, tokens, task.tables, task.adapter))
+            rowed.append(ChunkTokens(*where, tokens, task.tables, task.adapter))
             for position in range(start, start + size):
                 if position >= len(task.tokens) - 1:
                     wanted.append(Wanted(task, position, len(rowed) - 1, None))
@@ -264,7 +266,7 @@ class Engine:
         batch, firsts = self.programs.batch(rowed)
         return batch, wanted, firsts
 
-    def _finished(self, piece: Piece, tokens: dict[tuple[int, int], Token]) -> Output | None:
+    def _finished(self, piece: Chunk, tokens: dict[tuple[int, int], Token]) -> Output | None:
         """Note what a piece gave."""
         task, start = piece.task, piece.start
         prompt: list[Token] = []
@@ -281,7 +283,7 @@ class Engine:
             return None
         return Output(task.number, tuple(new), tuple(prompt), finish, task.cached)
 
-    def _end(self, piece: Piece, new: Sequence[Token], finish: str | None) -> None:
+    def _end(self, piece: Chunk, new: Sequence[Token], finish: str | None) -> None:
         """Note that a piece was computed; end its task where it is complete."""
         if copies := self.scheduler.done(piece, [token.token for token in new]):
             self.programs.copy(copies)
@@ -290,7 +292,7 @@ class Engine:
             del self._tasks[piece.task.number]
 
     def _accepted(
-        self, piece: Piece, tokens: dict[tuple[int, int], Token]
+        self, piece: Chunk, tokens: dict[tuple[int, int], Token]
     ) -> tuple[list[Token], str | None]:
         """New tokens of the answer: that after the last known one, and those after drafts as long
         as each draft is what would have been chosen."""
@@ -309,7 +311,7 @@ class Engine:
             self.accepted += 1
         return new, None
 
-    def _ends(self, task: Task, length: int, token: int) -> str | None:
+    def _ends(self, task: TokenSequence, length: int, token: int) -> str | None:
         """Why the answer ends with `token`, which makes the text `length` tokens long; None: it
         goes on."""
         rules = task.sampling
@@ -319,9 +321,9 @@ class Engine:
                 return "stop"
         if token in rules.stop_tokens:
             return "stop"
-        return "length" if length > multi_step.last_of(task, self.max_length) else None
+        return "length" if length > multi_step.last_position(task, self.max_length) else None
 
-    def _drafts(self, task: Task) -> Sequence[int]:
+    def _drafts(self, task: TokenSequence) -> Sequence[int]:
         """Guesses of the next tokens of a request, none where choosing depends on more than the
         logits of each place."""
         rules, length = task.sampling, len(task.tokens)

@@ -76,18 +76,18 @@ def start(
     where it cannot generate or does not fit."""
     import jax
 
-    from maxstack.inference.programs import serving
+    from maxstack.inference.programs import inference_config
 
-    cfg, own = placed(functools.partial(config_of, model), overrides, jax.device_count())
+    cfg, own = place_on_devices(functools.partial(config_of, model), overrides, jax.device_count())
     if cfg.decoder.head.scores:
         raise ConfigError(f"{model}: is a reward model; `maxstack score --records` is for it")
     if not cfg.objective.FORWARD:
         raise ConfigError(f"{model}: was trained by masked diffusion; `maxstack sample` is for it")
-    cfg = serving(cfg)
-    folder = files_of(cfg, own)
+    cfg = inference_config(cfg)
+    folder = model_files(cfg, own)
     layout = Layout.of(cfg.decoder, cfg.serve, jax.devices()[0].platform)
-    longest = longest_of(cfg, own, folder)
-    tokenizer, stop_tokens = tokenizer_of(cfg, own, folder)
+    longest = max_length_of(cfg, own, folder)
+    tokenizer, stop_tokens = open_model_tokenizer(cfg, own, folder)
     check(tokenizer, cfg.decoder.vocab)
 
     from maxstack import sharding
@@ -102,13 +102,13 @@ def start(
     folders = ({adapter: adapter} if adapter else {}) | cfg.serve.adapters
     adapters = read_adapters(run, params, folders)
     free = _free(run, layout, adapters.weights)
-    limits, max_length = limits_of(cfg, layout, longest, free)
+    limits, max_length = make_limits(cfg, layout, longest, free)
     engine = Engine(run, params, limits, max_length, adapters)
     check_identical(engine, layout)
     return Served(model, cfg, engine, own, folder, tokenizer, stop_tokens)
 
 
-def placed(
+def place_on_devices(
     opened: Callable[[Sequence[str]], Opened], overrides: Sequence[str], devices: int
 ) -> Opened:
     """What `opened` makes of overrides, with the mesh that `overrides` ask for, else the largest
@@ -134,7 +134,9 @@ def _of_rollouts(opened: Callable[[Sequence[str]], Opened], devices: int) -> Seq
     return ()
 
 
-def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> tuple[Limits, int]:
+def make_limits(
+    cfg: "Config", layout: Layout, longest: int, free: int | None
+) -> tuple[Limits, int]:
     """Sizes of the engine by serve.*, and the most tokens of a request, at most `longest` unless
     serve.max_length says so; `free` are bytes of a replica beside the weights, None: not known.
     ConfigError where not one request fits."""
@@ -163,7 +165,7 @@ def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> 
             length,
             longest,
         )
-        return limits_of(smaller, layout, longest, free)
+        return make_limits(smaller, layout, longest, free)
     if requests < 1:
         raise ConfigError(
             f"serve.max_length={length}: a request needs {each / GIB:.3f} GiB of cache, and there "
@@ -177,7 +179,7 @@ def limits_of(cfg: "Config", layout: Layout, longest: int, free: int | None) -> 
 def check_identical(engine: "Engine", layout: Layout) -> None:
     """ConfigError or a warning where a request's bits depend on its company. Sizes of steps in
     which they are others are given up."""
-    from maxstack.inference.batch_invariance import differing
+    from maxstack.inference.batch_invariance import find_variant_sizes
 
     asked, programs = engine.cfg.serve.identical, engine.programs
     if asked == "any":
@@ -185,7 +187,7 @@ def check_identical(engine: "Engine", layout: Layout) -> None:
     sizes = programs.sizes
 
     def different() -> list[int]:
-        return differing(programs, layout, engine.cfg.decoder.vocab, engine.max_length)
+        return find_variant_sizes(programs, layout, engine.cfg.decoder.vocab, engine.max_length)
 
     left = different()
     if 2 * len(left) > len(sizes):
@@ -224,7 +226,7 @@ def _free(run: Any, layout: Layout, adapters: Any) -> int | None:
     return int((limit - weights) * layout.shards(run.cfg.mesh, run.mesh.shape))
 
 
-def files_of(cfg: "Config", own: Path | None) -> Path | None:
+def model_files(cfg: "Config", own: Path | None) -> Path | None:
     """The folder with a model's config.json and tokenizer."""
     from maxstack.data import hub
 
@@ -240,7 +242,7 @@ def chat_template(
 ) -> ChatTemplate:
     """The chat template in `file`, or that which a run was trained with, or the model's own, in a
     process with limits. ConfigError where there is none."""
-    folder, data = files_of(cfg, own), cfg.data
+    folder, data = model_files(cfg, own), cfg.data
     if own is not None and (data.template or folder is None):
         named = file or data.template
         if named or data.tokenizer.kind != "bytes":
@@ -248,7 +250,7 @@ def chat_template(
     return read_chat_template(folder or Path(model), file, guarded=True)
 
 
-def longest_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
+def max_length_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
     """Most tokens of a text that the model was made for."""
     outer = read(folder / "config.json") if folder else {}
     config = outer.get("text_config") or outer
@@ -260,7 +262,7 @@ def longest_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
     return cfg.decoder.positions or max(lengths) or USUAL
 
 
-def tokenizer_of(
+def open_model_tokenizer(
     cfg: "Config", own: Path | None, folder: Path | None
 ) -> tuple["Tokenizer | None", frozenset[int]]:
     """The model's tokenizer, None where it has none, and the tokens that end its answers.

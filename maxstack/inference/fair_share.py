@@ -24,7 +24,7 @@ class Task(Protocol):
 AnyTask = TypeVar("AnyTask", bound=Task)
 
 
-class Turns:
+class FairShare:
     """The clients that have tasks, and how many tokens were computed for each."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Turns:
                 heapq.heappush(heads, (count + 1, served, queue[0].order, client))
 
 
-def last(running: Sequence[AnyTask]) -> AnyTask:
+def pick_victim(running: Sequence[AnyTask]) -> AnyTask:
     """The last task of the client that has most running: the one to give its place back."""
     counts = Counter(task.client for task in running)
     return max(running, key=lambda task: (counts[task.client], task.order))

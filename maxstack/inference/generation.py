@@ -14,7 +14,7 @@ from maxstack.data.chat import ChatTemplate, encode_chat, template_messages
 from maxstack.errors import ConfigError, DataError, shortened
 from maxstack.inference.multi_step import STEPS
 from maxstack.inference.request import Sampling, Token
-from maxstack.inference.resumable_file import Unfinished
+from maxstack.inference.resumable_file import ResumableFile
 from maxstack.inference.text import TextStream
 from maxstack.report.progress import progress
 
@@ -109,7 +109,7 @@ def check_prompt(where: str, kind: str, value: Any) -> None:
             raise DataError(f"{where}: {error}") from None
 
 
-class Asker:
+class Generator:
     """Prompts become tokens, and tokens of answers become text."""
 
     def __init__(
@@ -167,7 +167,7 @@ class Asker:
     ) -> None:
         """Write `count` answers to each prompt to the file `out`, in the order of the prompts.
         Answers are appended to a file beside it as they end, from which a later call goes on."""
-        answers = Unfinished(out, self._settings(prompts, count, chat, system))
+        answers = ResumableFile(out, self._settings(prompts, count, chat, system))
         encoded = {}
         for i, prompt in enumerate(prompts):
             for choice in range(count):
@@ -181,7 +181,7 @@ class Asker:
         prompts: Sequence[Prompt],
         encoded: dict[tuple[int, int], list[int]],
         count: int,
-        answers: Unfinished,
+        answers: ResumableFile,
     ) -> None:
         engine, limit = self._served.engine, self._served.cfg.serve.max_requests * AHEAD
         waiting, running = list(encoded), dict[int, _Answer]()

@@ -18,7 +18,7 @@ COPIES = 4
 """That are made to measure one."""
 
 
-class Trial(limited.Limited):
+class GrammarSandbox(limited.Limited):
     """The process."""
 
     def __init__(self, vocabulary: Vocabulary, seconds: int = SECONDS):

@@ -29,7 +29,7 @@ AT_ONCE = 64
 """Images of a step of the solver."""
 
 
-def tiled(images: Sequence[np.ndarray], classes: int) -> "Image":
+def tile_images(images: Sequence[np.ndarray], classes: int) -> "Image":
     """A grid of images of so many classes in turn, a class a column where there are few."""
     columns = classes if 1 < classes <= 20 else 10
     return grid(np.stack(images), min(columns, len(images)))
@@ -51,7 +51,7 @@ class ImageSamples:
         labels = (np.arange(self._settings.count) % classes).astype(np.int32)
         images = [*self._sampler(labels, 0, cfg.train.seed)]
         self._sampler.params = None
-        path = self._writer.image("samples", step, tiled(images, classes))
+        path = self._writer.image("samples", step, tile_images(images, classes))
         self._log.say(f"samples at step {step}: {path}")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from maxstack.inference import sampling
 from maxstack.inference.request import Token
 from maxstack.inference.sampler import GROUP, logprobs, scale_of
-from maxstack.inference.scheduler import Task
+from maxstack.inference.scheduler import TokenSequence
 from maxstack.layers.by_rows import in_groups
 from maxstack.layers.cache import Rows
 
@@ -56,12 +56,12 @@ class Made(NamedTuple):
     values_NRC: Any = None
 
 
-def last_of(task: Task, max_length: int) -> int:
+def last_position(task: TokenSequence, max_length: int) -> int:
     """Position of the last token that a request may have."""
     return min(task.prompt + task.sampling.max_tokens, max_length) - 1
 
 
-def allows(task: Task) -> bool:
+def can_run_ahead(task: TokenSequence) -> bool:
     """True where the next tokens of a request follow from logits and settings alone, so that it may
     be in a burst."""
     rules, made = task.sampling, len(task.tokens) - task.prompt
@@ -69,7 +69,7 @@ def allows(task: Task) -> bool:
     return not (reports or rules.embed or sampling.is_adjusted(rules, made))
 
 
-def rules_of(tasks: Mapping[int, Task], rows: int, max_length: int) -> Rules:
+def make_rules(tasks: Mapping[int, TokenSequence], rows: int, max_length: int) -> Rules:
     """The rules of so many rows, some of which are those of requests."""
     longest = max(len(task.sampling.stop_tokens) for task in tasks.values())
     stops = np.full((rows, 1 << max(longest - 1, 0).bit_length()), -1, np.int32)
@@ -79,12 +79,12 @@ def rules_of(tasks: Mapping[int, Task], rows: int, max_length: int) -> Rules:
         own = task.sampling
         given[row] = own, 0
         stops[row, : len(own.stop_tokens)] = list(own.stop_tokens)
-        last[row] = last_of(task, max_length)
+        last[row] = last_position(task, max_length)
         scale[row] = scale_of(own)
     return Rules(sampling.settings(given), scale, stops, last)
 
 
-def tokens_of(made: Made, row: int, top: int | None) -> list[Token]:
+def read_tokens(made: Made, row: int, top: int | None) -> list[Token]:
     """The tokens of a row, with log-probabilities where its request asks for them."""
     count = int(made.counts_R[row])
     tokens = made.tokens_NR[:count, row].tolist()

@@ -12,7 +12,7 @@ from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
 from maxstack.inference.engine_setup import Served, check_identical
 from maxstack.inference.layout import PORTABLE, Layout
-from maxstack.inference.runner import Batch, Steps, named, nested
+from maxstack.inference.runner import Batch, Runner, flatten_cache, unflatten_cache
 from maxstack.inference.scheduler import Limits
 from maxstack.load import load_record
 from maxstack.package.loader import Package
@@ -22,7 +22,7 @@ NEEDED = "prefill", "logits"
 CONFIG = "config.yml"
 
 
-def generates(package: Package) -> bool:
+def can_generate(package: Package) -> bool:
     """True where a package has what an engine needs."""
     return {*NEEDED} <= {*package.signatures}
 
@@ -55,7 +55,7 @@ def start_package(package: Package) -> Served:
     return Served(str(folder), cfg, engine, *own, tokenizer, stops, template)
 
 
-class PackagedSteps(Steps):
+class PackagedSteps(Runner):
     """Steps by the programs of a package."""
 
     bursts = False
@@ -67,7 +67,7 @@ class PackagedSteps(Steps):
             tuple(program["sizes"]["rows"] for program in package.signatures[name].spec["programs"])
             for name in NEEDED
         )
-        self.cache = nested(package.state(), len(layout.arrays))
+        self.cache = unflatten_cache(package.state(), len(layout.arrays))
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -83,9 +83,9 @@ class PackagedSteps(Steps):
         rows = batch.rows
         tables = {f"tables.{i}": table for i, table in enumerate(batch.tables)}
         given = {"tokens": rows.tokens_R, "positions": rows.positions_R, "requests": rows.slots_R}
-        cache = named(self.cache)
+        cache = flatten_cache(self.cache)
         results, after = self._called("prefill", len(rows.tokens_R), cache, given | tables)
-        self.cache = nested(after, len(self.cache))
+        self.cache = unflatten_cache(after, len(self.cache))
         return results["states"]
 
     def head(

@@ -16,7 +16,7 @@ from maxstack.hardware.compiling import in_order, sparing
 from maxstack.inference import multi_step
 from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import Bounds, Made, Rules
-from maxstack.inference.runner import Batch, Steps
+from maxstack.inference.runner import Batch, Runner
 from maxstack.inference.scheduler import Limits
 from maxstack.kernels.backends import Choice, recording
 from maxstack.kernels.paged_attention import BITS
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from maxstack.weights.cpu_matrix import CpuMatrix
 
 
-def serving(cfg: "Config") -> "Config":
+def inference_config(cfg: "Config") -> "Config":
     """The configuration with what inference does otherwise than training: no token is dropped by a
     capacity."""
     blocks = {
@@ -52,7 +52,7 @@ GROUP = 16
 """Rows that experts and projections of latents compute at a time on a CPU."""
 
 
-class Programs(Steps):
+class Programs(Runner):
     """Programs for the weights of a run on its mesh, and the cache that they read and replace."""
 
     def __init__(
@@ -65,11 +65,11 @@ class Programs(Steps):
     ):
         self._run = run
         replicas, ordered = parts(run.cfg.mesh.rules["batch"], run.mesh.shape), in_order(run.mesh)
-        shardings = shardings_of(run, layout)
+        shardings = cache_shardings(run, layout)
         super().__init__(layout, limits, max_length, replicas, shardings, ordered)
         self._graph, self._state = run.graph, run.weights.rewrite.state
         self._adapters, self.adapters = adapters, len(adapters.names)
-        self._original = originals(run)
+        self._original = original_paths(run)
         self._params: Any = None
         if adapters.specs:
             specs, weights = adapters.specs, adapters.weights
@@ -117,12 +117,12 @@ class Programs(Steps):
             self._params = self.prepare(params, keep)
 
     def prepare(self, params: Any, keep: bool) -> Any:
-        """The weights of the run as steps read them; see `prepared`."""
+        """The weights of the run as steps read them; see `prepare_weights`."""
         specs, weights = self._adapters.specs, self._adapters.weights
         if specs:
             params = tree({**rebase(flat(params), specs), **weights})
         dtype = self._run.cfg.model.dtype
-        return prepared(self._state, params, self._makers, self._original, dtype, keep)
+        return prepare_weights(self._state, params, self._makers, self._original, dtype, keep)
 
     def kernels(self) -> list[Choice]:
         """The kernels that serve the largest step; no array is made."""
@@ -226,7 +226,7 @@ class Programs(Steps):
         return self.replicas * (1 + self.limits.pages[group]), self.limits.page
 
 
-def shardings_of(run: "Run", layout: Layout) -> list[dict[str, Any]]:
+def cache_shardings(run: "Run", layout: Layout) -> list[dict[str, Any]]:
     """Where the arrays of the cache lie."""
     rules = run.cfg.mesh.rules
 
@@ -239,13 +239,13 @@ def shardings_of(run: "Run", layout: Layout) -> list[dict[str, Any]]:
     return [{name: placed(array) for name, array in arrays.items()} for arrays in layout.arrays]
 
 
-def originals(run: "Run") -> set[str]:
+def original_paths(run: "Run") -> set[str]:
     """Paths of weights that are kept in the compute dtype: the model's own, beside adapters too."""
     own = {*weights_of(run.cfg.model)}
     return own | {f"{path}/base" for path in run.weights.rewrite.adapted}
 
 
-def prepared(
+def prepare_weights(
     state: nnx.State,
     params: Any,
     makers: Mapping[str, Callable[[jax.Array], jax.Array]],

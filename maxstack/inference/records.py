@@ -14,7 +14,7 @@ from maxstack import strict_json
 from maxstack.data.examples import Segment, units_of
 from maxstack.data.sources import open_source
 from maxstack.errors import ConfigError, DataError
-from maxstack.inference.resumable_file import Unfinished
+from maxstack.inference.resumable_file import ResumableFile
 from maxstack.inference.score import ROUND, check_length
 from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig, JsonlSource, Record
@@ -52,7 +52,7 @@ def score_records(
     documents = open_source(source, split="all")
     said = [file, record.model_dump(), documents.identity(), model, top]
     settings = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-    done = Unfinished(out, settings)
+    done = ResumableFile(out, settings)
     left = [index for index in range(len(documents)) if (index, 0) not in done.lines]
     step = Step(run, params, batch_size, top)
     with progress(len(documents), "scoring", "records", len(done.lines)) as shown:

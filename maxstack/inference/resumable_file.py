@@ -9,7 +9,7 @@ from maxstack.config import storage
 from maxstack.errors import ConfigError
 
 
-class Unfinished:
+class ResumableFile:
     """Lines of finished answers, appended to FILE.unfinished until all are there."""
 
     def __init__(self, out: str, settings: str):

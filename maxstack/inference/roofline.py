@@ -25,7 +25,7 @@ class Speed:
     """What would have to be faster: memory, compute or a kind of link."""
 
 
-class Held(NamedTuple):
+class DeviceWeight(NamedTuple):
     """A weight on one device."""
 
     kept: float
@@ -50,7 +50,7 @@ class Held(NamedTuple):
 class Device:
     """What bounds the steps of one device."""
 
-    held: Sequence[Held]
+    weights: Sequence[DeviceWeight]
     low: Mapping[str, float]
     """FLOPs of a token by type of low precision."""
     dtype: str
@@ -70,7 +70,7 @@ class Device:
             return None
         replicas = parts(cfg.mesh.rules["batch"], sizes)
         return cls(
-            held(cfg, sizes),
+            weights_on_device(cfg, sizes),
             low_flops(cfg, Rewrite(cfg), trains=False),
             cfg.model.dtype,
             replicas / topology.size,
@@ -88,11 +88,13 @@ class Device:
 
     def reading(self, rows: int) -> float:
         """Seconds of reading the weights that so many rows need."""
-        return sum(each.needed(rows) for each in self.held) / self.chip.memory_bandwidth_per_device
+        return (
+            sum(each.needed(rows) for each in self.weights) / self.chip.memory_bandwidth_per_device
+        )
 
     def balance(self, flops: float) -> float:
         """Rows whose products take as long as reading all weights; fewer take as long."""
-        whole = sum(each.read for each in self.held)
+        whole = sum(each.read for each in self.weights)
         return whole / self.chip.memory_bandwidth_per_device / self.compute(flops)
 
     def speed(self, rows: int, flops: float, cached: float) -> Speed:
@@ -102,7 +104,7 @@ class Device:
         seconds: dict[str, float] = collections.defaultdict(float)
         seconds["memory"] = self.reading(rows) + cached / self.chip.memory_bandwidth_per_device
         seconds["compute"] = rows * self.compute(flops)
-        for each in self.held:
+        for each in self.weights:
             if (number := parts(each.gathered, self.sizes)) > 1:
                 over = self.link(each.gathered)
                 if over.bandwidth:
@@ -112,7 +114,7 @@ class Device:
         return Speed(seconds[limit], rows * self.replicas / seconds[limit], limit)
 
 
-def held(cfg: "Config", sizes: Mapping[str, int]) -> list[Held]:
+def weights_on_device(cfg: "Config", sizes: Mapping[str, int]) -> list[DeviceWeight]:
     """Each weight on one device of a mesh, in the types that inference keeps."""
     from flax import nnx
 
@@ -144,7 +146,7 @@ def held(cfg: "Config", sizes: Mapping[str, int]) -> list[Held]:
         if use == "experts":
             mixture = mixture_at(cfg.model, tuple(path.split("/")))
             chosen = mixture.top_k / mixture.experts
-        rows.append(Held(kept, read, gathered, chosen, spread))
+        rows.append(DeviceWeight(kept, read, gathered, chosen, spread))
     return rows
 
 

@@ -19,7 +19,7 @@ COPIES = 64
 """Pages that are copied at a time."""
 
 
-def sizes_of(limits: Limits) -> tuple[int, ...]:
+def step_sizes(limits: Limits) -> tuple[int, ...]:
     """Numbers of rows that steps may have: the most, and shares of it. Answers of a few requests
     need few rows, which cost less on a CPU; each number is another program to compile."""
     return tuple(sorted({max(1, limits.rows // share) for share in (128, 64, 32, 16, 4, 1)}))
@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     """By group: int32 [S, W]."""
 
 
-class Rowed(NamedTuple):
+class ChunkTokens(NamedTuple):
     """Tokens of a request, to be rows of a step."""
 
     replica: int
@@ -45,7 +45,7 @@ class Rowed(NamedTuple):
     adapter: int = 0
 
 
-class Steps:
+class Runner:
     """Steps of an engine: their sizes, their rows, and the cache that they read and replace."""
 
     adapters = 0
@@ -66,7 +66,7 @@ class Steps:
         """`shardings` are those of the cache, `options` those of its compiler."""
         self._layout, self.limits, self.replicas = layout, limits, replicas
         self.width = -(-max_length // limits.page)
-        self.sizes = sizes_of(limits)
+        self.sizes = step_sizes(limits)
         self._max_length = max_length
         self._copy = jax.jit(
             self._copied,
@@ -116,7 +116,7 @@ class Steps:
         """Numbers of rows whose logits are computed at a time."""
         return tuple(size for size in self.sizes if size <= OUTPUTS) or (OUTPUTS,)
 
-    def batch(self, pieces: Sequence[Rowed]) -> tuple[Batch, list[int]]:
+    def batch(self, pieces: Sequence[ChunkTokens]) -> tuple[Batch, list[int]]:
         """Pieces as a step of the smallest size that holds them, each replica's from its own first
         row on; and the first row of each piece."""
         used = [0] * self.replicas
@@ -180,12 +180,12 @@ class Steps:
         ]
 
 
-def named(cache: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def flatten_cache(cache: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The cache as a package has it: arrays of all layers by name."""
     return {f"{i}/{name}": array for i, own in enumerate(cache) for name, array in own.items()}
 
 
-def nested(arrays: Mapping[str, Any], layers: int) -> list[dict[str, Any]]:
+def unflatten_cache(arrays: Mapping[str, Any], layers: int) -> list[dict[str, Any]]:
     """The same by layer, of so many."""
     cache: list[dict[str, Any]] = [{} for _ in range(layers)]
     for path, array in arrays.items():

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxstack.inference import sampling
 from maxstack.inference.request import Sampling, Token
-from maxstack.inference.scheduler import Task
+from maxstack.inference.scheduler import TokenSequence
 from maxstack.layers.by_rows import in_groups
 
 GROUP = 4
@@ -19,7 +19,7 @@ GROUP = 4
 class Wanted(NamedTuple):
     """A row whose logits are wanted."""
 
-    task: Task
+    task: TokenSequence
     position: int
     """Position of the row's token; the next token stands after it."""
     piece: int

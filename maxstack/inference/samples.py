@@ -10,10 +10,10 @@ from maxstack import optim
 from maxstack.data.tokenizers import open_prompt_tokenizer
 from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
-from maxstack.inference.engine_setup import limits_of
+from maxstack.inference.engine_setup import make_limits
 from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import STEPS
-from maxstack.inference.programs import serving
+from maxstack.inference.programs import inference_config
 from maxstack.inference.request import Sampling
 from maxstack.run import assemble
 from maxstack.state import State
@@ -42,7 +42,7 @@ class Samples:
             self._tokenizer.encode(text.encode()).tolist() for text in settings.prompts
         ]
         length = max(map(len, self._prompts)) + settings.tokens
-        self._engine = engine_beside(run, len(self._prompts), length)
+        self._engine = make_engine_beside(run, len(self._prompts), length)
 
     def __call__(self, step: int, state: State) -> None:
         """Write a text for each prompt to the log, metrics.jsonl and trackers; the random
@@ -75,7 +75,7 @@ class Samples:
         return self._tokenizer.decode(np.array(tokens, np.int32)).decode(errors="replace")
 
 
-def engine_beside(run: "Run", requests: int, length: int) -> Engine:
+def make_engine_beside(run: "Run", requests: int, length: int) -> Engine:
     """An engine on the mesh of a run of one process, for so many requests at a time of `length`
     tokens at most; it is given weights, and forgets them, by `load`."""
     rules = {**run.cfg.mesh.rules, "seq": (), "residual": ()}
@@ -83,7 +83,7 @@ def engine_beside(run: "Run", requests: int, length: int) -> Engine:
         update={"max_requests": requests, "max_length": length, "prefix_cache": False}
     )
     mesh = run.cfg.mesh.model_copy(update={"rules": rules})
-    cfg = serving(run.cfg.model_copy(update={"mesh": mesh, "serve": serve}))
+    cfg = inference_config(run.cfg.model_copy(update={"mesh": mesh, "serve": serve}))
     platform = run.mesh.devices.flat[0].platform
-    limits, length = limits_of(cfg, Layout.of(cfg.decoder, cfg.serve, platform), length, None)
+    limits, length = make_limits(cfg, Layout.of(cfg.decoder, cfg.serve, platform), length, None)
     return Engine(assemble(cfg, run.mesh, trains=False), None, limits, length)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from maxstack.errors import ConfigError
-from maxstack.inference.fair_share import Turns, last
+from maxstack.inference.fair_share import FairShare, pick_victim
 from maxstack.inference.layout import Layout
 from maxstack.inference.pool import Pool, page_hash
 from maxstack.inference.request import Sampling
@@ -28,7 +28,7 @@ KEPT = 4
 
 
 @dataclasses.dataclass(eq=False)
-class Task:
+class TokenSequence:
     """A request on the host."""
 
     number: int
@@ -70,11 +70,11 @@ class Task:
         return self.priority, self.number
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Tokens `start` to `start + size - 1` of a task, which a step computes, and of these drafts
     that the task does not hold yet."""
 
-    task: Task
+    task: TokenSequence
     start: int
     size: int
     drafts: tuple[int, ...] = ()
@@ -119,7 +119,7 @@ class Scheduler:
         layout: Layout,
         limits: Limits,
         replicas: int = 1,
-        draft: Callable[[Task], Sequence[int]] | None = None,
+        draft: Callable[[TokenSequence], Sequence[int]] | None = None,
         twins: bool = False,
     ):
         """`draft` guesses the next tokens of a task; `twins`: tasks with equal prompts wait until
@@ -132,26 +132,26 @@ class Scheduler:
             )
         self.limits, self._layout, self._draft = limits, layout, draft
         self._twins = twins and limits.prefix_cache and not layout.recurrent
-        self._alike: dict[tuple[int, ...], list[Task]] = {}
-        self.waiting: list[Task] = []
-        self.running: list[Task] = []
-        self._turns = Turns()
-        self._refused: Task | None = None
+        self._alike: dict[tuple[int, ...], list[TokenSequence]] = {}
+        self.waiting: list[TokenSequence] = []
+        self.running: list[TokenSequence] = []
+        self._turns = FairShare()
+        self._refused: TokenSequence | None = None
         """The task for which the last step had no room."""
         self.pools = [[Pool(size) for size in limits.pages] for _ in range(replicas)]
         self._slots = [list(range(limits.requests, 0, -1)) for _ in range(replicas)]
         self._snapshots = [Pool(limits.snapshots, limits.requests + 1) for _ in range(replicas)]
         self.preemptions = self.queried = self.hits = 0
 
-    def add(self, task: Task) -> None:
+    def add(self, task: TokenSequence) -> None:
         """Queue a task."""
         self._turns.come(task.client)
         self._wait(task)
 
-    def _wait(self, task: Task) -> None:
+    def _wait(self, task: TokenSequence) -> None:
         bisect.insort(self.waiting, task, key=lambda task: task.order)
 
-    def remove(self, task: Task) -> None:
+    def remove(self, task: TokenSequence) -> None:
         """End a task: its pages are free, and their contents may be found again."""
         if task in self.running:
             self.running.remove(task)
@@ -169,7 +169,7 @@ class Scheduler:
 
     def schedule(
         self, sizes: Sequence[int] = (), guesses: int = 0, prompts: bool = False
-    ) -> tuple[list[Piece], list[Copy | PageCopy]]:
+    ) -> tuple[list[Chunk], list[Copy | PageCopy]]:
         """Pieces of the next step, those of a replica within its rows, and copies to make before
         it. `sizes` are the numbers of rows that steps may have, `guesses` the tokens that are
         guessed of each request at most; `prompts`: as long as there are prompts to compute, and
@@ -194,19 +194,21 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Take a task of the client that has most back to the waiting ones, for the one that the
-        last step refused, if its client has at least two fewer running: each time they come nearer
-        to equal shares, so it ends."""
+        last step refused, if its client has at least two fewer running: each time they come
+        nearer to equal shares, so it ends."""
         task, self._refused = self._refused, None
         if task is not None and self.running:
             clients = [other.client for other in self.running]
-            victim = last(self.running)
+            victim = pick_victim(self.running)
             if clients.count(victim.client) > clients.count(task.client) + 1:
                 self._preempt(victim)
 
-    def _pieces(self, tasks: Sequence[Task], left: list[int], gently: bool = False) -> list[Piece]:
+    def _pieces(
+        self, tasks: Sequence[TokenSequence], left: list[int], gently: bool = False
+    ) -> list[Chunk]:
         """The next pieces of running tasks, whose rows are taken from those that are left;
         `gently`: none gives its pages back for them."""
-        pieces: list[Piece] = []
+        pieces: list[Chunk] = []
         for task in tasks:
             if task in self.running and left[task.replica]:
                 piece = self._next(task, left[task.replica], gently)
@@ -217,10 +219,10 @@ class Scheduler:
 
     def _admitted(
         self, left: list[int], copies: list[Copy | PageCopy], prompts: bool = False
-    ) -> list[Piece]:
+    ) -> list[Chunk]:
         """First pieces of waiting tasks for which there is room, and the copies before them;
         `prompts`: tasks wait whose twins have computed their prompts, and who gave pages back."""
-        pieces: list[Piece] = []
+        pieces: list[Chunk] = []
         held = [0] * len(left)  # slots that are kept for tasks that wait for twins
         for task in self._turns.order(self.waiting, self.running):
             if (replica := self._awaited(task, held, prompts)) is not None:
@@ -239,7 +241,7 @@ class Scheduler:
             pieces.append(piece)
         return pieces
 
-    def ahead(self, pieces: Sequence[Piece], left: Sequence[int], steps: int) -> int:
+    def ahead(self, pieces: Sequence[Chunk], left: Sequence[int], steps: int) -> int:
         """Steps, at most so many, for which there are pages after those of pieces of one token,
         whose tasks may have so many tokens more; the tasks have these pages then."""
         tasks, page = [piece.task for piece in pieces], self.limits.page
@@ -268,7 +270,7 @@ class Scheduler:
             assert grown, "pages that were there are gone"
         return steps
 
-    def done(self, piece: Piece, new: Sequence[int]) -> list[Copy]:
+    def done(self, piece: Chunk, new: Sequence[int]) -> list[Copy]:
         """Note that a piece was computed and that `new` follows its task's tokens -> copies to make
         before the next step."""
         task, page = piece.task, self.limits.page
@@ -309,7 +311,7 @@ class Scheduler:
             return lower[-1]
         return above
 
-    def _next(self, task: Task, rows: int, gently: bool = False) -> Piece | None:
+    def _next(self, task: TokenSequence, rows: int, gently: bool = False) -> Chunk | None:
         """The next piece of a running task, with pages for it; None where it has to wait."""
         drafts: tuple[int, ...] = ()
         remaining = len(task.tokens) - task.computed
@@ -324,13 +326,13 @@ class Scheduler:
             if gently:
                 return None
             victims = [other for other in self.running if other.replica == task.replica]
-            victim = last(victims)
+            victim = pick_victim(victims)
             self._preempt(victim)
             if victim is task:
                 return None
-        return Piece(task, task.computed, count, drafts)
+        return Chunk(task, task.computed, count, drafts)
 
-    def _grow(self, task: Task, length: int) -> bool:
+    def _grow(self, task: TokenSequence, length: int) -> bool:
         """Pages for the first `length` tokens, without those that are not read any more; False
         where too few are left, and then nothing is taken."""
         pools, page = self.pools[task.replica], self.limits.page
@@ -347,7 +349,7 @@ class Scheduler:
             table += [pool.take() for _ in range(wanted - len(table))]
         return True
 
-    def _awaited(self, task: Task, held: Sequence[int], longer: bool) -> int | None:
+    def _awaited(self, task: TokenSequence, held: Sequence[int], longer: bool) -> int | None:
         """The replica where a twin of a waiting task computes their prompt, or with `longer` has
         computed it, and a slot is left."""
         twins = self._twins_of(task)
@@ -356,14 +358,14 @@ class Scheduler:
         replicas = (twin.replica for twin in twins)
         return next((i for i in replicas if len(self._slots[i]) > held[i]), None)
 
-    def _twins_of(self, task: Task) -> list[Task]:
+    def _twins_of(self, task: TokenSequence) -> list[TokenSequence]:
         """Running tasks with the same prompt and adapter, of which this one may take pages."""
         if not self._twins or task.sampling.prompt_logprobs is not None:
             return []
         return self._alike.get(task.alike, [])
 
     def _admit(
-        self, task: Task, left: Sequence[int], held: Sequence[int]
+        self, task: TokenSequence, left: Sequence[int], held: Sequence[int]
     ) -> Sequence[Copy | PageCopy] | None:
         """Give a waiting task a slot and the pages of its prefix that are cached; None where there
         is no room. The copies bring the state of its recurrent layers, or a page in part."""
@@ -390,7 +392,12 @@ class Scheduler:
         return None
 
     def _tables(
-        self, task: Task, replica: int, known: int, rows: int, found: Sequence[Sequence[int]]
+        self,
+        task: TokenSequence,
+        replica: int,
+        known: int,
+        rows: int,
+        found: Sequence[Sequence[int]],
     ) -> list[list[int]] | None:
         """The full ones of pages with the first `known` tokens of a task, by group, that are read;
         None where some are gone, or too few are left for what its first step computes."""
@@ -409,7 +416,9 @@ class Scheduler:
                 return None
         return tables
 
-    def _begin(self, task: Task, replica: int, known: int, tables: list[list[int]]) -> None:
+    def _begin(
+        self, task: TokenSequence, replica: int, known: int, tables: list[list[int]]
+    ) -> None:
         """Give a task a slot and its first pages."""
         task.replica, task.slot = replica, self._slots[replica].pop()
         task.computed, task.tables = known, tables
@@ -423,7 +432,7 @@ class Scheduler:
         if self._twins:
             self._alike.setdefault(task.alike, []).append(task)
 
-    def _split(self, task: Task, twin: Task) -> list[PageCopy]:
+    def _split(self, task: TokenSequence, twin: TokenSequence) -> list[PageCopy]:
         """Copies of the pages that a task has in part in common with its twin."""
         page, copies = self.limits.page, []
         if task.computed % page:
@@ -435,7 +444,7 @@ class Scheduler:
                 copies.append(PageCopy(task.replica, group, source, table[-1]))
         return copies
 
-    def _restored(self, task: Task, hit: int) -> list[Copy]:
+    def _restored(self, task: TokenSequence, hit: int) -> list[Copy]:
         """The copy of the snapshot of recurrent layers after so many pages."""
         if not hit or not self._layout.recurrent:
             return []
@@ -446,7 +455,7 @@ class Scheduler:
         snapshots.release([source])
         return [Copy(task.replica, source, task.slot)]
 
-    def _prefix(self, task: Task, replica: int) -> int:
+    def _prefix(self, task: TokenSequence, replica: int) -> int:
         """Pages of the task's tokens that a replica has, all that its layers read of them; at least
         one token is left to compute."""
         if not self.limits.prefix_cache or task.sampling.prompt_logprobs is not None:
@@ -470,7 +479,7 @@ class Scheduler:
                 found = length
         return found
 
-    def _hashes(self, task: Task, pages: int) -> list[bytes]:
+    def _hashes(self, task: TokenSequence, pages: int) -> list[bytes]:
         """Hashes of the first pages of a task's tokens."""
         page, salt = self.limits.page, task.adapter.to_bytes(4, "little")
         for i in range(len(task.hashes), pages):
@@ -478,14 +487,14 @@ class Scheduler:
             task.hashes.append(page_hash(parent, task.tokens[i * page : (i + 1) * page], salt))
         return task.hashes[:pages]
 
-    def _preempt(self, task: Task) -> None:
+    def _preempt(self, task: TokenSequence) -> None:
         self.running.remove(task)
         self._give_back(task)
         task.computed, task.preempted = 0, task.preempted + 1
         self.preemptions += 1
         self._wait(task)
 
-    def _give_back(self, task: Task) -> None:
+    def _give_back(self, task: TokenSequence) -> None:
         """Free pages and slot; the end of a text goes before its beginning."""
         for pool, table in zip(self.pools[task.replica], task.tables, strict=True):
             pool.release(page for page in reversed(table) if page)

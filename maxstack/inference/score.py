@@ -160,7 +160,7 @@ def logprobs_of(
     from maxstack.hardware.compiling import in_order
     from maxstack.schema.mesh import parts
 
-    step = jax.jit(scorer(run, logits is not None), compiler_options=in_order(run.mesh))
+    step = jax.jit(make_scorer(run, logits is not None), compiler_options=in_order(run.mesh))
     everywhere = NamedSharding(run.mesh, PartitionSpec())
     rules, shape = run.cfg.mesh.rules, run.mesh.shape
     over, pieces = parts(rules["batch"], shape), parts(rules["seq"], shape)
@@ -190,7 +190,7 @@ def mean_loss(logprobs: np.ndarray, rows: Rows) -> float:
     return -float(logprobs.sum(dtype=np.float64)) / rows.scored
 
 
-def batch_of(tokens_BT: Any, lengths_B: Any) -> tuple[dict[str, Any], Any]:
+def text_batch(tokens_BT: Any, lengths_B: Any) -> tuple[dict[str, Any], Any]:
     """A batch of a text a row, and which of its tokens are of the text, bool [B, T]."""
     import jax.numpy as jnp
 
@@ -204,7 +204,7 @@ def batch_of(tokens_BT: Any, lengths_B: Any) -> tuple[dict[str, Any], Any]:
     return batch, real_BT
 
 
-def scorer(run: "Run", logits: bool) -> Any:
+def make_scorer(run: "Run", logits: bool) -> Any:
     """The function (weights, tokens int32 [B, T], lengths int32 [B]) -> logprobs float32 [B, T],
     and if asked for logits float32 [B, T, V], 0 beyond a row's length."""
     import jax
@@ -214,7 +214,7 @@ def scorer(run: "Run", logits: bool) -> Any:
     from maxstack.kernels.cross_entropy import cross_entropy
 
     def step(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> dict[str, jax.Array]:
-        batch, real_BT = batch_of(tokens_BT, lengths_B)
+        batch, real_BT = text_batch(tokens_BT, lengths_B)
         model = nnx.merge(run.graph, nnx.State(params))
         with run.weights.rewrite.count_only(real_BT):
             logits_BTV = model.logits(model.hidden(batch))

@@ -31,7 +31,7 @@ class Failed(Exception):
     """The engine failed, and answers nothing any more."""
 
 
-class Ask(NamedTuple):
+class EngineRequest(NamedTuple):
     """What `Engine.add` takes."""
 
     prompt: Sequence[int]
@@ -44,7 +44,7 @@ class Ask(NamedTuple):
 class _Request:
     answers: "Answers"
     index: int
-    ask: Ask
+    ask: EngineRequest
     client: str
     arrived: float
     ended: bool = False
@@ -59,7 +59,7 @@ class _Request:
 class Answers:
     """Progress of requests that were submitted together. For the event loop; `close` it."""
 
-    def __init__(self, service: "Service", asks: Sequence[Ask], client: str):
+    def __init__(self, service: "Service", asks: Sequence[EngineRequest], client: str):
         now = time.monotonic()
         self._service = service
         self.requests = [_Request(self, i, ask, client, now) for i, ask in enumerate(asks)]
@@ -121,7 +121,7 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def submit(self, asks: Sequence[Ask], client: str = "") -> Answers:
+    async def submit(self, asks: Sequence[EngineRequest], client: str = "") -> Answers:
         """Ask the engine for a client, all or nothing. DataError for a prompt that it cannot
         answer, Full, Closed, Failed."""
         answers = await asyncio.to_thread(self._answers, asks, client)
@@ -133,7 +133,7 @@ class Service:
         self._command(lambda: self._add(answers.requests))
         return answers
 
-    def _answers(self, asks: Sequence[Ask], client: str) -> Answers:
+    def _answers(self, asks: Sequence[EngineRequest], client: str) -> Answers:
         """Answers to what the engine can answer. Beside the event loop."""
         for prompt in {id(ask.prompt): ask.prompt for ask in asks}.values():
             self.engine.check(prompt)

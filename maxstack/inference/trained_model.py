@@ -23,7 +23,7 @@ PLACED = (["mesh.fsdp=-1"], ["mesh.fsdp=-1", "mesh.rules.vocab=null"], ["mesh.da
 """Arrangements of all devices, the first that fits a model's sizes."""
 
 
-def adapted_run(run: "Run", folder: str) -> "Run":
+def adapt_run(run: "Run", folder: str) -> "Run":
     """The run with adapters as a folder in PEFT's format has them; ConfigError where that is no
     adapter of this model."""
     from maxstack.hf.peft import Adapter
@@ -51,7 +51,7 @@ def adapted_run(run: "Run", folder: str) -> "Run":
     return adapted
 
 
-def with_adapter(adapted: "Run", params: Any, folder: str) -> Any:
+def add_adapter(adapted: "Run", params: Any, folder: str) -> Any:
     """Weights of the run without adapters, which are shared, with the adapter of a folder beside
     them."""
 
@@ -59,13 +59,13 @@ def with_adapter(adapted: "Run", params: Any, folder: str) -> Any:
 
 
 def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
-    """A run's folder, one of its checkpoints, or a Hugging Face folder -> the assembled run and its
-    weights, spread over all devices (fsdp)."""
-    run, own = assembled(model, overrides)
+    """Open a run's folder, one of its checkpoints, or a Hugging Face folder -> the assembled run
+    and its weights, sharded over all devices (fsdp)."""
+    run, own = assemble_model(model, overrides)
     return run, read_weights(model, run, own)
 
 
-def assembled(
+def assemble_model(
     model: str, overrides: Sequence[str], trains: bool = False
 ) -> tuple["Run", Path | None]:
     """The run of a model over all devices, and its folder, None for a Hugging Face folder: its

@@ -15,7 +15,7 @@ BATCH = 4
 """Rows for which a program of any batch is compiled."""
 
 
-def compiled(folder: Path, topology: Topology) -> Iterator[tuple[str, int, float]]:
+def compile_programs(folder: Path, topology: Topology) -> Iterator[tuple[str, int, float]]:
     """(file, bytes of the largest moment beside arguments, FLOPs) of each program as the
     topology's compiler makes it. PackageError for another platform and for damage, ConfigError for
     another number of devices and where the compiler refuses a program."""

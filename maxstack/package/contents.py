@@ -16,20 +16,25 @@ from maxstack.errors import ConfigError
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.engine_setup import (
     chat_template,
-    files_of,
-    limits_of,
-    longest_of,
-    placed,
-    tokenizer_of,
+    make_limits,
+    max_length_of,
+    model_files,
+    open_model_tokenizer,
+    place_on_devices,
 )
 from maxstack.inference.layout import PORTABLE, Layout
 from maxstack.inference.pooling import read_pooling
-from maxstack.inference.programs import Programs, serving
-from maxstack.inference.runner import named
+from maxstack.inference.programs import Programs, inference_config
+from maxstack.inference.runner import flatten_cache
 from maxstack.inference.trained_model import config_of, read_weights
-from maxstack.package.image_signatures import of_images, of_noise
+from maxstack.package.image_signatures import image_signatures, sampling_signatures
 from maxstack.package.signature import Arrays, Signature
-from maxstack.package.text_signatures import Weights, lengths_of, of_requests, of_texts
+from maxstack.package.text_signatures import (
+    Weights,
+    generation_signatures,
+    lengths_of,
+    text_signatures,
+)
 from maxstack.run import assemble
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.state import flat
@@ -87,14 +92,14 @@ def open_contents(model: str, overrides: Sequence[str], options: Options) -> Con
             f"{options.devices} makes as many of this CPU"
         )
     opened = functools.partial(config_of, model)
-    cfg, own = placed(opened, overrides, options.devices)
+    cfg, own = place_on_devices(opened, overrides, options.devices)
     text = isinstance(cfg.model, DecoderConfig)
     if text and not cfg.objective.FORWARD:
         raise ConfigError(
             f"{model}: was trained by masked diffusion, for which a package has no function; "
             "`maxstack sample` is for it"
         )
-    cfg = serving(cfg) if text else cfg
+    cfg = inference_config(cfg) if text else cfg
     mesh = sharding.make_mesh(cfg.mesh, jax.devices()[: options.devices])
     run = assemble(cfg, mesh, trains=False)
     if not text:
@@ -102,7 +107,7 @@ def open_contents(model: str, overrides: Sequence[str], options: Options) -> Con
     return _texts(model, run, own, options)
 
 
-def chosen(signatures: Sequence[Signature], names: Sequence[str]) -> Sequence[Signature]:
+def select_signatures(signatures: Sequence[Signature], names: Sequence[str]) -> Sequence[Signature]:
     """Those of these names, all without names. ConfigError for one that there is not."""
     known = [signature.name for signature in signatures]
     for name in names:
@@ -118,15 +123,17 @@ def _pictures(model: str, run: "Run", own: Path | None, options: Options) -> Con
     flow = run.cfg.objective.kind == "flow"
     params = read_weights(model, run, own)
     made = (
-        of_noise(run, options.steps, options.solver, options.guidance) if flow else of_images(run)
+        sampling_signatures(run, options.steps, options.solver, options.guidance)
+        if flow
+        else image_signatures(run)
     )
     return Contents(run, [*made], flat(params), {})
 
 
 def _texts(model: str, run: "Run", own: Path | None, options: Options) -> Contents:
     cfg = run.cfg
-    folder = files_of(cfg, own)
-    longest = longest_of(cfg, own, folder)
+    folder = model_files(cfg, own)
+    longest = max_length_of(cfg, own, folder)
     normalize = read_pooling(folder).normalize if folder else True
     if too_long := [length for length in options.lengths if length > longest]:
         raise ConfigError(f"--lengths: {too_long[0]}: the model reads {longest} tokens at most")
@@ -135,16 +142,16 @@ def _texts(model: str, run: "Run", own: Path | None, options: Options) -> Conten
     if cfg.decoder.head.scores:
         weights = Weights(read_weights(model, run, own))
         return Contents(
-            run, [*of_texts(run, weights, lengths, normalize)], weights.arrays, {}, text
+            run, [*text_signatures(run, weights, lengths, normalize)], weights.arrays, {}, text
         )
     layout = Layout.of(cfg.decoder, cfg.serve, PORTABLE)
-    limits, length = limits_of(cfg, layout, longest, None)
+    limits, length = make_limits(cfg, layout, longest, None)
     programs = Programs(run, layout, limits, length, Adapters())
     weights = Weights(programs.prepare(read_weights(model, run, own), keep=False))
-    state = named(jax.eval_shape(programs.empty))
+    state = flatten_cache(jax.eval_shape(programs.empty))
     signatures = [
-        *of_texts(run, weights, lengths, normalize),
-        *of_requests(run, programs, weights, layout, limits.pages, length),
+        *text_signatures(run, weights, lengths, normalize),
+        *generation_signatures(run, programs, weights, layout, limits.pages, length),
     ]
     cache = {
         "rows": limits.rows,
@@ -160,7 +167,7 @@ def _texts(model: str, run: "Run", own: Path | None, options: Options) -> Conten
 
 
 def _text(model: str, cfg: "Config", own: Path | None, folder: Path | None) -> Text:
-    tokenizer, stops = tokenizer_of(cfg, own, folder)
+    tokenizer, stops = open_model_tokenizer(cfg, own, folder)
     template = None
     try:
         template = chat_template(model, cfg, own)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ANY = [{"batch": None}]
 
 
-def of_images(run: "Run") -> Iterator[Signature]:
+def image_signatures(run: "Run") -> Iterator[Signature]:
     """Signatures that read images, or latents, as the data of the run has them."""
     objective: Any = run.objective
     assert isinstance(objective, ImageObjective)
@@ -52,7 +52,9 @@ def of_images(run: "Run") -> Iterator[Signature]:
     yield Signature("embed", "Features, as the head reads them.", embedded, inputs, outputs, ANY)
 
 
-def of_noise(run: "Run", steps: int, solver: Solver, guidance: float) -> Iterator[Signature]:
+def sampling_signatures(
+    run: "Run", steps: int, solver: Solver, guidance: float
+) -> Iterator[Signature]:
     """The signature that makes images of classes, as `maxstack sample` does: number n of a seed is
     the same whatever else is made."""
     sampler = Sampler(run, None, steps, solver, guidance)

@@ -11,9 +11,9 @@ from flax import nnx
 from maxstack.inference import sampling
 from maxstack.inference.layout import Layout
 from maxstack.inference.programs import Programs
-from maxstack.inference.runner import Batch, named, nested
+from maxstack.inference.runner import Batch, flatten_cache, unflatten_cache
 from maxstack.inference.sampler import GROUP, logprobs
-from maxstack.inference.score import batch_of, scorer
+from maxstack.inference.score import make_scorer, text_batch
 from maxstack.layers.by_rows import in_groups
 from maxstack.layers.cache import Rows
 from maxstack.package.signature import Array, Arrays, Signature
@@ -79,7 +79,7 @@ def _texts(vocab: int) -> dict[str, Array]:
     }
 
 
-def of_texts(
+def text_signatures(
     run: "Run", weights: Weights, lengths: Sequence[int], normalize: bool
 ) -> Iterator[Signature]:
     """Signatures that read whole texts."""
@@ -87,7 +87,7 @@ def of_texts(
 
     def hidden(arrays: Arrays, inputs: Arrays) -> tuple[Any, jax.Array, jax.Array]:
         lengths_B = inputs["lengths"]
-        batch, real_BT = batch_of(inputs["tokens"], lengths_B)
+        batch, real_BT = text_batch(inputs["tokens"], lengths_B)
         model: Any = nnx.merge(run.graph, nnx.State(weights.stacked(arrays)))
         with run.weights.rewrite.count_only(real_BT):
             x_BTD = model.hidden(batch)
@@ -104,7 +104,7 @@ def of_texts(
         return
 
     def scored(arrays: Arrays, state: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
-        step = scorer(run, True)
+        step = make_scorer(run, True)
         return step(weights.stacked(arrays), inputs["tokens"], inputs["lengths"]), {}
 
     def embedded(arrays: Arrays, state: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
@@ -122,7 +122,7 @@ def of_texts(
     yield Signature("embed", about, embedded, texts, {"embedding": ("batch", embed)}, sizes)
 
 
-def of_requests(
+def generation_signatures(
     run: "Run",
     programs: Programs,
     weights: Weights,
@@ -142,9 +142,9 @@ def of_requests(
 
     def stepped(arrays: Arrays, cache: Arrays, inputs: Arrays) -> tuple[jax.Array, Arrays]:
         batch = Batch(rows_of(inputs), tuple(inputs[name] for name in tables))
-        kept = nested(cache, len(layout.arrays))
+        kept = unflatten_cache(cache, len(layout.arrays))
         x_RD, kept = programs.step(weights.apart(arrays), kept, batch, None, None)
-        return x_RD, named(kept)
+        return x_RD, flatten_cache(kept)
 
     def prefill(arrays: Arrays, cache: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
         x_RD, cache = stepped(arrays, cache, inputs)

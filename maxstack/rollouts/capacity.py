@@ -12,7 +12,7 @@ import jax
 from maxstack.errors import ConfigError
 from maxstack.inference import capacity
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import originals, prepared
+from maxstack.inference.programs import original_paths, prepare_weights
 from maxstack.inference.roofline import Device, Speed, forward_flops
 from maxstack.inference.scheduler import Limits
 from maxstack.plan.fit import shard_bytes
@@ -165,9 +165,9 @@ def copied_bytes(engine: "Run") -> int:
     if engine.mesh.size == 1 and engine.mesh.devices.flat[0].platform == "cpu":
         matrices = with_cpu_matrices(engine.graph, state)[1]
         makers = {path: matrix.convert for path, matrix in matrices.items()}
-    params, original = engine.abstract.params, originals(engine)
+    params, original = engine.abstract.params, original_paths(engine)
     read = functools.partial(
-        prepared, state, makers=makers, original=original, dtype=cfg.model.dtype, keep=True
+        prepare_weights, state, makers=makers, original=original, dtype=cfg.model.dtype, keep=True
     )
     made, total = flat(jax.eval_shape(read, params)), 0
     for path, leaf in flat(params).items():

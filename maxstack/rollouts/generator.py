@@ -15,10 +15,10 @@ from maxstack.data.chat import DEFAULT, answer_ends, template_of
 from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
-from maxstack.inference.engine_setup import limits_of
+from maxstack.inference.engine_setup import make_limits
 from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import STEPS
-from maxstack.inference.programs import serving
+from maxstack.inference.programs import inference_config
 from maxstack.inference.request import Sampling
 from maxstack.inference.scheduler import Limits
 from maxstack.inference.text import answer_text
@@ -168,7 +168,7 @@ def engine_config(cfg: "Config", samples: int, several: bool = False) -> "Config
         mesh = MeshConfig(data=-1, tensor=rollout.tensor or 1)
     rules = {**mesh.rules, "seq": (), "residual": ()}
     mesh = mesh.model_copy(update={"rules": rules})
-    return serving(cfg.model_copy(update={"mesh": mesh, "serve": serve}))
+    return inference_config(cfg.model_copy(update={"mesh": mesh, "serve": serve}))
 
 
 def engine_run(
@@ -195,7 +195,7 @@ def engine_run(
     replicas = run.mesh.size // mesh.size * parts(cfg.mesh.rules["batch"], mesh.shape)
     cfg = engine_config(run.cfg, -(-samples // replicas), bool(own))
     layout = Layout.of(cfg.decoder, cfg.serve, run.mesh.devices.flat[0].platform)
-    limits, length = limits_of(cfg, layout, rollout.room(run.cfg), None)
+    limits, length = make_limits(cfg, layout, rollout.room(run.cfg), None)
     return assemble(cfg, mesh, trains=False), limits, length
 
 

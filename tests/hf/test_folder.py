@@ -15,7 +15,7 @@ from maxstack.errors import ConfigError, DataError
 from maxstack.hf.contents import Contents
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import of_config
-from maxstack.inference.engine_setup import tokenizer_of
+from maxstack.inference.engine_setup import open_model_tokenizer
 from maxstack.inference.trained_model import config_of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -341,7 +341,7 @@ def test_ids_outside_of_the_vocabulary_are_told_and_end_what_would_not_end(folde
     Contents(folder)
     assert "eos_token_id=[500, 501]: the vocabulary has 128 tokens" in caplog.text
     with pytest.raises(ConfigError, match=r"eos_token_id=\[500, 501\] .* would never end"):
-        tokenizer_of(config_of(str(folder), [])[0], None, folder)
+        open_model_tokenizer(config_of(str(folder), [])[0], None, folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])

@@ -18,7 +18,7 @@ from maxstack.errors import ConfigError
 from maxstack.hf.contents import Contents
 from maxstack.hf.merge import merge
 from maxstack.hf.peft import CONFIG, TENSORS, Adapter
-from maxstack.inference.trained_model import adapted_run, assembled
+from maxstack.inference.trained_model import adapt_run, assemble_model
 
 TABLES = parity.GOLDENS / "tables"
 NAMES = sorted(path.name for path in TABLES.iterdir())
@@ -136,9 +136,9 @@ def test_a_head_that_is_stored_though_it_is_the_embedding_follows_it_or_becomes_
 
 
 def test_an_adapter_with_tables_is_used_by_the_command_that_its_refusal_gives(tmp_path, capsys):
-    run, _ = assembled(str(parity.GOLDENS / "llama"), ["mesh.fsdp=1", "mesh.data=8"])
+    run, _ = assemble_model(str(parity.GOLDENS / "llama"), ["mesh.fsdp=1", "mesh.data=8"])
     with pytest.raises(ConfigError, match="holds tables beside low-rank") as refused:
-        adapted_run(run, str(TABLES / "whole-llama"))
+        adapt_run(run, str(TABLES / "whole-llama"))
     command = re.search(r"maxstack (lora merge FOLDER .*)", str(refused.value))[1].split()
     given = {"FOLDER": str(parity.GOLDENS / "llama"), "MERGED": str(tmp_path / "out")}
     assert cli.main([given.get(word, word) for word in command]) == 0

@@ -20,7 +20,7 @@ from maxstack.hf.contents import Contents
 from maxstack.hf.export import export
 from maxstack.hf.merge import merge
 from maxstack.hf.peft import TENSORS, Adapter
-from maxstack.inference.trained_model import adapted_run, assembled, open_model, with_adapter
+from maxstack.inference.trained_model import adapt_run, add_adapter, assemble_model, open_model
 from maxstack.load import load
 from maxstack.run import assemble
 from maxstack.sharding import make_mesh
@@ -55,8 +55,8 @@ def test_an_adapter_of_peft_computes_what_it_does_there(name):
     golden = np.load(ADAPTERS / name / "golden.npz")
     run, params = open_model(str(parity.GOLDENS / name.partition("-")[2]), FLOAT)
     assert far(logits(run, params, golden), golden["logits"]) > 0.1
-    adapted = adapted_run(run, str(ADAPTERS / name))
-    beside = with_adapter(adapted, params, str(ADAPTERS / name))
+    adapted = adapt_run(run, str(ADAPTERS / name))
+    beside = add_adapter(adapted, params, str(ADAPTERS / name))
     assert far(logits(adapted, beside, golden), golden["logits"]) < parity.LOGITS
     assert beside["embed"] is params["embed"]  # no second base
 
@@ -356,7 +356,9 @@ def test_an_adapter_of_another_size_is_refused_by_its_first_module(adapter, says
             file,
         )
     with pytest.raises(ConfigError, match=f"adapter: is of another model: {says}"):
-        adapted_run(assembled(str(parity.GOLDENS / "llama"), FLOAT)[0], str(tmp_path / "adapter"))
+        adapt_run(
+            assemble_model(str(parity.GOLDENS / "llama"), FLOAT)[0], str(tmp_path / "adapter")
+        )
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path):
@@ -369,7 +371,9 @@ def test_an_adapter_of_another_model_is_refused(tmp_path):
             lambda size: None,
         )
     with pytest.raises(ConfigError, match="is of another model"):
-        adapted_run(assembled(str(parity.GOLDENS / "gpt2"), FLOAT)[0], str(ADAPTERS / "lora-llama"))
+        adapt_run(
+            assemble_model(str(parity.GOLDENS / "gpt2"), FLOAT)[0], str(ADAPTERS / "lora-llama")
+        )
 
 
 def test_an_adapter_without_all_modules_that_it_names_is_not_merged(tmp_path):

@@ -15,7 +15,7 @@ from maxstack.hf.peft import CONFIG, TENSORS, Adapter
 from maxstack.inference.adapters import read_adapters
 from maxstack.inference.engine import Engine
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import serving
+from maxstack.inference.programs import inference_config
 from maxstack.inference.request import Sampling
 from maxstack.inference.scheduler import Limits
 from maxstack.inference.trained_model import config_of, read_weights
@@ -30,7 +30,7 @@ PROMPTS = [np.random.default_rng(i).integers(0, 128, 9 + i).tolist() for i in ra
 def engine_of(folder, adapters, *mesh, **limits):
     """An engine of 8 rows and pages of 4 tokens, with adapters in folders by name."""
     cfg, own = config_of(str(folder), ["model.dtype=float32", *mesh])
-    cfg = serving(cfg)
+    cfg = inference_config(cfg)
     devices = jax.devices()[: max(1, cfg.mesh.tensor) * max(1, cfg.mesh.data)]
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices), trains=False)
     params = read_weights(str(folder), run, own)

@@ -15,7 +15,7 @@ from maxstack import sharding
 from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import serving
+from maxstack.inference.programs import inference_config
 from maxstack.inference.request import Sampling
 from maxstack.inference.scheduler import Limits
 from maxstack.models.model import initial
@@ -40,7 +40,7 @@ def built(speculate, depth, mesh, mixer):
     serve = {"speculate": speculate, "draft": "mtp", "rows": 8, "page": 4}
     sizes = dict.fromkeys(AXES, 1) | dict(mesh)
     rules = {"seq": (), "residual": ()}
-    cfg = serving(tiny.config(model=model, serve=serve, mesh=sizes | {"rules": rules}))
+    cfg = inference_config(tiny.config(model=model, serve=serve, mesh=sizes | {"rules": rules}))
     devices = jax.devices()[: np.prod([*sizes.values()])]
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices), trains=False)
     params = jax.tree.map(

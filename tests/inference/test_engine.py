@@ -18,12 +18,12 @@ from flax import nnx
 
 from maxstack import sharding
 from maxstack.errors import ConfigError, DataError
-from maxstack.inference.batch_invariance import differing
+from maxstack.inference.batch_invariance import find_variant_sizes
 from maxstack.inference.engine import Engine
 from maxstack.inference.engine_setup import OVERRIDES
 from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import STEPS
-from maxstack.inference.programs import serving
+from maxstack.inference.programs import inference_config
 from maxstack.inference.request import Sampling
 from maxstack.inference.scheduler import Limits
 from maxstack.inference.score import Rows, logprobs_of
@@ -54,7 +54,7 @@ def built(name, max_length, overrides):
     limits. Its steps have all 8 rows, which the start of an engine sets where bits ask for it."""
     overrides = [*OVERRIDES, "mesh.tensor=1", "model.dtype=float32", *overrides]
     cfg, own = config_of(str(GOLDENS[name]), overrides)
-    cfg = serving(cfg)
+    cfg = inference_config(cfg)
     devices = jax.devices()[: math.prod(getattr(cfg.mesh, axis) for axis in AXES)]
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices), trains=False)
     layout = Layout.of(cfg.model, cfg.serve)
@@ -234,7 +234,7 @@ def test_a_cache_in_low_precision_gives_nearly_the_same_log_probabilities(name, 
 def test_the_start_finds_no_different_bits_with_a_cache_in_low_precision(dtype):
     engine = engine_of("llama", overrides=cached_in(dtype))
     layout = Layout.of(engine.cfg.model, engine.cfg.serve)
-    assert differing(engine.programs, layout, engine.cfg.model.vocab, LENGTH) == []
+    assert find_variant_sizes(engine.programs, layout, engine.cfg.model.vocab, LENGTH) == []
 
 
 @pytest.mark.release

@@ -14,7 +14,7 @@ from maxstack.data.tokenizers import open_tokenizer
 from maxstack.data.vocabulary import train
 from maxstack.errors import ConfigError, installing
 from maxstack.inference.grammar import Answer, Compiler, Vocabulary
-from maxstack.inference.grammar_sandbox import Trial
+from maxstack.inference.grammar_sandbox import GrammarSandbox
 from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,
@@ -315,7 +315,7 @@ def test_references_in_a_circle_are_followed_once(compilers):
 @pytest.fixture(scope="module")
 def trial(compilers):
     tokenizer, stop, _ = compilers["byte_level"]
-    trial = Trial(Vocabulary.of(tokenizer, [stop], tokenizer.vocab_size), seconds=1)
+    trial = GrammarSandbox(Vocabulary.of(tokenizer, [stop], tokenizer.vocab_size), seconds=1)
     yield trial
     trial.end()
 

@@ -9,7 +9,7 @@ from topologies import needs
 from maxstack import sharding
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import Programs, serving, shardings_of
+from maxstack.inference.programs import Programs, cache_shardings, inference_config
 from maxstack.inference.scheduler import Limits
 from maxstack.plan import topology
 from maxstack.run import assemble
@@ -27,7 +27,7 @@ def test_a_step_on_a_tpu_writes_pages_in_place_which_take_as_many_bytes_as_plan_
     mixer, longer = MIXERS[name]
     block = {"mixer": mixer, "mlp": {"kind": "gated", "hidden": 64}}
     model = tiny.model(layers=1, pattern=["block"], dtype="bfloat16", blocks={"block": block})
-    cfg = serving(tiny.config(model=model, mesh={"fsdp": 1}))
+    cfg = inference_config(tiny.config(model=model, mesh={"fsdp": 1}))
     where = topology.parse("v5e:1x1")
     mesh = sharding.make_mesh(cfg.mesh, where.devices())
     layout = Layout.of(cfg.model, cfg.serve, where.platform)
@@ -40,7 +40,7 @@ def test_a_step_on_a_tpu_writes_pages_in_place_which_take_as_many_bytes_as_plan_
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
     params = jax.eval_shape(lambda x: programs.prepare(x, keep=True), run.abstract.params)
-    given = jax.tree.map(placed, params), jax.tree.map(placed, cache, shardings_of(run, layout))
+    given = jax.tree.map(placed, params), jax.tree.map(placed, cache, cache_shardings(run, layout))
     batch = jax.tree.map(placed, programs.batch([])[0])
     compiled = programs._forward.lower(*given, batch, None, None).compile()
     memory = compiled.memory_analysis()

@@ -17,7 +17,7 @@ from maxstack.inference.server.app import make_app
 from maxstack.inference.server.errors import Refusal
 from maxstack.inference.server.schemas import ChatBody, CompletionBody, parsed
 from maxstack.inference.server.state import State
-from maxstack.inference.service import Ask, Failed, Full, Service
+from maxstack.inference.service import EngineRequest, Failed, Full, Service
 
 
 class Engine:
@@ -65,7 +65,7 @@ def test_a_failing_engine_fails_all_requests_and_hangs_none():
     async def ask():
         service = Service(Engine(fails=20), waiting=2)
         service.start()
-        ask = Ask([1], Sampling(max_tokens=10**9))
+        ask = EngineRequest([1], Sampling(max_tokens=10**9))
         answers = [await service.submit([ask, ask]), await service.submit([ask])]
         for each in answers:
             with pytest.raises(Failed, match="out of memory"):
@@ -113,9 +113,9 @@ def test_a_grammar_that_fails_ends_its_own_request_only():
         service = Service(engine, waiting=2)
         service.start()
         answers = await service.submit(
-            [Ask([1], Sampling(max_tokens=10**9, grammar=Answer(Broken())))]
+            [EngineRequest([1], Sampling(max_tokens=10**9, grammar=Answer(Broken())))]
         )
-        other = await service.submit([Ask([1], Sampling(max_tokens=10**9))])
+        other = await service.submit([EngineRequest([1], Sampling(max_tokens=10**9))])
         with pytest.raises(RuntimeError, match="cannot go on"):
             async for _ in answers:
                 pass
@@ -134,7 +134,7 @@ def test_closed_answers_leave_the_engine():
         engine = Engine()
         service = Service(engine, waiting=2)
         service.start()
-        answers = await service.submit([Ask([1], Sampling(max_tokens=10**9))] * 3)
+        answers = await service.submit([EngineRequest([1], Sampling(max_tokens=10**9))] * 3)
         async for index, _ in answers:
             if index == 1:
                 break
@@ -151,7 +151,7 @@ def test_one_client_leaves_a_quarter_of_what_may_wait_to_the_others():
     async def ask():
         service = Service(Engine(), waiting=98)
         service.start()
-        one = Ask([1], Sampling(max_tokens=10**9))
+        one = EngineRequest([1], Sampling(max_tokens=10**9))
         taken = []
         for client, most in (("a", 75), ("b", 19), ("c", 5)):
             taken.append(await service.submit([one] * most, client))

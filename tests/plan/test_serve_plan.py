@@ -10,10 +10,10 @@ from maxstack import cli
 from maxstack.config import dump
 from maxstack.errors import ConfigError
 from maxstack.inference.capacity import capacity
-from maxstack.inference.engine_setup import limits_of
+from maxstack.inference.engine_setup import make_limits
 from maxstack.inference.layout import Layout
-from maxstack.inference.programs import serving
-from maxstack.inference.roofline import Device, Held
+from maxstack.inference.programs import inference_config
+from maxstack.inference.roofline import Device, DeviceWeight
 from maxstack.plan import topology
 from maxstack.schema.config import Config
 from maxstack.schema.mesh import AXES
@@ -40,7 +40,7 @@ def config(mixer=MIXER, mesh=None, serve=None, **changes):
 
 
 def planned(cfg, where="v5e:1x1", lengths=(64,), prompt=None):
-    return capacity("tiny", lambda _: serving(cfg), topology.parse(where), lengths, prompt)
+    return capacity("tiny", lambda _: inference_config(cfg), topology.parse(where), lengths, prompt)
 
 
 def test_memory_and_requests_are_those_counted_by_hand():
@@ -58,7 +58,7 @@ def test_the_engine_makes_room_for_as_many_requests():
     made, layout = planned(cfg, "h100:1x2"), Layout.of(cfg.model)
     shards = layout.shards(cfg.mesh, dict.fromkeys(AXES, 1) | {"tensor": 2})
     free = int((made.memory.usable - made.memory.weights) * shards)
-    limits, _ = limits_of(cfg, layout, 64, free)
+    limits, _ = make_limits(cfg, layout, 64, free)
     assert shards == 2 and limits.pages[0] / 4 == pytest.approx(made.lengths[0].fit, rel=1e-4)
 
 
@@ -127,7 +127,7 @@ def test_fsdp_shards_weights_that_the_network_brings():
 
 
 def test_rows_need_the_experts_that_they_choose_on_average():
-    held = Held(kept=80.0, read=80.0, gathered=(), chosen=2 / 8)
+    held = DeviceWeight(kept=80.0, read=80.0, gathered=(), chosen=2 / 8)
     assert held.needed(1) == pytest.approx(20.0)
     assert held.needed(2) == pytest.approx(80 * (1 - 0.75**2))
     assert held._replace(spread=2).needed(1) == held.needed(2)
@@ -136,7 +136,7 @@ def test_rows_need_the_experts_that_they_choose_on_average():
 def test_experts_come_from_the_devices_that_hold_them():
     mlp = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
     blocks = {"block": {"mixer": MIXER, "mlp": mlp}}
-    cfg = serving(config(blocks=blocks, mesh={"data": 1, "expert": 4}))
+    cfg = inference_config(config(blocks=blocks, mesh={"data": 1, "expert": 4}))
     sizes = dict.fromkeys(AXES, 1) | {"expert": 4}
     device = Device.of(cfg, topology.parse("v5e:2x2"), sizes)
     experts = [held for held in device.held if held.chosen < 1]

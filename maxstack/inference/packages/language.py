@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 
-from maxstack.inference.package_engine import generates, start_package
+from maxstack.inference.package_engine import can_generate, start_package
 from maxstack.inference.packages.repository import Repository
 from maxstack.inference.server.access import Access
 from maxstack.inference.server.app import make_app
@@ -39,7 +39,7 @@ def languages(repository: Repository, queue: int, access: Access) -> list[Langua
     return [
         Language(model.name, model.current.package, queue, access)
         for model in repository.models
-        if model.current and generates(model.current.package)
+        if model.current and can_generate(model.current.package)
     ]
 
 

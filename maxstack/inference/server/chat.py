@@ -11,7 +11,7 @@ from maxstack.inference.server.http import answer
 from maxstack.inference.server.schemas import ChatBody, NamedTool
 from maxstack.inference.server.state import State
 from maxstack.inference.server.writer import Writer
-from maxstack.inference.service import Ask
+from maxstack.inference.service import EngineRequest
 from maxstack.inference.tools import ToolCall, required_schema
 
 
@@ -20,7 +20,7 @@ async def chat(request: Request) -> Response:
     return await answer(request, ChatBody, _asked, _Writer)
 
 
-def _asked(state: State, body: ChatBody) -> tuple[list[Ask], list[Choice]]:
+def _asked(state: State, body: ChatBody) -> tuple[list[EngineRequest], list[Choice]]:
     tools = body.tools if body.tool_choice != "none" else []
     extra = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
     prompt = Prompt(encode_messages(state, body, tools, **extra))

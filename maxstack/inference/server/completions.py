@@ -18,7 +18,7 @@ from maxstack.inference.server.http import answer
 from maxstack.inference.server.schemas import CompletionBody
 from maxstack.inference.server.state import State
 from maxstack.inference.server.writer import Writer
-from maxstack.inference.service import Ask
+from maxstack.inference.service import EngineRequest
 
 
 async def completions(request: Request) -> Response:
@@ -26,7 +26,7 @@ async def completions(request: Request) -> Response:
     return await answer(request, CompletionBody, _asked, _Writer)
 
 
-def _asked(state: State, body: CompletionBody) -> tuple[list[Ask], list[Choice]]:
+def _asked(state: State, body: CompletionBody) -> tuple[list[EngineRequest], list[Choice]]:
     given = separate(state, body.prompt, "prompt", body.n)
     prompts = [_prompt(state, body, prompt) for prompt in given]
     prompt_logprobs = body.prompt_logprobs

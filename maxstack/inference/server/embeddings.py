@@ -16,7 +16,7 @@ from maxstack.inference.server.engine_requests import encode, separate
 from maxstack.inference.server.http import read_body, whole
 from maxstack.inference.server.schemas import EmbeddingBody
 from maxstack.inference.server.state import State
-from maxstack.inference.service import Answers, Ask
+from maxstack.inference.service import Answers, EngineRequest
 
 SAMPLING = Sampling(max_tokens=1, temperature=0.0, embed=True)
 
@@ -27,7 +27,7 @@ async def embeddings(request: Request) -> Response:
     given.state.service.check()
     pooling, prompts = await given.read(_prompts)
     adapter = given.state.adapter_of(given.body.model)
-    asks = [Ask(prompt, SAMPLING, 0, adapter) for prompt in prompts]
+    asks = [EngineRequest(prompt, SAMPLING, 0, adapter) for prompt in prompts]
     answers = await given.state.service.submit(asks, given.client)
     return await whole(request, answers, _read(given.state, given.body, pooling, prompts, answers))
 

@@ -15,7 +15,7 @@ from maxstack.inference.server.grammars import Rule
 from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import Conversation, Prompts, Sampled, Structure, Tool
 from maxstack.inference.server.state import State
-from maxstack.inference.service import Ask
+from maxstack.inference.service import EngineRequest
 from maxstack.inference.text import TextStream, answer_text
 from maxstack.inference.tools import ToolFormat, ToolStream, marker_tokens
 
@@ -105,7 +105,7 @@ def encode_messages(
 
 def asks_of(
     state: State, body: Sampled, prompts: Sequence[Prompt], wish: Wish
-) -> tuple[list[Ask], list[Choice]]:
+) -> tuple[list[EngineRequest], list[Choice]]:
     """The n answers to each prompt, those to one prompt side by side, whose grammar is a `Rule`.
     Refusal, ConfigError or DataError for what cannot be answered. May take a while: not for the
     event loop."""
@@ -126,7 +126,7 @@ def asks_of(
         sampling = _sampling(state, body, prompt.tokens, wish)
         for number in range(body.n):
             each = dataclasses.replace(sampling, choice=number, grammar=rule)
-            asks.append(Ask(prompt.tokens, each, body.priority, adapter))
+            asks.append(EngineRequest(prompt.tokens, each, body.priority, adapter))
             choices.append(_choice(state, body, prompt, each, wish))
     return asks, choices
 

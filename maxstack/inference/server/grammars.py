@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from maxstack.errors import ConfigError
 from maxstack.hardware.memory import give_back
 from maxstack.inference.grammar import Answer, Compiler, Vocabulary, check_size
-from maxstack.inference.grammar_sandbox import Trial
+from maxstack.inference.grammar_sandbox import GrammarSandbox
 from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.threads import Queues
 from maxstack.inference.service import Full
@@ -51,7 +51,7 @@ class Grammars:
         self._kept: collections.OrderedDict[str, Answer] = collections.OrderedDict()
         self._turns = Queues(1)
         self._threads = ThreadPoolExecutor(PROCESSES, "grammar")
-        self._trials: list[Trial] = []
+        self._trials: list[GrammarSandbox] = []
         self._free = asyncio.Semaphore(PROCESSES)
         self._live = 0
 
@@ -74,7 +74,7 @@ class Grammars:
 
     async def _compiled(self, rule: Rule, count: int) -> list[Answer]:
         run = functools.partial(asyncio.get_running_loop().run_in_executor, self._threads)
-        trial = self._trials.pop() if self._trials else Trial(await run(self._vocabulary))
+        trial = self._trials.pop() if self._trials else GrammarSandbox(await run(self._vocabulary))
         try:
             answers = await run(self._made, trial, rule, count)
         except asyncio.CancelledError:
@@ -86,7 +86,7 @@ class Grammars:
         self._trials.append(trial)
         return answers
 
-    def _made(self, trial: Trial, rule: Rule, count: int) -> list[Answer]:
+    def _made(self, trial: GrammarSandbox, rule: Rule, count: int) -> list[Answer]:
         check_size(rule.value)
         key = json.dumps(rule[1:])
         answer = self._kept.pop(key, None)

@@ -17,7 +17,7 @@ from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import AnyBody, parsed
 from maxstack.inference.server.state import BODY, State
 from maxstack.inference.server.writer import Writer, event
-from maxstack.inference.service import Answers, Ask
+from maxstack.inference.service import Answers, EngineRequest
 
 Result = TypeVar("Result")
 
@@ -70,7 +70,7 @@ async def read_body(request: Request, kind: type[AnyBody]) -> Received[AnyBody]:
 async def answer(
     request: Request,
     kind: type[AnyBody],
-    asked: Callable[[State, AnyBody], tuple[list[Ask], list[Choice]]],
+    asked: Callable[[State, AnyBody], tuple[list[EngineRequest], list[Choice]]],
     written: Callable[[str, AnyBody, list[Choice]], Writer],
 ) -> Response:
     """The answers to what `asked` makes of a body, whole or as events, as the body asks."""
@@ -86,7 +86,9 @@ async def answer(
     return await whole(request, answers, writer.whole(answers))
 
 
-async def _ruled(request: Request, given: Received[Any], asks: list[Ask]) -> list[Ask]:
+async def _ruled(
+    request: Request, given: Received[Any], asks: list[EngineRequest]
+) -> list[EngineRequest]:
     """The asks with the grammar that follows from their rule, which is one for all."""
     rule = asks[0].sampling.grammar
     if rule is None:
