@@ -1,5 +1,5 @@
-"""assemble(cfg, mesh) -> Run: shapes, shardings and functions of one run, and no arrays. train.py
-runs it, tests lower it."""
+"""assemble(cfg, mesh) -> Run: shapes, shardings and functions of one run, without any array.
+train.py runs it; plan and the tests lower it."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from maxstack.models.flops import Count, components, forward_pass
 from maxstack.objectives.objective import Batch, Models, Objective, objective_of
 from maxstack.schema.objective import NextTokenConfig
 from maxstack.state import Moves, State, Tree, count, flat, of_state, of_weights, tree
-from maxstack.step import joined, only, skipped, traced_within, training_step
+from maxstack.step import TrainingStep, combine, select, skip, traced_within
 from maxstack.weights.placement import PlacedWeights
 from maxstack.weights.rewrite import Rewrite
 
@@ -40,30 +40,30 @@ class Run:
     info: Tree
     """optim.ParamInfo of every weight, in the shape of `abstract.params`."""
     changed: Tree
-    """Booleans in that shape: weights that a step changes, by the optimizer or by a rule of the
+    """Booleans in the same shape: weights that a step changes, by the optimizer or by a rule of the
     model."""
     objective: Objective
     """Fields of a batch, and the loss."""
     batches: Batches
-    """Their shapes and shardings; rows of a process put onto its devices."""
+    """Shapes and shardings of batches, and the way of a process's rows to its devices."""
     weights: PlacedWeights
-    """By path: where they lie, which are quantized or have adapters, and how they are made."""
+    """By path: shardings, quantization, adapters, and how the weights are made."""
     graph: Any
     """The model's structure: nnx.merge(graph, nnx.State(params)) is the model."""
     init: Callable[[], State]
-    """Fresh weights and optimizer state, made where they will live."""
+    """Draw initial weights and make the optimizer's state, in their shards."""
     start: Callable[[Tree], State]
-    """Given weights, which are donated, with fresh optimizer state."""
+    """Make the first state from given weights, which are donated."""
     others: Mapping[str, "Run"]
-    """Models beside this one that have an architecture of their own: the teacher."""
+    """Models with an architecture of their own beside this one: the teacher."""
     step: Any
     """jitted (state, batch[, frozen]) -> (state, scalars); the state is donated. scalars: loss,
     weight, grad_norm, learning_rate, ...; skipped (0: the update was accepted, 1: not finite, 2: a
     spike) and refused (updates in a row)."""
     skip_batch: Callable[[State], State]
-    """The state with one more batch passed over: nothing but its step changes."""
+    """The state after a skipped batch: only its step changes."""
     eval_step: Any
-    """jitted (params, batch[, frozen]) -> sums, as Objective.evaluate gives them."""
+    """jitted (params, batch[, frozen]) -> sums, as from Objective.evaluate."""
     annotate: Any
     """jitted (params, batch[, frozen]) -> the objective's annotations of a batch."""
     of_models: Callable[[Callable[[Models, Batch], Batch]], Any]
@@ -73,7 +73,7 @@ class Run:
     @functools.cached_property
     def trained(self) -> int:
         """Parameters that a step changes."""
-        return count(only(self.changed, self.abstract.params))[0]
+        return count(select(self.changed, self.abstract.params))[0]
 
     @property
     def flops(self) -> dict[str, Count]:
@@ -86,12 +86,12 @@ class Run:
         return self.flops_of(self.cfg.data.seq_len)
 
     def flops_of(self, length: int) -> float:
-        """The same in rows of another length."""
+        """Causal training FLOPs a token in rows of this length."""
         return sum(count.causal for count in self._flops(length).values())
 
     @functools.cached_property
     def _flops(self) -> Callable[[int], dict[str, Count]]:
-        @functools.lru_cache
+        @functools.cache
         def flops(length: int) -> dict[str, Count]:
             adapters, passes = self.weights.adapters, self.objective.forward_passes
             return components(self.cfg.model, length, adapters, passes) | {
@@ -101,16 +101,16 @@ class Run:
         return flops
 
     def begin_with(self, weights: dict[str, Any]) -> State:
-        """The state before the first step: the weights by path, with the adapter that lora.adapter
-        names, and fresh optimizer state."""
+        """The state before the first step: these weights by path, with the adapter that
+        lora.adapter names."""
         folder = self.cfg.lora and self.cfg.lora.adapter
         return self.start(tree(self.weights.with_adapter(weights, folder) if folder else weights))
 
     @property
     def abstract_arguments(self) -> tuple[Any, ...]:
-        """Arguments of `step`: the state, a batch, and where the objective has second sets
-        of weights, these by name: of each, the weights that a step changes in the first."""
-        second = only(self.changed, self.abstract.params)
+        """Arguments of `step`: the state, a batch, and the objective's second sets of weights by
+        name, where it has some."""
+        second = select(self.changed, self.abstract.params)
         frozen = {
             name: self.others[name].abstract.params if name in self.others else second
             for name in self.objective.frozen
@@ -119,26 +119,48 @@ class Run:
 
     @property
     def kernels(self) -> list[Choice]:
-        """The kernels that serve the step. ConfigError where one is asked for that cannot serve."""
+        """The kernels that the step uses. ConfigError where a requested one does not support it."""
         return self._traced[1]
 
     def lower(self) -> Any:
-        """The step for the compiler: jax's Lowered."""
+        """Lower the step: jax's Lowered."""
         return self._traced[0].lower()
 
     @functools.cached_property
     def _traced(self) -> tuple[Any, list[Choice]]:
-        """The step as jax traces it, once, and the choices that are made on the way."""
+        """The traced step, and the kernels chosen while it was traced."""
         with recording() as choices:
             return self.step.trace(*self.abstract_arguments), choices
 
     def within(self, f: Callable) -> Callable:
-        """`f`, traced as the step is: on the run's mesh, with its table of block sizes."""
+        """Wrap `f` so that it is traced as the step is."""
         return traced_within(self.mesh, self.cfg, f)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Models:
+    """Makes models from weights: of a run, and of its second sets of weights."""
+
+    graph: Any
+    info: Tree
+    others: Mapping[str, Run]
+    moves: Moves
+
+    def __call__(self, params: Tree, frozen: Tree) -> Models:
+        second = {name: self._second(name, given, params) for name, given in (frozen or {}).items()}
+        return Models(nnx.merge(self.graph, nnx.State(params)), second)
+
+    def _second(self, name: str, given: Tree, params: Tree) -> Any:
+        """The model from a second set of weights; it shares what no step changes with the first."""
+        if other := self.others.get(name):
+            own = self.moves.weights_to_devices(given, other.info)
+            return nnx.merge(other.graph, nnx.State(own))
+        own = self.moves.weights_to_devices(given, self.info)
+        return nnx.merge(self.graph, nnx.State(combine(own, params)))
+
+
 def of_teacher(cfg: "Config") -> "Config":
-    """The configuration of the teacher of a run, on the run's mesh."""
+    """The configuration of a run's teacher, on the run's mesh."""
     return cfg.model_copy(
         update={
             "model": cfg.teacher,
@@ -151,48 +173,41 @@ def of_teacher(cfg: "Config") -> "Config":
 
 
 def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
-    """Resolve everything that a run is made of; raises ConfigError where the parts do not fit. One
-    that never trains has no optimizer."""
+    """Resolve everything that a run is made of; without `trains` there is no optimizer. ConfigError
+    where the parts do not fit."""
     rewrite = Rewrite(cfg)
-    graph, params, info = rewrite.graph, *of_weights(rewrite.state, rewrite.replaced)
+    params, info = of_weights(rewrite.state, rewrite.replaced)
     if trains:
         trained, changed = optim.trained(cfg.optimizer, info), optim.changed(cfg.optimizer, info)
+        optimizer = optim.build(cfg.optimizer, cfg.train.steps, info)
+        behind = cfg.rollout.behind if cfg.rollout else 0
     else:
         trained = jax.tree.map(lambda _: False, info)
         changed = jax.tree.map(lambda i: i.carried and not i.frozen, info)
-    tx = optax.with_extra_args_support(
-        optim.build(cfg.optimizer, cfg.train.steps, info) if trains else optax.identity()
-    )
-    abstract = State(
-        jax.ShapeDtypeStruct((), jnp.int32),
-        params,
-        jax.eval_shape(tx.init, only(trained, params)),
-        jax.eval_shape(guard.fresh),
-        (only(changed, params),) * (cfg.rollout.behind if cfg.rollout and trains else 0),
-    )
+        optimizer, behind = optax.identity(), 0
+    tx = optax.with_extra_args_support(optimizer)
+
+    def start(params: Tree) -> State:
+        return State(
+            jnp.zeros((), jnp.int32),
+            params,
+            tx.init(select(trained, params)),
+            guard.fresh(),
+            (select(changed, params),) * behind,
+        )
+
+    abstract = jax.eval_shape(start, params)
     shardings = of_state(abstract, info, mesh, cfg.mesh)
     abstract = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
     )
-    everywhere = NamedSharding(mesh, PartitionSpec())
-
-    def start(params: Tree) -> State:
-        behind = (only(changed, params),) * len(abstract.behind)
-        opt = tx.init(only(trained, params))
-        return State(jnp.zeros((), jnp.int32), params, opt, guard.fresh(), behind)
-
+    moves = Moves(shardings, abstract, info, mesh, cfg.mesh)
     objective = objective_of(cfg, trains)
     others = {"teacher": assemble(of_teacher(cfg), mesh, trains=False)} if cfg.teacher else {}
-    moves = Moves(shardings, abstract, info, mesh, cfg.mesh)
-
-    def models(params: Tree, frozen: Tree) -> Models:
-        second = {}
-        for name, given in (frozen or {}).items():
-            other = others.get(name)
-            own = moves.weights_to_devices(given, other.info if other else info)
-            whole = own if other else joined(own, params)
-            second[name] = nnx.merge(other.graph if other else graph, nnx.State(whole))
-        return Models(nnx.merge(graph, nnx.State(params)), second)
+    models = _Models(rewrite.graph, info, others, moves)
+    step = TrainingStep(cfg, tx, trained, changed, objective, models, moves)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    options, ordered = compiling.options_for(cfg, mesh), compiling.in_order(mesh)
 
     def of_models(f: Callable[[Models, Batch], Batch]) -> Any:
         def by_weights(params: Tree, batch: Batch, frozen: Tree = None) -> Batch:
@@ -204,8 +219,6 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
             compiler_options=options,
         )
 
-    step = functools.partial(training_step, cfg, tx, trained, changed, objective, models, moves)
-    options, ordered = compiling.options_for(cfg, mesh), compiling.in_order(mesh)
     return Run(
         cfg=cfg,
         mesh=mesh,
@@ -215,7 +228,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         objective=objective,
         batches=Batches(cfg, mesh, objective.fields),
         weights=PlacedWeights(cfg, mesh, rewrite, flat(abstract.params)),
-        graph=graph,
+        graph=rewrite.graph,
         others=others,
         start=jax.jit(
             traced_within(mesh, cfg, start),
@@ -235,7 +248,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
             compiler_options=options,
         ),
         skip_batch=jax.jit(
-            functools.partial(skipped, cfg, changed),
+            functools.partial(skip, cfg.rollout, changed),
             donate_argnums=0,
             out_shardings=shardings,
             compiler_options=ordered,

@@ -28,7 +28,7 @@ from maxstack.schema import rules
 from maxstack.schema.data import PICTURED, holds_text
 from maxstack.shaped import Shaped
 from maxstack.state import State, count, flat
-from maxstack.step import only
+from maxstack.step import select
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
@@ -439,7 +439,7 @@ def frozen(run: Run) -> tuple[dict[str, Any], ...]:
     if not run.objective.frozen:
         return ()
     own = {*run.objective.frozen} - {*run.others}
-    second = only(run.changed, fresh(run).params) if own else None
+    second = select(run.changed, fresh(run).params) if own else None
     return (
         {
             name: fresh(run.others[name]).params if name in run.others else second

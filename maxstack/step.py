@@ -1,5 +1,14 @@
-"""The training step and the evaluation step, as functions of the state and a batch."""
+"""The training step, as a function of the state and a batch.
 
+The weights are split into two trees with holes: those that the optimizer trains and the rest. The
+loss is differentiated by the first and closes over the second, so what is frozen has no gradient.
+Microbatches add sums of the loss and its gradient, which are divided once, by the weight of the
+whole batch. The guard judges the loss and the norm of the gradient on the device, and a refused
+update leaves weights and optimizer state as they were; the host reads its verdict a step later
+(faults/policy.py), so that no device waits for it.
+"""
+
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -16,115 +25,122 @@ from maxstack.kernels import tuning
 from maxstack.models.model import model_of
 from maxstack.objectives.objective import Batch, Loss, Models, Objective, divisor, row_keys
 from maxstack.optim import rounding
+from maxstack.schema.rollout import RolloutConfig
 from maxstack.state import Moves, State, Tree
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 
-def training_step(
-    cfg: "Config",
-    tx: optax.GradientTransformationExtraArgs,
-    trained: Tree,
-    changed: Tree,
-    objective: Objective,
-    models: Callable[[Tree, Tree], Models],
-    moves: Moves,
-    state: State,
-    batch: Batch,
-    frozen: Tree = None,
-) -> tuple[State, dict[str, jax.Array]]:
-    """One update from a batch -> the next state and its scalars. `tx` updates the weights that are
-    `trained`, of those that are `changed`; the loss of `models(params, frozen)` is summed over
-    microbatches, and a refused update changes neither weights nor optimizer state."""
-    state = moves.to_devices(state)
-    params, rest = (
-        only(trained, state.params),
-        only(jax.tree.map(operator.not_, trained), state.params),
-    )
-    key = jax.random.key(cfg.train.seed, impl="threefry2x32")
-    key = jax.random.fold_in(key, state.step)
-    batch = objective.prepare(batch, key)
-    if cfg.lora and cfg.lora.dropout:
-        keys = row_keys(key, cfg.train.batch_size)
-        batch = {**batch, "keys": sharding.constrain(keys, "batch")}
-    if objective.coupled and cfg.train.accumulate > 1:
-        measured = _by_microbatches(
-            lambda batch: objective.measure(models(joined(params, rest), frozen), batch),
+@dataclasses.dataclass(frozen=True)
+class TrainingStep:
+    """One update from a batch: (state, batch[, frozen]) -> the next state and its scalars."""
+
+    cfg: "Config"
+    tx: optax.GradientTransformationExtraArgs
+    trained: Tree
+    """Booleans: weights that `tx` updates."""
+    changed: Tree
+    """Booleans: those, and weights that a rule of the model updates."""
+    objective: Objective
+    models: Callable[[Tree, Tree], Models]
+    """Models from weights and from second sets of weights."""
+    moves: Moves
+
+    def __call__(
+        self, state: State, batch: Batch, frozen: Tree = None
+    ) -> tuple[State, dict[str, jax.Array]]:
+        cfg, objective = self.cfg, self.objective
+        state = self.moves.to_devices(state)
+        params = select(self.trained, state.params)
+        rest = select(jax.tree.map(operator.not_, self.trained), state.params)
+
+        def models(params: Tree) -> Models:
+            return self.models(combine(params, rest), frozen)
+
+        key = jax.random.key(cfg.train.seed, impl="threefry2x32")
+        key = jax.random.fold_in(key, state.step)
+        batch = self._prepare(batch, key, lambda batch: objective.measure(models(params), batch))
+        summed, grads = _gradient(
+            lambda params, batch: objective.loss(models(params), batch),
+            params,
             batch,
             cfg.train.accumulate,
         )
-        batch = objective.weigh(measured)
-    batch = {**batch, **objective.factors(batch)}
-    summed, grads = _gradient(
-        lambda params, batch: objective.loss(models(joined(params, rest), frozen), batch),
-        params,
-        batch,
-        cfg.train.accumulate,
-    )
-    assert "loss" in summed.metrics, f"objective.kind={cfg.objective.kind}: no metrics['loss']"
-    with jax.named_scope("optimizer"):
-        weight = divisor(summed.weight)
-        grads = moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
-        value = summed.total / weight
-        norm = optax.tree.norm(grads)
-        skipped, guarded = guard.judge(cfg.faults, state.guard, value, norm, summed.weight)
-        accepted = skipped == guard.ACCEPTED
-        after_step = functools.partial(
-            model_of(cfg.model).after_step, cfg.model, reports=summed.reports
+        assert "loss" in summed.metrics, f"objective.kind={cfg.objective.kind}: no metrics['loss']"
+        with jax.named_scope("optimizer"):
+            weight = divisor(summed.weight)
+            grads = self.moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
+            loss = summed.total / weight
+            norm = optax.tree.norm(grads)
+            skipped, guarded = guard.judge(cfg.faults, state.guard, loss, norm, summed.weight)
+            after_step = functools.partial(
+                model_of(cfg.model).after_step, cfg.model, reports=summed.reports
+            )
+
+            def update() -> tuple[Tree, Tree]:
+                updates, opt = self.tx.update(grads, state.opt, params, value=loss, grad=grads)
+                moved = rounding.moved(params, updates, cfg.optimizer.rounding, key)
+                moved = combine(moved, rest)
+                return moved if cfg.lora else self._by_rules(moved, after_step(moved)[0]), opt
+
+            accepted = skipped == guard.ACCEPTED
+            new_params, opt = guard.either(accepted, update, (state.params, state.opt))
+            reported = after_step(state.params)[1]
+            reported |= rounding.still(params, select(self.trained, new_params))
+        scalars = _means(summed.metrics, weight) | reported
+        scalars |= {
+            "weight": summed.weight,
+            "grad_norm": norm,
+            "skipped": skipped,
+            "refused": guarded.refused,
+        }
+        if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
+            scalars["learning_rate"] = jnp.asarray(rate(state.guard.updates))
+        behind = shift_behind(cfg.rollout, self.changed, state)
+        return self.moves.home(State(state.step + 1, new_params, opt, guarded, behind)), scalars
+
+    def _prepare(self, batch: Batch, key: jax.Array, measure: Callable[[Batch], Batch]) -> Batch:
+        """The global batch with everything that is drawn or counted over all of it, before it is
+        cut into microbatches."""
+        cfg = self.cfg
+        batch = self.objective.prepare(batch, key)
+        if cfg.lora and cfg.lora.dropout:
+            keys = row_keys(key, cfg.train.batch_size)
+            batch = {**batch, "keys": sharding.constrain(keys, "batch")}
+        if self.objective.coupled and cfg.train.accumulate > 1:
+            batch = self.objective.weigh(_by_microbatches(measure, batch, cfg.train.accumulate))
+        return {**batch, **self.objective.factors(batch)}
+
+    def _by_rules(self, moved: Tree, after: Tree) -> Tree:
+        """`moved` with the weights that the model's rules update, from `after`."""
+        return jax.tree.map(
+            lambda changes, new, old: new if changes else old, self.changed, after, moved
         )
 
-        def updated() -> tuple[Tree, Tree]:
-            updates, opt = tx.update(grads, state.opt, params, value=value, grad=grads)
-            moved = rounding.moved(params, updates, cfg.optimizer.rounding, key)
-            moved = joined(moved, rest)
-            if cfg.lora:
-                return moved, opt
-            after = after_step(moved)[0]
-            kept = jax.tree.map(
-                lambda moves, new, old: new if moves else old, changed, after, moved
-            )
-            return kept, opt
 
-        new_params, opt = guard.either(accepted, updated, (state.params, state.opt))
-        reported = after_step(state.params)[1]
-        reported |= rounding.still(params, only(trained, new_params))
-    scalars = _means(summed.metrics, weight) | reported
-    scalars |= {
-        "weight": summed.weight,
-        "grad_norm": norm,
-        "skipped": skipped,
-        "refused": guarded.refused,
-    }
-    if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
-        scalars["learning_rate"] = jnp.asarray(rate(state.guard.updates))
-    behind = older(cfg, changed, state)
-    return moves.home(State(state.step + 1, new_params, opt, guarded, behind)), scalars
+def skip(rollout: RolloutConfig | None, changed: Tree, state: State) -> State:
+    """The state after a batch that is skipped."""
+    return state._replace(step=state.step + 1, behind=shift_behind(rollout, changed, state))
 
 
-def skipped(cfg: "Config", changed: Tree, state: State) -> State:
-    """The state with one more batch passed over."""
-    return state._replace(step=state.step + 1, behind=older(cfg, changed, state))
-
-
-def older(cfg: "Config", changed: Tree, state: State) -> tuple[Tree, ...]:
-    """`State.behind` after one more step: where that is the first of a rollout, with the weights
-    before it."""
+def shift_behind(rollout: RolloutConfig | None, changed: Tree, state: State) -> tuple[Tree, ...]:
+    """`State.behind` after one more step: where that is the first of a rollout, the weights before
+    it come first and the oldest go."""
     if not state.behind:
         return ()
-    assert cfg.rollout
-    moved = only(changed, state.params), *state.behind[:-1]
-    if cfg.rollout.steps == 1:
-        return moved
-    begins = state.step % cfg.rollout.steps == 0
-    return guard.where(begins, moved, state.behind)
+    assert rollout
+    shifted = select(changed, state.params), *state.behind[:-1]
+    if rollout.steps == 1:
+        return shifted
+    begins = state.step % rollout.steps == 0
+    return guard.where(begins, shifted, state.behind)
 
 
 def _gradient(
     loss: Callable[..., Loss], params: Tree, batch: Batch, pieces: int
 ) -> tuple[Loss, Tree]:
-    """Sums of the loss and of its gradient over the batch, `pieces` microbatches one after the
-    other."""
+    """Sums of the loss and of its gradient over a batch, in `pieces` microbatches."""
 
     def total(params: Tree, batch: Batch) -> tuple[jax.Array, Loss]:
         result = loss(params, batch)
@@ -149,7 +165,8 @@ def _gradient(
 
 
 def _by_microbatches(f: Callable[[Batch], Batch], batch: Batch, pieces: int) -> Batch:
-    """`f`, which gives arrays of rows, of each microbatch -> its arrays of the whole batch."""
+    """Apply `f`, which returns arrays of rows, to each microbatch -> its arrays for the whole
+    batch."""
     cut, whole = _cut(batch, pieces)
 
     def one(_: None, cut: Batch) -> tuple[None, Batch]:
@@ -161,8 +178,9 @@ def _by_microbatches(f: Callable[[Batch], Batch], batch: Batch, pieces: int) -> 
 
 
 def _cut(batch: Batch, pieces: int) -> tuple[Batch, Batch]:
-    """Arrays of rows with a leading axis of microbatches, and those that all get. Row r goes to
-    microbatch r % pieces, so that each device cuts its own rows and none moves."""
+    """Arrays of rows with a leading axis of microbatches, and scalars that every microbatch gets.
+    Row r goes to microbatch r % pieces: each device cuts its own rows, and none moves to another
+    device, as contiguous blocks of the sharded batch would."""
     cut = {
         name: x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1)
         for name, x in batch.items()
@@ -172,7 +190,8 @@ def _cut(batch: Batch, pieces: int) -> tuple[Batch, Batch]:
 
 
 def _means(metrics: Batch, weight: jax.Array) -> dict[str, jax.Array]:
-    """Sums divided by the weight, or by their own, which stays beside them, by name."""
+    """Each sum divided by its own weight where it has one, which stays in the result, else by
+    `weight`."""
     own = {name: total for name, total in metrics.items() if name.endswith("/weight")}
     means = {
         name: total / divisor(own.get(f"{name}/weight", weight))
@@ -183,7 +202,7 @@ def _means(metrics: Batch, weight: jax.Array) -> dict[str, jax.Array]:
 
 
 def traced_within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
-    """`f`, traced on the mesh and with the run's table of block sizes."""
+    """Wrap `f` so that it is traced on the mesh and with the run's table of block sizes."""
 
     @functools.wraps(f)
     def traced(*args: Any) -> Any:
@@ -193,14 +212,13 @@ def traced_within(mesh: Mesh, cfg: "Config", f: Callable) -> Callable:
     return traced
 
 
-def only(chosen: Tree, tree: Tree) -> Tree:
-    """The leaves of `tree` that are chosen, None in place of the others; `chosen` is as `tree`, of
-    booleans."""
+def select(chosen: Tree, tree: Tree) -> Tree:
+    """The leaves of `tree` where the booleans of `chosen` are true, None elsewhere."""
     return jax.tree.map(lambda wanted, leaf: leaf if wanted else None, chosen, tree)
 
 
-def joined(first: Tree, second: Tree) -> Tree:
-    """The tree of which each has the leaves that are None in the other."""
+def combine(first: Tree, second: Tree) -> Tree:
+    """Merge two trees, each of which has None where the other has a leaf."""
     return jax.tree.map(
         lambda a, b: b if a is None else a, first, second, is_leaf=lambda leaf: leaf is None
     )

@@ -163,10 +163,10 @@ def optimizer(run: Any, params: Any) -> Part:
     import jax
 
     from maxstack import optim
-    from maxstack.step import only
+    from maxstack.step import select
 
     tx = optim.build(run.cfg.optimizer, run.cfg.train.steps, run.info)
-    params = only(optim.trained(run.cfg.optimizer, run.info), params)
+    params = select(optim.trained(run.cfg.optimizer, run.info), params)
 
     def update(params: Any, opt: Any, grads: Any) -> Any:
         updates, opt = tx.update(grads, opt, params)

@@ -10,7 +10,7 @@ import optax
 from maxstack.optim import build, trained
 from maxstack.schema.optimizer import OptimizerConfig
 from maxstack.schema.optimizer.paths import ParamInfo
-from maxstack.step import joined, only
+from maxstack.step import combine, select
 
 LAYERS, EMBED, HEADS, HEAD_DIM, MLP, VOCAB = 2, 6, 2, 4, 5, 7
 
@@ -88,11 +88,12 @@ def of_whole(cfg, steps, of):
     tx = build(cfg, steps, of)
 
     def update(grads, state, params, **extra):
-        updates, state = tx.update(only(chosen, grads), state, only(chosen, params), **extra)
-        return joined(
-            updates, jax.tree.map(jnp.zeros_like, only(jax.tree.map(operator.not_, chosen), params))
+        updates, state = tx.update(select(chosen, grads), state, select(chosen, params), **extra)
+        return combine(
+            updates,
+            jax.tree.map(jnp.zeros_like, select(jax.tree.map(operator.not_, chosen), params)),
         ), state
 
     return optax.GradientTransformationExtraArgs(
-        lambda params: tx.init(only(chosen, params)), update
+        lambda params: tx.init(select(chosen, params)), update
     )

@@ -58,7 +58,7 @@ class Shapes:
             for i, leaf, updated in zip(*map(jax.tree.leaves, (info, params, trained)), strict=True)
         )
         tx = optim.build(cfg.optimizer, cfg.train.steps, info)
-        state = jax.eval_shape(tx.init, step.only(trained, params))
+        state = jax.eval_shape(tx.init, step.select(trained, params))
         kept = [
             ((i.axes if i else (None,) * leaf.ndim), leaf.size * leaf.dtype.itemsize)
             for i, leaf in zip(weights_behind(state, info), jax.tree.leaves(state), strict=True)

@@ -12,7 +12,7 @@ from maxstack.hardware.chips import by_kind
 from maxstack.hardware.devices import host_memory
 from maxstack.run import Run
 from maxstack.state import HOST
-from maxstack.step import only
+from maxstack.step import select
 
 GIB = 2**30
 
@@ -52,7 +52,7 @@ def least(run: Run) -> dict[str, int]:
         if cfg.model.remat.offloads("input")
         else stream * cfg.model.layers // run.mesh.shape["tensor"]
     )
-    changed = jax.tree.leaves(only(run.changed, run.abstract.params))
+    changed = jax.tree.leaves(select(run.changed, run.abstract.params))
     return {
         **state_bytes(run),
         "gradients": sum(map(_shard_size, changed)),

@@ -22,7 +22,7 @@ from maxstack.rollouts.figures import figures, line, records, sums, together
 from maxstack.rollouts.maker import Maker
 from maxstack.rollouts.sample import Group, rows_of
 from maxstack.state import State, weights_at
-from maxstack.step import joined
+from maxstack.step import combine
 
 if TYPE_CHECKING:
     from maxstack.run import Run
@@ -138,7 +138,7 @@ class RolloutFeed(BatchFeed):
         """All weights of the model as they were before the first step of a rollout."""
         assert self._step is not None
         older = weights_at(state, self._step, max(number, 0), self._cfg.steps)
-        return state.params if older is None else joined(older, state.params)
+        return state.params if older is None else combine(older, state.params)
 
     def _begin(self, number: int, state: State) -> None:
         """Begin a rollout, in a thread of its own where it may go on beside training; a mesh of

@@ -151,9 +151,9 @@ def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
     import jax
     import jax.numpy as jnp
 
-    from maxstack import run, step
+    from maxstack import step
 
-    gradient, whole = step._gradient, run.training_step
+    gradient, whole = step._gradient, step.TrainingStep.__call__
 
     def tainted(loss: Callable, params: Any, batch: Any, pieces: int, bad: Any) -> Any:
         summed, grads = gradient(loss, params, batch, pieces)
@@ -170,18 +170,17 @@ def poison(steps: list[int], where: str, value: float = float("nan")) -> None:
             )
         return summed, jax.tree.unflatten(tree, leaves)
 
-    def tainted_step(*arguments: Any) -> Any:
-        *_, state, _ = arguments
+    def tainted_step(own: Any, state: Any, *rest: Any) -> Any:
         bad = jnp.isin(state.step + 1, jnp.asarray(steps))
         step._gradient = lambda loss, params, batch, pieces: tainted(
             loss, params, batch, pieces, bad
         )
         try:
-            return whole(*arguments)
+            return whole(own, state, *rest)
         finally:
             step._gradient = gradient
 
-    run.training_step = tainted_step
+    step.TrainingStep.__call__ = tainted_step
 
 
 def clock(seconds: float) -> None:
