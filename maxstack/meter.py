@@ -3,7 +3,7 @@ runs."""
 
 import collections
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,8 +15,8 @@ from maxstack.hardware.chips import peak_flops
 from maxstack.optim.rounding import STILL
 from maxstack.run import Run
 
-WATCHED = 20
-"""Steps over which weights that stand still are counted."""
+PATIENCE = 20
+"""Steps in a row before a warning that nothing is learned."""
 
 
 class Meter:
@@ -33,43 +33,47 @@ class Meter:
         self._pending: tuple[int, dict[str, jax.Array], float, float, Future[float]] | None = None
         self._thread = ThreadPoolExecutor(1, "meter")
         self._ready = self._waited = 0.0
-        self._busy, self._count, self._rows = 0.0, 0, 0
+        self._busy = 0.0
+        self._count = self._rows = 0
         self._tokens = self._before = 0
         self._fed = collections.Counter[str]()
         self._lag = Lag(0, 0.0, 0.0, 0.0)
-        self._still = collections.deque[float](maxlen=WATCHED)
-        self._rate, self._told, self._silent = float("inf"), False, 0
+        self._still = collections.deque[float](maxlen=PATIENCE)
+        self._rate = float("inf")
+        self._told = False
+        self._without_signal = 0
 
     def to_json(self) -> dict[str, int]:
         """What a checkpoint keeps: the tokens of all steps so far, without padding."""
         return {"tokens": self._tokens}
 
     def restore(self, saved: Mapping[str, Any], step: int) -> None:
-        """Go on from a step, where `to_json` returned `saved`."""
+        """Go back to a step at which `to_json` returned `saved`."""
         self._tokens = saved.get("tokens", self._stages.tokens(step)) if step else 0
         self._before = self._tokens
 
     def restart(self) -> None:
-        """Begin the next step's time now."""
+        """Start timing the next step now."""
         self._ready, self._waited = time.perf_counter(), self._feed.waited
 
     def add(self, step: int, scalars: dict[str, Any]) -> dict[str, Any] | None:
-        """Note a step that was just dispatched -> the row of the one before it, as by `flush`."""
+        """Note a step that was just dispatched -> the row of the step before, as from `flush`."""
         dispatched, ready = time.perf_counter(), self._thread.submit(_ready, scalars)
         row = self.flush()
         self._pending = step, scalars, self._feed.waited, dispatched, ready
         return row
 
     def drop(self) -> None:
-        """Forget the step noted last: the run goes back before it."""
+        """Forget the step noted last, which the run goes back before."""
         self._pending = None
         self.lag()
 
     def flush(self) -> dict[str, Any] | None:
-        """Wait for the step noted last -> its row; None where there is none."""
+        """Wait for the step noted last -> its row; None where none is pending."""
         if self._pending is None:
             return None
-        (step, scalars, waited, dispatched, ready), self._pending = self._pending, None
+        step, scalars, waited, dispatched, ready = self._pending
+        self._pending = None
         with jax.profiler.TraceAnnotation("wait for the step before"):
             now = ready.result()
         values = {name: float(value) for name, value in jax.device_get(scalars).items()}
@@ -80,7 +84,8 @@ class Meter:
         del values["weight"]
         late = min(max(0.0, dispatched - self._ready), now - self._ready)
         starved = max(0.0, min(waited - self._waited, late))
-        seconds, self._ready, self._waited = now - self._ready, now, waited
+        seconds = now - self._ready
+        self._ready, self._waited = now, waited
         row = {"step": step, "loss": values.pop("loss")} | values
         _, rows, length = self._stages.at(step)
         tokens = sum(fed.values()) if fed and not self._images else rows * length
@@ -109,52 +114,48 @@ class Meter:
 
     @property
     def begins(self) -> bool:
-        """No step has come to its end."""
+        """Whether no step has ended yet."""
         return not self._count
 
-    def silent(self, row: dict[str, Any]) -> str:
-        """A warning where no group of samples had a signal in WATCHED steps one after the other;
-        "" where some had, or it was given before."""
-        self._silent = self._silent + 1 if row.get("groups_without_signal") == 1.0 else 0
-        if self._silent != WATCHED:
-            return ""
-        return (
-            f"no group of samples had a signal in {WATCHED} steps: all its rewards are equal, so "
-            "nothing is learned; give rewards that tell answers apart, more rollout.samples, or a "
-            "model that is right now and then (model.from)"
+    def warnings(self, row: dict[str, Any]) -> Iterator[str]:
+        """Warnings about a step's row, each given once."""
+        self._without_signal = (
+            self._without_signal + 1 if row.get("groups_without_signal") == 1.0 else 0
         )
-
-    def standing(self, row: dict[str, Any]) -> str:
-        """A warning where most weights of few bits stood still in WATCHED steps, warm-up aside; ""
-        where they did not, or it was given before."""
+        if self._without_signal == PATIENCE:
+            yield (
+                f"no group of samples had a signal in {PATIENCE} steps: all rewards of a group are "
+                "equal, so nothing is learned; use rewards that tell answers apart, more "
+                "rollout.samples, or a model that is sometimes right (model.from)"
+            )
         rate, before = row.get("learning_rate", 0.0), self._rate
         self._rate = rate
-        chance = self._run.cfg.optimizer.rounding == "stochastic"
-        if STILL not in row or chance or self._told or rate > before or row["skipped"]:
-            return ""
+        stochastic = self._run.cfg.optimizer.rounding == "stochastic"
+        warms_up = rate > before
+        if STILL not in row or stochastic or self._told or warms_up or row["skipped"]:
+            return
         self._still.append(row[STILL])
         share = sum(self._still) / len(self._still)
-        if len(self._still) < WATCHED or share < 0.5:
-            return ""
-        self._told = True
-        return (
-            f"{share:.0%} of the weights in {self._run.cfg.model.param_dtype} stood still in a "
-            f"step, on average over {WATCHED}, because updates are smaller than their last bit: "
-            "set optimizer.rounding=stochastic, model.param_dtype=float32 or a higher "
-            "optimizer.learning_rate"
-        )
+        if len(self._still) == PATIENCE and share >= 0.5:
+            self._told = True
+            yield (
+                f"{share:.0%} of the weights in {self._run.cfg.model.param_dtype} did not change "
+                f"in a step, on average over {PATIENCE}, because updates are smaller than their "
+                "last bit: set optimizer.rounding=stochastic, model.param_dtype=float32 or a "
+                "higher optimizer.learning_rate"
+            )
 
     def lag(self) -> Lag:
-        """Times of the steps since the last call."""
+        """Times of the steps since the last call, for the comparison of processes."""
         lag, self._lag = self._lag, Lag(0, 0.0, 0.0, 0.0)
         return lag
 
     def left(self, step: int) -> float:
-        """Seconds that the steps after `step` will take, at the mean speed so far."""
+        """Estimated seconds for the steps after `step`, at the mean speed so far."""
         return (self._steps - step) * self._busy / self._count
 
     def summary(self, finished: bool) -> str:
-        """A line about all steps: how many, how fast; "" where there were none."""
+        """A line with the number and speed of all steps; "" where there were none."""
         if not self._count:
             return ""
         number, unit = (
@@ -163,7 +164,7 @@ class Meter:
         shares = [f"{count / self._fed.total():.1%} {name}" for name, count in self._fed.items()]
         fed = f"; fed {', '.join(shares)}" if len(shares) > 1 else ""
         return (
-            f"{'done' if finished else 'stopped, to be resumed by the same command'}: "
+            f"{'done' if finished else 'stopped; run the same command to resume'}: "
             f"{self._count} steps in {self._busy:.1f} s, {number / self._busy:,.0f} {unit}/s on "
             f"average{fed}"
         )

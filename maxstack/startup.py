@@ -1,5 +1,5 @@
-"""The parts of a run's start, before the first step: mesh, watchdog, checkpoints, first state,
-compilation."""
+"""The parts of a run's start, before the first step: mesh, watchdog, checks, checkpoints, feed,
+first state."""
 
 import contextlib
 import math
@@ -14,7 +14,6 @@ import numpy as np
 from maxstack import config, optim, sharding
 from maxstack.cluster.peers import Peers
 from maxstack.errors import ConfigError, shortened
-from maxstack.faults.policy import Rewind
 from maxstack.hardware import compiling
 from maxstack.hardware.chips import peak_flops
 from maxstack.load import run_folder
@@ -24,7 +23,7 @@ from maxstack.report.metrics import last_step
 from maxstack.report.run_folder import folder_of
 from maxstack.report.trackers import check_installed
 from maxstack.run import Run
-from maxstack.schema import rules
+from maxstack.schema import objective_rules, rules
 from maxstack.schema.data import PICTURED, holds_text
 from maxstack.shaped import Shaped
 from maxstack.state import State, count, flat
@@ -36,17 +35,15 @@ if TYPE_CHECKING:
     from maxstack.data.feed import BatchFeed
     from maxstack.evals.evaluation import Evaluation
     from maxstack.faults.heartbeat import Heartbeat
-    from maxstack.faults.policy import Policy
-    from maxstack.faults.replicas import Recompute
     from maxstack.meter import Meter
     from maxstack.report.metrics import Writer
     from maxstack.rollouts.maker import Maker
     from maxstack.schema.config import Config
 
 
-def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, Dealt | None]":
-    """The configuration with the train.steps that train.epochs take, and how documents are dealt
-    then, the same in every process."""
+def count_steps(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, Dealt | None]":
+    """The configuration with the train.steps that train.epochs take, and how documents are dealt to
+    rows for that, the same in every process."""
     if cfg.train.epochs is None:
         return cfg, None
     prepare_tokenizer(cfg)  # how many rows the documents fill depends on it
@@ -62,8 +59,8 @@ def counted(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, Dealt | No
 
 
 def prepare_tokenizer(cfg: "Config") -> None:
-    """Process 0 learns the tokenizer that the configuration wants learnt, and the others wait;
-    ConfigError where the model has too few tokens for it."""
+    """Learn the tokenizer in process 0 where the configuration asks for it, while the others wait.
+    ConfigError where the model has too few tokens for the tokenizer."""
     from maxstack.data import fits
 
     if getattr(cfg.data.tokenizer, "learn", None):
@@ -77,12 +74,12 @@ def prepare_tokenizer(cfg: "Config") -> None:
 
 
 def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """The mesh over all devices, or these; ConfigError where a size does not divide by it, now that
-    their number is known."""
+    """The mesh over these devices, by default all. ConfigError where a size does not divide over
+    it, now that the number of devices is known."""
     if cfg.faults.elastic and jax.process_count() > 1:
         raise ConfigError(
-            "faults.elastic: is for one process that drives all slices, and there are "
-            "several; leave it out, they are started again"
+            "faults.elastic: is for one process that drives all slices, and there are several; "
+            "leave it out, lost processes are restarted"
         )
     mesh = sharding.make_mesh(cfg.mesh, devices or jax.devices())
     if faults := rules.device_faults(cfg, mesh.size):
@@ -90,9 +87,9 @@ def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.shardi
     return mesh
 
 
-def watched(cfg: "Config", ending: contextlib.ExitStack, ends: bool) -> "Heartbeat | None":
-    """The heartbeat of this process, until `ending` is closed, or where it `ends` with the run
-    until its end; None where no watchdog is wanted."""
+def start_watchdog(cfg: "Config", ending: contextlib.ExitStack, ends: bool) -> "Heartbeat | None":
+    """Start the heartbeat and the watchdog of this process, which last until `ending` is closed, or
+    until the process ends where it `ends` with the run; None where faults.watchdog is null."""
     if cfg.faults.watchdog is None:
         return None
     from maxstack.faults.heartbeat import Heartbeat
@@ -104,8 +101,8 @@ def watched(cfg: "Config", ending: contextlib.ExitStack, ends: bool) -> "Heartbe
 def open_checkpoints(
     run: Run, folder: Path, say: Callable[[str], None], forced: Sequence[str]
 ) -> "Checkpoints | None":
-    """The run's checkpoints; None where nothing is to be saved or restored, so that orbax is not
-    even imported."""
+    """The run's checkpoints; None where nothing is saved or restored, so that Orbax, which takes
+    seconds to import, is not imported."""
     cfg, folder = run.cfg.checkpoint, folder / "checkpoints"
     if (
         not cfg.every
@@ -120,7 +117,7 @@ def open_checkpoints(
 
 
 def engine_bytes(run: Run) -> dict[str, int]:
-    """Bytes of a device that the engine of a run keeps beside training, by part."""
+    """Bytes that the rollout engine keeps on a device beside training, by part."""
     if run.cfg.rollout is None:
         return {}
     from maxstack.rollouts.capacity import cache_bytes
@@ -134,8 +131,8 @@ def open_feed(
     ending: contextlib.ExitStack,
     dealt: "Dealt | None" = None,
 ) -> "tuple[BatchFeed, Maker | None]":
-    """The feed of a run's batches, until `ending` is closed, and what makes them where they are
-    samples of the model. ConfigError or DataError where a part of it cannot be used."""
+    """Open the feed of a run's batches, which `ending` closes, and the maker of rollouts where it
+    learns from samples. ConfigError or DataError where a part of it cannot be used."""
     from maxstack.data.fed import Fed
     from maxstack.data.feed import Feed
 
@@ -178,8 +175,8 @@ def evaluator(
     frozen: tuple[dict[str, Any], ...],
     maker: "Maker | None",
 ) -> "Evaluation | None":
-    """The evaluation of a run: by rewards where `maker` makes samples, else by the loss, and by
-    tasks; None where there is to be none."""
+    """The evaluation of a run: rewards where `maker` makes samples, else the held-out loss, and
+    tasks; None where eval.every is 0."""
     if not run.cfg.eval.every:
         return None
     from maxstack.evals.evaluation import Evaluation, Part
@@ -202,87 +199,94 @@ def evaluator(
 
 
 def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> None:
-    """Log the run that is about to begin, in a few lines; `begins`: from weights that no checkpoint
-    holds."""
+    """Log a description of the run that is about to start; `begins`: from weights that no
+    checkpoint holds."""
     cfg = run.cfg
-    size, opt_size = (count(tree)[1] for tree in (run.abstract.params, run.abstract.opt))
-    trained = f", {run.trained:,} of them trained" if run.trained < run.weights.parameters else ""
-    low = {
-        use.rule.weight_qtype for use in run.weights.rewrite.matches.values() if use.mode == "ptq"
-    }
-    types = ", ".join([cfg.model.param_dtype, *sorted(qtype or "" for qtype in low)])
-    mesh = " x ".join(f"{axis}={n}" for axis, n in run.mesh.shape.items() if n > 1) or "one device"
-    kind = run.mesh.devices.flat[0].device_kind
-    peak = peak_flops(kind)
-    log.say(
-        f"{cfg.run.name}: {run.weights.parameters:,} parameters{trained}, {size / 2**20:,.1f} MiB "
-        f"in {types}; optimizer state {opt_size / 2**20:,.1f} MiB"
-    )
-    log.say(
-        f"devices: {run.mesh.size} x {kind} ({mesh}); peak "
-        f"{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
-        f"{run.flops_per_token / 1e6:,.1f} MFLOP "
-        "a token, with the keys that a query sees"
-    )
-    if cfg.train.epochs:
-        log.say(f"train.epochs={cfg.train.epochs:g}: {cfg.train.steps:,} steps")
-    if (stages := run.mesh.shape["stage"]) > 1:
-        idle = bubble(stages, cfg.mesh.rounds, cfg.mesh.microbatches or stages)
-        log.say(
-            f"pipeline: {stages} stages, idle in {idle:.1%} of their turns; more "
-            "mesh.microbatches or mesh.rounds make that less"
-        )
-    if run.weights.rewrite.skipped:
-        log.say(
-            f"lora: no adapters beside {', '.join(run.weights.rewrite.skipped)}, which "
-            "lora.targets match: experts, tables and the head take none"
-        )
-    if begins and cfg.lora and cfg.model.weights is None:
-        log.say(
-            "lora: the base is random: neither model.from nor checkpoint.restore gives "
-            "its weights, and adapters alone are trained"
-        )
-    if cfg.lora and cfg.lora.adapter and getattr(cfg.objective, "reference", "") == "adapter_off":
-        log.say(
-            "objective.reference=adapter_off: compares with the model without an adapter, and not "
-            f"with what the run begins with by lora.adapter={cfg.lora.adapter}; "
-            "objective.reference=start does"
-        )
-    if begins and cfg.model.weights:
-        for line in unlike_folder(run, cfg.model.weights):
-            log.say(line)
-    if begins and (done := last_step(folder_of(cfg))):
-        log.say(
-            f"this run has metrics up to step {done} and no checkpoint: from step 0; "
-            f"checkpoint.every={cfg.checkpoint.every}"
-        )
+    for line in (*_sizes(run), *_surprises(run, begins)):
+        log.say(line)
     for choice in run.kernels:
         log.say(f"kernel: {choice}")
     if cfg.xla.flags:
         flags = " ".join(f"{name}={value}" for name, value in cfg.xla.flags.items())
         if not compiling.flags_for(cfg, run.mesh.devices.flat[0].platform):
-            flags = f"flags for {cfg.xla.platform}, left out here: {flags}"
+            flags = f"flags for {cfg.xla.platform}, not used here: {flags}"
         log.say(f"xla: {flags}")
     for line in sources:
         log.say(f"data: {line}")
     if any(holds_text(vars(source)) for source in cfg.data.sources):
-        log.say(f"tokenizer: {getattr(cfg.data.tokenizer, 'path', 'none, bytes are the tokens')}")
+        log.say(f"tokenizer: {getattr(cfg.data.tokenizer, 'path', 'bytes')}")
     if begins and cfg.model.weights:
         log.say(f"weights: those of {cfg.model.weights}")
     elif begins and cfg.checkpoint.restore in ("latest", "none"):
-        answers = {*cfg.objective.records(cfg)} - {None, *PICTURED}
-        little = ", of which post-training makes little" if answers else ""
+        records = {*objective_rules.record_kinds(cfg)} - {None, *PICTURED}
+        warning = ", with which post-training achieves little" if records else ""
         log.say(
-            f"weights: drawn at random{little}; model.from=FOLDER, Org/Name or a run starts from "
-            "others"
+            f"weights: random{warning}; model.from=FOLDER, Org/Name or a run starts from others"
         )
     if cfg.objective.kind == "sft" and not cfg.data.has_records:
         log.say(
-            "objective.kind=sft: no source has records, so every token of the texts counts; for "
-            "conversations set `record`"
+            "objective.kind=sft: no source has records, so the loss counts every token of the "
+            "texts; set `record` for conversations"
         )
     if not cfg.checkpoint.every:
-        log.say("checkpoint.every=0: no weights of this run are kept")
+        log.say("checkpoint.every=0: this run saves no weights")
+
+
+def _sizes(run: Run) -> Iterator[str]:
+    """Lines about parameters, devices and steps."""
+    cfg, rewrite, mesh = run.cfg, run.weights.rewrite, run.mesh
+    size, opt_size = count(run.abstract.params)[1], count(run.abstract.opt)[1]
+    trained = f", {run.trained:,} of them trained" if run.trained < run.weights.parameters else ""
+    low = {use.rule.weight_qtype for use in rewrite.matches.values() if use.mode == "ptq"}
+    types = ", ".join([cfg.model.param_dtype, *sorted(qtype or "" for qtype in low)])
+    yield (
+        f"{cfg.run.name}: {run.weights.parameters:,} parameters{trained}, {size / 2**20:,.1f} MiB "
+        f"in {types}; optimizer state {opt_size / 2**20:,.1f} MiB"
+    )
+    axes = " x ".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
+    kind = mesh.devices.flat[0].device_kind
+    peak = peak_flops(kind)
+    yield (
+        f"devices: {mesh.size} x {kind} ({axes}); peak "
+        f"{f'{peak / 1e12:.0f} TFLOP/s' if peak else 'unknown, so no MFU'}; "
+        f"{run.flops_per_token / 1e6:,.1f} MFLOP a token, causal"
+    )
+    if cfg.train.epochs:
+        yield f"train.epochs={cfg.train.epochs:g}: {cfg.train.steps:,} steps"
+    if (stages := mesh.shape["stage"]) > 1:
+        idle = bubble(stages, cfg.mesh.rounds, cfg.mesh.microbatches or stages)
+        yield (
+            f"pipeline: {stages} stages, a bubble of {idle:.1%}; more mesh.microbatches or "
+            "mesh.rounds shrink it"
+        )
+
+
+def _surprises(run: Run, begins: bool) -> Iterator[str]:
+    """Lines about what a user may not expect of this configuration."""
+    cfg, skipped = run.cfg, run.weights.rewrite.skipped
+    if skipped:
+        yield (
+            f"lora: no adapters for {', '.join(skipped)}, although lora.targets match: experts, "
+            "tables and the head get none"
+        )
+    if begins and cfg.lora and cfg.model.weights is None:
+        yield (
+            "lora: the base is random: neither model.from nor checkpoint.restore gives its "
+            "weights, and only adapters are trained"
+        )
+    if cfg.lora and cfg.lora.adapter and getattr(cfg.objective, "reference", "") == "adapter_off":
+        yield (
+            "objective.reference=adapter_off: compares with the model without any adapter, not "
+            f"with lora.adapter={cfg.lora.adapter}, with which the run begins; "
+            "objective.reference=start does"
+        )
+    if begins and cfg.model.weights:
+        yield from differences_from_folder(run, cfg.model.weights)
+    if begins and (done := last_step(folder_of(cfg))):
+        yield (
+            f"found metrics to step {done} but no checkpoint; restarting from step 0; "
+            f"checkpoint.every={cfg.checkpoint.every}"
+        )
 
 
 def check_steps(cfg: "Config", begin: int) -> None:
@@ -295,8 +299,8 @@ def check_steps(cfg: "Config", begin: int) -> None:
 
 
 def moved_rate(written: dict[str, Any], cfg: "Config", updates: int) -> str:
-    """A line where the next update has another learning rate than by the configuration that wrote
-    the checkpoint; "" where it has not."""
+    """A line where the learning rate of the next update differs from that of the configuration that
+    wrote the checkpoint; "" where it does not."""
     text = optim.moved_rate(written, cfg.optimizer, cfg.train.steps, updates) if written else ""
     if not text:
         return ""
@@ -308,21 +312,18 @@ def moved_rate(written: dict[str, Any], cfg: "Config", updates: int) -> str:
     return f"{text}; changed: {shortened(', '.join(changed), 400)}"
 
 
-def unlike_folder(run: Run, weights: str) -> Iterator[str]:
-    """Lines about what a folder says of training that a run does not do: shorter rows, dropout, one
-    adapter of a module that is several weights here."""
-    from maxstack.hf.binding import bind
+def differences_from_folder(run: Run, weights: str) -> Iterator[str]:
+    """Lines about what a folder says of training that a run does otherwise."""
     from maxstack.hf.contents import open_contents
 
     if run_folder(weights):
         return
-    contents, seq_len = open_contents(weights), run.cfg.data.seq_len
-    said = contents.folder.config
+    said, seq_len = open_contents(weights).folder.config, run.cfg.data.seq_len
     most = said.get("max_position_embeddings")
     if isinstance(most, int) and seq_len > most:
         yield (
             f"data.seq_len={seq_len} is more than max_position_embeddings={most} of {weights}: "
-            "later positions are new to these weights"
+            "its weights have not seen later positions"
         )
     dropout = re.compile("dropout|_pdrop")
     if dropped := [f"{key}={said[key]}" for key in filter(dropout.search, said) if said[key]]:
@@ -330,30 +331,19 @@ def unlike_folder(run: Run, weights: str) -> Iterator[str]:
             f"{weights} asks for dropout in training ({', '.join(dropped)}), which is not applied; "
             "transformers' Trainer applies it"
         )
-    lora, adapted = run.cfg.lora, run.weights.rewrite.adapted
-    if not lora:
-        return
-    shapes = {path: leaf.shape for path, leaf in run.weights.original.items()}
-    for tensor in bind(contents.family, run.cfg.model, shapes):
-        if (parts := sum(target.path in adapted for target in tensor.targets)) > 1:
-            yield (
-                f"lora: {tensor.name} is one module of {weights}, to which peft gives one lora_A; "
-                f"here each of its {parts} parts has its own, and `maxstack lora export` writes "
-                f"them as one of rank {parts} x {lora.rank}"
-            )
-            return
 
 
 def check_can_start(run: Run) -> None:
-    """Check a run before anything is made. ConfigError where a kernel is asked for that cannot
-    serve, a tracker that is not installed, or a flag that the compiler does not know."""
-    cfg, _ = run.cfg, run.kernels
+    """Check a run before it allocates anything. ConfigError for a requested kernel that does not
+    support it, a tracker that is not installed, a compiler flag that XLA does not know."""
+    cfg = run.cfg
+    _ = run.kernels  # traces the step, and raises
     if jax.process_index() == 0:
         check_installed(cfg.run.trackers)
     if (folder_of(cfg) / "quantization.json").is_file():
         raise ConfigError(
-            f"run.name: {folder_of(cfg)} holds weights in low precision that maxstack quantize "
-            f"made, and stays as it is; give a run.name of its own: run.name={cfg.run.name}-lora"
+            f"run.name: {folder_of(cfg)} holds a model that maxstack quantize wrote; give this run "
+            f"another name: run.name={cfg.run.name}-lora"
         )
     if cfg.model.scores and not cfg.objective.SCORES:
         raise ConfigError(
@@ -365,16 +355,17 @@ def check_can_start(run: Run) -> None:
     _check_rank(run)
     if frozen and not cfg.lora and not cfg.optimizer.trainable:
         raise ConfigError(
-            f"quantization: {len(frozen)} weights, {frozen[0]} first, would be kept in low "
-            "precision and never trained (mode ptq), and the rest would be; set lora to train "
-            "adapters, mode: qt to train in low precision, or optimizer.trainable for what is meant"
+            f"quantization: mode ptq keeps {len(frozen)} weights ({frozen[0]}, ...) in low "
+            "precision and never trains them, while the rest is trained; set lora to train "
+            "adapters, mode: qt to train in low precision, or optimizer.trainable to say what is "
+            "meant"
         )
 
 
 def check_weights(run: Run) -> None:
-    """Check the weights that a run begins from, its teachers' too, where it has no checkpoints.
-    DataError where model.weights are not of this model, ConfigError where lora.adapter is not
-    lora's or a teacher's tokenizer not the run's."""
+    """Check the weights that a run without checkpoints begins from, and its teachers'. DataError
+    where model.weights are of another model, ConfigError where lora.adapter does not fit lora or a
+    teacher has another tokenizer."""
     cfg = run.cfg
     if (folder_of(cfg) / "checkpoints").exists():
         return
@@ -390,7 +381,7 @@ def check_weights(run: Run) -> None:
 
 
 def _check_rank(run: Run) -> None:
-    """ConfigError where an adapter has as many parameters as any weight that it could be beside."""
+    """ConfigError where lora.rank is more than the full rank of every target."""
     if not run.cfg.lora or not run.weights.rewrite.adapted:
         return
     smaller = {
@@ -400,27 +391,27 @@ def _check_rank(run: Run) -> None:
     path = max(smaller, key=smaller.__getitem__)
     if run.cfg.lora.rank > smaller[path]:
         raise ConfigError(
-            f"lora.rank={run.cfg.lora.rank}: {path} has "
-            f"{[*run.weights.rewrite.adapted[path].matrix]}, and no target more; an adapter of "
-            f"rank {smaller[path]} is the whole weight, so give a smaller rank"
+            f"lora.rank={run.cfg.lora.rank}: the largest target, {path}, has "
+            f"{[*run.weights.rewrite.adapted[path].matrix]}; an adapter of rank {smaller[path]} is "
+            "the whole weight, so give a smaller rank"
         )
 
 
 def explain_memory(error: BaseException | None, meter: "Meter") -> None:
-    """ConfigError where memory ran out before the first step: a restart would meet it again."""
+    """ConfigError where memory ran out in the first step: a restart would fail in the same way."""
     if isinstance(error, jax.errors.JaxRuntimeError) and meter.begins:
         told = re.search(r"RESOURCE_EXHAUSTED: (.*)", str(error))
         if told:
             raise ConfigError(
-                f"memory: the first step found too little ({told[1].rstrip('.')}); use "
+                f"memory: the first step ran out of it ({told[1].rstrip('.')}); use "
                 "train.accumulate, model.remat, more devices or a smaller train.batch_size; "
-                "`maxstack plan` says what a step needs"
+                "`maxstack plan` shows what a step needs"
             ) from error
 
 
-def fresh(run: Run) -> State:
-    """The state before the first step: random weights, or those of the folder that model.weights
-    names, and the adapter that lora.adapter does."""
+def first_state(run: Run) -> State:
+    """The state before the first step: random weights or those of model.weights, with the adapter
+    of lora.adapter."""
     folder, adapter = run.cfg.model.weights, run.cfg.lora and run.cfg.lora.adapter
     if folder is None and not adapter:
         return run.init()
@@ -432,54 +423,44 @@ def fresh(run: Run) -> State:
     return run.begin_with(run.weights.from_original(loaded))
 
 
-def frozen(run: Run) -> tuple[dict[str, Any], ...]:
-    """The last argument of the step, where the objective has second sets of weights: by name, as
-    the run began with them, the weights that a step changes, or all of another model. The others
-    are those of the state."""
+def frozen_weights(run: Run) -> tuple[dict[str, Any], ...]:
+    """The last argument of the step where the objective has second sets of weights, by name. Of
+    this model, as the run began, only the weights that a step changes, since the others are in the
+    state; of another model, all."""
     if not run.objective.frozen:
         return ()
     own = {*run.objective.frozen} - {*run.others}
-    second = select(run.changed, fresh(run).params) if own else None
+    second = select(run.changed, first_state(run).params) if own else None
     return (
         {
-            name: fresh(run.others[name]).params if name in run.others else second
+            name: first_state(run.others[name]).params if name in run.others else second
             for name in run.objective.frozen
         },
     )
 
 
-def go_back(
-    decision: "Rewind | Recompute",
+def restore_before(
+    step: int,
     run: Run,
     saves: "Checkpoints | None",
     feed: "BatchFeed",
-    start: np.ndarray,
-    policy: "Policy",
-    log: Log,
-) -> State:
-    """The state at the newest checkpoint before the batches of a rewind, or before the step to
-    recompute, with the feed set to go on there. `start`: where the feed began."""
-    state = saves.restore(feed, before=decision.first) if saves else None
-    notes = saves.notes if saves and state is not None else {}
-    if state is None:
-        feed.restore(start)
-        state = saves.restore(feed) if saves and run.cfg.checkpoint.elsewhere else fresh(run)
-        assert state is not None, "a path gives a state or an error"
-    if isinstance(decision, Rewind):
-        log.say(
-            f"rewound to step {int(state.step)}; the batches of steps {decision.first} to "
-            f"{decision.last} will be passed over (faults.spike)"
-        )
-    else:
-        policy.restore(notes)
-        log.say(f"back to step {int(state.step)}")
-    return state
+    begin: np.ndarray,
+) -> tuple[State, dict[str, Any]]:
+    """The state of the newest checkpoint before the batch of a step, and its notes, with the feed
+    set to continue there. `begin`: where the feed began."""
+    state = saves.restore(feed, before=step) if saves else None
+    if saves and state is not None:
+        return state, saves.notes
+    feed.restore(begin)
+    state = saves.restore(feed) if saves and run.cfg.checkpoint.elsewhere else first_state(run)
+    assert state is not None, "a path gives a state or an error"
+    return state, {}
 
 
-def reshaped(shaped: Shaped, step: int) -> str:
+def describe_shape(shaped: Shaped, step: int) -> str:
     """A line about batches of another shape."""
     rows, length = shaped.rows, shaped.run.cfg.data.seq_len
     return (
-        f"batches have {rows:,} x {length:,} tokens from step {step} on; the step was compiled in "
+        f"batches are {rows:,} x {length:,} tokens from step {step}; compiled the step in "
         f"{shaped.seconds:.1f} s"
     )

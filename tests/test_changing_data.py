@@ -86,7 +86,7 @@ def test_stages_count_tokens_and_go_on_in_any_of_them(run, capsys):
     ]
     wanted = np.cumsum(np.rint(filled)).tolist()
     assert [row["tokens"] for row in rows(whole)] == wanted
-    assert "batches have 16 x 16 tokens from step 5 on" in capsys.readouterr().out
+    assert "batches are 16 x 16 tokens from step 5" in capsys.readouterr().out
     assert all(0 <= row["padding"] < 0.5 for row in rows(whole))
     for steps in (3, 6, 12):
         parts, _ = run("parts", data, train={"stages": stages}, steps=steps)

@@ -121,7 +121,7 @@ def alone(subject, experts):
     state = run.init()
     if subject in PICTURES:
         state = state._replace(params=tiny_vision.spread(state.params))
-    begin, frozen = jax.device_get((state, startup.frozen(run)))
+    begin, frozen = jax.device_get((state, startup.frozen_weights(run)))
     return begin, frozen, trained(run, begin, frozen)
 
 

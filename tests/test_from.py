@@ -104,7 +104,7 @@ def test_a_run_starts_from_the_weights_on_any_mesh(here):
         LLAMA, assemble(cfg, make_mesh(cfg.mesh, jax.devices()[:4])).abstract.params
     )
     run = assemble(cfg, make_mesh(cfg.mesh, jax.devices()))
-    state = startup.fresh(run)
+    state = startup.first_state(run)
     assert int(state.step) == 0
     for ours, wanted, asked in zip(
         *map(jax.tree.leaves, (state.params, alone, run.abstract.params)), strict=True
@@ -328,11 +328,11 @@ def test_a_fresh_run_refuses_weights_that_are_not_finite_by_name(here):
     cfg = load("runs/mine.yml", ["model.from=runs/nan"])
     mesh = make_mesh(cfg.mesh, jax.devices()[:1])
     with pytest.raises(DataError, match=f"tensor {name}: 1 of .*checkpoint.allow_nonfinite=true"):
-        startup.fresh(assemble(cfg, mesh))
+        startup.first_state(assemble(cfg, mesh))
     allowed = load("runs/mine.yml", ["model.from=runs/nan", "checkpoint.allow_nonfinite=true"])
     assert any(
         np.isnan(leaf).any()
-        for leaf in jax.tree.leaves(startup.fresh(assemble(allowed, mesh)).params)
+        for leaf in jax.tree.leaves(startup.first_state(assemble(allowed, mesh)).params)
     )
 
 

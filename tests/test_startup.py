@@ -140,7 +140,7 @@ def test_a_reference_without_the_adapter_that_the_run_begins_with_is_told():
         cfg, said = run.cfg, []
         cfg = cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"adapter": adapter})})
         startup.introduce(dataclasses.replace(run, cfg=cfg), [], SimpleNamespace(say=said.append))
-        assert any("begins with by lora.adapter=mine" in line for line in said) == told
+        assert any("lora.adapter=mine, with which the run begins" in line for line in said) == told
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_run_with_metrics_that_no_checkpoint_holds_is_told_to_begin_again(
     )
     assert (
         any(
-            line.startswith("this run has metrics up to step 4 and no checkpoint: from step 0")
+            line.startswith("found metrics to step 4 but no checkpoint; restarting from step 0")
             for line in said
         )
         == told
@@ -248,8 +248,8 @@ def of_length(seq_len):
 
 def test_rows_longer_than_the_imported_model_was_made_for_are_told():
     most = json.loads((LLAMA / "config.json").read_text())["max_position_embeddings"]
-    assert [*startup.unlike_folder(of_length(most), str(LLAMA))] == []
-    (line,) = startup.unlike_folder(of_length(most + 1), str(LLAMA))
+    assert [*startup.differences_from_folder(of_length(most), str(LLAMA))] == []
+    (line,) = startup.differences_from_folder(of_length(most + 1), str(LLAMA))
     assert f"data.seq_len={most + 1} is more than max_position_embeddings={most} of " in line
 
 
@@ -258,7 +258,7 @@ def test_dropout_that_the_imported_model_asks_for_is_told_in_one_line(tmp_path):
     said = json.loads((folder / "config.json").read_text())
     shares = {"attn_pdrop": 0.1, "attention_dropout": 0.2, "hidden_dropout": 0.0}
     (folder / "config.json").write_text(json.dumps(said | shares))
-    (line,) = startup.unlike_folder(of_length(1), str(folder))
+    (line,) = startup.differences_from_folder(of_length(1), str(folder))
     assert re.findall(r"(\w+)=(0\.\d)", line) == [
         ("attention_dropout", "0.2"),
         ("attn_pdrop", "0.1"),

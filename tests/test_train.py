@@ -316,11 +316,11 @@ def test_an_output_folder_that_cannot_be_made_is_an_error_of_one_line(base, tmp_
 
 def test_a_first_step_without_memory_is_an_error_of_one_line(base, tmp_path, monkeypatch, capsys):
     # what an allocation of that size raises, whoever asks for it
-    monkeypatch.setattr("maxstack.startup.fresh", lambda run: jnp.zeros(1 << 45))
+    monkeypatch.setattr("maxstack.startup.first_state", lambda run: jnp.zeros(1 << 45))
     words = [str(base[0]), f"run.output_dir={tmp_path}", "run.virtual_devices=null"]
     assert cli.run(training.main, words) == 1
     told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("error: memory: the first step found too little (Out of memory alloc")
+    assert told.startswith("error: memory: the first step ran out of it (Out of memory alloc")
 
 
 @pytest.mark.slow

@@ -223,6 +223,7 @@ def _configuration(
     from maxstack.hf.family import canonical_form
     from maxstack.hf.tokenizer import tokenizer_of
     from maxstack.load import load
+    from maxstack.schema import model_rules
 
     length = min(contents.folder.config.get("max_position_embeddings") or 1024, 1024)
     data = contents.model.placeholder(length)
@@ -239,7 +240,7 @@ def _configuration(
         "checkpoint": {"restore": str(out.resolve())},
     }
     cfg = load(tree, overrides)
-    for key, message in cfg.model.unsaid(cfg):
+    for key, message in model_rules.unsaid(cfg):
         raise ConfigError(f"{key}: {message}")
     source = contents.model
     if cfg.model.lengthened(source):

@@ -182,6 +182,6 @@ def _held_out(model: str, overrides: list[str]) -> dict[str, Any]:
     with contextlib.ExitStack() as ending:
         _, maker = startup.open_feed(run, own, ending)
         silent = Log(own, run.cfg.train.steps, False), Writer(own, first=False)
-        evaluation = startup.evaluator(run, *silent, startup.frozen(run), maker)
+        evaluation = startup.evaluator(run, *silent, startup.frozen_weights(run), maker)
         assert evaluation
         return evaluation.figures(0, read_weights(model, run, own))

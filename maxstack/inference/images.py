@@ -14,6 +14,7 @@ from maxstack.data.images import grid
 from maxstack.errors import ConfigError
 from maxstack.hardware.compiling import in_order
 from maxstack.objectives.flow import Flow
+from maxstack.schema import objective_rules
 from maxstack.schema.mesh import parts
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Sampler:
             raise ConfigError("--solver heun: follows objective.path=line alone; use euler")
         self._run, self._flow, self.params = run, run.objective, params
         self._guidance = guidance
-        self.latents: bool = run.objective.section.makes_latents(run.cfg)
+        self.latents: bool = objective_rules.makes_latents(run.cfg)
         """True where what is made is no picture."""
         over = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         self._rows = -(-AT_ONCE // over) * over

@@ -42,7 +42,7 @@ class Lengths:
         ConfigError for samples that the run cannot have."""
         rollout = cfg.rollout
         assert rollout
-        room = rollout.room(cfg)
+        room = rollout.room(cfg.train.batch_size, cfg.data.seq_len)
         most = rollout.max_tokens * (rollout.environment.turns if rollout.environment else 1)
         if length is None:
             length = room if prompt is None else min(room, prompt + rollout.max_tokens)
@@ -214,7 +214,11 @@ def _before(run: "Run", topology: Topology) -> dict[str, Least]:
     seconds = 0.0
     for each in models:
         device = Device.of(each.cfg, topology, sizes)
-        flops = forward_flops(each.cfg, 0, min(rollout.room(run.cfg), run.cfg.data.seq_len))
+        flops = forward_flops(
+            each.cfg,
+            0,
+            min(rollout.room(run.cfg.train.batch_size, run.cfg.data.seq_len), run.cfg.data.seq_len),
+        )
         seconds += device.compute(flops) * tokens / device.replicas if device else 0.0
     return {"log-probabilities before": Least(seconds, "compute")}
 

@@ -50,7 +50,10 @@ class Generator:
         cache."""
         rollout = run.cfg.rollout
         assert rollout
-        self._rollout, self.room = rollout, rollout.room(run.cfg)
+        self._rollout, self.room = (
+            rollout,
+            rollout.room(run.cfg.train.batch_size, run.cfg.data.seq_len),
+        )
         self._run, limits, length = engine_run(run, samples)
         self._several = jax.process_count() > 1
         self._moves = self._run.mesh is not run.mesh
@@ -160,9 +163,14 @@ def engine_config(cfg: "Config", samples: int, several: bool = False) -> "Config
     assert rollout
     serve = cfg.serve
     if "max_requests" not in serve.model_fields_set:
-        requests = max(REQUESTS, min(serve.rows, TOKENS // rollout.room(cfg)))
+        requests = max(
+            REQUESTS,
+            min(serve.rows, TOKENS // rollout.room(cfg.train.batch_size, cfg.data.seq_len)),
+        )
         serve = serve.model_copy(update={"max_requests": min(samples, requests)})
-    serve = serve.model_copy(update={"max_length": rollout.room(cfg)})
+    serve = serve.model_copy(
+        update={"max_length": rollout.room(cfg.train.batch_size, cfg.data.seq_len)}
+    )
     mesh = cfg.mesh
     if rollout.tensor is not None or several:
         mesh = MeshConfig(data=-1, tensor=rollout.tensor or 1)
@@ -195,7 +203,8 @@ def engine_run(
     replicas = run.mesh.size // mesh.size * parts(cfg.mesh.rules["batch"], mesh.shape)
     cfg = engine_config(run.cfg, -(-samples // replicas), bool(own))
     layout = Layout.of(cfg.decoder, cfg.serve, run.mesh.devices.flat[0].platform)
-    limits, length = make_limits(cfg, layout, rollout.room(run.cfg), None)
+    room = rollout.room(run.cfg.train.batch_size, run.cfg.data.seq_len)
+    limits, length = make_limits(cfg, layout, room, None)
     return assemble(cfg, mesh, trains=False), limits, length
 
 

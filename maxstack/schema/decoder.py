@@ -1,13 +1,12 @@
 """The decoder's configuration: embedding, a pattern of named block specs, head."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
 from maxstack.config import (
     CountInt,
-    Fault,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -15,13 +14,9 @@ from maxstack.config import (
     SizeInt,
 )
 from maxstack.errors import ConfigError
-from maxstack.schema.data import BYTE_IDS, SyntheticSource
 from maxstack.schema.kernels import CrossEntropy
 from maxstack.schema.parts import Dim
 from maxstack.schema.stack import NewRows, StackConfig
-
-if TYPE_CHECKING:
-    from maxstack.schema.config import Config
 
 
 class HeadConfig(Section):
@@ -92,30 +87,6 @@ class DecoderConfig(StackConfig):
     """Embeddings for every layer; null: none."""
     mtp: MTPConfig | None = None
     """Heads that predict further tokens in training; null: none."""
-
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        for key, data in cfg.data_sections.items():
-            for index, source in enumerate(data.sources):
-                if isinstance(source, SyntheticSource) and source.vocab > self.vocab:
-                    yield (
-                        f"{key}.sources.{index}.vocab",
-                        f"vocab={source.vocab} makes token ids that model.vocab={self.vocab} has "
-                        f"no embedding for; use {self.vocab} or less",
-                    )
-            spare = self.vocab - cfg.objective.token_ids(self.vocab)
-            if data.cut_into_bytes and self.vocab < BYTE_IDS + spare:
-                beside = f" beside {spare} of objective.kind={cfg.objective.kind}" if spare else ""
-                yield (
-                    "model.vocab",
-                    f"vocab={self.vocab} is too small for {key}.tokenizer kind bytes, which has "
-                    f"{BYTE_IDS} ids{beside}; use model.vocab={BYTE_IDS + spare} or more",
-                )
-            if self.positions and data.seq_len > self.positions:
-                yield (
-                    f"{key}.seq_len",
-                    f"seq_len={data.seq_len} is longer than the learned table of "
-                    f"model.positions={self.positions}; use {self.positions} or less",
-                )
 
     @property
     def apart(self) -> dict[str, tuple[str, ...]]:

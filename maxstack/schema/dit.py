@@ -2,19 +2,11 @@
 scale."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from maxstack.config import (
-    CountInt,
-    Fault,
-    SizeInt,
-)
-from maxstack.schema.image_rows import image_faults, patch_faults
+from maxstack.config import Fault, SizeInt
+from maxstack.schema.image_stack import ImageStackConfig
 from maxstack.schema.parts import Dim, Part, Parts, Weight, matrix, vector
-from maxstack.schema.stack import StackConfig
-
-if TYPE_CHECKING:
-    from maxstack.schema.config import Config
 
 FREQUENCIES = 256
 """Sines and cosines of a time."""
@@ -43,7 +35,7 @@ class ConditionConfig(Part):
         }
 
 
-class DiTConfig(StackConfig):
+class DiTConfig(ImageStackConfig):
     """A diffusion transformer with adaptive norms that begin as the identity (adaLN-zero, Peebles &
     Xie 2023, arXiv:2212.09748)."""
 
@@ -52,21 +44,10 @@ class DiTConfig(StackConfig):
 
     kind: Literal["dit"]
     """The topology."""
-    image_size: SizeInt
-    """Height and width of an image, or of a latent."""
-    patch: CountInt
-    """Height and width of a patch."""
-    channels: SizeInt = 3
-    """Numbers of a pixel."""
     out_channels: SizeInt | None = None
     """Numbers of a pixel that come out, of which the first `channels` count; null: as many."""
     classes: SizeInt
     """Classes; one more row of the table stands for none."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of an image."""
-        return (self.image_size // self.patch) ** 2
 
     @property
     def own_conditions(self) -> bool:
@@ -90,16 +71,6 @@ class DiTConfig(StackConfig):
     def outputs(self) -> int:
         return self.patch**2 * self.made
 
-    def unsaid(self, cfg: "Config") -> Iterator[Fault]:
-        if "prediction" not in cfg.objective.model_fields_set:
-            yield (
-                "objective.prediction",
-                "a folder does not say what its model predicts; say what the weights of model.from "
-                "were trained to predict, or of `maxstack import` with the command: "
-                "objective.prediction=eps objective.path=vp for the published DiT, "
-                "objective.prediction=velocity for a model of maxstack",
-            )
-
     def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:
         size, images = self.embed, 1 / seq_len
         yield "patches", self.patch**2 * self.channels * size
@@ -108,17 +79,11 @@ class DiTConfig(StackConfig):
         yield "condition", (6 * self.layers + 2) * size**2 * images
         yield "head", size * self.outputs
 
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        yield from image_faults(self, cfg, self.classes)
-        if self.weights:
-            yield from self.unsaid(cfg)
-
     def placeholder(self, length: int) -> dict[str, Any]:
         return {"sources": [{"kind": "synthetic", "vocab": max(self.classes, 2)}]}
 
     def own_faults(self) -> Iterator[Fault]:
         yield from super().own_faults()
-        yield from patch_faults(self, whole=True)
         if self.embed % 4:
             yield "embed", f"embed={self.embed} must be a multiple of 4, for positions in two ways"
         if self.made < self.channels:

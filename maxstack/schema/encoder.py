@@ -1,7 +1,7 @@
 """The encoder's configuration: images cut into patches, blocks that see all of them, a class."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -12,14 +12,11 @@ from maxstack.config import (
     Section,
     SizeInt,
 )
-from maxstack.schema.image_rows import image_faults, patch_faults
+from maxstack.schema.image_stack import ImageStackConfig
 from maxstack.schema.mixers import NormConfig
 from maxstack.schema.mlps import DenseMLPConfig
 from maxstack.schema.parts import Dim, Inner, Part, Parts, matrix, vector
 from maxstack.schema.stack import StackConfig
-
-if TYPE_CHECKING:
-    from maxstack.schema.config import Config
 
 
 class TokenPool(Section):
@@ -71,21 +68,18 @@ class MapPool(Part):
 Pool = Annotated[TokenPool | MapPool, Field(discriminator="kind")]
 
 
-class EncoderConfig(StackConfig):
+class EncoderConfig(ImageStackConfig):
     """A vision transformer (Dosovitskiy et al. 2021, arXiv:2010.11929)."""
 
     MODEL = "maxstack.models.encoder:Encoder"
     OBJECTIVE = "classify"
+    WHOLE = False
 
     kind: Literal["encoder"]
     """The topology."""
-    image_size: SizeInt
-    """Height and width of an image in pixels."""
     patch: CountInt
-    """Height and width of a patch; where it does not divide image_size, the rest at the right and
-    lower edge is not seen, as in SigLIP's So400m/14 at 384."""
-    channels: SizeInt = 3
-    """Numbers of a pixel."""
+    """Height and width of a patch. Where it does not divide image_size, the model ignores the rest
+    at the right and lower edge, as SigLIP's So400m/14 does at 384."""
     cls: bool = True
     """A learned token before the patches."""
     registers: NonNegativeInt = 0
@@ -101,13 +95,10 @@ class EncoderConfig(StackConfig):
     classes: SizeInt | None = None
     """Classes of the head; null: no head."""
 
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        yield from image_faults(self, cfg, self.classes)
-
     @property
     def tokens(self) -> int:
         """Tokens of an image."""
-        return (self.image_size // self.patch) ** 2 + self.before
+        return super().tokens + self.before
 
     @property
     def before(self) -> int:
@@ -154,7 +145,6 @@ class EncoderConfig(StackConfig):
 
     def own_faults(self) -> Iterator[Fault]:
         yield from super().own_faults()
-        yield from patch_faults(self, whole=False)
         if self.pool.kind in ("cls", "cls_mean") and not self.cls:
             yield "pool", f"kind {self.pool.kind} reads the class token: set cls: true, or use mean"
         if isinstance(self.pool, MapPool) and self.embed % self.pool.heads:

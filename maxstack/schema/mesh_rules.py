@@ -3,20 +3,17 @@ rule yields (key, what is wrong and what to do)."""
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from maxstack.config import Fault
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
 from maxstack.schema import parallel_rules
+from maxstack.schema.config import Config
 from maxstack.schema.mesh import AXES, RULES, names, parts
 from maxstack.schema.parts import Dim, Dims, Weight, layers
 
-if TYPE_CHECKING:
-    from maxstack.schema.config import Config
 
-
-def mesh_sizes(cfg: "Config", devices: int | None = None) -> dict[str, int]:
+def mesh_sizes(cfg: Config, devices: int | None = None) -> dict[str, int]:
     """Mesh axis -> size as far as it is known: -1 counts as 1 unless the number of devices is
     given, or run.virtual_devices is."""
     sized = math.prod(size for size in _asked(cfg).values() if size > 0)
@@ -31,11 +28,11 @@ def product_of(sizes: dict[str, int]) -> str:
     )
 
 
-def _asked(cfg: "Config") -> dict[str, int]:
+def _asked(cfg: Config) -> dict[str, int]:
     return {axis: getattr(cfg.mesh, axis) for axis in AXES}
 
 
-def sizes(cfg: "Config", devices: int | None = None) -> Iterator[Fault]:
+def sizes(cfg: Config, devices: int | None = None) -> Iterator[Fault]:
     """Every size that does not divide over the mesh, as far as the mesh is known."""
     sizes = mesh_sizes(cfg, devices)
     yield from [*_sharding(cfg, sizes)] or _sharding(cfg, sizes, "optimizer_rules")
@@ -46,7 +43,7 @@ def sizes(cfg: "Config", devices: int | None = None) -> Iterator[Fault]:
             yield key, message
 
 
-def axes(cfg: "Config") -> Iterator[Fault]:
+def axes(cfg: Config) -> Iterator[Fault]:
     """The mesh by itself: sizes of axes, names in rules, and the number of virtual devices."""
     sizes = _asked(cfg)
     for axis, size in sizes.items():
@@ -90,7 +87,7 @@ def _rule_problems(logical: str, axes: tuple[str, ...]) -> Iterator[str]:
             yield f"names mesh axis {axis} twice; a mesh axis splits a tensor once"
 
 
-def _sharding(cfg: "Config", sizes: dict[str, int], table: str = "rules") -> Iterator[Fault]:
+def _sharding(cfg: Config, sizes: dict[str, int], table: str = "rules") -> Iterator[Fault]:
     """Sizes that one of the two tables of rules does not divide; that of the optimizer is for
     weights alone."""
     seen = {""}
@@ -111,7 +108,7 @@ def _sharding(cfg: "Config", sizes: dict[str, int], table: str = "rules") -> Ite
                 yield key, _indivisible(key, size, logical, f"mesh.{table}", split, sizes, fixed)
 
 
-def _tensors(cfg: "Config") -> Iterator[Dims]:
+def _tensors(cfg: Config) -> Iterator[Dims]:
     """The weights and activations of the model, as far as their axes differ, with whole keys."""
     model = cfg.model
     embed = Dim("embed", model.embed, "model.embed")
@@ -161,7 +158,7 @@ def _indivisible(
     )
 
 
-def _batch(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+def _batch(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
     batch, microbatches = cfg.train.batch_size, cfg.train.accumulate
     axes = names(cfg.mesh.rules["batch"])
     pieces = parts(axes, sizes)

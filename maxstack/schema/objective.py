@@ -1,7 +1,7 @@
 """The sections of the objectives."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -16,10 +16,6 @@ from maxstack.config import (
 from maxstack.config.annotations import listed
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import quoted
-from maxstack.schema.data import BYTE_IDS, SyntheticSource
-
-if TYPE_CHECKING:
-    from maxstack.schema.config import Config
 
 
 class RowField(NamedTuple):
@@ -65,61 +61,6 @@ class ObjectivePart(Section):
         """True where a step draws random numbers with these settings."""
         return self.RANDOM
 
-    def records(self, cfg: "Config") -> tuple[str | None, ...]:
-        """Kinds of records that it learns from with these settings."""
-        return ("prompts",) if cfg.rollout else self.RECORDS
-
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        """(key, what is wrong and what to do) of a model or data that it cannot be used with."""
-        if cfg.model.kind not in self.MODELS:
-            yield (
-                "objective.kind",
-                f"{self.kind} is for model.kind={' or '.join(self.MODELS)}, and this is "
-                f"{cfg.model.kind}; use {cfg.model.OBJECTIVE}",
-            )
-            return
-        yield from self.causal_faults(cfg)
-        if cfg.teacher and not self.TEACHER:
-            yield "teacher", f"objective.kind={self.kind} has no teacher; use distill, or drop it"
-        if cfg.rollout and self.ROLLOUTS == "never":
-            yield (
-                "rollout",
-                f"objective.kind={self.kind} learns from data, not from samples; use "
-                "policy_gradient, or leave it out",
-            )
-        if not cfg.rollout and self.ROLLOUTS == "always":
-            yield "rollout", f"objective.kind={self.kind} learns from samples: set rollout.prompts"
-        if cfg.rollout:
-            yield from cfg.rollout.faults(cfg)
-        if cfg.rewards and not cfg.rollout:
-            yield "rewards", "are of samples: set rollout.prompts, or leave them out"
-        if self.SCORES and not cfg.decoder.head.scores:
-            yield (
-                "model.head.scores",
-                f"objective.kind={self.kind} needs a score: set model.head.scores=true",
-            )
-        for key, data in cfg.data_sections.items():
-            for index, source in enumerate(data.sources):
-                kind = source.holds
-                kinds = self.records(cfg)
-                if kind not in kinds and not isinstance(source, SyntheticSource):
-                    wanted = " or ".join(f"{{kind: {name}}}" for name in kinds if name)
-                    yield (
-                        f"{key}.sources.{index}.record",
-                        f"objective.kind={self.kind} learns from "
-                        + (f"records: set {wanted}" if wanted else "text: leave it out"),
-                    )
-
-    def causal_faults(self, cfg: "Config") -> Iterator[Fault]:
-        """A position that sees what it is asked for."""
-        for name, block in cfg.model.blocks.items():
-            if block.mixer.two_sided:
-                yield (
-                    f"model.blocks.{name}.mixer.causal",
-                    f"without a causal mask a position sees the token that {self.kind} "
-                    "asks it for; use causal: true, or objective.kind=masked_diffusion",
-                )
-
     @property
     def extras(self) -> tuple[str, ...]:
         """Numbers of each position beside its token, from data/examples.EXTRAS."""
@@ -158,10 +99,6 @@ class ClassifyConfig(ObjectivePart):
     def draws(self) -> bool:
         return self.mixup > 0
 
-    def causal_faults(self, cfg: "Config") -> Iterator[Fault]:
-        """None: whether there is a head is asked when it is trained."""
-        yield from ()
-
 
 class FlowConfig(ObjectivePart):
     """Flow matching (Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003): on
@@ -196,16 +133,9 @@ class FlowConfig(ObjectivePart):
     """Evaluation takes the mean of the loss over so many fixed t, the middles of equal parts, with
     noise of each image's own."""
 
-    def makes_latents(self, cfg: "Config") -> bool:
-        """True where what is drawn is no picture, which has 1 or 3 channels."""
-        return cfg.data.has_latents or getattr(cfg.model, "channels", 1) not in (1, 3)
-
-    def causal_faults(self, cfg: "Config") -> Iterator[Fault]:
-        """A velocity of another path; latents where pictures are to be seen."""
+    def own_faults(self) -> Iterator[Fault]:
         if self.path == "vp" and self.prediction == "velocity":
-            yield "objective.prediction", "velocity is of path: line; use eps or x0, or that path"
-        if cfg.eval.samples and self.makes_latents(cfg):
-            yield "eval.samples", "latents are no pictures; leave it out"
+            yield "prediction", "velocity needs path: line; use eps or x0, or that path"
 
 
 class NextTokenConfig(ObjectivePart):
@@ -275,19 +205,6 @@ class WithReferenceConfig(ObjectivePart):
     which `maxstack score --records` writes; none: probability 1 (CPO, Xu et al. 2024,
     arXiv:2401.08417)."""
 
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        yield from super().faults(cfg)
-        if self.reference == "adapter_off" and not cfg.lora:
-            yield (
-                "objective.reference",
-                "adapter_off is the model without its adapter, and lora gives it none; use start",
-            )
-        if self.reference == "adapter_off" and cfg.lora and cfg.lora.modules_to_save:
-            yield (
-                "objective.reference",
-                "adapter_off leaves lora.modules_to_save as they are trained; use start",
-            )
-
     @property
     def extras(self) -> tuple[str, ...]:
         return ("reference",) if self.reference == "stored" else ()
@@ -347,31 +264,30 @@ class PreferenceConfig(ReferenceConfig):
         """True where the reference is looked at."""
         return bool({*self.losses} - WITHOUT_REFERENCE) and self.reference != "none"
 
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        yield from super().faults(cfg)
+    def own_faults(self) -> Iterator[Fault]:
         for name in self.losses:
             if name not in PREFERENCES:
                 yield (
-                    "objective.loss",
-                    f"{quoted(name)} is no loss of preferences; allowed: {listed([*PREFERENCES])}"
+                    "loss",
+                    f"{quoted(name)} is not a preference loss; allowed: {listed([*PREFERENCES])}"
                     f"{did_you_mean(name, PREFERENCES)}",
                 )
         if not self.losses:
-            yield "objective.loss", "names no loss; give at least one"
+            yield "loss", "names no loss; give at least one"
         if "exo_pair" in self.losses and not self.smoothing:
-            yield "objective.smoothing", "exo_pair needs it above 0; TRL takes 0.001"
+            yield "smoothing", "exo_pair needs it above 0; TRL uses 0.001"
         if self.divergence == "alpha_divergence" and self.divergence_alpha == 1:
-            yield "objective.divergence_alpha", "must not be 1: use divergence: forward_kl"
+            yield "divergence_alpha", "must not be 1: use divergence: forward_kl"
         if self.weigh and any(name.startswith("aot") for name in self.losses):
-            yield "objective.weigh", "is of pairs, which aot sorts apart; leave one out"
+            yield "weigh", "weighs pairs, which aot sorts apart; leave one out"
         if self.reward_alpha and self.compares:
             yield (
-                "objective.reward_alpha",
-                "is of losses without a reference; set reference: none, or loss: simpo",
+                "reward_alpha",
+                "is for losses without a reference; set reference: none, or loss: simpo",
             )
         if self.reference == "stored" and self.desensitize is not None:
             yield (
-                "objective.desensitize",
+                "desensitize",
                 "weighs tokens, and stored log-probabilities are of whole answers; use "
                 "reference: start or adapter_off",
             )
@@ -399,15 +315,14 @@ class UnpairedConfig(ReferenceConfig):
     undesirable_weight: PositiveFloat = 1.0
     """Weight of the others."""
 
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        yield from super().faults(cfg)
+    def own_faults(self) -> Iterator[Fault]:
         if self.reference == "none":
-            yield "objective.reference", "unpaired compares with a reference; use start"
+            yield "reference", "unpaired compares with a reference; use start"
         if self.loss == "kto" and self.reference == "stored":
             yield (
-                "objective.reference",
-                "kto compares answers to other prompts too, of which nothing is stored; use start "
-                "or adapter_off, or loss: apo_zero",
+                "reference",
+                "kto also compares answers to other prompts, whose log-probabilities are not "
+                "stored; use start or adapter_off, or loss: apo_zero",
             )
 
     @property
@@ -432,15 +347,6 @@ class RewardConfig(ObjectivePart):
     margins: bool = False
     """Chosen answers are to be better by the records' `margin` (Touvron et al. 2023,
     arXiv:2307.09288, eq. 2)."""
-
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        yield from super().faults(cfg)
-        for key, data in cfg.data_sections.items():
-            if data.overlong == "cut":
-                yield (
-                    f"{key}.overlong",
-                    "a score is of a whole answer, which cut takes the end of; use drop",
-                )
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -469,25 +375,12 @@ class DistillConfig(ObjectivePart):
     """Tokens whose probabilities under the teacher are stored at each position, as `maxstack score
     --top` writes them; all others count as one. null: the teacher runs beside."""
 
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        yield from super().faults(cfg)
-        if bool(self.top) == bool(cfg.teacher):
-            yield (
-                "teacher",
-                "objective.kind=distill needs a teacher: teacher.from=FOLDER, or objective.top "
-                "with records that hold its probabilities"
-                if not self.top
-                else "is not used where objective.top reads stored probabilities; leave one out",
-            )
+    def own_faults(self) -> Iterator[Fault]:
         if self.top and self.temperature != 1:
             yield (
-                "objective.temperature",
+                "temperature",
                 "stored probabilities have the temperature that they were made with; leave it out",
             )
-        if self.top and any(
-            not source.record for data in cfg.data_sections.values() for source in data.sources
-        ):
-            yield "objective.top", "probabilities are stored in records; a source has none"
 
     @property
     def row_fields(self) -> dict[str, RowField]:
@@ -522,39 +415,6 @@ class MaskedDiffusionConfig(ObjectivePart):
     2025, arXiv:2508.15487), so that one can be started from."""
     eval_times: PositiveInt = 8
     """Evaluation takes the mean of the bound over so many fixed t, the middles of equal parts."""
-
-    def causal_faults(self, cfg: "Config") -> Iterator[Fault]:
-        """A model that does not see both sides, or predicts further tokens."""
-        for name, block in cfg.model.blocks.items():
-            if not block.mixer.two_sided:
-                yield (
-                    f"model.blocks.{name}.mixer.causal",
-                    "masked_diffusion predicts a hidden token from both sides; "
-                    + (
-                        f"set model.blocks.{name}.mixer.causal=false"
-                        if "causal" in type(block.mixer).model_fields
-                        else f"{block.mixer.kind} sees one side alone: use another mixer"
-                    ),
-                )
-        if cfg.decoder.mtp:
-            yield (
-                "model.mtp",
-                "predicts further tokens, which masked_diffusion has none of; drop it",
-            )
-        if self.mask_token is not None and any(
-            self.mask_token < BYTE_IDS for data in cfg.data_sections.values() if data.cut_into_bytes
-        ):
-            yield (
-                "objective.mask_token",
-                f"mask_token={self.mask_token} is an id that data.tokenizer kind bytes gives; use "
-                f"{BYTE_IDS} or more, or null: the last row of the model's table",
-            )
-        if self.mask_token is not None and self.mask_token >= cfg.decoder.vocab:
-            yield (
-                "objective.mask_token",
-                f"mask_token={self.mask_token} is no row of model.vocab={cfg.decoder.vocab}; use "
-                f"{cfg.decoder.vocab - 1} or less",
-            )
 
     def token_ids(self, vocab: int) -> int:
         """All but the mask token, where that is the last."""

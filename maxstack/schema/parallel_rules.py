@@ -2,16 +2,13 @@
 do)."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from maxstack.config import Fault
+from maxstack.schema.config import Config
 from maxstack.schema.mesh import names, parts
 
-if TYPE_CHECKING:
-    from maxstack.schema.config import Config
 
-
-def faults(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+def faults(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
     """Every combination that is not supported, on a mesh of these sizes."""
     yield from _pipeline(cfg, sizes)
     if sizes["context"] > 1:
@@ -19,7 +16,7 @@ def faults(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
     yield from _experts(cfg, sizes)
 
 
-def _pipeline(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+def _pipeline(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
     stages, rounds, microbatches = sizes["stage"], cfg.mesh.rounds, cfg.mesh.microbatches
     if stages == 1:
         for key, value, least in (("rounds", rounds, 2), ("microbatches", microbatches or 0, 1)):
@@ -67,14 +64,14 @@ def _pipeline(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
         )
 
 
-def batch_unit(cfg: "Config", sizes: dict[str, int]) -> int:
+def batch_unit(cfg: Config, sizes: dict[str, int]) -> int:
     """The smallest batch that divides over the mesh, accumulation and a pipeline's microbatches."""
     stages = sizes["stage"]
     groups = max((cfg.mesh.microbatches or 0) // stages, 1) if stages > 1 else 1
     return parts(cfg.mesh.rules["batch"], sizes) * groups * cfg.train.accumulate
 
 
-def _experts(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+def _experts(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
     blocks = [*cfg.model.blocks.values(), *(cfg.teacher.blocks.values() if cfg.teacher else ())]
     if sizes["expert"] > 1 and not any(block.experts for block in blocks):
         yield (
@@ -98,7 +95,7 @@ def _experts(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
             )
 
 
-def _context(cfg: "Config", sizes: dict[str, int]) -> Iterator[Fault]:
+def _context(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
     pieces, ring = sizes["context"], cfg.mesh.context_kind == "ring"
     if ring and cfg.data.seq_len % (2 * pieces):
         fits = -(-cfg.data.seq_len // (2 * pieces)) * 2 * pieces

@@ -1,15 +1,12 @@
 """The section of policy gradients."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from maxstack.config import Fault, NonNegativeFloat, PositiveFloat, Section
 from maxstack.schema.objective import RowField, WithReferenceConfig
-
-if TYPE_CHECKING:
-    from maxstack.schema.config import Config
 
 
 class ClipConfig(Section):
@@ -157,33 +154,8 @@ class PolicyGradientConfig(WithReferenceConfig):
         kinds = {"reward": "float32", "group": "int32", "sampler": "float32"}
         return {name: RowField("batch seq", kind) for name, kind in kinds.items()}
 
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        yield from super().faults(cfg)
+    def own_faults(self) -> Iterator[Fault]:
         if self.reference == "stored":
-            yield "objective.reference", "samples are new: nothing is stored of them; use start"
-        if bool(self.distil) != bool(cfg.teacher):
-            yield (
-                "teacher",
-                "objective.distil needs a teacher: teacher.from=FOLDER"
-                if self.distil
-                else "is not used where objective.distil is 0; set it, or leave teacher out",
-            )
-        if not cfg.rewards and not self.distil and not (cfg.rollout and cfg.rollout.environment):
-            yield "rewards", "policy_gradient learns from rewards: give at least one"
-        if self.has_values != cfg.decoder.head.value:
-            yield (
-                "model.head.value",
-                "advantage.baseline=value needs an estimate: set model.head.value=true"
-                if self.has_values
-                else "is used by objective.advantage.baseline=value alone; leave it out",
-            )
-        samples = cfg.rollout.samples if cfg.rollout else 2
-        alone = self.advantage.baseline in ("mean", "others") or self.advantage.scale == "group"
-        if samples < 2 and alone and not self.has_values:
-            yield (
-                "rollout.samples",
-                "one sample has no group to compare with; give 2 or more, or set "
-                "objective.advantage.baseline=none and scale=none",
-            )
+            yield "reference", "samples are new, so nothing is stored of them; use start"
         if self.kl.corrected and self.kl.where != "loss":
-            yield "objective.kl.corrected", "is of a loss; set kl.where=loss, or leave it out"
+            yield "kl.corrected", "is for a loss; set kl.where=loss, or leave it out"

@@ -1,7 +1,7 @@
 """The configuration of rollouts: answers that a model gives to prompts while it is trained."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -15,9 +15,6 @@ from maxstack.config import (
     Section,
     SizeInt,
 )
-
-if TYPE_CHECKING:
-    from maxstack.schema.config import Config
 
 
 class EnvironmentConfig(Section):
@@ -103,57 +100,14 @@ class RolloutConfig(Section):
         """Older weights that the state holds, so that a rollout can be made again."""
         return self.ahead + (self.steps > 1)
 
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        """(key, what is wrong and what to do) of sizes that do not fit each other."""
-        rows = cfg.train.batch_size
+    def own_faults(self) -> Iterator[Fault]:
         if self.prompts % self.minibatches:
             yield (
-                "rollout.minibatches",
-                f"rollout.prompts={self.prompts} are not divisible by it; give a divisor",
+                "minibatches",
+                f"rollout.prompts={self.prompts} are not divisible by it; use a divisor",
             )
-            return
-        prompts = self.prompts // self.minibatches
-        if prompts % rows and rows % prompts:
-            yield (
-                "train.batch_size",
-                f"{rows} rows cannot share the {prompts} prompts of a step evenly; give a "
-                f"divisor or a multiple of {prompts}",
-            )
-            return
-        if prompts * self.samples % rows:
-            yield (
-                "train.batch_size",
-                f"{rows} rows cannot share the {prompts * self.samples} samples of a step evenly; "
-                f"give a divisor of it",
-            )
-            return
-        if self.room(cfg) <= self.max_tokens:
-            each = prompts * self.samples // rows
-            yield (
-                "data.seq_len",
-                f"a row holds {each} samples, each of at most {self.room(cfg)} tokens, and "
-                f"rollout.max_tokens={self.max_tokens} leave none for a prompt; raise data.seq_len "
-                "or train.batch_size",
-            )
-        for key, data in cfg.data_sections.items():
-            if data.overlong == "cut":
-                yield f"{key}.overlong", "a prompt is not cut: its end matters most; use drop"
-            if data.packing != "fit":
-                yield f"{key}.packing", "rollouts are packed whole: set packing: fit"
-        if self.on_policy < 1 and (self.environment or cfg.objective.kind != "distill"):
-            yield (
-                "rollout.on_policy",
-                "answers of records are for objective.kind=distill, and no environment answers "
-                "them; leave it out",
-            )
-        if cfg.eval.every and not cfg.rewards and not self.environment:
-            yield "eval.every", "evaluations of samples are of rewards: give some, or set it to 0"
-        names = [reward.label for reward in cfg.rewards]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                yield f"rewards.{index}.name", f"{name} is there already; give another name"
 
-    def room(self, cfg: "Config") -> int:
-        """Tokens of a sample at most, its prompt included."""
-        each = self.prompts // self.minibatches * self.samples // cfg.train.batch_size
-        return cfg.data.seq_len // each + 1
+    def room(self, rows: int, seq_len: int) -> int:
+        """Tokens that a sample has at most, with its prompt, in steps of `rows` rows."""
+        each = self.prompts // self.minibatches * self.samples // rows
+        return seq_len // each + 1

@@ -5,23 +5,20 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from maxstack.config import Fault, storage
 from maxstack.errors import ConfigError
-from maxstack.schema import mesh_rules
+from maxstack.schema import mesh_rules, model_rules, objective_rules
+from maxstack.schema.config import Config
 from maxstack.schema.objective import TEXTS
 from maxstack.schema.optimizer import schedule_faults
 from maxstack.schema.stages import stage_faults
 
-if TYPE_CHECKING:
-    from maxstack.schema.config import Config
 
-
-def faults(cfg: "Config") -> list[Fault]:
+def faults(cfg: Config) -> list[Fault]:
     """Every broken rule that can be found before the devices are counted."""
     rules = (
-        *map(_with_teacher, (mesh_rules.sizes, _model)),
+        *map(_with_teacher, (mesh_rules.sizes, model_rules.faults)),
         _schedules,
         _rounding,
         _evaluation,
@@ -40,17 +37,17 @@ def faults(cfg: "Config") -> list[Fault]:
         or list(mesh_rules.axes(cfg))
         or [
             *(fault for rule in rules for fault in rule(cfg)),
-            *cfg.objective.faults(cfg),
+            *objective_rules.faults(cfg),
         ]
     )
 
 
-def device_faults(cfg: "Config", devices: int) -> list[Fault]:
+def device_faults(cfg: Config, devices: int) -> list[Fault]:
     """The broken rules about sizes on so many devices, which give every axis of the mesh."""
     return [*_with_teacher(mesh_rules.sizes)(cfg, devices), *_shapes(cfg, devices)]
 
 
-def _rounding(cfg: "Config") -> Iterator[Fault]:
+def _rounding(cfg: Config) -> Iterator[Fault]:
     if cfg.optimizer.rounding == "stochastic" and cfg.model.param_dtype != "bfloat16":
         yield (
             "optimizer.rounding",
@@ -63,7 +60,7 @@ def _with_teacher(rule: Callable[..., Iterator[Fault]]) -> Callable[..., Iterato
     """The rule for the model, and for a teacher in its place, beside the model in the
     teacher's."""
 
-    def both(cfg: "Config", *devices: int) -> Iterator[Fault]:
+    def both(cfg: Config, *devices: int) -> Iterator[Fault]:
         found = [*rule(cfg, *devices)]
         yield from found
         if cfg.teacher:
@@ -78,7 +75,7 @@ def _with_teacher(rule: Callable[..., Iterator[Fault]]) -> Callable[..., Iterato
     return both
 
 
-def sizes_on(cfg: "Config", devices: int, where: str, trains: bool = True) -> dict[str, int]:
+def sizes_on(cfg: Config, devices: int, where: str, trains: bool = True) -> dict[str, int]:
     """Mesh axis -> size on so many devices. ConfigError where the mesh does not fill them, or the
     model does not divide, or in training the batch."""
     sizes = mesh_rules.mesh_sizes(cfg, devices)
@@ -97,11 +94,7 @@ def sizes_on(cfg: "Config", devices: int, where: str, trains: bool = True) -> di
     return sizes
 
 
-def _model(cfg: "Config") -> Iterator[Fault]:
-    yield from cfg.model.faults(cfg)
-
-
-def _stages(cfg: "Config") -> Iterator[Fault]:
+def _stages(cfg: Config) -> Iterator[Fault]:
     train, data = cfg.train, cfg.data
     if not train.stages:
         return
@@ -122,7 +115,7 @@ def _stages(cfg: "Config") -> Iterator[Fault]:
         yield "train.stages", "seq_len may only grow with data.packing=best, which packs rows ahead"
 
 
-def _shapes(cfg: "Config", *devices: int) -> Iterator[Fault]:
+def _shapes(cfg: Config, *devices: int) -> Iterator[Fault]:
     """Broken rules of the shapes that stages have beside the largest."""
     for rows, length in cfg.stages.shapes if cfg.train.stages else ():
         for key, message in mesh_rules.sizes(cfg.of_shape(rows, length), *devices):
@@ -130,7 +123,7 @@ def _shapes(cfg: "Config", *devices: int) -> Iterator[Fault]:
                 yield "train.stages", f"{rows} x {length}: {message}"
 
 
-def _feeding(cfg: "Config") -> Iterator[Fault]:
+def _feeding(cfg: Config) -> Iterator[Fault]:
     if not cfg.rollout:
         return
     if cfg.train.epochs:
@@ -144,12 +137,12 @@ def _feeding(cfg: "Config") -> Iterator[Fault]:
             )
 
 
-def _schedules(cfg: "Config") -> Iterator[Fault]:
+def _schedules(cfg: Config) -> Iterator[Fault]:
     for key, message in schedule_faults(cfg.optimizer, cfg.train.steps):
         yield f"optimizer.{key}", message
 
 
-def _samples(cfg: "Config") -> Iterator[Fault]:
+def _samples(cfg: Config) -> Iterator[Fault]:
     if cfg.eval.samples is None:
         return
     if not cfg.eval.every:
@@ -177,7 +170,7 @@ def _samples(cfg: "Config") -> Iterator[Fault]:
             )
 
 
-def _evaluation(cfg: "Config") -> Iterator[Fault]:
+def _evaluation(cfg: Config) -> Iterator[Fault]:
     held_out = any(source.holdout > 0 for source in cfg.data.sources)
     if cfg.eval.every:
         if cfg.eval.data is None and not held_out and not cfg.eval.tasks:
@@ -212,7 +205,7 @@ def _evaluation(cfg: "Config") -> Iterator[Fault]:
         )
 
 
-def _folder(cfg: "Config") -> Iterator[Fault]:
+def _folder(cfg: Config) -> Iterator[Fault]:
     if storage.is_url(cfg.run.output_dir):
         yield (
             "run.output_dir",
@@ -222,7 +215,7 @@ def _folder(cfg: "Config") -> Iterator[Fault]:
         )
 
 
-def _tiers(cfg: "Config") -> Iterator[Fault]:
+def _tiers(cfg: Config) -> Iterator[Fault]:
     taken = {os.path.realpath(os.path.expanduser(cfg.run.output_dir)): "run.output_dir"}
     for index, tier in enumerate(cfg.checkpoint.tiers):
         if storage.is_url(tier.path):
@@ -241,7 +234,7 @@ def _tiers(cfg: "Config") -> Iterator[Fault]:
         taken[path] = key
 
 
-def _tiles(cfg: "Config") -> Iterator[Fault]:
+def _tiles(cfg: Config) -> Iterator[Fault]:
     for i, rule in enumerate(cfg.quantization.rules):
         tile = rule.bwd_weight_grad_tile_size
         parts = (1 / tile if isinstance(tile, float) else cfg.data.seq_len / tile) if tile else 1.0
@@ -252,7 +245,7 @@ def _tiles(cfg: "Config") -> Iterator[Fault]:
             )
 
 
-def _runtime(cfg: "Config") -> Iterator[Fault]:
+def _runtime(cfg: Config) -> Iterator[Fault]:
     rehearses = cfg.run.virtual_devices and not cfg.distributed
     if cfg.faults.elastic and cfg.runtime != "pathways" and not rehearses:
         yield (
@@ -262,7 +255,7 @@ def _runtime(cfg: "Config") -> Iterator[Fault]:
         )
 
 
-def _elastic(cfg: "Config") -> Iterator[Fault]:
+def _elastic(cfg: Config) -> Iterator[Fault]:
     if (elastic := cfg.faults.elastic) is None:
         return
     if cfg.mesh.slices <= elastic.least:
@@ -279,7 +272,7 @@ def _elastic(cfg: "Config") -> Iterator[Fault]:
         )
 
 
-def _processes(cfg: "Config") -> Iterator[Fault]:
+def _processes(cfg: Config) -> Iterator[Fault]:
     distributed = cfg.distributed
     if cfg.runtime == "pathways" and (distributed or cfg.run.virtual_devices):
         yield (
@@ -295,7 +288,7 @@ def _processes(cfg: "Config") -> Iterator[Fault]:
         )
 
 
-def _steps(cfg: "Config") -> Iterator[Fault]:
+def _steps(cfg: Config) -> Iterator[Fault]:
     profile = cfg.train.profile
     if profile and profile.start + profile.steps > cfg.train.steps:
         yield (

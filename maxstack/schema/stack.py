@@ -2,7 +2,7 @@
 recomputed."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field
 
@@ -20,9 +20,6 @@ from maxstack.errors import quoted
 from maxstack.schema.mixers import Mixer, NormConfig
 from maxstack.schema.mlps import MLPKind, MoEConfig
 from maxstack.schema.parts import Dim, Dims, ModelPart, activations
-
-if TYPE_CHECKING:
-    from maxstack.schema.config import Config
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Remat = Literal["none", "full", "dots", "dots_no_batch", "save", "offload"]
@@ -216,11 +213,6 @@ class StackConfig(ModelPart):
                     "the prefix alone",
                 )
 
-    def faults(self, cfg: "Config") -> Iterator[Fault]:
-        """(key from the root, what is wrong and what to do) of data or an objective that does not
-        go with the model."""
-        yield from ()
-
     @property
     def tokens(self) -> int | None:
         """Tokens of a row, where the model's own sizes say it; None: as long as the data makes
@@ -231,11 +223,6 @@ class StackConfig(ModelPart):
     def as_exported(self) -> Self:
         """The model without what no folder of transformers holds."""
         return self
-
-    def unsaid(self, cfg: "Config") -> Iterator[Fault]:
-        """(key from the root, what to say) of what a folder with weights does not say of them, and
-        the configuration does not either."""
-        yield from ()
 
     def lengthened(self, source: "StackConfig") -> "dict[str, NewRows]":
         """By path: tables with more rows than those of `source`, whose weights the model starts

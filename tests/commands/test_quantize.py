@@ -225,7 +225,7 @@ def test_adapters_are_trained_on_a_run_in_low_precision_and_begin_from_those_of_
     ]
     assert train.main([*given, "run.name=tuned", "train.steps=6"]) == 0
     assert (
-        "no adapters beside blocks/b/mlp/down, blocks/b/mlp/gate, blocks/b/mlp/up, which"
+        "no adapters for blocks/b/mlp/down, blocks/b/mlp/gate, blocks/b/mlp/up, although"
         in (trained / "tuned" / "log.txt").read_text()
     )
     assert len([row for row in tiny.metrics(trained / "tuned") if "loss" in row]) == 6

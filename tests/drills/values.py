@@ -175,7 +175,7 @@ def _gone_back(folder: Path, output: str, once: int, twice: int) -> list[str]:
         skipped != [once, twice, twice + 1, *([once] if once > back else [])]
     )
     wrong += [f"passed over were {passed}"] * (passed != list(range(first, last + 1)))
-    line = f"rewound to step {back}; the batches of steps {first} to {last} will be passed over"
+    line = f"rewound to step {back}; skipping the batches of steps {first} to {last}"
     return (
         wrong
         + [f"the log does not say: {line}"] * (line not in output)

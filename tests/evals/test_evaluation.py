@@ -48,7 +48,7 @@ def test_a_run_ends_where_a_metric_gets_no_better_and_keeps_its_best_checkpoint(
     found = bits(folder / "base")
     last = max(found, key=found.__getitem__) + 3 * 4
     assert [*found] == [*range(0, last + 1, 4)] and last < 40
-    assert f"the run ends at step {last}: tasks/rolling/bits_per_byte has got no better" in said
+    assert f"stopping at step {last}: tasks/rolling/bits_per_byte has got no better" in said
     assert "done:" in said
     kept = manifest.steps(folder / "base" / "checkpoints")
     saved = {step: value for step, value in found.items() if step}
@@ -74,7 +74,7 @@ def test_a_killed_run_ends_where_the_other_did(base):
     assert (
         processes.interrupt(config, folder / "killed", 6, signal.SIGKILL, *given) == -signal.SIGKILL
     )
-    assert "the run ends at step" in train(config, *given)
+    assert "stopping at step" in train(config, *given)
     found, other = bits(folder / "base"), bits(folder / "killed")
     assert {step: found[step] for step in other} == other
 

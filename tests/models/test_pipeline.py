@@ -214,4 +214,4 @@ def test_a_run_says_how_much_its_stages_idle():
         [],
         type("Log", (), {"say": said.append}),
     )
-    assert any("4 stages, idle in 27.3% of their turns" in line for line in said)  # 3 of 11
+    assert any("4 stages, a bubble of 27.3%" in line for line in said)  # 3 of 11

@@ -68,7 +68,7 @@ def config(objective, **changes):
 def losses(cfg, devices=1, steps=3):
     """The scalars of the first steps."""
     run, size = tiny.make_run(cfg, devices), cfg.train.batch_size
-    state, beside, found = run.init(), startup.frozen(run), []
+    state, beside, found = run.init(), startup.frozen_weights(run), []
     feed = Feed(cfg.data, range(size), size, fields=run.objective.fields)
     with contextlib.closing(feed):
         for _ in range(steps):
@@ -98,7 +98,7 @@ def test_a_batch_without_answers_of_a_kind_has_no_figure_of_them():
         batch = next(feed)
         meter = Meter(run, feed)
         placed = run.batches.place({**batch, "label": np.abs(batch["label"])}, 8)
-        meter.add(1, run.step(run.init(), placed, *startup.frozen(run))[1])
+        meter.add(1, run.step(run.init(), placed, *startup.frozen_weights(run))[1])
         row = meter.flush()
     assert {"rewards/chosen", "logps/chosen", "kl", "grad_norm"} <= {*row}
     assert not [name for name in row if "rejected" in name or "weight" in name]
@@ -136,7 +136,7 @@ def test_packing_changes_no_sum(name):
     for packing in ("fit", "none"):
         cfg = config(objective, data={"packing": packing})
         run, size = tiny.make_run(cfg), cfg.train.batch_size
-        params, beside, sums = run.init().params, startup.frozen(run), {}
+        params, beside, sums = run.init().params, startup.frozen_weights(run), {}
         feed = Feed(cfg.data, range(size), size, evaluation=True, fields=run.objective.fields)
         with contextlib.closing(feed):
             while (batch := next(feed))["segments"].any():

@@ -61,7 +61,7 @@ def test_weights_that_stand_still_are_told_with_their_share(tmp_path, capsys):
         rows = [row for row in tiny.metrics(tmp_path / kind) if "weights_still" in row]
         shares[kind] = np.mean([row["weights_still"] for row in rows[-20:]])
         out = capsys.readouterr().out
-        said = f"{shares[kind]:.0%} of the weights in bfloat16 stood still in a step"
+        said = f"{shares[kind]:.0%} of the weights in bfloat16 did not change in a step"
         assert (said in out) == (kind == "nearest")
     assert 0.5 < shares["stochastic"] < shares["nearest"] - 0.01
 

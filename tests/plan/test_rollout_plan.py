@@ -158,7 +158,7 @@ def test_each_host_has_an_engine_and_all_weights_on_the_way_to_it():
 
 def test_samples_are_counted_with_the_lengths_that_are_asked_for():
     cfg = tiny.with_rollouts()
-    room = cfg.rollout.room(cfg)
+    room = cfg.rollout.room(cfg.train.batch_size, cfg.data.seq_len)
     assert Lengths.of(cfg, None, None) == Lengths(room - 16, 16)
     assert Lengths.of(cfg, None, 10) == Lengths(10, 16)
     assert Lengths.of(cfg, 20, 12) == Lengths(12, 8)

@@ -31,7 +31,7 @@ def played(folder, **sections):
     run = tiny.make_run(cfg)
     with contextlib.ExitStack() as ending:
         feed, _ = startup.open_feed(run, folder, ending)
-        feed.refresh(run.init(), startup.frozen(run))
+        feed.refresh(run.init(), startup.frozen_weights(run))
         return next(feed), feed.metrics(), feed.damaged()
 
 

@@ -75,7 +75,7 @@ def config(name, **changes):
 def played(cfg, folder, devices=1, steps=3):
     """The scalars of the first steps, and the batches."""
     run, found, batches = tiny.make_run(cfg, devices), [], []
-    frozen = startup.frozen(run)
+    frozen = startup.frozen_weights(run)
     with contextlib.ExitStack() as ending:
         feed, _ = startup.open_feed(run, folder, ending)
         state = run.init()

@@ -35,7 +35,7 @@ def played(folder, monkeypatch, **sections):
     run = tiny.make_run(cfg)
     with contextlib.ExitStack() as ending:
         feed, _ = startup.open_feed(run, folder, ending)
-        state, frozen = run.init(), startup.frozen(run)
+        state, frozen = run.init(), startup.frozen_weights(run)
         feed.refresh(state, frozen)
         batch, figures = next(feed), feed.metrics()
         placed = run.batches.place(batch, cfg.train.batch_size)

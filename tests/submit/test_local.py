@@ -109,9 +109,7 @@ def test_a_run_whose_submission_is_killed_saves_and_leaves(tmp_path, capfd):
     assert [
         path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()
     ]
-    assert (
-        "stopped, to be resumed by the same command" in (tmp_path / "run" / "log.txt").read_text()
-    )
+    assert "stopped; run the same command to resume" in (tmp_path / "run" / "log.txt").read_text()
     assert (
         cli.main(["status", "run"]) == 0
         and "run: killed without a word, step " in capfd.readouterr().out
