@@ -14,71 +14,76 @@ COMMANDS = {
     "train": ("maxstack.train:program", "train a model from one YAML file"),
     "submit": (
         "maxstack.commands.submit:submit",
-        "the same run as several processes, on this machine or a cluster",
+        "start a run as several processes, on this machine or a cluster",
     ),
-    "status": ("maxstack.commands.submit:status", "how far what was submitted is"),
-    "logs": ("maxstack.commands.submit:logs", "what it says"),
-    "stop": ("maxstack.commands.submit:stop", "end it; it saves first"),
+    "status": ("maxstack.commands.submit:status", "show the status of submitted jobs"),
+    "logs": ("maxstack.commands.submit:logs", "print a job's logs"),
+    "stop": ("maxstack.commands.submit:stop", "stop a job after it has saved a checkpoint"),
     "plan": (
         "maxstack.commands.plan:main",
-        "whether a run fits its hardware, what it moves and how fast it can be, without "
-        "the hardware",
+        "check whether a run fits its hardware and how fast it can be, without the hardware",
     ),
     "kernels": (
         "maxstack.commands.kernels:main",
-        "which kernel serves each op of a run, and why each other one does not",
+        "show which kernel serves each op of a run, and why the others do not",
     ),
     "tune": (
         "maxstack.commands.tune:main",
-        "measure the kernels of a run on this device, and keep their best block sizes",
+        "benchmark a run's kernels on this device and save the best block sizes",
     ),
-    "generate": ("maxstack.commands.generate:main", "go on from prompts by a trained model"),
+    "generate": ("maxstack.commands.generate:main", "generate text from prompts"),
     "serve": (
         "maxstack.commands.serve:main",
-        "answer requests over HTTP by a trained model (OpenAI's API) or packages (Open Inference)",
+        "serve a model (OpenAI API) or packages (Open Inference Protocol) over HTTP",
     ),
-    "sample": ("maxstack.commands.sample:main", "texts by a model trained by masked diffusion"),
-    "eval": ("maxstack.commands.eval:main", "what a model is worth, by tasks or held-out data"),
+    "sample": (
+        "maxstack.commands.sample:main",
+        "sample texts from a masked diffusion model, or images from a flow model",
+    ),
+    "eval": ("maxstack.commands.eval:main", "evaluate a model on tasks or held-out data"),
     "score": (
         "maxstack.commands.score:main",
-        "log-probabilities and perplexity of texts under a run or a Hugging Face folder",
+        "compute the log-probabilities and perplexity of texts",
     ),
     "quantize": (
         "maxstack.commands.quantize:main",
-        "a trained model with weights in low precision, and what that changes; what a recipe takes",
+        "quantize a model and report the quality change",
     ),
     "lora": (
         "maxstack.commands.lora:main",
-        "adapters in PEFT's format: out of runs, into and out of model folders",
+        "export, merge and unmerge LoRA adapters in PEFT's format",
     ),
-    "import": ("maxstack.commands.convert:import_model", "a Hugging Face folder as a run"),
+    "import": (
+        "maxstack.commands.convert:import_model",
+        "convert a Hugging Face model folder to a run",
+    ),
     "export": (
         "maxstack.commands.convert:export_model",
-        "a run or checkpoint as a Hugging Face folder",
+        "convert a run or checkpoint to a Hugging Face model folder",
     ),
     "package": (
         "maxstack.commands.package:main",
-        "a model as a folder of programs and weights that runs without maxstack",
+        "package a model as programs and weights that run without maxstack",
     ),
     "checkpoint": (
         "maxstack.commands.checkpoint:main",
-        "list, verify, show, copy and prune what a run has saved",
+        "list, verify, show, copy and prune a run's checkpoints",
     ),
     "goodput": (
         "maxstack.commands.goodput:main",
-        "where the time of a run went, over all its restarts",
+        "show where a run's time went, over all its restarts",
     ),
     "profile": (
         "maxstack.commands.profile:main",
-        "where the time of a run's steps goes, of a trace or of the running job",
+        "show where a training step's time goes, from a trace or a running job",
     ),
     "report": (
         "maxstack.commands.report:main",
-        "one HTML page about runs: curves, where the time went, faults, samples, differences",
+        "write an HTML report on one or more runs",
     ),
     "data": (
         "maxstack.commands.data:main",
-        "train a tokenizer, prepare token shards, show what the model is fed",
+        "train a tokenizer, prepare token shards, show the model's input",
     ),
     "config": ("maxstack.commands.config:main", "show, compare and describe configurations"),
 }
@@ -138,8 +143,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         prog="maxstack",
         usage="maxstack COMMAND ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=f"Train large models from YAML.\n\ncommands:\n{table}\n\n`maxstack COMMAND "
-        "--help` says more.",
+        description=f"Train large models from YAML.\n\ncommands:\n{table}\n\nSee `maxstack "
+        "COMMAND --help` for the options of a command.",
         epilog=EXAMPLE,
     )
     parser.add_argument(

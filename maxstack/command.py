@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -62,36 +63,35 @@ OVERRIDES = argument(
     nargs="*",
     default=(),
     metavar="key=value",
-    help="replaces a value, as in model.dtype=float32; typed like YAML",
+    help="override a config value, such as model.dtype=float32; parsed as YAML",
 )
 CONFIG = argument(
-    "config", metavar="CONFIG", help="a YAML file, or the name of a preset such as quickstart"
+    "config", metavar="CONFIG", help="YAML file, or name of a preset such as quickstart"
 )
 MODEL = argument(
     "model",
     metavar="MODEL",
-    help="a run's folder, one of its checkpoints, a Hugging Face model folder (a path or URL), or "
-    "Org/Name of the hub",
+    help="run folder, checkpoint, Hugging Face model folder (path or URL), or Org/Name on the hub",
 )
 TRUST_CODE = argument(
     "--trust-code",
     action="store_true",
-    help="run the code that a run's own config.yml names, whoever wrote it",
+    help="allow code named by a run's own config.yml, whoever wrote it",
 )
 """Of every command with CONFIG or MODEL."""
 ALLOW_NONFINITE = argument(
     "--allow-nonfinite",
     action="store_true",
-    help="take NaN and infinities among weights, instead of refusing them",
+    help="accept weights that hold NaN or infinity",
 )
 WEIGHTS = argument(
     "--weights",
     choices=("evaluated", "train", "average"),
-    help="of a run: those that training evaluates, those that it moves, or their moving average "
-    "(default: evaluated)",
+    help="which weights of a run to use: those it evaluates with, those it trains, or their moving "
+    "average (default: evaluated)",
 )
-BATCH_SIZE = argument("--batch-size", type=positive, default=8, help="rows at a time (default: 8)")
-JSON = argument("--json", metavar="FILE", help="write all of it to FILE too, in full precision")
+BATCH_SIZE = argument("--batch-size", type=positive, default=8, help="rows per batch (default: 8)")
+JSON = argument("--json", metavar="FILE", help="also write the results to FILE, in full precision")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,11 +104,10 @@ class Command:
     arguments: tuple[Argument, ...]
     function: Callable[[argparse.Namespace], int | None]
     on_cpu: bool
-    options: dict[str, Any]
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """The arguments, and `argv` as typed."""
-        parser = _parser(self.name, self.description, self.example, **self.options)
+        parser = _parser(self.name, self.description, self.example)
         for add in self.arguments:
             add(parser)
         if CONFIG in self.arguments or MODEL in self.arguments:
@@ -132,17 +131,11 @@ def command(
     example: str,
     *arguments: Argument,
     on_cpu: bool = False,
-    **options: Any,
 ) -> Callable[[Callable[[argparse.Namespace], int | None]], Command]:
-    """Decorator that makes a command of a function of its parsed arguments, which returns the exit
-    code or None for 0.
-
-    `on_cpu` hides accelerators from jax, unless JAX_PLATFORMS names one. `options` are those of
-    argparse.ArgumentParser.
-    """
-    return lambda function: Command(
-        name, description, example, arguments, function, on_cpu, options
-    )
+    """Decorate a function of the parsed arguments, which returns the exit code or None for 0, as a
+    command. `example`: one or several, a line each. `on_cpu` hides accelerators from jax, unless
+    JAX_PLATFORMS names one."""
+    return lambda function: Command(name, description, example, arguments, function, on_cpu)
 
 
 def group(
@@ -183,12 +176,25 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def _parser(name: str, description: str, example: str, **options: Any) -> argparse.ArgumentParser:
+class _Formatter(argparse.HelpFormatter):
+    """Wraps each paragraph by itself, and keeps lines that begin with a space."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(
+            line if line.startswith(" ") else textwrap.fill(line, width)
+            for line in text.split("\n")
+        )
+
+
+def _parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    first, *others = [f"maxstack {example}" for example in examples.split("\n")]
+    epilog = "\n  ".join(["examples:", first, *others]) if others else f"example: {first}"
     return _Parser(
         prog=f"maxstack {name}",
         description=description,
-        epilog=f"example: maxstack {example}",
-        **{"allow_abbrev": False} | options,
+        epilog=epilog,
+        allow_abbrev=False,
+        formatter_class=_Formatter,
     )
 
 

@@ -77,24 +77,21 @@ def program(argv: Sequence[str]) -> int:
         metavar="KEY",
         action="append",
         default=[],
-        help="resume from a checkpoint although KEY, or a key below it, has changed; may be given "
-        "several times",
+        help="resume although KEY, or a key below it, has changed since the checkpoint; repeatable",
     ),
     argument(
         "--supervise",
         action="store_true",
-        help="stay as the parent of the process and restart it after a crash, a hang or a lost "
-        "peer, with growing pauses; to end the run, signal every parent",
+        help="run as a supervisor that restarts training after a crash, a hang or a lost peer, "
+        "with a growing delay; to stop the run, signal every supervisor",
     ),
     argument(
         "--max-restarts",
         type=int,
         default=10,
         metavar="N",
-        help="with --supervise: give up after this many restarts in a row without a new step "
-        "(default: 10)",
+        help="with --supervise: give up after N restarts in a row without a new step (default: 10)",
     ),
-    allow_abbrev=False,
 )
 def main(args: argparse.Namespace) -> int:
     """Train -> the exit code: 0 when all steps are done, 42 when a signal ended the run, which the

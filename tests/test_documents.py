@@ -167,7 +167,7 @@ def here(prepared, tmp_path, monkeypatch):
 def ended_early(monkeypatch):
     """Training ends before its first step; a plan, once the compiler would be asked."""
 
-    def planned(name, cfg, where, *, exact, lengths=None):
+    def planned(name, cfg, where, exact, lengths):
         step.check_mesh(cfg, where)
         sizes = {"batch_size": cfg.train.batch_size, "seq_len": cfg.data.seq_len}
         flops = {"all": Count(where.size / 2, where.size)}
@@ -180,7 +180,7 @@ def ended_early(monkeypatch):
 
     monkeypatch.setattr(elastic, "train", lambda cfg, once: 0)
     monkeypatch.setattr("maxstack.faults.supervise.run", lambda command, folder, restarts: 0)
-    monkeypatch.setattr(plan_cli, "_apart", planned)
+    monkeypatch.setattr(plan_cli, "_in_subprocess", planned)
     monkeypatch.setattr(report, "text", lambda plan, cost=(): "")
 
 

@@ -228,7 +228,7 @@ def test_a_head_trained_beside_an_adapter_is_exported_beside_it_and_merged(made,
     trained(made, f"{tmp_path.name}-norm", *words[1:-1], lora, "objective={kind: preference}")
     command = ["lora", "export", f"{run}-norm", "--out", str(tmp_path / "no")]
     assert cli.main(command) == 1
-    assert "norm/scale is trained whole beside the adapter" in capsys.readouterr().err
+    assert "norm/scale is trained in full beside the adapter" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from maxstack.checkpoint.survey import Held
 
 RUN = argument(
-    "run", metavar="RUN", type=local_folder, help="a run's folder, or where a step was copied to"
+    "run", metavar="RUN", type=local_folder, help="run folder, or folder that a step was copied to"
 )
 HEADINGS = "step", "size", "eval loss", "saved", "where"
-STEP = argument("--step", type=int, metavar="N", help="this step (default: the newest)")
+STEP = argument("--step", type=int, metavar="N", help="step (default: the newest)")
 
 
 @command(
     "checkpoint list",
-    "Every step: its size, eval loss, time and folder.",
+    "List all steps with size, eval loss, time and folder.",
     "checkpoint list runs/quickstart",
     RUN,
 )
@@ -39,7 +39,7 @@ def show_list(args: Namespace) -> None:
 
 
 def cells_of(held: "Held") -> list[tuple[int, tuple[str, ...]]]:
-    """(step, cells below HEADINGS) for each folder of each step."""
+    """Return (step, cells below HEADINGS) for each folder of each step."""
     from maxstack.checkpoint import deletion, manifest, survey
 
     rows: list[tuple[int, tuple[str, ...]]] = []
@@ -50,7 +50,7 @@ def cells_of(held: "Held") -> list[tuple[int, tuple[str, ...]]]:
                 facts, files = manifest.read(path)
             except (FileNotFoundError, manifest.Damage) as error:
                 if not deletion.is_whole(path):
-                    continue  # a moment later it would not have been found
+                    continue  # it has been deleted meanwhile
                 damage = f"DAMAGED: {survey.escaped(error)}"
                 rows.append((step, (f"{step}", "", "", "", damage)))
                 continue
@@ -63,24 +63,26 @@ def cells_of(held: "Held") -> list[tuple[int, tuple[str, ...]]]:
 
 @command(
     "checkpoint verify",
-    "Compare every file with its checksum; exit code 1 for damage, or files that no manifest "
-    "lists.",
+    "Verify the checksum of every file. The exit code is 1 for damaged files and for files that no "
+    "manifest lists.",
     "checkpoint verify runs/quickstart",
     RUN,
-    argument("--step", type=int, metavar="N", help="this step (default: all)"),
+    argument("--step", type=int, metavar="N", help="step (default: all)"),
 )
 def verify(args: Namespace) -> int:
-    """Print a line for each damaged file; 1 where there are any."""
+    """Print a line for each damaged file; return 1 if there are any."""
     import tqdm
 
     from maxstack.checkpoint import deletion, manifest, survey
 
-    folders, held = survey.folders_of(args.run), survey.held_by(args.run)
+    folders = survey.folders_of(args.run)
+    held = survey.held_by(args.run)
     if args.step is not None:
         held = dict([survey.step_of(args.run, held, args.step)])
     paths = [path for paths in held.values() for path in paths]
     damaged = [*survey.unsealed(folders, args.step), *survey.mixed(held)]
-    unlisted, gone = list[str](), list[Path]()
+    unlisted = list[str]()
+    gone = list[Path]()
     total = sum(map(survey.size, paths))
     with tqdm.tqdm(total=total, unit="B", unit_scale=True, desc="verifying", disable=None) as bar:
         for path in paths:
@@ -97,9 +99,9 @@ def verify(args: Namespace) -> int:
         for line in lines:
             print(f"{word}: {survey.escaped(line)}")
     for path in gone:
-        print(f"deleted meanwhile: {survey.escaped(path)}")
+        print(f"deleted during verification: {survey.escaped(path)}")
     for path in survey.stray(folders[0]) if args.step is None else ():
-        print(f"stray: {survey.escaped(path)}: is of no step")
+        print(f"stray: {survey.escaped(path)}: belongs to no step")
     state = _count(damaged, "damaged file") if damaged else "all intact"
     more = f", {_count(unlisted, 'file')} that no manifest lists" if unlisted else ""
     places = _count(paths[len(gone) :], "place")
@@ -109,14 +111,14 @@ def verify(args: Namespace) -> int:
 
 @command(
     "checkpoint show",
-    "The arrays of a step.",
+    "Show the arrays of a step.",
     "checkpoint show runs/quickstart --step 400",
     RUN,
     STEP,
     on_cpu=True,
 )
 def show(args: Namespace) -> None:
-    """Print the name, type and shape of each array, and the batches that were passed over."""
+    """Print the name, dtype and shape of each array, and the batches that were skipped."""
     _on_step(args, lambda folder: _show(args.run, folder.absolute()))
 
 
@@ -139,7 +141,7 @@ def _show(run: Path, folder: Path) -> None:
             ocp.load_checkpointables(folder, {"meta": None})["meta"]["json"], str(folder)
         )
         for first, last in (meta.get("notes") or {}).get("skipped") or ():
-            print(f"batches {first} to {last} were passed over")
+            print(f"batches {first} to {last} were skipped")
     print(table("ll", ((name, f"{leaf.dtype}{list(leaf.shape)}") for name, leaf in arrays.items())))
 
 
@@ -148,11 +150,13 @@ def _show(run: Path, folder: Path) -> None:
     "Copy a step to another folder, and verify the copy.",
     "checkpoint copy runs/quickstart /backup/quickstart --step 400",
     RUN,
-    argument("to", metavar="FOLDER", type=local_folder, help="gets a folder of the step's number"),
+    argument(
+        "to", metavar="FOLDER", type=local_folder, help="target folder; the copy is FOLDER/STEP"
+    ),
     STEP,
 )
 def copy(args: Namespace) -> None:
-    """Copy the step; ConfigError where source or copy are damaged."""
+    """Copy the step; ConfigError if the source or the copy is damaged."""
     _on_step(args, lambda source: _copy(args.run, source, args.to))
 
 
@@ -160,67 +164,60 @@ def _copy(run: Path, source: Path, target: Path) -> None:
     from maxstack.checkpoint import survey
     from maxstack.config import atomic
 
-    _check_intact(source, f"{source} is damaged, and was not copied:")
+    _check_intact(source, f"{source}: is damaged and was not copied:")
     for folder in survey.folders_of(run):
         if target.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
-                f"{target}: is in {folder}, where the run's own steps lie; give a folder elsewhere"
+                f"{target}: is inside {folder}, which holds the run's own steps; give another "
+                "folder"
             )
     to = target / source.name
     if to.exists():
-        raise ConfigError(f"{to}: is there already; give another folder, or delete it")
+        raise ConfigError(f"{to}: exists already; give another folder, or delete it")
     try:
         with atomic.writing(to) as unfinished:
             shutil.copytree(source, unfinished)
-            _check_intact(unfinished, f"{to}: the copy is not what was read:")
+            _check_intact(unfinished, f"{to}: the copy differs from the source:")
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {error}") from error
     shown = survey.escaped(to)
-    print(f"{shown}: step {source.name}, checked; checkpoint.restore={shown} starts from it")
+    print(f"{shown}: step {source.name}, verified; start from it with checkpoint.restore={shown}")
 
 
 @command(
     "checkpoint prune",
-    "Delete all but the newest steps of the run's own folder.",
+    "Delete all but the newest steps in the run's own folder.",
     "checkpoint prune runs/quickstart --keep 3 --dry-run",
     RUN,
-    argument(
-        "--keep",
-        type=int,
-        required=True,
-        metavar="N",
-        help="how many of the newest stay, 1 or more",
-    ),
-    argument("--dry-run", action="store_true", help="only say what would go"),
+    argument("--keep", type=int, required=True, metavar="N", help="number of newest steps to keep"),
+    argument("--dry-run", action="store_true", help="only print what would be deleted"),
 )
 def prune(args: Namespace) -> None:
-    """Delete the steps and print how much room that made."""
+    """Delete the steps, and print how many bytes that freed."""
     from maxstack.checkpoint import manifest, survey
 
     survey.held_by(args.run)
     if args.keep < 1:
         raise ConfigError(
-            f"--keep {args.keep}: must be 1 or more; to delete all of a run, delete its folder"
+            f"--keep {args.keep}: must be 1 or more; to delete a whole run, delete its folder"
         )
     own = args.run / "checkpoints"
     other = own.resolve().parent
     if other != args.run.resolve() and (other / "config.yml").exists():
-        raise ConfigError(f"{own}: leads into another run, {other}; prune that")
+        raise ConfigError(f"{own}: links to another run, {other}; prune that one")
     steps = manifest.steps(own)[: -args.keep]
     freed = sum(survey.size(own / f"{step}") for step in steps)
     if not args.dry_run:
         for step in steps:
             manifest.delete(own / f"{step}")
-    print(
-        f"{survey.escaped(own)}: {'would delete' if args.dry_run else 'deleted'} "
-        f"{_count(steps, 'step')}, {_size(freed)}{': ' if steps else ''}"
-        f"{', '.join(map(str, steps))}"
-    )
+    done = "would delete" if args.dry_run else "deleted"
+    listed = f": {', '.join(map(str, steps))}" if steps else ""
+    print(f"{survey.escaped(own)}: {done} {_count(steps, 'step')}, {_size(freed)}{listed}")
 
 
 main = group(
     "checkpoint",
-    "The checkpoints of a run, in all its tiers that this host sees.",
+    "Work with a run's checkpoints, in all its tiers that this host sees.",
     "checkpoint verify runs/quickstart",
     show_list,
     verify,
@@ -237,7 +234,7 @@ def _on_step(args: Namespace, work: Callable[[Path], None]) -> None:
 
 
 def _whole_step(args: Namespace) -> Path:
-    """The folder that holds all of the step of the arguments. ConfigError where there is none."""
+    """Return the folder that holds the whole step. ConfigError where there is none."""
     from maxstack.checkpoint import survey
 
     step, paths = survey.step_of(args.run, survey.held_by(args.run), args.step)
@@ -245,8 +242,8 @@ def _whole_step(args: Namespace) -> Path:
         if path.name == f"{step}":
             return path
     raise ConfigError(
-        f"{args.run}: step {step} is only on hosts' own disks here ({paths[0]}), which hold "
-        "shards; give a step of the run's own folder; its files: maxstack checkpoint list"
+        f"{args.run}: of step {step}, this host sees only the shards on hosts' own disks "
+        f"({paths[0]}); give a step of the run's own folder, from maxstack checkpoint list"
     )
 
 
@@ -259,7 +256,7 @@ def _check_intact(folder: Path, problem: str) -> None:
 
 
 def _count(items: Sized, noun: str) -> str:
-    return f"{len(items)} {noun}{'s' * (len(items) != 1)}"
+    return f"{len(items)} {noun}" if len(items) == 1 else f"{len(items)} {noun}s"
 
 
 def _size(number: float) -> str:

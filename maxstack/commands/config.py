@@ -1,5 +1,5 @@
-"""`maxstack config`: show where a configuration's values come from, compare two, write the JSON
-schema for editors."""
+"""`maxstack config`: show where a configuration's values come from, compare two configurations, and
+write the JSON schema for editors."""
 
 import json
 from argparse import Namespace
@@ -9,7 +9,7 @@ from maxstack.command import CONFIG, OVERRIDES, argument, check_writable, comman
 
 @command(
     "config show",
-    "Print the resolved file with the origin of each value.",
+    "Print the resolved configuration with the origin of each value.",
     "config show quickstart model.layers=2",
     CONFIG,
     OVERRIDES,
@@ -24,10 +24,10 @@ def show(args: Namespace) -> None:
 
 @command(
     "config diff",
-    "Print the keys in which two resolved files differ; nothing if they are the same.",
+    "Print the keys in which two resolved configurations differ, or nothing if they are equal.",
     "config diff quickstart my.yml",
-    argument("a", help="a YAML file or a preset's name"),
-    argument("b", help="another"),
+    argument("a", help="YAML file or name of a preset"),
+    argument("b", help="YAML file or name of a preset to compare with"),
     OVERRIDES,
 )
 def diff(args: Namespace) -> None:
@@ -44,9 +44,9 @@ def diff(args: Namespace) -> None:
 
 @command(
     "config schema",
-    "Write the JSON schema for editors.",
+    "Print or write the JSON schema of configurations, for editors.",
     "config schema --out schema.json",
-    argument("--out", metavar="FILE", help="the file to write; by default the schema is printed"),
+    argument("--out", metavar="FILE", help="file to write (default: print the schema)"),
 )
 def schema(args: Namespace) -> None:
     """Print or write the schema."""
@@ -60,14 +60,14 @@ def schema(args: Namespace) -> None:
         return
     write("--out", args.out, text + "\n")
     print(
-        f"wrote {args.out}; in a YAML file, editors find it by the first line "
-        f"`# yaml-language-server: $schema={args.out}`"
+        f"wrote {args.out}; start a YAML file with the line "
+        f"`# yaml-language-server: $schema={args.out}` so that editors use it"
     )
 
 
 main = group(
     "config",
-    "Look into configurations.",
+    "Show and compare configurations.",
     "config show quickstart train.steps=100",
     show,
     diff,

@@ -1,5 +1,5 @@
-"""`maxstack import` and `maxstack export`: a Hugging Face model folder becomes a run's folder, and
-a run or checkpoint becomes a model folder."""
+"""`maxstack import` and `maxstack export`: convert a Hugging Face model folder to a run's folder,
+and a run or checkpoint to a model folder."""
 
 import json
 import math
@@ -26,50 +26,46 @@ DTYPES = ("float32", "bfloat16", "float16")
 BESIDE = "hf"
 SOURCE = "source.json"
 PLACEHOLDER = (
-    "# Its data is a placeholder: give data.sources, here or on the command line, before "
-    "training.\n"
+    "# The data is a placeholder: set data.sources, here or on the command line, before training.\n"
 )
 OUT_FOLDER = argument(
-    "--out", required=True, metavar="FOLDER", type=local_folder, help="the folder to make"
+    "--out",
+    required=True,
+    metavar="FOLDER",
+    type=local_folder,
+    help="output folder, must not exist",
 )
 CHECKPOINT = argument(
     "run",
     metavar="RUN_OR_CHECKPOINT",
     type=local_folder,
-    help="a run's folder (its newest checkpoint), or one step inside",
+    help="run folder (its newest checkpoint), or one step in it",
 )
 ARCHITECTURE = argument(
     "--architecture",
     metavar="NAME",
-    help="the class of transformers to write for (default: the one that fits)",
+    help="transformers class to write the folder for (default: the one that fits the model)",
 )
 
 
 @command(
     "import",
-    "Make a run of a Hugging Face model folder. Stopped, it goes on where it was when started "
-    "again.",
-    "import ./Qwen3-0.6B --out runs/qwen && maxstack train runs/qwen/config.yml train.steps=100",
+    "Convert a Hugging Face model folder to a run at step 0. Run the command again to resume it.",
+    "import ./Qwen3-0.6B --out runs/qwen",
     argument(
         "folder",
         metavar="FOLDER",
-        help="holds config.json and safetensors, at a path or URL; or a model of the hub, "
+        help="folder or URL with config.json and safetensors files, or a model on the hub: "
         "Org/Name or Org/Name@REVISION",
     ),
     OVERRIDES,
-    argument(
-        "--out",
-        required=True,
-        metavar="RUN",
-        type=local_folder,
-        help="the run's folder, to be made",
-    ),
-    argument("--dtype", choices=DTYPES, help="of the weights (default: as in the folder)"),
+    argument("--out", required=True, metavar="RUN", type=local_folder, help="run folder to create"),
+    argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as in the folder)"),
     ALLOW_NONFINITE,
     on_cpu=True,
 )
 def import_model(args: Namespace) -> None:
-    """Convert a model folder into a run at step 0. ConfigError or DataError, with nothing written,
+    """Convert a model folder to a run at step 0. ConfigError or DataError, with nothing written,
     where the folder is refused."""
     from maxstack.hf.contents import Contents
 
@@ -80,10 +76,10 @@ def import_model(args: Namespace) -> None:
     if progress == "done":
         if args.overrides:
             raise ConfigError(
-                f"{args.out} is {args.folder} already, so {' '.join(args.overrides)} "
-                "would not be applied; change its config.yml"
+                f"{args.out}: is imported from {args.folder} already, so "
+                f"{' '.join(args.overrides)} would have no effect; change its config.yml"
             )
-        print(f"{args.out} is {args.folder} already")
+        print(f"{args.out}: is imported from {args.folder} already")
         return
     _check_tokenizer(contents, model)
     try:
@@ -102,29 +98,29 @@ def import_model(args: Namespace) -> None:
 
 @command(
     "export",
-    "Make a Hugging Face model folder of a run or checkpoint, as transformers' from_pretrained "
-    "reads it.",
+    "Convert a run or checkpoint to a Hugging Face model folder, which transformers loads with "
+    "from_pretrained.",
     "export runs/qwen --out ./qwen-hf --dtype bfloat16",
     CHECKPOINT,
     OUT_FOLDER,
     argument(
         "--dtype",
         choices=DTYPES,
-        help="of the tensors (default: as they were imported, or as the run has them)",
+        help="dtype of the tensors (default: that of the import, otherwise that of the run)",
     ),
     argument(
         "--shard-size",
         default="5GB",
         metavar="SIZE",
-        help="bytes of a safetensors file at most (default: 5GB)",
+        help="maximum size of a safetensors file (default: 5GB)",
     ),
     ARCHITECTURE,
     WEIGHTS,
     on_cpu=True,
 )
 def export_model(args: Namespace) -> None:
-    """Convert a run or checkpoint into a model folder. ConfigError where no architecture of
-    transformers is the run's model."""
+    """Convert a run or checkpoint to a model folder. ConfigError where transformers has no class
+    for the model."""
     from maxstack.checkpoint.weights import on_newest
     from maxstack.hf.export import shard_bytes
 
@@ -141,7 +137,7 @@ def write_folder(
     architecture: str | None = None,
     weights: "Choice | None" = None,
 ) -> None:
-    """Export a run or checkpoint into a new folder, with a progress bar. `shard_size`: bytes of a
+    """Export a run or checkpoint to a new folder, with a progress bar. `shard_size`: bytes of a
     file at most."""
     from tqdm import tqdm
 
@@ -155,10 +151,14 @@ def write_folder(
     reader = WeightsReader(run)
     data = configured(run, reader)
     cfg = Config.model_validate(data)
-    model, words = cfg.model, reader.choose(weights or "evaluated", cfg.optimizer.ema)
+    model = cfg.model
+    chosen = reader.choose(weights or "evaluated", cfg.optimizer.ema)
     treated = data.get("lora") or data["quantization"]["rules"]
-    untreated = reader.shapes, reader.read, list[str]()
-    shapes, read, unlike = _untreated(data, reader) if treated else untreated
+    if treated:
+        shapes, read, unlike = _untreated(cfg, reader)
+    else:
+        shapes, read = reader.shapes, reader.read
+        unlike = []
     total = sum(map(math.prod, shapes.values()))
     with tqdm(total=total, unit=" weights", unit_scale=True, desc="writing") as bar:
         family = export(
@@ -177,16 +177,16 @@ def write_folder(
             done=bar.update,
         )
     left = ", without the estimate of rewards" if VALUE in shapes else ""
-    left += "".join(f", {said}" for said in (words, *unlike) if said)
+    left += "".join(f", {note}" for note in (chosen, *unlike) if note)
     if model.tokens is None and not any((out / name).exists() for name in TOKENIZER):
-        left += "; no tokenizer: the run has none that a folder can hold"
+        left += "; without a tokenizer: the run has none that the folder can hold"
     print(f"{_run_folder(run)} step {reader.step} -> {out}: {family.architecture}{left}")
 
 
 def _convert(
     contents: "Contents", model: "StackConfig", out: Path, dtype: str | None, finite: bool
 ) -> None:
-    """Write step 0 of the run at `out`, and what an export gives back beside it."""
+    """Write step 0 of the run at `out`, and the files that an export writes back beside it."""
     import numpy as np
     from tqdm import tqdm
 
@@ -216,8 +216,8 @@ def _convert(
 def _configuration(
     contents: "Contents", out: Path, dtype: str, overrides: Sequence[str]
 ) -> "tuple[str, StackConfig]":
-    """The text of the run's config.yml, and its model. ConfigError where an override changes the
-    architecture, further tokens aside."""
+    """Return the text of the run's config.yml, and its model. ConfigError where an override changes
+    the architecture in anything but the number of tokens."""
     from maxstack.config import dump
     from maxstack.hf import preprocessor
     from maxstack.hf.family import canonical_form
@@ -247,17 +247,16 @@ def _configuration(
         source = source.model_copy(update={"vocab": cfg.decoder.vocab})
     if canonical_form(cfg.model) != canonical_form(source):
         raise ConfigError(
-            f"{' '.join(overrides)}: changes the architecture, and the weights in "
-            f"{contents.folder.path} are not of that; leave what "
-            "config.json says of the model as it is"
+            f"{' '.join(overrides)}: changes the architecture, which the weights in "
+            f"{contents.folder.path} do not fit; leave out keys that config.json sets"
         )
     head = f"# Imported by maxstack from {contents.folder.path}.\n{PLACEHOLDER}"
     return head + dump(settings_of(cfg)), cfg.model
 
 
 def settings_of(cfg: "Config") -> dict[str, Any]:
-    """The settings of a config.yml beside weights. There is no data.tokenizer where none was given,
-    so that text is refused until one is."""
+    """Return the settings of a config.yml beside weights. Without a tokenizer of the model's own
+    there is no data.tokenizer, so that text is refused until one is set."""
     from maxstack.config import plain_data
 
     settings = plain_data(cfg)
@@ -267,7 +266,7 @@ def settings_of(cfg: "Config") -> dict[str, Any]:
 
 
 def _check_tokenizer(contents: "Contents", model: "StackConfig") -> None:
-    """DataError for a tokenizer that is broken or has more tokens than the model."""
+    """DataError for a tokenizer that is damaged or has more tokens than the model."""
     import pydantic
 
     from maxstack.data.tokenizers import check_fits, open_tokenizer
@@ -282,7 +281,7 @@ def _check_tokenizer(contents: "Contents", model: "StackConfig") -> None:
 def _progress(
     out: Path, contents: "Contents", dtype: str | None
 ) -> Literal["new", "unfinished", "done"]:
-    """State of the import into `out`; ConfigError where something else lies there."""
+    """Return the state of the import into `out`; ConfigError where something else is there."""
     from maxstack.config import atomic
 
     mark = out / BESIDE / SOURCE
@@ -291,14 +290,14 @@ def _progress(
         return "new"
     if strict_json.read_object(mark) != _fingerprint(contents, dtype):
         raise ConfigError(
-            f"--out {out}: holds an import of another folder or dtype, or of this one "
-            "before it changed; choose another name, or delete it"
+            f"--out {out}: holds an import of another folder or dtype, or of this folder before it "
+            "changed; choose another name, or delete it"
         )
     return "done" if (out / "config.yml").exists() else "unfinished"
 
 
 def _fingerprint(contents: "Contents", dtype: str | None) -> dict[str, Any]:
-    """Facts that must be the same for an import to go on."""
+    """Return what must be unchanged for an import to resume."""
     from maxstack.hf.contents import file_states
 
     files = sorted(file_states(contents.folder.path).items())
@@ -311,14 +310,14 @@ def _fingerprint(contents: "Contents", dtype: str | None) -> dict[str, Any]:
 
 
 def _run_folder(path: Path) -> Path:
-    """The run's folder of a path to it, to its checkpoints or to a step."""
+    """Return the run's folder for a path to it, to its checkpoints or to a step."""
     if path.name.isdigit():
         return path.parent.parent
     return path.parent if path.name == "checkpoints" else path
 
 
 def configured(path: Path, reader: "WeightsReader") -> dict[str, Any]:
-    """The configuration of the run that wrote a checkpoint. ConfigError where there is none."""
+    """Return the configuration of the run that wrote a checkpoint. ConfigError without one."""
     from maxstack.config import plain_data
     from maxstack.load import learnt_by, load_record
 
@@ -331,25 +330,25 @@ def configured(path: Path, reader: "WeightsReader") -> dict[str, Any]:
     file = own / "config.yml"
     if not file.is_file():
         raise ConfigError(
-            f"{path}: a checkpoint of weights alone, and there is no {file} that says of what model"
+            f"{path}: is a checkpoint of weights alone, and there is no {file} that describes the "
+            "model"
         )
     return plain_data(load_record(own))
 
 
 def _untreated(
-    data: Mapping[str, Any], reader: "WeightsReader"
+    cfg: "Config", reader: "WeightsReader"
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[str], "np.ndarray"], list[str]]:
-    """Shapes of the weights of a quantized or adapted run as its model has them untreated, a
-    function that reads a weight, dequantized or as qat rounds it, with its adapter merged into it,
-    and what a folder of them does not round, in words."""
+    """For a quantized or adapted run, return the shapes of its model's plain weights; a function
+    that reads one of them, dequantized or as qat rounds it, with its adapter merged; and notes on
+    what the exported folder does not round."""
     import numpy as np
 
     from maxstack.models.model import weights_of
-    from maxstack.schema.config import Config
     from maxstack.weights.rewrite import Rewrite
 
-    cfg = Config.model_validate(data)
-    rewrite, weights = Rewrite(cfg), weights_of(cfg.model)
+    rewrite = Rewrite(cfg)
+    weights = weights_of(cfg.model)
 
     def read(path: str) -> np.ndarray:
         return np.asarray(rewrite.original(path, reader.under(path), evaluated=True))
@@ -358,7 +357,7 @@ def _untreated(
 
 
 def _tokenizer(data: Mapping[str, Any]) -> 'Path | Literal["source", "bytes"]':
-    """The tokenizer of a run: a file, bytes, or "source" where the data held tokens."""
+    """Return the tokenizer of a run: a file, bytes, or "source" where the data held tokens."""
     from maxstack.data import hub
     from maxstack.schema.data import holds_text
 
@@ -368,7 +367,7 @@ def _tokenizer(data: Mapping[str, Any]) -> 'Path | Literal["source", "bytes"]':
 
 
 def _answers(data: Mapping[str, Any]) -> "Answers":
-    """How a run was trained to read and to answer; nothing where its data held tokens."""
+    """Return the tokens and template of a run's answers; nothing where its data held tokens."""
     from maxstack.data.chat import DEFAULT, answer_ends, template_of
     from maxstack.data.tokenizers import open_tokenizer
     from maxstack.hf.export import Answers
@@ -388,8 +387,8 @@ def _answers(data: Mapping[str, Any]) -> "Answers":
 
 
 def source_of(path: Path, model: "StackConfig") -> Path | None:
-    """The folder with the config.json and tokenizer that the model was imported with, or began
-    from, itself or by the runs before it; None for a model of its own."""
+    """Return the folder with the config.json and tokenizer that the model, or the run that it
+    started from, was imported with; None for a model of its own."""
     from maxstack.data import hub
     from maxstack.load import load_record, run_folder
 
@@ -398,7 +397,7 @@ def source_of(path: Path, model: "StackConfig") -> Path | None:
         return beside
     if not model.weights:
         return None
-    if before := run_folder(model.weights):
-        return source_of(before, load_record(before).model)
+    if earlier := run_folder(model.weights):
+        return source_of(earlier, load_record(earlier).model)
     folder = hub.model_folder(model.weights, weights=True)
     return folder if (folder / "config.json").is_file() else None

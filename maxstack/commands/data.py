@@ -1,5 +1,4 @@
-"""`maxstack data tokenizer|prepare|removed|show`: work on a run's data, from the same files that
-training reads."""
+"""`maxstack data`: train a tokenizer, prepare token shards, and show what training reads."""
 
 import os
 from argparse import Namespace
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 @command(
     "data tokenizer",
-    "Train a SentencePiece tokenizer on the training documents of a config.",
+    "Train a SentencePiece tokenizer on the training documents of a configuration.",
     "data tokenizer configs/quickstart.yml --vocab 4096 --out python.model",
     CONFIG,
     OVERRIDES,
@@ -22,18 +21,17 @@ if TYPE_CHECKING:
         "--vocab",
         type=positive,
         required=True,
-        help="number of tokens; the 256 bytes, 4 special ones and the characters of the text "
-        "come first",
+        help="vocabulary size, including 256 bytes, 4 special tokens and the text's characters",
     ),
     argument(
-        "--model", choices=("bpe", "unigram"), default="bpe", help="kind of model (default: bpe)"
+        "--model", choices=("bpe", "unigram"), default="bpe", help="model type (default: bpe)"
     ),
     argument("--out", required=True, metavar="FILE", help="the .model file to write"),
     argument(
         "--megabytes",
         type=positive,
         default=100,
-        help="text to learn from at most, in MB, drawn evenly (default: 100)",
+        help="size of the training sample in MB at most, drawn evenly (default: 100)",
     ),
 )
 def tokenizer(args: Namespace) -> None:
@@ -44,41 +42,42 @@ def tokenizer(args: Namespace) -> None:
     data = load_alone(args.config, args.overrides).data
     train(data, args.out, vocab=args.vocab, model=args.model, megabytes=args.megabytes)
     print(
-        f"{args.out}: {args.vocab} tokens ({args.model}). In a config: data: {{tokenizer: {{kind: "
-        f"sentencepiece, path: {args.out}}}}} and model.vocab at least {args.vocab}"
+        f"{args.out}: {args.vocab} tokens ({args.model}). To use it, set data: {{tokenizer: "
+        f"{{kind: sentencepiece, path: {args.out}}}}} and model.vocab to {args.vocab} or more"
     )
 
 
 @command(
     "data prepare",
-    "Tokenize every document once, into shards that train fast; started again, it goes on where "
-    "it stopped.",
+    "Tokenize all documents into shards that training reads fast. Run the command again to resume "
+    "it.",
     "data prepare configs/quickstart.yml --out tokens --workers 4",
     CONFIG,
     OVERRIDES,
-    argument("--out", required=True, metavar="DIR", help="folder for the shards and manifest.json"),
+    argument(
+        "--out", required=True, metavar="DIR", help="output folder for the shards and manifest.json"
+    ),
     argument(
         "--workers",
         type=positive,
-        help="processes (default: the number of cores, of all nodes with --engine ray)",
+        help="number of processes (default: one per core; with --engine ray, on all nodes)",
     ),
     argument(
         "--engine",
         choices=("local", "ray"),
         default="local",
-        help="processes of this machine, or of a Ray cluster (default: local)",
+        help="run processes on this machine or on a Ray cluster (default: local)",
     ),
     argument(
         "--address",
         metavar="HOST:PORT",
-        help="the Ray cluster, of which this machine is a node (default: one of this machine "
-        "alone, started for the purpose)",
+        help="Ray cluster that this machine is a node of (default: start one on this machine)",
     ),
     argument(
         "--shard-size",
         type=positive,
         metavar="N",
-        help="documents in a shard (default: a 16th of the source, 10000 at most)",
+        help="documents per shard (default: a 16th of the source, at most 10000)",
     ),
 )
 def prepare(args: Namespace) -> None:
@@ -88,12 +87,12 @@ def prepare(args: Namespace) -> None:
     from maxstack.load import load_alone
 
     if args.address and args.engine == "local":
-        raise ConfigError("--address names a Ray cluster: add --engine ray")
-    engine = (
-        engines.Ray(args.workers, args.address)
-        if args.engine == "ray"
-        else engines.Processes(args.workers or os.cpu_count() or 1)
-    )
+        raise ConfigError("--address: names a Ray cluster; add --engine ray")
+    engine: engines.Ray | engines.Processes
+    if args.engine == "ray":
+        engine = engines.Ray(args.workers, args.address)
+    else:
+        engine = engines.Processes(args.workers or os.cpu_count() or 1)
     cfg = load_alone(args.config, args.overrides)
     vocabulary.learn(cfg)
     data = cfg.data
@@ -101,7 +100,7 @@ def prepare(args: Namespace) -> None:
 
 
 def _task_texts(data: "DataConfig") -> dict[str, list[str]]:
-    """Texts of the evaluation tasks that data.steps name."""
+    """Return the texts of the evaluation tasks that data.steps name."""
     names = [name for step in data.steps if step.kind == "decontaminate" for name in step.tasks]
     if not names:
         return {}
@@ -112,13 +111,15 @@ def _task_texts(data: "DataConfig") -> dict[str, list[str]]:
 
 @command(
     "data removed",
-    "Print the documents that data.steps removed, as JSON lines with step, rule, value, source, "
-    "where and text.",
+    "Print the documents that data.steps removed, as JSON lines with the fields step, rule, value, "
+    "source, where and text.",
     "data removed tokens --step gopher_quality --limit 3",
-    argument("folder", metavar="OUT", help="the folder that `maxstack data prepare` wrote"),
-    argument("--step", metavar="NAME", help="of this step alone"),
-    argument("--source", metavar="NAME", help="of this source alone"),
-    argument("--limit", type=positive, metavar="N", help="so many at most (default: all)"),
+    argument("folder", metavar="OUT", help="output folder of `maxstack data prepare`"),
+    argument("--step", metavar="NAME", help="only documents removed by this step"),
+    argument("--source", metavar="NAME", help="only documents of this source"),
+    argument(
+        "--limit", type=positive, metavar="N", help="print at most N documents (default: all)"
+    ),
 )
 def removed(args: Namespace) -> None:
     """Print the rows."""
@@ -132,25 +133,30 @@ def removed(args: Namespace) -> None:
 
 @command(
     "data show",
-    "Print what a config feeds the model: decoded rows, document boundaries, masks; or draw its "
-    "pictures.",
+    "Print the model's input for a configuration: decoded rows, document boundaries and loss "
+    "masks. For image models, draw the pictures.",
     "data show configs/quickstart.yml --rows 2 data.seq_len=256",
     CONFIG,
     OVERRIDES,
-    argument("--rows", type=positive, default=4, help="rows of each batch (default: 4)"),
-    argument("--batches", type=positive, default=1, help="batches (default: 1)"),
+    argument("--rows", type=positive, default=4, help="rows per batch to print (default: 4)"),
+    argument("--batches", type=positive, default=1, help="number of batches (default: 1)"),
     argument(
         "--full",
         action="store_true",
-        help="print documents whole instead of their beginning and end",
+        help="print whole documents, not just their beginning and end",
     ),
-    argument("--eval", action="store_true", help="what evaluation reads instead of training"),
     argument(
-        "--out", default="images.png", metavar="FILE", help="for pictures (default: images.png)"
+        "--eval", action="store_true", help="show the evaluation data instead of the training data"
+    ),
+    argument(
+        "--out",
+        default="images.png",
+        metavar="FILE",
+        help="PNG file for pictures (default: images.png)",
     ),
 )
 def show(args: Namespace) -> None:
-    """Print the rows."""
+    """Print or draw the rows."""
     from maxstack.commands.show import show
     from maxstack.data import vocabulary
 
@@ -161,7 +167,7 @@ def show(args: Namespace) -> None:
 
 main = group(
     "data",
-    "Work on a run's data without training.",
+    "Work with a run's data without training.",
     "data show configs/quickstart.yml",
     tokenizer,
     prepare,

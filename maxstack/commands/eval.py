@@ -1,4 +1,4 @@
-"""`maxstack eval`: what a model is worth, on held-out data or by tasks."""
+"""`maxstack eval`: evaluate a model on tasks or on held-out data."""
 
 import contextlib
 from argparse import Namespace
@@ -25,13 +25,13 @@ from maxstack.errors import ConfigError
 if TYPE_CHECKING:
     from maxstack.evals.tasks import Results
 
-TOO_LONG = "have more than {} tokens, and lose their beginning; --length gives more"
+TRUNCATED = "have more than {} tokens and are truncated on the left; raise --length"
 
 
 @command(
     "eval",
-    "Evaluate a model: by tasks in lm-evaluation-harness's format, or without --tasks, a run on "
-    "its own held-out data by its own objective.",
+    "Evaluate a model on tasks in lm-evaluation-harness's format or, without --tasks, a run on its "
+    "own held-out data by its own objective.",
     "eval runs/quickstart --tasks pairs,cloze",
     MODEL,
     OVERRIDES,
@@ -39,49 +39,52 @@ TOO_LONG = "have more than {} tokens, and lose their beginning; --length gives m
         "--tasks",
         action="append",
         metavar="A,B.yaml",
-        help="shipped tasks (pairs, cloze), files, and names of --tasks-path; see "
+        help="built-in tasks (pairs, cloze), task files, or tasks of --tasks-path; repeatable; see "
         "docs/EVALUATION.md",
     ),
     argument(
         "--tasks-path",
         metavar="FOLDER",
-        help="tasks, groups and tags of the files of a folder, as of lm-evaluation-harness's tasks",
+        help="folder of task files in lm-evaluation-harness's layout, whose tasks, groups and tags "
+        "--tasks may name",
     ),
     argument(
         "--apply-chat-template",
         action="store_true",
-        help="ask by the model's chat template, examples as turns of the conversation",
+        help="format prompts with the model's chat template, few-shot examples as turns",
     ),
-    argument("--system", default="", metavar="TEXT", help="the beginning of every prompt"),
+    argument(
+        "--system", default="", metavar="TEXT", help="system prompt at the start of every request"
+    ),
     argument(
         "--fewshot-as-multiturn",
         nargs="?",
         const="true",
         choices=("true", "false"),
-        help="with --apply-chat-template: false puts examples into the turn of the question",
+        help="with --apply-chat-template: false puts the examples into the question's own turn",
     ),
     argument(
         "--lm-eval",
         action="store_true",
-        help="by lm-evaluation-harness itself (the extra eval), whose own tasks --tasks may name",
+        help="run lm-evaluation-harness itself (extra: eval); --tasks may name its tasks",
     ),
-    argument("--limit", type=positive, metavar="N", help="the first N questions of each task"),
+    argument("--limit", type=positive, metavar="N", help="only the first N questions of each task"),
     argument(
         "--length",
         type=positive,
         metavar="N",
-        help="tokens of a request at most; longer ones lose their beginning (default: data.seq_len "
-        "of a run, else what the model allows, up to 4096)",
+        help="maximum tokens of a request; longer ones are truncated on the left (default: the "
+        "run's data.seq_len, otherwise the model's maximum, up to 4096)",
     ),
-    argument("--num-fewshot", type=int, metavar="N", help="with --lm-eval: examples, for all"),
+    argument("--num-fewshot", type=int, metavar="N", help="with --lm-eval: few-shot examples"),
     BATCH_SIZE,
-    argument("--out", metavar="FILE.jsonl", help="write each question with its answer"),
+    argument("--out", metavar="FILE.jsonl", help="write every question with its answer"),
     JSON,
     WEIGHTS,
     ALLOW_NONFINITE,
 )
 def main(args: Namespace) -> None:
-    """Print a table of figures."""
+    """Evaluate and print a table of figures."""
     check_writable("--out", args.out)
     check_writable("--json", args.json)
     if args.tasks is not None:
@@ -98,7 +101,7 @@ def main(args: Namespace) -> None:
         "--fewshot-as-multiturn": args.fewshot_as_multiturn,
     }
     if given := [name for name, value in wanted.items() if value]:
-        raise ConfigError(f"{', '.join(given)}: of tasks; name some by --tasks")
+        raise ConfigError(f"{', '.join(given)}: only valid with --tasks")
     figures = _held_out(args.model, model_overrides(args))
     from maxstack.report.table import table
 
@@ -107,16 +110,17 @@ def main(args: Namespace) -> None:
 
 
 def _by_tasks(args: Namespace) -> None:
-    parts = (name.strip() for given in args.tasks for name in given.split(","))
-    names = [name for name in parts if name]
+    names = [name.strip() for name in ",".join(args.tasks).split(",") if name.strip()]
     if not names:
-        raise ConfigError("--tasks: is empty; name some, as in --tasks pairs,cloze")
+        raise ConfigError("--tasks: is empty; name tasks, such as --tasks pairs,cloze")
     if args.num_fewshot is not None and not args.lm_eval:
-        raise ConfigError("--num-fewshot: with --lm-eval; a task's file says num_fewshot itself")
+        raise ConfigError(
+            "--num-fewshot: needs --lm-eval; otherwise set num_fewshot in the task's file"
+        )
     if args.out and args.lm_eval:
-        raise ConfigError("--out: is of tasks that are asked without --lm-eval")
+        raise ConfigError("--out: does not work with --lm-eval; leave one of them out")
     if args.fewshot_as_multiturn == "true" and not args.apply_chat_template:
-        raise ConfigError("--fewshot-as-multiturn: turns are --apply-chat-template's; give it too")
+        raise ConfigError("--fewshot-as-multiturn: needs --apply-chat-template")
     from maxstack.evals.opened import ask, check_finite
     from maxstack.evals.prompts import PromptFormat
     from maxstack.evals.task_files import open_tasks
@@ -129,13 +133,13 @@ def _by_tasks(args: Namespace) -> None:
     )
     for task in tasks.tasks:
         if cut := tasks.too_long(task):
-            print(f"task {task.name}: {cut} requests {TOO_LONG.format(tasks.scorer.length)}")
+            print(f"task {task.name}: {cut} requests {TRUNCATED.format(tasks.scorer.length)}")
     if args.lm_eval:
         from maxstack.evals.harness import evaluate
 
         found = evaluate(tasks, params, names, args.limit, args.num_fewshot, args.tasks_path)
         if tasks.scorer.cut:
-            print(f"{tasks.scorer.cut} requests {TOO_LONG.format(tasks.scorer.length)}")
+            print(f"{tasks.scorer.cut} requests {TRUNCATED.format(tasks.scorer.length)}")
     else:
         found, records = tasks.results(params, progress=True)
         check_finite(tasks.run, records)
@@ -164,14 +168,14 @@ def _print(found: "Results") -> None:
 
 
 def _held_out(model: str, overrides: list[str]) -> dict[str, Any]:
-    """Figures of a run by its own objective, data and tasks."""
+    """Evaluate a run by its own objective, data and tasks."""
     from maxstack.load import run_folder
 
     own = run_folder(model)
     if own is None:
         raise ConfigError(
-            f"{model}: is no run, so it names no held-out data; give --tasks, or train.steps=... "
-            "of a run that starts from it"
+            f"{model}: is not a run, so it has no held-out data; give --tasks, or evaluate a run "
+            "that starts from it"
         )
     from maxstack import startup
     from maxstack.inference.trained_model import assemble_model, read_weights

@@ -1,4 +1,4 @@
-"""`maxstack generate`: a trained model goes on from prompts, or answers in a conversation."""
+"""`maxstack generate`: generate text from prompts, or chat."""
 
 import argparse
 import os
@@ -25,61 +25,103 @@ if TYPE_CHECKING:
 
 @command(
     "generate",
-    "Go on from prompts by a trained model. Without --prompt and --prompts it reads them from the "
-    "terminal, one a line.",
+    "Generate text from prompts. Without --prompt and --prompts, read prompts from the terminal, "
+    "one per line.",
     "generate runs/quickstart --prompt 'The ' --max-tokens 100",
     MODEL,
     OVERRIDES,
-    argument("--prompt", metavar="TEXT", help="how the text begins; - reads standard input"),
+    argument("--prompt", metavar="TEXT", help="prompt; - reads it from standard input"),
     argument(
         "--prompts",
         metavar="FILE.jsonl",
-        help='many: {"id", and "prompt", "tokens" or "messages"} a line',
+        help='file of prompts: "id" and one of "prompt", "tokens" or "messages" per line',
     ),
     argument(
         "--out",
         metavar="FILE.jsonl",
-        help="of --prompts: id, text, tokens, logprobs and finish_reason a line; the same command "
-        "goes on after a kill",
+        help="output file for --prompts: id, text, tokens, logprobs and finish_reason per line; "
+        "run the same command again to resume",
     ),
     argument(
         "--adapter",
         metavar="FOLDER",
-        help="in PEFT's format, or its name in serve.adapters: answer with it",
+        help="LoRA adapter to apply: a folder in PEFT's format, or its name in serve.adapters",
     ),
-    argument("--chat", action="store_true", help="prompts are messages of a user, by the template"),
-    argument("--chat-template", metavar="FILE", help="Jinja; default: that of the model's folder"),
-    argument("--system", metavar="TEXT", help="the system's message, with --chat"),
-    argument("--max-tokens", type=positive, default=256, help="of an answer (default: 256)"),
+    argument(
+        "--chat",
+        action="store_true",
+        help="treat prompts as user messages and apply the chat template",
+    ),
+    argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja chat template (default: the one in the model's folder)",
+    ),
+    argument("--system", metavar="TEXT", help="with --chat: system message"),
+    argument(
+        "--max-tokens", type=positive, default=256, help="maximum tokens to generate (default: 256)"
+    ),
     argument(
         "--temperature",
         type=up_to(HOTTEST),
         default=1.0,
-        help="0: the likeliest token (default: 1)",
+        help="sampling temperature; 0 is greedy decoding (default: 1)",
     ),
-    argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest; 0: all"),
-    argument("--top-p", type=up_to(1), default=1.0, metavar="P", help="likeliest of probability P"),
-    argument("--min-p", type=up_to(1), default=0.0, metavar="P", help="share of the likeliest's"),
-    argument("--repetition-penalty", type=float, default=1.0, metavar="F", help="1: none"),
-    argument("--seed", type=int, default=0, help="of all random numbers (default: 0)"),
-    argument("--n", type=positive, default=1, help="answers to each prompt (default: 1)"),
-    argument("--stop", action="append", default=[], metavar="TEXT", help="ends an answer"),
-    argument("--ignore-eos", action="store_true", help="go on after the end of a text"),
+    argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="sample from the K likeliest tokens; 0: from all (default: 0)",
+    ),
+    argument(
+        "--top-p",
+        type=up_to(1),
+        default=1.0,
+        metavar="P",
+        help="sample from the likeliest tokens of total probability P (default: 1)",
+    ),
+    argument(
+        "--min-p",
+        type=up_to(1),
+        default=0.0,
+        metavar="P",
+        help="minimum probability, relative to the likeliest token (default: 0)",
+    ),
+    argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="penalty on repeated tokens; 1: none (default: 1)",
+    ),
+    argument("--seed", type=int, default=0, help="random seed (default: 0)"),
+    argument("--n", type=positive, default=1, help="completions per prompt (default: 1)"),
+    argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="stop at this string; repeatable",
+    ),
+    argument(
+        "--ignore-eos", action="store_true", help="keep generating past the end-of-text token"
+    ),
     WEIGHTS,
     ALLOW_NONFINITE,
 )
 def main(args: argparse.Namespace) -> None:
-    """Generate; ConfigError or DataError, before weights are read, for arguments and prompts that
-    cannot be used."""
+    """Generate; ConfigError or DataError before weights are read for unusable arguments or
+    prompts."""
     if args.prompt is not None and args.prompts:
-        raise ConfigError("maxstack generate: give either --prompt or --prompts")
+        raise ConfigError("maxstack generate: give --prompt or --prompts, not both")
     if bool(args.prompts) != bool(args.out):
         missing, given = ("--out", "--prompts") if args.prompts else ("--prompts", "--out")
-        raise ConfigError(f"maxstack generate: {given} needs {missing} FILE.jsonl too")
+        raise ConfigError(f"maxstack generate: {given} needs {missing} FILE.jsonl")
     if args.prompt == "":
         raise ConfigError("--prompt: is empty; give at least one character")
     if args.system and not args.chat:
-        raise ConfigError("--system: only a conversation has a system's message; give --chat too")
+        raise ConfigError("--system: needs --chat")
     if args.top_k < 0 or args.repetition_penalty <= 0:
         raise ConfigError("--top-k must be 0 or more, and --repetition-penalty above 0")
     check_writable("--out", args.out)
@@ -129,7 +171,7 @@ def _print_answers(generator: "Generator", prompt: list[int], count: int) -> Non
 
 
 def _converse(generator: "Generator", args: argparse.Namespace) -> None:
-    """Prompts from the terminal until its end (Ctrl-D); a conversation keeps what was said."""
+    """Answer prompts from the terminal until it ends (Ctrl-D); with --chat, keep the history."""
     import sys
 
     messages = [{"role": "system", "content": args.system}] if args.system else []

@@ -1,5 +1,5 @@
-"""`maxstack kernels CONFIG`: the kernel that serves each op of a run, and why each other one does
-not; for hardware that need not be here."""
+"""`maxstack kernels CONFIG`: show the kernel that serves each op of a run, and why each other one
+does not, also for hardware that this machine does not have."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 @command(
     "kernels",
-    "Trace the step that a run would take and say which kernel serves each op, and why each other "
-    "one does not. For other hardware than this machine's it needs the extra plan-tpu or "
-    "plan-cuda.",
+    "Trace a run's step and show which kernel serves each op, and why each other one does not. For "
+    "hardware other than this machine's, the extra plan-tpu or plan-cuda must be installed.",
     "kernels synthetic model=gpt-oss-20b mesh=v5p-64 train.batch_size=64 --topology v5p:4x4x4",
     CONFIG,
     OVERRIDES,
-    argument("--serve", action="store_true", help="the step that generates, not one of training"),
+    argument(
+        "--serve", action="store_true", help="trace the inference step instead of the training step"
+    ),
     TOPOLOGY,
     JSON,
 )
 def main(args: argparse.Namespace) -> None:
-    """Print the choices, and write them where --json says."""
+    """Print the choices, and write them to --json."""
     check_writable("--json", args.json)
     choices = _of_serving(args) if args.serve else _of_training(args)
     for choice in choices:
@@ -57,7 +58,7 @@ def _of_training(args: argparse.Namespace) -> list["Choice"]:
 
 
 def _of_serving(args: argparse.Namespace) -> list["Choice"]:
-    """Choices of the largest step of inference."""
+    """Return the choices of the largest inference step."""
     from maxstack.inference import capacity
     from maxstack.plan import topology
 
@@ -78,7 +79,7 @@ def _of_serving(args: argparse.Namespace) -> list["Choice"]:
 
 
 def text(choice: "Choice") -> str:
-    """The case of a choice, the parts of the model it is for, and a row for each backend."""
+    """Describe a choice: its case, the parts of the model it is for, and a row for each backend."""
     from maxstack.kernels.backends import describe
 
     verdict = "chosen" if choice.asked == "auto" else "pinned"
@@ -93,7 +94,7 @@ def text(choice: "Choice") -> str:
 
 
 def as_json(choice: "Choice") -> dict[str, Any]:
-    """A choice as plain data."""
+    """Return a choice as plain data."""
     from maxstack.kernels.backends import describe
 
     return {

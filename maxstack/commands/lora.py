@@ -1,4 +1,5 @@
-"""`maxstack lora`: adapters in PEFT's format out of runs, and into or out of model folders."""
+"""`maxstack lora`: export adapters in PEFT's format from runs, and merge them into model folders or
+out of them."""
 
 import functools
 from argparse import Namespace
@@ -12,9 +13,9 @@ MERGING = (
     argument(
         "model",
         metavar="FOLDER",
-        help="a Hugging Face model folder, or a model of the hub, Org/Name",
+        help="Hugging Face model folder, or Org/Name on the hub",
     ),
-    argument("--adapter", required=True, metavar="FOLDER", help="in PEFT's format"),
+    argument("--adapter", required=True, metavar="FOLDER", help="adapter in PEFT's format"),
     ALLOW_NONFINITE,
     OUT_FOLDER,
 )
@@ -22,14 +23,14 @@ MERGING = (
 
 @command(
     "lora export",
-    "Write the adapter that a run has trained, as peft loads it.",
+    "Export the adapter that a run has trained, in PEFT's format.",
     "lora export runs/tuned --out ./adapter",
     CHECKPOINT,
     argument(
         "--base",
         metavar="NAME",
-        help="what adapter_config.json says of the base (default: the folder that the run "
-        "began from)",
+        help="base model named in adapter_config.json (default: the folder that the run started "
+        "from)",
     ),
     ARCHITECTURE,
     OUT_FOLDER,
@@ -38,7 +39,8 @@ MERGING = (
 )
 def export(args: Namespace) -> None:
     """Write the adapter of a checkpoint, with embedding and head where they are trained or have
-    more rows than the folder that the run began from. ConfigError for a run without lora."""
+    more rows than those of the folder that the run started from. ConfigError for a run without
+    lora."""
     from maxstack.checkpoint.weights import on_newest
 
     on_newest(args.run, functools.partial(_export, args))
@@ -60,11 +62,11 @@ def _export(args: Namespace, step: Path) -> None:
 
     reader = WeightsReader(step)
     cfg = Config.model_validate(configured(args.run, reader))
-    words = reader.choose(args.weights or "evaluated", cfg.optimizer.ema)
+    chosen = reader.choose(args.weights or "evaluated", cfg.optimizer.ema)
     if cfg.lora is None:
         raise ConfigError(
-            f"{args.run}: was trained without lora, so it has no adapter; maxstack "
-            "export gives its weights"
+            f"{args.run}: was trained without lora, so it has no adapter; use maxstack export for "
+            "its weights"
         )
     source = source_of(args.run, cfg.model)
     settings = Folder(source, weights=False).config if source else {}
@@ -72,12 +74,13 @@ def _export(args: Namespace, step: Path) -> None:
     rewrite = Rewrite(cfg)
     if odd := sorted(rewrite.saved - {"embed", "head"}):
         raise ConfigError(
-            f"{args.run}: {', '.join(odd)} is trained whole beside the adapter, and peft would "
-            "take its name for others too; maxstack export gives the merged model"
+            f"{args.run}: {', '.join(odd)} is trained in full beside the adapter, which PEFT "
+            "cannot name without matching other weights; use maxstack export for the merged model"
         )
     family, _ = choose_family(cfg.model, architecture, must=args.architecture is not None)
     shapes = {path: leaf.shape for path, leaf in weights_of(cfg.model).items()}
-    tables, rows = {*rewrite.saved}, shapes.get("embed", (0,))[0]
+    tables = {*rewrite.saved}
+    rows = shapes.get("embed", (0,))[0]
     if rows > (settings.get("vocab_size") or rows):
         tables |= {"embed", "head"} & shapes.keys()
     try:
@@ -100,16 +103,16 @@ def _export(args: Namespace, step: Path) -> None:
             args.base or cfg.model.weights,
             tables,
         )
-    beside = f" and {', '.join(sorted(tables))} whole" if tables else ""
-    print(
-        f"{args.run} step {reader.step} -> {args.out}: adapters of {count} modules{beside} of "
-        f"{family.architecture}{f', {words}' * bool(words)}"
-    )
+    notes = f" and {', '.join(sorted(tables))} in full" if tables else ""
+    notes += f" of {family.architecture}"
+    if chosen:
+        notes += f", {chosen}"
+    print(f"{args.run} step {reader.step} -> {args.out}: adapters of {count} modules{notes}")
 
 
 @command(
     "lora merge",
-    "Make a model folder with an adapter merged into it.",
+    "Merge an adapter into a model folder, and write the result to a new folder.",
     "lora merge ./Qwen3-0.6B --adapter ./adapter --out ./merged",
     *MERGING,
     on_cpu=True,
@@ -122,19 +125,19 @@ def merge(args: Namespace) -> None:
 
 @command(
     "lora unmerge",
-    "Make a model folder of a merged one, without the adapter.",
+    "Subtract an adapter from a merged model folder, and write the result to a new folder.",
     "lora unmerge ./merged --adapter ./adapter --out ./plain",
     *MERGING,
     on_cpu=True,
 )
 def unmerge(args: Namespace) -> None:
-    """Take the adapter out again."""
+    """Subtract the adapter again."""
     count = _merge(args, -1)
-    print(f"{args.out}: {args.adapter} taken out of {count} tensors of {args.model}")
+    print(f"{args.out}: {args.adapter} subtracted from {count} tensors of {args.model}")
 
 
 def _merge(args: Namespace, sign: int) -> int:
-    """Add or subtract the adapter; the number of tensors that it changes."""
+    """Add or subtract the adapter; return the number of tensors that it changes."""
     from tqdm import tqdm
 
     from maxstack.hf.merge import merge
@@ -148,9 +151,9 @@ def _merge(args: Namespace, sign: int) -> int:
 
 main = group(
     "lora",
-    "Adapters in PEFT's format (adapter_config.json and safetensors).",
-    "lora export runs/tuned --out ./adapter && maxstack lora merge ./Qwen3-0.6B "
-    "--adapter ./adapter --out ./merged",
+    "Export, merge and unmerge adapters in PEFT's format (adapter_config.json and safetensors).",
+    "lora export runs/tuned --out ./adapter\n"
+    "lora merge ./Qwen3-0.6B --adapter ./adapter --out ./merged",
     export,
     merge,
     unmerge,

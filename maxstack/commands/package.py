@@ -1,4 +1,5 @@
-"""`maxstack package`, `maxstack package verify`: a model as a folder that needs no maxstack."""
+"""`maxstack package` and `maxstack package verify`: write and check a model folder that runs
+without maxstack."""
 
 import argparse
 import importlib.util
@@ -25,63 +26,81 @@ PLATFORMS = "cpu", "tpu", "cuda", "rocm"
 
 
 def listed(text: str) -> list[str]:
-    """Words between commas, as the type of an argument."""
+    """Split words at commas, as the type of an argument."""
     return [word for word in text.split(",") if word]
 
 
 def platforms(text: str) -> list[str]:
-    """Platforms between commas."""
+    """Split platforms at commas."""
     words = listed(text)
     if not words or not {*words} <= {*PLATFORMS}:
-        raise argparse.ArgumentTypeError(f"{text}: give some of {', '.join(PLATFORMS)}")
+        raise argparse.ArgumentTypeError(f"{text}: choose from {', '.join(PLATFORMS)}")
     return words
 
 
 def lengths(text: str) -> list[int]:
-    """Lengths between commas."""
+    """Split lengths at commas."""
     return [positive(word) for word in listed(text)]
 
 
 @command(
     "package",
-    "Write a model as a folder of programs and weights that runs without maxstack, or check one "
-    "(maxstack package verify FOLDER).",
+    "Package a model as a folder of programs and weights that runs without maxstack. Check a "
+    "package with `maxstack package verify FOLDER`.",
     "package runs/quickstart --out boxes/quickstart/1 --platforms cpu,tpu,cuda",
     MODEL,
     OVERRIDES,
-    argument("--out", required=True, type=local_folder, metavar="FOLDER", help="a new folder"),
+    argument(
+        "--out",
+        required=True,
+        type=local_folder,
+        metavar="FOLDER",
+        help="output folder, must not exist",
+    ),
     argument(
         "--name",
-        help="of the package (default: the name of FOLDER, or of the one around a "
-        "version such as 1)",
+        help="name of the package (default: the name of FOLDER, or of its parent if FOLDER is a "
+        "version number)",
     ),
     argument(
         "--platforms",
         type=platforms,
         default=["cpu", "tpu", "cuda"],
         metavar="P,P",
-        help="devices that are to run it: cpu, tpu, cuda, rocm (default: cpu,tpu,cuda)",
+        help="platforms to compile for: cpu, tpu, cuda, rocm (default: cpu,tpu,cuda)",
     ),
     argument(
         "--signature",
         type=listed,
         default=[],
         metavar="S,S",
-        help="functions: score, embed, prefill, logits, decode, reward; classify, embed; sample "
-        "(default: all that the model has)",
+        help="signatures to include, of score, embed, prefill, logits, decode, reward, classify "
+        "and sample (default: all that the model has)",
     ),
     argument(
         "--lengths",
         type=lengths,
         default=[],
         metavar="N,N",
-        help="tokens of texts that score and embed are made for; shorter ones are padded (default: "
-        "the longest, and quarters of it)",
+        help="sequence lengths of score and embed; shorter texts are padded (default: the model's "
+        "longest and quarters of it)",
     ),
-    argument("--devices", type=positive, default=1, help="over which it is split (default: 1)"),
-    argument("--steps", type=positive, default=50, help="of sample (default: 50)"),
-    argument("--solver", choices=("euler", "heun"), default="euler", help="of sample"),
-    argument("--guidance", type=up_to(100), default=1.0, help="of sample (default: 1, none)"),
+    argument(
+        "--devices", type=positive, default=1, help="number of devices to shard over (default: 1)"
+    ),
+    argument("--steps", type=positive, default=50, help="sample: number of steps (default: 50)"),
+    argument(
+        "--solver",
+        choices=("euler", "heun"),
+        default="euler",
+        help="sample: ODE solver (default: euler)",
+    ),
+    argument(
+        "--guidance",
+        type=up_to(100),
+        default=1.0,
+        help="sample: classifier-free guidance scale (default: 1, no guidance)",
+    ),
     WEIGHTS,
     ALLOW_NONFINITE,
 )
@@ -92,14 +111,17 @@ def _write(args: Namespace) -> None:
             f"maxstack package needs the flatbuffers package: {installing('package')}"
         )
     if (Path(args.model) / "manifest.json").is_file():
-        raise ConfigError(f"{args.model}: is a package already; give what it was made of")
+        raise ConfigError(
+            f"{args.model}: is a package already; give the model that it was made from"
+        )
     out: Path = args.out
     name = args.name or (out.resolve().parent if out.name.isdecimal() else out).name
     if "/" in name or name != name.strip():
-        raise ConfigError(f"--name {name}: stands in addresses; leave out / and spaces around it")
-    said = "run.virtual_devices="
-    for count in [word.removeprefix(said) for word in args.overrides if word.startswith(said)]:
-        devices.environment(int(count) if count.isdecimal() else None)
+        raise ConfigError(f"--name {name}: is part of URLs; leave out / and surrounding spaces")
+    for override in args.overrides:
+        key, _, count = override.partition("=")
+        if key == "run.virtual_devices":
+            devices.environment(int(count) if count.isdecimal() else None)
     from maxstack.package.contents import Options, open_contents, select_signatures
     from maxstack.package.writer import write
 
@@ -110,7 +132,7 @@ def _write(args: Namespace) -> None:
         manifest = write(out, name, contents, signatures, args.platforms)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"--out {out}: {error.filename} went away meanwhile: does another command write there?"
+            f"--out {out}: {error.filename} disappeared; is another command writing there?"
         ) from error
     count = sum(file["bytes"] for file in manifest["files"].values())
     for key, signature in manifest["signatures"].items():
@@ -125,14 +147,16 @@ def _sizes(sizes: dict[str, int | None]) -> str:
 
 @command(
     "package verify",
-    "Check every file of a package and that its programs can be read here; with --topology, that "
-    "the compiler of other hardware takes them too (extras plan-tpu, plan-cuda).",
+    "Verify the checksums of a package and load its programs. With --topology, compile them for "
+    "other hardware too (extras: plan-tpu, plan-cuda).",
     "package verify boxes/quickstart/1 --topology v5e:1x1",
-    argument("folder", type=local_folder, metavar="FOLDER"),
-    argument("--topology", help="v5e:1x1, h100:1x1, ...: also compile the programs for it"),
+    argument("folder", type=local_folder, metavar="FOLDER", help="folder of the package"),
+    argument(
+        "--topology", help="hardware to compile the programs for, such as v5e:1x1 or h100:1x1"
+    ),
 )
 def verify(args: Namespace) -> None:
-    """Check the package. ConfigError where it is damaged."""
+    """Verify the package. ConfigError where it is damaged."""
     from maxstack.package import loader
 
     folder: Path = args.folder
@@ -150,28 +174,28 @@ def verify(args: Namespace) -> None:
         numbers = [
             path.name for path in folder.glob("[0-9]*") if (path / "manifest.json").is_file()
         ]
-        versions = f"; there are versions: {', '.join(sorted(numbers))}" if numbers else ""
-        here = args.topology is None and "made for" in str(error)
-        other = "; --topology is for devices that are not here" if here else ""
-        raise ConfigError(f"{error}{versions}{other}") from None
+        advice = f"; give one of its versions: {', '.join(sorted(numbers))}" if numbers else ""
+        if args.topology is None and "made for" in str(error):
+            advice += "; use --topology for hardware that is not here"
+        raise ConfigError(f"{error}{advice}") from None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder}/manifest.json: is malformed: {error!r}") from error
     print(
-        f"{folder}: {manifest['name']}: {len(manifest['files'])} files are whole; "
+        f"{folder}: {manifest['name']}: {len(manifest['files'])} files are intact; "
         f"{', '.join(manifest['signatures'])} for {', '.join(manifest['platforms'])}; "
         f"good until {manifest['good_until']}"
     )
 
 
 def _compile(folder: Path, name: str) -> None:
-    """A line for each program as the compiler of a topology makes it."""
+    """Compile each program for a topology, and print a line for it."""
     from maxstack.package.compilation import compile_programs
     from maxstack.plan import topology
 
     for file, memory, flops in compile_programs(folder, topology.parse(name)):
-        print(f"{file}: {flops / 1e6:,.1f} MFLOP, {memory / 2**20:,.1f} MiB beside arguments")
+        print(f"{file}: {flops / 1e6:,.1f} MFLOP, {memory / 2**20:,.1f} MiB beyond its arguments")
 
 
 def main(argv: Sequence[str]) -> int:
-    """`package verify FOLDER`, or `package MODEL`."""
+    """Run `package verify FOLDER`, or `package MODEL`."""
     return verify(argv[1:]) if argv[:1] == ["verify"] else _write(argv)

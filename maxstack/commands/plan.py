@@ -1,6 +1,5 @@
-"""`maxstack plan CONFIG`: whether a run fits its hardware, what it moves and how fast it can be.
-
-The hardware need not be here."""
+"""`maxstack plan CONFIG`: check whether a run fits its hardware, what it sends and how fast it can
+be, without the hardware."""
 
 import sys
 import tempfile
@@ -29,30 +28,34 @@ if TYPE_CHECKING:
     from maxstack.rollouts.capacity import Lengths
     from maxstack.schema.config import Config
 
-RANKED, FINALISTS = 10, 3
+RANKED = 10
+"""Rows of the table of a search."""
+FINALISTS = 3
 TRAINING = (
     "tokens", "mfu", "price", "exact", "search", "finalists", "batch", "save_executable", "out"
 )  # fmt: skip
 NOT_ROLLOUTS = {
-    "search": "ranks steps alone, and meshes are fast for a step that are slow for the engine of a "
-    "run with rollouts: plan those that you think of one by one",
-    "batch": "train.batch_size sets the room of a rollout's samples, so a larger one makes other "
-    "samples: set train.accumulate by hand",
-    "tokens": "a run with rollouts counts its samples: the plan says the hours of train.steps",
+    "search": "ranks training steps only, and a mesh that is fast for them may be slow for the "
+    "engine of a run with rollouts; plan candidate meshes one by one",
+    "batch": "train.batch_size limits the length of a rollout's samples, so a larger one changes "
+    "them; set train.accumulate by hand",
+    "tokens": "does not apply to a run with rollouts; the plan gives the hours of train.steps",
 }
-"""Options that say nothing of a run with rollouts, and why."""
+"""Options without meaning for a run with rollouts, and why."""
 TOPOLOGY = argument(
     "--topology",
     default="here",
-    help="v5p:8x8x16, v5e:16x16*4 (4 slices), tpu7x:8x16x16, h100:32x8 (hosts x GPUs), or here",
+    help="target hardware, such as v5p:8x8x16, v5e:16x16*4 (4 slices), tpu7x:8x16x16 or h100:32x8 "
+    "(hosts x GPUs per host); here: this machine (default: here)",
 )
 
 
 @command(
     "plan",
-    "Compile the step that a run would take, for hardware that need not be here, and say whether "
-    "it fits, what it moves and how fast it can be. Needs nothing but a CPU, and for other "
-    "hardware the extra plan-tpu or plan-cuda.",
+    "Compile a run's step for the target hardware, and show whether it fits in memory, what it "
+    "sends "
+    "over which links, and a bound on its speed. Needs only a CPU; for TPUs and GPUs, install the "
+    "extra plan-tpu or plan-cuda.",
     "plan synthetic model=llama-3.1-8b mesh=v5e-256 train.batch_size=256 --topology v5e:16x16 "
     "--tokens 15T --mfu 0.4",
     CONFIG,
@@ -62,68 +65,74 @@ TOPOLOGY = argument(
     argument(
         "--tokens",
         metavar="N",
-        help="also say days and chip-hours for N tokens, at the bound on speed; K, M, B and T "
-        "count: 15T",
+        help="also show the days and chip-hours of training on N tokens at the speed bound; N may "
+        "end in K, M, B or T, such as 15T",
     ),
     argument(
         "--mfu",
         metavar="SHARE",
-        help="with --tokens, also at this MFU, causal as training measures it, such as 0.4",
+        help="with --tokens: also at this MFU, such as 0.4 (causal, as training reports it)",
     ),
     argument(
         "--price",
         metavar="PRICE",
-        help="with --tokens, also the cost, where a chip-hour has this price in any currency",
+        help="with --tokens: also the cost at this price of a chip-hour, in any currency",
     ),
     argument(
         "--exact",
         action="store_true",
-        help="let a TPU's compiler spend all its effort, as training does: some minutes",
+        help="compile for TPUs with full optimization, as training does; takes minutes",
     ),
     argument(
         "--search",
         action="store_true",
-        help="try meshes, remat policies and batch sizes, and write the fastest that fits",
+        help="search meshes, remat policies and batch sizes for the fastest configuration that "
+        "fits, and write it to --out",
     ),
     argument(
         "--finalists",
         type=int,
         metavar="N",
-        help=f"how many candidates of a search are compiled (default: {FINALISTS})",
+        help=f"with --search: number of candidates to compile (default: {FINALISTS})",
     ),
-    argument("--batch", choices=["max"], help="find the largest train.batch_size that fits"),
+    argument(
+        "--batch",
+        choices=["max"],
+        help="find the largest train.batch_size that fits, and write it to --out",
+    ),
     argument(
         "--save-executable",
         metavar="FILE",
-        help="write the compiled step, for run.executable of `maxstack train`",
+        help="write the compiled step to FILE, for run.executable of `maxstack train`",
     ),
     argument(
         "--serve",
         action="store_true",
-        help="say how many requests `maxstack serve` has room for, and the most tokens/s; CONFIG "
-        "may be a model's folder too. Compiles nothing",
+        help="show how many requests `maxstack serve` has room for, and a bound on tokens/s, "
+        "without compiling; CONFIG may also be a model folder",
     ),
     argument(
         "--length",
         type=positive,
         metavar="N",
-        help="tokens of a prompt and answer: with --serve, and of a run with rollouts (the most)",
+        help="with --serve or rollouts: tokens of prompt and answer together (default: the "
+        "maximum)",
     ),
     argument(
         "--prompt",
         type=positive,
         metavar="N",
-        help="those of the prompt (half of them; of a rollout what rollout.max_tokens leave)",
+        help="with --serve or rollouts: tokens of the prompt (default: half; of a rollout, what "
+        "rollout.max_tokens leaves)",
     ),
     argument(
         "--out",
         metavar="FILE",
-        help="where search and batch write (default: planned.yml)",
+        help="file that --search and --batch write (default: planned.yml)",
     ),
 )
 def main(args: Namespace) -> int:
-    """Print the plan; 0 where the run fits or its device's memory is not known, 1 where it does not
-    fit."""
+    """Print the plan; return 0 if the run fits or the device's memory is unknown, otherwise 1."""
     from maxstack import config
     from maxstack.plan import cost
 
@@ -141,18 +150,18 @@ def main(args: Namespace) -> int:
         cfg, plan = _chosen(args, cfg, topology)
     except (MemoryError, OverflowError) as error:
         raise ConfigError(
-            f"the step is too large to be planned on this machine: {error}; give a smaller "
-            "data.seq_len, train.batch_size or model"
+            f"this machine cannot plan a step of that size: {error}; reduce data.seq_len, "
+            "train.batch_size or the model"
         ) from error
     print(report.text(plan, [*cost.lines(plan, asked)] if asked else []))
     if args.search or args.batch:
         out = args.out or "planned.yml"
         write("--out", out, config.dump(cfg))
-        print(f"written to {out}: maxstack train {out}")
+        print(f"wrote {out}; to train it: maxstack train {out}")
     if args.save_executable:
         size = _save(cfg, topology, args.save_executable)
         print(
-            f"compiled step, {size / 2**20:.1f} MiB: maxstack train ... "
+            f"wrote the compiled step, {size / 2**20:.1f} MiB; to use it: maxstack train ... "
             f"run.executable={args.save_executable}"
         )
     write_json(args.json, plan.json() | cost.json(plan, asked))
@@ -160,39 +169,33 @@ def main(args: Namespace) -> int:
 
 
 def _check_options(args: Namespace, cfg: "Config | None" = None) -> None:
-    """ConfigError for options that do not go together, or not with a run of `cfg`, and for files
-    that could not be written in the end."""
+    """ConfigError for options that conflict with each other or with `cfg`, and for files that
+    cannot be written."""
     rollouts = bool(cfg and cfg.rollout)
     for option in ("length", "prompt"):
         if not args.serve and not rollouts and getattr(args, option) is not None:
             raise ConfigError(
-                f"--{option} {getattr(args, option)}: is of requests; give --serve too"
+                f"--{option} {getattr(args, option)}: needs --serve or a run with rollouts"
             )
     for option, why in NOT_ROLLOUTS.items():
         if rollouts and getattr(args, option):
-            raise ConfigError(f"--{option}: {why}; leave it out, or rollout")
+            raise ConfigError(f"--{option}: {why}")
     alone = [option for option in TRAINING if getattr(args, option) not in (None, False)]
     if args.serve and alone:
         option = alone[0].replace("_", "-")
-        raise ConfigError(f"--{option}: is about training; leave it out, or --serve")
+        raise ConfigError(f"--{option}: does not work with --serve; leave one of them out")
     if args.search and args.batch:
-        raise ConfigError(
-            "--search and --batch max exclude each other; search tries batch sizes too"
-        )
+        raise ConfigError("--search and --batch max: leave one out; --search tries batch sizes too")
     if args.finalists is not None and (not args.search or args.finalists < 1):
-        raise ConfigError(
-            f"--finalists {args.finalists}: how many candidates --search compiles; give "
-            "both, and a number of 1 or more"
-        )
+        raise ConfigError(f"--finalists {args.finalists}: needs --search and a number of 1 or more")
     if args.out and not (args.search or args.batch):
         raise ConfigError(
-            f"--out {args.out}: only --search and --batch max write a configuration; "
-            "--json writes the figures"
+            f"--out {args.out}: needs --search or --batch max; to write the figures, use --json"
         )
     for option in ("search", "batch", "save_executable"):
         if cfg and cfg.train.stages and getattr(args, option):
             raise ConfigError(
-                f"--{option.replace('_', '-')}: is of one shape of batches, and train.stages has "
+                f"--{option.replace('_', '-')}: needs one batch shape, and train.stages has "
                 "several; leave one of them out"
             )
     for option in ("json", "out", "save_executable"):
@@ -200,7 +203,7 @@ def _check_options(args: Namespace, cfg: "Config | None" = None) -> None:
 
 
 def configured(args: Namespace) -> "Config":
-    """The configuration, without virtual devices where the topology is not this machine."""
+    """Load the configuration, without virtual devices unless the topology is this machine."""
     from maxstack.load import load
 
     elsewhere = [] if args.topology == "here" else ["run.virtual_devices=null"]
@@ -208,22 +211,22 @@ def configured(args: Namespace) -> "Config":
 
 
 def _largest(cfg: "Config") -> "Config":
-    """The configuration of the stage with the most tokens in a step, where there are stages."""
+    """Return the configuration of the stage with the most tokens per step, if there are stages."""
     if not cfg.train.stages:
         return cfg
     shapes = cfg.stages.shapes
     rows, length = max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+    listed = ", ".join(f"{rows:,} x {length:,}" for rows, length in shapes)
     print(
-        f"train.stages: steps of {len(shapes)} shapes are compiled, "
-        f"{', '.join(f'{rows:,} x {length:,}' for rows, length in shapes)}; this is the plan of "
-        f"{rows:,} x {length:,}",
+        f"train.stages: training compiles steps of {len(shapes)} shapes, {listed}; this is the "
+        f"plan of {rows:,} x {length:,}",
         flush=True,
     )
     return cfg.of_shape(rows, length)
 
 
 def topology_of(args: Namespace, cfg: "Config") -> "Topology":
-    """The hardware that --topology names. From here on jax may be imported."""
+    """Return the hardware that --topology names. From here on jax may be imported."""
     from maxstack.hardware import devices
     from maxstack.plan import topology
 
@@ -232,7 +235,7 @@ def topology_of(args: Namespace, cfg: "Config") -> "Topology":
 
 
 def _serve(args: Namespace) -> int:
-    """Print the capacity of an engine; 0, since one that has room for nothing is refused."""
+    """Print the capacity of an engine; return 0, since an engine without room is an error."""
     _check_options(args)
     from maxstack.inference import capacity
     from maxstack.inference.programs import inference_config
@@ -254,7 +257,7 @@ def _serve(args: Namespace) -> int:
 
 
 def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Config", "Plan"]:
-    """The configuration that the arguments ask for, and its plan."""
+    """Return the configuration that the arguments ask for, and its plan."""
     from maxstack.plan import search
 
     lengths = None
@@ -264,7 +267,7 @@ def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Conf
         lengths = Lengths.of(cfg, args.length, args.prompt)
 
     def make(each: "Config") -> "Plan":
-        return _apart(args.config, each, topology, exact=args.exact, lengths=lengths)
+        return _in_subprocess(args.config, each, topology, args.exact, lengths)
 
     if args.batch:
         return search.largest_batch(cfg, topology, make)
@@ -274,22 +277,18 @@ def _chosen(args: Namespace, cfg: "Config", topology: "Topology") -> tuple["Conf
     ranked = search.search(cfg, topology, make, args.finalists or FINALISTS)
     rows = []
     for candidate, plan in ranked[:RANKED]:
-        speed, size = f"{plan.tokens_per_second:,.0f} tokens/s", f"{plan.needed / 2**30:.2f} GiB"
-        rows.append((speed, size, candidate.label, "(as given)" if candidate.cfg == cfg else ""))
+        speed = f"{plan.tokens_per_second:,.0f} tokens/s"
+        note = "(as given)" if candidate.cfg == cfg else ""
+        rows.append((speed, f"{plan.needed / 2**30:.2f} GiB", candidate.label, note))
     print(table("rrll", rows))
     return ranked[0][0].cfg, ranked[0][1]
 
 
-def _apart(
-    name: str,
-    cfg: "Config",
-    topology: "Topology",
-    *,
-    exact: bool,
-    lengths: "Lengths | None" = None,
+def _in_subprocess(
+    name: str, cfg: "Config", topology: "Topology", exact: bool, lengths: "Lengths | None"
 ) -> "Plan":
-    """`_make` in a process of its own, since a compiler may abort, and keeps memory; once more with
-    all effort where it aborts."""
+    """Run `_make` in a process of its own, since a compiler may abort, and does not give back its
+    memory. If it aborts, run it again with full optimization."""
     import concurrent.futures
     import multiprocessing
 
@@ -304,11 +303,11 @@ def _apart(
             with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
                 return pool.submit(_make, name, cfg, topology, effort, lengths).result()
         except concurrent.futures.process.BrokenProcessPool:
-            again = "" if effort else "; once more, with all its effort"
-            print(f"the compiler ended without a word{again}", file=sys.stderr, flush=True)
+            again = "" if effort else "; retrying with full optimization"
+            print(f"the compiler aborted{again}", file=sys.stderr, flush=True)
     raise ConfigError(
-        f"--topology {topology.name}: the compiler aborts on this program, which is a fault "
-        "of its own (or of too little memory on this machine); try another mesh or remat policy"
+        f"--topology {topology.name}: the compiler aborts on this program, by a bug of its own or "
+        "for lack of memory on this machine; try another mesh or remat policy"
     )
 
 
@@ -329,15 +328,14 @@ def _make(
 
 
 def _save(cfg: "Config", topology: "Topology", path: str) -> int:
-    """Write the step, compiled with all effort, to a file; its bytes."""
+    """Write the step, compiled with full optimization, to a file; return its size in bytes."""
     from maxstack.hardware import compiling
     from maxstack.plan import executable, step
 
-    with compiling.afresh():
+    with compiling.without_cache():
         compiled = step.compile_step(cfg, topology, exact=True)
     if compiled.compiled is None:
         raise ConfigError(
-            f"--save-executable {path}: the step does not fit {topology.name}, so there is "
-            "nothing to save"
+            f"--save-executable {path}: the step does not fit {topology.name}; nothing was written"
         )
     return executable.save(compiled.run, compiled.compiled, path)

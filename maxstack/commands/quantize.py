@@ -1,5 +1,5 @@
-"""`maxstack quantize`: a recipe applied to a trained model, with what that changes; `maxstack
-quantize show`: what a recipe takes."""
+"""`maxstack quantize`: quantize a model by a recipe and report the quality change; `maxstack
+quantize show`: list the weights that a recipe quantizes."""
 
 import dataclasses
 import math
@@ -36,14 +36,15 @@ WORST = 12
 
 
 def main(argv: Sequence[str]) -> int:
-    """`quantize show` where that is the first word, else `quantize`."""
+    """Run `quantize show`, or `quantize`."""
     return show(argv[1:]) if argv[:1] == ["show"] else quantize(argv)
 
 
 @command(
     "quantize",
-    "Post-training quantization: a run whose weights are kept in low precision, and a report of "
-    "what that changes on your texts. `maxstack quantize show CONFIG` lists what a recipe takes.",
+    "Quantize a model after training: write a run with weights in low precision, and report the "
+    "quality change on your texts. `maxstack quantize show CONFIG` lists the weights that a recipe "
+    "quantizes.",
     "quantize runs/quickstart --recipe int4 --calibrate texts.jsonl --out runs/quickstart-int4",
     MODEL,
     OVERRIDES,
@@ -51,20 +52,20 @@ def main(argv: Sequence[str]) -> int:
         "--recipe",
         required=True,
         metavar="NAME",
-        help="a preset of configs/quantization, or a YAML file with rules",
+        help="preset in configs/quantization, or YAML file with rules",
     ),
     argument(
         "--calibrate",
         required=True,
         metavar="FILE",
-        help='texts to measure on: JSONL with {"text": ...} a line, or tokens in an npz file '
-        "as maxstack score takes them",
+        help='texts to measure on: JSONL with {"text": ...} per line, or an npz file of tokens as '
+        "for `maxstack score --tokens`",
     ),
     argument(
         "--out",
         metavar="RUN",
         type=local_folder,
-        help="the run to make; without it, only the report",
+        help="run folder to create (default: only print the report)",
     ),
     BATCH_SIZE,
     WEIGHTS,
@@ -72,17 +73,18 @@ def main(argv: Sequence[str]) -> int:
     on_cpu=True,
 )
 def quantize(args: Namespace) -> None:
-    """Print the report, and make the run at --out."""
+    """Print the report, and write the run to --out."""
     from maxstack.config import storage
 
-    model, out, overrides = args.model, args.out, model_overrides(args)
+    model, out = args.model, args.out
+    overrides = model_overrides(args)
     from maxstack.config import atomic
 
     if out:
         atomic.check_absent(out)
     if storage.kind(args.calibrate) != "file":
         raise ConfigError(
-            f"--calibrate {args.calibrate}: no such file; give texts as JSONL, or tokens as npz"
+            f"--calibrate {args.calibrate}: no such file; give texts as JSONL or tokens as npz"
         )
     from maxstack.inference.score import read_texts, read_tokens
     from maxstack.inference.trained_model import config_of, open_model
@@ -93,26 +95,28 @@ def quantize(args: Namespace) -> None:
             f"{model}: has adapters; merge them first: maxstack export {model} --out FOLDER"
         )
     if any((rule.mode or saved.quantization.mode) == "ptq" for rule in saved.quantization.rules):
-        raise ConfigError(f"{model}: is in low precision already; quantize what it was made of")
-    cfg = _stored(config_of(model, [*overrides, f"quantization={args.recipe}"])[0])
+        raise ConfigError(
+            f"{model}: is in low precision already; quantize the model it was made from"
+        )
+    cfg = _post_training(config_of(model, [*overrides, f"quantization={args.recipe}"])[0])
     if not any(rule.weight_qtype for rule in cfg.quantization.rules):
         raise ConfigError(
-            f"--recipe {args.recipe}: takes nothing, for want of a rule with "
-            "weight_qtype; give one, or a preset such as int8"
+            f"--recipe {args.recipe}: quantizes nothing, because no rule sets weight_qtype; add "
+            "one, or use a preset such as int8"
         )
     if args.calibrate.endswith(".npz"):
         rows = read_tokens(args.calibrate, cfg.decoder.vocab)
     else:
         rows = read_texts(args.calibrate, model, overrides, "--calibrate FILE.npz")
     whole, params = open_model(model, [*overrides, "quantization={mode: qt, rules: []}"])
-    report = _measured(whole, params, cfg, rows, args.batch_size, out)
+    report = _quantize(whole, params, cfg, rows, args.batch_size, out)
     print(text(report))
     if out:
         _finish(model, own, out, cfg, report)
         run, file = shlex.quote(f"{out}"), shlex.quote(f"{out / 'config.yml'}")
-        data = "" if own else f"; first give data.sources in {out / 'config.yml'}"
+        data = "" if own else f" (first set data.sources in {out / 'config.yml'})"
         print(
-            f"{out} holds the weights; to score texts, and to train adapters beside them{data}:\n"
+            f"{out} holds the weights; to score texts, and to train adapters on them{data}:\n"
             f"  maxstack score {run} --data FILE.jsonl --out scores.npz\n"
             f"  maxstack train {file} {shlex.quote(f'run.name={out.name}-lora')} lora='{{rank: 8}}'"
         )
@@ -120,7 +124,7 @@ def quantize(args: Namespace) -> None:
 
 @command(
     "quantize show",
-    "Every weight of a run, the rule that takes it, and its bytes before and after.",
+    "List every weight of a run with the rule that quantizes it and its bytes before and after.",
     "quantize show quickstart quantization=int8",
     CONFIG,
     OVERRIDES,
@@ -138,21 +142,27 @@ def show(args: Namespace) -> None:
     rewrite = Rewrite(cfg)
     after = flat(nnx.to_pure_dict(rewrite.state))
     rows: list[tuple[str, ...]] = []
-    total = total_after = 0
+    total = 0
+    total_after = 0
     for path, leaf in weights_of(cfg.model).items():
         size = _bytes(leaf)
         size_after = sum(
             _bytes(kept) for name, kept in after.items() if f"{name}/".startswith(f"{path}/")
         )
-        total, total_after = total + size, total_after + size_after
-        number, dtype, operands = "-", f"{leaf.dtype}", ("-", "-")
-        modes = ["adapter"] * (path in rewrite.adapted)
+        total += size
+        total_after += size_after
+        cells = ["-", "-", f"{leaf.dtype}", "-", "-"]
+        modes = []
         if use := rewrite.matches.get(path):
-            rule, number, modes = use.rule, f"{use.number}", [use.mode, *modes]
+            rule = use.rule
+            modes.append(use.mode)
             dtype = f"{rule.weight_qtype}" + (f" / {rule.tile_size}" if rule.tile_size else "")
-            operands = rule.act_qtype or "-", rule.bwd_qtype or "-"
-        shape, mode = "x".join(map(str, leaf.shape)), " + ".join(modes) or "-"
-        rows.append((path, shape, number, mode, dtype, *operands, f"{size:,}", f"{size_after:,}"))
+            cells = [f"{use.number}", "", dtype, rule.act_qtype or "-", rule.bwd_qtype or "-"]
+        if path in rewrite.adapted:
+            modes.append("adapter")
+        cells[1] = " + ".join(modes) or "-"
+        shape = "x".join(map(str, leaf.shape))
+        rows.append((path, shape, *cells, f"{size:,}", f"{size_after:,}"))
     rows.append(("all", *[""] * 6, f"{total:,}", f"{total_after:,}"))
     words = "weight shape rule mode weights activations gradients".split()
     print(table("lllllllrr", rows, [*words, "bytes before", "after"]))
@@ -162,9 +172,9 @@ def _bytes(leaf: Any) -> int:
     return leaf.size * leaf.dtype.itemsize
 
 
-def _stored(cfg: "Config") -> "Config":
-    """The configuration whose rules all keep what they take in low precision; nothing is trained,
-    so there are no gradients to quantize."""
+def _post_training(cfg: "Config") -> "Config":
+    """Make all rules keep their weights in low precision. Nothing is trained, so there are no
+    gradients to quantize."""
     rules = tuple(
         rule.model_copy(update={"mode": None, "bwd_qtype": None}) for rule in cfg.quantization.rules
     )
@@ -172,10 +182,10 @@ def _stored(cfg: "Config") -> "Config":
     return cfg.model_copy(update={"quantization": recipe})
 
 
-def _measured(
+def _quantize(
     whole: "Run", params: Any, cfg: "Config", rows: "Rows", batch_size: int, out: Path | None
 ) -> dict[str, Any]:
-    """The report; writes the weights of the quantized run to `out`."""
+    """Write the weights of the quantized run to `out`, and return the report."""
     import jax
     import numpy as np
 
@@ -185,7 +195,8 @@ def _measured(
     from maxstack.weights.quantization_errors import Errors
     from maxstack.weights.rewrite import Rewrite
 
-    errors, cfg = Errors(), whole.cfg.model_copy(update={"quantization": cfg.quantization})
+    errors = Errors()
+    cfg = whole.cfg.model_copy(update={"quantization": cfg.quantization})
     observed = Rewrite(cfg, errors)
     weights = dataclasses.replace(whole.weights, rewrite=observed)
     before = _perplexity(
@@ -224,7 +235,7 @@ def _perplexity(run: "Run", params: Any, rows: "Rows", batch_size: int) -> float
 def _finish(
     model: str, own: Path | None, out: Path, cfg: "Config", report: Mapping[str, Any]
 ) -> None:
-    """Write the run's configuration, what the model was imported with, and the report."""
+    """Write the run's configuration, the files that the model was imported with, and the report."""
     from maxstack.commands.convert import BESIDE, PLACEHOLDER, settings_of
     from maxstack.config import dump, trust
     from maxstack.hf.contents import open_contents
@@ -242,14 +253,15 @@ def _finish(
     (out / "quantization.json").write_text(strict_json.write(report, indent=1) + "\n")
     placeholder = "" if own else PLACEHOLDER
     (out / "config.yml").write_text(
-        f"# Quantized by maxstack of {model}.\n{placeholder}{dump(settings)}"
+        f"# Quantized by maxstack from {model}.\n{placeholder}{dump(settings)}"
     )
     trust.vouch(out / "config.yml")
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The report for people: sizes, perplexity, and the weights that change most."""
-    size, perplexity = report["bytes"], report["perplexity"]
+    """Describe the report: sizes, perplexity, and the weights with the largest errors."""
+    size = report["bytes"]
+    perplexity = report["perplexity"]
     change = perplexity["after"] / perplexity["before"] - 1
     worst = sorted(report["layers"], key=lambda row: -row["error"])[:WORST]
     rows = []
@@ -262,6 +274,6 @@ def text(report: Mapping[str, Any]) -> str:
         f"({size['before'] / size['after']:.2f} times smaller)\n"
         f"perplexity on {report['tokens']:,} tokens: {perplexity['before']:.4f} -> "
         f"{perplexity['after']:.4f} ({change:+.2%})\n"
-        "change of each weight's product, root mean square over that of the product, where it is "
-        f"largest:\n{table('rll', rows)}"
+        "weights with the largest relative error of their product (RMS error over RMS):\n"
+        f"{table('rll', rows)}"
     )

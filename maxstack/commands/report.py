@@ -1,4 +1,4 @@
-"""`maxstack report`: runs as one HTML page."""
+"""`maxstack report`: write or serve an HTML page about runs."""
 
 import argparse
 import contextlib
@@ -20,18 +20,20 @@ EVERY = 5
 
 @command(
     "report",
-    "One HTML file about one or several runs, which needs nothing else: curves, tasks, speed, "
-    "where the time went, checkpoints, spikes, rewinds, slow processes, samples, versions, and "
-    "what differs between the runs' configurations.",
+    "Write a self-contained HTML report on one or more runs: curves, tasks, speed, where the time "
+    "went, checkpoints, spikes, rewinds, stragglers, samples, versions, and what differs between "
+    "their configurations.",
     "report runs/quickstart --out report.html",
-    argument("runs", nargs="+", metavar="RUN", help="a run's folder, or the name of one in runs/"),
-    argument("--out", metavar="FILE", help="the page (default: report.html)"),
+    argument("runs", nargs="+", metavar="RUN", help="run folder, or name of one in runs/"),
+    argument("--out", metavar="FILE", help="file to write (default: report.html)"),
     argument(
         "--serve",
         action="store_true",
-        help="show the page on this machine instead, and follow the runs, until Ctrl-C",
+        help="serve the page on this machine instead and follow the runs, until Ctrl-C",
     ),
-    argument("--port", type=int, default=0, help="with --serve; 0: any that is free (default: 0)"),
+    argument(
+        "--port", type=int, default=0, help="with --serve: port, 0 for any free one (default: 0)"
+    ),
     argument(
         "--exact",
         action="store_true",

@@ -1,5 +1,4 @@
-"""`maxstack sample`: texts from a model trained by masked diffusion, images from one trained by
-flow."""
+"""`maxstack sample`: sample texts from a masked diffusion model, or images from a flow model."""
 
 import argparse
 import json
@@ -29,11 +28,11 @@ if TYPE_CHECKING:
 
 
 SETTINGS = "samples.json"
-"""File of a folder of images that says how they were made."""
+"""File in a folder of images that records their settings."""
 
 
 def classes(text: str) -> list[int]:
-    """The numbers in `0-9,12`."""
+    """Parse numbers and ranges such as `0-9,12`."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -45,57 +44,64 @@ def classes(text: str) -> list[int]:
 
 @command(
     "sample",
-    "Write texts by a model that was trained by masked diffusion, or draw images by one that was "
-    "trained by flow.",
+    "Sample texts from a model trained with masked diffusion, or images from one trained with flow "
+    "matching.",
     "sample runs/masked-diffusion --count 2 --length 256\n"
-    "         maxstack sample runs/dit-digits --classes 0-9 --count 100 --out digits.png",
+    "sample runs/dit-digits --classes 0-9 --count 100 --out digits.png",
     MODEL,
     OVERRIDES,
-    argument("--count", type=positive, default=4, help="texts or images (default: 4)"),
-    argument("--length", type=positive, help="tokens of a text (default: data.seq_len)"),
-    argument("--steps", type=positive, help="steps (default: one a token; of images 50)"),
+    argument("--count", type=positive, default=4, help="number of texts or images (default: 4)"),
+    argument("--length", type=positive, help="text: length in tokens (default: data.seq_len)"),
+    argument(
+        "--steps",
+        type=positive,
+        help="number of sampling steps (default: one per token; images: 50)",
+    ),
     argument(
         "--order",
         choices=("random", "confidence", "margin", "entropy"),
         default="random",
-        help="which positions are filled first (default: random)",
+        help="text: order in which positions are filled (default: random)",
     ),
     argument(
         "--temperature",
         type=up_to(HOTTEST),
         default=1.0,
-        help="0: the likeliest token (default: 1)",
+        help="text: sampling temperature, 0 for the likeliest token (default: 1)",
     ),
-    argument("--seed", type=int, default=0, help="of all random numbers (default: 0)"),
-    argument("--prompt", default="", metavar="TEXT", help="how every text begins"),
+    argument("--seed", type=int, default=0, help="random seed (default: 0)"),
+    argument("--prompt", default="", metavar="TEXT", help="text: prefix of every sample"),
     argument(
         "--out",
         metavar="FILE",
-        help='for texts a .jsonl of {"text", "tokens"} a line; for images a grid as .png (default: '
-        "images.png), or a folder, where images that are there are not made again; for latents a "
-        ".npz",
+        help='text: .jsonl file with "text" and "tokens" per line; images: .png file for a grid '
+        "(default: images.png), or a folder, which is resumed if it holds images of the same "
+        "settings; latents: .npz file",
     ),
     argument(
         "--classes",
         type=classes,
         metavar="0-9,12",
-        help="of images, in turn (default: all of the model)",
+        help="images: classes to cycle through (default: all)",
     ),
     argument(
         "--guidance",
         type=up_to(100.0),
         default=1.0,
         metavar="W",
-        help="of images: without class + W (with class - without) (default: 1)",
+        help="images: classifier-free guidance scale (default: 1, no guidance)",
     ),
     argument(
-        "--solver", choices=("euler", "heun"), default="euler", help="of images (default: euler)"
+        "--solver",
+        choices=("euler", "heun"),
+        default="euler",
+        help="images: ODE solver (default: euler)",
     ),
     WEIGHTS,
     ALLOW_NONFINITE,
 )
 def main(args: argparse.Namespace) -> None:
-    """Sample; ConfigError for a model that was not trained so, or a prompt that does not fit."""
+    """Sample; ConfigError for a model of another objective, or a prompt that does not fit."""
     if args.out and Path(args.out).suffix:
         check_writable("--out", args.out)
     from maxstack.inference.trained_model import assemble_model, read_weights
@@ -113,7 +119,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
-    """Images into a grid or a folder. ConfigError for classes that the model does not have."""
+    """Draw images into a grid or a folder. ConfigError for classes that the model does not have."""
     import numpy as np
 
     from maxstack.data.images import as_picture
@@ -126,17 +132,20 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
     known = model.classes
     wanted = args.classes or [*range(known)]
     if max(wanted) >= known:
-        raise ConfigError(f"--classes: {max(wanted)} is none of the model's {known}, from 0")
+        raise ConfigError(
+            f"--classes: {max(wanted)} is not one of the model's classes, 0 to {known - 1}"
+        )
     labels = np.array([wanted[i % len(wanted)] for i in range(args.count)], np.int32)
     steps = args.steps or 50
     sampler = Sampler(run, params, steps, args.solver, args.guidance)
     out = Path(args.out or ("latents.npz" if sampler.latents else "images.png"))
     if sampler.latents != (out.suffix == ".npz"):
-        kind = "latents: give a .npz" if sampler.latents else "pictures: give a .png or a folder"
+        kind = "latents; give a .npz" if sampler.latents else "pictures; give a .png or a folder"
         raise ConfigError(f"--out {out}: a model of {model.channels} channels makes {kind}")
     settings = {"model": str(Path(args.model).absolute()), "classes": wanted, "seed": args.seed}
     settings |= {"steps": steps, "solver": args.solver, "guidance": args.guidance}
-    folder, done = None if out.suffix in (".png", ".npz") else out, 0
+    folder = None if out.suffix in (".png", ".npz") else out
+    done = 0
     if folder:
         _claim(folder, settings)
         while done < args.count and (folder / f"{done:06}.png").exists():
@@ -159,8 +168,8 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Make the folder, or go on in it. ConfigError where it holds what was made otherwise, or
-    something else, or cannot be made."""
+    """Create the folder, or resume in it. ConfigError if it holds images of other settings or other
+    files, or cannot be created."""
     record = folder / SETTINGS
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +178,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
                 raise ConfigError(f"--out {folder}: holds other files; give a new folder")
             record.write_text(json.dumps(settings, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"--out {folder}: cannot be made: {error.strerror}") from error
+        raise ConfigError(f"--out {folder}: cannot be created: {error.strerror}") from error
     before = strict_json.read_object(record)
     changed = [f"{key}={before.get(key)}" for key in settings if before.get(key) != settings[key]]
     if changed:
@@ -179,22 +188,23 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _write(args: argparse.Namespace, run: "Run", params: Any) -> None:
-    """Texts, to the console or a file."""
+    """Write texts to the console or a file."""
     import numpy as np
 
     from maxstack.data.tokenizers import open_prompt_tokenizer
     from maxstack.inference.diffusion import sample
 
     shift = getattr(run.cfg.objective, "shift", False)
-    tokenizer = open_prompt_tokenizer(
-        run.cfg.data.tokenizer, bos=shift
-    )  # without shift no sequence holds BOS
+    # Without shift no training sequence holds BOS.
+    tokenizer = open_prompt_tokenizer(run.cfg.data.tokenizer, bos=shift)
     prompt = tokenizer.encode(os.fsencode(args.prompt))
     length = args.length or run.cfg.data.seq_len
     if len(prompt) >= length:
-        raise ConfigError(f"--prompt: is {len(prompt)} tokens long, and --length is {length}")
+        raise ConfigError(
+            f"--prompt: has {len(prompt)} tokens, which leaves no room in --length {length}"
+        )
     if shift and not len(prompt):
-        raise ConfigError("--prompt: with objective.shift the first token must be given")
+        raise ConfigError("--prompt: is needed with objective.shift, for the first token")
     tokens = np.zeros((args.count, length), np.int32)
     tokens[:, : len(prompt)] = prompt
     in_prompt = np.broadcast_to(np.arange(length) < len(prompt), tokens.shape)

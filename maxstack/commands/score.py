@@ -1,4 +1,4 @@
-"""`maxstack score`: log-probabilities and perplexity of texts under a model."""
+"""`maxstack score`: compute log-probabilities and perplexity of texts under a model."""
 
 import os
 from argparse import Namespace
@@ -26,58 +26,65 @@ if TYPE_CHECKING:
 
 @command(
     "score",
-    "Write the log-probability of each token of some texts, and print the perplexity.",
+    "Compute the log-probability of every token of some texts, and print the perplexity.",
     "score runs/quickstart --data texts.jsonl --out scores.npz",
     MODEL,
     OVERRIDES,
     argument(
         "--data",
         metavar="FILE.jsonl",
-        help='texts, one {"text": ...} a line; BOS as the tokenizer says, no EOS',
+        help='texts to score, {"text": ...} per line, with the tokenizer\'s BOS and without EOS',
     ),
     argument(
-        "--tokens", metavar="FILE.npz", help="instead: tokens int32 [B, T] and lengths int32 [B]"
+        "--tokens",
+        metavar="FILE.npz",
+        help="score tokens instead: tokens int32 [B, T] and lengths int32 [B]",
     ),
     argument(
         "--records",
         metavar="FILE.jsonl",
-        help="instead: conversations, preferences or labelled answers; written to --out FILE.jsonl "
-        "with the log-probability of each answer (objective.reference=stored), or its reward",
+        help="score records instead: conversations, preference pairs or labelled answers; --out "
+        "FILE.jsonl gets them with the log-probability of each answer (for "
+        "objective.reference=stored), or its reward",
     ),
     argument(
         "--kind",
         choices=("chat", "pairs", "labelled"),
-        help="of these records (default: what --preset gives, or pairs)",
+        help="with --records: kind of record (default: that of --preset, otherwise pairs)",
     ),
     argument(
-        "--preset", metavar="NAME", help="their shape, as record.preset: alpaca, hh-rlhf, ..."
+        "--preset",
+        metavar="NAME",
+        help="with --records: their format, as in record.preset, such as alpaca or hh-rlhf",
     ),
     argument(
         "--train",
         choices=("assistant", "last", "all"),
         default="assistant",
-        help="tokens of a conversation that count (default: assistant)",
+        help="with --records: which turns of a conversation to score (default: assistant)",
     ),
     argument(
         "--top",
         type=positive,
         default=0,
         metavar="K",
-        help="also the K likeliest tokens at each of them (objective.top)",
+        help="with --records: also write the K likeliest tokens at each position (for "
+        "objective.top)",
     ),
     argument(
         "--out",
         required=True,
         metavar="FILE",
-        help="npz of logprobs float32 [B, T], tokens and lengths; of records, JSON lines",
+        help="output file: npz with logprobs float32 [B, T], tokens and lengths; with --records, "
+        "JSONL",
     ),
-    argument("--logits", action="store_true", help="also logits float32 [B, T, V]"),
+    argument("--logits", action="store_true", help="also write logits float32 [B, T, V]"),
     argument(
         "--adapter",
         action="append",
         default=[],
         metavar="FOLDER",
-        help="in PEFT's format: score with it too, into FILE.NAME.npz; may be given several times",
+        help="also score with this adapter in PEFT's format, into FILE.NAME.npz; repeatable",
     ),
     BATCH_SIZE,
     WEIGHTS,
@@ -98,14 +105,14 @@ def main(args: Namespace) -> None:
     run, own = assemble_model(args.model, overrides)
     if not run.cfg.objective.FORWARD:
         raise ConfigError(
-            f"{args.model}: was trained by objective.kind={run.cfg.objective.kind}, which gives no "
-            "token a probability by those before it; eval_loss in metrics.jsonl is its figure"
+            f"{args.model}: was trained with objective.kind={run.cfg.objective.kind}, which does "
+            "not predict tokens from those before them; see eval_loss in metrics.jsonl instead"
         )
     if args.records:
         _score_records(run, read_weights(args.model, run, own), args)
         return
     if run.cfg.decoder.head.scores:
-        raise ConfigError(f"{args.model}: is a reward model, which scores records; give --records")
+        raise ConfigError(f"{args.model}: is a reward model, which scores records; use --records")
     adapted = {folder: adapt_run(run, folder) for folder in files}
     if args.tokens:
         rows = read_tokens(args.tokens, run.cfg.decoder.vocab)
@@ -128,15 +135,17 @@ def _score_records(run: "Run", params: Any, args: Namespace) -> None:
 
     if args.preset not in (None, *OF_PRESETS):
         raise ConfigError(
-            f"--preset {args.preset}: no such shape{did_you_mean(args.preset, OF_PRESETS)}; there "
+            f"--preset {args.preset}: no such preset{did_you_mean(args.preset, OF_PRESETS)}; there "
             f"are {', '.join(OF_PRESETS)}"
         )
     kinds = OF_PRESETS[args.preset] if args.preset else ("pairs",)
     kind = args.kind or next((name for name in kinds if name != "prompts"), "prompts")
     if args.preset and kind not in kinds:
         raise ConfigError(f"--kind {kind}: --preset {args.preset} gives {' or '.join(kinds)}")
-    said = {"kind": kind, "preset": args.preset} | ({"train": args.train} if kind == "chat" else {})
-    record = TypeAdapter(Record).validate_python(said)
+    settings = {"kind": kind, "preset": args.preset}
+    if kind == "chat":
+        settings["train"] = args.train
+    record = TypeAdapter(Record).validate_python(settings)
     count = score_records(
         run,
         params,
@@ -151,8 +160,8 @@ def _score_records(run: "Run", params: Any, args: Namespace) -> None:
 
 
 def _files_by_adapter(args: Namespace) -> dict[str, str]:
-    """The file for each adapter; ConfigError or DataError for arguments that are wrong whatever the
-    model is."""
+    """Return the output file of each adapter; ConfigError or DataError for arguments that are wrong
+    for any model."""
     from maxstack.config import storage
 
     given = [file for file in (args.data, args.tokens, args.records) if file is not None]
@@ -162,25 +171,27 @@ def _files_by_adapter(args: Namespace) -> dict[str, str]:
             "FILE.jsonl"
         )
     if args.records and (args.adapter or args.logits):
-        raise ConfigError("--records: goes with neither --adapter nor --logits")
+        raise ConfigError("--records: does not work with --adapter or --logits; leave them out")
     if args.top and not args.records:
-        raise ConfigError("--top: is of the tokens of --records FILE.jsonl")
+        raise ConfigError("--top: needs --records FILE.jsonl")
     check_writable("--out", args.out)
     (texts,) = given
     if storage.kind(texts) != "file":
         raise DataError(f"{texts}: no such file")
     if args.data and args.data.endswith(".npz"):
-        raise ConfigError(f"--data {args.data}: npz goes to --tokens; --data takes texts as JSONL")
+        raise ConfigError(f"--data {args.data}: is not JSONL; give an npz file by --tokens")
     stem, suffix = os.path.splitext(args.out)
     files = {folder: f"{stem}.{Path(folder).resolve().name}{suffix}" for folder in args.adapter}
     if len({args.out, *files.values()}) <= len(files):
-        raise ConfigError("--adapter: two folders of one name; their results would lie in one file")
+        raise ConfigError(
+            "--adapter: two folders have the same name, so one file would hold both results"
+        )
     return files
 
 
 def _score(run: "Run", params: Any, rows: "Rows", out: str, args: Namespace) -> None:
     """Score, and print the perplexity. DataError for a token without a finite log-probability,
-    unless weights that are not finite are allowed."""
+    unless non-finite weights are allowed."""
     import numpy as np
 
     from maxstack.inference.score import mean_loss, score
@@ -191,8 +202,8 @@ def _score(run: "Run", params: Any, rows: "Rows", out: str, args: Namespace) -> 
         row, position = odd[0]
         raise DataError(
             f"{out}: {len(odd)} of {rows.scored} scored tokens have a log-probability that is NaN "
-            f"or infinite, the first at row {row}, position {position}; the weights are damaged, "
-            "or too large for model.dtype: try model.dtype=float32, or take it as it is with "
+            f"or infinite, the first at row {row}, position {position}; the weights are damaged or "
+            "too large for model.dtype: try model.dtype=float32, or accept it with "
             "--allow-nonfinite"
         )
     mean = mean_loss(logprobs, rows)

@@ -1,4 +1,5 @@
-"""`maxstack serve`: OpenAI's API for a trained model, the Open Inference Protocol for packages."""
+"""`maxstack serve`: serve a model over OpenAI's API, or packages over the Open Inference
+Protocol."""
 
 import functools
 import logging
@@ -33,71 +34,74 @@ if TYPE_CHECKING:
 
 MOST_KEYS = 1 << 20
 """Bytes of a file of keys."""
-log = logging.getLogger(__name__)
 LONGEST_KEY = 1024
+"""Bytes of a key."""
+log = logging.getLogger(__name__)
 
 
 @command(
     "serve",
-    "Answer requests over HTTP, until SIGTERM or Ctrl-C: of OpenAI's API for a model, of the Open "
-    "Inference Protocol for packages.",
+    "Serve a model over HTTP with OpenAI's API, or packages with the Open Inference Protocol, "
+    "until SIGTERM or Ctrl-C.",
     "serve runs/quickstart --port 8000 serve.max_requests=16",
     argument(
         "words",
         nargs="+",
         metavar="FOLDER",
-        help="a run's folder, one of its checkpoints, a Hugging Face model folder (a path or URL), "
-        "or Org/Name of the hub; or packages and folders of their versions, any number. A word "
-        "with = replaces a value of the run, as in model.dtype=float32; typed like YAML",
+        help="run folder, checkpoint, Hugging Face model folder (path or URL), or Org/Name on the "
+        "hub; or any number of packages or folders of package versions. Words of the form "
+        "key=value override config values, such as model.dtype=float32; parsed as YAML",
     ),
     *serve_connections.FLAGS,
     TRUST_CODE,
     argument(
         "--api-key-file",
         metavar="FILE",
-        help="keys of clients, one a line; others are refused (default: none is asked for)",
+        help="file of client API keys, one per line (default: no key is required)",
     ),
     argument(
         "--served-model-name",
         metavar="NAME",
-        help="the model's name in the API (default: its folder's); adapters have those of "
+        help="model name in the API (default: the folder's name); adapters are named by "
         "serve.adapters",
     ),
-    argument("--chat-template", metavar="FILE", help="instead of the model's own"),
+    argument(
+        "--chat-template", metavar="FILE", help="Jinja chat template (default: the model's own)"
+    ),
     argument(
         "--tool-parser",
         metavar="NAME",
-        help="how the model writes calls of tools: hermes, llama3, mistral or none (default: as "
-        "its chat template shows)",
+        help="format of tool calls: hermes, llama3, mistral or none (default: detected from the "
+        "chat template)",
     ),
     *FLAGS,
     WEIGHTS,
     ALLOW_NONFINITE,
 )
 def main(args: Namespace) -> None:
-    """Serve; ConfigError for arguments that are wrong, before the model is read."""
+    """Serve; ConfigError for wrong arguments before the model is read."""
     from maxstack.inference.tools import FORMATS
 
     keys = _read_keys(args.api_key_file)
     serve_connections.check(args, keys)
     if args.tool_parser not in (None, "none", *FORMATS):
-        raise ConfigError(f"--tool-parser {args.tool_parser}: is none of {', '.join(FORMATS)}")
+        raise ConfigError(f"--tool-parser {args.tool_parser}: is not one of {', '.join(FORMATS)}")
     folders = [word for word in args.words if "=" not in word]
     args.overrides = [word for word in args.words if "=" in word]
     if not folders:
-        raise ConfigError(f"{args.words[0]}: a word with = is no folder; name one to serve")
+        raise ConfigError(f"{args.words[0]}: is an override, not a folder; name a folder to serve")
     if are_packages(folders):
         _check_installed()
         return serve_packages(folders, args, keys, LOOPBACK if args.host in LOOPBACK else ())
     refuse_flags(args, OF_PACKAGES, "packages")
     if len(folders) > 1:
-        raise ConfigError(f"{' '.join(folders)}: give one run, or any number of packages")
+        raise ConfigError(f"{' '.join(folders)}: give one model, or any number of packages")
     (args.model,) = folders
     _serve(args, keys)
 
 
 def _check_installed() -> None:
-    """ConfigError without the packages of a server."""
+    """ConfigError if the server's packages are not installed."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -108,7 +112,7 @@ def _check_installed() -> None:
 
 
 def _serve(args: Namespace, keys: list[bytes]) -> None:
-    """Serve by our own engine."""
+    """Serve with our own engine."""
     _check_installed()
     from maxstack.inference.engine_setup import chat_template, start
     from maxstack.inference.server.access import Access
@@ -120,10 +124,10 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
     listener = serve_connections.listen(args)
     served = start(args.model, model_overrides(args))
     read = functools.partial(chat_template, served.model, served.cfg, served.own)
-    template = _if_any(read, served.model, args)
+    template = _template_if_any(read, served.model, args)
     name = _model_name(args)
     if name in served.engine.adapters:
-        raise ConfigError(f"{name}: is an adapter's name too; give --served-model-name")
+        raise ConfigError(f"{name}: is also an adapter's name; set --served-model-name")
     service = Service(served.engine, served.cfg.serve.max_waiting)
     service.warm()
     state = State(
@@ -145,44 +149,44 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
 
 
 def _model_name(args: Namespace) -> str:
-    """The model's name in the API."""
+    """Return the model's name in the API."""
     folder = Path(args.model)
     return args.served_model_name or (folder.resolve().name if folder.is_dir() else args.model)
 
 
 def _read_keys(file: str | None) -> list[bytes]:
-    """The keys of a file; ConfigError where it has none."""
+    """Read the keys of a file; ConfigError if it has none."""
     if file is None:
         return []
     try:
         lines = read_regular(file, MOST_KEYS).splitlines()
         if Path(file).stat().st_mode & 0o044:
-            log.warning("--api-key-file %s: others here may read it: chmod 600 it", file)
+            log.warning("--api-key-file %s: other users can read it; chmod 600 it", file)
     except OSError as error:
         raise ConfigError(f"--api-key-file {file}: cannot be read: {error.strerror}") from error
     keys = [line.strip() for line in lines if line.strip()]
     if not keys:
-        raise ConfigError(f"--api-key-file {file}: has no key; write one a line")
+        raise ConfigError(f"--api-key-file {file}: has no key; write one per line")
     if max(map(len, keys)) > LONGEST_KEY:
         raise ConfigError(f"--api-key-file {file}: a key is longer than {LONGEST_KEY} bytes")
     return keys
 
 
-def _if_any(
+def _template_if_any(
     read: Callable[[str | None], "ChatTemplate"], model: str | Path, args: Namespace
 ) -> "ChatTemplate | None":
-    """What `read` makes of --chat-template, or the model's own; None for a model that has none."""
+    """Read --chat-template, or the model's own template; None for a model without one."""
     try:
         return read(args.chat_template)
     except ConfigError:
         if args.chat_template is not None:
             raise
-        log.warning("%s has no chat template; only /v1/completions answers", model)
+        log.warning("%s has no chat template; only /v1/completions is available", model)
         return None
 
 
 def _tool_parser(args: Namespace, template: "ChatTemplate | None") -> str | None:
-    """The format of tools by --tool-parser, or the one that the chat template shows; None: none."""
+    """Return the format of tool calls, as set by --tool-parser or detected from the template."""
     from maxstack.inference.tools import guess_format
 
     name = args.tool_parser

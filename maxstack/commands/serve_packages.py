@@ -1,4 +1,4 @@
-"""`maxstack serve` for packages: the Open Inference Protocol."""
+"""`maxstack serve` for packages, over the Open Inference Protocol."""
 
 import argparse
 import asyncio
@@ -7,6 +7,7 @@ import os
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from maxstack.command import argument, positive, up_to
 from maxstack.commands.serve_connections import listen
@@ -14,12 +15,12 @@ from maxstack.errors import ConfigError
 
 LARGEST_BATCH = 65536
 LONGEST_WAIT = 10_000_000
-"""Microseconds for which a request may wait for others."""
+"""Microseconds for which a request may wait for its batch."""
 DAY = 86400
 
 
 def _batch_sizes(text: str) -> tuple[int, ...]:
-    """Numbers of rows, separated by commas, as the type of an argument."""
+    """Parse numbers of rows, separated by commas, as the type of an argument."""
     sizes = sorted({positive(word.strip()) for word in text.split(",")})
     if sizes[-1] > LARGEST_BATCH:
         raise argparse.ArgumentTypeError(f"{sizes[-1]} is above {LARGEST_BATCH}")
@@ -31,28 +32,27 @@ FLAGS = (
         "--batch-sizes",
         type=_batch_sizes,
         metavar="N,N",
-        help="for packages: rows of a batch where the program takes any number (default: "
+        help="packages: batch sizes to pad to if the program takes any number of rows (default: "
         "1,2,4,8,16,32)",
     ),
     argument(
         "--batch-timeout",
         type=up_to(LONGEST_WAIT),
         metavar="US",
-        help="for packages: microseconds that a request waits for others to share its batch "
-        "(default: 2000)",
+        help="packages: maximum microseconds that a request waits for its batch to fill (default: "
+        "2000)",
     ),
     argument(
         "--queue",
         type=positive,
         metavar="N",
-        help="for packages: requests of a signature that may wait; more get status 503 (default: "
-        "250)",
+        help="packages: queue length per signature; further requests get status 503 (default: 250)",
     ),
     argument(
         "--poll",
         type=up_to(DAY),
         metavar="S",
-        help="for packages: seconds between looks for newer versions; 0: when a client says load "
+        help="packages: version polling interval in seconds; 0: load only on a client's request "
         "(default: 2)",
     ),
 )
@@ -61,30 +61,30 @@ OF_RUNS = "served_model_name chat_template tool_parser weights allow_nonfinite".
 
 
 def are_packages(folders: Sequence[str]) -> bool:
-    """True where all folders are packages, or folders of their versions. ConfigError where some
-    are."""
+    """Return True if all folders are packages or folders of their versions. ConfigError if only
+    some are."""
     from maxstack.inference.packages.folders import is_served
 
     found = [is_served(Path(folder)) for folder in folders]
     if any(found) and not all(found):
         other = folders[found.index(False)]
         raise ConfigError(
-            f"{other}: is no package, and other folders are; serve it by a process of its own"
+            f"{other}: is not a package, but other folders are; serve it in a process of its own"
         )
     return all(found)
 
 
 def refuse_flags(args: Namespace, names: Sequence[str], of: str) -> None:
-    """ConfigError for flags that are not of what is served."""
+    """ConfigError for flags that do not apply to what is served."""
     for name in names:
         if getattr(args, name) is not None and getattr(args, name) is not False:
-            raise ConfigError(f"--{name.replace('_', '-')}: is of {of}; leave it out")
+            raise ConfigError(f"--{name.replace('_', '-')}: applies to {of} only; leave it out")
 
 
 def serve_packages(
     folders: Sequence[str], args: Namespace, keys: Sequence[bytes], hosts: Sequence[str]
 ) -> None:
-    """Serve packages until SIGTERM or Ctrl-C, to clients with one of `keys`, by one of the names
+    """Serve packages until SIGTERM or Ctrl-C, to clients with one of `keys`, under one of the names
     `hosts`."""
     from maxstack.hardware.compiling import keep_programs
     from maxstack.inference.packages.app import make_app
@@ -97,32 +97,31 @@ def serve_packages(
 
     refuse_flags(args, OF_RUNS, "a run or a Hugging Face folder")
     if args.overrides:
-        raise ConfigError(f"{args.overrides[0]}: a package has no values to replace; leave it out")
-    usual = Settings()
-    settings = Settings(
-        args.batch_sizes or usual.sizes,
-        usual.timeout if args.batch_timeout is None else args.batch_timeout / 1e6,
-        args.queue or usual.queue,
-    )
+        raise ConfigError(f"{args.overrides[0]}: a package has no config values; leave it out")
+    given: dict[str, Any] = {"sizes": args.batch_sizes, "queue": args.queue}
+    if args.batch_timeout is not None:
+        given["timeout"] = args.batch_timeout / 1e6
+    settings = Settings(**{name: value for name, value in given.items() if value is not None})
     kept = RunConfig.model_fields["compilation_cache"].default
     keep_programs(os.environ.get("JAX_COMPILATION_CACHE_DIR", kept))
     listener = listen(args)
     poll = 2.0 if args.poll is None else args.poll
-    gc.freeze()  # modules, so that the collection after a version's end is quick
+    gc.freeze()  # the collection after a version is unloaded need not scan the modules
     repository = Repository([Path(folder) for folder in folders], settings, poll)
     access = Access(keys, hosts)
-    app, found = make_app(repository, access), languages(repository, settings.queue, access)
-    if found:
-        mount(app, found)
+    app = make_app(repository, access)
+    models = languages(repository, settings.queue, access)
+    if models:
+        mount(app, models)
 
     async def drain() -> None:
-        await asyncio.gather(repository.drain(), *(each.service.drain() for each in found))
+        await asyncio.gather(repository.drain(), *(each.service.drain() for each in models))
 
-    def said(origin: str) -> str:
+    def banner(origin: str) -> str:
         lines = [f"{', '.join(repository.names)}: {origin}/v2"]
-        if found:
-            lines.append(f"{found[0].name}: {origin}/v1, and in a browser {origin}")
-        lines += [f"{each.name}: {origin}/models/{each.name}/v1" for each in found[1:]]
+        if models:
+            lines.append(f"{models[0].name}: {origin}/v1, and in a browser {origin}")
+        lines += [f"{each.name}: {origin}/models/{each.name}/v1" for each in models[1:]]
         return "\n".join(lines)
 
-    serve(app, listener, said, drain, args.grace)
+    serve(app, listener, banner, drain, args.grace)

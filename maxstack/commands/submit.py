@@ -1,5 +1,5 @@
-"""`maxstack submit`, `status`, `logs` and `stop`: runs of several processes on this machine, and
-runs on clusters."""
+"""`maxstack submit`, `status`, `logs` and `stop`: start jobs on this machine or on a cluster, and
+look after them."""
 
 import contextlib
 import datetime
@@ -22,135 +22,132 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 PATIENCE = 120.0
-"""Seconds that a run on this machine has to save and end."""
-NAME = argument("name", metavar="NAME", help="as submit printed it")
+"""Seconds that a job on this machine has to save and exit."""
+NAME = argument("name", metavar="NAME", help="name of the job, as printed by submit")
 
 
 @command(
     "submit",
-    "Start the run of a configuration: as several processes on this machine, supervised, with one "
-    "log, or on a cluster, by its own commands; or, with --serve, servers of a model on a cluster. "
-    "`maxstack status`, `logs` and `stop` look after it.",
-    "submit configs/quickstart.yml --target local --processes 2; "
-    "maxstack submit run.yml --target gke --cluster tpu-v5e --dry-run",
+    "Start a training job: as supervised processes on this machine that share one log, or on a "
+    "cluster through the cluster's own command-line tools. With --serve, start model servers on a "
+    "cluster. Follow up with `maxstack status`, `logs` and `stop`.",
+    "submit configs/quickstart.yml --target local --processes 2\n"
+    "submit run.yml --target gke --cluster tpu-v5e --dry-run",
     CONFIG,
     OVERRIDES,
     argument(
         "--target",
         required=True,
         choices=["local", "xpk", "gke", "slurm"],
-        help="local: processes on this machine; xpk; gke: a JobSet by "
-        "kubectl; slurm: a script by sbatch",
+        help="local: processes on this machine; xpk: the xpk tool; gke: a JobSet through kubectl; "
+        "slurm: a script through sbatch",
     ),
     argument(
         "--cluster",
         metavar="FILE",
-        help="facts of the cluster: a YAML file, or the name of one of configs/clusters",
+        help="cluster description: a YAML file, or the name of one in configs/clusters",
     ),
     argument(
         "--set",
         action="append",
         default=[],
         metavar="key=value",
-        help="replaces a fact of the cluster",
+        help="override a value of the cluster description; repeatable",
     ),
-    argument(
-        "--name", help="what it is called later (default: run.name, as a name that DNS takes)"
-    ),
+    argument("--name", help="name of the job (default: run.name, made a valid DNS name)"),
     argument(
         "--processes",
         type=positive,
         default=1,
         metavar="N",
-        help="how many; they share the GPUs, or run.virtual_devices",
+        help="number of processes, which share the GPUs or run.virtual_devices (default: 1)",
     ),
     argument(
         "--max-restarts",
         type=int,
         metavar="N",
-        help="here: in a row without a new step (default: 10); on a cluster: in all "
-        "(default: max_restarts of its facts)",
+        help="local: restarts in a row without a new step (default: 10); cluster: restarts in "
+        "total (default: max_restarts of the cluster description)",
     ),
     argument(
         "--force",
         action="store_true",
-        help="on a cluster: although the estimate of its memory is far above what is there",
+        help="cluster: submit even if the estimated memory far exceeds that of the devices",
     ),
-    argument("--dry-run", action="store_true", help="show what would be started"),
+    argument("--dry-run", action="store_true", help="print what would be started, and stop"),
     argument(
         "--out",
         metavar="DIR",
-        help="on a cluster: write the configuration, what the cluster gets and the commands "
-        "into a folder, to be read",
+        help="cluster: write the configuration, the manifests and the commands to a folder",
     ),
-    argument("--detach", action="store_true", help="start it in the background"),
+    argument("--detach", action="store_true", help="run in the background"),
     argument(
         "--serve",
         action="store_true",
-        help="serve a model in place of training: CONFIG is a run, a Hugging Face folder (of the "
-        "cluster) or a name of the hub; gke: a Deployment and a Service",
+        help="serve a model instead of training: CONFIG is a run, a Hugging Face folder on the "
+        "cluster, or a name on the hub; on gke, a Deployment and a Service",
     ),
     argument(
         "--engine",
         choices=["maxstack", "vllm"],
         default="maxstack",
-        help="with --serve; vllm: over several hosts too, of a Hugging Face folder",
+        help="with --serve: inference engine; vllm serves Hugging Face folders, also on several "
+        "hosts",
     ),
     argument(
-        "--replicas", type=positive, default=1, metavar="N", help="with --serve: servers of it"
+        "--replicas", type=positive, default=1, metavar="N", help="with --serve: number of servers"
     ),
     argument(
-        "--api-key-file", metavar="FILE", help="with --serve: keys of clients, in a volume there"
+        "--api-key-file",
+        metavar="FILE",
+        help="with --serve: client API keys, mounted from a volume",
     ),
-    argument("--tool-parser", metavar="NAME", help="with --serve: as of maxstack serve"),
-    allow_abbrev=False,
+    argument("--tool-parser", metavar="NAME", help="with --serve: see `maxstack serve --help`"),
 )
 def submit(args: Namespace) -> int:
-    """Start a run where --target says; the exit code."""
+    """Start a job on --target; return the exit code."""
     from maxstack.submit import remote, serving
 
     if args.serve:
         return serving.submit(_name(args, f"{Path(args.config).name}-serve"), args)
     if args.engine != "maxstack" or args.replicas > 1 or args.api_key_file or args.tool_parser:
         raise ConfigError(
-            "--engine, --replicas, --api-key-file and --tool-parser: are of --serve; leave them out"
+            "--engine, --replicas, --api-key-file and --tool-parser: need --serve; add it, or "
+            "leave them out"
         )
     cfg = load_config(args)
     if cfg.distributed:
-        raise ConfigError(
-            "distributed: is what submit finds out by itself; leave it out of the configuration"
-        )
+        raise ConfigError("distributed: is set by submit itself; leave it out of the configuration")
     name = _name(args, cfg.run.name)
     if cfg.runtime == "pathways" and args.target != "xpk":
         raise ConfigError(
-            "runtime: pathways: needs a proxy and servers, which --target xpk starts, "
-            f"and {args.target} does not"
+            f"runtime: pathways: needs --target xpk, which starts its proxy and servers; "
+            f"{args.target} does not"
         )
     if args.target != "local":
         return remote.submit(name, cfg, args)
     if args.cluster or args.set or args.out:
         raise ConfigError(
-            "--cluster, --set and --out: are of clusters, and --target local is this "
-            "machine; leave them out"
+            "--cluster, --set and --out: have no use with --target local; leave them out"
         )
     return _local(name, cfg, args)
 
 
 def _name(args: Namespace, usual: str) -> str:
-    """The name to submit by; ConfigError for one that DNS does not take."""
+    """Return the name of the job; ConfigError for one that is no DNS name."""
     from maxstack.errors import quoted
 
     name = safe(usual) if args.name is None else args.name
     if name != safe(name):
         raise ConfigError(
-            f"--name {quoted(name)}: give at most 40 lower case letters, digits and "
-            f"hyphens, beginning with a letter, such as {safe(name)}"
+            f"--name {quoted(name)}: use at most 40 lower-case letters, digits and hyphens, "
+            f"starting with a letter, such as {safe(name)}"
         )
     return name
 
 
 def _local(name: str, cfg: "Config", args: Namespace) -> int:
-    """Run the processes on this machine; the exit code of the run."""
+    """Run the processes on this machine; return the exit code of the job."""
     from maxstack.schema import mesh_rules, rules
     from maxstack.submit import local, records, remote
 
@@ -158,8 +155,8 @@ def _local(name: str, cfg: "Config", args: Namespace) -> int:
     mesh = mesh_rules.product_of(rules.sizes_on(cfg, devices, "this machine"))
     folder = Path(cfg.run.output_dir) / cfg.run.name
     print(
-        f"{name}: {_processes(args.processes)} on this machine, {devices} "
-        f"device{'s' * (devices > 1)} ({mesh}), in {folder}",
+        f"{name}: {_count(args.processes, 'process', 'es')} on this machine, "
+        f"{_count(devices, 'device', 's')} ({mesh}), in {folder}",
         flush=True,
     )
     restarts = 10 if args.max_restarts is None else args.max_restarts
@@ -185,12 +182,12 @@ def _local(name: str, cfg: "Config", args: Namespace) -> int:
     with local.Group(folder / local.LOG) as group, records.held(name, record) as write:
         code = group.run(words, environments)
         write(code=code, asked=group.asked)
-    print(f"{name}: left with {code}")
+    print(f"{name}: exited with {code}")
     return code
 
 
 def _detach(name: str, log: Path, argv: list[str]) -> int:
-    """Start the same command in a session of its own, and wait until its record is there."""
+    """Start the same command in a session of its own, and wait until it has written its record."""
     from maxstack.submit import records
 
     words = [word for word in argv if word != "--detach"]
@@ -204,11 +201,11 @@ def _detach(name: str, log: Path, argv: list[str]) -> int:
     )
     assert process.stderr
     while process.poll() is None:
-        with contextlib.suppress(ConfigError):  # it is being written
+        with contextlib.suppress(ConfigError):  # the record is being written
             is_held = name in records.names() and records.is_held(name)
             if is_held and records.read(name)["pid"] == process.pid:
                 print(
-                    f"in the background: maxstack logs {name} --follow, maxstack status "
+                    f"running in the background: maxstack logs {name} --follow, maxstack status "
                     f"{name}, maxstack stop {name}; the log is {log}"
                 )
                 return 0
@@ -219,12 +216,17 @@ def _detach(name: str, log: Path, argv: list[str]) -> int:
 
 @command(
     "status",
-    "What runs, and how far it is.",
+    "Show the status and progress of submitted jobs.",
     "status quickstart",
-    argument("name", nargs="?", metavar="NAME", help="as submit printed it (default: all)"),
+    argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="name of the job, as printed by submit (default: all jobs)",
+    ),
 )
 def status(args: Namespace) -> int:
-    """Print the state of a run, or of all that were submitted."""
+    """Print the state of a job, or of all that were submitted."""
     from maxstack.submit import records, remote
 
     code = 0
@@ -246,13 +248,13 @@ def status(args: Namespace) -> int:
 
 @command(
     "logs",
-    "The lines of all processes of a run that was submitted.",
+    "Print the log of all processes of a submitted job.",
     "logs quickstart --follow",
     NAME,
-    argument("-f", "--follow", action="store_true", help="go on until it ends"),
+    argument("-f", "--follow", action="store_true", help="keep printing until the job ends"),
 )
 def logs(args: Namespace) -> int:
-    """Print the log of a run."""
+    """Print the log of a job."""
     from maxstack.submit import local, records, remote
 
     name = safe(args.name)
@@ -261,7 +263,9 @@ def logs(args: Namespace) -> int:
         return remote.look("follow" if args.follow else "logs", record)
     path = Path(record["folder"]) / local.LOG
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; {name} has not begun, or its folder was removed")
+        raise ConfigError(
+            f"{path}: no such file; {name} has not started, or its folder was removed"
+        )
     with path.open(encoding="utf-8", errors="replace") as file:
         while True:
             running = records.is_held(name)
@@ -274,12 +278,12 @@ def logs(args: Namespace) -> int:
 
 @command(
     "stop",
-    "End a run that was submitted. It saves a checkpoint first; submitting it again goes on.",
+    "Stop a submitted job. It saves a checkpoint first; submit it again to resume.",
     "stop quickstart",
     NAME,
 )
 def stop(args: Namespace) -> int:
-    """End a run; a run on this machine saves before."""
+    """Stop a job; one on this machine saves a checkpoint first."""
     from maxstack.submit import records, remote
 
     name = safe(args.name)
@@ -287,7 +291,7 @@ def stop(args: Namespace) -> int:
     if record["target"] != "local":
         return remote.stop(name, record)
     if not records.is_held(name):
-        print(f"{name}: does not run")
+        print(f"{name}: is not running")
         return 0
     if record["host"] != platform.node():
         raise ConfigError(f"{name}: runs on {record['host']}; stop it there")
@@ -296,8 +300,8 @@ def stop(args: Namespace) -> int:
     while records.is_held(name):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{name}: has not ended in {PATIENCE:.0f} s after SIGTERM; its process "
-                f"is {record['pid']}"
+                f"{name}: still running {PATIENCE:.0f} s after SIGTERM; its process is "
+                f"{record['pid']}"
             )
         time.sleep(0.1)
     print(f"{name}: {_state(name, records.read(name))}")
@@ -305,7 +309,7 @@ def stop(args: Namespace) -> int:
 
 
 def _state(name: str, record: dict[str, Any]) -> str:
-    """State of a run on this machine, in a line."""
+    """Describe the state of a job on this machine in a line."""
     from maxstack.report import goodput
     from maxstack.submit import records
 
@@ -313,19 +317,20 @@ def _state(name: str, record: dict[str, Any]) -> str:
     if records.is_held(name):
         state = "running"
     elif code is None:
-        state = "killed without a word"
+        state = "killed"
     elif code == 0:
         state = "done"
     elif record.get("asked") and code not in (1, 2):
-        state = "stopped; submit it again to go on"
+        state = "stopped; submit it again to resume"
     else:
         state = f"failed with {code} (maxstack logs {name})"
     step = goodput.so_far(Path(record["folder"])).steps
     return (
-        f"{state}, step {step} of {record['steps']}, {_processes(record['processes'])} here, "
-        f"since {record['started']}, in {record['folder']}"
+        f"{state}, step {step} of {record['steps']}, "
+        f"{_count(record['processes'], 'process', 'es')} here, since {record['started']}, in "
+        f"{record['folder']}"
     )
 
 
-def _processes(count: int) -> str:
-    return f"{count} process{'es' * (count > 1)}"
+def _count(number: int, noun: str, plural: str) -> str:
+    return f"{number} {noun}{plural if number > 1 else ''}"

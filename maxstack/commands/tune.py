@@ -1,4 +1,4 @@
-"""`maxstack tune CONFIG`: measure the kernels that could serve a run on this device, and keep their
+"""`maxstack tune CONFIG`: benchmark the kernels that can serve a run on this device, and save their
 best block sizes."""
 
 import argparse
@@ -37,23 +37,23 @@ class Measured:
 
 @command(
     "tune",
-    "Measure, on the device at hand and at the shapes of a run, every kernel that could serve it "
-    "with every block size worth trying, forward and backward; values are checked against the "
-    "reference first. The best sizes go into a table that later runs read.",
+    "Benchmark every kernel that can serve a run, with all candidate block sizes, forward and "
+    "backward, at the run's shapes and on this device. Values are checked against the reference "
+    "first. The best sizes are saved to a table that later runs read.",
     "tune synthetic model=llama-3.2-1b train.batch_size=8 --ops attention",
     CONFIG,
     OVERRIDES,
-    argument("--ops", metavar="A,B", help="only these ops (default: all that the run uses)"),
+    argument("--ops", metavar="A,B", help="ops to tune (default: all that the run uses)"),
     argument(
         "--rounds",
         type=positive,
         default=ROUNDS,
-        help=f"how often each is timed, in turn; the fastest counts (default: {ROUNDS})",
+        help=f"timing rounds per kernel, of which the fastest counts (default: {ROUNDS})",
     ),
-    argument("--out", metavar="FILE", help="the table (default: run.tuned)"),
+    argument("--out", metavar="FILE", help="table to write (default: run.tuned)"),
 )
 def main(args: argparse.Namespace) -> int:
-    """Measure, print tables and keep the best sizes; 1 where a backend gave wrong values."""
+    """Measure, print tables and save the best sizes; return 1 if a backend gave wrong values."""
     from maxstack.hardware import devices
 
     cfg = load_config(args)
@@ -70,19 +70,19 @@ def main(args: argparse.Namespace) -> int:
     try:
         for choice in _choices(cfg, args.ops):
             print(f"measuring {choice}", file=sys.stderr, flush=True)
-            results = measured(choice, args.rounds)
+            results = measure(choice, args.rounds)
             print(report(choice, results), flush=True)
             tuning.add(out, best(choice, results))
             any_wrong |= any(result.wrong for result in results)
     except KeyboardInterrupt:
-        print(f"interrupted; what was finished is in {out}", file=sys.stderr, flush=True)
+        print(f"interrupted; finished ops are in {out}", file=sys.stderr, flush=True)
         os._exit(130)  # jax may crash when Python ends while its threads compute
-    print(f"written to {out}")
+    print(f"wrote {out}")
     return int(any_wrong)
 
 
 def _choices(cfg: "Config", ops: str | None) -> "list[Choice]":
-    """The kernels of a run that can be measured; ConfigError where --ops names another op."""
+    """Return the kernels of a run that can be measured; ConfigError if --ops names another op."""
     from maxstack import startup
     from maxstack.kernels.examples import OPS
     from maxstack.run import assemble
@@ -98,23 +98,24 @@ def _choices(cfg: "Config", ops: str | None) -> "list[Choice]":
     names = sorted({choice.op for choice in choices})
     if unknown := [name for name in ops.split(",") if name not in names]:
         raise ConfigError(
-            f"--ops {ops}: this run has nothing to tune named {', '.join(unknown)}; it "
-            f"has {', '.join(names)}"
+            f"--ops {ops}: this run has no op {', '.join(unknown)} to tune; it has "
+            f"{', '.join(names)}"
         )
     return [choice for choice in choices if choice.op in ops.split(",")]
 
 
-def measured(choice: "Choice", rounds: int) -> list[Measured]:
-    """Every backend and size for one case: first their values on a small case like it, then their
-    times, in rounds in which all take turns."""
+def measure(choice: "Choice", rounds: int) -> list[Measured]:
+    """Measure every backend and size for one case: first the values on a small case like it, then
+    the times, in rounds in which all take turns so that a busy moment slows all alike."""
     import tqdm
 
-    from maxstack.kernels import measure
+    from maxstack.kernels import measure as timing
     from maxstack.kernels.examples import OPS, smaller
 
     op, example = OPS[choice.op]
-    small, whole = example(smaller(choice.case)), example(choice.case)
-    most = measure.TOLERANCE[choice.case.dtype]
+    small = example(smaller(choice.case))
+    whole = example(choice.case)
+    most = timing.TOLERANCE[choice.case.dtype]
     results: list[Measured] = []
     calls: list[tuple[Measured, tuple[Any, ...]]] = []
     for backend, blocks in tqdm.tqdm(
@@ -126,7 +127,7 @@ def measured(choice: "Choice", rounds: int) -> list[Measured]:
         result = Measured(backend.name, blocks)
         results.append(result)
         try:
-            off = measure.deviation(op[REFERENCE], backend, blocks or None, small)
+            off = timing.deviation(op[REFERENCE], backend, blocks or None, small)
             if off > most:
                 result.wrong = True
                 result.problem = (
@@ -134,13 +135,13 @@ def measured(choice: "Choice", rounds: int) -> list[Measured]:
                     f"than {most}"
                 )
             else:
-                calls.append((result, measure.call(backend, blocks or None, whole)))
-        except Exception as error:  # refused by a compiler or for want of memory; the table says so
+                calls.append((result, timing.call(backend, blocks or None, whole)))
+        except Exception as error:  # the compiler refused it or memory ran out: the table says so
             reason = str(error).strip().partition("\n")[0][:100] or type(error).__name__
             result.problem = f"failed: {reason}"
     for _ in tqdm.trange(rounds, desc=f"{choice.op}: timing", unit=" rounds", disable=None):
         for result, call in calls:
-            result.seconds = min(result.seconds, measure.seconds(*call))
+            result.seconds = min(result.seconds, timing.seconds(*call))
     return results
 
 
@@ -154,8 +155,8 @@ def _candidates(
 
 
 def best(choice: "Choice", results: list[Measured]) -> list[dict[str, Any]]:
-    """A row of the table for the fastest sizes of each backend that has some, beside the time of
-    its default sizes."""
+    """Return a row for the fastest sizes of each backend that has sizes, with the time of its
+    default sizes."""
     rows = []
     for name in dict.fromkeys(result.backend for result in results if result.blocks):
         own = [result for result in results if result.backend == name]
@@ -181,7 +182,7 @@ def _microseconds(result: Measured) -> float | None:
 
 
 def report(choice: "Choice", results: list[Measured]) -> str:
-    """The case, and a row for each kernel, the fastest first."""
+    """Describe the case, with a row for each kernel, the fastest first."""
     from maxstack.kernels.backends import describe
 
     defaults = {result.backend: result for result in reversed(results)}
@@ -197,6 +198,6 @@ def report(choice: "Choice", results: list[Measured]) -> str:
     fastest = ranked[0].backend if ranked and ranked[0].seconds < float("inf") else choice.backend
     if choice.backend not in (fastest, REFERENCE):
         lines.append(
-            f"  the run takes {choice.backend}; {fastest} was faster here, and can be pinned"
+            f"  the run uses {choice.backend}; {fastest} was faster here, and can be pinned"
         )
     return "\n".join([*lines, ""])

@@ -56,7 +56,7 @@ def keep_programs(folder: str | None, named: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def afresh() -> Iterator[None]:
+def without_cache() -> Iterator[None]:
     """Compile what is compiled inside; do not read it from the folder of `keep_programs`. A CPU
     program that was read cannot be saved again, and the compiler says nothing of it."""
     before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]

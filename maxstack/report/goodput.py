@@ -27,21 +27,21 @@ FILE = "goodput.jsonl"
 EVENTS = ("begin", "resume", "spent", "end")
 NUMBERS = ("monotonic", "step", "stepping", "waited", "refused", "refusing")
 SPENT = {
-    "start-up": "a process before its first step, but for what has a line of its own",
+    "start-up": "process start to first step, except what is listed below",
     "compile": "waiting for the compiled step",
     "restore": "reading a checkpoint",
-    "save": "steps held up by a save",
-    "evaluation": "held-out documents",
-    "check": "comparing what devices hold alike, and the processes' speeds",
-    "trace": "steps held up by the end of a profiler's trace",
+    "save": "steps delayed by a save",
+    "evaluation": "evaluating held-out documents",
+    "check": "comparing replicas, and the speed of processes",
+    "trace": "steps delayed by the end of a profiler trace",
 }
 CAUSES = {
     "useful": "steps that count",
     "data wait": "devices idle because no batch was ready",
     **SPENT,
-    "lost work": "steps undone by a restart or a rewind, and refused ones",
-    "idle": "no process: from one's last sign of life to the beginning of the next",
-    "other": "what no line accounts for: a hang, or the step that a kill cut short",
+    "lost work": "steps undone by a restart or rewind, and refused steps",
+    "idle": "no process: from the last sign of life to the next start",
+    "other": "unaccounted time: a hang, or a step cut short by a kill",
 }
 MOVED = 60.0
 """Seconds that two clocks may disagree by without a remark."""

@@ -139,7 +139,10 @@ def test_checkpoint_commands_tell_a_deleted_step_from_a_damaged_one(
     found, told = said(capsys, verb, run, *more)
     assert (found, says in told) == (code, True), told
     assert "DAMAGED" not in told and "Traceback" not in told
-    assert "5: was deleted meanwhile" in told or f"deleted meanwhile: {run}/checkpoints/5" in told
+    assert (
+        "5: was deleted meanwhile" in told
+        or f"deleted during verification: {run}/checkpoints/5" in told
+    )
 
 
 def test_a_list_leaves_out_what_is_deleted_meanwhile(run, monkeypatch, capsys):

@@ -66,7 +66,7 @@ def test_verify_says_what_is_damaged_and_leaves_with_1(run, capsys):
     assert (
         f"DAMAGED: {victim}: has 10 bytes" in told and "2 places of 1 step: 1 damaged file" in told
     )
-    assert "is damaged, and was not copied" in said(
+    assert "is damaged and was not copied" in said(
         capsys, "copy", run, run.parent / "copy", "--step", 2, code=1
     )
 
@@ -75,7 +75,7 @@ def test_show_tells_the_arrays_of_a_step_and_the_batches_it_passed_over(run, cap
     told = said(capsys, "show", run)
     assert (
         told.startswith("step 3 of")
-        and "batches 4 to 6 were passed over" in told
+        and "batches 4 to 6 were skipped" in told
         and "params/embed" in told
         and "float32[320, 32]" in told
     )
@@ -119,10 +119,10 @@ def test_a_copy_is_whole_and_can_be_started_from(run, capsys):
     }
     assert "1 place of 1 step: all intact" in said(capsys, "verify", run.parent / "copy")
     assert "1 place of 1 step: all intact" in said(capsys, "verify", run.parent / "copy" / "1")
-    assert "where the run's own steps lie" in said(
+    assert "which holds the run's own steps" in said(
         capsys, "copy", run, run / "checkpoints" / "kept", code=1
     )
-    assert "is there already" in said(capsys, "copy", run, run.parent / "copy", "--step", 1, code=1)
+    assert "exists already" in said(capsys, "copy", run, run.parent / "copy", "--step", 1, code=1)
 
 
 def test_prune_keeps_the_newest(run, capsys):
@@ -137,7 +137,7 @@ def test_prune_deletes_nothing_of_a_run_that_a_link_leads_to(run, tmp_path, caps
     sent.mkdir()
     (sent / "checkpoints").symlink_to(run / "checkpoints")
     (run / "config.yml").touch()
-    assert "leads into another run" in said(capsys, "prune", sent, "--keep", 1, code=1)
+    assert "links to another run" in said(capsys, "prune", sent, "--keep", 1, code=1)
 
 
 @pytest.mark.parametrize(
@@ -172,4 +172,4 @@ def test_verify_prints_names_with_escapes_and_names_what_lies_beside_the_steps(r
     told = said(capsys, "verify", run, code=1)
     assert "/2/od\\x1b[31md: is not in" in told and "\x1b" not in told
     strays = [line for line in told.splitlines() if line.startswith("stray")]
-    assert strays == [f"stray: {run}/checkpoints/notes\\n.txt: is of no step"]
+    assert strays == [f"stray: {run}/checkpoints/notes\\n.txt: belongs to no step"]

@@ -115,9 +115,9 @@ def test_a_model_folder_is_asked_by_its_own_tokenizer(run, tmp_path, capsys):
     choice = next(name for name in names if name.endswith("choice.yaml"))
     model = make(tmp_path / "model")
     out = figures(capsys, model, "--tasks", choice, "--limit", 2, "--length", 256)
-    assert "acc_norm" in out and "lose their beginning" not in out
+    assert "acc_norm" in out and "truncated on the left" not in out
     out = figures(capsys, model, "--tasks", choice, "--limit", 2, "--length", 8)
-    assert "task choice: 6 requests have more than 8 tokens, and lose their beginning" in out
+    assert "task choice: 6 requests have more than 8 tokens and are truncated on the left" in out
 
 
 def test_a_chat_template_is_used_where_asked_for_and_named_where_not(tmp_path, capsys):
@@ -157,16 +157,16 @@ def test_what_cannot_be_evaluated_says_why(run, tmp_path, capsys):
     model = make(tmp_path / "model")
     (model / "tokenizer.json").unlink()
     for words, says in (
-        ([model], "is no run, so it names no held-out data; give --tasks"),
-        ([folder, "--limit", "3"], "--limit: of tasks; name some by --tasks"),
-        ([folder, "--system", "x"], "--system: of tasks; name some by --tasks"),
+        ([model], "is not a run, so it has no held-out data; give --tasks"),
+        ([folder, "--limit", "3"], "--limit: only valid with --tasks"),
+        ([folder, "--system", "x"], "--system: only valid with --tasks"),
         (
             [folder, "--tasks", names[0], "--fewshot-as-multiturn"],
-            "--fewshot-as-multiturn: turns are --apply-chat-template's",
+            "--fewshot-as-multiturn: needs --apply-chat-template",
         ),
         ([folder, "--tasks", "pairz"], "pairs"),
         ([folder, "--tasks", ", "], "--tasks: is empty"),
-        ([folder, "--tasks", names[0], "--num-fewshot", "2"], "--num-fewshot: with --lm-eval"),
+        ([folder, "--tasks", names[0], "--num-fewshot", "2"], "--num-fewshot: needs --lm-eval"),
         ([folder, "--tasks", names[0], "--out", "/no/such/file"], "--out /no/such/file"),
         ([model, "--tasks", names[0]], "tokenizer"),
         ([tmp_path / "none", "--tasks", names[0]], "none"),

@@ -181,8 +181,8 @@ def test_a_missing_tokenizer_and_wrong_tokens_are_named_before_weights_are_read(
     "words, message",
     [
         (["--prompts", "p.jsonl"], "--prompts needs --out"),
-        (["--prompt", "a", "--prompts", "p.jsonl"], "either --prompt or --prompts"),
-        (["--system", "a"], "give --chat too"),
+        (["--prompt", "a", "--prompts", "p.jsonl"], "give --prompt or --prompts, not both"),
+        (["--system", "a"], "--system: needs --chat"),
         (["--prompt", ""], "--prompt: is empty"),
         (["--prompts", "p.jsonl", "--out", "none/o.jsonl"], "the folder none does not exist"),
     ],

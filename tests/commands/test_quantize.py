@@ -148,7 +148,10 @@ def test_a_trained_run_becomes_one_in_low_precision_that_others_read(trained, ca
         [row["error"] for row in report["layers"]], rel=1e-4
     )  # padding has no part in them
     assert cli.main(["quantize", str(out), "--recipe", "int4", "--calibrate", tokens]) == 1
-    assert "is in low precision already; quantize what it was made of" in capsys.readouterr().err
+    assert (
+        "is in low precision already; quantize the model it was made from"
+        in capsys.readouterr().err
+    )
     other = (
         "quantization={mode: ptq, rules: [{module_path: '.*/(mixer|mlp)/.*', weight_qtype: "
         "float8_e4m3fn}]}"
@@ -321,7 +324,7 @@ def test_a_whole_run_that_another_recipe_cannot_go_on_from_says_how_its_weights_
         ),
         (
             ["--recipe", "nothing.yml", "--calibrate", "tokens.npz"],
-            "--recipe nothing.yml: takes nothing, for want of a rule with weight_qtype",
+            "--recipe nothing.yml: quantizes nothing, because no rule sets weight_qtype",
         ),
         (["--recipe", "int9", "--calibrate", "tokens.npz"], "did you mean int8"),
         (

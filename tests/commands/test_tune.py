@@ -62,7 +62,7 @@ def test_a_kernel_with_wrong_values_is_told_and_not_kept(file, tmp_path, capsys,
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--ops", "atention"], "this run has nothing to tune named atention; it has attention"),
+        (["--ops", "atention"], "this run has no op atention to tune; it has attention"),
         (["--rounds", "0"], "0 is no number above 0"),
         (["run.tuned=null"], "so there is no table to write"),
         (["--out", "/proc/nowhere/tuned.json"], "/proc/nowhere/tuned.json: cannot be written"),

@@ -431,13 +431,13 @@ def test_a_client_that_trusts_the_certificate_is_answered_by_tls():
 @pytest.mark.parametrize(
     ("certificate", "key", "words"),
     [
-        (CERT, None, "--tls-cert and --tls-key: are given together"),
-        (None, KEY, "--tls-cert and --tls-key: are given together"),
+        (CERT, None, "--tls-cert and --tls-key: give both or neither"),
+        (None, KEY, "--tls-cert and --tls-key: give both or neither"),
         (CERT, "none.pem", "--tls-key none.pem: cannot be read: No such file"),
         (CERT, str(TLS), "cannot be read: Is a directory"),
-        (CERT, str(TLS / "another-key.pem"), "is not the key of that certificate"),
-        (CERT, str(TLS / "encrypted-key.pem"), "is encrypted; give one that is not"),
-        (CERT, __file__.replace("test_connections", "test_fields"), "is no PEM file"),
+        (CERT, str(TLS / "another-key.pem"), "the key does not belong to the certificate"),
+        (CERT, str(TLS / "encrypted-key.pem"), "is encrypted; decrypt it"),
+        (CERT, __file__.replace("test_connections", "test_fields"), "is not a PEM file"),
         (KEY, KEY, "cannot be used"),
         (CERT, CERT, "cannot be used"),
     ],
@@ -457,7 +457,7 @@ def test_a_key_that_others_may_read_is_told(tmp_path, caplog):
         caplog.clear()
         (tmp_path / "key.pem").chmod(mode)
         serve_connections.context(CERT, str(tmp_path / "key.pem"))
-        assert sum("other users may read it" in each.message for each in caplog.records) == told
+        assert sum("other users can read it" in each.message for each in caplog.records) == told
 
 
 @pytest.mark.parametrize(
@@ -472,7 +472,7 @@ def test_keys_that_travel_in_clear_are_told(options, told, tmp_path, caplog):
     (tmp_path / "keys").write_text("key")
     words = ["serve", "no-such-folder", "--api-key-file", str(tmp_path / "keys"), *options]
     assert cli.main(words) == 1
-    assert ("keys of clients travel in clear" in caplog.text) == told
+    assert ("API keys are sent in clear text" in caplog.text) == told
 
 
 def test_a_pem_file_that_cannot_be_read_is_one_sentence(tmp_path):

@@ -330,12 +330,12 @@ def test_keys_and_the_end_by_a_signal(folder, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["PACKAGE", "no-such-folder"], "no-such-folder: is no package, and other folders are"),
-        (["PACKAGE", "serve.queue=3"], "serve.queue=3: a package has no values to replace"),
-        (["PACKAGE", "--tool-parser", "none"], "--tool-parser: is of a run"),
-        (["one", "two"], "one two: give one run, or any number of packages"),
-        (["one", "--poll", "0"], "--poll: is of packages"),
-        (["a=b"], "a=b: a word with = is no folder"),
+        (["PACKAGE", "no-such-folder"], "no-such-folder: is not a package, but other folders are"),
+        (["PACKAGE", "serve.queue=3"], "serve.queue=3: a package has no config values"),
+        (["PACKAGE", "--tool-parser", "none"], "--tool-parser: applies to a run"),
+        (["one", "two"], "one two: give one model, or any number of packages"),
+        (["one", "--poll", "0"], "--poll: applies to packages"),
+        (["a=b"], "a=b: is an override, not a folder"),
         (["EMPTY"], "2: is missing"),
         (["PACKAGE", "PACKAGE"], "another package is named toy too"),
     ],

@@ -133,7 +133,7 @@ def test_a_tokenizer_that_is_given_is_used_for_a_folder_without_one(tmp_path):
         (
             ["{folder}", "--data", "t.npz", "--out", "o.npz"],
             1,
-            "--data t.npz: npz goes to --tokens",
+            "--data t.npz: is not JSONL",
         ),
         (
             ["{folder}", "--tokens", "t.npz", "--out", "o.npz", "--adapter", "none"],

@@ -456,7 +456,7 @@ def test_keys_a_full_queue_and_the_end_by_a_signal(folder, tmp_path):
         (["--api-key-file", "none"], "--api-key-file none: cannot be read"),
         (["--api-key-file", "/dev/null"], "only files are read"),
         (["--port", "70000"], "--port 70000: must be a number from 0 to 65535"),
-        (["--tool-parser", "x"], "--tool-parser x: is none of hermes"),
+        (["--tool-parser", "x"], "--tool-parser x: is not one of hermes"),
         (["--host", "203.0.113.1"], "cannot listen there"),
     ],
 )

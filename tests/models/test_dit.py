@@ -112,7 +112,7 @@ def test_a_folder_is_drawn_from_once_it_is_said_what_it_predicts(tmp_path, capsy
     for model, more in ((str(GOLDEN), said), (str(run), ())):
         command = [words[0], model, *words[2:], *more]
         assert cli.main([*command, "--out", str(out)]) == 1
-        assert "a model of 4 channels makes latents: give a .npz" in capsys.readouterr().err
+        assert "a model of 4 channels makes latents; give a .npz" in capsys.readouterr().err
         assert cli.main([*command, "--out", str(npz)]) == 0
         assert np.load(npz)["latents"].shape == (2, 8, 8, 4)
     assert cli.main(["sample", str(run), *said]) == 1

@@ -237,7 +237,7 @@ def test_a_run_goes_on_bit_for_bit_and_draws(recipe, capsys, monkeypatch):
     assert Image.open(recipe.parent / "grid.png").size == (4 * 33 - 1, 2 * 33 - 1)
     capsys.readouterr()
     for wrong, said in {
-        ("--classes", "9-12"): "--classes: 12 is none of the model's 10",
+        ("--classes", "9-12"): "--classes: 12 is not one of the model's classes, 0 to 9",
         ("--classes", "a"): "give numbers and ranges",
         ("--guidance", "nan"): "nan is no number from 0 to 100",
         ("--out", str(out)): "holds images made with classes=[0, 1, 2, 7]",

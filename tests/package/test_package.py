@@ -204,7 +204,7 @@ def test_a_call_is_allowed_by_its_whole_name_alone(text):
 
 def test_a_package_is_verified_and_says_when_its_time_is_over(package, tmp_path, capsys):
     assert cli.main(["package", "verify", str(package)]) == 0
-    assert "files are whole; classify" in capsys.readouterr().out
+    assert "files are intact; classify" in capsys.readouterr().out
     old = shutil.copytree(package, tmp_path / "old")
     manifest = json.loads((old / "manifest.json").read_text())
     manifest["good_until"] = "2020-01-01"
@@ -262,7 +262,7 @@ def test_programs_compile_for_hardware_that_is_not_here(topology, tmp_path, monk
         (["--signature", "scores"], "no such signature of this model.*did you mean score"),
         (["--lengths", "9999"], "the model reads .* tokens at most"),
         (["--devices", "9"], "there are 8 here; run.virtual_devices=9"),
-        (["--name", "a/b"], "--name a/b: stands in addresses"),
+        (["--name", "a/b"], "--name a/b: is part of URLs"),
     ],
 )
 def test_mistakes_are_told(words, message, tmp_path, capsys):

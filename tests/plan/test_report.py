@@ -94,11 +94,11 @@ def test_the_screen_ends_with_the_verdict_and_names_source_lines(planned):
     [
         (["--topology", "v5e:16x17"], "nearest: v5e:16x16"),
         (["--topology", "v9:2x2"], "chip v9: is not in the table"),
-        (["--search", "--batch", "max"], "exclude each other"),
+        (["--search", "--batch", "max"], "leave one out"),
         (["--search"], "has none in chips.yml"),
         (["--topology", "here:8"], "takes no size"),
         (["--search", "--finalists", "0"], "a number of 1 or more"),
-        (["--out", "x.yml"], "only --search and --batch max write"),
+        (["--out", "x.yml"], "needs --search or --batch max"),
         (["--json", "no/such/x.json"], "give a file in a folder that exists"),
         (["--save-executable", "."], "is a folder"),
     ],

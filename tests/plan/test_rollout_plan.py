@@ -194,9 +194,9 @@ def test_the_screen_has_a_column_for_each_time(file, tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--search"], "--search: ranks steps alone"),
-        (["--batch", "max"], "--batch: train.batch_size sets the room"),
-        (["--tokens", "1B"], "--tokens: a run with rollouts counts its samples"),
+        (["--search"], "--search: ranks training steps only"),
+        (["--batch", "max"], "--batch: train.batch_size limits the length"),
+        (["--tokens", "1B"], "--tokens: does not apply to a run with rollouts"),
     ],
 )
 def test_options_that_say_nothing_of_rollouts_are_refused(options, message, file, capsys):

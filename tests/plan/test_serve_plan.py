@@ -191,8 +191,8 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--length", "100"], "--length 100: is of requests; give --serve too"),
-        (["--serve", "--search"], "--search: is about training"),
+        (["--length", "100"], "--length 100: needs --serve"),
+        (["--serve", "--search"], "--search: does not work with --serve"),
         (["--serve", "--length", "8", "--prompt", "8"], "--prompt 8: leaves no room for an answer"),
         (["--serve", "--length", "99", "serve.max_length=64"], "--length 99: the model takes 64"),
     ],

@@ -189,9 +189,9 @@ def test_a_text_without_its_metadata_is_told(runs, capsys):
     [
         (["one", "--trace", "6"], "those of it begin at 5"),
         (["one", "--process", "3"], "there is process-0"),
-        (["one", "--steps", "3"], "give --live too"),
-        (["one", "eight", "one"], "one is shown, or two side by side"),
-        (["one", "eight", "--live"], "takes a trace of one run"),
+        (["one", "--steps", "3"], "--steps 3: needs --live"),
+        (["one", "eight", "one"], "give one run, or two to compare"),
+        (["one", "eight", "--live"], "traces one run"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(runs, words, told, monkeypatch, capsys):

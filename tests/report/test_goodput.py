@@ -269,7 +269,7 @@ def test_the_command_reads_several_runs_by_folder_or_by_name_and_writes_every_fi
     [
         (["none"], "none: no such folder"),
         (["."], "not a run's folder; the runs in it are a"),
-        (["empty"], "empty: not a run's folder; give one"),
+        (["empty"], "empty: is not a run's folder; give one"),
         (["new"], "new: no goodput.jsonl yet"),
         (["begun"], "begun: no goodput.jsonl yet"),
         (["bad"], "bad/goodput.jsonl: no line of it can be read"),

@@ -49,12 +49,12 @@ def test_a_run_in_the_background_is_looked_after_by_its_name(tmp_path, capsys):
     until(lambda: rows(tmp_path / "Long_Run"))
     assert cli.main(["status"]) == 0 and f"{name}: running, step " in capsys.readouterr().out
     assert cli.main(["stop", "Long_Run"]) == 0  # by the run's name too
-    assert f"{name}: stopped; submit it again to go on, step " in capsys.readouterr().out
+    assert f"{name}: stopped; submit it again to resume, step " in capsys.readouterr().out
     assert list((tmp_path / "Long_Run" / "checkpoints").glob("[0-9]*"))
     assert cli.main(["logs", name, "--follow"]) == 0
     text = capsys.readouterr().out
     assert "[0] step 1/100000" in text and "SIGTERM was passed on, and no restart follows" in text
-    assert cli.main(["stop", name]) == 0 and f"{name}: does not run" in capsys.readouterr().out
+    assert cli.main(["stop", name]) == 0 and f"{name}: is not running" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,7 @@ def test_a_run_whose_submission_is_killed_saves_and_leaves(tmp_path, capfd):
         path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()
     ]
     assert "stopped; run the same command to resume" in (tmp_path / "run" / "log.txt").read_text()
-    assert (
-        cli.main(["status", "run"]) == 0
-        and "run: killed without a word, step " in capfd.readouterr().out
-    )
+    assert cli.main(["status", "run"]) == 0 and "run: killed, step " in capfd.readouterr().out
 
 
 def test_files_that_a_cluster_may_not_have_are_told(tmp_path, monkeypatch, capfd):

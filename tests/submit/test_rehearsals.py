@@ -122,7 +122,7 @@ def test_local_processes_train_as_one_with_as_many_devices_though_one_is_killed(
         f"{name}: {count} processes on this machine, {count} devices (data={count})" in text
         and "[1] supervise: killed by SIGKILL" in text
     )
-    assert "[0] done: " in text and text.splitlines()[-1] == f"{name}: left with 0"
+    assert "[0] done: " in text and text.splitlines()[-1] == f"{name}: exited with 0"
     assert (folder / name / "submit.log").read_text() in text
     assert (
         losses(folder / name) == pytest.approx(alone(count), rel=1e-5)
