@@ -22,53 +22,53 @@ _QUANTITY = re.compile(
 )
 """A number, a fraction or a percentage; a compound is a time, a ratio or a date."""
 _MOST_DIGITS = 1000
-"""Digits up to which a number becomes a fraction: 1e999999999 would fill the memory."""
+"""Digits beyond which no number becomes a fraction: 1e999999999 would fill the memory."""
 
 
 def exact(prompt: str, completion: str, row: Mapping[str, Any], *, field: str = "answer") -> float:
-    """1.0 where the completion equals row[field], apart from white space around it."""
+    """Return 1.0 where the completion equals row[field], apart from white space around it."""
     return float(completion.strip() == str(wanted(row, field)).strip())
 
 
 def regex(prompt: str, completion: str, row: Mapping[str, Any], *, pattern: str) -> float:
-    """1.0 where the pattern is found in the completion."""
+    """Return 1.0 where the pattern is found in the completion."""
     return float(re.search(pattern, completion) is not None)
 
 
 def form(prompt: str, completion: str, row: Mapping[str, Any], *, pattern: str) -> float:
-    """1.0 where the pattern matches the whole completion."""
+    """Return 1.0 where the pattern matches the whole completion."""
     return float(re.fullmatch(pattern, completion) is not None)
 
 
 def valid_json(
     prompt: str, completion: str, row: Mapping[str, Any], *, keys: tuple[str, ...] = ()
 ) -> float:
-    """1.0 where the completion is JSON, and an object that has the keys, if there are any."""
+    """Return 1.0 where the completion is JSON, and an object with all `keys` if any are given."""
     try:
-        found = json.loads(completion, parse_int=str, parse_constant=_refused)
+        found = json.loads(completion, parse_int=str, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return 0.0
     return float(not keys or (isinstance(found, dict) and {*keys} <= found.keys()))
 
 
 def number(prompt: str, completion: str, row: Mapping[str, Any], *, field: str = "answer") -> float:
-    """1.0 where the last number in the completion is that in row[field], of which only what stands
-    after the last #### counts, as in GSM8K's answers. ValueError if there is not one number."""
+    """Return 1.0 where the last number in the completion is that in row[field], of which only the
+    part after the last #### counts, as in GSM8K's answers. ValueError unless that is one number."""
     text = str(wanted(row, field))
     found = [*_QUANTITY.finditer(text.rpartition("####")[2])]
     if len(found) != 1 or not (right := _values(found[0])):
-        several = f"where one is meant: {', '.join(match[0] for match in found)}"
+        several = f"not one number but {', '.join(match[0] for match in found)}"
         raise ValueError(
             f"row[{field!r}] is {quoted(text)}, which has {several if found else 'no number'}; "
-            "mend the row, or compare by `kind: math` or `kind: exact`"
+            "fix the row, or compare by `kind: math` or `kind: exact`"
         )
     last = deque(_QUANTITY.finditer(completion), maxlen=1)
     return float(bool(last and right & _values(last[0])))
 
 
 def _values(match: re.Match[str]) -> set[Fraction | Decimal]:
-    """What a quantity may stand for: 50% is 50 and 1/2, as to math-verify; a compound or a division
-    by zero is nothing."""
+    """Return the values that a quantity may mean: 50% is 50 and 1/2, as for math-verify; a compound
+    or a division by zero has none."""
     if match["compound"]:
         return set()
     parts = [
@@ -86,17 +86,17 @@ def _values(match: re.Match[str]) -> set[Fraction | Decimal]:
 
 
 def soft_overlong(tokens: int, most: int, buffer: int) -> float:
-    """The soft punishment of a completion of `tokens` tokens: 0 up to most - buffer, then evenly
-    down to -1 at `most`, and -1 beyond (DAPO, arXiv:2503.14476, eq. 13)."""
+    """Return the soft penalty of a long completion: 0 up to most - buffer tokens, then linear down
+    to -1 at `most`, and -1 beyond (DAPO, arXiv:2503.14476, eq. 13)."""
     return -min(max(tokens - (most - buffer), 0) / buffer, 1.0)
 
 
 def wanted(row: Mapping[str, Any], field: str) -> Any:
-    """row[field]; KeyError that names the fields that there are."""
+    """Return row[field]; KeyError that lists the row's fields."""
     if field not in row:
         raise KeyError(f"the row has no field {field!r}, but {', '.join(map(str, row)) or 'none'}")
     return row[field]
 
 
-def _refused(constant: str) -> Any:
+def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not JSON")

@@ -16,41 +16,38 @@ except ImportError as error:
     ) from error
 
 _SECONDS = 2
-"""For parsing an expression and for a comparison; beyond them expressions are not equal."""
+"""Limit for parsing an expression and for a comparison; beyond it expressions are not equal."""
 _LATEX = NormalizationConfig(units=True, malformed_operators=True, nits=True, boxed="last")
 _EXPRESSIONS = (
     LatexExtractionConfig(boxed_match_priority=0, normalization_config=_LATEX),
     ExprExtractionConfig(),
 )
-"""The last \\boxed{} comes before any other expression."""
-
-
+"""The last \\boxed{} takes precedence over any other expression."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def equal(prompt: str, completion: str, row: Mapping[str, Any], *, field: str = "answer") -> float:
-    """1.0 where the completion's last box, or else its last expression, equals row[field].
-    ValueError if row[field] is no expression."""
+    """Return 1.0 where the completion's last box, or else its last expression, equals row[field].
+    ValueError if row[field] is not an expression."""
     text = str(wanted(row, field))
     right = _parsed(text, marked=last_box(text) is None and "$" not in text)
     if not right:
-        raise ValueError(f"row[{field!r}] is {quoted(text)}, which is no expression")
+        raise ValueError(f"row[{field!r}] is {quoted(text)}, which is not an expression")
     return float(verify(right, _parsed(completion), timeout_seconds=_SECONDS))
 
 
 def _parsed(text: str, marked: bool = False) -> list[Any]:
-    """The expressions of the last box of a text, of the whole text where it is `marked`, or else
-    the last that it has. math-verify looks for a box by words around it too, so that it sees only
-    what is in ours."""
+    """Parse the last box of a text, the whole text where it is `marked`, or else its last
+    expression. math-verify gets the box alone, since it also searches by the words around one."""
     box = text if marked else last_box(text)
     shown = text if box is None else f"\\boxed{{{box}}}"
     return list(parse(shown, _EXPRESSIONS, parsing_timeout=_SECONDS))
 
 
 def last_box(text: str) -> str | None:
-    """What stands in the last \\boxed{} or \\fbox{} of a text whose braces match, or after \\boxed
-    without a brace up to a space or $; None if there is none."""
+    """Return the content of the last \\boxed{} or \\fbox{} whose braces match, or what follows a
+    \\boxed without a brace up to a space or $; None if there is none."""
     found, at = None, 0
     while match := _BOX.search(text, at):
         at = match.end()
@@ -64,7 +61,7 @@ def last_box(text: str) -> str | None:
 
 
 def _closing(text: str, begin: int) -> int | None:
-    """Where the brace that opens at `begin` is closed."""
+    """Return where the brace that opens at `begin` is closed."""
     depth = 0
     for match in _BRACE.finditer(text, begin):
         depth += {"{": 1, "}": -1}.get(match[0], 0)

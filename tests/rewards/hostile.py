@@ -1,7 +1,6 @@
 """Rewards and environments that do harm, for test_pool.py and test_environments.py."""
 
 import ctypes
-import math
 import os
 import random
 import re
@@ -31,10 +30,6 @@ def raises(prompt, completion, row):
     raise LookupError("no\nluck")
 
 
-def leaves(prompt, completion, row):
-    sys.exit(3)
-
-
 def hangs(prompt, completion, row):
     time.sleep(600)
 
@@ -50,36 +45,12 @@ def ignores_signals(prompt, completion, row):
         time.sleep(1)
 
 
-def not_a_number(prompt, completion, row):
-    return math.nan
-
-
-def large(prompt, completion, row):
-    return 1e39
-
-
-def empty(prompt, completion, row):
-    return {}
-
-
 def alone(prompt):
     return 1
 
 
 async def waits(prompt, completion, row):
     return 1
-
-
-def large_sum(prompt, completion, row):
-    return {"a": 3e38, "b": 3e38, "c": 3e38}
-
-
-def text(prompt, completion, row):
-    return "1.0"
-
-
-def nothing(prompt, completion, row):
-    return None
 
 
 def prints(prompt, completion, row):
@@ -112,12 +83,6 @@ def forks(prompt, completion, row):
     return 2
 
 
-def forks_and_raises(prompt, completion, row):
-    if os.fork():
-        return 1
-    raise ValueError("of the fork")
-
-
 def leaves_a_sleeper(prompt, completion, row):
     subprocess.Popen(SLEEP, start_new_session=True)
     return 1
@@ -146,10 +111,6 @@ def crashes(prompt, completion, row):
     ctypes.string_at(0)
 
 
-def kills_itself(prompt, completion, row):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def kills_its_worker(prompt, completion, row):
     os.kill(os.getppid(), signal.SIGKILL)
 
@@ -161,11 +122,6 @@ def waits_to_be_killed(prompt, completion, row):
             file.write("begun")
         time.sleep(60)
     return random.random()
-
-
-def closes_all(prompt, completion, row):
-    os.closerange(0, 4096)
-    return 1
 
 
 def closes_all_and_hangs(prompt, completion, row):

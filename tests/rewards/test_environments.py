@@ -23,12 +23,7 @@ def test_an_environment_answers_turn_by_turn(pool):
     assert first.messages[0]["content"].startswith("[('a', {'n': 0}, 582, ")
     second = environments.turn(turn("a", "b", turns=2)).result(30)
     assert (second.reward, second.done) == (2.0, False)
-
-
-def test_an_environment_is_over_when_it_says_so(pool):
-    environments = pool()
-    environments.turn(turn(turns=1)).result(30)
-    assert environments.turn(turn("a", turns=1)).result(30).done
+    assert environments.turn(turn("a", "b", "c", turns=3)).result(30).done
 
 
 def test_a_killed_worker_loses_nothing(pool):

@@ -15,11 +15,11 @@ import pytest
 import tiny
 from rewards import captive as prisoner
 from rewards.cases import awaited, case, ended, function
-from rewards.test_environments import turn
 
 from maxstack import startup
 from maxstack.errors import ConfigError
-from maxstack.rewards import child, sandbox
+from maxstack.rewards import pool as pool_module
+from maxstack.rewards import sandbox
 from maxstack.rewards.pool import Pool
 from maxstack.schema.rewards import FunctionReward, RegexReward
 
@@ -99,9 +99,7 @@ def test_an_answer_that_was_not_asked_for_fails_the_call_that_wrote_it(confined)
 
 
 @bubblewrap
-@pytest.mark.parametrize(
-    "lie", [{"value": "much"}, {"value": float("inf")}, {"components": 5}, {"killed": True}]
-)
+@pytest.mark.parametrize("lie", [{"value": float("inf")}, {"components": 5}, {"killed": True}])
 def test_an_answer_that_the_call_itself_wrote_obeys_the_rules(lie):
     pool = Pool([captive("lies")], 1, sandbox.prefix())
     try:
@@ -132,14 +130,14 @@ def test_python_runs_nothing_that_an_earlier_call_planted(confined):
 
 @bubblewrap
 def test_a_stop_of_its_worker_fails_the_call_in_time(confined, monkeypatch):
-    monkeypatch.setattr(child, "SILENCE", 2.0)
-    monkeypatch.setattr(child, "KILL_SECONDS", 0.1)
+    monkeypatch.setattr(pool_module, "SILENCE", 2.0)
+    monkeypatch.setattr(pool_module, "KILL_SECONDS", 0.1)
     assert "did not answer (TimeoutError" in confined(captive("stops")).failure
 
 
 @bubblewrap
 def test_a_long_call_is_no_silence(confined, monkeypatch):
-    monkeypatch.setattr(child, "SILENCE", 2.0)
+    monkeypatch.setattr(pool_module, "SILENCE", 2.0)
     assert confined(captive("waits")) == (1.0, {}, None)
 
 
@@ -172,9 +170,7 @@ def test_files_processes_and_memory_are_bounded(name, says, confined):
 @bubblewrap
 def test_rewards_are_those_without_a_sandbox():
     rewards = [
-        function("parts"),
         function("lucky"),
-        function("raises"),
         function("crashes"),
         function("hangs", timeout=0.5),
         captive("begins"),
@@ -188,23 +184,10 @@ def test_rewards_are_those_without_a_sandbox():
         finally:
             pool.close()
     assert found[0] == found[1]
-    assert found[0][5].value == 4.5
+    assert found[0][3].value == 4.5
 
 
 @bubblewrap
-def test_an_environment_lives_in_a_sandbox_from_turn_to_turn():
-    answers = []
-    for words in ((), sandbox.prefix()):
-        pool = Pool([], 1, words)
-        try:
-            pool.check("rewards.hostile:Echo")
-            turns = [turn(), turn("a"), turn("a", "b", turns=2)]
-            answers.append([pool.turn(each).result(60)[1:] for each in turns])
-        finally:
-            pool.close()
-    assert answers[0] == answers[1] and answers[0][-1][:2] == (2.0, False)
-
-
 @bubblewrap
 def test_a_sandbox_ends_with_whoever_began_it():
     code = (

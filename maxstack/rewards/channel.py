@@ -1,4 +1,4 @@
-"""Messages between processes: JSON, one in a line, over a socket of its own."""
+"""Messages between processes: JSON, one a line, over a socket of their own."""
 
 import json
 import select
@@ -13,13 +13,20 @@ _LONGEST = 64 * 2**20
 _CHUNK = 2**16
 
 
-class Lines:
-    """One end of a socket. A method raises TimeoutError where `seconds` (None: any number) have
-    passed, and EOFError where the other end is closed or this one cannot be used."""
+class Channel:
+    """One end of a socket. Methods raise TimeoutError after `seconds` (None: wait for ever), and
+    EOFError where the other end is closed or this one cannot be used.
+
+    multiprocessing.connection has no deadline for a message that has begun: user code that writes a
+    byte now and then would keep its worker from looking at clock and memory. It pickles, too, and
+    whoever unpickles runs what the sender chose.
+    """
 
     def __init__(self, end: socket.socket):
         self._socket = end
-        self._buffer, self._searched = bytearray(), 0
+        self._buffer = bytearray()
+        self._searched = 0
+        """Bytes of the buffer in which no end of a line was found."""
         end.setblocking(False)
 
     def send(self, message: dict[str, Any], seconds: float | None = None) -> None:
@@ -35,7 +42,7 @@ class Lines:
                 raise EOFError from error
 
     def receive(self, seconds: float | None = None) -> Any:
-        """The next message. ValueError if it is too long or not JSON."""
+        """Return the next message. ValueError if it is too long or not JSON."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while (end := self._buffer.find(b"\n", self._searched)) < 0:
             self._searched = len(self._buffer)
@@ -56,15 +63,13 @@ class Lines:
         self._searched = 0
         return strict_json.parse(line, strict=False)
 
-    def waiting(self) -> bool:
-        """True where there is something to be received, or the other end is closed."""
+    def has_input(self) -> bool:
+        """True where there is something to receive, or the other end is closed."""
         return bool(self._buffer or select.select([self._socket], [], [], 0)[0])
 
-    def hung_up(self) -> bool:
+    def is_closed(self) -> bool:
         """True where the other end is closed."""
-        poll = select.poll()
-        poll.register(self._socket, 0)
-        return bool(poll.poll(0))
+        return bool(self._poll(0, 0))
 
     def hang_up(self) -> None:
         """End both directions for every process that holds this end, and wake who waits for it."""
@@ -74,12 +79,15 @@ class Lines:
             return
 
     def close(self) -> None:
-        """Give up this process's hold of the socket."""
+        """Close this process's hold of the socket."""
         self._socket.close()
 
     def _wait(self, event: int, deadline: float | None) -> None:
-        left = None if deadline is None else max(deadline - time.monotonic(), 0)
+        left = None if deadline is None else 1000 * max(deadline - time.monotonic(), 0)
+        if not self._poll(event, left):
+            raise TimeoutError
+
+    def _poll(self, event: int, milliseconds: float | None) -> list[tuple[int, int]]:
         poll = select.poll()
         poll.register(self._socket, event)
-        if not poll.poll(None if left is None else left * 1000):
-            raise TimeoutError
+        return poll.poll(milliseconds)
