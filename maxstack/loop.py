@@ -23,7 +23,7 @@ from maxstack.checks import Checks
 from maxstack.cluster.exit_codes import RETRY
 from maxstack.errors import DataEnded, Passing
 from maxstack.evals.evaluation import Evaluation, StopEarly
-from maxstack.faults.policy import NOT_FINITE, Policy, Rewind, refusal
+from maxstack.faults.policy import NOT_FINITE, Policy, Rewind, describe_refusal
 from maxstack.faults.preemption import CutShort, Preemption
 from maxstack.faults.replicas import Recompute
 from maxstack.hardware import memory
@@ -340,7 +340,7 @@ class Loop:
         for line in self._meter.warnings(row):
             self._log.warn(line)
         if row["skipped"]:
-            self._log.say(refusal(row))
+            self._log.say(describe_refusal(row))
         return self._policy.read(row)
 
     def _go_back(self, decision: Rewind | Recompute) -> None:

@@ -192,7 +192,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
             jnp.zeros((), jnp.int32),
             params,
             tx.init(select(trained, params)),
-            guard.fresh(),
+            guard.initial(),
             (select(changed, params),) * behind,
         )
 

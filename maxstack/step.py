@@ -85,7 +85,7 @@ class TrainingStep:
                 return moved if cfg.lora else self._by_rules(moved, after_step(moved)[0]), opt
 
             accepted = skipped == guard.ACCEPTED
-            new_params, opt = guard.either(accepted, update, (state.params, state.opt))
+            new_params, opt = guard.update_if(accepted, update, (state.params, state.opt))
             reported = after_step(state.params)[1]
             reported |= rounding.still(params, select(self.trained, new_params))
         scalars = _means(summed.metrics, weight) | reported

@@ -144,7 +144,7 @@ def test_a_batch_that_does_not_divide_over_the_devices_is_refused_once_they_are_
 @pytest.mark.parametrize(
     ("forced", "said"),
     [
-        ("optimizer", "no key that a checkpoint binds"),
+        ("optimizer", "a checkpoint does not bind this key"),
         ("model", "model.embed: 32 -> 64"),
         ("model.lyers", "unknown key model.lyers; did you mean layers?"),
     ],

@@ -1,4 +1,10 @@
-"""The part of a configuration that a checkpoint binds, and the errors where a run's differs."""
+"""The part of a configuration that a checkpoint binds, and the errors where a run's differs.
+
+Architecture, data, objective and batch size must be as they were, and the optimizer's state must
+have the same shapes and kinds. Compute dtype, remat, workers, the mesh and other keys that change
+no learned value may change, and so may a key that an older checkpoint lacks, where it has its
+default.
+"""
 
 import contextlib
 import fnmatch
@@ -43,7 +49,7 @@ FREE = (
     *(f"rollout.environment.{key}" for key in ("timeout", "memory", "failure")),
     *(f"rewards.*.{key}" for key in ("timeout", "memory", "failure", "name")),
 )
-"""Keys below those of BOUND that may change nevertheless."""
+"""Keys below those of BOUND that may change all the same."""
 HARMLESS: dict[str, list[tuple[Any, Any]]] = {
     "data.sources.*.encoding_errors": [
         (config.ABSENT, "keep"),
@@ -51,65 +57,62 @@ HARMLESS: dict[str, list[tuple[Any, Any]]] = {
         ("refuse", "replace"),
     ],
 }
-"""Changes, (old, new), that leave the model and every document that was read before as they were;
-ABSENT: older checkpoints lack the key. A key that they lack has its default too."""
-
-
+"""Changes, (old, new), that leave every document that was read before as it was; ABSENT: older
+checkpoints lack the key."""
 KINDS = re.compile(r"optimizer\.(groups\.\d+\.)?chain\.\d+\.kind: ")
-"""Changes of what the optimizer's state means."""
-SAID = ("run", "distributed", "checkpoint", "data.sources")
-"""Sections whose changes change no step, or are told elsewhere."""
+"""Changes of the meaning of the optimizer's state."""
+ANEW = "let it begin anew (checkpoint.restore_parts=[params, data, step])"
+TOLD_ELSEWHERE = ("run", "distributed", "checkpoint", "data.sources")
+"""Sections whose changes affect no step, or are told elsewhere."""
 
 
 def check_forced(keys: Sequence[str], cfg: "Config") -> None:
-    """ConfigError where one of the keys of --force-config is none that can be forced."""
+    """ConfigError where a key of --force-config cannot be forced."""
     for key in keys:
         if not under(key, BOUND):
             raise ConfigError(
-                f"--force-config {key}: no key that a checkpoint binds; those are "
-                f"{', '.join(BOUND)} and what is below them"
+                f"--force-config {key}: a checkpoint does not bind this key; it binds "
+                f"{', '.join(BOUND)} and the keys below them"
             )
         _check_exists(key, cfg.model_dump(mode="json"))
         if key == "train.batch_size":
             raise ConfigError(
-                "--force-config train.batch_size: cannot be forced, because each row of a batch "
-                "has its own place in the data; start a new run with another run.name"
+                "--force-config train.batch_size: cannot be forced, since each row of a batch has "
+                "its own position in the data; start a new run with another run.name"
             )
 
 
 def under(key: str, prefixes: Sequence[str]) -> bool:
-    """True for a key that is one of the prefixes, or below it; they may hold wildcards."""
+    """True for a key that is one of the prefixes or below one; they may hold wildcards."""
     return any(
-        fnmatch.fnmatchcase(key, pattern)
+        fnmatch.fnmatchcase(key, prefix) or fnmatch.fnmatchcase(key, f"{prefix}.*")
         for prefix in prefixes
-        for pattern in (prefix, f"{prefix}.*")
     )
 
 
 class Compatibility(NamedTuple):
-    """A checkpoint, and the run that is to go on from it."""
+    """A checkpoint and the run that is to resume from it."""
 
     where: str
     """The step's path."""
     saved: dict[str, Any]
-    """The configuration that wrote it."""
+    """Its configuration."""
     cfg: "Config"
     elsewhere: bool
-    """It is another run's."""
+    """True for another run's checkpoint."""
 
     @property
     def remedy(self) -> str:
-        """The other remedy than putting a change back: the weights of another run are free to use,
-        whatever was trained on them."""
+        """What to do other than undo a change; another run's weights may be taken alone."""
         if self.elsewhere:
             return (
-                f"begin on its weights alone (maxstack export {self.where} --out FOLDER, "
-                "then model.from=FOLDER)"
+                f"start from its weights alone (maxstack export {self.where} --out FOLDER, then "
+                "model.from=FOLDER)"
             )
         return "start a new run with another run.name"
 
     def refuse_changes(self, free: Sequence[str]) -> None:
-        """ConfigError with the keys that changed and are not `free`."""
+        """ConfigError that lists bound keys that changed and are not `free`."""
         if changed := self.changed(BOUND, free):
             force = "data" if all(line.startswith("data.") for line in changed) else "KEY"
             raise ConfigError(
@@ -120,12 +123,11 @@ class Compatibility(NamedTuple):
             )
 
     def refuse_shapes(self, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-        """ConfigError where the arrays of two states have other names or shapes: with the keys of
-        the optimizer that changed, or of a model that was forced; with the arrays, where no key
-        changed, so a library must have."""
-        old, new = (
-            {key: tuple(leaf.shape) for key, leaf in tree.items()} for tree in (saved, wanted)
-        )
+        """ConfigError where the arrays of two states have other names or shapes. It lists the
+        changed keys of the optimizer, or of a model that was forced; the arrays where no key
+        changed, as after an update of Optax."""
+        old = {key: tuple(leaf.shape) for key, leaf in saved.items()}
+        new = {key: tuple(leaf.shape) for key, leaf in wanted.items()}
         arrays = [
             f"{key}: {old.get(key, 'absent')} -> {new.get(key, 'absent')}"
             for key in sorted({*old, *new})
@@ -133,40 +135,37 @@ class Compatibility(NamedTuple):
         ]
         if not arrays:
             return
-        what, key = "the state of another optimizer", "optimizer"
-        if any(line.startswith("params/") for line in arrays):
-            what, key = "weights of another model", "model"
-        begins = "let it begin anew (checkpoint.restore_parts=[params, data, step]), "
-        begins = begins if key == "optimizer" else ""
+        of_model = any(line.startswith("params/") for line in arrays)
+        what = "weights of another model" if of_model else "the state of another optimizer"
+        key, anew = ("model", "") if of_model else ("optimizer", f"{ANEW}, ")
         lines = self.changed((key,)) or arrays
         more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
         raise ConfigError(
             f"{self.where} holds {what} (checkpoint -> now):\n"
             + "\n".join(f"  {line}" for line in lines[:10])
             + more
-            + f"\n  Arrays of other shapes cannot be forced: put the {key} back, {begins}or "
+            + f"\n  Arrays of other shapes cannot be forced: put the {key} back, {anew}or "
             f"{self.remedy}."
         )
 
     def refuse_optimizer(self) -> None:
-        """ConfigError where the optimizer's state was another kind's, whose arrays may be alike:
-        adam's second moments are not yogi's."""
+        """ConfigError where another kind of optimizer wrote the state. Its arrays may have the same
+        shapes: adam's second moments are not yogi's."""
         if kinds := [line for line in self.changed(("optimizer",)) if KINDS.match(line)]:
             raise ConfigError(
                 f"{self.where} holds the state of another optimizer (checkpoint -> now):\n"
                 + "\n".join(f"  {line}" for line in kinds)
-                + "\n  Put it back, let it begin anew (checkpoint.restore_parts=[params, data, "
-                f"step]), or {self.remedy}."
+                + f"\n  Put it back, {ANEW}, or {self.remedy}."
             )
 
     def changed(self, keys: Sequence[str], free: Sequence[str] = ()) -> list[str]:
-        """`key: old -> new` for each difference below some keys."""
+        """List `key: old -> new` for each difference below some keys."""
         now = self.cfg.model_dump(mode="json")
         different = list(config.difference(self.saved, now))
         added = {key for key, old, _ in different if old == config.ABSENT}
         added -= {key for key, *_ in config.difference(self._completed, now)}
         return [
-            f"{key}: {_shown(key, old)} -> {_shown(key, new)}"
+            f"{key}: {_show(key, old)} -> {_show(key, new)}"
             for key, old, new in different
             if under(key, keys)
             and not under(key, free)
@@ -176,8 +175,8 @@ class Compatibility(NamedTuple):
 
     @property
     def _completed(self) -> dict[str, Any]:
-        """The saved configuration with the defaults of keys that it lacks; as it is where it has
-        keys that there are no more."""
+        """The saved configuration with the defaults of keys that it lacks; unchanged where it has
+        keys that no longer exist."""
         with contextlib.suppress(pydantic.ValidationError):
             return type(self.cfg).model_validate(self.saved).model_dump(mode="json")
         return self.saved
@@ -191,15 +190,16 @@ def _harmless(key: str, old: Any, new: Any) -> bool:
     )
 
 
-def _shown(key: str, value: Any) -> str:
-    """A value in YAML's flow style; the rules of a recipe without what is their default."""
+def _show(key: str, value: Any) -> str:
+    """Write a value in YAML's flow style; rules of a recipe without their defaults."""
     if key == "quantization.rules" and isinstance(value, list):
         fields = RuleConfig.model_fields
         defaults = {name: field.get_default() for name, field in fields.items()}
-        value = [
-            {name: item for name, item in rule.items() if item not in (defaults.get(name), [])}
-            for rule in value
-        ]
+
+        def shorten(rule: dict[str, Any]) -> dict[str, Any]:
+            return {k: item for k, item in rule.items() if item not in (defaults.get(k), [])}
+
+        value = [*map(shorten, value)]
     return value if value == config.ABSENT else inline(value)
 
 

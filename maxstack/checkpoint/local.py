@@ -4,6 +4,10 @@ its neighbours'.
 HOST/STEP/of_Q are the shards that process Q held, one file and its index, with a manifest; HOST is
 the process that wrote or fetched them. A step is whole where the disks together hold the shards of
 every process, all of one save. It is read by as many processes on the same mesh as wrote it.
+
+Plain shards, because one process writes and reads what it holds; Orbax's emergency manager needs
+replicas of the whole state. Processes agree through jax's coordination service, not through
+devices, so that the background thread of a save may.
 """
 
 import contextlib
@@ -32,26 +36,29 @@ Index = list[list[int]]
 
 class Local:
     """The steps on the disks of all hosts below `folder`, with `copies` of each process's shards on
-    the disks of those after it."""
+    the disks of the next processes."""
 
     def __init__(self, folder: Path, peers: Peers, copies: int, layout: str):
-        self.folder, self._peers, self._layout = folder, peers, layout
+        self.folder = folder
+        self._peers = peers
+        self._layout = layout
         self._own = folder / f"host_{peers.number}"
         self._copies = min(copies, peers.count - 1)
         self._files = PeerFiles(self._own, peers) if peers.count > 1 else None
         self._holders: dict[int, list[list[int]]] = {}
         self._saves: dict[int, str] = {}
-        self._turn, self._began = 0, peers.exchange("local began", f"{time.time_ns():020}")[0]
+        self._turn = 0
+        self._began = peers.exchange("local began", f"{time.time_ns():020}")[0]
 
     def clear(self) -> list[str]:
-        """Remove unfinished steps, and put aside steps with a damaged manifest -> a line for each,
-        of all processes."""
+        """Remove unfinished steps and put aside steps with a damaged manifest; return a line for
+        each, of all processes."""
         lines = []
         for path in sorted(self._own.glob("*/*")):
             try:
                 manifest.read(path)
             except Unreadable:
-                continue  # told where it is wanted
+                continue  # told where it is restored
             except Damage as error:
                 if (path / manifest.NAME).exists():
                     aside = self._move(path, f"damaged_{self._peers.number}")
@@ -65,42 +72,38 @@ class Local:
         return self._of_all("local cleared", lines)
 
     def steps(self) -> list[int]:
-        """The whole steps, oldest first. Every process asks at the same time."""
-        own, unreadable = dict[str, dict[str, str]](), ""
+        """List the whole steps, oldest first. Every process calls it at the same time."""
+        own: dict[str, dict[str, str]] = {}
+        unreadable = ""
         try:
             for path in self._own.iterdir():
-                saves = {part.name[3:]: self._save_of(part) for part in path.glob("of_*")}
-                own[path.name] = {part: save for part, save in saves.items() if save}
+                own[path.name] = {}
+                for part in path.glob("of_*"):
+                    if save := self._save_of(part):
+                        own[path.name][part.name[3:]] = save
         except Unreadable as error:
             unreadable = f"{error}"
         found = self._peers.exchange("local steps", [own, unreadable])
         manifest.judge([([], each) for _, each in found])
         disks = [disk for disk, _ in found]
         self._holders, self._saves = {}, {}
-        for name in {name for disk in disks for name in disk}:
+        for name in set[str]().union(*disks):
             parts = [disk.get(name, {}) for disk in disks]
             for save in sorted({save for part in parts for save in part.values()}):
-                holders = [
-                    [process for process, part in enumerate(parts) if part.get(f"{owner}") == save]
-                    for owner in range(self._peers.count)
-                ]
+                holders = [_holding(parts, owner, save) for owner in range(self._peers.count)]
                 if all(holders):  # of several whole ones the last
-                    self._holders[int(name)], self._saves[int(name)] = holders, save
+                    self._holders[int(name)] = holders
+                    self._saves[int(name)] = save
         return sorted(self._holders)
 
-    def strangers(self) -> list[str]:
-        """Folders of other processes on this disk that hold steps, which those alone read."""
-        others = sorted({*self.folder.glob("host_*")} - {self._own})
-        return [f"{path}" for path in others if any(path.iterdir())]
-
     def present(self) -> list[int]:
-        """Every step that lies on any disk, whole or in part, oldest first. Every process asks at
+        """List every step on any disk, whole or in part, oldest first. Every process calls it at
         the same time."""
         return sorted({*self._of_all("local present", self._on_disk())})
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
-        """Copy this process's shards off its devices -> a function that writes them. On a CPU they
-        are not copied: jax gives the next step other memory while they are referenced."""
+        """Copy this process's shards off its devices; return a function that writes them. On a CPU
+        nothing is copied: jax gives the next step other memory while they are referenced."""
         arrays = {
             f"{part}/{name}": array
             for part in ("state", "data")
@@ -109,17 +112,19 @@ class Local:
         for array in arrays.values():
             array.copy_to_host_async()
         shards = [
-            (name, index, array.shape, np.asarray(data))
+            (name, index, array.shape, data)
             for name, array in arrays.items()
             for index, data in _own_shards(array)
         ]
         return lambda: self._write(step, shards, dict(parts["meta"]))
 
     def finish(self, step: int, written: Callable[[], None], facts: Mapping[str, Any]) -> None:
-        """Write, with checksums; then fetch the neighbours' shards. OSError where any process could
-        not."""
-        number, count, failures = self._peers.number, self._peers.count, list[str]()
-        part, self._turn = self._part(step, number), self._turn + 1
+        """Write the shards with checksums, then fetch the neighbours'. OSError where any process
+        could not."""
+        number, count = self._peers.number, self._peers.count
+        part = self._part(step, number)
+        failures: list[str] = []
+        self._turn += 1
         more = {
             "layout": self._layout,
             "processes": count,
@@ -128,7 +133,7 @@ class Local:
         try:
             written()
             manifest.write(part, manifest.checksums(part), {**facts, **more})
-        except Exception as error:  # the others wait to hear of it
+        except Exception as error:  # the others wait for the exchange
             failures.append(f"process {number}: {error}")
         failures = self._of_all("local written", failures)
         if not failures:
@@ -144,15 +149,15 @@ class Local:
             raise OSError("; ".join(failures))
 
     def facts(self, step: int) -> dict[str, Any]:
-        """The facts in the manifest of this process's part of a step."""
+        """Return the facts in the manifest of this process's part of a step."""
         return manifest.read(self._part(step, self._peers.number))[0]
 
     def note(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Add to them."""
+        """Add facts to this process's part of a step."""
         manifest.note(self._part(step, self._peers.number), facts)
 
     def holds(self, step: int) -> Mapping[str, Any]:
-        """A step's parts: "meta", and of "state" and "data" name -> jax.ShapeDtypeStruct."""
+        """Return a step's parts: "meta", and of "state" and "data" name -> jax.ShapeDtypeStruct."""
         index = self._index(step)
         parts: dict[str, Any] = {"meta": index["meta"], "state": {}, "data": {}}
         for entry in index["shards"]:
@@ -163,8 +168,9 @@ class Local:
         return parts
 
     def load(self, step: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Parts of a step: arrays where their shardings put them, from this process's shards."""
-        saved, path = self._index(step), self._part(step, self._peers.number) / SHARDS
+        """Load parts of a step: arrays as their shardings say, from this process's shards."""
+        saved = self._index(step)
+        path = self._part(step, self._peers.number) / SHARDS
         data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
         shards = {(entry["name"], json.dumps(entry["index"])): entry for entry in saved["shards"]}
 
@@ -178,25 +184,25 @@ class Local:
 
             return jax.make_array_from_callback(abstract.shape, abstract.sharding, piece)
 
-        arrays = {
-            part: {name: array(f"{part}/{name}", leaf) for name, leaf in leaves.items()}
-            for part, leaves in wanted.items()
-            if part != "meta"
-        }
-        return {"meta": saved["meta"], **arrays}
+        loaded: dict[str, Any] = {"meta": saved["meta"]}
+        for part in wanted.keys() - {"meta"}:
+            loaded[part] = {
+                name: array(f"{part}/{name}", leaf) for name, leaf in wanted[part].items()
+            }
+        return loaded
 
     @contextlib.contextmanager
     def verified(self, step: int) -> Iterator[None]:
-        """Check this process's shards against their checksums before the block reads them, and
-        fetch them from a peer where they are lost or damaged. Damage, the same in every process,
-        where no intact ones are left."""
+        """Check this process's shards against their checksums before the block reads them; fetch
+        them from a peer where they are lost or damaged. Damage, the same in every process, where
+        none are intact."""
         number = self._peers.number
         part = self._part(step, number)
         unreadable = ""
         try:
             damages = list(manifest.damages(part))
             if not damages and self._save_of(part) != self._saves.get(step):
-                damages = [f"{part}: is of another save"]
+                damages = [f"{part}: belongs to another save"]
         except Unreadable as error:
             damages = [unreadable := f"{error}"]
         holders = self._holders[step][number] if step in self._holders else []
@@ -211,7 +217,7 @@ class Local:
         yield
 
     def set_aside(self, step: int, name: str) -> Path:
-        """Move a step out of the way, where it no longer counts."""
+        """Move a step out of the way, so that it no longer counts."""
         name = f"{name}_{self._peers.number}"
         if (self._own / f"{step}").exists():
             self._move(self._own / f"{step}", name)
@@ -225,8 +231,8 @@ class Local:
         return path.rename(to)
 
     def trim(self, chosen: Callable[[list[int]], list[int]]) -> None:
-        """Delete the `chosen` ones of the whole steps, and whatever is older than all that stay:
-        parts, and steps of another mesh. Every process does at the same time."""
+        """Delete the `chosen` ones of the whole steps, and all that is older than those that stay:
+        parts, and steps of another mesh. Every process calls it at the same time."""
         steps = self.steps()
         gone = chosen(steps)
         oldest = min({*steps} - {*gone}, default=0)
@@ -240,15 +246,15 @@ class Local:
         return [int(path.name) for path in self._own.iterdir() if path.name.isdecimal()]
 
     def _of_all(self, topic: str, own: list[Any]) -> list[Any]:
-        """The items of every process's list."""
+        """Return the items of every process's list."""
         return [item for items in self._peers.exchange(topic, own) for item in items]
 
     def _part(self, step: int, owner: int) -> Path:
         return self._own / f"{step}" / f"of_{owner}"
 
     def _save_of(self, part: Path) -> str | None:
-        """Name of the save that wrote these shards; later saves have greater names. None where they
-        are of another mesh or number of processes."""
+        """Return the name of the save that wrote these shards; later saves have greater names. None
+        for another mesh or number of processes."""
         try:
             facts, _ = manifest.read(part)
         except Damage:
@@ -266,7 +272,9 @@ class Local:
         shards: list[tuple[str, Index, tuple[int, ...], np.ndarray]],
         meta: dict[str, Any],
     ) -> None:
-        part, entries, offset = self._part(step, self._peers.number), [], 0
+        part = self._part(step, self._peers.number)
+        entries: list[dict[str, Any]] = []
+        offset = 0
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         with (part / SHARDS).open("wb") as file:
@@ -287,12 +295,12 @@ class Local:
         (part / INDEX).write_text(json.dumps({"meta": meta, "shards": entries}))
 
     def _fetch(self, step: int, process: int, owner: int) -> None:
-        """Copy the shards of `owner` from a process's disk to this one's, each file checked on the
-        way. OSError or Damage where that fails."""
+        """Copy the shards of `owner` from a process's disk to this one's and check them. OSError or
+        Damage where that fails."""
         assert self._files
         part = self._part(step, owner)
         shutil.rmtree(part, ignore_errors=True)
-        for name in (SHARDS, INDEX, manifest.NAME):  # with the manifest the shards count
+        for name in (SHARDS, INDEX, manifest.NAME):  # the manifest last: with it the shards count
             with atomic.writing(part / name) as unfinished, unfinished.open("wb") as file:
                 file.writelines(self._files.fetch(process, f"{step}/of_{owner}/{name}"))
         if damages := list(manifest.damages(part)):
@@ -300,8 +308,13 @@ class Local:
             raise Damage(f"the copy of process {process}: " + "; ".join(damages))
 
 
+def _holding(parts: list[dict[str, str]], owner: int, save: str) -> list[int]:
+    """List the processes whose disks hold the shards that `owner` wrote in a save."""
+    return [process for process, part in enumerate(parts) if part.get(f"{owner}") == save]
+
+
 def _own_shards(array: jax.Array) -> Iterator[tuple[Index, np.ndarray]]:
-    """Each different part of an array that this process's devices hold."""
+    """Yield each different part of an array that this process's devices hold."""
     shards = {f"{shard.index}": shard for shard in array.addressable_shards}
     for shard in shards.values():
         yield _index(shard.index, array.shape), np.asarray(shard.data)

@@ -1,7 +1,12 @@
-"""The manifest of a checkpoint's step: a checksum of every file. A step counts once its manifest is
-there, and is compared with it when it is read.
+"""The manifest of a checkpoint's step: checksum and size of every file, and its own checksum.
 
-xxh3 with 64 bits: it finds damage by disks, networks and copies, not by an adversary.
+A step counts once its manifest is there: it is written last and deleted first. Orbax has no
+checksums and calls a step latest that was never written whole, so its managers are not used.
+STEP.unfinished marks a step that is being written or deleted; by it a later start tells what a
+killed save left from another program's files. A step may be deleted by a run's retention while it
+is read: whatever was read before the manifest went was whole, so readers look for it afterwards.
+
+The checksum is xxh3 with 64 bits: it finds damage by disks, networks and copies, not an adversary.
 """
 
 import concurrent.futures
@@ -9,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +23,7 @@ import xxhash
 
 from maxstack import strict_json
 from maxstack.config import atomic, retries
-from maxstack.errors import LASTING, Passing
+from maxstack.errors import LASTING, ConfigError, Passing
 from maxstack.regular_file import read_regular
 
 NAME = "manifest.json"
@@ -40,17 +46,17 @@ class Unreadable(Passing):
 
 
 def judge(found: Sequence[tuple[list[str], str]]) -> None:
-    """Unreadable or Damage by what each process found: lines about what is lost or changed, and
-    what it could not read, or ""."""
+    """Raise Unreadable or Damage by what each process found: lines about lost or changed files, and
+    an error of reading, or ""."""
     if unreadable := "; ".join(filter(None, (each for _, each in found))):
         raise Unreadable(unreadable)
     if lines := [line for each, _ in found for line in each]:
         raise Damage("\n".join(lines))
 
 
-def _tried(path: Path, act: Callable[[], T]) -> T:
-    """What `act` makes of a file, tried again where its disk fails. FileNotFoundError; an OSError
-    of `errors.LASTING`, which whoever owns the file must mend; else Unreadable."""
+def _retry(path: Path, act: Callable[[], T]) -> T:
+    """Call `act` on a file, again where its disk fails. FileNotFoundError; an OSError of
+    `errors.LASTING`, such as missing permission; else Unreadable."""
     try:
         return retries.retried(f"{path}", act)
     except OSError as error:
@@ -65,23 +71,23 @@ def _tried(path: Path, act: Callable[[], T]) -> T:
 
 
 Entry = dict[str, Any]
-"""A file as it was written: `bytes`, and `xxh3` in hexadecimal digits."""
+"""A written file: `bytes`, and `xxh3` in hexadecimal digits."""
 
 
 def checksums(folder: Path, share: slice = EVERY) -> dict[str, Entry]:
-    """The entry of each file of a folder, read as it lies on disk; `share` of them alone."""
+    """Compute the entry of each file of a folder as it lies on disk, or of a `share` of them."""
     with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
         return dict(pool.map(lambda name: (name, _entry(folder / name)), files(folder)[share]))
 
 
 def files(folder: Path) -> list[str]:
-    """Path of every file below `folder` but the manifest, relative to `folder`."""
+    """List every file below `folder` but the manifest, relative to `folder`."""
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in names if name != NAME and not name.endswith(UNFINISHED))
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps in a folder that have a manifest, oldest first; none where there is no folder."""
+    """List the steps in a folder that have a manifest, oldest first; none without a folder."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return sorted(
         int(path.name) for path in paths if path.name.isdecimal() and (path / NAME).exists()
@@ -89,13 +95,12 @@ def steps(folder: Path) -> list[int]:
 
 
 def mark(step: Path) -> Path:
-    """STEP.unfinished: a file beside a step's folder while that is written or deleted, which a
-    killed process leaves behind."""
+    """Return the path of STEP.unfinished, beside a step's folder."""
     return step.with_name(f"{step.name}{UNFINISHED}")
 
 
 def delete(step: Path) -> None:
-    """Delete a finished step: its manifest first, so that half of a step never counts."""
+    """Delete a finished step."""
     with contextlib.suppress(OSError):  # there may be no room
         mark(step).touch()
     (step / NAME).unlink(missing_ok=True)
@@ -105,8 +110,7 @@ def delete(step: Path) -> None:
 
 
 def write(folder: Path, entries: Mapping[str, Entry], facts: Mapping[str, Any]) -> None:
-    """Write the manifest, whole or not at all; with it the step counts. `facts` are plain data
-    about the step."""
+    """Write the manifest, whole or not at all. `facts` are plain data about the step."""
     text = json.dumps(
         {"xxh3": UNKNOWN, "facts": dict(facts), "files": dict(sorted(entries.items()))}, indent=1
     )
@@ -115,20 +119,20 @@ def write(folder: Path, entries: Mapping[str, Entry], facts: Mapping[str, Any]) 
 
 
 def note(folder: Path, more: Mapping[str, Any]) -> None:
-    """Add facts to those of a finished step. Damage or Unreadable where it is none."""
+    """Add facts to a finished step. Damage or Unreadable where that cannot be read."""
     facts, entries = read(folder)
     write(folder, entries, facts | dict(more))
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """(facts, files). Damage where the manifest is missing or cannot be understood, Unreadable
-    where it cannot be read."""
+    """Read (facts, files). Damage where the manifest is missing or cannot be parsed, Unreadable
+    where the disk fails."""
     path = folder / NAME
     try:
-        text = _tried(path, lambda: read_regular(path, strict_json.LARGEST).decode())
+        text = _retry(path, lambda: read_regular(path, strict_json.LARGEST).decode())
         saved = strict_json.parse_object(text, NAME)
         if _digest(text.replace(saved["xxh3"], UNKNOWN, 1)) != saved["xxh3"]:
-            raise ValueError("its own checksum is another one")
+            raise ValueError("its own checksum differs")
         return saved["facts"], {
             name: {"bytes": int(entry["bytes"]), "xxh3": str(entry["xxh3"])}
             for name, entry in saved["files"].items()
@@ -138,15 +142,14 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Entry]]:
     except Unreadable:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damage(f"{path}: cannot be understood: {error}") from error
+        raise Damage(f"{path}: cannot be parsed: {error}") from error
 
 
 def damages(
     folder: Path, share: slice = EVERY, done: Callable[[int], Any] = lambda size: None
 ) -> Iterator[str]:
-    """A line for each lost or changed file of a step, none where it is intact; `share` of its files
-    alone, in their order. `done` is called with the bytes of each file that was read. Unreadable
-    where a file cannot be read."""
+    """Yield a line for each lost or changed file of a step, or of a `share` of its files. `done` is
+    called with the bytes of each file that was read. Unreadable where a disk fails."""
     try:
         entries = [*read(folder)[1].items()][share]
     except Damage as error:
@@ -160,9 +163,39 @@ def damages(
                 yield f"{folder / name}: {fault}"
 
 
+def is_whole(step: Path) -> bool:
+    """False for a step that was deleted, is being deleted, or was never finished."""
+    return (step / NAME).exists()
+
+
+def deleted_error(step: Path) -> ConfigError:
+    """Return the error for a step that is not whole, with the steps that are left."""
+    left = ", ".join(map(str, steps(step.parent))) or "no other step"
+    return ConfigError(
+        f"{step}: was deleted meanwhile, as a run's retention does (checkpoint.keep), or never "
+        f"finished; {step.parent} holds {left}; name one of these, or the run's folder for its "
+        "newest"
+    )
+
+
+def retry_if_deleted(find: Callable[[], Path], work: Callable[[Path], T], retry: bool = True) -> T:
+    """Call `work` with the step that `find` returns, again with the next one where that was deleted
+    meanwhile. Without `retry` ConfigError there: other processes could find another step."""
+    while True:
+        step = find()
+        try:
+            return work(step)
+        except Exception as error:  # any library may fail in its own way where files are gone
+            if is_whole(step):
+                raise
+            if not retry:
+                raise deleted_error(step) from error
+            print(f"{step}: was deleted meanwhile; looking for the newest step", file=sys.stderr)
+
+
 def _fault(path: Path, written: Entry) -> str | None:
     try:
-        entry = _tried(path, lambda: _entry(path))
+        entry = _retry(path, lambda: _entry(path))
     except FileNotFoundError:
         return "is missing"
     if entry["bytes"] != written["bytes"]:

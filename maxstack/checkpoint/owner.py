@@ -1,5 +1,5 @@
-"""The run that a tier's folder belongs to. Two runs of one name would take turns there, and each
-would go on from the other's steps."""
+"""The run that a tier's folder belongs to. Two runs of one name would each resume from the other's
+steps there."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from maxstack.errors import ConfigError
 NAME = "run.json"
 
 
-def of(path: Path) -> Path | None:
-    """The run's folder that a tier's folder names; None where it names none."""
+def read(path: Path) -> Path | None:
+    """Read the run's folder that a tier's folder names; None where it names none."""
     try:
         return Path(strict_json.read_object(path / NAME)["run"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -19,16 +19,17 @@ def of(path: Path) -> Path | None:
 
 
 def claim(path: Path, run: Path) -> None:
-    """Note that a tier's folder is this run's. OSError where it cannot be written; ConfigError
-    where it is another run's that is still there."""
-    note, own = path / NAME, run.resolve()
+    """Record that a tier's folder is this run's. OSError where it cannot be written; ConfigError
+    where it belongs to another run that still exists."""
+    note = path / NAME
+    own = run.resolve()
     text = json.dumps({"run": str(own)})
     try:
         with note.open("x", encoding="utf-8") as file:
             file.write(text)
         return
     except FileExistsError:
-        other = of(path)
+        other = read(path)
     if other and other != own and other.exists():
         raise ConfigError(
             f"checkpoint.tiers: {path} holds the steps of {other}; choose another run.name, or "

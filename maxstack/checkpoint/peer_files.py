@@ -1,7 +1,6 @@
-"""Files from one process's disk to another's, over the hosts' network, for the copies of a disk
-that may be lost.
+"""Copies of files from one process's disk to another's, over the hosts' network.
 
-Each process serves the files below one folder, to those alone that know the job's key.
+Each process serves the files below one folder, only to processes that know the job's key.
 """
 
 import contextlib
@@ -22,19 +21,20 @@ PURPOSE = "files of the other processes"
 
 
 class PeerFiles:
-    """A server of this process's files, and a client of the others'. Made by all processes at the
+    """A server of this process's files and a client of the others'. All processes make it at the
     same time."""
 
     def __init__(self, folder: Path, peers: Peers):
-        self._folder, self._key = folder.resolve(), peers.key
+        self._folder = folder.resolve()
+        self._key = peers.key
         listener = socket.create_server((peers.own_address(), 0), backlog=peers.count)
         address = listener.getsockname()
         self._door = Door(listener, self._key, PURPOSE, self._answer, say)
         self._addresses = [*map(tuple, peers.exchange("peers", address))]
 
     def fetch(self, process: int, name: str) -> Iterator[bytes]:
-        """The file `name` below another process's folder, block by block. OSError where it cannot
-        be had."""
+        """Fetch the file `name` below another process's folder, block by block. OSError where that
+        fails."""
         try:
             with connect(self._addresses[process], self._key, PURPOSE) as connection:
                 connection.send_bytes(name.encode())

@@ -1,5 +1,9 @@
 """A tier that every process sees: steps in Orbax's format, which any mesh reads whatever mesh wrote
-them, each with a manifest."""
+them, each with a manifest.
+
+Orbax's stateless functions save and load. Several processes write a step together: each its shards,
+then the checksums of its share of the files, and process 0 the manifest, once all have succeeded.
+"""
 
 import contextlib
 import errno
@@ -20,7 +24,7 @@ from maxstack.checkpoint import manifest
 from maxstack.checkpoint.manifest import Unreadable
 from maxstack.cluster.peers import Peers
 
-# A save that fails is one line in the log; libraries would print a traceback beside it.
+# A failed save is one line in the log; libraries would print a traceback as well.
 logging.getLogger("absl").addFilter(
     lambda record: "_SignalingThread.run() raised" not in record.getMessage()
 )
@@ -29,36 +33,34 @@ logging.getLogger("asyncio").addFilter(
 )
 warnings.filterwarnings("ignore", r"coroutine '\w*\.?save_checkpointables", RuntimeWarning)
 _OS_ERROR = re.compile(rf"\[OS error {errno.EIO}:[^\]]*\]")
-"""A failing disk in an error of tensorstore's."""
+"""A failing disk in an error message of tensorstore."""
 
 
 class Shared:
-    """The steps below `folder`. A step is a folder of that number with a manifest; a folder without
-    one was never finished.
-
-    `begin` and all that reads belong to one thread, `finish` to another, in all processes alike.
-    """
+    """The steps below `folder`. One thread calls `begin` and all that reads, another `finish`, in
+    all processes alike."""
 
     def __init__(self, folder: Path, peers: Peers, aside: Path | None = None):
-        """`aside`: where steps are put that no longer count, by default beside `folder`."""
-        self.folder, self._peers, self._aside = folder, peers, aside or folder.parent
+        """`aside`: where steps go that no longer count, by default beside `folder`."""
+        self.folder = folder
+        self._peers = peers
+        self._aside = aside or folder.parent
 
     def steps(self) -> list[int]:
-        """The finished steps that process 0 sees, oldest first. Every process asks at the same
-        time."""
+        """List the finished steps that process 0 sees, oldest first. Every process calls it at the
+        same time."""
         own = manifest.steps(self.folder) if self._peers.number == 0 else []
         return self._peers.exchange("steps", own)[0]
 
     present = steps
 
     def path(self, step: int) -> Path:
-        """The folder of a step."""
+        """Return the folder of a step."""
         return self.folder / f"{step}"
 
     def clear(self) -> list[str]:
-        """Remove what a killed process left -> a line for each. Whatever else has a step's name
-        and no manifest is moved aside: it may be of a version that wrote none, or no step at
-        all."""
+        """Remove what a killed process left; return a line for each. Whatever else has a step's
+        name and no manifest is moved aside: it may be of another program."""
         lines = []
         if self._peers.number == 0 and self.folder.exists():
             for path in [*self.folder.iterdir()]:
@@ -77,29 +79,31 @@ class Shared:
         return lines
 
     def begin(self, step: int, parts: Mapping[str, Any]) -> Callable[[], None]:
-        """Copy the arrays off the devices and write on in the background -> a function that waits
-        for that, and raises its error."""
+        """Copy the arrays off the devices and start to write; return a function that waits for the
+        end and raises its error."""
         try:
             if self._peers.number == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear_failed()
                 manifest.mark(self.path(step)).touch()
             saving = ocp.save_checkpointables_async(self.path(step), dict(parts))
-        except Exception as error:  # raised in `finish`, where every process hears of it
+        except Exception as error:  # `finish` raises it and tells the other processes
             failed = Future[None]()
             failed.set_exception(error)
             return failed.result
         return saving.result
 
     def finish(self, step: int, written: Callable[[], None], facts: Mapping[str, Any]) -> None:
-        """Wait for what `begin` began and make it count: a checksum of each file, then the
-        manifest. OSError where any process could not."""
-        peers, folder, first = self._peers, self.path(step), self._peers.number == 0
-        entries, failure = dict[str, manifest.Entry](), ""
+        """Wait for the save that `begin` began, then write checksums and manifest. OSError where
+        any process could not."""
+        peers, folder = self._peers, self.path(step)
+        first = peers.number == 0
+        entries: dict[str, manifest.Entry] = {}
+        failure = ""
         try:
             written()
             entries = manifest.checksums(folder, slice(peers.number, None, peers.count))
-        except Exception as error:  # whatever a file system, tensorstore or Orbax has to say
+        except Exception as error:  # of a file system, tensorstore or Orbax
             failure = _first_line(error)
         results = peers.exchange("written", [failure, entries])
         failures = [failure for failure, _ in results if failure]
@@ -117,26 +121,25 @@ class Shared:
             raise OSError("; ".join(dict.fromkeys(failures)))
 
     def _clear_failed(self) -> None:
-        """Delete what Orbax wrote of saves that failed, also after they had: its other writers
-        only end by and by."""
+        """Delete what Orbax wrote of failed saves; its other writers may go on after a failure."""
         for path in self.folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def facts(self, step: int) -> dict[str, Any]:
-        """The facts in a step's manifest."""
+        """Return the facts in a step's manifest."""
         return manifest.read(self.path(step))[0]
 
     def note(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Add to the facts of a finished step; process 0 does."""
+        """Add to the facts of a finished step, in process 0."""
         if self._peers.number == 0:
             manifest.note(self.path(step), facts)
 
     def holds(self, step: int) -> Mapping[str, Any]:
-        """Names of a step's parts -> Orbax's metadata of them."""
+        """Return the names of a step's parts with Orbax's metadata."""
         return ocp.checkpointables_metadata(self.path(step)).metadata
 
     def load(self, step: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Parts of a step, of the state the arrays that are wanted."""
+        """Load parts of a step, of the state the wanted arrays alone."""
         context = ocp.Context()
         context.pytree.loading.partial_load = True
         with context:
@@ -144,27 +147,28 @@ class Shared:
 
     @contextlib.contextmanager
     def verified(self, step: int) -> Iterator[None]:
-        """Check a step's files against their checksums, each process a share: one alone while the
-        block reads them, several before, since one that refuses them in the block would let the
-        others wait. Damage, the same in every process, where a file was lost or changed, whatever
-        error reading it led to; Unreadable where one cannot be read."""
+        """Check a step's files against their checksums, each process a share. A single process does
+        so while the block reads them, several do before: a process that raised in the block would
+        leave the others waiting. Damage, the same in every process, where a file was lost or
+        changed, whatever error that caused in the block; Unreadable where one cannot be read."""
         with ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(self._damages, step)
+            checking = pool.submit(self._check, step)
             if self._peers.count > 1:
                 checking.result()
             try:
                 yield
-            except Exception as error:  # a damaged file may make any library fail
+            except Exception as error:  # a damaged file can make any library fail
                 checking.result()
                 if found := _OS_ERROR.search(f"{error}"):
                     raise Unreadable(f"{self.path(step)}: cannot be read: {found[0]}") from error
                 raise
             checking.result()
 
-    def _damages(self, step: int) -> None:
+    def _check(self, step: int) -> None:
         """Raise Damage or Unreadable."""
         share = slice(self._peers.number, None, self._peers.count)
-        lines, unreadable = list[str](), ""
+        lines: list[str] = []
+        unreadable = ""
         try:
             lines = [*manifest.damages(self.path(step), share)]
         except Unreadable as error:
@@ -172,7 +176,7 @@ class Shared:
         manifest.judge(self._peers.exchange("verified", [lines, unreadable]))
 
     def set_aside(self, step: int, name: str) -> Path:
-        """Move a step out of the way, into a folder `name`, where it no longer counts."""
+        """Move a step into a folder `name`, where it no longer counts."""
         to = self._aside / name
         if self._peers.number == 0:
             to = self._move(self.path(step), name)
@@ -185,7 +189,7 @@ class Shared:
         return path.rename(to)
 
     def trim(self, chosen: Callable[[list[int]], list[int]]) -> None:
-        """Delete the `chosen` ones of the finished steps; process 0 does."""
+        """Delete the `chosen` ones of the finished steps, in process 0."""
         if self._peers.number == 0:
             for step in chosen(manifest.steps(self.folder)):
                 manifest.delete(self.path(step))

@@ -1,5 +1,13 @@
 """The checkpoints of one run, over its tiers: weights, optimizer, data position and step, saved
-together, checked, and restored."""
+together, checked, and restored.
+
+A save copies the arrays off the devices, then a thread writes them to each tier that is due, a
+manifest last, and deletes what the tier's rule does not keep. A restore takes the newest step of
+all tiers, of equal ones the nearest, and checks it while it reads: a damaged step is put aside and
+the next one taken; one that cannot be read (a disk that fails) is left where it is, and no older
+step is taken instead, which would lose what may be intact. `saved.json` records the newest step, so
+a run whose tiers are all empty ends with an error rather than begin again.
+"""
 
 import contextlib
 import errno
@@ -7,7 +15,6 @@ import functools
 import json
 import math
 import os
-import platform
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +49,7 @@ FORMAT = 2
 
 
 class Unsaved(Passing):
-    """The last save of a process failed: a full disk, a store that was away."""
+    """The last save of a process failed, as on a full disk."""
 
 
 class Tier(NamedTuple):
@@ -52,8 +59,7 @@ class Tier(NamedTuple):
     rule: CheckpointConfig | TierConfig
 
     def due(self, step: int, last: bool) -> bool:
-        """True for a step that is saved here; the last one goes to every tier that all processes
-        see."""
+        """True for a step that is saved here; a run's last step goes to every shared tier."""
         every = self.rule.every
         return every > 0 and (step % every == 0 or (last and isinstance(self.storage, Shared)))
 
@@ -61,9 +67,8 @@ class Tier(NamedTuple):
 class Checkpoints:
     """Saves and restores. One save at a time runs in the background; the next waits for it.
 
-    `say` is called, at once and from any thread, with messages for the user. A step that could
-    not be written, or was damaged since, is never the latest: the run goes on from the
-    newest intact one. `forced` are keys that may have changed since a checkpoint.
+    `say` is called, at once and from any thread, with messages for the user. `forced` are keys that
+    may have changed since a checkpoint.
     """
 
     notes: dict[str, Any]
@@ -71,7 +76,7 @@ class Checkpoints:
     saved_config: dict[str, Any]
     """The configuration that wrote that checkpoint."""
     owed: bool
-    """Whether that step is still to be evaluated."""
+    """True where that step is still to be evaluated."""
     summary: str
     """A line about the restored step."""
 
@@ -79,24 +84,28 @@ class Checkpoints:
         self, run: "Run", folder: Path, say: Callable[[str], None], forced: Sequence[str] = ()
     ):
         compatibility.check_forced(forced, run.cfg)
-        self._run, self._cfg, self._say = run, run.cfg.checkpoint, say
+        self._run, self._cfg = run, run.cfg.checkpoint
+        self._say = say
         self._free = (*compatibility.FREE, *forced)
         self._peers = Peers()
         self._own = Shared(folder.absolute(), self._peers)
-        self._tiers = self._opened()
+        self._tiers = self._open_tiers()
         self._record = folder.parent / "saved.json"
-        self._went_back = self._recorded().get("went_back")
+        self._went_back = self._read_record().get("went_back")
         self._saving: threading.Thread | None = None
         self._failed: str | None = None
-        self.summary, self.owed, self.notes, self.saved_config = "", False, {}, {}
+        self.summary = ""
+        self.owed = False
+        self.notes, self.saved_config = {}, {}
         for tier in self._tiers:
             for line in tier.storage.clear():
                 self._say(line)
 
-    def _opened(self) -> list[Tier]:
-        """The tiers, nearest first."""
+    def _open_tiers(self) -> list[Tier]:
+        """Open the tiers, nearest first."""
         cfg, peers = self._cfg, self._peers
-        local, others = [], []
+        local: list[Tier] = []
+        others: list[Tier] = []
         for tier in cfg.tiers:
             path = Path(tier.path).expanduser().absolute() / self._run.cfg.run.name
             try:
@@ -116,25 +125,27 @@ class Checkpoints:
                 continue
             if tier.replicate >= peers.count:
                 self._say(
-                    f"checkpoint.tiers: replicate={tier.replicate} for {tier.path}, "
-                    f"but the run has {peers.count} process{'es' * (peers.count > 1)}: "
-                    f"{peers.count - 1 or 'no'} other disk holds a copy"
+                    f"checkpoint.tiers: replicate={tier.replicate} for {tier.path}, but only "
+                    f"{peers.count - 1} other processes can hold a copy"
                 )
             local.append(Tier(Local(path, peers, tier.replicate, self._layout()), tier))
         return [*local, Tier(self._own, cfg), *others]
 
     def _layout(self) -> str:
-        """Name of how this mesh cuts the state into shards; hosts' own disks are read by the same
-        alone."""
+        """Name how this mesh cuts the state into shards, which hosts' disks are read by."""
         leaves = [
             f"{path} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}"
-            for path, leaf in _flat(self._run.abstract).items()
+            for path, leaf in _flatten(self._run.abstract).items()
         ]
         return f"{dict(self._run.mesh.shape)} {zlib.crc32(' '.join(leaves).encode()):08x}"
 
     def steps(self) -> list[int]:
-        """The finished steps of all tiers, oldest first."""
-        return sorted({step for tier in self._tiers for step in tier.storage.steps()})
+        """List the finished steps of all tiers, oldest first."""
+        return sorted({step for _, step in self._found()})
+
+    def _found(self) -> list[tuple[Tier, int]]:
+        """List the finished steps of each tier."""
+        return [(tier, step) for tier in self._tiers for step in tier.storage.steps()]
 
     def due(self, step: int, last: bool = False) -> bool:
         """True for a step that any tier wants."""
@@ -153,10 +164,9 @@ class Checkpoints:
         owed: bool = False,
     ) -> None:
         """Copy the arrays off the devices for `tiers`, by default those that are due, then write in
-        the background; a step counts where all of it is on disk, with its checksums. `notes` are
-        plain data that `restore` leaves in `self.notes`; `evaluated` are figures of the last
-        evaluation; `position` is where the feed stood after the step, by default where it stands;
-        `owed`: the step is still to be evaluated.
+        the background. `notes` are plain data that `restore` puts into `self.notes`; `evaluated`
+        are metrics of the last evaluation; `position` is the feed's after the step, by default its
+        current one; `owed`: the step is still to be evaluated.
         ConfigError where another process has taken the run's folder."""
         self.wait()
         if self._peers.number == 0:
@@ -168,11 +178,11 @@ class Checkpoints:
             "sources": feed.mixture.described(),
             "notes": dict(notes),
         }
+        if position is None:
+            position = feed.state()
         parts = {
-            "state": _flat(state),
-            "data": {
-                "position": self._global_position(feed.state() if position is None else position)
-            },
+            "state": _flatten(state),
+            "data": {"position": self._global_position(position)},
             "meta": {"format": FORMAT, "json": json.dumps(meta)},
         }
         facts = _facts(evaluated, owed)
@@ -183,15 +193,14 @@ class Checkpoints:
         self._saving.start()
 
     def note(self, step: int, evaluated: Mapping[str, float], notes: Mapping[str, Any]) -> None:
-        """Add to a step that was saved without its evaluation what that gave: as in `save`."""
+        """Add the evaluation of a step that was saved without it."""
         self.wait()
         for tier in self._tiers:
             with contextlib.suppress(Damage, Unreadable, OSError):  # not there, or evaluated again
                 tier.storage.note(step, _facts(evaluated, False) | {"notes": dict(notes)})
 
     def complete(self, step: int, state: Tree, feed: "BatchFeed", notes: Mapping[str, Any]) -> None:
-        """Save the last step of a run to the tiers that all processes see, where a kill kept it
-        from any of them, and wait for that."""
+        """Save a run's last step to the shared tiers that lack it after a kill, and wait."""
         lacking = [
             tier
             for tier in self._tiers
@@ -210,7 +219,7 @@ class Checkpoints:
             try:
                 storage.finish(step, written, facts)
                 storage.trim(functools.partial(removable, storage, rule))
-            except Exception as error:  # in a thread of its own, where it would go unheard
+            except Exception as error:  # a thread's exception would be lost
                 self._failed = (
                     f"checkpoint of step {step} was not saved to {storage.folder}: {error}"
                 )
@@ -223,13 +232,13 @@ class Checkpoints:
     def _write_record(self, step: int) -> None:
         if self._peers.number == 0:
             with (
-                contextlib.suppress(OSError),  # it serves better messages alone
+                contextlib.suppress(OSError),  # it only serves messages
                 atomic.writing(self._record) as unfinished,
             ):
                 unfinished.write_text(json.dumps({"step": step, "went_back": self._went_back}))
 
-    def _recorded(self) -> dict[str, Any]:
-        """`step`: the newest that a save of this run reported; `went_back`: the step that
+    def _read_record(self) -> dict[str, Any]:
+        """Read `step`, the newest that this run saved, and `went_back`, the step that
         checkpoint.restore made it go back to."""
         with contextlib.suppress(OSError, ValueError):
             return strict_json.parse_object(self._record.read_text(), str(self._record))
@@ -244,7 +253,7 @@ class Checkpoints:
         failed, self._failed = self._failed, None
         if failed and (last or self._cfg.on_failure == "stop"):
             raise (Unsaved if last else ConfigError)(
-                f"{failed}; make room there or repair that place, and run the same command again"
+                f"{failed}; make room there or repair it, and run the same command again"
             )
 
     def close(self) -> None:
@@ -252,14 +261,13 @@ class Checkpoints:
         self.wait(last=True)
 
     def restore(self, feed: "BatchFeed", before: int | None = None) -> Tree | None:
-        """The state that `checkpoint.restore` asks for, on this run's mesh whatever mesh wrote it,
-        with the feed set to go on; None: start from scratch. `before`: the newest step before this
-        one instead, once a save that is under way has ended; None: there is none.
+        """Restore the state that `checkpoint.restore` asks for, on this run's mesh whatever mesh
+        wrote it, and set the feed to go on; None: start from scratch. `before`: the newest step
+        before this one instead; None: there is none.
 
-        A step that is damaged is put aside, with a message, and the next one taken. A step that is
-        asked for is gone back to once: the same command again goes on from what was saved since.
-        ConfigError where there is no such checkpoint, where none is intact, or, with the
-        differences, where it is of another architecture, data or optimizer.
+        A run goes back to a step that is asked for once: the same command again goes on from what
+        was saved since. ConfigError where there is no such checkpoint, where none is intact, or,
+        with the differences, where it is of another architecture, data or optimizer.
         """
         self.wait()
         wanted = self._cfg.restore
@@ -269,9 +277,9 @@ class Checkpoints:
                 f"on from there; to go back again, delete {self._record}"
             )
             wanted = "latest"
-        candidates, saved = self._candidates(wanted, before), self._recorded().get("step")
+        candidates = self._candidates(wanted, before)
         if not candidates:
-            return self._restore_elsewhere(feed, saved, before)
+            return self._restore_elsewhere(feed, before)
         damaged: list[tuple[Tier, int]] = []
         unreadable: tuple[int, Unreadable] | None = None
         for tier, step in candidates:
@@ -289,7 +297,8 @@ class Checkpoints:
             if unreadable:
                 self._say(f"step {step} is taken from another tier: {unreadable[1]}")
             if before is None:
-                lost = (saved or 0) > step and saved not in {other for _, other in damaged}
+                saved = self._read_record().get("step") or 0
+                lost = saved > step and saved not in {other for _, other in damaged}
                 if lost and wanted == "latest":
                     self._say(
                         f"step {saved} was saved, but no tier holds it for this mesh and "
@@ -301,23 +310,23 @@ class Checkpoints:
         if unreadable:
             raise unreadable[1]
         raise ConfigError(
-            f"{self._own.folder}: damaged are all of the steps {[step for _, step in damaged]} "
-            f"that checkpoint.restore={wanted} may take; name another of {self.steps()}, or start "
-            "a new run with another run.name"
+            f"{self._own.folder}: all steps that checkpoint.restore={wanted} may take are damaged: "
+            f"{[step for _, step in damaged]}; name another of {self.steps()}, or start a new run "
+            "with another run.name"
         )
 
-    def _restore_elsewhere(
-        self, feed: "BatchFeed", saved: int | None, before: int | None
-    ) -> Tree | None:
-        """The state where no tier has a step: that of another run's checkpoint, or None."""
+    def _restore_elsewhere(self, feed: "BatchFeed", before: int | None) -> Tree | None:
+        """Restore where no tier has a step: from another run's checkpoint, or None."""
         if before is not None:
             self._set_aside(0, [])
             return None
+        saved = self._read_record().get("step")
         if self._cfg.restore != "none" and saved is not None:
             raise ConfigError(
                 f"{self._record} says that step {saved} was saved, but no tier holds a checkpoint: "
                 f"{', '.join(str(tier.storage.folder) for tier in self._tiers)}; put one "
-                f"back, or start a new run with another run.name{self._strangers()}"
+                "back, or start a new run with another run.name. Steps on a host's own disk are "
+                "read by the process of the same number alone"
             )
         if not (path := self._cfg.elsewhere):
             return None
@@ -329,21 +338,10 @@ class Checkpoints:
                 f"checkpoint.restore: {path} is damaged: {error}; name another step of it"
             ) from error
 
-    def _strangers(self) -> str:
-        """Folders of other processes on the disks here, in words; empty for none."""
-        storages = (tier.storage for tier in self._tiers if isinstance(tier.storage, Local))
-        if not (found := ", ".join(path for each in storages for path in each.strangers())):
-            return ""
-        return (
-            f". Steps of other processes lie with process {self._peers.number} on "
-            f"{platform.node()}, {found}: where ranks or disks changed places, start each where "
-            "its own lies"
-        )
-
     def _candidates(self, wanted: int | str, before: int | None) -> list[tuple[Tier, int]]:
-        """The tiers and steps to restore from, the best first."""
+        """List tiers and steps to restore from, the best first."""
         newest = sorted(
-            ((tier, step) for tier in self._tiers for step in tier.storage.steps()),
+            self._found(),
             key=lambda candidate: -candidate[1],
         )
         if before is not None:
@@ -351,9 +349,9 @@ class Checkpoints:
         if wanted == "none" and newest:
             folders = ", ".join(dict.fromkeys(f"{tier.storage.folder}" for tier, _ in newest))
             raise ConfigError(
-                "checkpoint.restore: none starts from scratch, but step "
-                f"{newest[0][1]} is already in {folders}; "
-                "choose another run.name, delete these, or use checkpoint.restore: latest"
+                f"checkpoint.restore: none starts from scratch, but step {newest[0][1]} is already "
+                f"in {folders}; choose another run.name, delete these, or use "
+                "checkpoint.restore: latest"
             )
         if not isinstance(wanted, int):
             return newest
@@ -366,8 +364,7 @@ class Checkpoints:
         return asked
 
     def _set_aside(self, step: int, damaged: list[tuple[Tier, int]]) -> None:
-        """Move damaged steps, and steps after the one that the run goes on from, out of the way of
-        steps to come."""
+        """Move damaged steps, and steps after the one that the run goes on from, out of the way."""
         for tier in self._tiers:
             for other in tier.storage.present():
                 if (tier, other) in damaged:
@@ -385,102 +382,130 @@ class Checkpoints:
     def _load(
         self, storage: Shared | Local, step: int, feed: "BatchFeed", elsewhere: bool = False
     ) -> Tree:
-        """The state of a step of a tier; Damage where a file was lost or changed. Another run's
-        step that lacks this run's weights, but has those that they are made of, gives its weights
-        alone."""
+        """Load the state of a step of a tier; Damage where a file was lost or changed.
+
+        `elsewhere`: it is another run's. Where that lacks this run's weights, but has those that
+        they are made of (for quantization, adapters), its weights alone are taken.
+        """
         where, run = f"{storage.folder}/{step}", self._run
         with storage.verified(step):
             parts = storage.holds(step)
-            lacks_treated = (
-                elsewhere
-                and run.weights.rewrite.replaced
-                and not {f"params/{path}" for path in run.weights.shapes} <= {*parts["state"]}
-            )
-            if "meta" not in parts or lacks_treated:
+            if "meta" not in parts or (elsewhere and self._lacks_weights(parts["state"])):
                 return self._load_weights(where)
             meta = strict_json.parse(storage.load(step, {"meta": None})["meta"]["json"], where)
             match = compatibility.Compatibility(where, meta["config"], run.cfg, elsewhere)
-            parts_kept = self._parts_of(meta["config"])
-            if parts_kept == {"params"}:
+            restored = self._parts_to_restore(meta["config"])
+            if restored == {"params"}:
                 return self._load_weights(where)
-            data = run.cfg.data.model_dump(mode="json")
-            sources = Sources.of_meta(meta, feed.mixture.described(), data)
-            feed.mixture.check_deal(sources)
-            match.refuse_changes(self._free)
-            changes = feed.mixture.changes(sources)
-            if changes and not compatibility.under("data.sources", self._free):
-                raise ConfigError(
-                    f"{where}: data.sources have changed since: "
-                    + "; ".join(changes)
-                    + f". Put them back, {match.remedy}, or go on with these from here: "
-                    "--force-config data.sources"
-                )
-            wanted, there = _flat(run.abstract), dict(parts["state"])
-            if "optimizer" not in parts_kept:
-                wanted, there = (
-                    {path: leaf for path, leaf in tree.items() if not path.startswith("opt/")}
-                    for tree in (wanted, there)
-                )
-            match.refuse_shapes(there, wanted)
-            if "optimizer" in parts_kept:
-                match.refuse_optimizer()
+            sources, changes = self._check_data(match, meta, feed)
+            wanted = self._check_arrays(match, parts["state"], "optimizer" in restored)
             position = jax.ShapeDtypeStruct(
                 parts["data"]["position"].shape, jnp.int32, sharding=run.batches.of_rows
             )
             loaded = storage.load(step, {"state": wanted, "data": {"position": position}})
-        states = _local_position(loaded["data"]["position"])
         changed = bool(changes or match.changed(("data", "train.stages"), compatibility.FREE))
-        feed.restore(feed.mixture.adopt(sources, states, step, changed))
+        positions = _local_position(loaded["data"]["position"])
+        feed.restore(feed.mixture.adopt(sources, positions, step, changed))
+        self._report(storage, step, match, changes)
+        facts = storage.facts(step)
+        self.notes = meta["notes"] | facts.get("notes", {})
+        self.saved_config = meta["config"]
+        self.owed = not elsewhere and facts.get("owed", False)
+        if "optimizer" in restored:
+            return _unflatten(run.abstract, loaded["state"])
+        return self._with_fresh_optimizer(loaded["state"], step)
+
+    def _lacks_weights(self, state: Mapping[str, Any]) -> bool:
+        """True where a checkpoint has other weights than this run's, which is quantized or has
+        adapters."""
+        weights = self._run.weights
+        missing = {f"params/{path}" for path in weights.shapes}.difference(state)
+        return bool(weights.rewrite.replaced and missing)
+
+    def _check_data(
+        self, match: compatibility.Compatibility, meta: Mapping[str, Any], feed: "BatchFeed"
+    ) -> tuple[Sources, list[str]]:
+        """Return the saved sources and a line for each that changed. ConfigError where these, or
+        other keys that a checkpoint binds, may not change."""
+        data = self._run.cfg.data.model_dump(mode="json")
+        sources = Sources.of_meta(meta, feed.mixture.described(), data)
+        feed.mixture.check_deal(sources)
+        match.refuse_changes(self._free)
+        changes = feed.mixture.changes(sources)
+        if changes and not compatibility.under("data.sources", self._free):
+            raise ConfigError(
+                f"{match.where}: data.sources have changed since: "
+                + "; ".join(changes)
+                + f". Put them back, {match.remedy}, or go on with these from here: "
+                "--force-config data.sources"
+            )
+        return sources, changes
+
+    def _check_arrays(
+        self, match: compatibility.Compatibility, saved: Mapping[str, Any], with_optimizer: bool
+    ) -> dict[str, Any]:
+        """Return the arrays to load. ConfigError where the saved ones have other names or
+        shapes, or an optimizer of another kind wrote them."""
+        wanted, saved = _flatten(self._run.abstract), dict(saved)
+        if with_optimizer:
+            match.refuse_shapes(saved, wanted)
+            match.refuse_optimizer()
+            return wanted
+        for tree in (wanted, saved):
+            for path in [path for path in tree if path.startswith("opt/")]:
+                del tree[path]
+        match.refuse_shapes(saved, wanted)
+        return wanted
+
+    def _report(
+        self,
+        storage: Shared | Local,
+        step: int,
+        match: compatibility.Compatibility,
+        changes: Sequence[str],
+    ) -> None:
+        """Tell what changed since a step was saved, and set the summary."""
         for line in changes:
             self._say(f"data.sources: {line}")
-        if not elsewhere and (others := match.changed(("*",), compatibility.SAID)):
-            self._say(f"changed since step {step} was saved: {shortened('; '.join(others), 500)}")
-        facts = storage.facts(step)
-        self.notes, self.saved_config = meta["notes"] | facts.get("notes", {}), meta["config"]
-        self.owed = not elsewhere and facts.get("owed", False)
         self.summary = f"resumed from step {step} of {storage.folder}"
-        if self._cfg.elsewhere and not elsewhere:
-            self.summary += (
-                f"; checkpoint.restore={self._cfg.restore} is where this run once began, or "
-                "would have, and is not read again"
-            )
-        if "optimizer" in parts_kept:
-            return _unflat(run.abstract, loaded["state"])
-        self._say(
-            f"checkpoint.restore_parts: the optimizer begins anew at step {step}: without the "
-            "moments of the checkpoint, its schedules where they would be"
-        )
-        return self._with_fresh_optimizer(loaded["state"])
+        if match.elsewhere:
+            return
+        if others := match.changed(("*",), compatibility.TOLD_ELSEWHERE):
+            self._say(f"changed since step {step} was saved: {shortened('; '.join(others), 500)}")
+        if self._cfg.elsewhere:
+            self.summary += f"; checkpoint.restore={self._cfg.restore} is for its start alone"
 
-    def _parts_of(self, saved: Mapping[str, Any]) -> set[str]:
-        """Parts of a checkpoint that are taken: all, where a run with the same
-        checkpoint.restore_parts wrote it, since it began with them."""
+    def _parts_to_restore(self, saved: Mapping[str, Any]) -> set[str]:
+        """Return the parts of a checkpoint to take: all, where a run with the same
+        checkpoint.restore_parts wrote it, since that began with them."""
         parts = [*self._cfg.restore_parts]
         same = saved["checkpoint"].get("restore_parts", [*PARTS]) == parts
         return {*PARTS} if same else {*parts}
 
-    def _with_fresh_optimizer(self, loaded: dict[str, Any]) -> Tree:
-        """A state of a checkpoint, by path, with an optimizer's state from the start but the counts
-        of its schedules."""
-        abstract = self._run.abstract._replace(opt=None)
-        given = _unflat(abstract, loaded)
-        begun = self._run.start(given.params)
-
-        def counted(state: Any) -> Any:
-            if not isinstance(state, optax.ScaleByScheduleState):
-                return state
-            count = state.count
-            return state._replace(
-                count=jax.device_put(jnp.copy(given.guard.updates), count.sharding)
-            )
-
-        opt = jax.tree.map(
-            counted, begun.opt, is_leaf=lambda s: isinstance(s, optax.ScaleByScheduleState)
+    def _with_fresh_optimizer(self, loaded: dict[str, Any], step: int) -> Tree:
+        """Return a saved state with the optimizer's initial state, except for the counts of its
+        schedules."""
+        self._say(
+            f"checkpoint.restore_parts: the optimizer begins anew at step {step}, without the "
+            "checkpoint's moments; its schedules go on"
         )
-        return begun._replace(step=given.step, guard=given.guard, behind=given.behind, opt=opt)
+        given = _unflatten(self._run.abstract._replace(opt=None), loaded)
+        fresh = self._run.start(given.params)
+
+        def is_schedule(state: Any) -> bool:
+            return isinstance(state, optax.ScaleByScheduleState)
+
+        def set_count(state: Any) -> Any:
+            if not is_schedule(state):
+                return state
+            updates = jnp.copy(given.guard.updates)
+            return state._replace(count=jax.device_put(updates, state.count.sharding))
+
+        opt = jax.tree.map(set_count, fresh.opt, is_leaf=is_schedule)
+        return fresh._replace(step=given.step, guard=given.guard, behind=given.behind, opt=opt)
 
     def _load_weights(self, where: str) -> Tree:
-        """The state before the first step, with the weights of a checkpoint."""
+        """Return the state before the first step, with the weights of a checkpoint."""
         run, reader = self._run, WeightsReader(Path(where))
         self.summary = f"starting from the weights in {where}"
         if adapter := run.cfg.lora and run.cfg.lora.adapter:
@@ -493,27 +518,28 @@ class Checkpoints:
         return run.begin_with(reader.load(run.weights.shapes, run.weights.sources))
 
     def _global_position(self, position: np.ndarray) -> jax.Array:
-        """This process's lane positions int64 [rows, K] -> global int32 [batch_size, K, 2], halves
-        of the numbers, sharded like the batch."""
+        """Convert this process's lane positions, int64 [rows, K], into a global int32 array
+        [batch_size, K, 2] of half numbers, sharded like the batch: jax has no int64 by default."""
         halves = np.ascontiguousarray(position, "<i8").view("<i4").reshape(*position.shape, 2)
         batches = self._run.batches
         return batches.put(halves, self._run.cfg.train.batch_size, batches.of_rows)
 
 
 def _local_position(position: jax.Array) -> np.ndarray:
-    """The lane positions of this process, int64 [rows, K]; older versions kept int32 [rows, K]."""
+    """Return this process's lane positions, int64 [rows, K]; older versions kept int32 [rows,
+    K]."""
     shards = {shard.index[0].start or 0: shard.data for shard in position.addressable_shards}
     rows = np.concatenate([shards[first] for first in sorted(shards)])
     return rows.view("<i8")[..., 0] if rows.ndim == 3 else rows.astype(np.int64)
 
 
 def removable(storage: Any, cfg: CheckpointConfig | TierConfig, steps: list[int]) -> list[int]:
-    """The finished steps that no rule keeps; kept are the newest, multiples of keep_every, and
-    the best by each metric of keep_best, the earlier of equals."""
+    """List the finished steps that no rule keeps; kept are the newest, multiples of keep_every, and
+    the best by each metric of keep_best, of equals the earlier."""
     stay = {*steps[-cfg.keep :]}
     if isinstance(cfg, CheckpointConfig):  # the rule of the run's own folder, a Shared
         stay |= {step for step in steps if cfg.keep_every and step % cfg.keep_every == 0}
-        figures: dict[int, dict[str, float | None]] = {}
+        metrics: dict[int, dict[str, float | None]] = {}
         for step in steps if cfg.best else ():
             try:
                 facts = storage.facts(step)
@@ -522,37 +548,37 @@ def removable(storage: Any, cfg: CheckpointConfig | TierConfig, steps: list[int]
             except Damage:  # reported when it is restored or verified
                 continue
             else:
-                figures[step] = {"eval_loss": facts.get("eval_loss"), **facts.get("evaluated", {})}
+                metrics[step] = {"eval_loss": facts.get("eval_loss"), **facts.get("evaluated", {})}
         for metric, count in cfg.best.items():
-            found = {
-                step: -direction(metric) * value
-                for step, figure in figures.items()
-                if (value := figure.get(bare(metric))) is not None and not math.isnan(value)
-            }
+            found: dict[int, float] = {}
+            for step, values in metrics.items():
+                value = values.get(bare(metric))
+                if value is not None and not math.isnan(value):
+                    found[step] = -direction(metric) * value
             stay |= {*sorted(found, key=found.__getitem__)[:count]}
     return [step for step in steps if step not in stay]
 
 
 def _facts(evaluated: Mapping[str, float] | None, owed: bool) -> dict[str, Any]:
-    """Those of a step's manifest."""
-    figures = dict(evaluated or {})
-    return {"eval_loss": figures.get("eval_loss"), "evaluated": figures, "owed": owed}
+    """Return the facts for a step's manifest."""
+    metrics = dict(evaluated or {})
+    return {"eval_loss": metrics.get("eval_loss"), "evaluated": metrics, "owed": owed}
 
 
-def _flat(state: Tree) -> dict[str, Any]:
-    """Path -> array; random keys as their bits. A dict, because Orbax does not keep the types of an
-    Optax state."""
+def _flatten(state: Tree) -> dict[str, Any]:
+    """Map paths to arrays, random keys as their bits. A dict, since Orbax does not keep the types
+    of an Optax state."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): _bits(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
     }
 
 
-def _unflat(state: Tree, values: Mapping[str, Any]) -> Tree:
-    """The values of `_flat` in the shape of `state`."""
+def _unflatten(state: Tree, values: Mapping[str, Any]) -> Tree:
+    """Put the values of `_flatten` into the structure of `state`."""
     leaves = [
         jax.random.wrap_key_data(values[path]) if _is_key(leaf) else values[path]
-        for path, leaf in zip(_flat(state), jax.tree.leaves(state), strict=True)
+        for path, leaf in zip(_flatten(state), jax.tree.leaves(state), strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
 

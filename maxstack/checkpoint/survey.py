@@ -1,5 +1,5 @@
-"""The checkpoints of a run on this host's disks, in all tiers: the folders of each step, and its
-faults."""
+"""The checkpoints of a run on this host's disks, in all tiers: the folders of each step and their
+faults, for `maxstack checkpoint`."""
 
 import contextlib
 import glob
@@ -16,20 +16,20 @@ Held = dict[int, list[Path]]
 """Step -> the folders that hold it, or the parts of it that are on this host."""
 
 
-def held_by(run: Path) -> Held:
-    """The finished steps of a run on this host, newest last. ConfigError where there is no such
-    run, or nothing saved."""
+def find_steps(run: Path) -> Held:
+    """Find the finished steps of a run on this host, newest last. ConfigError where there is no
+    such run, or nothing saved."""
     if not run.is_dir():
         problem = "is a file" if run.exists() else "no such folder"
-        raise ConfigError(f"{escaped(run)}: {problem}; give a run's folder, as runs/quickstart")
+        raise ConfigError(f"{escape(run)}: {problem}; give a run's folder, as runs/quickstart")
     if (run / manifest.NAME).exists() and run.name.isdecimal():
         return {int(run.name): [run]}
     held: Held = {}
-    folders = folders_of(run)
+    folders = tier_folders(run)
     for tier in folders[2:]:
         if not tier.is_dir():
             print(
-                f"{escaped(tier)}: a tier that is not seen from here; its steps are left out",
+                f"{escape(tier)}: this tier cannot be seen from here; its steps are left out",
                 file=sys.stderr,
             )
     for folder in folders:
@@ -45,8 +45,8 @@ def held_by(run: Path) -> Held:
     return dict(sorted(held.items()))
 
 
-def folders_of(run: Path) -> list[Path]:
-    """The folders that may hold steps: of the run, of a copy, and the tiers that the run's
+def tier_folders(run: Path) -> list[Path]:
+    """List the folders that may hold steps: the run's, that of a copy, and the tiers that the run's
     config.yml names."""
     path = run / "config.yml"
     config = plain(read_file(path)) if path.exists() else {}
@@ -54,21 +54,21 @@ def folders_of(run: Path) -> list[Path]:
         Path(tier["path"]).expanduser() / config["run"]["name"]
         for tier in config.get("checkpoint", {}).get("tiers") or ()
     ]
-    own = [tier for tier in tiers if owner.of(tier) in (None, run.resolve())]
+    own = [tier for tier in tiers if owner.read(tier) in (None, run.resolve())]
     return [run / "checkpoints", run, *own]
 
 
 def step_of(run: Path, held: Held, step: int | None) -> tuple[int, list[Path]]:
-    """The step, the newest for None, and its folders. ConfigError where it is not held."""
+    """Return the step (None: the newest) and its folders. ConfigError where there is none."""
     step = max(held) if step is None else step
     if step not in held:
         raise ConfigError(f"{run}: holds no step {step}; it holds {', '.join(map(str, held))}")
     return step, held[step]
 
 
-def unsealed(folders: Sequence[Path], step: int | None) -> Iterator[str]:
-    """Steps that have no manifest, all or one. Those that are marked as unfinished are printed and
-    no damage."""
+def find_unfinished(folders: Sequence[Path], step: int | None) -> Iterator[str]:
+    """Yield a line for each step without a manifest, of all or of one step. Those that are marked
+    as unfinished are printed instead, since they are not damaged."""
     parts = [(path.name, path) for folder in folders for path in folder.glob("[0-9]*")]
     for folder in folders:
         of_hosts = [folder / name for name in glob.glob("host_*/*/of_*", root_dir=folder)]
@@ -80,7 +80,7 @@ def unsealed(folders: Sequence[Path], step: int | None) -> Iterator[str]:
             continue
         if manifest.mark(path).exists():
             print(
-                f"unfinished: {escaped(path)}: is being written or deleted, or was when its "
+                f"unfinished: {escape(path)}: is being written or deleted, or was when its "
                 "process was killed"
             )
         else:
@@ -90,8 +90,8 @@ def unsealed(folders: Sequence[Path], step: int | None) -> Iterator[str]:
             )
 
 
-def unlisted(path: Path) -> Iterator[str]:
-    """Files of a step that its save did not write."""
+def find_unlisted(path: Path) -> Iterator[str]:
+    """Yield a line for each file of a step that its save did not write."""
     with contextlib.suppress(manifest.Damage):  # verify reports it with the step's files
         for name in sorted({*manifest.files(path)} - manifest.read(path)[1].keys()):
             yield (
@@ -100,15 +100,15 @@ def unlisted(path: Path) -> Iterator[str]:
             )
 
 
-def stray(folder: Path) -> list[Path]:
-    """Files beside the steps of a run's own folder that no save writes."""
+def find_stray(folder: Path) -> list[Path]:
+    """Find files beside the steps of a run's own folder that no save writes."""
     beside = folder.iterdir() if folder.is_dir() else ()
     marks = re.compile(rf"[0-9]+{re.escape(manifest.UNFINISHED)}")
     return sorted(path for path in beside if path.is_file() and not marks.fullmatch(path.name))
 
 
-def mixed(held: Held) -> Iterator[str]:
-    """Steps of which this host sees shards of different saves."""
+def find_mixed(held: Held) -> Iterator[str]:
+    """Yield a line for each step of which this host sees shards of different saves."""
     for step, paths in held.items():
         saves: dict[str, Path] = {}
         for path in paths:
@@ -123,13 +123,13 @@ def mixed(held: Held) -> Iterator[str]:
 
 
 def size(path: Path) -> int:
-    """Bytes of a step's files by its manifest; 0 where that is damaged."""
+    """Return the bytes of a step's files by its manifest; 0 where that is damaged."""
     try:
         return sum(entry["bytes"] for entry in manifest.read(path)[1].values())
     except manifest.Damage:
         return 0
 
 
-def escaped(text: object) -> str:
-    """A path or a line with escapes for characters that are not printable."""
+def escape(text: object) -> str:
+    """Escape the characters of a path or a line that are not printable."""
     return shortened(line := str(text), len(line))

@@ -1,5 +1,11 @@
-"""Weights alone in a checkpoint: written a piece at a time, so that memory stays bounded, and read
-one at a time or into shards."""
+"""Weights alone in a checkpoint: written in chunks, so that memory stays bounded, and read one at a
+time or into shards.
+
+Orbax writes a state that is in memory whole. An import writes one that is not: Orbax makes the
+checkpoint with a placeholder of one element for each weight, then tensorstore lays each array out
+anew (zarr3 in OCDBT, as Orbax has it) and fills it chunk by chunk. A journal notes whole weights,
+so a later writer resumes after a kill.
+"""
 
 import itertools
 import logging
@@ -15,7 +21,7 @@ import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from maxstack import strict_json
-from maxstack.checkpoint import deletion, manifest
+from maxstack.checkpoint import manifest
 from maxstack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,9 +35,9 @@ PREFIX = "params/"
 CHUNK = 64 << 20
 Choice = Literal["evaluated", "train", "average"]
 BESIDE = {"average": "steps", "slow": "steps_since_sync", "z": "weight_sum"}
-"""Field of an optimizer's state that holds weights -> a field beside it, by which it is told from a
-weight of that name: WeightEmaState and LookaheadState of optim.wrappers, optax's ScheduleFreeState.
-"""
+"""Field of an optimizer's state that holds weights -> another field of the same state, which tells
+it from a weight of that name: WeightEmaState and LookaheadState of optim.wrappers, and Optax's
+ScheduleFreeState."""
 WORDS = {
     "average": "the moving average of the weights (optimizer.ema)",
     "slow": "the slow weights of lookahead",
@@ -40,17 +46,15 @@ WORDS = {
 
 
 class WeightsWriter:
-    """Writer of step 0 of a run's checkpoints, weights alone; it appears when `finish` is called.
-    A later writer goes on with what a killed one left.
-
-    Orbax makes the checkpoint, with a placeholder for each weight; the arrays are then laid out and
-    filled a chunk at a time, so that no weight is ever whole in memory.
-    """
+    """Writer of step 0 of a run's checkpoints, weights alone; it appears when `finish` is
+    called."""
 
     def __init__(self, run: Path, weights: Mapping[str, jax.ShapeDtypeStruct]):
-        self._run, self._weights = run.absolute(), weights
+        self._run = run.absolute()
+        self._weights = weights
         self._partial = self._run / ".importing"
-        self._step, self._journal = self._partial / "0", self._partial / "done.txt"
+        self._step = self._partial / "0"
+        self._journal = self._partial / "done.txt"
         if not self._journal.exists():
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
@@ -65,7 +69,7 @@ class WeightsWriter:
         """Paths of the weights that are on disk."""
 
     def fill(self, path: str, lead: int, values: Callable[[Index], np.ndarray]) -> None:
-        """Write a weight; `values` returns the elements at an index of it, and the first `lead`
+        """Write a weight; `values` returns its elements at an index, and its first `lead`
         dimensions are layers and experts."""
         shape, dtype = self._weights[path].shape, np.dtype(self._weights[path].dtype)
         chunk = _chunk(shape, lead, dtype.itemsize)
@@ -87,13 +91,10 @@ class WeightsWriter:
             "store_data_equal_to_fill_value": True,
         }
         array = tensorstore.open(spec, create=True, delete_existing=True).result()
-        for corner in itertools.product(
-            *(range(0, size, step) for size, step in zip(shape, chunk, strict=True))
-        ):
-            index = tuple(
-                slice(at, min(at + step, size))
-                for at, step, size in zip(corner, chunk, shape, strict=True)
-            )
+        starts = (range(0, size, step) for size, step in zip(shape, chunk, strict=True))
+        for corner in itertools.product(*starts):
+            sides = zip(corner, chunk, shape, strict=True)
+            index = tuple(slice(at, min(at + step, size)) for at, step, size in sides)
             array[index].write(values(index)).result()
         with self._journal.open("a") as file:
             file.write(f"{path}\n")
@@ -108,8 +109,7 @@ class WeightsWriter:
 
 
 class WeightsReader:
-    """The weights of a checkpoint's step, whatever else it holds; ConfigError where its files were
-    lost or changed."""
+    """Reads the weights of a checkpoint's step. ConfigError where files were lost or changed."""
 
     def __init__(self, path: Path):
         folder, self.step = step_of(path, f"{path}:")
@@ -125,7 +125,7 @@ class WeightsReader:
             key.removeprefix(PREFIX): key for key in self._state if key.startswith(PREFIX)
         }
         self._between: dict[str, tuple[str, float]] = {}
-        """Path -> key of Schedule-Free's z, and b1: its weights are (y - (1 - b1) z) / b1."""
+        """Path -> (key of Schedule-Free's z, b1): its weights are (y - (1 - b1) z) / b1."""
         self._leaves = {path: self._state[key] for path, key in self._keys.items()}
         self.shapes: dict[str, tuple[int, ...]] = {
             path: tuple(leaf.shape) for path, leaf in self._leaves.items()
@@ -133,9 +133,9 @@ class WeightsReader:
         """Path -> shape."""
 
     def choose(self, choice: Choice, ema: "EmaConfig | None") -> str:
-        """Read from now on the weights that training evaluates (`optim.eval_params`), the `train`
-        ones that it moves, or their moving `average`; what they are in words, empty for those that
-        it moves. ConfigError where there is no average."""
+        """Select the weights to read: those that training evaluates (`optim.eval_params`), those
+        that it updates (`train`), or their moving `average`. Return a description, empty for
+        `train`. ConfigError where there is no average."""
         kept = {field: self._kept(field) for field in BESIDE}
         if choice == "average" and not kept["average"]:
             raise ConfigError(
@@ -145,18 +145,19 @@ class WeightsReader:
             return ""
         averaged = choice == "average" or (ema and ema.eval and kept["average"])
         wanted = ("average",) if averaged else ("slow", "z")
-        said = [field for field in wanted if kept[field]]
-        for field in {*said} - {"z"}:
+        chosen = [field for field in wanted if kept[field]]
+        for field in {*chosen} - {"z"}:
             self._keys |= {path: key for path, (key, _) in kept[field].items()}
-        if "z" in said:
+        if "z" in chosen:
             between = kept["z"].items()
             bases = {base for _, (_, base) in between}
             b1 = {base: float(self._read(f"{base}b1", np.empty((), np.float32))) for base in bases}
             self._between = {path: (key, b1[base]) for path, (key, base) in between}
-        return " and ".join(WORDS[field] for field in said)
+        return " and ".join(WORDS[field] for field in chosen)
 
     def _kept(self, field: str) -> dict[str, tuple[str, str]]:
-        """Path -> key of what the optimizer's state keeps of a weight, and the key's beginning."""
+        """Map each weight's path to (key of its copy in the optimizer's state, prefix of the
+        key)."""
         beside = f"/{BESIDE[field]}"
         bases = [
             key.removesuffix(beside[1:])
@@ -171,18 +172,18 @@ class WeightsReader:
         }
 
     def config(self) -> dict[str, Any] | None:
-        """The configuration of the run that wrote the checkpoint; None in one of weights alone."""
+        """Return the configuration of the run that wrote the checkpoint; None for weights alone."""
         if self.weights_only:
             return None
         meta = ocp.load_checkpointables(self._path, {"meta": None})["meta"]
         return strict_json.parse_object(meta["json"], str(self._path))["config"]
 
     def read(self, path: str) -> np.ndarray:
-        """One weight."""
+        """Read one weight."""
         return self._load(path, np.empty(self.shapes[path], self._leaves[path].dtype))
 
     def under(self, path: str) -> dict[str, np.ndarray]:
-        """All arrays of one weight, which may be quantized or have an adapter, by path."""
+        """Read all arrays of one weight, which may be quantized or have an adapter, by path."""
         return {
             name: self.read(name)
             for name in self.shapes
@@ -192,11 +193,11 @@ class WeightsReader:
     def load(
         self, wanted: Mapping[str, Any], sources: Sequence[tuple[Mapping[str, Any], Made]] = ()
     ) -> dict[str, Any]:
-        """All weights by path; `wanted` has a jax.ShapeDtypeStruct with its sharding for each.
+        """Load all weights by path; `wanted` has a jax.ShapeDtypeStruct with its sharding for each.
         ConfigError where the checkpoint holds others.
 
-        It may also hold the weights of one of the `sources` (weights, function), of which the
-        function makes the wanted ones as they are read.
+        It may also hold the weights of one of the `sources` (weights, function); the function makes
+        the wanted ones of them as they are read.
         """
         for abstract, made in ((wanted, dict), *sources):
             if {path: tuple(leaf.shape) for path, leaf in abstract.items()} == self.shapes:
@@ -208,12 +209,12 @@ class WeightsReader:
         )
         text = (
             f"{self._path}: holds the weights of another model: {', '.join(odd[:5])} "
-            "differ; give the model that it is of"
+            "differ; give the model that it was trained with"
         )
         if sources:
             text += (
-                ", or its quantization and lora, where these are what differs (maxstack export "
-                "makes floats of all)"
+                ", or its quantization and lora where these differ (maxstack export converts all "
+                "to floats)"
             )
         raise ConfigError(text)
 
@@ -233,13 +234,14 @@ class WeightsReader:
         context.pytree.loading.partial_load = True
         with context:
             read = ocp.load_checkpointables(self._path, {"state": {key: wanted}})["state"][key]
-        if not deletion.is_whole(self._path):
-            raise deletion.deleted(self._path)
+        if not manifest.is_whole(self._path):
+            raise manifest.deleted_error(self._path)
         return read
 
 
 def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
-    """One layer and expert, cut along its first dimensions to at most CHUNK bytes."""
+    """Return the chunk's shape: one layer and expert, cut along its first dimensions to at most
+    CHUNK bytes."""
     chunk = [1] * lead + [*shape[lead:]]
     for dim in range(lead, len(shape)):
         rest = math.prod(chunk[lead:]) // max(chunk[dim], 1) * itemsize
@@ -247,20 +249,20 @@ def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
     return [max(size, 1) for size in chunk]
 
 
-def on_newest(path: Path, work: Callable[[Path], deletion.Result]) -> deletion.Result:
-    """`work` with the folder of the step that `path` names; of a run the next newest one where its
-    retention deletes that meanwhile, but ConfigError in one of several processes."""
+def with_newest_step(path: Path, work: Callable[[Path], manifest.T]) -> manifest.T:
+    """Call `work` with the folder of the step that `path` names. Of a run, take the next newest one
+    where its retention deletes that meanwhile; one of several processes gets ConfigError."""
 
     def find() -> Path:
         folder, step = step_of(path, f"{path}:")
         return folder / f"{step}"
 
-    return deletion.on_found(find, work, alone=jax.process_count() == 1)
+    return manifest.retry_if_deleted(find, work, retry=jax.process_count() == 1)
 
 
 def load_newest(path: str, run: "Run", choice: Choice) -> dict[str, jax.Array]:
-    """The weights of an assembled run by path, in shards, from a checkpoint or a run's newest;
-    `choice`: as of WeightsReader.choose."""
+    """Load the weights of an assembled run by path, in shards, from a checkpoint or a run's newest;
+    `choice`: see WeightsReader.choose."""
 
     def load(step: Path) -> dict[str, jax.Array]:
         reader = WeightsReader(step)
@@ -268,23 +270,23 @@ def load_newest(path: str, run: "Run", choice: Choice) -> dict[str, jax.Array]:
             log.info("%s: %s", path, words)
         return reader.load(run.weights.shapes, run.weights.sources)
 
-    return on_newest(Path(path), load)
+    return with_newest_step(Path(path), load)
 
 
 def step_of(path: Path, subject: str) -> tuple[Path, int]:
-    """The checkpoints folder, and the step, that `path` names: a step's folder, or the latest of a
-    run or its checkpoints folder. ConfigError about `subject` where there is none."""
-    if path.name.isdigit() and deletion.is_whole(path):
+    """Return the checkpoints folder and the step that `path` names: a step's folder, or the latest
+    of a run or of its checkpoints folder. ConfigError about `subject` where there is none."""
+    if path.name.isdigit() and manifest.is_whole(path):
         return path.parent.absolute(), int(path.name)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = manifest.steps(folder)
     if not steps and any(folder.glob("host_*")):
         raise ConfigError(
-            f"{subject} holds the shards of hosts' own disks, which only the run that wrote "
-            "them reads; give that run's folder"
+            f"{subject} holds shards of hosts' own disks, which only the run that wrote them can "
+            "read; give that run's folder"
         )
     if not steps and path.name.isdigit():
-        raise deletion.deleted(path)
+        raise manifest.deleted_error(path)
     if not steps:
         raise ConfigError(
             f"{subject} holds no checkpoint; give a run's folder, or one step inside its "

@@ -34,13 +34,13 @@ def show_list(args: Namespace) -> None:
     """Print a table with a row for each folder of each step."""
     from maxstack.checkpoint import survey
 
-    rows = [cells for _, cells in cells_of(survey.held_by(args.run))]
+    rows = [cells for _, cells in cells_of(survey.find_steps(args.run))]
     print(table("rrrll", rows, HEADINGS))
 
 
 def cells_of(held: "Held") -> list[tuple[int, tuple[str, ...]]]:
     """Return (step, cells below HEADINGS) for each folder of each step."""
-    from maxstack.checkpoint import deletion, manifest, survey
+    from maxstack.checkpoint import manifest, survey
 
     rows: list[tuple[int, tuple[str, ...]]] = []
     for step, paths in held.items():
@@ -49,15 +49,15 @@ def cells_of(held: "Held") -> list[tuple[int, tuple[str, ...]]]:
                 saved = time.localtime((path / manifest.NAME).stat().st_mtime)
                 facts, files = manifest.read(path)
             except (FileNotFoundError, manifest.Damage) as error:
-                if not deletion.is_whole(path):
+                if not manifest.is_whole(path):
                     continue  # it has been deleted meanwhile
-                damage = f"DAMAGED: {survey.escaped(error)}"
+                damage = f"DAMAGED: {survey.escape(error)}"
                 rows.append((step, (f"{step}", "", "", "", damage)))
                 continue
             loss = "" if facts.get("eval_loss") is None else f"{facts['eval_loss']:.4f}"
             size = _size(sum(entry["bytes"] for entry in files.values()))
             date = time.strftime("%Y-%m-%d %H:%M:%S", saved)
-            rows.append((step, (f"{step}", size, loss, date, survey.escaped(path))))
+            rows.append((step, (f"{step}", size, loss, date, survey.escape(path))))
     return rows
 
 
@@ -73,14 +73,14 @@ def verify(args: Namespace) -> int:
     """Print a line for each damaged file; return 1 if there are any."""
     import tqdm
 
-    from maxstack.checkpoint import deletion, manifest, survey
+    from maxstack.checkpoint import manifest, survey
 
-    folders = survey.folders_of(args.run)
-    held = survey.held_by(args.run)
+    folders = survey.tier_folders(args.run)
+    held = survey.find_steps(args.run)
     if args.step is not None:
         held = dict([survey.step_of(args.run, held, args.step)])
     paths = [path for paths in held.values() for path in paths]
-    damaged = [*survey.unsealed(folders, args.step), *survey.mixed(held)]
+    damaged = [*survey.find_unfinished(folders, args.step), *survey.find_mixed(held)]
     unlisted = list[str]()
     gone = list[Path]()
     total = sum(map(survey.size, paths))
@@ -88,20 +88,20 @@ def verify(args: Namespace) -> int:
         for path in paths:
             lines = [*manifest.damages(path, done=bar.update)]
             with contextlib.suppress(FileNotFoundError):  # it was deleted
-                unlisted += survey.unlisted(path)
-            if deletion.is_whole(path):
+                unlisted += survey.find_unlisted(path)
+            if manifest.is_whole(path):
                 damaged += lines
             else:
                 gone.append(path)
     if gone == paths:
-        raise deletion.deleted(gone[0])
+        raise manifest.deleted_error(gone[0])
     for word, lines in (("DAMAGED", damaged), ("UNLISTED", unlisted)):
         for line in lines:
-            print(f"{word}: {survey.escaped(line)}")
+            print(f"{word}: {survey.escape(line)}")
     for path in gone:
-        print(f"deleted during verification: {survey.escaped(path)}")
-    for path in survey.stray(folders[0]) if args.step is None else ():
-        print(f"stray: {survey.escaped(path)}: belongs to no step")
+        print(f"deleted during verification: {survey.escape(path)}")
+    for path in survey.find_stray(folders[0]) if args.step is None else ():
+        print(f"stray: {survey.escape(path)}: belongs to no step")
     state = _count(damaged, "damaged file") if damaged else "all intact"
     more = f", {_count(unlisted, 'file')} that no manifest lists" if unlisted else ""
     places = _count(paths[len(gone) :], "place")
@@ -165,7 +165,7 @@ def _copy(run: Path, source: Path, target: Path) -> None:
     from maxstack.config import atomic
 
     _check_intact(source, f"{source}: is damaged and was not copied:")
-    for folder in survey.folders_of(run):
+    for folder in survey.tier_folders(run):
         if target.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(
                 f"{target}: is inside {folder}, which holds the run's own steps; give another "
@@ -180,7 +180,7 @@ def _copy(run: Path, source: Path, target: Path) -> None:
             _check_intact(unfinished, f"{to}: the copy differs from the source:")
     except OSError as error:
         raise ConfigError(f"{target}: cannot be written: {error}") from error
-    shown = survey.escaped(to)
+    shown = survey.escape(to)
     print(f"{shown}: step {source.name}, verified; start from it with checkpoint.restore={shown}")
 
 
@@ -196,7 +196,7 @@ def prune(args: Namespace) -> None:
     """Delete the steps, and print how many bytes that freed."""
     from maxstack.checkpoint import manifest, survey
 
-    survey.held_by(args.run)
+    survey.find_steps(args.run)
     if args.keep < 1:
         raise ConfigError(
             f"--keep {args.keep}: must be 1 or more; to delete a whole run, delete its folder"
@@ -212,7 +212,7 @@ def prune(args: Namespace) -> None:
             manifest.delete(own / f"{step}")
     done = "would delete" if args.dry_run else "deleted"
     listed = f": {', '.join(map(str, steps))}" if steps else ""
-    print(f"{survey.escaped(own)}: {done} {_count(steps, 'step')}, {_size(freed)}{listed}")
+    print(f"{survey.escape(own)}: {done} {_count(steps, 'step')}, {_size(freed)}{listed}")
 
 
 main = group(
@@ -228,16 +228,16 @@ main = group(
 
 
 def _on_step(args: Namespace, work: Callable[[Path], None]) -> None:
-    from maxstack.checkpoint import deletion
+    from maxstack.checkpoint import manifest
 
-    deletion.on_found(lambda: _whole_step(args), work)
+    manifest.retry_if_deleted(lambda: _whole_step(args), work)
 
 
 def _whole_step(args: Namespace) -> Path:
     """Return the folder that holds the whole step. ConfigError where there is none."""
     from maxstack.checkpoint import survey
 
-    step, paths = survey.step_of(args.run, survey.held_by(args.run), args.step)
+    step, paths = survey.step_of(args.run, survey.find_steps(args.run), args.step)
     for path in paths:
         if path.name == f"{step}":
             return path
@@ -252,7 +252,7 @@ def _check_intact(folder: Path, problem: str) -> None:
     from maxstack.checkpoint import manifest, survey
 
     if damaged := [*manifest.damages(folder)]:
-        raise ConfigError("\n".join([problem, *map(survey.escaped, damaged)]))
+        raise ConfigError("\n".join([problem, *map(survey.escape, damaged)]))
 
 
 def _count(items: Sized, noun: str) -> str:

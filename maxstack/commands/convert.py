@@ -121,12 +121,12 @@ def import_model(args: Namespace) -> None:
 def export_model(args: Namespace) -> None:
     """Convert a run or checkpoint to a model folder. ConfigError where transformers has no class
     for the model."""
-    from maxstack.checkpoint.weights import on_newest
+    from maxstack.checkpoint.weights import with_newest_step
     from maxstack.hf.export import shard_bytes
 
     size = shard_bytes(args.shard_size)
     more = args.out, args.dtype, size, args.architecture, args.weights
-    on_newest(args.run, lambda step: write_folder(step, *more))
+    with_newest_step(args.run, lambda step: write_folder(step, *more))
 
 
 def write_folder(

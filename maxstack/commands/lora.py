@@ -41,9 +41,9 @@ def export(args: Namespace) -> None:
     """Write the adapter of a checkpoint, with embedding and head where they are trained or have
     more rows than those of the folder that the run started from. ConfigError for a run without
     lora."""
-    from maxstack.checkpoint.weights import on_newest
+    from maxstack.checkpoint.weights import with_newest_step
 
-    on_newest(args.run, functools.partial(_export, args))
+    with_newest_step(args.run, functools.partial(_export, args))
 
 
 def _export(args: Namespace, step: Path) -> None:

@@ -116,7 +116,7 @@ class Pages:
         if folder not in self._checkpoints or self._checkpoints[folder][0] != changed:
             cells = []
             with contextlib.suppress(ConfigError):  # nothing is saved yet
-                cells = checkpoint.cells_of(survey.held_by(folder))
+                cells = checkpoint.cells_of(survey.find_steps(folder))
             self._checkpoints[folder] = changed, cells
         return self._checkpoints[folder][1]
 

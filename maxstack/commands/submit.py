@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config, positive
 from maxstack.errors import ConfigError
-from maxstack.submit.names import safe
+from maxstack.submit.names import safe_name
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -137,11 +137,11 @@ def _name(args: Namespace, usual: str) -> str:
     """Return the name of the job; ConfigError for one that is no DNS name."""
     from maxstack.errors import quoted
 
-    name = safe(usual) if args.name is None else args.name
-    if name != safe(name):
+    name = safe_name(usual) if args.name is None else args.name
+    if name != safe_name(name):
         raise ConfigError(
             f"--name {quoted(name)}: use at most 40 lower-case letters, digits and hyphens, "
-            f"starting with a letter, such as {safe(name)}"
+            f"starting with a letter, such as {safe_name(name)}"
         )
     return name
 
@@ -151,7 +151,7 @@ def _local(name: str, cfg: "Config", args: Namespace) -> int:
     from maxstack.schema import mesh_rules, rules
     from maxstack.submit import local, records, remote
 
-    devices, overrides, environments = local.shares(cfg, args.processes)
+    devices, overrides, environments = local.share_devices(cfg, args.processes)
     mesh = mesh_rules.product_of(rules.sizes_on(cfg, devices, "this machine"))
     folder = Path(cfg.run.output_dir) / cfg.run.name
     print(
@@ -161,7 +161,7 @@ def _local(name: str, cfg: "Config", args: Namespace) -> int:
     )
     restarts = 10 if args.max_restarts is None else args.max_restarts
     words = local.command(args.config, [*args.overrides, *overrides], restarts)
-    members = zip(environments, local.members(args.processes), strict=True)
+    members = zip(environments, local.process_variables(args.processes), strict=True)
     environments = [own | member for own, member in members]
     if args.dry_run:
         for own in environments:
@@ -179,7 +179,7 @@ def _local(name: str, cfg: "Config", args: Namespace) -> int:
         "started": datetime.datetime.now().isoformat(timespec="seconds"),
         "steps": cfg.train.steps,
     }
-    with local.Group(folder / local.LOG) as group, records.held(name, record) as write:
+    with local.Group(folder / local.LOG) as group, records.hold(name, record) as write:
         code = group.run(words, environments)
         write(code=code, asked=group.asked)
     print(f"{name}: exited with {code}")
@@ -230,14 +230,14 @@ def status(args: Namespace) -> int:
     from maxstack.submit import records, remote
 
     code = 0
-    for name in [safe(args.name)] if args.name else records.names():
+    for name in [safe_name(args.name)] if args.name else records.names():
         try:
             record = records.read(name)
             is_local = record["target"] == "local"
             state = _state(name, record) if is_local else remote.state(record)
             print(f"{name}: {state}", flush=True)
             if not is_local and (args.name or "stopped" not in record):
-                code = max(code, remote.look("status", record))
+                code = max(code, remote.run_command("status", record))
         except ConfigError as error:
             if args.name:
                 raise
@@ -257,10 +257,10 @@ def logs(args: Namespace) -> int:
     """Print the log of a job."""
     from maxstack.submit import local, records, remote
 
-    name = safe(args.name)
+    name = safe_name(args.name)
     record = records.read(name)
     if record["target"] != "local":
-        return remote.look("follow" if args.follow else "logs", record)
+        return remote.run_command("follow" if args.follow else "logs", record)
     path = Path(record["folder"]) / local.LOG
     if not path.is_file():
         raise ConfigError(
@@ -286,7 +286,7 @@ def stop(args: Namespace) -> int:
     """Stop a job; one on this machine saves a checkpoint first."""
     from maxstack.submit import records, remote
 
-    name = safe(args.name)
+    name = safe_name(args.name)
     record = records.read(name)
     if record["target"] != "local":
         return remote.stop(name, record)

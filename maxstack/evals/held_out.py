@@ -92,7 +92,7 @@ class Evaluator:
         feed.restore(self._starts[name])
         with contextlib.closing(feed):
             for _ in range(self._run.cfg.eval.steps or sys.maxsize):
-                preemption.piece()
+                preemption.raise_if_leaving()
                 batch = self._run.batches.place(next(feed), self._batch_size)
                 sums = self._run.eval_step(params, batch, *self._frozen)
                 if not float(sums["weight"]):

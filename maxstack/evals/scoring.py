@@ -90,7 +90,7 @@ class Scorer:
         for batch in tqdm.tqdm(
             batches, desc=progress, unit=" batches", disable=not progress or None
         ):
-            preemption.piece()
+            preemption.raise_if_leaving()
             scored = batch.arrays["at"].shape[1]
             chunks = 1
             if self._pieces == 1:

@@ -54,7 +54,7 @@ class Policy:
             )
         if row["refused"] > self._cfg.max_skips:
             raise ConfigError(
-                f"{refusal(row)}; {row['refused']:.0f} updates in a row "
+                f"{describe_refusal(row)}; {row['refused']:.0f} updates in a row "
                 f"are refused, and faults.max_skips={self._cfg.max_skips}; {REMEDY}"
             )
         return None

@@ -49,7 +49,7 @@ class RewardEvaluator:
         began, samples = time.perf_counter(), list[Sample]()
         with self._maker.by(params, temperature=self._temperature):
             for groups in self._batches():
-                preemption.piece()
+                preemption.raise_if_leaving()
                 self._maker.complete("evaluation", groups)
                 samples += [sample for group in groups for sample in group.samples]
         for line in self._prompts.damaged():

@@ -145,7 +145,7 @@ class Started:
         self.outputs = [
             config.parent / "output" / f"{name}-{time.time_ns()}-{i}.txt" for i in range(count)
         ]
-        members = local.members(count)
+        members = local.process_variables(count)
         self.processes = []
         for i, path in enumerate(self.outputs):
             command = processes.command(config, f"run.name={name}", *overrides)

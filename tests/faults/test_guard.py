@@ -81,7 +81,7 @@ def test_either_takes_one_tree_whole_in_the_types_of_the_old_one(monkeypatch, pl
     monkeypatch.setattr(guard.Device, "here", lambda: Device(platform, ""))
     old = {"a": jnp.float32(1.5), "b": jnp.int32(2)}
     new = {"a": jnp.bfloat16(jnp.nan), "b": jnp.int32(3)}
-    taken = jax.jit(lambda holds: guard.either(holds, lambda: new, old))(holds)
+    taken = jax.jit(lambda holds: guard.update_if(holds, lambda: new, old))(holds)
     assert_same(taken, {"a": jnp.float32(jnp.nan), "b": new["b"]} if holds else old)
     assert [leaf.dtype for leaf in taken.values()] == [leaf.dtype for leaf in old.values()]
 
@@ -161,7 +161,7 @@ def test_a_spike_is_refused_and_ordinary_noise_is_not(make):
 
 def judged(cfg, values):
     """Kinds, and the guard after the last, of (loss, norm) or (loss, norm, weight)."""
-    state, kinds, judge = guard.fresh(), [], jax.jit(lambda *inputs: guard.judge(cfg, *inputs))
+    state, kinds, judge = guard.initial(), [], jax.jit(lambda *inputs: guard.judge(cfg, *inputs))
     for loss, norm, *weight in values:
         kind, state = judge(
             state, jnp.float32(loss), jnp.float32(norm), jnp.float32(weight[0] if weight else 1.0)
