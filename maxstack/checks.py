@@ -3,7 +3,13 @@ processes' speeds."""
 
 from maxstack.cluster.peers import Peers
 from maxstack.errors import ConfigError
-from maxstack.faults.replicas import Corruption, Recompute, Replicas, sizes, suspected
+from maxstack.faults.replicas import (
+    Corruption,
+    Recompute,
+    Replicas,
+    describe_sizes,
+    find_suspects,
+)
 from maxstack.faults.stragglers import Stragglers
 from maxstack.meter import Meter
 from maxstack.report.log import Log
@@ -30,9 +36,9 @@ class Checks:
         differences = self._replicas.compare(self._replicas.hashes(state))
         if differences and Peers().count > 1:
             raise ConfigError(
-                f"the processes begin with other states: {sizes(differences)} of "
-                f"{self._replicas.named(suspected(differences))}; what they read (model.from, a "
-                "checkpoint, an adapter) is not the same on all hosts"
+                f"the processes begin with different states: {describe_sizes(differences)} of "
+                f"{self._replicas.name_devices(find_suspects(differences))}; what they read "
+                "(model.from, a checkpoint, an adapter) is not the same on all hosts"
             )
 
     def due(self, step: int, saving: bool) -> bool:

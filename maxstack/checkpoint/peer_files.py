@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from maxstack.cluster.connections import Door, connect
+from maxstack.cluster.connections import Acceptor, connect
 from maxstack.cluster.environment import say
 from maxstack.cluster.peers import Peers
 
@@ -29,7 +29,7 @@ class PeerFiles:
         self._key = peers.key
         listener = socket.create_server((peers.own_address(), 0), backlog=peers.count)
         address = listener.getsockname()
-        self._door = Door(listener, self._key, PURPOSE, self._answer, say)
+        self._acceptor = Acceptor(listener, self._key, PURPOSE, self._answer, say)
         self._addresses = [*map(tuple, peers.exchange("peers", address))]
 
     def fetch(self, process: int, name: str) -> Iterator[bytes]:

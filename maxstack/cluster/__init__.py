@@ -1,1 +1,1 @@
-"""Several processes of one run: who they are, and how they find each other."""
+"""The processes of one run: who they are, how they find each other, what they exchange."""

@@ -1,9 +1,11 @@
-"""Connections between the processes of a job, of which both sides prove that they know its key.
+"""Connections between the processes of a job, where both sides prove that they know its key.
 
-The listener sends random bytes, the caller its own with an HMAC-SHA256 (RFC 2104) of both, and the
-listener one of both in turn. Each names its side and what the connection is for, so that none
-serves twice. Before that nothing is told and nothing is believed. What follows is neither encrypted
-nor signed: the network between the hosts is trusted to deliver what was sent.
+The listener sends a nonce. The caller answers with its own and an HMAC-SHA256 (RFC 2104) of both,
+and the listener with one of both in turn. Each HMAC names its side and the purpose of the
+connection, so that none can be used twice. Before that nothing is sent and nothing is believed.
+What follows is neither encrypted nor signed: the network between the hosts is trusted to deliver
+what was sent. The authentication of multiprocessing.connection has no deadline: one silent stranger
+would hold up all that come after it.
 """
 
 import contextlib
@@ -20,15 +22,15 @@ from typing import Any
 SIZE = 32
 """Bytes of a nonce, and of an HMAC."""
 PROVING = 5.0
-"""Seconds that the other side has in all to prove itself."""
+"""Seconds that the other side has in all to prove that it knows the key."""
 STRANGERS = 256
-"""Connections that may be proving themselves; the oldest gives way."""
+"""Unproven connections at a time; beyond them the oldest is closed."""
 STALLED = 30
-"""Seconds after which a message that has begun is given up."""
+"""Seconds after which an unfinished message is given up."""
 
 
 def connect(address: Any, key: bytes, purpose: str) -> Connection:
-    """A connection to a listener of the job. OSError where none is there, or it does not know the
+    """Connect to a listener of the job. OSError where none is there, or it does not know the
     key."""
     with socket.create_connection(address, PROVING) as found:
         deadline = time.monotonic() + PROVING
@@ -36,14 +38,14 @@ def connect(address: Any, key: bytes, purpose: str) -> Connection:
         found.sendall(nonces[SIZE:] + _proof(key, f"caller {purpose}", nonces))
         given = _receive(found, SIZE, deadline)
         if not hmac.compare_digest(given, _proof(key, f"listener {purpose}", nonces)):
-            raise ConnectionError("what answers does not know the job's key")
-        return _proven(found)
+            raise ConnectionError("the listener does not know the job's key")
+        return _with_messages(found)
 
 
-class Door:
-    """Admits callers of `listener` that know the key: `admitted` gets each connection, in a thread
-    of its own. All others are closed and counted; `say` is told of the first, and how many there
-    were at the end. A context manager, which closes the listener."""
+class Acceptor:
+    """Accepts callers of `listener` that know the key: `admitted` gets each connection, in a thread
+    of its own. All others are closed and counted; `say` gets a line about the first, and their
+    number at the end. A context manager, which closes the listener."""
 
     def __init__(
         self,
@@ -53,20 +55,24 @@ class Door:
         admitted: Callable[[Connection], None],
         say: Callable[[str], None],
     ):
-        self._listener, self._key, self._purpose = listener, key, purpose
-        self._admitted, self._say = admitted, say
-        self._lock, self._proving = threading.Lock(), list[socket.socket]()
-        self._open, self._strangers = True, 0
+        self._listener = listener
+        self._key, self._purpose = key, purpose
+        self._admitted = admitted
+        self._say = say
+        self._lock = threading.Lock()
+        self._proving: list[socket.socket] = []
+        self._open = True
+        self._strangers = 0
         listener.settimeout(1.0)
         self._thread = threading.Thread(target=self._accept, name=purpose, daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> "Door":
+    def __enter__(self) -> "Acceptor":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open = False
-        _hang_up(self._listener)  # wakes the thread; not on every system, where its time-out does
+        _hang_up(self._listener)  # wakes the thread; where it does not, the listener's timeout does
         self._thread.join()
         self._listener.close()
         with self._lock:
@@ -88,8 +94,8 @@ class Door:
                 self._proving.append(connection)
                 if len(self._proving) > STRANGERS:
                     _hang_up(self._proving.pop(0))
-            arguments = connection, address[0]
-            threading.Thread(target=self._admit, args=arguments, daemon=True).start()
+            caller = connection, address[0]
+            threading.Thread(target=self._admit, args=caller, daemon=True).start()
 
     def _admit(self, connection: socket.socket, host: str) -> None:
         with connection:
@@ -106,13 +112,14 @@ class Door:
                     )
                 return
             finally:
-                with self._lock, contextlib.suppress(ValueError):  # it had to give way
+                with self._lock, contextlib.suppress(ValueError):  # closed for newer ones
                     self._proving.remove(connection)
-            proven = _proven(connection)
+            proven = _with_messages(connection)
         self._admitted(proven)
 
     def _check(self, connection: socket.socket) -> None:
-        deadline, nonce = time.monotonic() + PROVING, secrets.token_bytes(SIZE)
+        deadline = time.monotonic() + PROVING
+        nonce = secrets.token_bytes(SIZE)
         connection.settimeout(PROVING)
         connection.sendall(nonce)
         given = _receive(connection, 2 * SIZE, deadline)
@@ -128,7 +135,7 @@ def _proof(key: bytes, side: str, nonces: bytes) -> bytes:
 
 
 def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """So many bytes. OSError after `deadline`, however often one comes."""
+    """Receive so many bytes. OSError after `deadline`, even while bytes still come."""
     data = b""
     while len(data) < size:
         connection.settimeout(max(deadline - time.monotonic(), 1e-6))
@@ -138,8 +145,8 @@ def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
     return data
 
 
-def _proven(connection: socket.socket) -> Connection:
-    """The connection, in messages, none of which is waited for without end once it has begun."""
+def _with_messages(connection: socket.socket) -> Connection:
+    """Make a socket a Connection, on which a message that has begun is given up after STALLED s."""
     connection.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED, 0))

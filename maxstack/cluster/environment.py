@@ -1,6 +1,8 @@
-"""This process's number among how many, from what its launcher left in the environment.
+"""This process's number and the number of processes, from the variables of its launcher.
 
-jax's own cluster detection is not used: EXPERIMENTS.md lists the cases that it lacks.
+jax's own cluster detection is not used; EXPERIMENTS.md lists the cases that it lacks. Launchers are
+tried in a fixed order. Where the variables of another one give another count, that is told; where
+they say that a process is one of several that would each train alone in one folder, it is an error.
 """
 
 import hashlib
@@ -15,9 +17,9 @@ from maxstack.errors import ConfigError, quoted
 PORT = 8476
 """Default port of process 0."""
 PORTS = range(61440, 65536)
-"""Ports for jobs that share hosts, chosen by the job's number."""
+"""Ports for jobs that share hosts, one by the job's number."""
 HOST = re.compile(r"([^],[\s]|\[\d+(-\d+)?(,\d+(-\d+)?)*\])+(?=,|$)")
-"""A host, or several by ranges of numbers, in Slurm's lists (scontrol(1), "show hostnames")."""
+"""A host, or several by ranges of numbers, in a list of Slurm's (scontrol(1), "show hostnames")."""
 TORCHRUN = {"MASTER_ADDR", "WORLD_SIZE", "RANK"}
 COUNTS = (
     ("WORLD_SIZE", "RANK", "MASTER_ADDR"),
@@ -25,10 +27,10 @@ COUNTS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("JAX_PROCESS_COUNT", "PROCESSES_IN_JOB"),
 )
-"""Variables by which a launcher says how many processes there are, and those beside them."""
+"""A launcher's variable for the number of processes, and others that it sets with it."""
 METADATA = "metadata.google.internal"
 METADATA_WAIT = 3.0
-"""Seconds that a metadata server of Google's cloud has to answer."""
+"""Seconds that Google's metadata server has to answer."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Member:
     """One process of several."""
 
     source: str
-    """The launcher, or whatever else gave the numbers."""
+    """What gave the numbers, such as a launcher."""
     coordinator: str
     """host:port of process 0."""
     processes: int
@@ -45,7 +47,7 @@ class Member:
     """(number, count) among the processes that share the devices of this host."""
 
     def describe(self) -> str:
-        """A line for people."""
+        """Return a line for the log."""
         number, count = self.local
         shared = f", {number} of {count} on this host" if count > 1 else ""
         return (
@@ -58,21 +60,21 @@ Variables = Mapping[str, str]
 
 
 def member(variables: Variables, on_tpu: bool) -> Member | None:
-    """The member that the first launcher in the environment describes; None where this process is
-    alone. `on_tpu`: TPUs are here, so that Google's metadata server may be asked. ConfigError where
-    a launcher set only some of its variables."""
+    """Return the member that the first launcher in the environment describes; None where this
+    process is alone. `on_tpu`: there are TPUs, so Google's metadata server may be asked.
+    ConfigError where a launcher set only some of its variables."""
     for launcher in (_plain, _torchrun, _open_mpi, _slurm, _jobset, _gke_tpu):
         if own := launcher(variables):
             if own.process >= own.processes:
                 raise ConfigError(
-                    f"{own.describe()}: there is no such process; look at what set these numbers"
+                    f"{own.describe()}: there is no such process; check what set these numbers"
                 )
             check_others(own, variables)
             return own if own.processes > 1 else None
     if "JAX_COORDINATOR_ADDRESS" in variables:
         raise ConfigError(
-            "JAX_COORDINATOR_ADDRESS is in the environment, but not how many processes there are "
-            "and which this is; set JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset it"
+            "JAX_COORDINATOR_ADDRESS is in the environment, without the number of processes and of "
+            "this one; set JAX_NUM_PROCESSES and JAX_PROCESS_ID, or unset it"
         )
     missing = TORCHRUN - variables.keys()
     if len(missing) == 1 and variables.get("WORLD_SIZE") != "1":
@@ -88,8 +90,8 @@ def member(variables: Variables, on_tpu: bool) -> Member | None:
 
 
 def check_others(own: Member, variables: Variables) -> None:
-    """Tell where another launcher's variables give another count; ConfigError where this process
-    would train alone, as its siblings would into the same folder."""
+    """Print where another launcher's variables give another count. ConfigError where this process
+    would train alone, as its siblings would in the same folder."""
     agents = variables.get("GROUP_WORLD_SIZE")  # each of torchrun's is a task of Slurm's
     for group in COUNTS:
         if not variables.keys() >= {*group}:
@@ -100,16 +102,14 @@ def check_others(own: Member, variables: Variables) -> None:
         if own.processes == 1:
             raise ConfigError(
                 f"by {own.source} this process is alone, and by {name}={count} one of {count}, "
-                "which would each train by itself in one folder; unset the former, which another "
-                "launcher may have left, or, where each is a run of its own, "
-                f"{' and '.join(group)}"
+                "which would each train alone in one folder; unset the former, which another "
+                f"launcher may have left, or, where each is its own run, {' and '.join(group)}"
             )
-        say(f"{own.processes} processes by {own.source}, which counts, and {name}={count}")
+        say(f"{own.processes} processes by {own.source}, which is used, and {name}={count}")
 
 
 def _plain(variables: Variables) -> Member | None:
-    """jax's own variable of the coordinator, with a number and a count by the names that launchers
-    use for them."""
+    """Read jax's own variable for the coordinator, with number and count by either of two names."""
     numbers = ("JAX_PROCESS_ID", "NODE_RANK")
     if not variables.get("JAX_COORDINATOR_ADDRESS") or variables.keys().isdisjoint(numbers):
         return None
@@ -124,7 +124,7 @@ def _plain(variables: Variables) -> Member | None:
 def _torchrun(variables: Variables) -> Member | None:
     if not variables.keys() >= TORCHRUN:
         return None
-    local = 0, 1
+    local = (0, 1)
     if "LOCAL_WORLD_SIZE" in variables:
         local = _number(variables, "LOCAL_RANK"), _number(variables, "LOCAL_WORLD_SIZE")
     port: str | int = variables.get("MASTER_PORT", PORT)
@@ -140,13 +140,13 @@ def _torchrun(variables: Variables) -> Member | None:
 
 
 def _slurm(variables: Variables) -> Member | None:
-    """A task of an srun step; not the batch script itself, which has no step's variables."""
+    """Read the variables of a task of an srun step; the batch script itself has none."""
     needed = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}
     if not variables.keys() >= needed:
         if (tasks := int(variables.get("SLURM_NTASKS", "1"))) > 1:
             say(
-                f"Slurm job {variables.get('SLURM_JOB_ID')} has {tasks} tasks, but "
-                "this is none of an srun step's; if nothing else says with whom, it trains alone"
+                f"Slurm job {variables.get('SLURM_JOB_ID')} has {tasks} tasks, but srun did not "
+                "start this process; unless another launcher did, it trains alone"
             )
         return None
     job, step = _number(variables, "SLURM_JOB_ID"), int(variables.get("SLURM_STEP_ID", 0))
@@ -158,7 +158,8 @@ def _slurm(variables: Variables) -> Member | None:
         or "gpu" in variables.get("SLURM_TRES_PER_TASK", "")
     )
     tasks_of_nodes = tasks_per_node(variables.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    node, local = int(variables.get("SLURM_NODEID", 0)), (0, 1)
+    node = int(variables.get("SLURM_NODEID", 0))
+    local = (0, 1)
     if not has_own_gpus and node < len(tasks_of_nodes):
         local = int(variables.get("SLURM_LOCALID", 0)), tasks_of_nodes[node]
     return Member(
@@ -171,23 +172,22 @@ def _slurm(variables: Variables) -> Member | None:
 
 
 def first_host(hosts: str) -> str:
-    """First host of a list in Slurm's form: `n[007-009,012]-b[3-4],m3` -> n007-b3."""
+    """Return the first host of a list of Slurm's: `n[007-009,012]-b[3-4],m3` -> n007-b3."""
     match = HOST.match(hosts)
     if not match or match[0].startswith("("):  # (null): no step has begun
         raise ConfigError(
-            f"SLURM_STEP_NODELIST={quoted(hosts)}: is no list of hosts; set "
+            f"SLURM_STEP_NODELIST={quoted(hosts)} is not a list of hosts; set "
             "JAX_COORDINATOR_ADDRESS=HOST:PORT of the first one"
         )
     return re.sub(r"\[(\d+).*?\]", r"\1", match[0])
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's `2(x3),1` -> 2, 2, 2, 1."""
-    return [
-        int(number)
-        for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-        for _ in range(int(times or 1))
-    ]
+    """Expand Slurm's `2(x3),1` to 2, 2, 2, 1."""
+    counts: list[int] = []
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(number)] * int(times or 1)
+    return counts
 
 
 def _open_mpi(variables: Variables) -> Member | None:
@@ -222,18 +222,18 @@ def _jobset(variables: Variables) -> Member | None:
     needed = {"JAX_COORDINATOR_ADDRESS", "PROCESSES_IN_JOB", "JOB_COMPLETION_INDEX"}
     if not variables.keys() >= needed:
         return None
-    jobs_before, pods = int(variables.get("JOB_INDEX", 0)), _number(variables, "PROCESSES_IN_JOB")
+    pods_before = int(variables.get("JOB_INDEX", 0)) * _number(variables, "PROCESSES_IN_JOB")
     return Member(
         f"JobSet {variables.get('JOBSET_NAME', '')}".strip(),
         _coordinator(variables),
         _number(variables, "JAX_PROCESS_COUNT"),
-        jobs_before * pods + _number(variables, "JOB_COMPLETION_INDEX"),
+        pods_before + _number(variables, "JOB_COMPLETION_INDEX"),
     )
 
 
 def _gke_tpu(variables: Variables) -> Member | None:
-    """A pod of a TPU node pool: GKE adds the hosts of its slice and, of several slices, which of
-    them this is."""
+    """Read the variables of a pod of a TPU node pool: the hosts of its slice, and the slice's
+    number among several."""
     hosts = variables.get("TPU_WORKER_HOSTNAMES", "").split(",")
     several = len(hosts) > 1 or "MEGASCALE_NUM_SLICES" in variables
     if "TPU_WORKER_ID" not in variables or not several:  # libtpu sets both where it is alone
@@ -242,7 +242,7 @@ def _gke_tpu(variables: Variables) -> Member | None:
 
 
 def _tpu_pod(attribute: Callable[[str], str | None]) -> Member | None:
-    """A TPU VM, by its metadata: lists of `host` or `name:number:address`, and of several slices
+    """Read a TPU VM's metadata: lists of `host` or `name:number:address`, and for several slices
     `tpu-env`."""
     number, workers = attribute("agent-worker-number"), attribute("worker-network-endpoints")
     if number is None or workers is None:
@@ -269,8 +269,8 @@ def _of_slices(source: str, hosts: list[str], number: int, variables: Variables)
 
 
 def _attribute(host: str, name: str) -> str | None:
-    """An attribute of this machine by its metadata server; None where it has no such attribute, or
-    nobody answers."""
+    """Ask the metadata server for an attribute of this machine; None where there is none, or no
+    answer."""
     request = urllib.request.Request(
         f"http://{host}/computeMetadata/v1/instance/attributes/{name}",
         headers={"Metadata-Flavor": "Google"},
@@ -283,18 +283,18 @@ def _attribute(host: str, name: str) -> str | None:
 
 
 def say(text: str) -> None:
-    """Print to stderr: the log is not open yet."""
+    """Print to stderr, since the log is not open yet."""
     print(f"distributed: {text}", file=sys.stderr)
 
 
 def _port_of(job: str) -> int:
-    """A port by the hash of a job's name."""
+    """Choose a port by the hash of a job's name."""
     digest = hashlib.blake2b(job.encode(), digest_size=4).digest()
     return PORTS[int.from_bytes(digest) % len(PORTS)]
 
 
 def _coordinator(variables: Variables) -> str:
-    """JAX_COORDINATOR_ADDRESS with its port; "" where it is not set."""
+    """Return JAX_COORDINATOR_ADDRESS with a port; "" where it is not set."""
     address = variables.get("JAX_COORDINATOR_ADDRESS", "")
     if not address or re.search(r":\d+$", address):
         return address
@@ -302,15 +302,15 @@ def _coordinator(variables: Variables) -> str:
 
 
 def _number(variables: Variables, *names: str) -> int:
-    """The whole number in the first of some variables that is set."""
+    """Return the integer in the first of some variables that is set."""
     for name in names:
         if name in variables:
             if not variables[name].isdecimal():
                 raise ConfigError(
-                    f"{name}={quoted(variables[name])} in the environment: is no whole number"
+                    f"{name}={quoted(variables[name])} in the environment is not an integer"
                 )
             return int(variables[name])
     raise ConfigError(
-        f"{names[0]} is not in the environment, beside what says that there are several "
+        f"{names[0]} is not in the environment, but other variables say that there are several "
         "processes; set it"
     )

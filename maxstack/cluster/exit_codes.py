@@ -2,6 +2,6 @@
 the `exit_code` of their errors."""
 
 RETRY = 42
-"""Stopped by a signal, hung, or without one of its processes: the same command goes on."""
+"""Stopped by a signal, hung, or lost one of its processes: the same command resumes."""
 CRASHED = 70
-"""An error that is no mistake of the user's: the same command may go on."""
+"""An error that is not the user's mistake: the same command may resume."""

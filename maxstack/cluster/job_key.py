@@ -1,7 +1,7 @@
-"""The key of a job: who does not know it is no process of the job.
+"""The key of a job, which proves that a process belongs to it.
 
-A launcher gives it to all processes by a variable. Without one, process 0 draws it and shows it to
-the others by a file of the run's folder, which all see and no other user reads, while they meet.
+A launcher gives it to all processes by a variable. Without one, process 0 draws it and shares it,
+until all have met, by a file in the run's folder, which all hosts see and no other user can read.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ FILE = ".job.key"
 LEAST, MOST = 32, 1024
 """Characters of a key."""
 
-known = b""
+current = b""
 """The key of the job that this process has joined."""
 
 
 @contextlib.contextmanager
-def shown(folder: Path, first: bool) -> Iterator[Callable[[], bytes]]:
-    """How to find the key while processes meet; `first`: this is process 0. The variable leaves
-    the environment, so that programs which this process starts do not get it. What is yielded
-    raises OSError where there is no key yet, ConfigError for one that could be guessed."""
+def share(folder: Path, first: bool) -> Iterator[Callable[[], bytes]]:
+    """Yield a function that finds the key, while processes meet; `first`: this is process 0. The
+    variable is removed from the environment, so that child processes do not get it. The function
+    raises OSError where there is no key yet. ConfigError for a key that could be guessed."""
     if given := os.environ.pop(VARIABLE, "").strip():
         if not LEAST <= len(given) <= MOST:
             raise ConfigError(
@@ -70,5 +70,5 @@ def _read(path: Path) -> bytes:
             f"hosts must see run.output_dir, or give all processes {VARIABLE}"
         ) from error
     if len(key) < LEAST:
-        raise OSError(f"{path}: is no key of a job")
+        raise OSError(f"{path} holds no key of a job")
     return key

@@ -1,4 +1,4 @@
-"""Join the other processes of the run, whoever started them."""
+"""Join the other processes of the run, whichever launcher started them."""
 
 import glob
 import os
@@ -18,24 +18,26 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 JAX_WAITS = {False: 100, True: 24 * 3600}
-"""Seconds until jax itself ends the process, from C++, because another one is silent: its default,
-and with a watchdog."""
-JOIN, WAITING, AFTER = 300.0, 30.0, 90
-"""Seconds that a process waits at most for the others, between two lines that name the missing,
-and for jax once all are there."""
+"""Seconds until jax ends the process, from C++, because another one is silent: its default, and
+with a watchdog, which decides instead."""
+JOIN = 300.0
+"""Seconds that a process waits at most for the others."""
+BETWEEN = 30.0
+"""Seconds between two lines that name the missing processes."""
+JAX_JOINS = 90
+"""Seconds that jax has to join once all processes are there."""
 WAIT = "MAXSTACK_WAIT_FOR_PEERS"
-"""Environment variable with another number of seconds to wait for the others."""
+"""Environment variable that overrides JOIN."""
 OWN = {"run", "distributed"}
-"""Sections that may differ between processes, but for the run's name: hosts may see a folder in
-several places."""
+"""Sections that may differ between processes, except for the run's name: hosts may mount a folder
+in different places."""
 PACKAGES = ("maxstack", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 def join(cfg: "Config", alike: Callable[["Config"], dict[str, Any]] = lambda cfg: {}) -> None:
-    """Meet the other processes, and let jax join them; where there are watchdogs, these decide
-    which process is lost, and not jax. `alike`: more that must be the same in all. Nothing where
-    this process is alone. ConfigError, or Missing, which ends the process so that a supervisor
-    tries again."""
+    """Meet the other processes and let jax join them; do nothing where this process is alone.
+    `alike`: more that must be the same in all. ConfigError, or Missing, whose exit code makes a
+    supervisor try again."""
     if cfg.runtime == "pathways":
         return pathways.initialize()
     if (own := member(cfg)) is None:
@@ -54,11 +56,11 @@ def join(cfg: "Config", alike: Callable[["Config"], dict[str, Any]] = lambda cfg
     allow_files(2 * own.processes + 1024)  # two connections to each of the others
     wait = seconds_to_wait()
     try:
-        with job_key.shown(Path(cfg.run.output_dir) / cfg.run.name, own.process == 0) as find:
-            job_key.known = roll_call(card, own.coordinator, wait, WAITING, environment.say, find)
+        with job_key.share(Path(cfg.run.output_dir) / cfg.run.name, own.process == 0) as find:
+            job_key.current = roll_call(card, own.coordinator, wait, BETWEEN, environment.say, find)
     except Missing as error:
         raise Missing(
-            f"{error}, in {wait:.0f} s; {WAIT} in the environment gives another number"
+            f"{error}, in {wait:.0f} s; set {WAIT} in the environment to wait longer"
         ) from error
     jax.config.update("jax_enable_preemption_service", False)  # faults/preemption.py serves signals
     jax.distributed.initialize(
@@ -67,25 +69,25 @@ def join(cfg: "Config", alike: Callable[["Config"], dict[str, Any]] = lambda cfg
         own.process,
         devices_of(own.local),
         cluster_detection_method="deactivate",
-        initialization_timeout=AFTER,
+        initialization_timeout=JAX_JOINS,
         heartbeat_timeout_seconds=JAX_WAITS[cfg.faults.watchdog is not None],
         coordinator_bind_address=bind_address(own.coordinator),
     )
 
 
 def seconds_to_wait() -> float:
-    """Seconds to wait for the others, which the environment may set."""
+    """Return the seconds to wait for the others."""
     try:
         return float(os.environ.get(WAIT, JOIN))
     except ValueError as error:
         raise ConfigError(
-            f"{WAIT}={quoted(os.environ[WAIT])} in the environment: is no number of seconds"
+            f"{WAIT}={quoted(os.environ[WAIT])} in the environment is not a number of seconds"
         ) from error
 
 
 def member(cfg: "Config") -> environment.Member | None:
-    """This process among those of its run, by the configuration or the environment; None where it
-    is alone."""
+    """Return this process's place among those of its run, by the configuration or the environment;
+    None where it is alone."""
     if section := cfg.distributed:
         own = environment.Member(
             "the configuration", section.coordinator, section.processes, section.process
@@ -97,11 +99,11 @@ def member(cfg: "Config") -> environment.Member | None:
 
 
 def devices_of(local: tuple[int, int]) -> list[int] | None:
-    """This process's share of the GPUs of a host, as number `local[0]` of `local[1]` processes;
+    """Return this process's share of a host's GPUs, as number `local[0]` of `local[1]` processes;
     None: all that it sees."""
     number, count = local
     gpus = len(visible_gpus())
-    # Where some GPUs are hidden, the launcher has dealt them out.
+    # Where some GPUs are hidden, the launcher has shared them out.
     if count == 1 or not gpus or gpus < len(glob.glob(GPUS)):
         return None
     if gpus % count:

@@ -1,5 +1,5 @@
-"""Pathways: one process drives all devices, through a proxy. Tried against a stand-in for the proxy
-alone, never a Pathways server."""
+"""Pathways: one process drives all devices through a proxy. Tested against a stand-in for the proxy
+only, never a Pathways server."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ from maxstack.errors import ConfigError, installing
 
 TARGET = "JAX_BACKEND_TARGET"
 WAIT = 120.0
-"""Seconds that the proxy has to answer; it starts beside the run, and takes a while."""
+"""Seconds that the proxy has to answer; it starts at the same time as the run."""
 
 
 def environment() -> None:
@@ -24,8 +24,8 @@ def environment() -> None:
 
 
 def initialize() -> None:
-    """Make jax use the proxy's devices, before any is touched. ConfigError where pathwaysutils is
-    missing; Missing, which ends the process so that it is started again, where no proxy answers in
+    """Make jax use the proxy's devices, before any device is touched. ConfigError where
+    pathwaysutils is missing; Missing, whose exit code asks for a restart, where no proxy answers in
     time."""
     if importlib.util.find_spec("pathwaysutils") is None:
         raise ConfigError(f"runtime: pathways needs pathwaysutils: {installing('pathways')}")
@@ -40,7 +40,7 @@ def initialize() -> None:
         if time.monotonic() > deadline:
             raise Missing(
                 f"runtime: pathways: no proxy answers at {host}:{port} ({why}) in {WAIT:.0f} s; "
-                f"look whether its container runs, or correct {TARGET}={os.environ[TARGET]}"
+                f"check that its container runs, or correct {TARGET}={os.environ[TARGET]}"
             )
         time.sleep(OFTEN)
     import pathwaysutils
@@ -49,13 +49,13 @@ def initialize() -> None:
 
 
 def address() -> tuple[str, int]:
-    """Host and port of the proxy."""
+    """Return host and port of the proxy."""
     target = os.environ.get(TARGET, "")
     match = re.fullmatch(r"grpc://(.+):(\d+)", target)
     if not match:
         fault = f"{TARGET}={target!r} is no such address" if target else f"{TARGET} is not set"
         raise ConfigError(
-            f"runtime: pathways: {fault}; give the proxy's, as in "
+            f"runtime: pathways: {fault}; give the proxy's, such as "
             f"{TARGET}=grpc://127.0.0.1:29000, or use runtime: jax"
         )
     return match[1], int(match[2])

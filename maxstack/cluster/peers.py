@@ -1,7 +1,8 @@
-"""Small plain data that the processes of a run exchange, by way of jax's coordination service.
+"""Small plain data that the processes of a run exchange through jax's coordination service.
 
-No device takes part, so a background thread may exchange while steps run. Every process exchanges
-the same topics in the same order.
+No device takes part, so a background thread may exchange while steps run; a collective of devices
+would have to come in the same place of the program on all of them. Every process exchanges the same
+topics in the same order.
 """
 
 import itertools
@@ -17,9 +18,9 @@ from maxstack.cluster import job_key
 from maxstack.errors import ConfigError
 
 WAIT_MS = 600_000
-"""Milliseconds that a process waits for the slowest."""
+"""Milliseconds that a process waits for the others."""
 _TURNS: dict[str, Iterator[int]] = defaultdict(itertools.count)
-"""How often this process has exchanged each topic, whichever of its parts did."""
+"""How often this process has exchanged each topic."""
 
 
 class Peers:
@@ -30,8 +31,8 @@ class Peers:
 
     @property
     def key(self) -> bytes:
-        """The job's key, by which the processes know each other."""
-        return job_key.known
+        """The job's key, by which its processes authenticate each other."""
+        return job_key.current
 
     @property
     def _client(self) -> Any:
@@ -42,11 +43,12 @@ class Peers:
         return client
 
     def exchange(self, topic: str, value: Any, wait_ms: int = WAIT_MS) -> list[Any]:
-        """Every process's `value`, plain data, in their order. A topic belongs to one thread.
-        RuntimeError where a process stays away."""
+        """Return every process's `value`, plain data, in their order. A topic belongs to one
+        thread. RuntimeError where a process does not come."""
         if self.count == 1:
             return [json.loads(json.dumps(value))]
-        client, turn = self._client, next(_TURNS[topic])
+        client = self._client
+        turn = next(_TURNS[topic])
         path = f"maxstack/{topic}"
         client.key_value_set(f"{path}/{turn}/{self.number}", json.dumps(value))
         client.wait_at_barrier(path, wait_ms)
@@ -59,11 +61,11 @@ class Peers:
         return [json.loads(texts[number]) for number in range(self.count)]
 
     def post(self, topic: str, number: int, value: Any) -> None:
-        """Say something to all, without waiting: message `number` of a topic, from 0 on."""
+        """Post message `number` of a topic to all, without waiting."""
         self._client.key_value_set(f"maxstack/{topic}/{number}", json.dumps(value))
 
-    def posted(self, topic: str, number: int) -> Any:
-        """Message `number` of a topic; None where nobody has posted it yet."""
+    def read_post(self, topic: str, number: int) -> Any:
+        """Return message `number` of a topic; None where nobody has posted it yet."""
         try:
             return json.loads(self._client.key_value_try_get(f"maxstack/{topic}/{number}"))
         except jax.errors.JaxRuntimeError as error:
@@ -76,8 +78,8 @@ class Peers:
         self.exchange(topic, None)
 
     def own_address(self) -> str:
-        """IPv4 address of the interface by which process 0 is reached; loopback where this process
-        is alone. ConfigError where there is none."""
+        """Return the IPv4 address of the interface that reaches process 0; loopback where this
+        process is alone. ConfigError where there is none."""
         from jax._src import distributed
 
         host = (distributed.global_state.coordinator_address or "127.0.0.1:1").rpartition(":")[0]
@@ -86,7 +88,7 @@ class Peers:
                 probe.connect((host, 1))
             except OSError as error:
                 raise ConfigError(
-                    f"distributed: {host}, where process 0 is, is not reached by IPv4 "
+                    f"distributed: {host}, where process 0 is, cannot be reached by IPv4 "
                     f"({error.strerror}), which watchdogs and copies of checkpoints use; give the "
                     "hosts such addresses, and one of them or its name as coordinator"
                 ) from error

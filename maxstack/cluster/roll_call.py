@@ -1,11 +1,12 @@
 """The roll call before jax joins the processes: process 0 waits for every other one, names the
 missing, and checks that all were started alike.
 
-jax itself says nothing while it waits, and in the end aborts. Each other process, once both sides
-have shown that they know the job's key, sends its `Card` as JSON; process 0 answers with messages:
-`{"missing": [...]}` now and then, `{"again": true}` for the same card once more, and at last
-`{"go": true}`, `{"replaced": host}` or `{"error": "..."}`. It listens where jax's service will
-afterwards.
+jax itself prints nothing while it waits, and aborts in the end. Process 0 listens where jax's
+service will afterwards. Each other process calls it, and once both have proved that they know the
+job's key, sends its `Card` as JSON. Process 0 answers with messages: `{"missing": [...]}` now and
+then, `{"again": true}` to ask for the card once more, and at last `{"go": true}`, `{"replaced":
+host}` or `{"error": "..."}`. A process that died and was started again takes the place of its
+first connection, which is asked for its card: two that both answer have one number by mistake.
 """
 
 import contextlib
@@ -20,17 +21,17 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from maxstack.cluster.connections import Door, connect
+from maxstack.cluster.connections import Acceptor, connect
 from maxstack.config import difference
 from maxstack.errors import ConfigError, Passing
 
 OFTEN = 0.3
 """Seconds between two attempts to reach process 0."""
 NAMED = 8
-"""Missing processes, or keys that differ, that a message names at most."""
+"""Most missing processes, or keys that differ, in a message."""
 ALIVE = 5.0
-"""Seconds that a process has to answer where another one comes with its number: its host may have
-lost its power."""
+"""Seconds that a process has to answer where another one comes with its number; its host may have
+lost power."""
 LOOPBACK = "localhost", "127.0.0.1", "::1"
 PURPOSE = "roll call"
 LONGEST = 1 << 20
@@ -41,7 +42,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Card:
-    """The description of itself that a process sends."""
+    """A process's description of itself."""
 
     process: int
     processes: int
@@ -51,7 +52,7 @@ class Card:
 
     @staticmethod
     def read(fields: dict[str, Any]) -> "Card":
-        """The card of these fields; ValueError where they are none."""
+        """Make a card of a message; ValueError where it is none."""
         kinds = {"process": int, "processes": int, "host": str, "alike": dict}
         if {name: type(value) for name, value in fields.items()} != kinds:
             raise ValueError("is no card of a process")
@@ -65,29 +66,31 @@ class Missing(Passing):
 def roll_call(
     card: Card, at: str, wait: float, between: float, say: Say, find_key: Callable[[], bytes]
 ) -> bytes:
-    """Wait until all processes are there -> the job's key, as `find_key` found it. ConfigError
-    where two have one number, or were started otherwise; Missing after `wait` seconds. `at`:
+    """Wait until all processes are there; return the job's key, as `find_key` found it. ConfigError
+    where two have one number, or were started differently; Missing after `wait` seconds. `at`:
     host:port of process 0; every `between` seconds `say` is called with the missing."""
     host, _, port = at.rpartition(":")
-    host, deadline = host.strip("[]"), time.monotonic() + wait
+    host = host.strip("[]")
+    deadline = time.monotonic() + wait
     if card.process:
         return _answer(card, host, int(port), deadline, between, say, find_key)
-    _Caller(card, deadline, between, say).call(host, int(port), key := find_key())
+    key = find_key()
+    _Leader(card, deadline, between, say).call(host, int(port), key)
     return key
 
 
 def bind_address(at: str) -> str | None:
-    """The address for jax's service of process 0 to listen at: that of the interface by which the
-    others reach it; None: every interface, where this machine knows of none such."""
+    """Return the address for jax's service in process 0 to listen at: that of the interface by
+    which the others reach it; None: every interface, where there is none such."""
     host, _, port = at.rpartition(":")
     address = own_address(host.strip("[]"))
     return address and f"{f'[{address}]' if ':' in address else address}:{port}"
 
 
 def own_address(host: str) -> str | None:
-    """The address of this machine that is meant by a host's name, of IPv4 rather than IPv6, as the
-    watchdogs have it. None where there is none: it is translated on the way here, or known to this
-    machine as loopback alone, as Debian has its own name."""
+    """Return this machine's address for a host's name, IPv4 before IPv6, as the watchdogs need it.
+    None where there is none: the address is translated on the way (NAT), or this machine resolves
+    the name to loopback, as Debian does with its own."""
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
@@ -104,11 +107,13 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-class _Caller:
+class _Leader:
     """The roll call in process 0."""
 
     def __init__(self, card: Card, deadline: float, between: float, say: Say):
-        self._card, self._deadline, self._between, self._say = card, deadline, between, say
+        self._card = card
+        self._deadline, self._between = deadline, between
+        self._say = say
         self._here: dict[int, tuple[Connection, Card]] = {}
         self._begin = time.monotonic()
         self._arrived: queue.SimpleQueue[tuple[Connection, Card]] = queue.SimpleQueue()
@@ -120,23 +125,23 @@ class _Caller:
     def call(self, host: str, port: int, key: bytes) -> None:
         with (
             contextlib.ExitStack() as ending,
-            Door(self._listen(host, port), key, PURPOSE, self._hear, self._say),
+            Acceptor(self._listen(host, port), key, PURPOSE, self._hear, self._say),
         ):
             reported = time.monotonic()
             while self._missing:
                 try:
                     connection, card = self._arrived.get(timeout=OFTEN)
                     self._add(ending.enter_context(connection), card)
-                except queue.Empty:  # who sends unasked has closed the connection
+                except queue.Empty:  # input that nobody asked for means a closed connection
                     here = self._here.items()
                     self._here = {number: each for number, each in here if not each[0].poll()}
                 if (now := time.monotonic()) > self._deadline:
                     self._send_all({"missing": self._missing, "over": True})
-                    raise Missing(_absent(self._missing, self._card.processes))
+                    raise Missing(_describe(self._missing, self._card.processes))
                 if now - reported >= self._between:
                     reported = now
                     self._say(
-                        f"{_absent(self._missing, self._card.processes)}, after "
+                        f"{_describe(self._missing, self._card.processes)}, after "
                         f"{now - self._begin:.0f} s of at most "
                         f"{self._deadline - self._begin:.0f}; here: {self._present()}"
                     )
@@ -147,7 +152,7 @@ class _Caller:
         address = own_address(host)
         if address is None:
             self._say(
-                f"{host} is no address of an interface here, so process 0 listens at every one"
+                f"{host} is not an address of this machine, so process 0 listens on every interface"
             )
         while True:
             try:
@@ -161,14 +166,14 @@ class _Caller:
                 what = f"process 0 cannot listen on port {port}: {error.strerror}"
                 if error.errno != errno.EADDRINUSE:
                     raise ConfigError(
-                        f"distributed.coordinator: {what}; choose another port of its host"
+                        f"distributed.coordinator: {what}; choose another port"
                     ) from error
                 if time.monotonic() > self._deadline:
-                    raise Missing(f"{what}; end what has it, or choose another port") from error
-                time.sleep(OFTEN)  # the process before this one may not have ended
+                    raise Missing(f"{what}; end its process, or choose another port") from error
+                time.sleep(OFTEN)  # the last run's process may not have ended yet
 
     def _hear(self, connection: Connection) -> None:
-        """Read the card of a process that knows the key, in a thread of the door."""
+        """Read the card of a process that knows the key, in a thread of the acceptor."""
         try:
             self._arrived.put((connection, Card.read(_read(connection, ALIVE))))
         except (OSError, ValueError):
@@ -204,7 +209,7 @@ class _Caller:
             )
             return (
                 f"distributed: process 0 on {own.host} and process {card.process} on {card.host} "
-                f"were started otherwise: {pairs}; give all the same configuration, "
+                f"were started differently: {pairs}; give all the same configuration, "
                 "packages, files and settings"
             )
         return None
@@ -213,7 +218,7 @@ class _Caller:
         hosts = {self._card.host: [0]}
         for number, (_, card) in sorted(self._here.items()):
             hosts.setdefault(card.host, []).append(number)
-        return ", ".join(f"{_numbers(numbers)} on {host}" for host, numbers in hosts.items())
+        return ", ".join(f"{_ranges(numbers)} on {host}" for host, numbers in hosts.items())
 
     def _send_all(self, word: dict[str, Any]) -> None:
         for connection, _ in self._here.values():
@@ -229,8 +234,7 @@ def _answer(
     say: Say,
     find_key: Callable[[], bytes],
 ) -> bytes:
-    """The roll call in the other processes: call process 0, again if it goes away, until it says
-    go."""
+    """Take part in the roll call: call process 0, again if it goes away, until it says go."""
     begin = reported = time.monotonic()
     why = "nobody answers"
     while time.monotonic() < deadline:
@@ -250,9 +254,9 @@ def _answer(
                     if "error" in word:
                         raise ConfigError(word["error"])
                     if word.get("over"):
-                        raise Missing(_absent(word["missing"], card.processes))
+                        raise Missing(_describe(word["missing"], card.processes))
                     say(
-                        f"{_absent(word['missing'], card.processes)}, says process 0 at "
+                        f"{_describe(word['missing'], card.processes)}, says process 0 at "
                         f"{host}:{port}"
                     )
                     reported = time.monotonic()
@@ -260,13 +264,13 @@ def _answer(
         except (ConfigError, Missing):
             raise
         except ValueError:
-            why = "what answers is not process 0 of this run"
+            why = "another program answers"
         except OSError as error:
             why = error.strerror or str(error) or "nobody answers"
         if (now := time.monotonic()) - reported >= between:
             reported = now
             say(
-                f"process 0 is not reached at {host}:{port} ({why}), after "
+                f"process 0 cannot be reached at {host}:{port} ({why}), after "
                 f"{now - begin:.0f} s of at most {deadline - begin:.0f}"
             )
         time.sleep(OFTEN)
@@ -274,7 +278,7 @@ def _answer(
 
 
 def _alive(connection: Connection) -> bool:
-    """True where the other side answers."""
+    """Return whether the other side answers."""
     _send(connection, {"again": True})
     try:
         return bool(_read(connection, ALIVE))
@@ -283,7 +287,7 @@ def _alive(connection: Connection) -> bool:
 
 
 def _read(connection: Connection, seconds: float) -> dict[str, Any]:
-    """The next message. OSError where none begins in time, ValueError for one that is no object."""
+    """Read the next message. OSError where none comes in time, ValueError for no JSON object."""
     if not connection.poll(seconds):
         raise TimeoutError("it is silent")
     try:
@@ -293,7 +297,7 @@ def _read(connection: Connection, seconds: float) -> dict[str, Any]:
     except RecursionError:
         raise ValueError("a message is nested too deeply") from None
     if not isinstance(word, dict):
-        raise ValueError("a message is no object")
+        raise ValueError("a message is not an object")
     return word
 
 
@@ -302,16 +306,14 @@ def _send(connection: Connection, word: dict[str, Any]) -> None:
         connection.send_bytes(json.dumps(word).encode())
 
 
-def _absent(missing: list[int], processes: int) -> str:
+def _describe(missing: list[int], processes: int) -> str:
     more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-    return (
-        f"process{'es' * (len(missing) > 1)} {_numbers(missing[:NAMED])}{more} of "
-        f"{processes} {'are' if len(missing) > 1 else 'is'} missing"
-    )
+    noun, verb = ("processes", "are") if len(missing) > 1 else ("process", "is")
+    return f"{noun} {_ranges(missing[:NAMED])}{more} of {processes} {verb} missing"
 
 
-def _numbers(numbers: list[int]) -> str:
-    """1, 2, 3, 7 as `1-3, 7`."""
+def _ranges(numbers: list[int]) -> str:
+    """Write 1, 2, 3, 7 as `1-3, 7`."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

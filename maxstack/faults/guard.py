@@ -1,5 +1,12 @@
-"""The judgement inside the step that refuses an update, so that no bad value reaches weights or
-optimizer state."""
+"""The guard inside the compiled step, which refuses bad updates.
+
+An update is refused where the loss or the gradient norm is not finite, or, with `faults.spike`,
+where the loss or the logarithm of the norm lies some standard deviations above its running mean.
+Means and variances are of accepted updates alone, so a row of spikes does not become the norm; for
+the first `warm_up` of them nothing is a spike. Weights, optimizer and these statistics then stay
+bit for bit as they were, but the step still counts its batch: a batch number means the same in
+metrics, checkpoints and rewinds, and schedules follow accepted updates. What a row of refusals
+leads to is decided on the host (policy.py)."""
 
 import functools
 from collections.abc import Callable
@@ -16,13 +23,12 @@ Tree = Any
 
 
 class Guard(NamedTuple):
-    """Statistics of the steps so far, by which the next is judged: single numbers, part of the
-    state that checkpoints hold."""
+    """Statistics by which the next step is judged: scalars, part of the checkpointed state."""
 
     updates: Any
-    """int32: accepted updates, which the optimizer's schedules count."""
+    """int32: accepted updates, the count of the optimizer's schedules."""
     measured: Any
-    """int32: values in the statistics, all of accepted updates."""
+    """int32: accepted updates in the statistics."""
     loss_mean: Any
     loss_variance: Any
     norm_mean: Any
@@ -33,8 +39,8 @@ class Guard(NamedTuple):
     refused_in_all: Any
 
 
-def fresh() -> Guard:
-    """The guard before the first step."""
+def initial() -> Guard:
+    """Return the guard before the first step."""
     none, zero = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32)
     return Guard(none, none, zero, zero, zero, zero, none, none)
 
@@ -42,63 +48,68 @@ def fresh() -> Guard:
 def judge(
     cfg: FaultsConfig, guard: Guard, loss: jax.Array, norm: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, Guard]:
-    """ACCEPTED, NOT_FINITE or SPIKE as int32, and the guard after it, from a step's mean loss,
-    gradient norm and weight of its targets.
+    """Judge a step by its mean loss, gradient norm and weight of targets. Return ACCEPTED,
+    NOT_FINITE or SPIKE as int32, and the guard after the step.
 
-    A step without targets has no loss: it is neither judged nor measured.
+    A step without targets has no loss, so it is accepted and left out of the statistics.
     """
     spike = cfg.spike or SpikeConfig()
     height = jnp.log(jnp.maximum(norm.astype(jnp.float32), jnp.finfo(jnp.float32).tiny))
-    finite, counts = jnp.isfinite(loss) & jnp.isfinite(norm), weight > 0
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    counts = weight > 0
     high = jnp.zeros((), bool)
     if cfg.spike:
-        high = _above(spike, guard.loss_mean, guard.loss_variance, loss) | _above(
-            spike, guard.norm_mean, guard.norm_variance, height
-        )
+        high = _is_above(spike, guard.loss_mean, guard.loss_variance, loss)
+        high |= _is_above(spike, guard.norm_mean, guard.norm_variance, height)
         high &= counts & (guard.measured >= spike.warm_up)
     skipped = jnp.where(finite, jnp.where(high, SPIKE, ACCEPTED), NOT_FINITE).astype(jnp.int32)
     accepted = skipped == ACCEPTED
     share = 1.0 / jnp.minimum(guard.measured + 1, spike.window).astype(jnp.float32)
-    after = Guard(
-        guard.updates + 1,
-        guard.measured + 1,
-        *_moments(guard.loss_mean, guard.loss_variance, loss.astype(jnp.float32), share),
-        *_moments(guard.norm_mean, guard.norm_variance, height, share),
-        jnp.zeros_like(guard.refused),
-        guard.refused_in_all,
+    unmeasured = guard._replace(updates=guard.updates + 1, refused=jnp.zeros_like(guard.refused))
+    loss_mean, loss_variance = _moments(
+        guard.loss_mean, guard.loss_variance, loss.astype(jnp.float32), share
     )
-    unmeasured = guard._replace(updates=after.updates, refused=after.refused)
+    norm_mean, norm_variance = _moments(guard.norm_mean, guard.norm_variance, height, share)
+    after = unmeasured._replace(
+        measured=guard.measured + 1,
+        loss_mean=loss_mean,
+        loss_variance=loss_variance,
+        norm_mean=norm_mean,
+        norm_variance=norm_variance,
+    )
     refused = guard._replace(refused=guard.refused + 1, refused_in_all=guard.refused_in_all + 1)
     return skipped, where(accepted, where(counts, after, unmeasured), refused)
 
 
 def where(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
-    """Tree `yes` where the single truth value `condition` holds, else tree `no`, bit for bit, in
-    the types of `no`."""
-    return jax.tree.map(functools.partial(jnp.where, condition), _in_types_of(no, yes), no)
+    """Select tree `yes` where the scalar `condition` holds, else tree `no`, bit for bit, in the
+    types of `no`."""
+    return jax.tree.map(functools.partial(jnp.where, condition), _cast_like(no, yes), no)
 
 
-def either(condition: jax.Array, yes: Callable[[], Tree], no: Tree) -> Tree:
-    """What `yes` gives where the single truth value `condition` holds, else tree `no`, bit for bit,
-    in the types of `no`: as a branch on CPUs, where XLA copies every array of a donated `no` before
-    a selection; as a selection elsewhere, for on GPUs it copies them before a branch."""
+def update_if(condition: jax.Array, yes: Callable[[], Tree], no: Tree) -> Tree:
+    """Return `yes()` where the scalar `condition` holds, else tree `no`, bit for bit, in the types
+    of `no`: by a branch on CPUs, where XLA copies every array of a donated `no` before a selection;
+    by a selection elsewhere, since on GPUs it copies them before a branch."""
     if Device.here().platform != "cpu":
         return where(condition, yes(), no)
-    return jax.lax.cond(condition, lambda: _in_types_of(no, yes()), lambda: no)
+    return jax.lax.cond(condition, lambda: _cast_like(no, yes()), lambda: no)
 
 
-def _in_types_of(other: Tree, tree: Tree) -> Tree:
+def _cast_like(other: Tree, tree: Tree) -> Tree:
     return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), tree, other)
 
 
-def _above(cfg: SpikeConfig, mean: jax.Array, variance: jax.Array, value: jax.Array) -> jax.Array:
+def _is_above(
+    cfg: SpikeConfig, mean: jax.Array, variance: jax.Array, value: jax.Array
+) -> jax.Array:
     return value > mean + cfg.deviations * jnp.sqrt(variance)
 
 
 def _moments(
     mean: jax.Array, variance: jax.Array, value: jax.Array, share: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance with a further value of weight `share` (Finch 2009, Incremental calculation
+    """Add a value of weight `share` to a mean and a variance (Finch 2009, Incremental calculation
     of weighted mean and variance, section 9)."""
     distance = value - mean
     return mean + share * distance, (1.0 - share) * (variance + share * distance * distance)

@@ -1,5 +1,5 @@
-"""The process's side of the watchdog: reports the phase and step, hands over the stacks, and leaves
-when the watchdog says so."""
+"""The process's side of the watchdog: reports phase and step, and exits when the watchdog says
+so."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from maxstack.cluster.connections import Door, connect
+from maxstack.cluster.connections import Acceptor, connect
 from maxstack.cluster.environment import say
 from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.cluster.peers import Peers
@@ -27,32 +27,34 @@ from maxstack.report import stacks
 from maxstack.schema.faults import WatchdogConfig
 
 OFTEN = 0.2
-"""Seconds between two signs of life that differ in the step's number alone."""
+"""Seconds between two messages that differ in the step's number alone."""
 VERDICT = 8.0
-"""Seconds to wait, after an error of jax's, for the watchdog to report a lost peer, which causes
-such errors."""
+"""Seconds to wait after an error in jax for the watchdog to report a lost peer, its usual cause."""
 JOINED_MS = 60_000
-"""Milliseconds for the processes that have joined to meet."""
+"""Milliseconds for the processes, which have joined, to connect their watchdogs."""
 PURPOSE = "watchdogs"
-
 
 _current: "Heartbeat | None" = None
 
 
 def retire() -> None:
-    """End the watchdog of a run that has ended, where this process goes on with another."""
+    """End the watchdog of a finished run in a process that goes on with another."""
     if _current:
         _current.retire()
 
 
 class Heartbeat:
-    """A context for the run, with a watchdog process. Where the context ends in an error, the other
-    processes of the run end too. `ends`: this process ends with the run, and is watched until then;
-    one that lives on, as a notebook does, is not."""
+    """A context for the run, with a watchdog process. An error in it ends the other processes of
+    the run too. `ends`: this process ends with the run and is watched until then; one that lives
+    on, such as a notebook, is not."""
 
     def __init__(self, cfg: WatchdogConfig, log: Path, peers: Peers, ends: bool = True):
-        self._cfg, self._several, self._first = cfg, peers.count > 1, peers.number == 0
-        self._ends, self._sent, self._slowest, self._phase = ends, 0.0, 0.0, ""
+        self._cfg = cfg
+        self._several = peers.count > 1
+        self._first = peers.number == 0
+        self._ends = ends
+        self._sent = self._slowest = 0.0
+        self._phase = ""
         self._watchdog_gone = self._retired = False
         file = stacks.new_file()
         stacks.show()
@@ -91,8 +93,8 @@ class Heartbeat:
         self._process.wait()
 
     def _connect(self, peers: Peers) -> None:
-        """Make the lines between the watchdogs, from process 0 to each other one, and hand them
-        over. Missing where a process does not come."""
+        """Connect the watchdogs, that of process 0 with each other one, and hand the connections
+        over. A watchdog listens to nobody itself. Missing where a process does not come."""
         listener = address = None
         if self._first:
             listener = socket.create_server((peers.own_address(), 0), backlog=peers.count)
@@ -103,7 +105,7 @@ class Heartbeat:
             return
         came: queue.SimpleQueue[Connection] = queue.SimpleQueue()
         deadline = time.monotonic() + JOINED_MS / 1000
-        with Door(listener, peers.key, PURPOSE, came.put, say):
+        with Acceptor(listener, peers.key, PURPOSE, came.put, say):
             try:
                 lines = [
                     came.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -126,18 +128,20 @@ class Heartbeat:
     def doing(self, phase: str, step: int | None = None, seconds: float = 0.0) -> None:
         """Report a phase that the main thread begins: `steps`, or one that may take longer; with
         `step`, that this step is done and took `seconds`."""
-        now, self._slowest = time.monotonic(), max(self._slowest, seconds)
+        now = time.monotonic()
+        self._slowest = max(self._slowest, seconds)
         limit = max(self._cfg.step, 10 * self._slowest) if phase == "steps" else self._cfg.other
         message: dict[str, Any] = {"doing": phase, "limit": limit}
         if step is not None:
             message["step"] = step
             if now - self._sent < OFTEN and phase == self._phase:
                 return
-        self._sent, self._phase = now, phase
+        self._sent = now
+        self._phase = phase
         self._send(message, socket.MSG_DONTWAIT)
 
     def done(self) -> None:
-        """Report that the process has only to end."""
+        """Report that the run is over and the process about to end."""
         self._send({"end": "done", "doing": "ending", "limit": self._cfg.other})
 
     def interrupted(self, code: int = INTERRUPTED, why: str = "interrupted twice") -> None:
@@ -167,20 +171,17 @@ class Heartbeat:
         self._send(
             {"end": "failed", "code": code, "why": f"{type(error).__name__}: {error}"[:1000]}
         )
-        after = watchdog.FAILED if self._first else watchdog.TOLD  # unless the watchdog asks before
+        after = watchdog.FAILED if self._first else watchdog.TOLD  # or when the watchdog says so
         threading.Thread(target=_leave, args=(code, after), daemon=True).start()
 
     def _send(self, message: dict[str, Any], flags: int = 0) -> None:
         try:
             self._line.send(json.dumps(message).encode(), flags)
         except BlockingIOError:
-            pass  # it has enough to read
+            pass  # the watchdog has enough to read
         except OSError:
             if not self._watchdog_gone:
-                print(
-                    "the watchdog is gone: nobody ends this run if it hangs",
-                    file=sys.stderr,
-                )
+                print("the watchdog is gone: if this run hangs, nothing ends it", file=sys.stderr)
             self._watchdog_gone = True
 
     def _obey(self) -> None:

@@ -1,9 +1,14 @@
 """Preemption: a signal asks the run to save and leave.
 
-Python runs signal handlers in the main thread, between two instructions of its own: not while that
-waits in a program of jax's or for a compiler. So a thread hears of signals, by the file descriptor
-that Python's handler in C writes to, and where the main thread stays away it saves and leaves
-itself.
+Python runs signal handlers in the main thread, between two of its instructions: not while that
+waits in a compiled program or a compiler. So a thread gets the signals, by the file descriptor that
+Python's handler in C writes to, and where the main thread does not come to the end of a step, it
+saves and leaves itself.
+
+Several processes agree on the step after the furthest: each tells where it is, none begins a step
+meanwhile, and all save the same step. Where one stands still they agree again and again; once all
+wait at one place with a whole state, their threads save that. What runs a program of all devices
+cannot be saved beside, since a save does too: it is split into pieces, and ends before the next.
 """
 
 import contextlib
@@ -24,29 +29,30 @@ INTERRUPTED = 130
 """The exit code after a second SIGINT."""
 COMES = 2.0
 """Seconds that the main thread has to come to the end of a step by itself."""
-LOOKS, LONGEST, A_SECOND = 0.5, 5.0, 200
-"""Seconds between two looks for a signal to another process, at least and at most, and looks a
-second of all processes together, which process 0 answers."""
+POLL, LONGEST_POLL = 0.5, 5.0
+"""Seconds between two polls for a signal to another process, at least and at most."""
+POLLS_A_SECOND = 200
+"""Polls of all processes together, which process 0 answers."""
 _NOTICE = "leaving"
 
 
 class Watched(Protocol):
-    """The part of a heartbeat that leaving takes."""
+    """The part of a heartbeat that leaving needs."""
 
     def done(self) -> None:
-        """Report that the process has only to end."""
+        """Report that the process is about to end."""
 
     def interrupted(self, code: int = 0, why: str = "") -> None:
         """Report that the user ends this process at once."""
 
 
 watched: Watched | None = None
-"""The heartbeat of this process, where it has one: it tells the watchdogs that leaving is meant."""
+"""The heartbeat of this process, if any: it tells the watchdogs that the process means to leave."""
 
 
 def _leave_early(number: int) -> None:
-    """Before the loop there is nothing to save, and neither a compilation nor a restore under way
-    is worth waiting for."""
+    """Leave before the first step: there is nothing to save, and a compilation or a restore is not
+    worth waiting for."""
     tell(why := f"{signal.Signals(number).name}: leaving before the first step\n")
     if watched:
         watched.interrupted(RETRY, why.strip())
@@ -54,13 +60,14 @@ def _leave_early(number: int) -> None:
 
 
 class CutShort(Exception):
-    """What is under way ends here, since a signal asked the run to leave."""
+    """An evaluation ends here, since a signal asked the run to leave."""
 
 
-def piece() -> None:
-    """A piece of a long evaluation begins: CutShort where the run in this process is to leave."""
+def raise_if_leaving() -> None:
+    """Begin the next piece of a long evaluation; CutShort where the run is to leave. All processes
+    call it alike."""
     if _current:
-        _current.piece()
+        _current.raise_if_leaving()
 
 
 _current: "Preemption | None" = None
@@ -69,7 +76,7 @@ _listens = False
 
 
 def listen() -> None:
-    """Hear of signals from now on, in a process that is one run. SIGHUP that is ignored, as by
+    """Listen for signals from now on, in a process that is one run. SIGHUP that is ignored, as by
     nohup, stays so. Call it from the main thread."""
     global _listens
     _listens = True
@@ -93,15 +100,11 @@ def listen() -> None:
 class Preemption:
     """SIGTERM, SIGINT or SIGHUP asks the run to save and leave; a SIGINT after that leaves at once.
 
-    The loop asks `requested` after each step, and what takes long between two calls `piece`. Where
-    it is about to wait with a whole state at hand, for data, an evaluation, a compiler, it says so
-    by `waiting`, and there `leave` is called for it from a thread of this, with the step. In a
-    process that `listen` was not called in, the thread does nothing. `grace` seconds after the
-    signal the process ends in any case.
-
-    With several processes one signalled process is enough: they agree on the step or piece after
-    the furthest, or, where one of them does not get there, on where all are. What runs a program
-    of all devices meanwhile is not saved beside, since a save does too: it ends by pieces.
+    The loop asks `requested` after each step; what takes long between two calls asks
+    `raise_if_leaving`. Where the loop waits with a whole state at hand, for data, an evaluation, a
+    compiler, it does so inside `waiting`; there a thread may call `leave` with the step. Where
+    `listen` was not called, the thread does nothing. `grace` seconds after the signal the process
+    ends in any case. Of several processes a signal to one is enough.
     """
 
     def __init__(
@@ -112,25 +115,32 @@ class Preemption:
     ) -> None:
         from maxstack.cluster.peers import Peers
 
-        self._grace, self._leave = grace, leave
+        self._grace = grace
+        self._leave = leave
         self._peers = Peers()
-        self._looks = min(max(LOOKS, self._peers.count / A_SECOND), LONGEST)
+        self._poll = min(max(POLL, self._peers.count / POLLS_A_SECOND), LONGEST_POLL)
         self._turn = threading.Condition()
         self._asked = threading.Event()
-        self._reached, self._whole = (begin, 0), False
-        """The last step that was begun, and how many pieces after it; whether the state after it is
-        whole and stays so."""
+        self._reached = (begin, 0)
+        """The last step that was begun, and the number of pieces after it."""
+        self._whole = False
+        """The state after that step is whole and stays so."""
         self._last: tuple[int, int] | None = None
-        """The step and piece that all processes leave after."""
-        self._held = self._stays = self._taken = self._closed = False
-        """Whether no step may begin while processes agree, none at all any more, whether the thread
-        saves and leaves, and whether the loop has ended."""
+        """The step and piece after which all processes leave."""
+        self._held = False
+        """No step may begin while processes agree."""
+        self._stays = False
+        """No step may begin any more."""
+        self._taken = False
+        """The thread saves and leaves."""
+        self._closed = False
+        """The loop has ended."""
         self._leaves = False
-        """Whether `requested` said so."""
+        """`requested` has returned true."""
         self.finished = False
         """All steps are done: a signal after `close` changes nothing."""
         self.why = ""
-        """What asked: a signal, or a failure."""
+        """The cause: a signal, or a failure."""
         global _hear, _current
         _hear, _current = self._ask, self
         self._before = {}
@@ -139,43 +149,47 @@ class Preemption:
                 number: signal.signal(number, lambda number, frame: self._ask(number))
                 for number in ASKING
             }
+        targets = [self._follow]
+        if self._peers.count > 1:
+            targets.append(self._listen_to_peers)
         self._threads = [
-            threading.Thread(target=target, name="leaving", daemon=True)
-            for target in (self._follow, self._listen_to_peers)[: min(self._peers.count, 2)]
+            threading.Thread(target=target, name="leaving", daemon=True) for target in targets
         ]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Let signals do what they did before."""
+        """Restore the signals' former handlers."""
         global _hear, _current
-        _hear, _current = _nothing if self.finished else _leave_early, None
+        _current = None
+        _hear = _nothing if self.finished else _leave_early
         with self._turn:
             self._closed = True
             self._turn.notify_all()
         self._asked.set()
-        for thread in self._threads:  # one that was still in a call of jax's would abort Python
+        for thread in self._threads:  # one that is still in a call of jax would abort Python
             thread.join(3 * COMES)
         for number, before in self._before.items():
             signal.signal(number, before)
 
     def requested(self, step: int) -> bool:
-        """True where to save after `step` and leave; the same in every process."""
-        if (leaves := self._reaches((step, 0), self._peers.count > 1)) and self._peers.count > 1:
+        """Return whether to save after `step` and leave; the same in every process."""
+        several = self._peers.count > 1
+        if (leaves := self._reach((step, 0), several)) and several:
             tell(f"\nleaving after step {step}: a signal asked a process of the run to\n")
         return leaves
 
-    def piece(self) -> None:
+    def raise_if_leaving(self) -> None:
         """CutShort where to leave before the next piece of what is under way; the same in every
         process."""
         with self._turn:
             step, pieces = self._reached
-        if self._reaches((step, pieces + 1), self._whole):
+        if self._reach((step, pieces + 1), self._whole):
             raise CutShort
 
-    def _reaches(self, at: tuple[int, int], whole: bool) -> bool:
-        """Note where the main thread is, and that the state is `whole` meanwhile -> whether it is
-        to leave here."""
+    def _reach(self, at: tuple[int, int], whole: bool) -> bool:
+        """Record where the main thread is, and that the state is `whole` meanwhile; return whether
+        it is to leave here."""
         with self._turn:
             stays, self._whole = self._whole, whole
             self._reached = at
@@ -188,9 +202,9 @@ class Preemption:
 
     @contextlib.contextmanager
     def waiting(self, step: int, begins: bool = False, computes: bool = False) -> Iterator[None]:
-        """A block that leaves the state after `step` as it is; `begins`: the next step begins
-        after it; `computes`: it runs programs of all devices. A failure in it that may pass ends
-        the run as a signal does."""
+        """A context whose block leaves the state after `step` as it is; `begins`: the next step
+        begins after it; `computes`: it runs programs of all devices. A passing failure in it, such
+        as a store that is away, ends the run as a signal does."""
         with self._turn:
             if self._reached[0] != step:
                 self._reached = step, 0
@@ -211,7 +225,7 @@ class Preemption:
                 self._whole = False
 
     def _pass(self) -> None:
-        """Wait until this thread may go on: for ever where the other one leaves."""
+        """Wait until this thread may go on; for ever where the other one leaves."""
         self._turn.wait_for(lambda: not (self._held or self._stays or self._taken))
 
     def _ask(self, number: int) -> None:
@@ -227,26 +241,26 @@ class Preemption:
         tell(f"\n{why}: leaving after this step\n")
         self.why = why
         if self._peers.count > 1:
-            with contextlib.suppress(RuntimeError):  # another one did
+            with contextlib.suppress(RuntimeError):  # another process posted before
                 self._peers.post(_NOTICE, 0, f"process {self._peers.number}: {why}")
         self._asked.set()
 
     def _listen_to_peers(self) -> None:
-        """Hear of a signal to another process."""
-        with contextlib.suppress(RuntimeError):  # a peer was lost, and the watchdog ends this one
-            while not self._asked.wait(self._looks):
-                if why := self._peers.posted(_NOTICE, 0):
+        """Wait for a signal to another process."""
+        with contextlib.suppress(RuntimeError):  # a peer was lost; the watchdog ends this process
+            while not self._asked.wait(self._poll):
+                if why := self._peers.read_post(_NOTICE, 0):
                     self.why = self.why or why
                     self._asked.set()
 
     def _follow(self) -> None:
-        """From a signal to the end."""
+        """Wait for a signal, and see the process to its end."""
         self._asked.wait()
         if self._closed:
             return
         if _listens:
-            # jax aborts whoever process 0 leaves behind
-            sooner = (COMES + self._looks) * (self._peers.number > 0)
+            # jax aborts the processes that process 0 leaves behind, so they leave first.
+            sooner = COMES + self._poll if self._peers.number else 0.0
             late = threading.Timer(max(self._grace - sooner, 0.0), self._end, ["the signal"])
             late.daemon = True
             late.start()
@@ -254,7 +268,7 @@ class Preemption:
             if not self._comes() and _listens:
                 self._take()
             return
-        with contextlib.suppress(RuntimeError):  # a peer was lost, and the watchdog ends this one
+        with contextlib.suppress(RuntimeError):  # a peer was lost; the watchdog ends this process
             at = self._agree(first=True)
             while not all(leaves for _, leaves, _ in at):
                 self._comes()
@@ -263,14 +277,14 @@ class Preemption:
                     self._take()
 
     def _comes(self) -> bool:
-        """Wait a while for the main thread to leave by itself."""
+        """Wait a while for the main thread to leave by itself; return whether it did."""
         with self._turn:
             return self._turn.wait_for(lambda: self._leaves or self._closed, COMES)
 
     def _agree(self, first: bool = False) -> list[tuple[list[int], bool, bool]]:
-        """Tell one another where each is, whether it has left the loop, and whether its state is
-        whole. At `first` agree to leave at whatever comes after the furthest; later, where all wait
-        at one place, to stay there."""
+        """Exchange where each process is, whether it has left the loop, and whether its state is
+        whole. At `first` agree to leave after the furthest; later, where all wait at one place, to
+        stay there."""
         with self._turn:
             self._held = True
             own = self._reached, self._leaves or self._closed, self._whole
@@ -286,7 +300,7 @@ class Preemption:
         return at
 
     def _take(self) -> None:
-        """Where the main thread waits, or once it does, save and leave for it."""
+        """Save and leave for the main thread, once it waits with a whole state."""
         with self._turn:
             self._turn.wait_for(lambda: self._whole or self._closed)
             self._taken = not self._closed
@@ -294,14 +308,14 @@ class Preemption:
             try:
                 self._leave(self._reached[0])
                 self._peers.barrier("left")
-                time.sleep(LOOKS * (self._peers.count > 1 and self._peers.number == 0))
-            except Exception as error:  # told, since nothing follows
+                if self._peers.count > 1 and self._peers.number == 0:
+                    time.sleep(POLL)
+            except Exception as error:  # printed, since the process ends next
                 tell(f"{type(error).__name__}: {error}\n")
             self._end()
 
     def _end(self, late: str = "") -> None:
-        """End the process. Without an exception, which would wait for what the main thread is
-        in."""
+        """End the process. An exception would wait for what the main thread is in."""
         if late:
             tell(
                 f"\nstill here faults.grace={self._grace:g} s after {late}: leaving with what was "
@@ -313,4 +327,4 @@ class Preemption:
 
 
 def _nothing(*_: object) -> None:
-    """A handler, so that the system's default does not end the process."""
+    """Do nothing: a handler, so that the system's default does not end the process."""

@@ -1,10 +1,10 @@
-"""Naming of the process that holds up the others. All take equally long for a step, so the work
-that each does for itself is compared.
+"""Naming of the process that holds up the others.
 
-Devices: each works alone, at the same time as all others, on the same small problem. Hosts: how
-long a process's own devices had nothing to do because their next step was not yet dispatched. A
-slow network between processes is not seen.
-"""
+All processes take equally long for a step, since they wait for each other in its collectives, so
+the work that each does alone is compared. Devices: each works on the same small problem at the same
+time. Hosts: how long a process's devices had nothing to do because their next step was not yet
+dispatched. A process is named where it is slow in two comparisons in a row, since other programs on
+its machine can disturb a single one. A slow network between processes is not seen."""
 
 import math
 import socket
@@ -20,24 +20,22 @@ import numpy as np
 from maxstack.cluster.peers import Peers
 
 PROBE = 0.05
-"""Seconds that the problem takes; long enough to average over turns of a scheduler or a throttled
-clock."""
+"""Seconds that the problem takes, long enough to average over scheduling and a throttled clock."""
 TRIES = 3
 """Attempts at the problem where a device is slow; its fastest counts."""
 CPU_SIZE, SIZE = 256, 1024
-"""Rows of the matrices."""
+"""Rows of the problem's matrices."""
 
 
 class Lag(NamedTuple):
-    """Sums over some steps of one process."""
+    """Sums over several steps of one process."""
 
     steps: int
     seconds: float
     late: float
-    """Seconds in which its devices had finished the step before, and the next was not
-    dispatched."""
+    """Seconds in which its devices had finished a step, and the next was not dispatched."""
     starved: float
-    """Those of them in which it waited for a batch."""
+    """Those in which it waited for a batch."""
 
 
 class Speed(NamedTuple):
@@ -47,7 +45,7 @@ class Speed(NamedTuple):
     devices: dict[str, float]
     """Device -> seconds for the problem."""
     step: float
-    """Seconds of a step, as are `late` and `starved`."""
+    """Seconds per step, like `late` and `starved`."""
     late: float
     starved: float
 
@@ -56,26 +54,23 @@ class Report(NamedTuple):
     """The result of one comparison."""
 
     lines: list[str]
-    """Lines for the log, one for each process and each reason."""
+    """Lines for the log, one for each process and reason."""
     numbers: dict[str, float]
-    """Metrics: device_skew, the slowest device's time over the median of the others;
-    host_skew, the largest share of a step in which the others waited for one process."""
+    """Metrics: device_skew, the slowest device's time over the median of the others; host_skew, the
+    largest share of a step in which the others waited for one process."""
 
 
 class Stragglers:
-    """Compares the processes' speeds, in all of them at the same step. `slow`: the ratio to the
-    others' time from which a process counts as slow.
-
-    A process is named where it is slow in two comparisons in a row, because other programs on its
-    machine can disturb a single one: a process that becomes slow is named within 2 * `every` steps.
-    """
+    """Compares the processes' speeds, in all of them at the same step. A process counts as slow
+    from `slow` times the others' time on, and is named within 2 * `every` steps."""
 
     def __init__(self, slow: float, every: int, peers: Peers):
-        self._slow, self._every, self._peers = slow, every, peers
+        self._slow, self._every = slow, every
+        self._peers = peers
         self._suspected: set[tuple[int, str]] = set()
         local = jax.local_devices()
         cpu = local[0].platform == "cpu"
-        # Devices of a CPU share its cores, so that the time of one is the time of all.
+        # Devices of a CPU share its cores, so the time of one is the time of all.
         self._devices = local[:1] if cpu else local
         self._several = peers.count > 1 or len(self._devices) > 1
         if self._several:
@@ -83,16 +78,17 @@ class Stragglers:
             matrix = jnp.full((size, size), 0.5, dtype)
             self._inputs = [jax.device_put(matrix, device) for device in self._devices]
             self._waiting = ThreadPoolExecutor(len(self._devices), "probe")
-            self._rounds = self._calibrated()
+            self._rounds = self._calibrate()
 
     def due(self, step: int) -> bool:
-        """True where to compare after `step`; never where there is nobody to compare with."""
+        """Return whether to compare after `step`; never with a single device."""
         return self._several and step % self._every == 0
 
     def compare_speeds(self, step: int, lag: Lag) -> Report:
         """Work on the problem, exchange the times, and compare; `lag`: of the steps since the last
-        check. The devices have nothing else to do."""
-        steps, best = max(lag.steps, 1), [math.inf] * len(self._devices)
+        check. The devices must be idle."""
+        steps = max(lag.steps, 1)
+        best = [math.inf] * len(self._devices)
         for _ in range(TRIES):
             self._peers.barrier("stragglers")
             best = [min(pair) for pair in zip(best, self._probe(self._rounds), strict=True)]
@@ -104,14 +100,14 @@ class Stragglers:
                 lag.starved / steps,
             )
             speeds = [Speed(*each) for each in self._peers.exchange("stragglers", own)]
-            if not slow_devices(speeds, self._slow):
+            if not find_slow_devices(speeds, self._slow):
                 break
         return self.judge(step, speeds)
 
     def judge(self, step: int, speeds: Sequence[Speed]) -> Report:
-        """Compare the speeds of all processes, in their order; named are those that the last
-        comparison suspected too."""
-        reasons = slow_devices(speeds, self._slow) | slow_hosts(speeds, self._slow)
+        """Compare the speeds of all processes, in their order; name those that the last comparison
+        suspected too."""
+        reasons = find_slow_devices(speeds, self._slow) | find_slow_hosts(speeds, self._slow)
         lines = [
             f"step {step}: process {process} ({speeds[process].host}) is slow: {reason}"
             for (process, what), reason in sorted(reasons.items())
@@ -126,8 +122,8 @@ class Stragglers:
             numbers["host_skew"] = max(_held_up(speeds))
         return Report(lines, numbers)
 
-    def _calibrated(self) -> int:
-        """Number of times that all repeat the problem, by the speed of the first process."""
+    def _calibrate(self) -> int:
+        """Return how often all repeat the problem, by the speed of process 0."""
         self._probe(1)
         rounds = 1
         if self._peers.number == 0:
@@ -137,7 +133,7 @@ class Stragglers:
         return self._peers.exchange("stragglers", rounds)[0]
 
     def _probe(self, rounds: int) -> list[float]:
-        """Seconds of each device, all working at once."""
+        """Return the seconds of each device, all working at once."""
         begin = time.perf_counter()
         results = [_work(x, rounds) for x in self._inputs]
 
@@ -148,9 +144,9 @@ class Stragglers:
         return list(self._waiting.map(finished, results))
 
 
-def slow_devices(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], str]:
-    """(process, "devices") -> reason, where one of its devices took `slow` times the median of all
-    others."""
+def find_slow_devices(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], str]:
+    """Map (process, "devices") to a reason where one of its devices took `slow` times the median of
+    all others."""
     devices = [(process, name) for process, speed in enumerate(speeds) for name in speed.devices]
     times = [seconds for speed in speeds for seconds in speed.devices.values()]
     ratios = dict(zip(devices, _over_others(times), strict=True))
@@ -173,9 +169,9 @@ def slow_devices(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], 
     return reasons
 
 
-def slow_hosts(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], str]:
-    """(process, "host") -> reason, where steps take `slow` times what they would if its devices
-    waited for their host no longer than the median of the others."""
+def find_slow_hosts(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], str]:
+    """Map (process, "host") to a reason where steps take `slow` times what they would if its
+    devices waited for their host no longer than the median of the others."""
     reasons: dict[tuple[int, str], str] = {}
     others = _medians([speed.late for speed in speeds])
     for process, (speed, held_up, other) in enumerate(
@@ -191,8 +187,8 @@ def slow_hosts(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str], st
 
 
 def _held_up(speeds: Sequence[Speed]) -> list[float]:
-    """Share of a step in which the devices of each process waited for their host longer than the
-    others did."""
+    """Return the share of a step in which each process's devices waited for their host longer than
+    the others."""
     others = _medians([speed.late for speed in speeds])
     return [
         max(0.0, speed.late - other) / speed.step if speed.step else 0.0
@@ -201,20 +197,23 @@ def _held_up(speeds: Sequence[Speed]) -> list[float]:
 
 
 def _over_others(values: Sequence[float]) -> list[float]:
-    """Each value over the median of the others."""
+    """Divide each value by the median of the others."""
     return [value / other for value, other in zip(values, _medians(values), strict=True)]
 
 
 def _medians(values: Sequence[float]) -> list[float]:
-    """The median of all others for each value; a single value itself."""
+    """Return for each value the median of all others; for a single value itself. By one sort, since
+    there may be thousands of devices."""
     if len(values) < 2:
         return [*values]
-    ordered, middle = np.sort(values), ((len(values) - 2) // 2, (len(values) - 1) // 2)
+    ordered = np.sort(values)
     own = np.searchsorted(ordered, values)
-    return np.mean([ordered[i + (i >= own)] for i in middle], axis=0).tolist()
+    middle = ((len(values) - 2) // 2, (len(values) - 1) // 2)
+    # Without a value itself, those from its place on move down by one.
+    return np.mean([ordered[np.where(i >= own, i + 1, i)] for i in middle], axis=0).tolist()
 
 
 @jax.jit
 def _work(x: jax.Array, rounds: Any) -> jax.Array:
-    """Matrices multiplied, one after the other; the values stay finite."""
+    """Multiply matrices one after the other; tanh keeps the values finite."""
     return jax.lax.fori_loop(0, rounds, lambda i, y: jnp.tanh(x @ y), x)

@@ -1,7 +1,9 @@
-"""`maxstack train --supervise`: one parent a process, which starts the training as its child and
-starts it again after a crash or a preemption.
+"""`maxstack train --supervise`: a parent that starts the training as its child, and starts it again
+after a crash or a preemption.
 
-The parent imports nothing heavy and knows of its child only the exit code and goodput.jsonl.
+It restarts after any exit code but 0, 1 (a mistake) and 2 (bad data), since a mistake does not go
+away by itself, and gives up after some restarts in a row without a new step. It imports nothing
+heavy, and knows of its child only the exit code and goodput.jsonl.
 """
 
 import contextlib
@@ -24,12 +26,12 @@ from maxstack.report.console import Lasting
 PARENT = "MAXSTACK_SUPERVISED"
 """Environment variable of the child with the parent's process id."""
 MISTAKES = {
-    1: "a mistake in the configuration, or what else a restart does not mend, reported above",
+    1: "a mistake in the configuration, or another error that a restart does not fix, see above",
     2: "bad data",
 }
 REASONS = {
     RETRY: "stopped, hung or lost a peer",
-    CRASHED: "an error in the program, reported above",
+    CRASHED: "an error in the program, see above",
     130: "interrupted",
 }
 KILLED = {
@@ -38,27 +40,26 @@ KILLED = {
 }
 PAUSE, LONGEST_PAUSE = 1.0, 60.0
 LONG = 600.0
-"""Seconds of a child's life that count as progress where goodput.jsonl does not say."""
+"""Seconds of a child's life that count as progress where goodput.jsonl does not grow."""
 PR_SET_PDEATHSIG = 1
 
 
 def run(command: Sequence[str], folder: Path, most: int = 10, pause: float = PAUSE) -> int:
-    """Run `command`, the training of the run in `folder`, until it is done -> the exit code.
+    """Run `command`, the training of the run in `folder`, until it is done; return the exit code.
 
-    A child that leaves with 1 or 2 is not started again: a mistake does not go away by itself.
-    After any other code but 0 it is, in `pause` seconds, twice as long each time up to a minute,
-    and at most `most` times in a row without progress, which is steps beyond all earlier ones.
-    SIGTERM, SIGINT and SIGHUP are passed on, and end it; a second SIGINT kills the child. SIGUSR1
-    asks for a trace of the next steps. Call it from the main thread.
+    A restart comes after `pause` seconds, twice as many each time up to a minute, and at most
+    `most` times in a row without progress, which is a step beyond all earlier ones. SIGTERM, SIGINT
+    and SIGHUP are passed on and end it; a second SIGINT kills the child. SIGUSR1 asks for a trace
+    of the next steps. Call it from the main thread.
     """
     return Supervisor(command, folder, most, pause).run()
 
 
 def follow_parent() -> None:
-    """Make the parent's death a SIGTERM, in the child of `run` and once SIGTERM has its handler, so
-    that nothing is orphaned; elsewhere do nothing.
+    """In a child of `run`, turn the parent's death into a SIGTERM, so that it saves and ends; call
+    it once SIGTERM has its handler. Elsewhere do nothing.
 
-    Linux sends the signal (PR_SET_PDEATHSIG); on other systems a thread looks every second.
+    Linux sends the signal (PR_SET_PDEATHSIG); on other systems a thread checks every second.
     """
     parent = int(os.environ.pop(PARENT, "0"))
     if not parent:
@@ -78,7 +79,9 @@ class Supervisor:
     """One call of `run`."""
 
     def __init__(self, command: Sequence[str], folder: Path, most: int, pause: float):
-        self._command, self._folder, self._most, self._pause = command, folder, most, pause
+        self._command = command
+        self._folder = folder
+        self._most, self._pause = most, pause
         self._child: subprocess.Popen[bytes] | None = None
         self._asked: list[int] = []
         self._restarts = self._in_a_row = 0
@@ -94,12 +97,13 @@ class Supervisor:
         follow_parent()
         try:
             while True:
-                began, size = time.monotonic(), self._size()
+                began = time.monotonic()
+                size = self._size()
                 code = self._live()
                 lived = time.monotonic() - began
                 if code == 0 or code in MISTAKES or self._asked:
                     return self._end(code)
-                if self._progressed(size, lived):
+                if self._made_progress(size, lived):
                     self._in_a_row = 0
                 if self._in_a_row >= self._most:
                     return self._end(code)
@@ -112,8 +116,8 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _live(self) -> int:
-        """Run the child once -> its return code. In a process group of its own it gets a terminal's
-        ^C from here alone, and once."""
+        """Run the child once and return its return code. In a process group of its own it gets a
+        terminal's ^C only from here, once."""
         environment = os.environ | {PARENT: str(os.getpid())}
         self._child = subprocess.Popen(
             self._command, stdin=subprocess.DEVNULL, env=environment, process_group=0
@@ -126,27 +130,30 @@ class Supervisor:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         """Pass a signal on: each kind once, and a second SIGINT as SIGKILL."""
-        again, self._asked = number in self._asked, [*self._asked, number]
+        again = number in self._asked
+        self._asked.append(number)
         if self._child and (not again or number == signal.SIGINT):
             self._child.send_signal(signal.SIGKILL if again else number)
 
     def _ask_for_trace(self, number: int, frame: FrameType | None) -> None:
-        """Pass SIGUSR1 on as a file, which waits for a child that is not there yet."""
+        """Pass SIGUSR1 on as a file, which also reaches a child that has not started yet."""
         with contextlib.suppress(OSError):
             trace_requests.ask(self._folder, trace_requests.STEPS)
 
-    def _progressed(self, size: int, lived: float) -> bool:
-        """True where the child that ended came further than any before it. `size`: bytes of
-        goodput.jsonl before it."""
+    def _made_progress(self, size: int, lived: float) -> bool:
+        """Return whether the child came further than any before it. `size`: bytes of goodput.jsonl
+        before it."""
         if self._size() == size:
             return lived >= LONG
-        before, self._steps = self._steps, max(self._steps, goodput.so_far(self._folder).steps)
+        before = self._steps
+        self._steps = max(before, goodput.so_far(self._folder).steps)
         return self._steps > before
 
     def _wait(self, code: int, lived: float) -> None:
         """Print the reason and the pause before the restart, and wait; a signal ends the pause."""
         pause = min(LONGEST_PAUSE, self._pause * 2**self._in_a_row)
-        self._restarts, self._in_a_row = self._restarts + 1, self._in_a_row + 1
+        self._restarts += 1
+        self._in_a_row += 1
         self._say(
             f"{_reason(code)}, after {datetime.timedelta(seconds=round(lived))}; restart "
             f"{self._restarts} in {pause:g} s, "
@@ -157,32 +164,27 @@ class Supervisor:
             time.sleep(min(0.1, left))
 
     def _end(self, code: int) -> int:
-        """Print how the run ended -> the exit code, 128 + its number for a signal."""
-        restarts = f"{self._restarts} restart{'s' * (self._restarts != 1)}"
+        """Print how the run ended; return the exit code, 128 + its number for a signal."""
         if code == 0:
-            self._say(f"done, after {restarts}")
+            self._say(f"done, after {_restarts(self._restarts)}")
         elif self._asked:
             second = code == -signal.SIGKILL and len(self._asked) > 1
-            self._say(
-                f"{signal.Signals(self._asked[0]).name} was passed on, and no restart "
-                f"follows: {'killed at the second' if second else _reason(code)}"
-            )
+            how = "killed at the second" if second else _reason(code)
+            name = signal.Signals(self._asked[0]).name
+            self._say(f"{name} was passed on, and no restart follows: {how}")
         elif code in MISTAKES:
             self._say(f"{_reason(code)}; a restart would not help")
         else:
             why = "--max-restarts 0 allows no restart"
             if self._most:
-                why = (
-                    f"{self._in_a_row} restart{'s' * (self._in_a_row != 1)} in a row "
-                    "(--max-restarts) made no progress"
-                )
+                why = f"{_restarts(self._in_a_row)} in a row (--max-restarts) made no progress"
             self._say(f"gave up: {_reason(code)}; {why}")
         return code if code >= 0 else 128 - code
 
     def _say(self, text: str) -> None:
         so_far = goodput.so_far(self._folder)
         goodput_line = f"; {goodput.sentence(so_far)}" if so_far.began else ""
-        with contextlib.suppress(OSError):  # whoever read it may be gone
+        with contextlib.suppress(OSError):  # the reader of stderr may be gone
             print(f"supervise: {text}{goodput_line}", file=sys.stderr)
 
     def _size(self) -> int:
@@ -192,8 +194,12 @@ class Supervisor:
             return 0
 
 
+def _restarts(count: int) -> str:
+    return "1 restart" if count == 1 else f"{count} restarts"
+
+
 def _reason(code: int) -> str:
-    """Description of an exit code; a negative one is a signal's."""
+    """Describe an exit code; a negative one is a signal's."""
     if code < 0:
         number = signal.Signals(-code)
         return f"killed by {number.name}{KILLED.get(number, '')}"

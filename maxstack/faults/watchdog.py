@@ -1,10 +1,13 @@
-"""The watchdog: a process of its own beside each process of a run. heartbeat.py starts it as a
-script, so it imports the standard library alone.
+"""The watchdog: a separate process beside each process of a run. heartbeat.py starts it as a
+script, so it imports the standard library alone (70 ms of processor time to start).
 
 It ends its process where no step is done in time, with the stacks of all threads in the log, and
-all processes of the run where one is lost: each watchdog has a line to that of process 0, which
-informs the others; the processes make these lines, and hand them over. It reads the state of a
-process from the system, so it does not matter what that hangs in.
+all processes of the run where one is lost. Its process tells it what it does and how long that may
+take; all else it reads from /proc, so no lock, no GIL and no C++ that the process hangs in can keep
+it from deciding. Each watchdog has a connection to that of process 0, which decides for all and
+tells the others; the processes make these connections and hand them over, so a watchdog listens to
+nobody. A connection that breaks is a death, noticed within a second, where jax's heartbeats need
+100 s. The process is asked to leave, then killed.
 """
 
 import contextlib
@@ -22,28 +25,34 @@ from typing import Any
 
 TICK = 0.25
 SILENCE = 30.0
-"""Seconds after which a silent host is lost: its network or its power is gone."""
+"""Seconds without a message after which a host is lost, with its network or its power."""
 PAUSED = 5.0
-"""Seconds without a turn of its own after which a watchdog trusts no clock: the machine was stopped
-or moved."""
-ASKED, FAILED = 2.0, 10.0
-"""Seconds that a process has to leave when asked to, and after an error of its own."""
-TOLD, LAST = 2.0, 8.0
-"""Seconds that process 0 has to print an error of its own, and at most for the others to leave
-before it: jax aborts those that it leaves behind."""
+"""Seconds between two ticks after which a watchdog resets its clocks: the machine was stopped or
+moved."""
+ASKED = 2.0
+"""Seconds that a process has to leave when asked to."""
+FAILED = 10.0
+"""Seconds that it has after an error of its own."""
+TOLD = 2.0
+"""Seconds that process 0 has to print an error of its own."""
+LAST = 8.0
+"""Seconds, at most, that process 0 waits for the others to leave: jax aborts those that it leaves
+behind."""
 LONGEST = 1 << 22
-"""Bytes of a message of another watchdog; an alarm has a line for each process."""
+"""Bytes of another watchdog's message; an alarm has a line for each process."""
 LINES = 200
-"""Lines that are handed over at a time; Linux lets 253 through."""
+"""Connections that are handed over at a time; Linux allows 253."""
 
 
 class Watchdog:
-    """The watchdog of the process that started it. `line`: the socket to that; `arguments`: its pid
-    (it may be gone by now), process, processes, log, stacks (a file), step (seconds that it may be
-    stopped), retry (the exit code where the run is to be started again)."""
+    """The watchdog of the process that started it. `line`: the socket to that process; `arguments`:
+    its pid (it may have ended by now), process, processes, log, stacks (a file), step (seconds that
+    it may be stopped), retry (the exit code that asks for a restart)."""
 
     def __init__(self, line: socket.socket, arguments: Mapping[str, Any]):
-        self._line, self._arguments, self._pid = line, arguments, arguments["pid"]
+        self._line = line
+        self._arguments = arguments
+        self._pid = arguments["pid"]
         self._own: dict[str, Any] = {
             "process": arguments["process"],
             "host": platform.node(),
@@ -53,9 +62,12 @@ class Watchdog:
             "state": "",
             "done": False,
         }
-        self._beat, self._limit, self._failed = time.monotonic(), float("inf"), False
-        """The last sign of life, how long the next may take, and whether the process reported an
-        error."""
+        self._beat = time.monotonic()
+        """Time of the last sign of life."""
+        self._limit = float("inf")
+        """Seconds until the next one is due."""
+        self._failed = False
+        """The process reported an error."""
         self._first: Connection | None = None
         self._first_done = False
         self._others: dict[Connection, dict[str, Any]] = {}
@@ -64,7 +76,7 @@ class Watchdog:
         self._looked = self._ran = time.monotonic()
 
     def watch(self) -> None:
-        """Watch until the process has ended, by itself or by this."""
+        """Watch until the process has ended."""
         lives = True
         while lives:
             for ready in wait([self._line, *self._heard], TICK):
@@ -76,25 +88,26 @@ class Watchdog:
             lives = os.getppid() == self._pid
         if not self._own["done"]:
             self._alarm(
-                f"{_name(self._own)} ended without a word: killed, out of memory, or crashed",
+                f"{_name(self._own)} ended without a message: killed, out of memory, or crashed",
                 stacks=False,
             )
 
     def _look(self) -> None:
         """Raise an alarm where the process or another host is late, and report to the others."""
-        own, now, most = self._own, time.monotonic(), self._arguments["step"]
+        own, most = self._own, self._arguments["step"]
+        now = time.monotonic()
         own["state"] = state_of(self._pid)
-        if now - self._looked > PAUSED:  # the whole machine, and it may have been all of them
+        if now - self._looked > PAUSED:  # the watchdog stood still too, and perhaps all of them
             self._tell_pause(now - self._looked, "its whole machine, or all that runs here")
-            self._beat, self._heard = now, dict.fromkeys(self._heard, now)
-            self._ran = now
+            self._beat = self._ran = now
+            self._heard = dict.fromkeys(self._heard, now)
         self._looked = now
         if own["state"] != "stopped":
             if now - self._ran > PAUSED:
                 self._tell_pause(now - self._ran, "stopped by a signal")
             self._ran = now
         elif self._arguments["processes"] == 1:
-            self._beat = self._ran = now  # by whoever wants it to be, and nobody waits
+            self._beat = self._ran = now  # somebody wants it to be (^Z), and nobody waits for it
         if now - self._ran > most:
             self._alarm(f"{_name(own)} is stopped by a signal for {most:.0f} s", stacks=True)
         if now - self._beat > self._limit:
@@ -115,11 +128,11 @@ class Watchdog:
         self._say(f"{_name(self._own)} stood still for {seconds:.0f} s ({how})", log=True)
 
     def _read_process(self) -> None:
-        """Read a message of the process, and the lines to other watchdogs that come with it."""
+        """Read a message of the process, and connections to other watchdogs that come with it."""
         try:
             text, lines, *_ = socket.recv_fds(self._line, 1 << 16, LINES, socket.MSG_DONTWAIT)
             message = json.loads(text)
-        except (OSError, ValueError):  # its end of the line is closed
+        except (OSError, ValueError):  # its end is closed
             return
         self._beat = time.monotonic()
         for line in lines:
@@ -144,7 +157,7 @@ class Watchdog:
             )
 
     def _read_watchdog(self, link: Connection) -> None:
-        """Read a message of another watchdog, or notice that it is gone."""
+        """Read a message of another watchdog, or raise an alarm where it is gone."""
         try:
             message = json.loads(link.recv_bytes(LONGEST))
         except (EOFError, OSError):
@@ -169,12 +182,12 @@ class Watchdog:
     def _send(self, message: Mapping[str, Any]) -> None:
         data = json.dumps(message).encode()
         for link in self._heard:
-            with contextlib.suppress(OSError):  # its end is noticed where it is read
+            with contextlib.suppress(OSError):  # reading notices that it is gone
                 link.send_bytes(data)
 
     def _alarm(self, text: str, stacks: bool, code: int | None = None) -> None:
-        """End the run for the reason `text`. Process 0's watchdog decides for all; where it does
-        not answer, each for itself."""
+        """End the run for the reason `text`. Process 0's watchdog decides for all; where that does
+        not answer, each decides for itself."""
         alarm: dict[str, Any] = {
             "text": text,
             "code": self._arguments["retry"] if code is None else code,
@@ -198,8 +211,9 @@ class Watchdog:
         self._end(**alarm)
 
     def _end(self, text: str, code: int, stacks: bool) -> None:
-        """End the process, and this one."""
-        first, lives = self._own["process"] == 0, os.getppid() == self._pid
+        """End the process, then this one."""
+        first = self._own["process"] == 0
+        lives = os.getppid() == self._pid
         self._say(f"WATCHDOG: {text}", log=first)
         if stacks and lives:
             self._say("".join(stacks_of(self._pid, Path(self._arguments["stacks"]))), log=True)
@@ -216,7 +230,8 @@ class Watchdog:
         sys.exit()
 
     def _let_others_leave(self) -> None:
-        begin, links = time.monotonic(), [*self._heard]
+        begin = time.monotonic()
+        links = [*self._heard]
         while links and time.monotonic() < begin + LAST:
             for link in wait(links, TICK):
                 try:
@@ -227,7 +242,7 @@ class Watchdog:
             time.sleep(max(0.0, begin + TOLD - time.monotonic()))
 
     def _say(self, text: str, log: bool) -> None:
-        with contextlib.suppress(OSError):  # who read it may be gone
+        with contextlib.suppress(OSError):  # the reader may be gone
             print(text, file=sys.stderr)
         if log:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -246,20 +261,20 @@ def _name(status: Mapping[str, Any]) -> str:
 
 def _line(status: Mapping[str, Any]) -> str:
     if "pid" not in status:
-        return f"  {_name(status)}: has said nothing yet"
+        return f"  {_name(status)}: has reported nothing yet"
     state = f", {status['state']}" if status["state"] else ""
     return f"  {_name(status)}: {status['doing']}, step {status['step']}{state}"
 
 
 def state_of(pid: int) -> str:
-    """State of a process that does not run, by the system: stopped, held by a debugger, ended; ""
-    for one that runs."""
+    """Return the state of a process that does not run (stopped, held by a debugger, ended); "" for
+    one that runs."""
     states = {"T": "stopped", "t": "held by a debugger", "Z": "ended", "X": "ended"}
     return states.get((_stat(pid) or [""])[0], "")
 
 
 def stacks_of(pid: int, file: Path) -> list[str]:
-    """The stacks of all threads of a process and of those that it started. Each appends its own to
+    """Return the stacks of all threads of a process and of its descendants. Each appends its own to
     `file` when it gets SIGUSR2."""
     texts = []
     for each in [pid, *_children(pid)]:
@@ -274,8 +289,8 @@ def stacks_of(pid: int, file: Path) -> list[str]:
 def _stacks(pid: int, file: Path) -> str:
     if state_of(pid) == "stopped":
         return "  none: it is stopped by a signal\n"
-    if not _catches(pid):
-        return "  none: it is no process of Python's, or has only begun\n"
+    if not _handles_signal(pid):
+        return "  none: it is not a Python process, or has only begun\n"
     before = size = file.stat().st_size
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGUSR2)
@@ -290,7 +305,7 @@ def _stacks(pid: int, file: Path) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent, and so on, of a process; empty where there is no /proc."""
+    """Read state, parent, and so on, of a process; empty where there is no /proc."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
@@ -298,21 +313,22 @@ def _stat(pid: int) -> list[str]:
 
 
 def _children(pid: int) -> list[int]:
-    """Descendants of a process, but for this one."""
-    stats = {int(path.name): _stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
-    parents = {
-        child: int(stat[1]) for child, stat in stats.items() if stat and child != os.getpid()
-    }
-    family, more = set[int](), {pid}
+    """List the descendants of a process, without this one."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        if (stat := _stat(int(path.name))) and int(path.name) != os.getpid():
+            parents[int(path.name)] = int(stat[1])
+    family: set[int] = set()
+    more = {pid}
     while more:
         more = {child for child, parent in parents.items() if parent in more}
         family |= more
     return sorted(family)
 
 
-def _catches(pid: int) -> bool:
-    """True where a process has a handler for SIGUSR2, which would kill it otherwise; without /proc,
-    for the process that is watched."""
+def _handles_signal(pid: int) -> bool:
+    """Return whether a process has a handler for SIGUSR2, which would kill it otherwise; without
+    /proc, whether it is the watched one."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

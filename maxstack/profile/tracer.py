@@ -255,7 +255,7 @@ class Tracer:
 
     def _hear(self) -> None:
         """What process 0 said."""
-        if (said := self._peers.posted("trace", self._requests)) is None:
+        if (said := self._peers.read_post("trace", self._requests)) is None:
             return
         self._requests += 1
         first, steps = said

@@ -241,7 +241,9 @@ def check_reward(given: Any) -> dict[str, Any]:
         return {"value": _finite(given, "returned"), "components": {}}
     for name in given:
         if not isinstance(name, str):
-            raise TypeError(f"returned a mapping with the key {quoted(name)}, which is not a string")
+            raise TypeError(
+                f"returned a mapping with the key {quoted(name)}, which is not a string"
+            )
     if not given:
         raise ValueError("returned a mapping without a component")
     parts = {name: _finite(part, f"returned for {name!r}") for name, part in given.items()}

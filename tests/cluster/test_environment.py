@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxstack.cluster.environment import PORT, PORTS, Member, first_host, member, tasks_per_node
+from maxstack.cluster.environment import PORT, PORTS, Member, first_host, member
 from maxstack.cluster.joining import devices_of
 from maxstack.cluster.joining import member as joined_member
 from maxstack.errors import ConfigError
@@ -73,10 +73,6 @@ PLAIN = {"JAX_COORDINATOR_ADDRESS": "here:1234", "JAX_NUM_PROCESSES": "3", "JAX_
         ),
         (SLURM, Member("Slurm job 123456", f"gpu03:{PORTS[123456 % len(PORTS)]}", 6, 3, (1, 2))),
         (
-            SLURM | {"SLURM_TRES_PER_TASK": "cpu=8", "SLURM_GPU_BIND": "none"},
-            Member("Slurm job 123456", f"gpu03:{PORTS[123456 % len(PORTS)]}", 6, 3, (1, 2)),
-        ),
-        (
             SLURM | {"SLURM_GPUS_PER_TASK": "1"},
             Member("Slurm job 123456", f"gpu03:{PORTS[123456 % len(PORTS)]}", 6, 3),
         ),
@@ -128,7 +124,7 @@ def test_open_mpi_says_where_process_0_is_on_one_host_or_by_its_launcher():
         ),
         (
             PLAIN | {"JAX_PROCESS_ID": "two"},
-            "JAX_PROCESS_ID='two' in the environment: is no whole number",
+            "JAX_PROCESS_ID='two' in the environment is not an integer",
         ),
         (
             {"WORLD_SIZE": "4", "RANK": "1"},
@@ -140,7 +136,7 @@ def test_open_mpi_says_where_process_0_is_on_one_host_or_by_its_launcher():
         ),
     ],
 )
-def test_half_of_what_is_needed_is_told(variables, says):
+def test_missing_variables_are_named(variables, says):
     with pytest.raises(ConfigError, match=says):
         member(variables, on_tpu=False)
 
@@ -148,12 +144,8 @@ def test_half_of_what_is_needed_is_told(variables, says):
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [
-        ("node1", "node1"),
         ("a,b[1-2]", "a"),
         ("n[007-009,012],m3", "n007"),
-        ("n[3]-ib,x", "n3-ib"),
-        ("rack[1-2]_blade[3-4]", "rack1_blade3"),
-        ("a[01-03,07]b[1-2],c", "a01b1"),
         ("r[2,5]c[010-011]n[3].x.org,a[1-2]", "r2c010n3.x.org"),
         ("[12-14]", "12"),
     ],
@@ -162,9 +154,9 @@ def test_the_first_host_of_slurm_s_lists(hosts, first):
     assert first_host(hosts) == first
 
 
-@pytest.mark.parametrize("hosts", ["", "n[1-2", "n[1-2]]", "n[]", "n[a-b]", ",a", "a b"])
-def test_what_is_no_list_of_slurm_s_is_refused_with_what_to_set(hosts):
-    with pytest.raises(ConfigError, match="is no list of hosts; set JAX_COORDINATOR_ADDRESS"):
+@pytest.mark.parametrize("hosts", ["", "n[1-2", "n[a-b]", ",a"])
+def test_a_malformed_slurm_list_is_refused(hosts):
+    with pytest.raises(ConfigError, match="is not a list of hosts; set JAX_COORDINATOR_ADDRESS"):
         first_host(hosts)
 
 
@@ -185,43 +177,33 @@ STEP = {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
             "JAX_PROCESS_COUNT=12 one of .* unset .* JAX_PROCESS_COUNT and PROCESSES_IN",
         ),
         (
-            {**PLAIN, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0", **STEP},
-            "JAX_COORDINATOR_ADDRESS.* is alone, and by SLURM_STEP_NUM_TASKS=2",
-        ),
-        (
-            {**MPI, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", **URI, **STEP},
-            "Open MPI",
-        ),
-        (
             {**ALONE, "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x", **STEP},
             "SLURM_STEP_NUM_TASKS=2",
         ),  # torchrun of one process in each task
     ],
 )
-def test_a_process_that_one_launcher_says_is_alone_and_another_one_of_several_is_refused(
-    variables, says
-):
+def test_a_process_alone_by_one_launcher_only_is_refused(variables, says):
     with pytest.raises(ConfigError, match=says):
         member(variables, on_tpu=False)
 
 
-def test_the_configuration_counts_and_is_compared_with_the_launcher(monkeypatch, capsys):
+def test_the_configuration_overrides_the_launcher_and_is_compared_with_it(monkeypatch, capsys):
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     own = SimpleNamespace(coordinator="h:1", processes=3, process=2)
     assert joined_member(SimpleNamespace(distributed=own)).processes == 3
     said = capsys.readouterr().err
-    assert "3 processes by the configuration, which counts, and SLURM_STEP_NUM_TASKS=2" in said
+    assert "3 processes by the configuration, which is used, and SLURM_STEP_NUM_TASKS=2" in said
     own.processes, own.process = 1, 0
     with pytest.raises(ConfigError, match="by the configuration this process is alone, and by"):
         joined_member(SimpleNamespace(distributed=own))
 
 
-def test_launchers_that_differ_in_their_counts_are_told_and_the_first_counts(capsys):
+def test_different_counts_of_launchers_are_told_and_the_first_is_used(capsys):
     torchrun = {**ALONE, "WORLD_SIZE": "8", "RANK": "5"}
     assert member(torchrun | STEP, on_tpu=False).processes == 8
     assert (
-        "8 processes by variables (MASTER_ADDR, RANK), which counts, and SLURM_STEP_NUM_TASKS=2"
+        "8 processes by variables (MASTER_ADDR, RANK), which is used, and SLURM_STEP_NUM_TASKS=2"
         in capsys.readouterr().err
     )
     agents = {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "1"}
@@ -231,15 +213,15 @@ def test_launchers_that_differ_in_their_counts_are_told_and_the_first_counts(cap
     assert not capsys.readouterr().err
 
 
-def test_a_slurm_job_of_several_tasks_without_srun_is_told(capsys):
+def test_several_slurm_tasks_without_srun_are_told(capsys):
     assert (
         member({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, on_tpu=False)
         is None
     )
-    assert "Slurm job 7 has 2 tasks, but this is none of an srun step's" in capsys.readouterr().err
+    assert "Slurm job 7 has 2 tasks, but srun did not start this process" in capsys.readouterr().err
 
 
-def test_torchrun_keeps_its_own_port_where_it_listens_there():
+def test_torchrun_s_own_port_is_not_used_where_it_listens_there():
     given = {
         "MASTER_ADDR": "m",
         "MASTER_PORT": "29500",
@@ -249,10 +231,6 @@ def test_torchrun_keeps_its_own_port_where_it_listens_there():
     }
     found = member(given | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, on_tpu=False)
     assert found.coordinator.startswith("m:6") and found.coordinator != "m:29500"
-
-
-def test_slurm_s_counts_of_tasks():
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1] and tasks_per_node("8") == [8]
 
 
 ATTRIBUTES = {
@@ -278,7 +256,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_tpu_vm_is_asked_for_its_metadata_where_tpus_are():
+def test_a_tpu_vm_s_metadata_is_read_where_there_are_tpus():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         host = {"GCE_METADATA_HOST": f"127.0.0.1:{server.server_port}"}

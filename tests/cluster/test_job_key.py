@@ -8,7 +8,7 @@ from maxstack.errors import ConfigError
 
 def test_a_launchers_key_leaves_the_environment_of_what_is_started_later(tmp_path, monkeypatch):
     monkeypatch.setenv(job_key.VARIABLE, "k" * 64)
-    with job_key.shown(tmp_path / "run", True) as find:
+    with job_key.share(tmp_path / "run", True) as find:
         assert find() == b"k" * 64 and job_key.VARIABLE not in job_key.os.environ
     assert not (tmp_path / "run").exists()
 
@@ -18,14 +18,14 @@ def test_a_key_that_can_be_guessed_is_refused(key, tmp_path, monkeypatch):
     monkeypatch.setenv(job_key.VARIABLE, key)
     with (
         pytest.raises(ConfigError, match=f"has {len(key)} characters; give all processes"),
-        job_key.shown(tmp_path, False),
+        job_key.share(tmp_path, False),
     ):
         pass
 
 
 def test_without_one_process_0_shows_its_own_by_a_file_that_only_its_user_reads(tmp_path):
     (tmp_path / job_key.FILE).write_text("of an earlier start, or of who sent the folder")
-    with job_key.shown(tmp_path, True) as first, job_key.shown(tmp_path, False) as other:
+    with job_key.share(tmp_path, True) as first, job_key.share(tmp_path, False) as other:
         assert len(first()) == 64 and other() == first()
         assert (tmp_path / job_key.FILE).stat().st_mode & 0o777 == 0o600
     assert not [*tmp_path.iterdir()]
@@ -33,7 +33,7 @@ def test_without_one_process_0_shows_its_own_by_a_file_that_only_its_user_reads(
 
 def test_a_process_that_finds_no_key_says_where_it_looked_and_what_to_do(tmp_path):
     with (
-        job_key.shown(tmp_path, False) as find,
+        job_key.share(tmp_path, False) as find,
         pytest.raises(
             OSError, match="all hosts must see run.output_dir, or give all processes MAX"
         ),
@@ -45,6 +45,6 @@ def test_a_folder_that_cannot_be_written_is_a_mistake_of_the_configuration(tmp_p
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match="run.output_dir: cannot write to "),
-        job_key.shown(tmp_path / "file" / "run", True),
+        job_key.share(tmp_path / "file" / "run", True),
     ):
         pass

@@ -212,8 +212,6 @@ def test_nothing_is_a_spike_before_the_warm_up_is_over():
 
 CHAINS = {
     "muon": {"chain": [{"kind": "muon"}]},
-    "plain": {"chain": [{"kind": "sgd", "momentum": 0.9}]},
-    "average": {"ema": {"decay": 0.9}},
     "noise": {
         "chain": [{"kind": "add_noise", "eta": 0.1, "gamma": 0.5, "key": 0}, {"kind": "sgd"}]
     },

@@ -46,11 +46,6 @@ def test_as_many_refused_updates_in_a_row_as_are_allowed_end_nothing_and_one_mor
         read(policy, [NOT_FINITE] * 5, begin=11, loss=2.5)
 
 
-def test_with_no_skips_allowed_the_first_value_that_is_not_finite_ends_the_run():
-    with pytest.raises(ConfigError, match="step 1: loss nan, gradient norm nan: .* is not finite"):
-        read(Policy(faults(max_skips=0)), [NOT_FINITE])
-
-
 def test_spikes_in_a_row_rewind_before_the_first_of_them_and_pass_over_their_batches():
     policy = Policy(faults(rewind_after=3, before=5))
     assert read(policy, [0, 2, 2, 0, 2, 1, 2, 2], begin=20) == [None] * 7 + [Rewind(19, 27)]

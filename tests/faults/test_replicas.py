@@ -4,21 +4,17 @@ again."""
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxstack import optim, sharding
+from maxstack import sharding
 from maxstack.errors import ConfigError
 from maxstack.faults.replicas import Corruption, Recompute, Replicas
-from maxstack.run import assemble
 from maxstack.schema.mesh import MeshConfig
 from maxstack.state import State
 
-DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int32", "bool", "key")
-ONE_LAYER = tiny.model(layers=1, pattern=["local"])
-HONEST = optim.build
+DTYPES = ("float32", "bfloat16", "float16", "int8", "bool", "key")
 
 
 def made(mesh, seed=0):
@@ -85,7 +81,7 @@ def many():
     return made({"data": 4, "tensor": 2})
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}, {"fsdp": 8}])
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}])
 def test_copies_that_are_equal_agree_and_equal_states_have_equal_hashes(mesh):
     (state, replicas), (same, _), (other, _) = made(mesh), made(mesh), made(mesh, seed=1)
     hashes = replicas.hashes(state)
@@ -99,9 +95,7 @@ def test_copies_that_are_equal_agree_and_equal_states_have_equal_hashes(mesh):
 )
 def test_any_flipped_bit_in_one_copy_is_found_and_names_the_device(many, path):
     (state, replicas), rng = many, np.random.default_rng(len(path))
-    bits = {"float8_e4m3fn": 8, "int8": 8, "bfloat16": 16, "float16": 16, "bool": 1}.get(
-        path.split("/")[-1], 32
-    )
+    bits = {"int8": 8, "bfloat16": 16, "float16": 16, "bool": 1}.get(path.split("/")[-1], 32)
     for bit in range(bits):
         place = int(rng.integers(8))
         (found,) = replicas.compare(
@@ -140,15 +134,10 @@ def test_what_exists_once_is_not_said_to_be_covered():
         and covered({"data": 2, "fsdp": 2, "tensor": 2}).covered == 1.0
     )
     fsdp = covered({"fsdp": 8})
-    assert fsdp.covered < 0.02 and "of the rest there is one copy" in fsdp.describe(100)
+    assert fsdp.covered < 0.02 and "the rest exists once" in fsdp.describe(100)
     cfg = tiny.config()
     alone = Corruption(Replicas(tiny.make_run(cfg).abstract, tiny.make_run(cfg).mesh), 1, print)
     assert not alone.due(1, saving=True), "one device has nothing to compare"
-
-
-def test_state_in_the_hosts_memory_is_passed_over():
-    run = tiny.make_run(tiny.config(mesh={"data": 8, "offload": ["optimizer"]}), 8)
-    assert 0.3 < Replicas(run.abstract, run.mesh).covered < 0.4
 
 
 def test_a_fault_that_a_recomputation_does_not_repeat_is_a_passing_one(
@@ -163,8 +152,8 @@ def test_a_fault_that_a_recomputation_does_not_repeat_is_a_passing_one(
     )
     assert health.compare_copies(17, flipped(state, "params/int8", 3, 5, 1)) == Recompute(17)
     assert (
-        told[0].startswith("step 17: SILENT DATA CORRUPTION in 0.000526 ")
-        and "MiB of params: device 3 (cpu) of process 0: not as most" in told[0]
+        told[0].startswith("step 17: SILENT DATA CORRUPTION in 0.000480 ")
+        and "MiB of params: device 3 (cpu) of process 0: differs from most" in told[0]
     )
     assert health.compare_copies(10, state) is None and health.due(17, saving=False)
     assert health.compare_copies(17, state) is None
@@ -181,8 +170,8 @@ def test_of_two_replicas_both_are_suspects_until_the_steps_are_computed_again():
     health = Corruption(replicas, 10, told.append)
     assert health.compare_copies(20, damaged) == Recompute(20)
     assert (
-        "device 2 (cpu) of process 0 and device 6 (cpu) of process 0: not alike, and "
-        "nothing says yet which is right" in told[0]
+        "device 2 (cpu) of process 0 and device 6 (cpu) of process 0: differ, and it is not known "
+        "yet which is right" in told[0]
     )
     assert (
         health.compare_copies(20, state) is None
@@ -195,18 +184,6 @@ def test_of_two_replicas_both_are_suspects_until_the_steps_are_computed_again():
         r"service",
     ):
         health.compare_copies(30, flipped(state, "opt/split", 6, 0, 1))
-
-
-def test_where_the_whole_state_went_astray_with_the_damaged_copy_two_replicas_are_not_told_apart():
-    (state, replicas), told = made({"data": 2, "fsdp": 2, "tensor": 2}), []
-    health = Corruption(replicas, 10, told.append)
-    health.compare_copies(20, flipped(state, "opt/split", 6, 0, 0))
-    other, _ = made({"data": 2, "fsdp": 2, "tensor": 2}, seed=1)
-    health.compare_copies(20, other)
-    assert (
-        "of one of device 2 (cpu) of process 0 and device 6 (cpu) of process 0; more replicas"
-        in told[1]
-    )
 
 
 @pytest.mark.parametrize("again", [20, 15])
@@ -244,49 +221,3 @@ def test_passing_faults_are_passed_over_three_times(many):
         )
     with pytest.raises(ConfigError, match="step 20: .*fault number 4 since this process began"):
         health.compare_copies(20, flipped(state, "step", 1, 0, 7))
-
-
-@pytest.mark.slow
-def test_a_bit_of_a_gradient_flipped_inside_the_step_on_one_replica_is_found(monkeypatch):
-    def build(cfg, steps, info):
-        return optax.chain(
-            _flip_one_bit(sharding.make_mesh(MeshConfig(data=4), jax.devices()[:4])),
-            HONEST(cfg, steps, info),
-        )
-
-    monkeypatch.setattr(optim, "build", build)
-    cfg = tiny.config(model=ONE_LAYER, mesh={"data": 4})
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()[:4]))
-    replicas, state, found = Replicas(run.abstract, run.mesh), run.init(), []
-    for i in range(4):
-        state, _ = run.step(state, run.batches.place(tiny.batch(cfg, i), 8))
-        found.append(
-            {
-                device
-                for one in replicas.compare(replicas.hashes(state))
-                for device in one.outvoted()
-            }
-        )
-    assert found == [set(), set(), {1}, {1}]
-
-
-def _flip_one_bit(mesh):
-    """Flip the lowest exponent bit of one gradient element, at the third update, where the second
-    replica computes it."""
-
-    def local(grad, count):
-        bits = jax.lax.bitcast_convert_type(grad, jnp.uint32).reshape(-1)
-        hit = ((jax.lax.axis_index("data") == 1) & (count == 2)).astype(jnp.uint32)
-        return jax.lax.bitcast_convert_type(
-            bits.at[7].set(bits[7] ^ (hit << 23)).reshape(grad.shape), jnp.float32
-        )
-
-    spoil = jax.shard_map(
-        local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-    )
-
-    def update(grads, count, params=None):
-        leaves, tree = jax.tree.flatten(grads)
-        return jax.tree.unflatten(tree, [spoil(leaves[0], count), *leaves[1:]]), count + 1
-
-    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)

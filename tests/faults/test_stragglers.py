@@ -15,7 +15,13 @@ import pytest
 from processes import environment
 
 from maxstack.cluster.peers import Peers
-from maxstack.faults.stragglers import Speed, Stragglers, _medians, slow_devices, slow_hosts
+from maxstack.faults.stragglers import (
+    Speed,
+    Stragglers,
+    _medians,
+    find_slow_devices,
+    find_slow_hosts,
+)
 
 CHECKS = 6
 JOINED = f"""
@@ -81,21 +87,10 @@ def speeds(*seconds, late=(), starved=0.0, step=1.0):
                 "as long (their median)"
             },
         ),
-        (
-            speeds((0.3, 0.2), (0.1, 0.1)),
-            {
-                (
-                    0,
-                    "devices",
-                ): "its devices need 300 ms for what the others do in 100 ms, 3.0 times as "
-                "long (their median)"
-            },
-        ),
-        (speeds((0.1,)), {}),
     ],
 )
 def test_a_device_is_slow_by_the_median_of_all_others(several, found):
-    assert slow_devices(several, 1.5) == found
+    assert find_slow_devices(several, 1.5) == found
 
 
 @pytest.mark.parametrize(
@@ -124,7 +119,7 @@ def test_a_device_is_slow_by_the_median_of_all_others(several, found):
 def test_a_host_is_slow_where_steps_would_be_that_much_faster_without_waiting_for_it(
     late, starved, found
 ):
-    assert slow_hosts(speeds(1, 1, 1, late=late, starved=starved), 1.5) == {
+    assert find_slow_hosts(speeds(1, 1, 1, late=late, starved=starved), 1.5) == {
         (p, "host"): f"{text} (their median)" for p, text in found.items()
     }
 

@@ -8,14 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from processes import command, environment, numbers, rows, train, write_config
 
 from maxstack.faults.supervise import run
 from maxstack.report import trace_requests
-from maxstack.report.goodput import FILE
 
 CHILD = """
 import json, os, signal, sys, time
@@ -93,7 +90,6 @@ def steps(first, last):
         ([0], 0, 1),
         ([1], 1, 1),
         ([2, 0], 2, 1),
-        ([42, 42, 0], 0, 3),
         ([-signal.SIGKILL, -signal.SIGSEGV, 0], 0, 3),
         ([134, 137, 70, 0], 0, 4),
     ],
@@ -141,13 +137,6 @@ def test_steps_beyond_all_earlier_ones_are_progress_after_which_the_count_begins
         told[-1].startswith("supervise: done, after 5 restarts; goodput ")
         and "25 steps that count" in told[-1]
     )
-
-
-def test_no_restart_is_allowed_where_the_most_is_none(lives, tmp_path):
-    assert (
-        run(lives({"code": 42, "books": steps(1, 5)}), tmp_path, most=0),
-        started(tmp_path),
-    ) == (42, 1)
 
 
 @pytest.fixture
@@ -239,40 +228,3 @@ def test_a_child_whose_parent_is_killed_is_asked_to_save_and_leave(parent, tmp_p
     process = parent({})
     process.kill()
     assert wait_for(tmp_path / "signals").read_text() == "SIGTERM\n"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the child in /proc")
-@pytest.mark.release
-def test_a_training_that_is_killed_twice_and_stopped_once_ends_bit_for_bit_as_if_it_had_not_been(
-    tmp_path,
-):
-    base = write_config(tmp_path, train={"steps": 30, "batch_size": 8})
-    train(base)
-    folder, supervised = (
-        tmp_path / "kept",
-        command(base, "run.name=kept", "--supervise", "--max-restarts", "3"),
-    )
-    parent = subprocess.Popen(
-        supervised, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    for step, number in ((6, signal.SIGKILL), (13, signal.SIGKILL), (20, signal.SIGTERM)):
-        deadline = time.monotonic() + 120
-        while not any(row["step"] >= step for row in rows(folder)):
-            assert parent.poll() is None and time.monotonic() < deadline, (
-                "the run never reached the step"
-            )
-            time.sleep(0.005)
-        (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-        os.kill(int(child), number)
-    told = parent.communicate(timeout=240)[1]
-    assert parent.returncode == 0, told
-    assert [
-        told.count(words)
-        for words in (
-            "killed by SIGKILL",
-            "left with 42",
-            "supervise: done, after 3 restarts; goodput ",
-        )
-    ] == [2, 1, 1], told
-    assert numbers(folder) == numbers(tmp_path / "run") and (folder / FILE).exists()

@@ -129,7 +129,8 @@ def test_a_watchdog_that_begins_after_its_process_is_gone_leaves_too(tmp_path):
         timeout=30,
     )
     assert (
-        f"process 0 (pid {process.pid} on " in done.stderr and "ended without a word" in done.stderr
+        f"process 0 (pid {process.pid} on " in done.stderr
+        and "ended without a message" in done.stderr
     )
     line.close()
 
@@ -173,19 +174,7 @@ def test_where_one_is_killed_the_others_leave_at_once(tmp_path, who):
     assert time.monotonic() - began < 10
     assert codes == [-signal.SIGKILL if i == who else 42 for i in range(3)]
     assert all(
-        f"process {who}" in output and "ended without a word" in output for output in outputs
-    )
-
-
-@pytest.mark.slow
-def test_one_of_several_that_is_stopped_is_named_and_ended_with_the_others(tmp_path):
-    started = run(tmp_path, 3, "wait")
-    started[1].send_signal(signal.SIGSTOP)
-    codes, outputs = ended(started)
-    assert (
-        codes == [42, -signal.SIGKILL, 42]
-        and f"process 1 (pid {started[1].pid}" in outputs[0]
-        and "is stopped" in outputs[0]
+        f"process {who}" in output and "ended without a message" in output for output in outputs
     )
 
 
