@@ -92,7 +92,9 @@ def test_rewards_of_other_programs_are_told_how_ours_are_called():
     def of_verl(data_source, solution_str, ground_truth, extra_info=None):
         return 0.0
 
-    with pytest.raises(ConfigError, match=r"data_source belongs to another program's .* \(prompt, com"):
+    with pytest.raises(
+        ConfigError, match=r"data_source belongs to another program's .* \(prompt, com"
+    ):
         _check_takes("rewards:of_verl", of_verl, ARGUMENTS[""])
 
 

@@ -21,7 +21,7 @@ from maxstack.optim import learning_rate_at
 from maxstack.plan import report
 from maxstack.plan.step import Step, TooLarge
 from maxstack.plan.topology import parse
-from maxstack.submit.local import members
+from maxstack.submit.local import process_variables
 
 LLAMA = Path(__file__).parent / "goldens" / "llama"
 HURRIED = """
@@ -40,7 +40,7 @@ def test_a_process_says_what_it_waits_for_and_leaves_where_another_one_never_joi
         "-c",
         HURRIED.format("joining.JOIN, joining.WAITING = 3.0, 1.0"),
         str(write_config(tmp_path)),
-        f"distributed={{coordinator: {members(2)[0]['JAX_COORDINATOR_ADDRESS']!r}, "
+        f"distributed={{coordinator: {process_variables(2)[0]['JAX_COORDINATOR_ADDRESS']!r}, "
         f"processes: 2, process: 0}}",
     ]
     done = subprocess.run(
@@ -63,7 +63,7 @@ def test_processes_that_do_not_see_one_run_folder_are_refused(tmp_path):
         HURRIED.format("startup.SEEN = 1.0"),
         [],
     )
-    for host, own in zip(("one", "other"), members(2), strict=True):
+    for host, own in zip(("one", "other"), process_variables(2), strict=True):
         (tmp_path / host).mkdir()
         started.append(
             subprocess.Popen(
@@ -101,7 +101,7 @@ def test_processes_share_a_learnt_tokenizer_and_the_steps_that_its_epochs_take(t
     config = write_config(tmp_path, data=data, train=train)
     started = [
         Forked(command(config), environment() | own, tmp_path / own["JAX_PROCESS_ID"])
-        for own in members(2)
+        for own in process_variables(2)
     ]
     codes = [process.wait(timeout=240) for process in started]
     said = (tmp_path / "0").read_text()

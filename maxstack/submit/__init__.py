@@ -1,2 +1,2 @@
-"""`maxstack submit`: the processes of a run on this machine, or what a cluster's own commands are
-given to start them."""
+"""`maxstack submit`: the processes of a run on this machine, or the input of a cluster's own
+commands that start them."""

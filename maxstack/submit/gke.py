@@ -1,5 +1,5 @@
 """A JobSet for GKE: a job per slice, a pod per host. It is restarted as a whole after any exit code
-but 0 and those of a user's mistake."""
+but 0 and those of a user's mistake (1, 2)."""
 
 import json
 from collections.abc import Mapping
@@ -11,21 +11,30 @@ from maxstack.cluster.job_key import VARIABLE
 from maxstack.cluster.joining import WAIT
 from maxstack.errors import ConfigError, quoted
 from maxstack.schema.cluster import STRING, SidecarConfig
-from maxstack.submit.job import KEY, Job, Placement, Submission, machine, machines
-from maxstack.submit.limits import OBJECT, check_size
+from maxstack.submit.job import (
+    KEY,
+    OBJECT,
+    Job,
+    Placement,
+    Submission,
+    check_size,
+    machine,
+    machines,
+)
 
 TEXT = "MAXSTACK_CONFIG"
-WORKERS, CONTAINER = "w", "train"
+WORKERS = "w"
+CONTAINER = "train"
 MISTAKES = [1, 2]
 PATIENCE = 3600
-"""Seconds that a pod waits for the others; nodes of other slices may still be starting."""
+"""Seconds that a pod waits for the others, whose nodes may still be starting."""
 HOME = "/tmp"
 """A folder that a user without an entry in the image's /etc/passwd can write."""
 INDEX = "metadata.annotations['jobset.sigs.k8s.io/job-index']"
 
 
 def submission(job: Job) -> Submission:
-    """Commands of kubectl."""
+    """Return the commands of kubectl."""
     words = kubectl(job)
     later = {
         "status": [*words, "get", "jobset", job.name],
@@ -34,19 +43,19 @@ def submission(job: Job) -> Submission:
     before = None
     if VARIABLE not in job.cluster.secrets:
         before = [*words, "apply", "--server-side", "--filename", "-"], protection(job)
-        kinds = "secret", "networkpolicy"
-        later["stop"] += [*(f"{kind}/{job.name}-job" for kind in kinds), "--ignore-not-found"]
+        own = [f"secret/{job.name}-job", f"networkpolicy/{job.name}-job"]
+        later["stop"] += [*own, "--ignore-not-found"]
     return Submission(
         [*words, "create", "--filename", "-"],
         manifest(job),
-        watching(job, ["--container", CONTAINER], job.topology.hosts) | later,
+        monitoring(job, ["--container", CONTAINER], job.topology.hosts) | later,
         before,
     )
 
 
 def protection(job: Job) -> str:
-    """The YAML of a Secret with the job's key, and of a NetworkPolicy by which its pods hear one
-    another alone: jax's own port asks for no key."""
+    """Return the YAML of a Secret with the job's key, and of a NetworkPolicy that lets its pods
+    reach each other only: jax's own port asks for no key."""
     metadata = {
         "name": f"{job.name}-job",
         "namespace": job.cluster.namespace,
@@ -65,10 +74,11 @@ def protection(job: Job) -> str:
     return "---\n".join(yaml.safe_dump(tree | {"metadata": metadata}) for tree in trees)
 
 
-def watching(job: Job, containers: list[str], streams: int) -> dict[str, list[str]]:
-    """Commands of kubectl that look after a JobSet. `streams`: containers whose logs are
+def monitoring(job: Job, containers: list[str], streams: int) -> dict[str, list[str]]:
+    """Return the commands of kubectl that look after a JobSet. `streams`: containers whose logs are
     followed."""
-    words, jobset = kubectl(job), f"jobset.sigs.k8s.io/jobset-name={job.name}"
+    words = kubectl(job)
+    jobset = f"jobset.sigs.k8s.io/jobset-name={job.name}"
     logs = [*words, "logs", "--selector", jobset, *containers, "--prefix", "--tail=-1"]
     logs.append(f"--max-log-requests={streams}")
     return {
@@ -79,13 +89,13 @@ def watching(job: Job, containers: list[str], streams: int) -> dict[str, list[st
 
 
 def kubectl(job: Placement) -> list[str]:
-    """kubectl with the cluster's context and namespace."""
+    """Return kubectl with the cluster's context and namespace."""
     context = [f"--context={job.cluster.context}"] if job.cluster.context else []
     return ["kubectl", *context, f"--namespace={job.cluster.namespace}"]
 
 
 def manifest(job: Job) -> str:
-    """The YAML of the JobSet, with the run's configuration packed into it."""
+    """Return the YAML of the JobSet, with the run's configuration packed into it."""
     tree = jobset(job)
     stored = json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
     check_size(job, "gke", "the JobSet", stored, OBJECT)
@@ -93,16 +103,16 @@ def manifest(job: Job) -> str:
 
 
 def command(job: Job) -> str:
-    """Command of a container.
+    """Return the command of a container.
 
-    Linux shields a container's first process, the supervisor here, from SIGKILL by others: the
-    training must not be that, or its watchdog could not end it."""
+    Linux shields a container's first process from SIGKILL by others. That is the supervisor here:
+    if it were the training, its watchdog could not end it."""
     unpack, path = job.unpacking(f'printf %s "${TEXT}"', "/tmp/run.yml")
     return f"{unpack} && exec maxstack train {path} --supervise --max-restarts 0"
 
 
 def jobset(job: Job) -> dict[str, Any]:
-    """The JobSet as a tree."""
+    """Build the JobSet as a tree."""
     cluster = job.cluster
     metadata = object_metadata(job)
     if job.tpu and job.hosts > 1:  # a slice is a node pool: no two jobs share one
@@ -159,7 +169,7 @@ def jobset(job: Job) -> dict[str, Any]:
 
 
 def _pod(job: Job) -> dict[str, Any]:
-    """Template of a pod that trains."""
+    """Build the template of a pod that trains."""
     job.check_output()
     container = {
         "name": CONTAINER,
@@ -172,8 +182,8 @@ def _pod(job: Job) -> dict[str, Any]:
 def pod_template(
     job: Placement, container: dict[str, Any], labels: dict[str, str], more: dict[str, Any]
 ) -> dict[str, Any]:
-    """Template of a pod with the cluster's facts, which the `restricted` Pod Security Standard
-    accepts, unless pod.user is null. `more` are further keys of its spec."""
+    """Build the template of a pod from the cluster's description. The `restricted` Pod Security
+    Standard accepts it, unless pod.user is null. `more` are further keys of its spec."""
     cluster, pod = job.cluster, job.cluster.pod
     volumes, mounts = _volumes(job)
     container = container | {
@@ -213,7 +223,7 @@ def pod_template(
 
 
 def object_metadata(job: Placement) -> dict[str, Any]:
-    """Name, namespace and labels, with those of Kueue."""
+    """Return name, namespace and labels, with those of Kueue."""
     queue = {
         "kueue.x-k8s.io/queue-name": job.cluster.queue,
         "kueue.x-k8s.io/priority-class": job.cluster.priority,
@@ -226,7 +236,8 @@ def object_metadata(job: Placement) -> dict[str, Any]:
 
 
 def labels(job: Placement) -> dict[str, str]:
-    """Labels of an object and its pods: those that Kubernetes recommends, and pod.labels."""
+    """Return the labels of an object and its pods: those that Kubernetes recommends, and
+    pod.labels."""
     return {
         "app.kubernetes.io/name": "maxstack",
         "app.kubernetes.io/instance": job.name,
@@ -236,15 +247,15 @@ def labels(job: Placement) -> dict[str, str]:
 
 
 def _resources(job: Placement) -> dict[str, dict[str, Any]]:
-    """Requests and limits of the container, which are equal."""
+    """Return requests and limits of the container, which are equal."""
     pod, chips = job.cluster.pod, job.chips_of_a_host
     amounts: dict[str, Any] = {"google.com/tpu" if job.tpu else "nvidia.com/gpu": chips}
     for key, amount, unit in (("cpu", pod.cpu, ""), ("memory", pod.memory, "Gi")):
         if amount is None:
             if job.chip.name not in machines():
                 raise ConfigError(
-                    f"pod.{key}: no machine of {job.chip.name} is known here; give "
-                    "pod.cpu and pod.memory"
+                    f"pod.{key}: no machine with {job.chip.name} is known here; give pod.cpu and "
+                    "pod.memory"
                 )
             amount = f"{int(machines()[job.chip.name][key]) * chips * 3 // 4}{unit}"
         amounts[key] = amount
@@ -252,7 +263,7 @@ def _resources(job: Placement) -> dict[str, dict[str, Any]]:
 
 
 def _volumes(job: Placement) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Volumes of a pod, and their mounts in its container."""
+    """Return the volumes of a pod and their mounts in its container."""
     cluster, pod = job.cluster, job.cluster.pod
     memory = {"medium": "Memory", "sizeLimit": pod.shared_memory}
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": memory}]
@@ -283,17 +294,17 @@ def _volumes(job: Placement) -> tuple[list[dict[str, Any]], list[dict[str, Any]]
 
 
 def mount_options(user: int | None) -> str:
-    """Options of GCS FUSE for a bucket whose files belong to a user; None is root.
+    """Return the options of GCS FUSE for a bucket whose files belong to a user; None is root.
 
-    A checkpoint is finished by renaming its folder, which is refused by default where that is not
-    empty (--rename-dir-limit). A user other than root needs ids and modes (gcs-fuse-csi-driver,
+    A checkpoint is finished by renaming its folder, which by default is refused for a folder with
+    files (--rename-dir-limit). A user other than root needs ids and modes (gcs-fuse-csi-driver,
     docs/authentication.md; the modes are those that it takes from a pod's fsGroup)."""
     own = f",uid={user},gid={user},file-mode=664,dir-mode=775" if user else ""
     return f"implicit-dirs,rename-dir-limit=200000{own}"
 
 
 def _sidecar(limits: SidecarConfig) -> dict[str, str]:
-    """Annotations by which GKE adds GCS FUSE to a pod, with its limits."""
+    """Return the annotations by which GKE adds GCS FUSE to a pod, with its limits."""
     return {
         "gke-gcsfuse/volumes": "true",
         "gke-gcsfuse/cpu-limit": limits.cpu,
@@ -303,7 +314,7 @@ def _sidecar(limits: SidecarConfig) -> dict[str, str]:
 
 
 def _nodes(job: Placement) -> dict[str, str]:
-    """Labels that a pod's node must have."""
+    """Return the labels that a pod's node must have."""
     name = accelerator(job)
     if job.tpu:
         labels = {
@@ -318,7 +329,7 @@ def _nodes(job: Placement) -> dict[str, str]:
 
 
 def accelerator(job: Placement) -> str:
-    """GKE's name of the chip; ConfigError for a name that is of none, or of another chip."""
+    """Return GKE's name of the chip; ConfigError for one that is unknown or of another chip."""
     name = job.cluster.accelerator
     if name and job.chip.name not in machines():
         return name
@@ -326,14 +337,14 @@ def accelerator(job: Placement) -> str:
     if name and name not in known:
         raise ConfigError(
             f"accelerator: got {quoted(name)}; allowed: GKE's names of {job.chip.name}: "
-            f"{', '.join(known)}; give {known[0]}, or leave it out"
+            f"{', '.join(known)}; use {known[0]}, or leave it out"
         )
     return name or known[0]
 
 
 def _environment(job: Job) -> list[dict[str, Any]]:
-    """Variables that cluster/environment.py reads, except JOB_COMPLETION_INDEX, which Kubernetes
-    sets, and those of the cluster's file."""
+    """Return the variables that cluster/environment.py reads, except JOB_COMPLETION_INDEX, which
+    Kubernetes sets, and those of the cluster's file."""
     plain = {
         "JOBSET_NAME": job.name,
         "JAX_COORDINATOR_ADDRESS": f"{job.name}-{WORKERS}-0-0.{job.name}",
@@ -355,8 +366,8 @@ def _environment(job: Job) -> list[dict[str, Any]]:
 
 
 def variables(job: Placement, plain: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Variables of a container: `plain`, and the cluster's secrets. Kubernetes reads $$ as $."""
-    values = [{"name": name, "value": escaped(value)} for name, value in plain.items()]
+    """Return the variables of a container: `plain`, and the cluster's secrets."""
+    values = [{"name": name, "value": escape(value)} for name, value in plain.items()]
     secrets = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
         for name, secret in job.cluster.secrets.items()
@@ -364,6 +375,6 @@ def variables(job: Placement, plain: Mapping[str, str]) -> list[dict[str, Any]]:
     return [*values, *secrets]
 
 
-def escaped(text: str) -> str:
-    """A text of which Kubernetes replaces nothing, in a variable or a command."""
+def escape(text: str) -> str:
+    """Escape a text so that Kubernetes replaces nothing in it: it reads $$ as $."""
     return text.replace("$", "$$")

@@ -1,4 +1,6 @@
-"""A run for a cluster, checked before it is submitted."""
+"""A run for a cluster, checked before it is submitted: its memory, files that would be lost,
+restarts that would begin at step 0, and the size of what each target accepts. All of these would
+otherwise fail on the cluster, once for each restart."""
 
 import base64
 import dataclasses
@@ -7,6 +9,7 @@ import gzip
 import hashlib
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 CONFIG = "run.yml"
 EVERY = {"topology", "env", "grace", "max_restarts", "restart_from_zero", "config"}
-USED = {
+ACCEPTED = {
     "xpk": EVERY.union(
         "project zone cluster context namespace priority image bucket".split(),
         {"ttl_seconds_after_finished"},
@@ -33,25 +36,32 @@ USED = {
     "gke": {*ClusterConfig.model_fields} - {"slurm", "project", "zone", "cluster"},
     "slurm": EVERY | {"reservation", "slurm"},
 }
-"""Facts of a cluster that each target uses."""
-MATTER = {"secrets", "accelerator", "bucket", "volumes"}
-"""Facts whose absence would change the run."""
-
-SHARE, PATHWAYS_GRACE = 0.9, 30
-"""Share of a pod's grace that a process may use, and the seconds of one of Pathways': Kubernetes'
-default."""
+"""Keys of the cluster's description that each target uses."""
+ESSENTIAL = {"secrets", "accelerator", "bucket", "volumes"}
+"""Keys that change the run, so a target that does not use them refuses them."""
+SHARE = 0.9
+"""Share of a pod's grace that a process may use."""
+PATHWAYS_GRACE = 30
+"""Seconds of grace with Pathways: Kubernetes' default."""
 NODES_OWN = "/tmp", "/var/tmp", "/dev/shm", "/run"
 """Folders that each node has for itself (Filesystem Hierarchy Standard 3.0)."""
-
-
 NUMBER = "{job}"
 """Placeholder in a command for the number that Slurm gives the job."""
 KEY = "{key}"
-"""Placeholder in a text for the job's key, which is drawn when it is handed over."""
+"""Placeholder in a text for the job's key, which is drawn when the job is handed over."""
+OBJECT = 1_572_864 - 131_072
+"""Bytes of a Kubernetes object as JSON. etcd's --max-request-bytes is 1.5 MiB by default, which is
+below the API server's 3 MiB for a request; an eighth of a MiB is left to what the API server adds
+(status, managedFields)."""
+SCRIPT = 4_194_304
+"""Bytes of a batch script: Slurm's max_script_size by default (slurm.conf, SchedulerParameters)."""
+WRAPPER = 4096
+"""Bytes for the shell script that xpk wraps around a command, as one argument of bash in the
+container (xpk 1.16.0, core/docker_container.py)."""
 
 
 class Submission(NamedTuple):
-    """The way to submit a job by a cluster's own commands, which each target's module makes."""
+    """The commands of a cluster that submit a job and look after it."""
 
     command: list[str]
     """The command that submits it."""
@@ -61,12 +71,12 @@ class Submission(NamedTuple):
     """Later commands: `there` (prints something while the job exists), status, logs, follow,
     stop."""
     before: tuple[list[str], str] | None = None
-    """A command that comes before, and its input, in which KEY stands for the job's key."""
+    """A command to run first, and its input, in which KEY stands for the job's key."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """A name, and the cluster and hardware that are to run what has it."""
+    """A name, a cluster and its hardware."""
 
     name: str
     cluster: ClusterConfig
@@ -102,10 +112,10 @@ class Placement:
         return [each.mount for each in (self.cluster.bucket, *self.cluster.volumes) if each]
 
     def needs(self, key: str) -> Any:
-        """A fact of the cluster; ConfigError where its file gives none."""
+        """Return a value of the cluster's description; ConfigError where it has none."""
         if (value := getattr(self.cluster, key)) is None:
             raise ConfigError(
-                f"{key}: the cluster's file gives none, and this target needs it; add "
+                f"{key}: is missing in the cluster's file, and this target needs it; add "
                 f"`{key}: ...`, or give --set {key}=..."
             )
         return value
@@ -113,7 +123,7 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Job(Placement):
-    """A run, and the cluster and hardware that it is submitted to."""
+    """A run with the cluster and hardware that it is submitted to."""
 
     cfg: "Config"
 
@@ -128,9 +138,9 @@ class Job(Placement):
         return base64.b64encode(gzip.compress(self.text.encode(), 9, mtime=0)).decode()
 
     def unpacking(self, source: str, target: str) -> tuple[str, str]:
-        """(command, file) for a shell: the command writes `text` into the file `target`, from the
-        packed text that the command `source` prints. Where the cluster has the configuration
-        itself, the command checks that its file is identical."""
+        """Return (command, file) for a shell: the command writes `text` into the file `target`,
+        from the packed text that the command `source` prints. Where the cluster has the
+        configuration itself, the command checks that its file is identical."""
         if path := self.cluster.config:
             digest = hashlib.sha256(self.text.encode()).hexdigest()
             return f"echo '{digest}  {path}' | sha256sum --check --quiet", path
@@ -138,7 +148,7 @@ class Job(Placement):
 
     @property
     def lasting(self) -> list[str]:
-        """Mounts whose files outlast the pod: the bucket, and volumes that are claims."""
+        """Mounts whose files outlast the pod: the bucket and volumes that are claims."""
         bucket = [self.cluster.bucket.mount] if self.cluster.bucket else []
         volumes = self.cluster.volumes
         return bucket + [each.mount for each in volumes if each.claim and not each.read_only]
@@ -147,23 +157,26 @@ class Job(Placement):
         """ConfigError where the run's folder would be lost with its container."""
         if not self.lasting:
             self.needs("bucket")
-        if not any(within(self.cfg.run.output_dir, mount) for mount in self.lasting):
+        if not is_within(self.cfg.run.output_dir, self.lasting):
             raise ConfigError(
-                f"run.output_dir={self.cfg.run.output_dir}: is lost with the "
-                f"container; give a folder in the bucket, {self.lasting[0]}/..."
+                f"run.output_dir={self.cfg.run.output_dir}: is lost with the container; give a "
+                f"folder in the bucket, {self.lasting[0]}/..."
             )
 
 
-def within(path: str, folder: str) -> bool:
-    """True if a path lies in a folder of the cluster."""
-    return Path(os.path.normpath(path)).is_relative_to(folder)
+def is_within(path: str, folders: Iterable[str]) -> bool:
+    """Return whether a path lies in any of these folders of the cluster."""
+    plain = Path(os.path.normpath(path))
+    return any(plain.is_relative_to(folder) for folder in folders)
 
 
-def elsewhere(job: Job) -> list[str]:
-    """Files and folders that the run reads, and that lie neither in the bucket nor in a volume."""
-    cfg, paths = job.cfg, list[str | None]()
+def find_files_outside(job: Job) -> list[str]:
+    """List files and folders that the run reads outside of the bucket and the volumes."""
+    cfg = job.cfg
+    paths: list[str | None] = []
     for data in filter(None, (cfg.data, cfg.eval.data)):
-        paths += [glob for source in data.sources for glob in getattr(source, "files", ())]
+        for source in data.sources:
+            paths += getattr(source, "files", ())
         paths += [getattr(data.tokenizer, "path", None)]
     paths += [
         cfg.model.weights,
@@ -178,41 +191,40 @@ def elsewhere(job: Job) -> list[str]:
         if not path.startswith("{stdlib}")
         and not storage.is_url(path)
         and not hub.PINNED.fullmatch(path)
-        and not any(within(path, mount) for mount in job.mounts)
+        and not is_within(path, job.mounts)
     ]
 
 
-def checked(
+def make_job(
     name: str, cfg: "Config", cluster: ClusterConfig, force: bool = False
 ) -> tuple[Job, str]:
-    """The job, and plan's estimate of it in a line. ConfigError where the mesh is not the
-    topology's or, without `force`, where memory is far from enough."""
+    """Make the job, with a line of plan's estimate. ConfigError where the mesh does not fit the
+    topology or, without `force`, where memory is far from enough."""
     from maxstack.plan.estimate import SLACK, Shapes, estimate
     from maxstack.plan.topology import links, parse
 
     if cfg.run.virtual_devices:
         raise ConfigError(
-            f"run.virtual_devices={cfg.run.virtual_devices}: is for a CPU (--target "
-            "local); give run.virtual_devices=null"
+            f"run.virtual_devices={cfg.run.virtual_devices}: is for a CPU (--target local); set it "
+            "to null"
         )
     topology = parse(cluster.topology, "topology:")
     if not topology.chip:
         raise ConfigError(
-            f"topology: {cluster.topology} is this machine; give the cluster's, such as "
-            "v5e:8x8 or h100:4x8"
+            f"topology: {cluster.topology} is this machine; give the cluster's, such as v5e:8x8 or "
+            "h100:4x8"
         )
     job = Job(name, cluster, topology, cfg)
     if job.tpu and cfg.mesh.slices != topology.slices:
         raise ConfigError(
-            f"mesh.slices={cfg.mesh.slices}: but {topology.name} has {topology.slices}; "
-            "give that number, so that what crosses slices "
-            "is what you mean"
+            f"mesh.slices={cfg.mesh.slices}: but {topology.name} has {topology.slices}; give that "
+            "number, which decides what crosses slices"
         )
     sizes = rules.sizes_on(cfg, topology.size, topology.name)
     least = estimate(Shapes.of(cfg), cfg, sizes, job.chip, links(topology, tuple(sizes.values())))
     line = (
         f"estimated {least.memory / 2**30:.1f} of {job.chip.for_programs / 2**30:.1f} "
-        f"GiB a device, {least.seconds:.2f} s a step at best; maxstack plan says it exactly"
+        f"GiB a device, {least.seconds:.2f} s a step at best; maxstack plan computes both exactly"
     )
     if least.memory > SLACK * job.chip.for_programs and not force:
         raise ConfigError(
@@ -226,54 +238,43 @@ def checked(
 def check_restarts(job: Job, target: str) -> None:
     """ConfigError where a restart would begin at step 0 again, or be refused, and the cluster's
     file does not say that this is wanted."""
-    cluster, saved, steps = job.cluster, job.cfg.checkpoint, job.cfg.train.steps
+    cluster, saved = job.cluster, job.cfg.checkpoint
+    steps = job.cfg.train.steps
     if not cluster.max_restarts:
         return
-    folders = {"checkpoint.every": (job.cfg.run.output_dir, saved.every)} if saved.every else {}
-    folders |= {
-        f"checkpoint.tiers.{index}.every": (tier.path, tier.every)
-        for index, tier in enumerate(saved.tiers)
-        if tier.replicate is None
-    }
-    lasting = {key: every for key, (path, every) in folders.items() if _lasts(job, target, path)}
+    saves = [(job.cfg.run.output_dir, saved.every)]
+    saves += [(tier.path, tier.every) for tier in saved.tiers if tier.replicate is None]
+    lasting = [every for path, every in saves if every and _lasts(job, target, path)]
     if lasting and saved.restore == "none":
         raise ConfigError(
-            "checkpoint.restore=none: would refuse a restart, because of what the "
-            "run has saved; give latest, or --set max_restarts=0"
+            "checkpoint.restore=none: would refuse a restart, because of what the run has saved; "
+            "use latest, or --set max_restarts=0"
         )
-    if cluster.restart_from_zero:
+    in_time = any(every < steps for every in lasting) or (lasting and steps == 1)
+    if in_time or cluster.restart_from_zero:
         return
-    if not lasting and (saved.every or saved.tiers):
-        paths = ", ".join(path for path, _ in folders.values()) or "hosts' own disks alone"
-        problem = f"checkpoint: is saved where a restart may not find it ({paths})"
-        advice = "save with checkpoint.every or a tier without replicate where all hosts see it"
-    elif not lasting:
-        problem, advice = "checkpoint.every=0: nothing is saved", "give it a number of steps"
-    elif min(lasting.values()) >= steps > 1:
-        key, every = min(lasting.items(), key=lambda item: item[1])
-        problem = f"{key}={every}: the first save is at the end (train.steps={steps})"
-        advice = "give it a smaller number"
-    else:
-        return
+    found = ", ".join(f"{path} every {every} steps" for path, every in saves if every)
     raise ConfigError(
-        f"{problem}, so that each of max_restarts={cluster.max_restarts} would begin at "
-        f"step 0; {advice}, or --set max_restarts=0, or, where that is wanted, "
-        "--set restart_from_zero=true"
+        f"checkpoint: saves nothing that a restart finds before train.steps={steps} "
+        f"({found or 'no folder that all hosts see'}), so each of "
+        f"max_restarts={cluster.max_restarts} would begin at step 0; set checkpoint.every, or a "
+        "tier without replicate where all hosts see it, to fewer steps, or --set max_restarts=0, "
+        "or, where that is wanted, --set restart_from_zero=true"
     )
 
 
 def _lasts(job: Job, target: str, path: str) -> bool:
-    """True if a restart's processes see the files at `path`, on whatever hosts they run."""
+    """Return whether a restart's processes see the files at `path`, on whatever hosts they run."""
     if target == "slurm":
-        return not any(within(os.path.abspath(path), folder) for folder in NODES_OWN)
+        return not is_within(os.path.abspath(path), NODES_OWN)
     if job.cfg.runtime == "pathways":
         return True  # a supervisor restarts it in the same pod
-    return any(within(path, mount) for mount in job.lasting)
+    return is_within(path, job.lasting)
 
 
 def with_cache(cfg: "Config", cluster: ClusterConfig) -> "Config":
-    """The configuration with its compilation cache in the bucket, so that a restart finds it,
-    instead of the default, which is lost with the container."""
+    """Move the compilation cache from its default, which is lost with the container, into the
+    bucket, where a restart finds it."""
     default = type(cfg.run).model_fields["compilation_cache"].default
     if not cluster.bucket or cfg.run.compilation_cache != default or cfg.runtime == "pathways":
         return cfg
@@ -286,62 +287,67 @@ def with_cache(cfg: "Config", cluster: ClusterConfig) -> "Config":
 
 
 def with_grace(cfg: "Config", cluster: ClusterConfig) -> "Config":
-    """The configuration by which a process has left before the cluster kills it."""
+    """Set faults.grace so that a process has left before the cluster kills it."""
     granted = PATHWAYS_GRACE if cfg.runtime == "pathways" else cluster.grace
     faults = cfg.faults.model_copy(update={"grace": SHARE * granted})
     return cfg.model_copy(update={"faults": faults})
 
 
-def warn_of_changes(job: Job, target: str) -> None:
-    """Print what may differ between a run and its restart."""
-    image, cache = job.cluster.image, job.cfg.run.compilation_cache
-    if target == "slurm":
-        return
-    if image and "@sha256:" not in image and job.cluster.max_restarts:
+def warn_of_tag(job: Job, target: str) -> None:
+    """Print that hosts and restarts may get different images, where the image has no digest."""
+    image = job.cluster.image
+    if target != "slurm" and image and "@sha256:" not in image and job.cluster.max_restarts:
         print(
-            f"image: {image} has no digest, so that hosts and restarts may get another image "
-            "when its tag moves; give NAME@sha256:...",
-            file=sys.stderr,
-        )
-    if (
-        cache
-        and job.lasting
-        and not (storage.is_url(cache) or any(within(cache, mount) for mount in job.lasting))
-    ):
-        print(
-            f"run.compilation_cache={cache}: is lost with the container, so that each restart "
-            f"compiles again; give a folder below {job.lasting[0]}",
+            f"image: {image} has no digest, so hosts and restarts may get another image when its "
+            "tag moves; give NAME@sha256:...",
             file=sys.stderr,
         )
 
 
-def check_facts(cluster: ClusterConfig, target: str) -> None:
-    """Print which facts the target does not use; ConfigError for one that matters."""
+def check_cluster(cluster: ClusterConfig, target: str) -> None:
+    """Print which keys of the description the target does not use; ConfigError for an essential
+    one."""
     unused = [
         key
         for key, field in ClusterConfig.model_fields.items()
-        if key not in USED[target] and getattr(cluster, key) != field.default
+        if key not in ACCEPTED[target] and getattr(cluster, key) != field.default
     ]
-    if odd := sorted(MATTER.intersection(unused)):
+    if odd := sorted(ESSENTIAL.intersection(unused)):
         raise ConfigError(
-            f"{', '.join(odd)}: --target {target} takes none; leave it out of the "
-            "cluster's file, or use another target"
+            f"{', '.join(odd)}: --target {target} does not use it; leave it out of the cluster's "
+            "file, or use another target"
         )
     if unused:
-        print(f"{target} does not take {', '.join(unused)}", file=sys.stderr)
+        print(f"{target} does not use {', '.join(unused)}", file=sys.stderr)
 
 
 @functools.cache
 def machines() -> dict[str, dict[str, str]]:
-    """Rows of machines.yml by chip."""
+    """Read the rows of machines.yml by chip."""
     path = Path(__file__).with_name("machines.yml")
     return plain(read_yaml(path.read_text(encoding="utf-8"), path.name))
 
 
 def machine(job: Placement, key: str) -> str:
-    """A column of machines.yml for the job's chip; ConfigError where it has no row."""
+    """Return a column of machines.yml for the job's chip; ConfigError where it has no row."""
     if job.chip.name not in machines():
         raise ConfigError(
-            f"topology: {job.chip.name} has no name there; there are {', '.join(machines())}"
+            f"topology: {job.chip.name} has no name there; known are {', '.join(machines())}"
         )
     return machines()[job.chip.name][key]
+
+
+def check_size(job: "Job", target: str, what: str, text: str, limit: int) -> None:
+    """ConfigError, with how to avoid it, for a text of more than `limit` bytes in UTF-8. A string
+    for a process's arguments or environment counts with the NUL at its end."""
+    if (size := len(text.encode())) <= limit:
+        return
+    problem = f"--target {target}: {what} has {size:,} bytes, and the limit is {limit:,}"
+    if job.cluster.config or len(job.packed) < limit // 2:
+        raise ConfigError(f"{problem}; shorten env and secrets of the cluster's file")
+    raise ConfigError(
+        f"{problem} (the configuration is {len(job.packed):,} of them, packed from "
+        f"{len(job.text.encode()):,}); name the sources by fewer patterns, or put it where every "
+        f"host sees it: --dry-run --out DIR --set config=/PATH/{job.name}.yml writes "
+        f"DIR/{job.name}.yml, which you copy to that path in the bucket or the image"
+    )

@@ -1,5 +1,5 @@
 """The processes of one run on this machine, each supervised, with one log: a rehearsal of a run on
-many hosts."""
+many hosts. They end together: where one fails for good, the others get SIGTERM, then SIGKILL."""
 
 import contextlib
 import fcntl
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 
 LOG = "submit.log"
 """In a run's folder: the lines of all its processes."""
-PATIENCE, KILL = 20.0, 60.0
-"""Seconds, once a process has failed, until the others get SIGTERM, and from then until SIGKILL."""
+PATIENCE = 20.0
+"""Seconds after a process has failed until the others get SIGTERM."""
+KILL = 60.0
+"""Seconds from then until SIGKILL."""
 
 
-def members(count: int) -> list[dict[str, str]]:
-    """Environment variables by which `count` processes on this machine find each other, at a free
-    port; empty for a single process."""
+def process_variables(count: int) -> list[dict[str, str]]:
+    """Return the environment variables by which `count` processes on this machine find each other,
+    at a free port; empty for a single process."""
     if count == 1:
         return [{}]
     with socket.socket() as free:
@@ -51,15 +53,15 @@ def members(count: int) -> list[dict[str, str]]:
     ]
 
 
-def shares(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, str]]]:
-    """(number of devices, overrides for all processes, environment of each process) where `count`
-    processes share this machine's GPUs, or the run's virtual devices, or have one CPU device
+def share_devices(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, str]]]:
+    """Return (number of devices, overrides for all processes, environment of each process) where
+    `count` processes share this machine's GPUs or the run's virtual devices, or have one CPU device
     each."""
     virtual = cfg.run.virtual_devices or count
     on_cpu = cpu_devices(virtual // count)
     if virtual % count:
         raise ConfigError(
-            f"--processes {count}: do not divide run.virtual_devices={virtual}; give a divisor"
+            f"--processes {count}: does not divide run.virtual_devices={virtual}; give a divisor"
         )
     if cfg.run.virtual_devices:
         return virtual, ["run.virtual_devices=null"], [on_cpu] * count
@@ -67,8 +69,8 @@ def shares(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, st
     if os.environ.get("JAX_PLATFORMS") != "cpu" and not gpus and any(map(glob.glob, ACCELERATORS)):
         if count > 1:
             raise ConfigError(
-                f"--processes {count}: cannot share this machine's accelerators; give 1, "
-                "or JAX_PLATFORMS=cpu for a rehearsal"
+                f"--processes {count}: cannot share this machine's accelerators; give 1, or set "
+                "JAX_PLATFORMS=cpu for a rehearsal"
             )
         return math.prod(mesh_rules.mesh_sizes(cfg).values()), [], [{}]
     if os.environ.get("JAX_PLATFORMS") == "cpu" or not gpus:
@@ -84,11 +86,12 @@ def shares(cfg: "Config", count: int) -> tuple[int, list[str], list[dict[str, st
 
 
 class Group:
-    """The processes of a run: their lines go to one log, each with its process's number, and they
-    end together. A context manager that holds the log; ConfigError where another group does."""
+    """The processes of a run, whose output goes to one log, each line with its process's number. A
+    context manager that holds the log; ConfigError where another group does."""
 
     def __init__(self, log: Path):
-        self._log, self._lock = log, threading.Lock()
+        self._log = log
+        self._lock = threading.Lock()
         self._key = {job_key.VARIABLE: secrets.token_hex(job_key.LEAST)}
         self._started: list[subprocess.Popen[str]] = []
         self._asked: list[int] = []
@@ -107,8 +110,8 @@ class Group:
         except BlockingIOError as error:
             self._file.close()
             raise ConfigError(
-                f"run.name: {self._log.parent} is what another submission is writing; "
-                "see maxstack status, or choose another run.name"
+                f"run.name: another submission is writing to {self._log.parent}; see maxstack "
+                "status, or choose another run.name"
             ) from error
         return self
 
@@ -121,9 +124,9 @@ class Group:
         return bool(self._asked)
 
     def run(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
-        """Start a process for each environment, wait for all, and return the exit code of the run:
-        0 where all left with 0, that of a user's mistake before others. SIGTERM and SIGINT are
-        passed on; a second SIGINT kills. Call it from the main thread."""
+        """Start a process for each environment, wait for all, and return the run's exit code: 0
+        where all were 0, that of a user's mistake before others. SIGTERM and SIGINT are passed on;
+        a second SIGINT kills. Call it from the main thread."""
         before = {
             number: signal.signal(number, self._ask)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -175,8 +178,8 @@ class Group:
                 print(text, flush=True)
 
     def _wait(self) -> list[int]:
-        """Exit codes of all processes, once they have ended. Where one has failed and no signal
-        asked for that, the others get SIGTERM and at last SIGKILL."""
+        """Wait for all processes and return their exit codes. Where one has failed without a signal
+        from here, end the others."""
         since: float | None = None
         signals = [(PATIENCE, signal.SIGTERM), (PATIENCE + KILL, signal.SIGKILL)]
         while None in (codes := [process.poll() for process in self._started]):
@@ -209,20 +212,12 @@ class Group:
 
 
 def _code(codes: Sequence[int]) -> int:
-    """Exit code of the run: that of a user's mistake, else the largest of its processes."""
+    """Return the exit code of the run: that of a user's mistake, else the largest."""
     left = [code if code >= 0 else 128 - code for code in codes]
     return next((code for code in (1, 2) if code in left), max(left))
 
 
 def command(config: str, overrides: Sequence[str], restarts: int) -> list[str]:
-    """Command of each process: training under a supervisor."""
-    return [
-        sys.executable,
-        "-m",
-        "maxstack.train",
-        config,
-        *overrides,
-        "--supervise",
-        "--max-restarts",
-        str(restarts),
-    ]
+    """Return the command of each process: training under a supervisor."""
+    train = [sys.executable, "-m", "maxstack.train", config, *overrides]
+    return [*train, "--supervise", "--max-restarts", str(restarts)]

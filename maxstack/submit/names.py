@@ -8,10 +8,9 @@ LONGEST = 40
 PLAIN = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
-def safe(name: str) -> str:
-    """`name` if it is lower case letters, digits and single hyphens, begins with a letter and is
-    short; else what is left of it without other characters, and a hash of the whole name, so that
-    different names stay different."""
+def safe_name(name: str) -> str:
+    """Return `name` if it is short lower case letters, digits and single hyphens that begin with a
+    letter; else a cleaned name with a hash of the whole, so that different names stay different."""
     if PLAIN.fullmatch(name) and len(name) <= LONGEST:
         return name
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()

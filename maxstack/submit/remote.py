@@ -1,4 +1,4 @@
-"""Runs on clusters: started, watched and stopped by the clusters' own commands."""
+"""Runs on clusters: submitted, watched and stopped by the clusters' own commands."""
 
 import argparse
 import datetime
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 
 PROTECTION = "protection.yml"
 ANSWER = 60.0
-"""Seconds in which a cluster must say what is there."""
+"""Seconds in which a cluster must answer."""
 
 
 def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
-    """Check the run against the cluster, and submit it; with --dry-run print what would be
+    """Check the run against the cluster and submit it; with --dry-run print what would be
     submitted."""
     from maxstack.submit import gke, slurm, xpk
     from maxstack.submit import job as jobs
 
     cluster = read_cluster(args)
     cfg = jobs.with_grace(jobs.with_cache(cfg, cluster), cluster)
-    job, estimate = jobs.checked(name, cfg, cluster, args.force)
+    job, estimate = jobs.make_job(name, cfg, cluster, args.force)
     submission = {"xpk": xpk, "gke": gke, "slurm": slurm}[args.target].submission(job)
     words, text, commands, before = submission
     jobs.check_restarts(job, args.target)
-    jobs.warn_of_changes(job, args.target)
-    hosts = f"{job.topology.hosts} host{'s' * (job.topology.hosts > 1)}"
+    jobs.warn_of_tag(job, args.target)
     print(
-        f"{name}: {job.topology.name}, {job.topology.size} devices on {hosts}; {estimate}",
+        f"{name}: {job.topology.name}, {job.topology.size} devices, {job.topology.hosts} hosts; "
+        f"{estimate}",
         file=sys.stderr,
     )
-    if paths := jobs.elsewhere(job):
+    if paths := jobs.find_files_outside(job):
         print(
-            "not in the bucket, so every host must have them, by its image or a disk "
-            f"that all see: {', '.join(paths)}",
+            "not in the bucket, so every host must have them, in its image or on a disk that all "
+            f"see: {', '.join(paths)}",
             file=sys.stderr,
         )
     if args.out:
@@ -55,10 +55,10 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
         to_submit = words
         if before:
             files.append(
-                ("protection.yml", "what kubectl reads first, with the job's key", before[1])
+                ("protection.yml", "input of kubectl apply, with the job's key", before[1])
             )
         if args.target == "gke":
-            files.append(("jobset.yml", "what kubectl reads", text))
+            files.append(("jobset.yml", "input of kubectl create", text))
             to_submit = [*words[:-1], "jobset.yml"]
         elif args.target == "slurm":
             files.append(("job.sbatch", "the script", text))
@@ -76,38 +76,38 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
 
 
 def _protecting(command: Sequence[str]) -> str:
-    """Shell's lines that draw the job's key, and give it to a command."""
+    """Return shell lines that draw the job's key and give it to a command."""
     draw = f"key=$(od -An -v -N{LEAST} -tx1 /dev/urandom | tr -d '[:space:]')"
     return f'{draw}\nsed "s/{KEY}/$key/" {PROTECTION} | {shlex.join(command)} || exit\n'
 
 
 def read_cluster(args: argparse.Namespace) -> "ClusterConfig":
-    """The facts of --cluster; ConfigError for options that no cluster has."""
+    """Read the description of --cluster; ConfigError for options that no cluster has."""
     from maxstack import config
     from maxstack.schema.cluster import ClusterConfig
-    from maxstack.submit.job import check_facts
+    from maxstack.submit.job import check_cluster
 
     if not args.cluster:
         raise ConfigError(
-            f"--target {args.target}: give --cluster FILE, the facts of the cluster; "
+            f"--target {args.target}: give --cluster FILE, a description of the cluster; "
             "configs/clusters has examples"
         )
     if args.detach or args.processes != 1:
         raise ConfigError(
-            f"--processes and --detach: are of --target local; on {args.target} the "
-            "topology says how many processes there are"
+            f"--processes and --detach: are for --target local; on {args.target} the topology "
+            "gives the number of processes"
         )
     more = [] if args.max_restarts is None else [f"max_restarts={args.max_restarts}"]
     cluster = config.load(ClusterConfig, args.cluster, [*args.set, *more])
-    check_facts(cluster, args.target)
+    check_cluster(cluster, args.target)
     return cluster
 
 
 def hand_over(
     name: str, target: str, submission: "Submission", facts: dict[str, Any], folder: str
 ) -> None:
-    """Run the command that submits, and note what looks after it later. `folder`: where it writes,
-    or answers, which no other may."""
+    """Run the command that submits, and record the later ones. `folder`: where the job writes, or
+    its address, which no other job may have."""
     words, text, commands, before = submission
     records.check_free(name)
     check_ended(name, folder, target)
@@ -118,21 +118,18 @@ def hand_over(
         done = _run(words, text if target != "xpk" else None, capture=target == "slurm")
     if done.returncode:
         raise ConfigError(
-            f"{words[0]} left with {done.returncode}; what it said is above, and nothing "
-            f"is noted of {name}. Where that name is there "
-            f"already: maxstack stop {name} first, or give another --name and run.name"
+            f"{words[0]} failed with {done.returncode}, see above; {name} was not submitted. If "
+            f"that name is taken: maxstack stop {name} first, or give another --name and run.name"
         )
     number = done.stdout.strip().split(";")[0] if done.stdout else ""
-    commands = {
-        verb: [word.replace(NUMBER, number) for word in command]
-        for verb, command in commands.items()
-    }
+    for verb, command in commands.items():
+        commands[verb] = [word.replace(NUMBER, number) for word in command]
     started = datetime.datetime.now().isoformat(timespec="seconds")
     own = {"target": target, "commands": commands, "folder": folder, "started": started}
     records.write(name, own | facts)
     print(
-        f"{name}: submitted{f' as job {number}' * bool(number)}; maxstack status {name}, "
-        f"logs {name} or stop {name}",
+        f"{name}: submitted{f' as job {number}' if number else ''}; see maxstack status {name}, "
+        f"logs {name}, stop {name}",
         file=sys.stderr,
     )
 
@@ -144,12 +141,12 @@ def write_files(
     later: Mapping[str, Sequence[str]],
     first: str = "",
 ) -> None:
-    """Write all that a cluster would get into a folder: `files` by name, with what each is and its
-    text, and the commands, before them the lines `first`. Prints the path of each."""
+    """Write all that a cluster would get into a folder: `files` (name, description, text) and the
+    commands, after the lines `first`. Print the path of each."""
     comments = "".join(f"# {verb}: {shlex.join(command)}\n" for verb, command in later.items())
     script = (
         "submit.sh",
-        "the command that hands it over, and those for later in comments",
+        "the command that submits it, with later ones in comments",
         f"#!/usr/bin/env bash\n# In this folder.\n{first}{shlex.join(words)}\n{comments}",
     )
     folder = Path(out)
@@ -157,7 +154,7 @@ def write_files(
         str(folder / name) for name, _, _ in (*files, script) if (folder / name).exists()
     ]:
         raise ConfigError(
-            f"--out {folder}: {', '.join(existing)}: there already; remove it, or give another "
+            f"--out {folder}: {', '.join(existing)} already exists; remove it, or give another "
             "folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -168,8 +165,8 @@ def write_files(
 
 
 def check_ended(name: str, folder: str, target: str) -> None:
-    """ConfigError where a cluster still has a job of that name, or one that writes into that folder
-    there: two would write into one folder, or only one could be looked after."""
+    """ConfigError where a cluster still has a job of that name, or one that writes into the same
+    folder."""
     for other in records.names():
         record = records.read(other)
         if record["target"] == "local" or ("stopped" in record and record["target"] != "slurm"):
@@ -184,21 +181,20 @@ def check_ended(name: str, folder: str, target: str) -> None:
         done = _run(words, capture=True, seconds=ANSWER)
         if done.returncode:
             raise ConfigError(
-                f"{job}, and whether it is still there is not known: "
-                f"{words[0]} left with {done.returncode}; "
-                "mend that, give another --name and run.name, or, where you know that "
-                f"it has ended, remove {records.path_of(other)}"
+                f"{job}, and it is not known whether it has ended: {words[0]} failed with "
+                f"{done.returncode}; fix that, give another --name and run.name, or, if you know "
+                f"that it has ended, remove {records.path_of(other)}"
             )
         if done.stdout.strip():
             raise ConfigError(
-                f"{job}, and is still there; maxstack stop {other} first, or give "
-                "another --name and run.name"
+                f"{job}, and is still there; maxstack stop {other} first, or give another --name "
+                "and run.name"
             )
 
 
 def state(record: dict[str, Any]) -> str:
-    """Where and when a job was submitted, in a line."""
-    now = f"stopped {record['stopped']}" if "stopped" in record else "it says:"
+    """Return a line: where and when a job was submitted."""
+    now = f"stopped {record['stopped']}" if "stopped" in record else "its status:"
     return (
         f"on {record['target']} ({record['cluster']}, {record['topology']}), since "
         f"{record['started']}, in {record['folder']}; {now}"
@@ -206,17 +202,17 @@ def state(record: dict[str, Any]) -> str:
 
 
 def stop(name: str, record: dict[str, Any]) -> int:
-    """End a job by the cluster's own command, and note that in its record."""
-    if code := look("stop", record):
+    """End a job by the cluster's own command, and record that."""
+    if code := run_command("stop", record):
         return code
     records.write(name, record | {"stopped": datetime.datetime.now().isoformat(timespec="seconds")})
     return 0
 
 
-def look(verb: str, record: dict[str, Any]) -> int:
-    """Run the cluster's own command for a verb; its exit code."""
+def run_command(verb: str, record: dict[str, Any]) -> int:
+    """Run the cluster's own command for a verb; return its exit code."""
     if verb not in record["commands"]:
-        raise ConfigError(f"{verb}: {record['target']} has no command for that")
+        raise ConfigError(f"{verb}: {record['target']} has no such command")
     return _run(record["commands"][verb], seconds=ANSWER if verb == "status" else None).returncode
 
 
@@ -228,8 +224,7 @@ def _run(
 ) -> "subprocess.CompletedProcess[str]":
     if not shutil.which(words[0]):
         raise ConfigError(
-            f"{words[0]} is not installed here, or not on the PATH; --dry-run shows what "
-            "it would be given"
+            f"{words[0]} is not installed here, or not on the PATH; --dry-run shows its input"
         )
     out = subprocess.PIPE if capture else None
     try:
@@ -238,6 +233,6 @@ def _run(
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"{shlex.join(words)}: no answer in {seconds:.0f} s; the cluster may be away: try it "
-            "by hand"
+            f"{shlex.join(words)}: no answer in {seconds:.0f} s; the cluster may be unreachable: "
+            "try the command by hand"
         ) from error

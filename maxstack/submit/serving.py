@@ -1,5 +1,8 @@
 """Objects for GKE that serve a model: a Deployment, or for vLLM over several hosts a
-LeaderWorkerSet, and a Service. Requests go on while a pod ends."""
+LeaderWorkerSet, and a Service.
+
+No request fails while a pod ends: Kubernetes removes it from the Service and asks it to end at the
+same time, so it serves on for PROPAGATION seconds (preStop) and then finishes its answers."""
 
 import dataclasses
 import shlex
@@ -16,26 +19,27 @@ from maxstack.data import hub
 from maxstack.errors import ConfigError
 from maxstack.schema.cluster import ClusterConfig
 from maxstack.submit import gke, remote, vllm
-from maxstack.submit.job import Placement, Submission, within
+from maxstack.submit.job import Placement, Submission, is_within
 
-PORT, RAY_PORT = 8000, 6379
+PORT = 8000
+RAY_PORT = 6379
 PROPAGATION = 15
-"""Seconds that a pod serves on after its end was asked for, until no Service sends it requests."""
+"""Seconds that a pod serves on after it was asked to end, until no Service sends it requests."""
 READING = 35
-"""Seconds for clients to read their last answers: server/process.py's GRACE, and the process's
+"""Seconds for clients to read their last answers: GRACE of server/process.py, and the process's
 end."""
 LEAST = 30
-"""Seconds for the answers themselves, at least."""
+"""Seconds, at least, to finish answers."""
 STARTING = 3600
 """Seconds that a pod may take to read its weights and compile."""
 SEED = '"$(shuf --input-range=0-2147483647 --head-count=1)"'
-"""Seed of requests that have none, another for each process; vLLM's own is 0."""
+"""Seed for requests without one, different in each process; vLLM's default is 0."""
 ROLE = "app.kubernetes.io/component"
-CONNECTS = (
+REACH_LEADER = (
     "import os, socket; "
     f"socket.create_connection((os.environ['LWS_LEADER_ADDRESS'], {RAY_PORT}), 5)"
 )
-GATHERED = (
+AWAIT_WORKERS = (
     "import os, ray, time\nray.init(address='auto')\n"
     "while sum(node['Alive'] for node in ray.nodes()) < int(os.environ['LWS_GROUP_SIZE']):\n"
     "    time.sleep(2)"
@@ -44,29 +48,29 @@ GATHERED = (
 
 @dataclasses.dataclass(frozen=True)
 class Server(Placement):
-    """A model to be served, and where."""
+    """A model to be served, and its place."""
 
     command: str
-    """The process that answers, for a shell."""
+    """Shell command of the server."""
     replicas: int
 
     @property
     def kind(self) -> str:
-        """The object that makes its pods."""
+        """The kind of object that makes its pods."""
         return "deployment" if self.topology.hosts == 1 else "leaderworkerset"
 
     @property
     def service(self) -> str:
-        """Name of the Service; a LeaderWorkerSet makes one of its own name."""
+        """Name of the Service; a LeaderWorkerSet makes one of its own name itself."""
         return self.name if self.kind == "deployment" else f"{self.name}-leader"
 
 
 def submit(name: str, args: Namespace) -> int:
-    """Hand a server over; with --dry-run print what would be handed over."""
+    """Submit a server; with --dry-run print what would be submitted."""
     if args.target != "gke":
-        raise ConfigError(f"--serve: is of --target gke, not of {args.target}")
+        raise ConfigError(f"--serve: needs --target gke, not {args.target}")
     if args.max_restarts is not None or args.force:
-        raise ConfigError("--max-restarts and --force: are of training; leave them out")
+        raise ConfigError("--max-restarts and --force: are for training; leave them out")
     cluster = remote.read_cluster(args)
     job = server(name, cluster, args)
     given = submission(job)
@@ -90,7 +94,7 @@ def submit(name: str, args: Namespace) -> int:
 
 
 def server(name: str, cluster: ClusterConfig, args: Namespace) -> Server:
-    """The server that the arguments ask for; ConfigError for what the pods could not run."""
+    """Make the server that the arguments ask for; ConfigError for what pods could not run."""
     from maxstack.plan.topology import parse
 
     topology = parse(cluster.topology, "topology:")
@@ -98,15 +102,15 @@ def server(name: str, cluster: ClusterConfig, args: Namespace) -> Server:
         raise ConfigError(f"topology: {cluster.topology} is this machine; give the cluster's")
     if topology.slices > 1:
         raise ConfigError(
-            f"topology: {topology.name} has {topology.slices} slices, and a replica is served by "
-            "one; give one, and --replicas"
+            f"topology: {topology.name} has {topology.slices} slices, and one slice serves a "
+            "replica; give one, and --replicas"
         )
     if cluster.grace < (least := PROPAGATION + READING + LEAST):
-        raise ConfigError(f"grace={cluster.grace}: requests need {least} s to end; give more")
+        raise ConfigError(f"grace={cluster.grace}: requests need {least} s to end; raise it")
     job = Server(name, cluster, topology, "", args.replicas)
     job = dataclasses.replace(job, command=COMMANDS[args.engine](job, args))
     is_path = not storage.is_url(args.config) and not hub.named(args.config)
-    if is_path and not any(within(args.config, mount) for mount in job.mounts):
+    if is_path and not is_within(args.config, job.mounts):
         print(
             f"not in the bucket, so the image must have it on every host: {args.config}",
             file=sys.stderr,
@@ -120,10 +124,10 @@ def _our_command(job: Server, args: Namespace) -> str:
         raise ConfigError(
             f"topology: {job.topology.name} has {job.topology.hosts} hosts, and maxstack's server "
             f"runs on the devices of one process; give a topology of one host{chips}, and "
-            "--replicas, or --engine vllm, for which a LeaderWorkerSet is written"
+            "--replicas, or --engine vllm, which gets a LeaderWorkerSet"
         )
     if not args.api_key_file:
-        print(f"{job.name}: everybody who reaches it may ask; see --api-key-file", file=sys.stderr)
+        print(f"{job.name}: serves everybody who reaches it; see --api-key-file", file=sys.stderr)
     config.load(vllm.VllmConfig, {}, [each for each in args.overrides if each[:5] == "serve"])
     cache = []
     if job.cluster.bucket and not any("compilation_cache" in each for each in args.overrides):
@@ -143,11 +147,11 @@ def _our_command(job: Server, args: Namespace) -> str:
 def _vllm_command(job: Server, args: Namespace) -> str:
     if args.api_key_file:
         raise ConfigError(
-            "--api-key-file: vLLM reads its key of the variable VLLM_API_KEY; give it in secrets "
+            "--api-key-file: vLLM reads its key from the variable VLLM_API_KEY; set it in secrets "
             "of the cluster's file"
         )
     if "VLLM_API_KEY" not in job.cluster.secrets:
-        print(f"{job.name}: everybody who reaches it may ask; see secrets", file=sys.stderr)
+        print(f"{job.name}: serves everybody who reaches it; see secrets", file=sys.stderr)
     asked = vllm.read_overrides(args.overrides)
     hosts = job.topology.hosts
     stages = 1 if job.tpu else hosts
@@ -169,7 +173,7 @@ COMMANDS = {"maxstack": _our_command, "vllm": _vllm_command}
 
 
 def submission(job: Server) -> Submission:
-    """Commands of kubectl."""
+    """Return the commands of kubectl."""
     words = gke.kubectl(job)
     pods = f"app.kubernetes.io/instance={job.name},{ROLE}=server"
     logs = [*words, "logs", "--selector", pods, "--prefix", "--tail=-1"]
@@ -199,7 +203,7 @@ def service(job: Server) -> dict[str, Any]:
 
 
 def deployment(job: Server) -> dict[str, Any]:
-    """The Deployment, of a pod for each replica."""
+    """Build the Deployment, with a pod for each replica."""
     spec = {
         "replicas": job.replicas,
         "progressDeadlineSeconds": STARTING,
@@ -210,18 +214,18 @@ def deployment(job: Server) -> dict[str, Any]:
 
 
 def leader_worker_set(job: Server) -> dict[str, Any]:
-    """The LeaderWorkerSet, of a leader that answers and its workers for each replica, joined by
+    """Build the LeaderWorkerSet: for each replica a leader that answers and its workers, joined by
     Ray."""
     leader = (
-        f"ray start --head --port={RAY_PORT} && python3 -c {shlex.quote(GATHERED)} && "
+        f"ray start --head --port={RAY_PORT} && python3 -c {shlex.quote(AWAIT_WORKERS)} && "
         f"exec {job.command}"
     )
-    connects = f"python3 -c {shlex.quote(CONNECTS)} 2>/dev/null"
+    reached = f"python3 -c {shlex.quote(REACH_LEADER)} 2>/dev/null"
     worker = (
-        f"until {connects}; do sleep 5; done; "
+        f"until {reached}; do sleep 5; done; "
         f'exec ray start --address="$LWS_LEADER_ADDRESS:{RAY_PORT}" --block'
     )
-    drained = f"while {connects}; do sleep 2; done"
+    drained = f"while {reached}; do sleep 2; done"
     container = {
         "name": "worker",
         "command": _shell(worker),
@@ -252,7 +256,7 @@ def _object(
 
 
 def _answering(job: Server, command: str) -> dict[str, Any]:
-    """Template of a pod that answers, which Prometheus finds by its annotations."""
+    """Build the template of a pod that answers, which Prometheus finds by its annotations."""
     container = {
         "name": "server",
         "command": _shell(command),
@@ -292,4 +296,4 @@ def _environment(job: Server) -> list[dict[str, Any]]:
 
 
 def _shell(text: str) -> list[str]:
-    return ["sh", "-c", gke.escaped(text)]
+    return ["sh", "-c", gke.escape(text)]

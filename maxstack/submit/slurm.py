@@ -1,5 +1,5 @@
-"""An sbatch script for nodes with GPUs: srun starts a process per host (or GPU), and the exit code
-decides whether the job is queued again."""
+"""An sbatch script for nodes with GPUs: srun starts a process per host or per GPU, and the exit
+code decides whether the job is requeued."""
 
 import shlex
 from pathlib import Path
@@ -7,17 +7,16 @@ from pathlib import Path
 from maxstack.cluster.job_key import VARIABLE
 from maxstack.errors import ConfigError
 from maxstack.schema.cluster import MARGIN
-from maxstack.submit.job import CONFIG, NUMBER, Job, Submission
-from maxstack.submit.limits import SCRIPT, check_size
+from maxstack.submit.job import CONFIG, NUMBER, SCRIPT, Job, Submission, check_size
 
 STOP = (
     'touch "$1" || exit; scancel --state=PENDING "$2"; scancel --signal=TERM --state=RUNNING "$2"'
 )
-"""Slurm gives a job that waits no other signal than SIGKILL."""
+"""Slurm sends a pending job no signal but SIGKILL."""
 
 
 def submission(job: Job) -> Submission:
-    """Commands of Slurm."""
+    """Return the commands of Slurm."""
     log = str(Path.cwd() / f"{job.name}-{NUMBER}.log")
     later = {
         "there": ["squeue", "--me", "--noheader", "--name", job.name],
@@ -30,12 +29,12 @@ def submission(job: Job) -> Submission:
 
 
 def script(job: Job) -> str:
-    """The text of the script, which contains the configuration. `scontrol requeue` restarts the job
+    """Return the script, which contains the configuration. `scontrol requeue` restarts the job
     after exit codes that allow it."""
     cluster, slurm = job.cluster, job.cluster.slurm
     if job.tpu:
         raise ConfigError(
-            f"topology: {job.topology.name} has TPUs; Slurm is for GPUs, such as h100:4x8"
+            f"topology: {job.topology.name} has TPUs; --target slurm is for GPUs, such as h100:4x8"
         )
     gpus = job.chips_of_a_host
     options = {
@@ -67,39 +66,39 @@ def script(job: Job) -> str:
 
 stop="$SLURM_SUBMIT_DIR/{job.name}-$SLURM_JOB_ID.stop"
 if [ -e "$stop" ]; then
-  echo "stopped before it began again" >&2
+  echo "stopped before it was started again" >&2
   exit 0
 fi
-{setup}# The job's key, which only its tasks get: who does not know it is none of them.
+{setup}# The job's key, which only its tasks get.
 {VARIABLE}=$(od -An -v -N32 -tx1 /dev/urandom | tr -d '[:space:]') && export {VARIABLE} || exit 1
-# The job's own copy of the configuration, in the folder that it was submitted from, which
-# all nodes see.
+# The job's own copy of the configuration, in the folder that it was submitted from, which all
+# nodes see.
 {unpack} || exit 1
 config={path}
-# Check that maxstack runs and reads this on every host: of several codes srun tells the largest,
-# and those who wait would leave with 42.
+# Check that maxstack runs and reads this on every host: srun returns the largest of several exit
+# codes, and hosts that wait for one with a mistake would leave with 42.
 srun --label {hosts} maxstack config show "$config" > /dev/null
 code=$?
 case "$code" in
   1 | 2 | 126 | 127) exit "$code" ;;
 esac
-# Each task is maxstack itself, with no shell around it that would get Slurm's SIGTERM in its place.
+# Each task is maxstack itself: a shell around it would get Slurm's SIGTERM in its place.
 srun --label --kill-on-bad-exit=0{cpus} maxstack train "$config"
 code=$?
-# 0: done. 1, 2: a mistake, 126, 127: no such program, which a restart does not mend. Anything else
-# goes on from the last checkpoint.
+# 0: done. 1, 2: a mistake, 126, 127: no such program, which a restart does not fix. After anything
+# else the job resumes from the last checkpoint.
 case "$code" in
   0 | 1 | 2 | 126 | 127) exit "$code" ;;
 esac
 if [ -e "$stop" ]; then
-  echo "left with $code; stopped, and not queued again" >&2
+  echo "left with $code; stopped, not requeued" >&2
   exit 0
 fi
 if [ "${{SLURM_RESTART_COUNT:-0}}" -ge {cluster.max_restarts} ]; then
-  echo "left with $code after {cluster.max_restarts} restarts; not queued again" >&2
+  echo "left with $code after {cluster.max_restarts} restarts; not requeued" >&2
   exit "$code"
 fi
-echo "left with $code; queued again" >&2
+echo "left with $code; requeued" >&2
 scontrol requeue "$SLURM_JOB_ID"
 """
     check_size(job, "slurm", "the script", text, SCRIPT)

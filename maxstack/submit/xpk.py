@@ -1,4 +1,5 @@
-"""Command line of xpk, which is no dependency: `xpk workload create` and `create-pathways`."""
+"""The command line of xpk, which is not a dependency: `xpk workload create` and
+`create-pathways`."""
 
 import math
 import shlex
@@ -6,12 +7,20 @@ import shlex
 from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.errors import ConfigError, quoted
 from maxstack.schema.cluster import STRING
-from maxstack.submit.gke import mount_options, watching
-from maxstack.submit.job import Job, Placement, Submission, machine, machines, within
-from maxstack.submit.limits import WRAPPER, check_size
+from maxstack.submit.gke import monitoring, mount_options
+from maxstack.submit.job import (
+    WRAPPER,
+    Job,
+    Placement,
+    Submission,
+    check_size,
+    is_within,
+    machine,
+    machines,
+)
 
 UNSAFE = set("\"'\\`$")
-"""Characters that xpk passes into YAML and a shell unquoted, as it does unprintable ones."""
+"""Characters that xpk passes to YAML and a shell unquoted; it does so with unprintable ones too."""
 PRIORITIES = "very-low", "low", "medium", "high", "very-high"
 LONGEST_SIDE = 256
 """In chips (xpk 1.16.0, core/system_characteristics.py, generate_tpu_topologies)."""
@@ -20,7 +29,7 @@ HEAD = "/tmp"
 
 
 def submission(job: Job) -> Submission:
-    """Commands of xpk, and of kubectl for the JobSet that xpk makes."""
+    """Return the commands of xpk, and of kubectl for the JobSet that xpk makes."""
     words = command(job)
     options = ("--cluster=", "--project=", "--zone=", "--namespace=")
     cluster = [word for word in words if word.startswith(options)]
@@ -28,43 +37,40 @@ def submission(job: Job) -> Submission:
         "status": ["xpk", "workload", "list", *cluster, f"--filter-by-job=^{job.name}$"],
         "stop": ["xpk", "workload", "delete", f"--workload={job.name}", *cluster, "--force"],
     }
-    logs = watching(job, ["--all-containers"], 4 * job.topology.hosts + 4)
+    logs = monitoring(job, ["--all-containers"], 4 * job.topology.hosts + 4)
     return Submission(words, f"{shlex.join(words)}\n", logs | later)
 
 
 def command(job: Job) -> list[str]:
-    """The words of the command; `create-pathways` where the run's runtime is that. ConfigError for
-    a value that xpk does not quote."""
-    cluster, tpu, pathways = job.cluster, job.tpu, job.cfg.runtime == "pathways"
+    """Return the words of the command. ConfigError for a value that xpk does not quote."""
+    cluster, tpu = job.cluster, job.tpu
+    pathways = job.cfg.runtime == "pathways"
     for name, value in cluster.env.items():
         if odd := sorted({char for char in value if char in UNSAFE or not char.isprintable()}):
             raise ConfigError(
-                f"env.{name}: xpk does not quote {' '.join(map(repr, odd))}; put the "
-                "value into a secret, or use --target gke"
+                f"env.{name}: xpk does not quote {' '.join(map(repr, odd))}; put the value into a "
+                "secret, or use --target gke"
             )
         if pathways and "env:" in value:
-            raise ConfigError(
-                f"env.{name}: xpk takes `env:` for its own with Pathways; give another value"
-            )
+            raise ConfigError(f"env.{name}: with Pathways xpk reserves `env:`; give another value")
     if not tpu and (job.topology.slices > 1 or job.chips_of_a_host != job.chip.chips_per_host):
         raise ConfigError(
-            f"topology: xpk has whole hosts of {job.chip.chips_per_host} GPUs; give "
+            f"topology: xpk takes whole hosts of {job.chip.chips_per_host} GPUs; give "
             f"{job.chip.name}:HOSTSx{job.chip.chips_per_host}"
         )
     if pathways and not tpu:
         raise ConfigError(f"topology: Pathways runs on TPUs, not on {job.chip.name}")
     if pathways and cluster.bucket:
         raise ConfigError("bucket: xpk mounts none with Pathways; leave it out (--set bucket=null)")
-    if pathways and not within(job.cfg.run.output_dir, HEAD):
+    if pathways and not is_within(job.cfg.run.output_dir, [HEAD]):
         raise ConfigError(
-            f"run.output_dir={job.cfg.run.output_dir}: with Pathways xpk mounts {HEAD} "
-            "of the head's host and nothing else; give "
-            f"{HEAD}/runs, and copy what is to be kept"
+            f"run.output_dir={job.cfg.run.output_dir}: with Pathways xpk mounts only {HEAD} of the "
+            f"head's host; give {HEAD}/runs, and copy what you want to keep"
         )
     if cluster.priority not in (None, *PRIORITIES):
         raise ConfigError(
             f"priority: got {quoted(cluster.priority)}; allowed: xpk's, {', '.join(PRIORITIES)}; "
-            "give one, such as medium, or use --target gke, where it is a class of Kueue's"
+            "give one, such as medium, or use --target gke, where it is a class of Kueue"
         )
     device = machine(job, "xpk")
     if tpu:
@@ -104,7 +110,7 @@ def command(job: Job) -> list[str]:
 
 
 def shape(job: Placement) -> str:
-    """Sides of a slice; ConfigError for a slice that xpk does not have."""
+    """Return the sides of a slice; ConfigError for one that xpk does not have."""
     chip, sides = job.chip.name, job.topology.sides
     near = least = machines()[chip].get("least", "1")
     if max(sides) > LONGEST_SIDE:
@@ -118,8 +124,8 @@ def shape(job: Placement) -> str:
 
 
 def _inside(job: Job) -> str:
-    """Command of each container: unpack the configuration, and train. xpk restarts no head of
-    Pathways, so a supervisor does."""
+    """Return the command of each container: unpack the configuration and train. xpk does not
+    restart the head of Pathways, so a supervisor does."""
     unpack, path = job.unpacking(f"echo {job.packed}", "/tmp/run.yml")
     train = f"{unpack} && exec maxstack train {path}"
     if job.cfg.runtime != "pathways":
@@ -128,7 +134,7 @@ def _inside(job: Job) -> str:
 
 
 def _elastic(job: Job) -> list[str]:
-    """Options for the number of slices that the proxy may lose."""
+    """Return the options for the number of slices that the proxy may lose."""
     if (elastic := job.cfg.faults.elastic) is None:
         return []
     return [
@@ -138,8 +144,8 @@ def _elastic(job: Job) -> list[str]:
 
 
 def _storage(job: Job) -> str:
-    """Name of the bucket in xpk; ConfigError, with the command that attaches it, where it has
-    none."""
+    """Return the name of the bucket in xpk; ConfigError, with the command that attaches it, where
+    it has none."""
     bucket = job.needs("bucket")
     job.check_output()
     if not bucket.storage:
@@ -150,7 +156,7 @@ def _storage(job: Job) -> str:
             "--auto-mount=false --size=1000"
         )
         raise ConfigError(
-            f"bucket.storage: xpk mounts what it was told of once, by `{attach}`; do "
-            "that, and give the NAME"
+            f"bucket.storage: xpk mounts only attached storage; run `{attach}` once, and give the "
+            "NAME"
         )
     return bucket.storage

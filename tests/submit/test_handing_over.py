@@ -38,10 +38,6 @@ def test_what_the_documents_say_to_try_shows_what_a_cluster_gets(
     assert cli.main(words) == 0 and "maxstack train" in capsys.readouterr().out
 
 
-def test_the_documents_say_what_to_try():
-    assert len(DOCUMENTED) == 4
-
-
 NOTE = (
     'printf "%s\\n" "$0" "$@" >> "$NOTED"; to=given; [[ "$*" == *apply* ]] && to=applied; '
     '[ -t 0 ] || cat > "$NOTED.$to"; '
@@ -129,7 +125,7 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(
     there.unlink()
     assert (
         cli.main(words) == 1
-        and "and whether it is still there is not known: " in capfd.readouterr().err
+        and "and it is not known whether it has ended: " in capfd.readouterr().err
     )
     there.touch()
     assert cli.main(words) == 0
@@ -235,22 +231,15 @@ def test_what_the_estimate_refuses_goes_by_force(tmp_path, capsys):
     ("words", "says"),
     [
         (["--target", "gke"], "give --cluster FILE"),
-        (["--target", "gke", "--cluster", "tpu-v5"], "tpu-v5e"),
         (
             ["--target", "gke", "--cluster", "tpu-v5e", "mesh.data=8"],
             "mesh: data=8 is 8 devices, but v5e:8x8 has 64; set one axis to -1",
         ),
-        (["--target", "gke", "--cluster", "tpu-v5e"], "run.output_dir="),
         (["--target", "slurm", "--cluster", "slurm-h200", "--set", "topology=v5e:8x8"], "has TPUs"),
-        (["--target", "slurm", "--cluster", "tpu-v5e"], "bucket: --target slurm takes none"),
         (["--target", "gke", "--cluster", "tpu-v5e", "run.virtual_devices=8"], "is for a CPU"),
         (
             ["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/../tmp"],
             "is lost with the container",
-        ),
-        (
-            ["--target", "gke", "--cluster", "tpu-v5e", "mesh.slices=2"],
-            "mesh.slices=2: but v5e:8x8 has 1",
         ),
         (
             ["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:8x8*2"],
@@ -269,23 +258,11 @@ def test_what_the_estimate_refuses_goes_by_force(tmp_path, capsys):
             ],
             "faults.elastic: is for one process that drives all slices, and runtime=jax",
         ),
-        (
-            ["--target", "local", "--processes", "2", "faults.elastic={}", "mesh.slices=2"],
-            "faults.elastic: is for one process that drives all slices",
-        ),
-        (
-            ["--target", "gke", "--cluster", "tpu-v5e", "model.embed=65536", "model.layers=64"],
-            "run does not fit v5e:8x8: estimated",
-        ),
-        (["--target", "gke", "--cluster", "tpu-v5e", "--processes", "2"], "are of --target local"),
+        (["--target", "gke", "--cluster", "tpu-v5e", "--processes", "2"], "are for --target local"),
         (["--target", "local", "--cluster", "tpu-v5e"], "--target local is this machine"),
         (
             ["--target", "gke", "--cluster", "tpu-v5e", "runtime=pathways"],
             "which --target xpk starts, and gke does not",
-        ),
-        (
-            ["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:3x3"],
-            "topology: v5e:3x3: there is no such v5e",
         ),
         (
             ["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=here"],
@@ -307,43 +284,18 @@ def test_what_a_cluster_cannot_take_is_refused_before_it_is_asked(
     assert says in capsys.readouterr().err
 
 
-ZERO = ", so that each of max_restarts=100 would begin at step 0; "
+ZERO = "checkpoint: saves nothing that a restart finds before train.steps=10 ("
 TIER = "checkpoint.tiers=[{path: %s, every: 2%s}]"
 
 
 @pytest.mark.parametrize(
     ("target", "words", "says"),
     [
-        (
-            "gke",
-            ["checkpoint.every=0"],
-            f"checkpoint.every=0: nothing is saved{ZERO}give it a number of steps, or "
-            "--set max_restarts=0",
-        ),
-        ("xpk", ["checkpoint.every=0"], f"checkpoint.every=0: nothing is saved{ZERO}"),
-        ("slurm", ["checkpoint.every=0"], f"checkpoint.every=0: nothing is saved{ZERO}"),
-        (
-            "gke",
-            ["checkpoint.every=0", TIER % ("/ssd", "")],
-            f"is saved where a restart may not find it (/ssd){ZERO}",
-        ),
-        (
-            "slurm",
-            ["checkpoint.every=0", TIER % ("/gcs/t", ", replicate: 1")],
-            f"may not find it (hosts' own disks alone){ZERO}",
-        ),
-        ("slurm", ["run.output_dir=/tmp/../tmp/runs"], f"may not find it (/tmp/../tmp/runs){ZERO}"),
-        (
-            "gke",
-            ["checkpoint.every=10"],
-            "checkpoint.every=10: the first save is at the end "
-            f"(train.steps=10){ZERO}give it a smaller number",
-        ),
-        (
-            "gke",
-            ["checkpoint.every=0", TIER % ("/gcs/t", "00")],
-            "checkpoint.tiers.0.every=200: the first save is at the end",
-        ),
+        ("gke", ["checkpoint.every=0"], f"{ZERO}no folder that all hosts see), so each of max"),
+        ("gke", ["checkpoint.every=0", TIER % ("/ssd", "")], f"{ZERO}/ssd every 2 steps"),
+        ("slurm", ["checkpoint.every=0", TIER % ("/gcs/t", ", replicate: 1")], f"{ZERO}no folder"),
+        ("slurm", ["run.output_dir=/tmp/../tmp/runs"], f"{ZERO}/tmp/../tmp/runs every 4 steps)"),
+        ("xpk", ["checkpoint.every=10"], f"{ZERO}/gcs/runs every 10 steps)"),
         ("gke", ["checkpoint.restore=none"], "checkpoint.restore=none: would refuse a restart"),
     ],
 )
@@ -368,27 +320,3 @@ def test_restarts_that_would_begin_at_step_0_are_refused_unless_they_are_wanted(
     assert cli.main(given) == 1 and says in capsys.readouterr().err
     assert cli.main([*given, "--max-restarts", "0"]) == 0
     assert cli.main([*given, "--set", "restart_from_zero=true"]) == int("restore" in says)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["checkpoint.every=9"], ["train.steps=1"], ["checkpoint.every=0", TIER % ("/gcs/t", "")]],
-)
-def test_restarts_that_go_on_are_not_refused(words, tmp_path):
-    path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
-    assert (
-        cli.main(
-            [
-                "submit",
-                str(path),
-                "--target",
-                "gke",
-                "--cluster",
-                "tpu-v5e",
-                "--dry-run",
-                "run.output_dir=/gcs/runs",
-                *words,
-            ]
-        )
-        == 0
-    )

@@ -132,6 +132,10 @@ def test_a_deployment_serves_on_the_devices_of_a_host(topology, limit, node, sho
         limit.items() <= own["resources"]["limits"].items() and node in pod["spec"]["nodeSelector"]
     )
     assert {"name": "A", "value": "b$$(C)"} in own["env"]
+    assert own["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+    annotations = pod["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(own["ports"][0]["containerPort"])
+    assert annotations["prometheus.io/scrape"] == annotations["gke-gcsfuse/volumes"] == "true"
     selector = deployment["spec"]["selector"]["matchLabels"]
     assert selector == service["spec"]["selector"] == pod["metadata"]["labels"]
     assert service["spec"]["ports"][0]["targetPort"] == own["ports"][0]["name"]
@@ -156,17 +160,6 @@ def test_a_pod_starts_the_server_with_the_overrides_as_they_are_written(shown, t
     )
 
 
-def test_health_makes_a_pod_ready_and_prometheus_finds_its_metrics(shown):
-    deployment, _, _ = shown()
-    own, metadata = container(deployment), templates(deployment)[0]["metadata"]
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert own[probe]["httpGet"] == {"path": "/health", "port": "http"}
-    annotations = metadata["annotations"]
-    assert annotations["prometheus.io/port"] == str(own["ports"][0]["containerPort"])
-    assert annotations["prometheus.io/path"] == "/metrics"
-    assert annotations["prometheus.io/scrape"] == annotations["gke-gcsfuse/volumes"] == "true"
-
-
 def test_a_pod_has_time_to_drain(shown, tmp_path):
     deployment, _, _ = shown("--engine", "vllm", grace=100)
     own, spec = container(deployment), templates(deployment)[0]["spec"]
@@ -181,7 +174,7 @@ def test_a_pod_has_time_to_drain(shown, tmp_path):
 def test_several_hosts_need_vllm(shown):
     said = shown(code=1, topology="h100:2x8")
     assert "h100:2x8 has 2 hosts, and maxstack's server runs on the devices of one process" in said
-    assert "--engine vllm, for which a LeaderWorkerSet is written" in said
+    assert "--engine vllm, which gets a LeaderWorkerSet" in said
     assert "has 2 slices" in shown("--engine", "vllm", code=1, topology="v5e:2x2*2")
 
 
@@ -247,7 +240,7 @@ def test_every_key_of_serve_becomes_a_flag_of_vllm_or_a_line(capsys):
     ("words", "says"),
     [
         (["serve.rowz=3"], "serve.rowz"),
-        (["--max-restarts", "3"], "--max-restarts and --force: are of training"),
+        (["--max-restarts", "3"], "--max-restarts and --force: are for training"),
         (["--engine", "vllm", "serve.identical=strict"], "vLLM does not promise it"),
         (["--engine", "vllm", "quantization=int8"], "quantization=int8: vLLM cannot take it"),
         (["--engine", "vllm", "mesh.tensor=3"], "the mesh is the topology's"),
@@ -262,7 +255,7 @@ def test_what_pods_could_not_run_is_refused(words, says, shown):
 def test_a_model_outside_the_bucket_and_open_doors_are_said(shown):
     said = shown(model="/home/me/model")[-1]
     assert "the image must have it on every host: /home/me/model" in said
-    assert "everybody who reaches it may ask; see --api-key-file" in said
+    assert "serves everybody who reaches it; see --api-key-file" in said
     quiet = shown("--api-key-file", "/keys/k", model="Org/Name")
     assert "not in the bucket" not in quiet[-1] and "everybody" not in quiet[-1]
     assert "--api-key-file /keys/k" in container(quiet[0])["command"][-1]
