@@ -68,11 +68,16 @@ def test_a_writer_that_was_stopped_is_gone_on_with(tmp_path):
     fill(WeightsWriter(tmp_path, SHAPES), "norm")
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         WeightsReader(tmp_path)
-    with (tmp_path / ".importing" / "done.txt").open("a") as file:
-        file.write("blocks/bl")  # a line that the kill cut off
     writer = WeightsWriter(tmp_path, SHAPES)
     assert writer.done == {"norm"}
     for path in WEIGHTS.keys() - writer.done:
         fill(writer, path)
     writer.finish()
     np.testing.assert_array_equal(WeightsReader(tmp_path).read("norm"), WEIGHTS["norm"])
+
+
+def test_a_half_written_line_of_the_journal_does_not_count(tmp_path):
+    fill(WeightsWriter(tmp_path, SHAPES), "norm")
+    with (tmp_path / ".importing" / "done.txt").open("a") as file:
+        file.write("blocks/bl")
+    assert WeightsWriter(tmp_path, SHAPES).done == {"norm"}

@@ -152,7 +152,7 @@ def test_a_fault_that_a_recomputation_does_not_repeat_is_a_passing_one(
     )
     assert health.compare_copies(17, flipped(state, "params/int8", 3, 5, 1)) == Recompute(17)
     assert (
-        told[0].startswith("step 17: SILENT DATA CORRUPTION in 0.000480 ")
+        told[0].startswith("step 17: SILENT DATA CORRUPTION in 0.000412 ")
         and "MiB of params: device 3 (cpu) of process 0: differs from most" in told[0]
     )
     assert health.compare_copies(10, state) is None and health.due(17, saving=False)
