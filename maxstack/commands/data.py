@@ -125,9 +125,9 @@ def removed(args: Namespace) -> None:
     """Print the rows."""
     import json
 
-    from maxstack.data.steps.removed import rows
+    from maxstack.data.filters.removals import read_removed
 
-    for row in rows(args.folder, args.step, args.source, args.limit):
+    for row in read_removed(args.folder, args.step, args.source, args.limit):
         print(json.dumps(row, ensure_ascii=False))
 
 

@@ -19,13 +19,13 @@ from maxstack.config.writer import inline
 from maxstack.data.documents import Documents, Split, Tokens, content_hash
 from maxstack.data.engines import Engine, Processes
 from maxstack.data.files import digest
+from maxstack.data.filters import summary
+from maxstack.data.filters.pipeline import filter_sources
 from maxstack.data.infilling import check_marks
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.shards import MANIFEST, pack
 from maxstack.data.shared_files import SharedFiles, check_shared, shared_files
 from maxstack.data.sources import open_source
-from maxstack.data.steps import summary
-from maxstack.data.steps.cleaned import cleaned
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
 from maxstack.errors import ConfigError, DataError, StoreError
 from maxstack.report.progress import progress
@@ -88,7 +88,7 @@ def prepare(
     tokenizer, splits, steps = open_tokenizer(cfg.tokenizer), _splits(cfg), None
     engine = engine or Processes(1)
     if cfg.steps:
-        splits, steps = cleaned(cfg, splits, out, engine, task_texts or {})
+        splits, steps = filter_sources(cfg, splits, out, engine, task_texts or {})
     shards = [
         shard
         for (name, split), documents in splits.items()

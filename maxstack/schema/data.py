@@ -20,6 +20,7 @@ from maxstack.config import (
     SizeInt,
     fault,
 )
+from maxstack.schema.filters import AnyFilter, names_of
 from maxstack.schema.mixture import (
     FillInTheMiddleConfig,
     MixtureConfig,
@@ -27,7 +28,6 @@ from maxstack.schema.mixture import (
     name_faults,
     weight_faults,
 )
-from maxstack.schema.steps import AnyStep, names_of
 
 Beyond = Literal["split", "refuse"]
 BYTE_IDS = 257
@@ -513,7 +513,7 @@ class DataConfig(Section):
 
     sources: Items[AnySource] = Field(min_length=1)
     """Sources of documents, mixed by weight."""
-    steps: Items[AnyStep] = ()
+    steps: Items[AnyFilter] = ()
     """What happens to documents before they become tokens, by `maxstack data prepare`, one step
     after the other."""
     tokenizer: Tokenizer = BytesTokenizer(kind="bytes")

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from maxstack.data.steps.duplicates import keepers, shingles, signatures
-from maxstack.schema.steps import ExactDuplicatesStep, NearDuplicatesStep
+from maxstack.data.filters.duplicates import find_keepers, shingles, signatures
+from maxstack.schema.filters import ExactDuplicatesFilter, NearDuplicatesFilter
 
 
 def planted(rng, pairs, words=300):
@@ -23,9 +23,9 @@ def jaccard(cfg, left, right):
 
 
 def test_near_duplicates_are_those_of_a_brute_force_jaccard_but_for_the_estimates_error():
-    cfg = NearDuplicatesStep(kind="near_duplicates", threshold=0.75, permutations=256)
+    cfg = NearDuplicatesFilter(kind="near_duplicates", threshold=0.75, permutations=256)
     texts = planted(np.random.default_rng(0), 300)
-    kept, similarity = keepers(cfg, signatures(cfg, texts))
+    kept, similarity = find_keepers(cfg, signatures(cfg, texts))
     error = 4 * (0.75 * 0.25 / 256) ** 0.5
     near = 0
     for at in range(0, len(texts), 2):
@@ -43,28 +43,30 @@ def test_near_duplicates_are_those_of_a_brute_force_jaccard_but_for_the_estimate
 @pytest.mark.parametrize(
     "cfg",
     [
-        NearDuplicatesStep(kind="near_duplicates"),
-        NearDuplicatesStep(kind="near_duplicates", unit="characters"),
-        ExactDuplicatesStep(kind="exact_duplicates", ignore=["case", "whitespace", "punctuation"]),
+        NearDuplicatesFilter(kind="near_duplicates"),
+        NearDuplicatesFilter(kind="near_duplicates", unit="characters"),
+        ExactDuplicatesFilter(
+            kind="exact_duplicates", ignore=["case", "whitespace", "punctuation"]
+        ),
     ],
 )
 def test_texts_without_words_are_alike_where_they_are_equal(cfg):
     texts = ["\u2192 \u2211 \u222b", "\U0001f600", "{ } ; { }", "\U0001f600", "___", ""]
-    kept, _ = keepers(cfg, signatures(cfg, texts))
+    kept, _ = find_keepers(cfg, signatures(cfg, texts))
     assert kept.tolist() == [0, 1, 2, 1, 4, 5]
 
 
 def test_an_underscore_joins_no_words():
-    cfg = NearDuplicatesStep(kind="near_duplicates", ngram=1)
+    cfg = NearDuplicatesFilter(kind="near_duplicates", ngram=1)
     assert {*shingles(cfg, "a_b __c").tolist()} == {*shingles(cfg, "a b c").tolist()}
 
 
 def test_a_cluster_keeps_its_first_document_whatever_links_it():
-    cfg = NearDuplicatesStep(kind="near_duplicates", threshold=0.6, ngram=1)
+    cfg = NearDuplicatesFilter(kind="near_duplicates", threshold=0.6, ngram=1)
     words = [f"w{n}" for n in range(100)]
     chain = [" ".join(words[at : at + 70]) for at in (20, 10, 0, 30)]
     texts = ["something else entirely", chain[0], chain[1], "", chain[2], chain[3], ""]
-    kept, _ = keepers(cfg, signatures(cfg, texts))
+    kept, _ = find_keepers(cfg, signatures(cfg, texts))
     assert kept.tolist() == [0, 1, 1, 3, 1, 1, 3]
     assert jaccard(cfg, chain[2], chain[3]) < 0.5
 
@@ -79,6 +81,6 @@ def test_a_cluster_keeps_its_first_document_whatever_links_it():
     ],
 )
 def test_equal_documents_are_those_without_the_differences_that_do_not_count(ignore, equal):
-    cfg = ExactDuplicatesStep(kind="exact_duplicates", ignore=ignore)
+    cfg = ExactDuplicatesFilter(kind="exact_duplicates", ignore=ignore)
     texts = ["a b", "A b", " a\n b ", "a, b"]
-    assert keepers(cfg, signatures(cfg, texts))[0].tolist() == equal
+    assert find_keepers(cfg, signatures(cfg, texts))[0].tolist() == equal

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from maxstack.data.steps.step import Removed, Step, kind
-from maxstack.schema.steps import C4Step
+from maxstack.data.filters.filter import Filter, Removed, kind
+from maxstack.schema.filters import C4Filter
 
 _TERMINAL = tuple('.!?"\u201d')
 _SENTENCE = re.compile(r"[.!?][\"'\u201d\u2019)\]]*(?=\s|$)")
@@ -17,11 +17,11 @@ _JAVASCRIPT = re.compile("javascript", re.IGNORECASE)
 _LOREM_IPSUM = re.compile("lorem ipsum", re.IGNORECASE)
 
 
-@kind(C4Step)
-class C4(Step):
-    """Rules for lines, then for what is left of the document."""
+@kind(C4Filter)
+class C4(Filter):
+    """Rules for lines, then for the document that is left of them."""
 
-    def __init__(self, cfg: C4Step, bad_words: Sequence[str] = ()):
+    def __init__(self, cfg: C4Filter, bad_words: Sequence[str] = ()):
         self._cfg = cfg
         words = "|".join(map(re.escape, bad_words)) or "(?!)"
         self._bad = re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)

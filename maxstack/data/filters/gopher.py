@@ -1,25 +1,26 @@
 """The rules of MassiveText (Rae et al. 2021, arXiv:2112.11446, appendix A.1)."""
 
+import collections
 import re
 from collections.abc import Iterator
 
 import numpy as np
 
-from maxstack.data.steps.step import Rules, hashes_of, kind, ngrams
-from maxstack.schema.steps import GopherQualityStep, GopherRepetitionStep
+from maxstack.data.filters.filter import Rules, hash_units, kind, ngrams
+from maxstack.schema.filters import GopherQualityFilter, GopherRepetitionFilter
 
 _BULLETS = tuple("\u2022\u2023\u25b6\u25c0\u25e6\u25a0\u25a1\u25aa\u25ab\u2013-*")
 _ELLIPSES = "...", "\u2026"
 _PARAGRAPHS = re.compile(r"\n\s*\n")
 
 
-@kind(GopherQualityStep)
+@kind(GopherQualityFilter)
 class GopherQuality(Rules):
     """Rules of quality."""
 
-    cfg: GopherQualityStep
+    cfg: GopherQualityFilter
 
-    def measured(self, text: str) -> Iterator[tuple[str, float]]:
+    def measure(self, text: str) -> Iterator[tuple[str, float]]:
         words = text.split()
         yield "min_words", len(words)
         yield "max_words", len(words)
@@ -39,13 +40,13 @@ class GopherQuality(Rules):
         yield "min_stop_words", len(found.intersection(self.cfg.stop_words))
 
 
-@kind(GopherRepetitionStep)
+@kind(GopherRepetitionFilter)
 class GopherRepetition(Rules):
     """Rules of repetition."""
 
-    cfg: GopherRepetitionStep
+    cfg: GopherRepetitionFilter
 
-    def measured(self, text: str) -> Iterator[tuple[str, float]]:
+    def measure(self, text: str) -> Iterator[tuple[str, float]]:
         total = max(1, len(text))
         lines = [line.strip() for line in text.split("\n") if line.strip()]
         paragraphs = [part.strip() for part in _PARAGRAPHS.split(text) if part.strip()]
@@ -54,7 +55,7 @@ class GopherRepetition(Rules):
             yield f"duplicate_{name}s", len(again) / max(1, len(parts))
             yield f"duplicate_{name}_characters", sum(map(len, again)) / total
         words = text.split()
-        hashes = hashes_of(words)
+        hashes = hash_units(words)
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         ends = np.concatenate([[0], np.cumsum(lengths)])
         repeated = 1  # where no sequence occurs twice, no longer one does
@@ -67,14 +68,14 @@ class GopherRepetition(Rules):
 
 
 def _repeated(parts: list[str]) -> list[str]:
-    """The parts that another one before them equals."""
-    seen: set[str] = set()
-    return [part for part in parts if part in seen or seen.add(part)]  # type: ignore[func-returns-value]
+    """Return the parts that repeat an earlier one."""
+    counts = collections.Counter(parts)
+    return [part for part, count in counts.items() for _ in range(count - 1)]
 
 
 def _top(hashes: np.ndarray, ends: np.ndarray, size: int) -> int:
-    """Characters, with the spaces between words, in all occurrences of the n-gram that occurs most
-    often, and at least twice; of several such, the longest."""
+    """Return the characters, with the spaces between words, in all occurrences of the most frequent
+    n-gram, if it occurs twice or more; of several, of the longest."""
     _, first, counts = np.unique(ngrams(hashes, size), return_index=True, return_counts=True)
     if not len(counts) or counts.max() < 2:
         return 0
@@ -83,7 +84,7 @@ def _top(hashes: np.ndarray, ends: np.ndarray, size: int) -> int:
 
 
 def _covered(hashes: np.ndarray, lengths: np.ndarray, size: int) -> int:
-    """Characters of the words in n-grams that occurred before, each word once."""
+    """Return the characters of the words in repeated n-grams, each word once."""
     grams = ngrams(hashes, size)
     again = np.ones(len(grams), np.int64)
     again[np.unique(grams, return_index=True)[1]] = 0

@@ -1,4 +1,4 @@
-"""Reading back the documents that data.steps removed."""
+"""The documents that data.steps removed, read back."""
 
 import io
 import itertools
@@ -10,14 +10,16 @@ import zstandard
 
 from maxstack import strict_json
 from maxstack.config import storage
+from maxstack.data.filters.passes import REMOVED
 from maxstack.data.shards import manifest_of
-from maxstack.data.steps.passes import REMOVED
 from maxstack.errors import ConfigError, DataError
 
 
-def rows(out: str, step: str | None, source: str | None, limit: int | None) -> Iterator[Any]:
-    """Objects with step, rule, value, source, split, document, where and text. ConfigError where
-    there are none such."""
+def read_removed(
+    out: str, step: str | None, source: str | None, limit: int | None
+) -> Iterator[Any]:
+    """Yield objects with step, rule, value, source, split, document, where and text. ConfigError
+    if there are none of the filter or source that is asked for."""
     folder = storage.join(out, REMOVED)
     names = storage.stamps_below(folder)
     if not names and "steps" in (manifest_of(out) or {}):

@@ -1,28 +1,28 @@
-"""Steps on characters: normal forms, lengths, regular expressions, and the language."""
+"""Filters on characters: normal forms, lengths, regular expressions, and the language."""
 
 import re
 import unicodedata
 from collections.abc import Iterator
 
-from maxstack.data.steps.step import Removed, Rules, Step, kind, missing
-from maxstack.schema.steps import LanguageStep, LengthStep, NormalizeStep, RegexStep
+from maxstack.data.filters.filter import Filter, Removed, Rules, kind, missing_package
+from maxstack.schema.filters import LanguageFilter, LengthFilter, NormalizeFilter, RegexFilter
 
 _NEWLINES = re.compile("\r\n|[\r\x85\u2028\u2029]")
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff]")
 
 
-@kind(NormalizeStep)
-class Normalize(Step):
-    """Repairs and normal forms."""
+@kind(NormalizeFilter)
+class Normalize(Filter):
+    """Repair and normalize characters."""
 
-    def __init__(self, cfg: NormalizeStep):
+    def __init__(self, cfg: NormalizeFilter):
         self._cfg = cfg
         if cfg.ftfy:
             try:
                 import ftfy
             except ImportError as error:
-                raise missing("ftfy", "normalize.ftfy", error) from error
-            # what the other keys say, and nothing else, decides about these
+                raise missing_package("ftfy", "normalize.ftfy", error) from error
+            # Line breaks, control characters and normal forms have keys of their own.
             self._ftfy = ftfy
             self._repairs = ftfy.TextFixerConfig(
                 normalization=None, fix_line_breaks=False, remove_control_chars=False, explain=False
@@ -39,16 +39,16 @@ class Normalize(Step):
         return unicodedata.normalize(cfg.unicode, text) if cfg.unicode else text
 
 
-@kind(LanguageStep)
-class Language(Step):
-    """Keeps documents in some languages."""
+@kind(LanguageFilter)
+class Language(Filter):
+    """Keep documents in some languages."""
 
-    def __init__(self, cfg: LanguageStep):
+    def __init__(self, cfg: LanguageFilter):
         self._cfg = cfg
         try:
             from py3langid.langid import MODEL_FILE, LanguageIdentifier
         except ImportError as error:
-            raise missing("py3langid", "language", error) from error
+            raise missing_package("py3langid", "language", error) from error
         self._model = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
     def __call__(self, text: str) -> str | Removed:
@@ -60,13 +60,13 @@ class Language(Step):
         return text
 
 
-@kind(LengthStep)
+@kind(LengthFilter)
 class Length(Rules):
-    """Keeps lengths within bounds."""
+    """Keep documents whose length is within bounds."""
 
-    cfg: LengthStep
+    cfg: LengthFilter
 
-    def measured(self, text: str) -> Iterator[tuple[str, float]]:
+    def measure(self, text: str) -> Iterator[tuple[str, float]]:
         units = {"characters": len, "words": _words, "bytes": _bytes}
         size = units[self.cfg.unit](text)
         yield "min", size
@@ -81,11 +81,11 @@ def _bytes(text: str) -> int:
     return len(text.encode())
 
 
-@kind(RegexStep)
-class Regex(Step):
-    """Drops or changes what matches."""
+@kind(RegexFilter)
+class Regex(Filter):
+    """Drop, keep or change documents that match an expression."""
 
-    def __init__(self, cfg: RegexStep):
+    def __init__(self, cfg: RegexFilter):
         self._cfg, self._pattern = cfg, re.compile(cfg.pattern)
 
     def __call__(self, text: str) -> str | Removed:

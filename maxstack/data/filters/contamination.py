@@ -1,4 +1,4 @@
-"""Documents that share n-grams of words with evaluation tasks."""
+"""Removal of documents that share n-grams of words with evaluation tasks (decontamination)."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,25 +8,33 @@ import numpy as np
 
 from maxstack import strict_json
 from maxstack.config import storage
-from maxstack.data.steps.step import Removed, Step, hashes_of, kind, ngrams, unreadable, words_of
+from maxstack.data.filters.filter import (
+    Filter,
+    Removed,
+    hash_units,
+    kind,
+    ngrams,
+    read_lines,
+    split_words,
+)
 from maxstack.errors import ConfigError
-from maxstack.schema.steps import DecontaminateStep
+from maxstack.schema.filters import DecontaminateFilter
 
 log = logging.getLogger(__name__)
 Grams = tuple[tuple[str, ...], np.ndarray, np.ndarray]
 """Names of tasks or files; hashes of their n-grams, sorted; the number of the name of each."""
 
 
-@kind(DecontaminateStep)
-class Decontaminate(Step):
-    """Removes documents with n-grams of tasks."""
+@kind(DecontaminateFilter)
+class Decontaminate(Filter):
+    """Remove documents with n-grams of tasks."""
 
-    def __init__(self, cfg: DecontaminateStep, grams: Grams):
+    def __init__(self, cfg: DecontaminateFilter, grams: Grams):
         self._cfg = cfg
         self._names, self._grams, self._numbers = grams
 
     def __call__(self, text: str) -> str | Removed:
-        own = ngrams(hashes_of(words_of(text)), self._cfg.ngram)
+        own = ngrams(hash_units(split_words(text)), self._cfg.ngram)
         at = np.searchsorted(self._grams, own)
         at[at == len(self._grams)] = 0
         found = at[self._grams[at] == own]
@@ -35,15 +43,18 @@ class Decontaminate(Step):
         return Removed(self._names[self._numbers[found[0]]], len(found))
 
 
-def grams_of(cfg: DecontaminateStep, texts: Mapping[str, Sequence[str]]) -> Grams:
-    """The n-grams of a step's tasks, whose texts are given by name, and of its files. ConfigError
-    where there are none."""
+def read_grams(cfg: DecontaminateFilter, texts: Mapping[str, Sequence[str]]) -> Grams:
+    """Return the n-grams of a filter's tasks, whose texts are given by name, and of its files.
+    ConfigError if there are none."""
     given = {name: texts[name] for name in cfg.tasks} | {path: _read(path) for path in cfg.files}
-    hashes, numbers, short = [], [], 0
+    hashes = list[np.ndarray]()
+    numbers = list[np.ndarray]()
+    short = 0
     for number, texts_of_one in enumerate(given.values()):
         for text in texts_of_one:
-            own = np.unique(ngrams(hashes_of(words_of(text)), cfg.ngram))
-            short += not len(own)
+            own = np.unique(ngrams(hash_units(split_words(text)), cfg.ngram))
+            if not len(own):
+                short += 1
             hashes.append(own)
             numbers.append(np.full(len(own), number))
     if short:
@@ -61,10 +72,7 @@ def grams_of(cfg: DecontaminateStep, texts: Mapping[str, Sequence[str]]) -> Gram
 
 
 def _read(path: str) -> list[str]:
-    try:
-        lines = storage.read_whole(path, storage.LARGE).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise unreadable("decontaminate.files", path, error) from error
+    lines = read_lines("decontaminate.files", path, storage.LARGE)
     if not path.endswith(".jsonl"):
         return lines
     rows = (
@@ -76,7 +84,7 @@ def _read(path: str) -> list[str]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts within a value of JSON."""
+    """Yield the texts inside a value of JSON."""
     if isinstance(value, str):
         yield value
     inner: Iterable[Any] = value.values() if isinstance(value, dict) else value

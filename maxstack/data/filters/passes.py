@@ -1,8 +1,13 @@
-"""A pass of data.steps over a range of documents: the steps between two that compare all documents.
+"""A pass of data.steps over a range of documents: the filters between two that compare documents.
 
-A pass leaves a note for each range, from which the next one goes on: which step removed which
-document, sizes, counts, and signatures of what is left; and the removed documents in a file of
-their own.
+Filters of single documents run range by range, in any process. A filter that compares documents
+needs all of them, so it ends a pass: each range leaves a note with signatures of the documents that
+are left, the main process compares these (pipeline.py), and the next pass begins with what the
+comparison says of the range. A note also has, of each document, the filter that removed it and its
+size, and counts, so that passes need nothing but the note before; the removed documents are written
+to a file of their own. Filters that change texts run again in each later pass, which is cheaper
+than storing all texts between passes. Notes appear whole or not at all, so a killed preparation
+goes on from those that are there.
 """
 
 import contextlib
@@ -17,12 +22,12 @@ import zstandard
 
 from maxstack.config import storage
 from maxstack.data.documents import Documents, Split
+from maxstack.data.filters import duplicates
+from maxstack.data.filters.chain import FilterData, change, open_filters
+from maxstack.data.filters.filter import Filter, Removed
 from maxstack.data.shared_files import SharedFiles, check_shared
-from maxstack.data.steps import duplicates
-from maxstack.data.steps.kinds import Found, changed, opened
-from maxstack.data.steps.step import Removed, Rules, Step
 from maxstack.errors import ConfigError, DataError
-from maxstack.schema.steps import CHANGING, GLOBAL, AnyStep
+from maxstack.schema.filters import CHANGING, GLOBAL, AnyFilter
 
 REMOVED = "removed"
 COUNTS = "documents_in", "bytes_in", "documents_out", "bytes_out", "changed"
@@ -33,7 +38,7 @@ _SAMPLES, _SAMPLE = 2, 240
 
 @dataclass(frozen=True)
 class Range:
-    """Documents start..stop of a source's split, and what the last comparison said of them."""
+    """Documents start..stop of a source's split, and the result of the last comparison."""
 
     number: int
     source: str
@@ -41,8 +46,8 @@ class Range:
     start: int
     stop: int
     keepers: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """int64 [N, 3]: the number of a document's range and its index in the split if another one is
-    kept instead of it, else -1; and their similarity in millionths."""
+    """int64 [N, 3]: of a document that duplicates another one the number of the other one's range,
+    its index in the split, and their similarity in millionths; -1 for others."""
 
     @property
     def name(self) -> str:
@@ -51,11 +56,12 @@ class Range:
 
 @dataclass(frozen=True)
 class Job:
-    """What all ranges share."""
+    """A pass over all ranges."""
 
-    steps: Sequence[AnyStep]
+    sections: Sequence[AnyFilter]
+    """Of data.steps."""
     names: Sequence[str]
-    found: Found
+    data: FilterData
     documents: Mapping[tuple[str, Split], Documents]
     ranges: Sequence[Range]
     out: str
@@ -63,36 +69,37 @@ class Job:
     """Folder of the notes."""
     files: SharedFiles
     number: int = 0
-    """Of the pass."""
+    """The number of the pass."""
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first step of the pass, and the one that compares what it leaves, or the end."""
-        stops = [n for n, step in enumerate(self.steps) if isinstance(step, GLOBAL)]
-        bounds = [-1, *stops, len(self.steps)]
+        """The number of the first filter of the pass, and of the one that ends it by comparing
+        what is left, or the number of filters."""
+        stops = [n for n, section in enumerate(self.sections) if isinstance(section, GLOBAL)]
+        bounds = [-1, *stops, len(self.sections)]
         return bounds[self.number] + 1, bounds[self.number + 1]
 
     @property
     def last(self) -> bool:
-        return self.span[1] == len(self.steps)
+        return self.span[1] == len(self.sections)
 
-    def path(self, number: int, each: Range) -> str:
-        """The note of a range of a pass."""
+    def note_path(self, number: int, each: Range) -> str:
+        """Return the path of the note that a pass leaves for a range."""
         return storage.join(self.notes, f"{number}-{each.name}.npz")
 
 
 def read_note(path: str) -> dict[str, np.ndarray]:
-    """Arrays of a note: `by` int16 [N], the step that removed each document or -1; `sizes` int64
-    [N], bytes of text; `before`, sizes at first; `counts` int64 [steps, 5]; `signatures` of those
-    that are left; `more`, rules, samples and values of rules as JSON."""
+    """Read a note: `by` int16 [N], the filter that removed each document or -1; `sizes` int64 [N],
+    bytes of text; `before`, sizes at the beginning; `counts` int64 [filters, 5] of COUNTS;
+    `signatures` of the documents that are left; `more`, counts by rule and samples as JSON."""
     return {**np.load(io.BytesIO(storage.read(path)))}
 
 
 def run(job: Job, each: Range) -> Iterator[int]:
-    """Run a pass over a range, and leave its note; a note that is there is kept. The number of its
+    """Run a pass over a range and write its note, unless an earlier call did. Yield the number of
     documents."""
     check_shared(job.files)
-    path = job.path(job.number, each)
+    path = job.note_path(job.number, each)
     if storage.kind(path) is None:
         try:
             note = _Pass(job, each).note()
@@ -109,35 +116,39 @@ class _Pass:
     """A pass over a range."""
 
     def __init__(self, job: Job, each: Range):
-        self._job, self._range = job, each
+        self._job = job
+        self._range = each
         self._documents = job.documents[each.source, each.split]
         count = each.stop - each.start
-        self._by, self._sizes = np.full(count, -1, np.int16), np.full(count, -1, np.int64)
+        self._by = np.full(count, -1, np.int16)
+        self._sizes = np.full(count, -1, np.int64)
         self._first, self._stop = job.span
         if job.number:
-            before = read_note(job.path(job.number - 1, each))
-            self._by, self._sizes = before["by"], before["sizes"]
-        self._counts = np.zeros((len(job.steps), len(COUNTS)), np.int64)
+            before = read_note(job.note_path(job.number - 1, each))
+            self._by = before["by"]
+            self._sizes = before["sizes"]
+        self._counts = np.zeros((len(job.sections), len(COUNTS)), np.int64)
         self._out: Any = None
         self._rules: dict[str, dict[str, int]] = {}
         self._samples: dict[str, list[dict[str, Any]]] = {}
-        all_steps = opened(job.steps, job.found)
-        self._steps = {n: step for n, step in all_steps.items() if self._first <= n < self._stop}
-        self._before: dict[int, Step] = {
-            n: step
-            for n, step in all_steps.items()
-            if n < self._first and isinstance(job.steps[n], CHANGING)
-        }
+        self._filters: dict[int, Filter] = {}
+        self._before: dict[int, Filter] = {}
+        for number, each_filter in open_filters(job.sections, job.data).items():
+            if self._first <= number < self._stop:
+                self._filters[number] = each_filter
+            elif number < self._first and isinstance(job.sections[number], CHANGING):
+                self._before[number] = each_filter
 
     def note(self) -> dict[str, np.ndarray]:
-        """The note, after the file of removed documents."""
+        """Run the pass, write the file of removed documents, and return the note."""
         job = self._job
         before = self._sizes.copy()
         parts = []
         with contextlib.ExitStack() as stack:
             for texts in self._batches(before, stack):
                 if not job.last:
-                    parts.append(duplicates.signatures(job.steps[self._stop], texts))  # type: ignore[arg-type]
+                    section = job.sections[self._stop]
+                    parts.append(duplicates.signatures(section, texts))  # type: ignore[arg-type]
         if self._first:
             kept = (self._by == -1) | (self._by >= self._first)
             self._counts[self._first - 1, 2:4] = kept.sum(), before[kept].sum()
@@ -145,12 +156,7 @@ class _Pass:
             alive = self._by == -1
             self._counts[self._stop, :2] = alive.sum(), self._sizes[alive].sum()
         signatures = np.concatenate(parts) if parts else np.zeros((0, 1))
-        near = {
-            self._job.names[number]: step.near
-            for number, step in self._steps.items()
-            if isinstance(step, Rules)
-        }
-        more = json.dumps([self._rules, self._samples, near]).encode()
+        more = json.dumps([self._rules, self._samples]).encode()
         return {
             "by": self._by,
             "sizes": self._sizes,
@@ -161,54 +167,54 @@ class _Pass:
         }
 
     def _batches(self, before: np.ndarray, stack: contextlib.ExitStack) -> Iterator[list[str]]:
-        """Texts that are left, some at a time."""
+        """Yield the texts that are left, some at a time."""
         texts: list[str] = []
         size = 0
         for at in map(int, np.flatnonzero(self._by == -1)):
             keeper = None if self._range.keepers is None else self._range.keepers[at]
             gone = keeper is not None and keeper[0] >= 0
-            if not gone and not self._steps and self._job.last and self._job.number:
-                continue  # nothing is left to do with its text
+            if not gone and not self._filters and self._job.last and self._job.number:
+                continue  # the text is neither changed nor removed nor compared any more
             text = self._text(at)
             if not self._job.number:
                 before[at] = self._sizes[at] = len(text.encode())
-            text = changed(text, self._before)
-            made: str | Removed = text
+            text = change(text, self._before)
             if keeper is not None and gone:
-                made = self._duplicate(keeper)
-                self._remove(at, self._first - 1, text, made, stack)
-            else:
-                made = self._stepped(at, text, stack)
-            if isinstance(made, str):
-                self._sizes[at] = len(made.encode())
-                texts += [made] * (not self._job.last)
+                self._remove(at, self._first - 1, text, self._duplicate(keeper), stack)
+                continue
+            result = self._filter(at, text, stack)
+            if isinstance(result, str):
+                self._sizes[at] = len(result.encode())
                 size += int(self._sizes[at])
+                if not self._job.last:
+                    texts.append(result)
             if len(texts) == _BATCH or size > _BATCH_BYTES:
                 yield texts
-                texts, size = [], 0
+                texts = []
+                size = 0
         yield texts
 
-    def _stepped(self, at: int, text: str, stack: contextlib.ExitStack) -> str | Removed:
-        """What the pass's steps make of a text."""
-        made: str | Removed = text
-        for number, step in self._steps.items():
-            size = len(text.encode())
-            made = step(text)
+    def _filter(self, at: int, text: str, stack: contextlib.ExitStack) -> str | Removed:
+        """Apply the filters of the pass to a text."""
+        for number, each in self._filters.items():
+            result = each(text)
             row = self._counts[number]
-            row[:2] += 1, size
-            if isinstance(made, Removed):
-                self._remove(at, number, text, made, stack)
-                return made
-            row[2:] += 1, len(made.encode()), made != text
-            if made != text and (samples := self._lacking("changed", number)) is not None:
-                samples.append({"place": self._place(at), **difference(text, made)})
-            text = made
+            row[:2] += 1, len(text.encode())
+            if isinstance(result, Removed):
+                self._remove(at, number, text, result, stack)
+                return result
+            row[2:4] += 1, len(result.encode())
+            if result != text:
+                row[4] += 1
+                if (samples := self._open_samples("changed", number)) is not None:
+                    samples.append({"place": self._place(at), **difference(text, result)})
+            text = result
         return text
 
     def _remove(
         self, at: int, number: int, text: str, why: Removed, stack: contextlib.ExitStack
     ) -> None:
-        """Note a removed document, and write it."""
+        """Note a removed document, and write it to the file of them."""
         name = self._job.names[number]
         self._by[at] = number
         rules = self._rules.setdefault(name, {})
@@ -222,7 +228,7 @@ class _Pass:
             "document": int(self._range.start + at),
             "where": self._place(at),
         }
-        if (samples := self._lacking("removed", number)) is not None:
+        if (samples := self._open_samples("removed", number)) is not None:
             samples.append(row | {"text": text[: 2 * _SAMPLE]})
         if self._out is None:
             path = f"{REMOVED}/{self._range.name}-{self._job.number}.jsonl.zst"
@@ -231,13 +237,13 @@ class _Pass:
             self._out = stack.enter_context(zstandard.ZstdCompressor().stream_writer(file))
         self._out.write((json.dumps(row | {"text": text}, ensure_ascii=False) + "\n").encode())
 
-    def _lacking(self, what: str, number: int) -> list[dict[str, Any]] | None:
-        """The samples of what a step removed or changed; None where there are enough."""
+    def _open_samples(self, what: str, number: int) -> list[dict[str, Any]] | None:
+        """Return the samples of what a filter removed or changed; None if there are enough."""
         samples = self._samples.setdefault(f"{what} {self._job.names[number]}", [])
         return samples if len(samples) < _SAMPLES else None
 
     def _duplicate(self, keeper: np.ndarray) -> Removed:
-        """Why a duplicate goes: where the document is that is kept instead."""
+        """Return the reason for removing a duplicate: the place of the document that is kept."""
         other = self._job.ranges[int(keeper[0])]
         documents = self._job.documents[other.source, other.split]
         return Removed("duplicate_of", {
@@ -261,7 +267,7 @@ class _Pass:
 
 
 def difference(before: str, after: str) -> dict[str, str]:
-    """Two texts around the first place where they differ."""
+    """Return two texts around the first place where they differ."""
     pairs = zip(before, after, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
     begin = max(0, at - _SAMPLE // 4)

@@ -1,4 +1,11 @@
-"""All of data.steps: passes over every document, comparisons between them, and what is left."""
+"""The whole of data.steps: passes over all documents, comparisons between them, and the result.
+
+With K filters that compare documents there are K + 1 passes (passes.py). After each pass but the
+last, the main process reads the signatures from the notes of all ranges and finds the clusters of
+duplicates; of each cluster the first document in the order of sources, splits and indices is kept.
+Signatures are kept in a file and mapped, since 512 bytes for each of many millions of documents do
+not fit in memory.
+"""
 
 import dataclasses
 import functools
@@ -14,15 +21,15 @@ from maxstack.config import storage
 from maxstack.data.documents import Documents, Selection, Split
 from maxstack.data.engines import Engine
 from maxstack.data.files import digest
+from maxstack.data.filters import duplicates, summary
+from maxstack.data.filters.chain import FilterData, change, open_filters, read_data
+from maxstack.data.filters.filter import Filter
+from maxstack.data.filters.passes import REMOVED, Job, Range, read_note, run
 from maxstack.data.shared_files import shared_files
-from maxstack.data.steps import duplicates, summary
-from maxstack.data.steps.kinds import Found, changed, found, opened
-from maxstack.data.steps.passes import REMOVED, Job, Range, read_note, run
-from maxstack.data.steps.step import Step
 from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig
-from maxstack.schema.steps import GLOBAL, AnyStep, names_of
+from maxstack.schema.filters import CHANGING, GLOBAL, AnyFilter, names_of
 
 NOTES, PASSES = ".steps", "passes"
 _FORMAT = 2
@@ -30,52 +37,56 @@ _LARGEST_RANGE = 10_000
 Sources = Mapping[tuple[str, Split], Documents]
 
 
-class Cleaned(Selection):
-    """The documents of a source that no step removed, after the steps that change texts."""
+class FilteredDocuments(Selection):
+    """The documents of a source that no filter removed, as the filters change them."""
 
     def __init__(
         self,
         documents: Documents,
         indices: np.ndarray,
-        steps: Sequence[AnyStep],
-        found: Found,
+        sections: Sequence[AnyFilter],
+        data: FilterData,
         plan: str,
     ):
         super().__init__(documents, indices)
-        self._all, self._found, self._plan = steps, found, plan
+        self._sections = sections
+        self._data = data
+        self._plan = plan
 
     @functools.cached_property
-    def _steps(self) -> dict[int, Step]:
-        """The steps, which no pickle holds."""
-        return opened(self._all, self._found, changing=True)
+    def _filters(self) -> dict[int, Filter]:
+        """Filters that change texts; pickles leave them out."""
+        filters = open_filters(self._sections, self._data)
+        return {n: each for n, each in filters.items() if isinstance(self._sections[n], CHANGING)}
 
     def __getitem__(self, index: int) -> bytes:
         document = super().__getitem__(index)
         assert isinstance(document, bytes)
-        return changed(document.decode(), self._steps).encode()
+        return change(document.decode(), self._filters).encode()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_steps"}
+        return {key: value for key, value in self.__dict__.items() if key != "_filters"}
 
     def identity(self) -> str:
         return digest(f"{super().identity()} {self._plan}".encode())
 
 
-def cleaned(
+def filter_sources(
     cfg: DataConfig,
     sources: Sources,
     out: str,
     engine: Engine,
     task_texts: Mapping[str, Sequence[str]],
 ) -> tuple[dict[tuple[str, Split], Documents], dict[str, Any]]:
-    """What data.steps leave of sources, and the summary for the manifest.
+    """Apply data.steps to sources. Return the documents that are left, and the summary for the
+    manifest.
 
-    Notes in OUT/.steps, removed documents in OUT/removed, and OUT/report.html are written; notes
-    of an earlier, stopped call are used. ConfigError where `out` holds the shards of other data.
+    Writes notes to OUT/.steps, removed documents to OUT/removed, and OUT/report.html; uses the
+    notes of an earlier call that was stopped. ConfigError if `out` holds shards of other data.
     """
-    steps = cfg.steps
-    data = found(steps, task_texts)
-    opened(steps, data)  # names what is not installed
+    sections = cfg.steps
+    data = read_data(sections, task_texts)
+    open_filters(sections, data)  # a package that is missing is an error before the first pass
     plan = _plan(cfg, sources, data)
     notes = storage.join(out, f"{NOTES}/{plan}")
     result = storage.join(notes, "result.npz")
@@ -84,11 +95,11 @@ def cleaned(
         passes = storage.join(notes, PASSES)
         read = (path for documents in sources.values() for path in documents.paths())
         files = shared_files(read, storage.join(passes, "begun"))
-        job = Job(steps, names_of(steps), data, sources, _ranges(sources), out, passes, files)
+        job = Job(sections, names_of(sections), data, sources, _ranges(sources), out, passes, files)
         _run(job, engine, result)
     storage.delete(notes, PASSES)
     kept = read_note(result)
-    told = json.loads(kept["summary"].tobytes())
+    counts = json.loads(kept["summary"].tobytes())
     left: dict[tuple[str, Split], Documents] = {}
     for number, (key, documents) in enumerate(sources.items()):
         indices = kept[str(number)]
@@ -97,18 +108,18 @@ def cleaned(
                 f"source {key[0]} ({key[1]}): data.steps removed all of its {len(documents)} "
                 f"documents; `maxstack data removed {out}` shows why"
             )
-        left[key] = Cleaned(documents, indices, steps, data, plan)
-    return left, told
+        left[key] = FilteredDocuments(documents, indices, sections, data, plan)
+    return left, counts
 
 
-def _plan(cfg: DataConfig, sources: Sources, data: Found) -> str:
-    """A hash of everything that the steps' result depends on."""
+def _plan(cfg: DataConfig, sources: Sources, data: FilterData) -> str:
+    """Return a hash of everything that the result depends on."""
     files = [
         (path, *storage.stamp(path)) for documents in sources.values() for path in documents.paths()
     ]
     described = [
         _FORMAT,
-        [step.model_dump(mode="json") for step in cfg.steps],
+        [section.model_dump(mode="json") for section in cfg.steps],
         [source.model_dump(mode="json", exclude={"weight", "partial"}) for source in cfg.sources],
         [(*key, documents.identity()) for key, documents in sources.items()],
         files,
@@ -118,7 +129,7 @@ def _plan(cfg: DataConfig, sources: Sources, data: Found) -> str:
 
 
 def _begin(out: str, notes: str) -> None:
-    """Delete what other steps left. ConfigError where other data is complete."""
+    """Delete what other filters left. ConfigError if shards of other data are complete."""
     if storage.kind(notes) is not None or storage.kind(out) is None:
         return
     if storage.kind(storage.join(out, "manifest.json")) is not None:
@@ -139,31 +150,32 @@ def _ranges(sources: Sources) -> list[Range]:
 
 
 def _run(job: Job, engine: Engine, result: str) -> None:
-    """Run all passes, and write what is left and the summary."""
-    passes = 1 + sum(isinstance(step, GLOBAL) for step in job.steps)
-    documents, ranges = sum(map(len, job.documents.values())), job.ranges
+    """Run all passes, and write the indices of what is left and the summary."""
+    passes = 1 + sum(isinstance(section, GLOBAL) for section in job.sections)
+    documents = sum(map(len, job.documents.values()))
+    ranges = job.ranges
     for number in range(passes):
         job = dataclasses.replace(job, number=number)
-        with progress(documents, f"steps, pass {number + 1} of {passes}", "documents") as bar:
+        with progress(documents, f"filters, pass {number + 1} of {passes}", "documents") as bar:
             for _, count in engine.map(run, job, ranges):
                 bar.update(count)
         if not job.last:
-            ranges = _compared(job)
-    kept, told = summary.gather(job)
-    summary.write_page(told, job.out)
+            ranges = _compare(job)
+    kept, counts = summary.gather(job)
+    summary.write_page(counts, job.out)
     with storage.replacing(result) as unfinished, unfinished.open("wb") as file:
-        text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+        text = np.frombuffer(json.dumps(counts).encode(), np.uint8)
         np.savez(file, summary=text, **kept)  # type: ignore[arg-type]
 
 
-def _compared(job: Job) -> list[Range]:
-    """The ranges, with what comparing all documents that are left says of each."""
-    step = job.steps[job.span[1]]
-    assert isinstance(step, GLOBAL)
-    notes = [job.path(job.number, each) for each in job.ranges]
+def _compare(job: Job) -> list[Range]:
+    """Compare all documents that are left. Return the ranges with the result for each."""
+    section = job.sections[job.span[1]]
+    assert isinstance(section, GLOBAL)
+    notes = [job.note_path(job.number, each) for each in job.ranges]
     alive = [np.flatnonzero(read_note(path)["by"] == -1) for path in notes]
     starts = np.cumsum([0, *map(len, alive)])
-    numbers, kind = duplicates.width(step)
+    numbers, kind = duplicates.signature_type(section)
     folder = storage.cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -172,8 +184,8 @@ def _compared(job: Job) -> list[Range]:
         file.flush()
         shape = int(starts[-1]), numbers
         signatures = np.memmap(file, kind, "r", shape=shape) if shape[0] else np.zeros(shape, kind)
-        kept, similarity = duplicates.keepers(step, signatures)
-        del signatures
+        kept, similarity = duplicates.find_keepers(section, signatures)
+        del signatures  # closes the map before the file goes
     owner = np.repeat(np.arange(len(alive)), np.diff(starts))
     index = np.concatenate([r.start + at for r, at in zip(job.ranges, alive, strict=True)])
     made = []

@@ -6,9 +6,9 @@ import pytest
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from pydantic import TypeAdapter
 
-from maxstack.data.steps.kinds import opened
-from maxstack.data.steps.step import Removed
-from maxstack.schema.steps import LANGUAGES, AnyStep
+from maxstack.data.filters.chain import open_filters
+from maxstack.data.filters.filter import Removed
+from maxstack.schema.filters import LANGUAGES, AnyFilter
 
 OFF = {
     "gopher_quality": (
@@ -35,8 +35,8 @@ C4_OFF = {
 
 def step(kind, data=None, **keys):
     """A step of one section."""
-    section = TypeAdapter(AnyStep).validate_python({"kind": kind, **keys})
-    return opened([section], {} if data is None else {0: data})[0]
+    section = TypeAdapter(AnyFilter).validate_python({"kind": kind, **keys})
+    return open_filters([section], {} if data is None else {0: data})[0]
 
 
 def alone(kind, rule):

@@ -1,12 +1,13 @@
-"""Masks for personal data, whose check digits and networks libraries know."""
+"""Masks for personal data. A regular expression finds what looks like an address or a number; a
+library decides by check digits, networks and numbering plans."""
 
 import ipaddress
 import re
 from collections.abc import Callable
 
-from maxstack.data.steps.step import Step, kind, missing
+from maxstack.data.filters.filter import Filter, kind, missing_package
 from maxstack.errors import ConfigError
-from maxstack.schema.steps import PersonalDataStep
+from maxstack.schema.filters import PersonalDataFilter
 
 # Letters of scripts that are written without spaces end what stands beside them, as `_` does.
 _LETTER = "A-Za-z0-9\u00c0-\u052f"
@@ -32,17 +33,17 @@ _DIGITS = re.compile(r"\d(?:[^\w+]*\d){5}")
 _ISSUER = re.compile(r"4|5[1-5]|2[2-7]|3[4-9]|6|8[16]")
 
 
-@kind(PersonalDataStep)
-class PersonalData(Step):
-    """Each kind of data, replaced by its placeholder."""
+@kind(PersonalDataFilter)
+class PersonalData(Filter):
+    """Replace each kind of data by its placeholder."""
 
-    def __init__(self, cfg: PersonalDataStep):
+    def __init__(self, cfg: PersonalDataFilter):
         self._cfg = cfg
         try:
             import phonenumbers
             from stdnum import iban, luhn
         except ImportError as error:
-            raise missing("phonenumberslite or python-stdnum", "pii", error) from error
+            raise missing_package("phonenumberslite or python-stdnum", "pii", error) from error
         self._phonenumbers = phonenumbers
         if unknown := {*cfg.phone_regions} - {*phonenumbers.SUPPORTED_REGIONS}:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Sections of data.steps: what happens to documents before they become tokens."""
+"""Sections of data.steps: filters of documents before they become tokens."""
 
 import collections
 import re
@@ -24,19 +24,19 @@ LANGUAGES = (
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Step(Section):
-    """Keys of every step."""
+class Filter(Section):
+    """Keys of every filter."""
 
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
-    """Names the step in counts and in what it removed; null: its kind, with a number where a kind
+    """Names the filter in counts and in what it removed; null: its kind, with a number where a kind
     is given more than once."""
 
 
-class NormalizeStep(Step):
+class NormalizeFilter(Filter):
     """Changes to the characters of each document."""
 
     kind: Literal["normalize"]
-    """The step."""
+    """The filter."""
     ftfy: bool = False
     """Repair text that was decoded wrongly, HTML entities, ligatures, wide letters and curly quotes
     with ftfy (Speer 2019)."""
@@ -48,12 +48,12 @@ class NormalizeStep(Step):
     """Control characters other than tab and LF, and byte order marks, are dropped."""
 
 
-class LanguageStep(Step):
+class LanguageFilter(Filter):
     """Removes documents in other languages, as py3langid says, whose model of 140 languages comes
     with it. Short texts are often taken for another language."""
 
     kind: Literal["language"]
-    """The step."""
+    """The filter."""
     languages: Items[str] = Field(min_length=1)
     """Codes of the languages to keep (ISO 639-1), as in [en, de]."""
     min_confidence: Share = 0.65
@@ -68,11 +68,11 @@ class LanguageStep(Step):
                 yield "languages", f"{quoted(language)} is not known{advice}; known: {LANGUAGES}"
 
 
-class LengthStep(Step):
+class LengthFilter(Filter):
     """Removes documents that are too short or too long."""
 
     kind: Literal["length"]
-    """The step."""
+    """The filter."""
     unit: Literal["characters", "words", "bytes"] = "characters"
     """What is counted; words stand between white space, bytes are those of UTF-8."""
     min: NonNegativeInt = 0
@@ -87,11 +87,11 @@ class LengthStep(Step):
             yield "max", f"is below min={self.min}, so that every document is removed"
 
 
-class RegexStep(Step):
+class RegexFilter(Filter):
     """Removes documents by a regular expression, or replaces what it matches."""
 
     kind: Literal["regex"]
-    """The step."""
+    """The filter."""
     pattern: Regex
     """Python's syntax; (?i), (?m) and (?s) at its beginning set flags."""
     action: Literal["drop", "keep", "replace"] = "drop"
@@ -109,12 +109,12 @@ class RegexStep(Step):
             yield "replacement", f"{quoted(self.replacement)} does not fit the pattern: {error}"
 
 
-class GopherQualityStep(Step):
+class GopherQualityFilter(Filter):
     """Rules of quality of MassiveText (Rae et al. 2021, arXiv:2112.11446, appendix A.1.1). Words
     stand between white space. null switches a rule off."""
 
     kind: Literal["gopher_quality"]
-    """The step."""
+    """The filter."""
     min_words: NonNegativeInt | None = 50
     """Words at least."""
     max_words: PositiveInt | None = 100_000
@@ -137,13 +137,13 @@ class GopherQualityStep(Step):
     """Frequent words of the language, in lower case."""
 
 
-class GopherRepetitionStep(Step):
+class GopherRepetitionFilter(Filter):
     """Rules of repetition of MassiveText (Rae et al. 2021, arXiv:2112.11446, table A1). Characters
     are those of the whole text. A duplicate is every occurrence but the first. null switches a
     rule off."""
 
     kind: Literal["gopher_repetition"]
-    """The step."""
+    """The filter."""
     duplicate_lines: Share | None = 0.3
     """Share of lines that are duplicates at most."""
     duplicate_paragraphs: Share | None = 0.3
@@ -172,13 +172,13 @@ class GopherRepetitionStep(Step):
     """The same of ten words."""
 
 
-class C4Step(Step):
+class C4Filter(Filter):
     """Rules of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2): documents are removed by
     what they hold, then lines are dropped, then documents of too little that is left. Spans of
     three sentences that other documents have too are not looked for."""
 
     kind: Literal["c4"]
-    """The step."""
+    """The filter."""
     terminal_punctuation: bool = True
     """Drop lines that do not end with a period, exclamation mark, question mark or quotation
     mark, and those that end with an ellipsis."""
@@ -201,23 +201,23 @@ class C4Step(Step):
     """Sentences of a document at least."""
 
 
-class ExactDuplicatesStep(Step):
+class ExactDuplicatesFilter(Filter):
     """Keeps the first of equal documents, across all sources, in their order."""
 
     kind: Literal["exact_duplicates"]
-    """The step."""
+    """The filter."""
     ignore: Items[Literal["case", "whitespace", "punctuation"]] = ("case", "whitespace")
     """Differences that do not count. whitespace: its amount and kind."""
 
 
-class NearDuplicatesStep(Step):
+class NearDuplicatesFilter(Filter):
     """Keeps the first document of each cluster of similar ones, across all sources, in their order.
     Similarity is the Jaccard index of sets of n-grams, estimated by MinHash (Broder 1997); pairs
     are found by bands of the signatures (LSH), and two documents are in a cluster where pairs link
     them."""
 
     kind: Literal["near_duplicates"]
-    """The step."""
+    """The filter."""
     threshold: float = Field(0.8, gt=0, lt=1)
     """Estimated similarity at least."""
     permutations: int = Field(128, ge=16, le=1024)
@@ -232,13 +232,13 @@ class NearDuplicatesStep(Step):
     """Seed of the permutations."""
 
 
-class DecontaminateStep(Step):
+class DecontaminateFilter(Filter):
     """Removes documents that share n-grams of words with evaluation tasks (Brown et al. 2020,
     arXiv:2005.14165, appendix C), in lower case and without punctuation. Texts of tasks that are
     shorter than an n-gram are not looked for."""
 
     kind: Literal["decontaminate"]
-    """The step."""
+    """The filter."""
     tasks: Items[str] = ()
     """Names or files of tasks, as in eval.tasks: their questions with each answer."""
     files: Items[str] = ()
@@ -259,11 +259,11 @@ class DecontaminateStep(Step):
                 yield f"tasks.{number}", str(error)
 
 
-class PersonalDataStep(Step):
+class PersonalDataFilter(Filter):
     """Masks personal data with placeholders. null leaves a kind of data as it is."""
 
     kind: Literal["pii"]
-    """The step."""
+    """The filter."""
     email: str | None = "<email>"
     """For addresses of email."""
     ip: str | None = "<ip>"
@@ -279,34 +279,34 @@ class PersonalDataStep(Step):
     """For 13 to 19 digits of a known issuer with the right check digit (Luhn)."""
 
 
-AnyStep = Annotated[
-    NormalizeStep
-    | LanguageStep
-    | LengthStep
-    | RegexStep
-    | GopherQualityStep
-    | GopherRepetitionStep
-    | C4Step
-    | ExactDuplicatesStep
-    | NearDuplicatesStep
-    | DecontaminateStep
-    | PersonalDataStep,
+AnyFilter = Annotated[
+    NormalizeFilter
+    | LanguageFilter
+    | LengthFilter
+    | RegexFilter
+    | GopherQualityFilter
+    | GopherRepetitionFilter
+    | C4Filter
+    | ExactDuplicatesFilter
+    | NearDuplicatesFilter
+    | DecontaminateFilter
+    | PersonalDataFilter,
     Field(discriminator="kind"),
 ]
 
 
-def names_of(steps: Sequence[Step]) -> list[str]:
-    """What each step is called."""
+def names_of(filters: Sequence[Filter]) -> list[str]:
+    """Return the name of each filter."""
     kinds: collections.Counter[str] = collections.Counter()
     names = []
-    for step in steps:
-        kind: str = step.kind  # type: ignore[attr-defined]
+    for section in filters:
+        kind: str = section.kind  # type: ignore[attr-defined]
         kinds[kind] += 1
-        names.append(step.name or (kind if kinds[kind] == 1 else f"{kind}-{kinds[kind]}"))
+        names.append(section.name or (kind if kinds[kind] == 1 else f"{kind}-{kinds[kind]}"))
     return names
 
 
-GLOBAL = ExactDuplicatesStep, NearDuplicatesStep
-"""Steps that compare documents with each other."""
-CHANGING = NormalizeStep, RegexStep, C4Step, PersonalDataStep
-"""Steps that may change a text."""
+GLOBAL = ExactDuplicatesFilter, NearDuplicatesFilter
+"""Filters that compare documents with each other."""
+CHANGING = NormalizeFilter, RegexFilter, C4Filter, PersonalDataFilter
+"""Filters that may change a text."""

@@ -1,1 +1,0 @@
-"""Steps before tokens: what `maxstack data prepare` does to documents by data.steps."""
