@@ -1,4 +1,4 @@
-"""The checkpoints' configuration."""
+"""The configuration of checkpoints."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -10,21 +10,21 @@ from maxstack.schema.metrics import direction_fault
 
 
 class TierConfig(Section):
-    """Another place for checkpoints, in a folder of the run's name below `path`."""
+    """Another place for checkpoints, in a folder with the run's name below `path`."""
 
     path: str = Field(min_length=1)
-    """A folder. Without `replicate` all processes see the same there; with it, it is on each host's
-    own disk."""
+    """A folder. Without `replicate` all processes must see the same folder; with it, each host has
+    its own disk."""
     every: PositiveInt = 100
-    """Steps between saves there. The last save of a run goes to every tier that all processes
-    see."""
+    """Steps between saves. The last save of a run goes to every tier that all processes see."""
     keep: PositiveInt = 2
-    """The newest checkpoints that stay there."""
+    """Number of newest checkpoints to keep."""
     replicate: NonNegativeInt | None = None
-    """On each host's own disk: how many other processes, those with the next numbers, get a copy of
-    a process's shards; at least as many as a host has processes, or no copy is on another host.
-    Such checkpoints are read on the mesh and by the number of processes that wrote them, each on
-    the host where it was. null: a folder that all see, in a format that any mesh reads."""
+    """For a host's own disk: number of other processes (those with the next numbers) that get a
+    copy of each process's shards. Use at least the number of processes per host, so that a copy is
+    on another host. Such checkpoints can be restored only on the mesh and with the number of
+    processes that wrote them, each on its host. null: a folder that all processes see, in a format
+    that any mesh can read."""
 
 
 Part = Literal["params", "optimizer", "data", "step"]
@@ -33,43 +33,45 @@ PARTS: tuple[Part, ...] = ("params", "optimizer", "data", "step")
 
 
 class CheckpointConfig(Section):
-    """Model, optimizer, data position and step, saved together."""
+    """Saving and restoring: weights, optimizer state, data position and step together."""
 
     every: NonNegativeInt = 1000
-    """Steps between saves into the run's own folder; 0: never, not even at the end or on
+    """Steps between saves into the run's own folder; 0: never save, not even at the end or on
     SIGTERM."""
     tiers: Items[TierConfig] = ()
-    """More places, each with its own pace: `{path: /local/ssd, every: 20, keep: 2, replicate: 1}`.
-    A run goes on from the newest intact step of all; of equal ones, from a host's own disk, then
-    from the run's folder, then from the others in their order."""
+    """Further places, each with its own interval: `{path: /local/ssd, every: 20, keep: 2,
+    replicate: 1}`. A run resumes from the newest intact step of all places; among equal ones it
+    prefers a host's own disk, then the run's folder, then the other tiers in their order."""
     keep: PositiveInt = 3
-    """The newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
-    """Checkpoints at multiples of this step stay for good; null: none."""
+    """Keep checkpoints at multiples of this step for good; null: none."""
     keep_best: NonNegativeInt | str | dict[str, PositiveInt] = 0
-    """Checkpoints that stay for the evaluation of their step: so many with the lowest eval_loss; or
-    the best by a metric, as in tasks/pairs/acc; or so many by each of several, as in {eval_loss: 2,
-    tasks/pairs/acc: 1}. A sign says which way is better where the name does not: -eval_x."""
+    """Checkpoints to keep for their evaluation: a number keeps those with the lowest eval_loss; the
+    name of a metric, as in tasks/pairs/acc, keeps the best by it; a mapping such as {eval_loss: 2,
+    tasks/pairs/acc: 1} keeps some for each metric. Prefix the name with + or - where it does not
+    tell which direction is better: -eval_x."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """Consequence of a save that fails, for want of room or a lost disk: it is logged and the run
-    goes on, or it stops where the next one is due. The last save of a run, at its end or on a
-    signal, must succeed."""
+    """What to do when a save fails, for lack of space or a lost disk. continue: log it and go on;
+    stop: stop the run at the next save. The last save of a run, at its end or on a signal, must
+    succeed."""
     restore: Literal["none", "latest"] | int | str = "latest"
-    """Start of the run: none (from scratch; refused if the run already has checkpoints), latest, a
-    step of this run (the first time; the same command again goes on from what was saved since), or
-    the path of another run or of one of its steps, which is read only until this run has saved."""
+    """Where to start. latest: the newest checkpoint of this run, if any; none: from scratch,
+    refused where the run has checkpoints; a number: that step of this run; a path: another run, or
+    one of its steps, which is only read. A number or a path counts for the first start alone: the
+    same command later resumes from what this run has saved since."""
     restore_parts: Items[Part] = PARTS
-    """Parts of the checkpoint that the run goes on with, the first time; the same command again
-    takes all of what it saved since. [params, data, step]: the optimizer changed, and begins
-    without moments, its schedules at the step where they would be; [params]: the weights of another
-    run, from its path, and nothing else."""
+    """Parts of the checkpoint to restore on the first start; later starts restore everything that
+    this run has saved. [params, data, step]: for a changed optimizer, which starts with empty
+    moments and with its schedules at the restored step; [params]: only the weights, from the path
+    of another run."""
     weights: Literal["evaluated", "train", "average"] = "evaluated"
-    """Weights of a run that model.from and commands take: those that its training evaluates
-    (optimizer.ema with eval, the slow weights of lookahead, the averaged ones of schedule-free),
-    those that it moves, or the moving average."""
+    """Weights of a run that model.from and commands load. evaluated: those that training evaluates
+    (optimizer.ema with eval, the slow weights of lookahead, the averaged ones of schedule-free);
+    train: those that the optimizer updates; average: the moving average."""
     allow_nonfinite: bool = False
-    """Take NaN and infinities among the weights of a model folder or an adapter that a fresh run
-    starts from; false: such a tensor is refused by name."""
+    """Accept NaN and infinities among the weights of a model folder or adapter that a new run
+    starts from; false: such a tensor is an error that names it."""
 
     def own_faults(self) -> Iterator[Fault]:
         parts = {*self.restore_parts}

@@ -1,4 +1,4 @@
-"""A cluster's facts, configs/clusters/*.yml, apart from the runs that train there."""
+"""The description of a cluster, configs/clusters/*.yml, separate from the runs that train there."""
 
 import posixpath
 import re
@@ -12,7 +12,7 @@ from maxstack.config import Fault, Items, NonNegativeInt, PositiveInt, Section, 
 from maxstack.schema import names
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$", max_length=253)]
-"""A name that Slurm has."""
+"""A name that Slurm accepts."""
 STRING = 131_072
 """Bytes of one argument or `NAME=value` of a process, with the zero byte at its end: Linux's
 MAX_ARG_STRLEN, 32 pages of 4 KiB (execve(2))."""
@@ -96,44 +96,44 @@ class SecretConfig(Section):
 
 
 class BucketConfig(Section):
-    """A bucket of Google Cloud Storage that is mounted in every pod."""
+    """A Google Cloud Storage bucket that is mounted in every pod."""
 
     name: names.Bucket
-    """Without gs://."""
+    """Name without gs://."""
     mount: Mount = "/gcs"
-    """Folder in the pods; run.output_dir lies below. No folder that the image or the system
-    needs."""
+    """Folder in the pods; run.output_dir lies below it. It must not be a folder that the image or
+    the system needs."""
     storage: names.Namespace | None = None
-    """Name that `xpk storage attach` gave it; xpk mounts it by that name."""
+    """Name that `xpk storage attach` gave the bucket; xpk mounts it by that name."""
 
 
 class SidecarConfig(Section):
-    """Limits of the container that GKE adds to a pod for the bucket, gke-gcsfuse-sidecar."""
+    """Limits of gke-gcsfuse-sidecar, the container that GKE adds to a pod for the bucket."""
 
     cpu: Quantity = "4"
-    """CPUs; 0: no limit."""
+    """CPU limit; 0: none."""
     memory: Quantity = "4Gi"
-    """Memory; 0: no limit."""
+    """Memory limit; 0: none."""
     disk: Quantity = "30Gi"
-    """Part of the node's disk, for files that are being written; 0: no limit."""
+    """Limit on the node's disk, for files being written; 0: none."""
 
 
 class VolumeConfig(Section):
-    """A volume of every pod, beside the bucket; exactly one of claim, config_map, secret and
+    """A volume of every pod beside the bucket; set exactly one of claim, config_map, secret and
     size."""
 
     mount: Mount
-    """Folder in the pods. No folder that the image or the system needs."""
+    """Folder in the pods. It must not be a folder that the image or the system needs."""
     claim: names.Object | None = None
-    """A PersistentVolumeClaim; with several hosts one that all can write (ReadWriteMany)."""
+    """A PersistentVolumeClaim; with several hosts it must be ReadWriteMany."""
     config_map: names.Object | None = None
     """A ConfigMap, whose keys are files."""
     secret: names.Object | None = None
     """A Secret, whose keys are files."""
     size: Quantity | None = None
-    """An empty folder on the node's disk, of this size at most, lost with the pod."""
+    """Size limit of an empty folder on the node's disk, which is lost with the pod."""
     read_only: bool = False
-    """Nothing is written there."""
+    """Mount read-only."""
 
     def own_faults(self) -> Iterator[Fault]:
         kinds = "claim", "config_map", "secret", "size"
@@ -150,16 +150,16 @@ class PodConfig(Section):
     """Resources and permissions of a pod on GKE."""
 
     cpu: Quantity | None = None
-    """CPUs that a pod asks for, and has at most; null: three quarters of what its machine has."""
+    """CPU request and limit; null: three quarters of the machine's."""
     memory: Quantity | None = None
-    """Memory that a pod asks for, and has at most; null: three quarters of what its machine has."""
+    """Memory request and limit; null: three quarters of the machine's."""
     shared_memory: Quantity = "16Gi"
-    """Size of /dev/shm, a part of the memory."""
+    """Size of /dev/shm, which counts against the memory."""
     user: PositiveInt | None = 1000
-    """User and group of the processes, without any privilege, as the `restricted` Pod Security
-    Standard asks. null: the image's own user, and what the cluster allows it."""
+    """User and group id of the processes, which have no privileges, as the `restricted` Pod
+    Security Standard requires. null: the image's own user, with what the cluster allows it."""
     service_account_token: bool = False
-    """Mount a token for Kubernetes' API, which neither maxstack nor the bucket needs."""
+    """Mount a token for the Kubernetes API; neither maxstack nor the bucket needs it."""
     labels: dict[names.LabelKey, names.Label] = {}
     """Labels of the JobSet and its pods."""
     sidecar: SidecarConfig = SidecarConfig()
@@ -169,24 +169,25 @@ class SlurmConfig(Section):
     """Options of sbatch."""
 
     partition: Name | None = None
-    """null: the cluster's default."""
+    """Partition; null: the cluster's default."""
     account: Name | None = None
-    """null: yours."""
+    """Account; null: your default."""
     qos: Name | None = None
     """Quality of service."""
     reservation: Name | None = None
-    """A reservation of nodes."""
+    """Node reservation."""
     time: Time = "24:00:00"
-    """Limit of one run of the job; it is queued again, and goes on, where it ends unfinished."""
+    """Time limit of one run of the job; an unfinished job is queued again and resumes."""
     mem: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$"), pydantic.BeforeValidator(_written)] = "0"
-    """Memory of a node, as sbatch has it: megabytes, or a number with K, M, G or T; 0: all of
+    """Memory of a node in sbatch's notation: megabytes, or a number with K, M, G or T; 0: all of
     it."""
     cpus_per_task: PositiveInt | None = None
-    """CPUs of a process; null: what the cluster gives, of nodes that the job has for itself."""
+    """CPUs of a process; null: the cluster's default. The job has its nodes to itself."""
     per_gpu: bool = False
-    """One process a GPU in place of one a host."""
+    """Start one process per GPU instead of one per host."""
     setup: Items[Line] = ()
-    """Lines of shell before training, as they are: module load cuda, source .venv/bin/activate."""
+    """Shell lines to run before training, as they are: module load cuda, source
+    .venv/bin/activate."""
 
     @property
     def seconds(self) -> int:
@@ -206,54 +207,54 @@ class ClusterConfig(Section):
     PRESETS = {"": ("clusters",)}
 
     topology: str
-    """The hardware of a run, as `maxstack plan` writes it: v5p:8x8x16, v5e:16x16*4 (4 slices),
+    """Hardware of a run, in the notation of `maxstack plan`: v5p:8x8x16, v5e:16x16*4 (4 slices),
     h100:32x8 (32 hosts of 8)."""
     project: names.Place | None = None
-    """Google Cloud project; null: gcloud's own. For xpk."""
+    """Google Cloud project, for xpk; null: gcloud's default."""
     zone: names.Place | None = None
-    """Zone of the cluster; for xpk."""
+    """Zone of the cluster, for xpk."""
     cluster: names.Place | None = None
-    """Name of the cluster; for xpk."""
+    """Name of the cluster, for xpk."""
     reservation: names.Label | None = None
-    """Nodes that are kept for you (cloud.google.com/reservation-name)."""
+    """Reservation of nodes (cloud.google.com/reservation-name)."""
     namespace: names.Namespace = "default"
-    """Namespace of Kubernetes."""
+    """Kubernetes namespace."""
     context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@/-]*$")] | None = None
-    """Context of kubectl, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null:
+    """kubectl context, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null:
     the current one."""
     queue: names.Queue | None = None
-    """Kueue's local queue."""
+    """Local queue of Kueue."""
     priority: names.Queue | None = None
-    """Kueue's priority class, or xpk's --priority."""
+    """Priority class of Kueue, or --priority of xpk."""
     image: names.Image | None = None
-    """The container that holds maxstack (scripts/Dockerfile), best by its digest, NAME@sha256:...;
+    """Container image with maxstack (scripts/Dockerfile), preferably by digest, NAME@sha256:...;
     for gke and xpk."""
     accelerator: names.Label | None = None
-    """GKE's name of the accelerator; null: the usual one of the topology's chip."""
+    """GKE's name of the accelerator; null: the usual one for the topology's chip."""
     service_account: names.Object | None = None
-    """Kubernetes service account of the pods, which may read and write the bucket."""
+    """Kubernetes service account of the pods, with read and write access to the bucket."""
     bucket: BucketConfig | None = None
-    """Bucket in which gke and xpk keep what a run writes."""
+    """Bucket for the output of runs, for gke and xpk."""
     secrets: dict[names.Variable, SecretConfig] = {}
-    """Environment variable -> where its value lies."""
+    """Environment variable -> the secret that holds its value."""
     env: dict[names.Variable, Line] = {}
-    """Environment variables of every process; none that is a secret by its name or shape."""
+    """Environment variables of every process; secrets, by name or shape, are refused."""
     config: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] | None = None
-    """Path of the resolved configuration on every host, for a file that is too large to be handed
-    over: the file that `maxstack submit --out` writes, copied into the bucket or the image. A host
-    where it differs ends the run. null: the configuration is handed over with the job."""
+    """Path of the resolved configuration on every host, for one that is too large to send with the
+    job: the file that `maxstack submit --out` writes, copied into the bucket or the image. A host
+    with another content ends the run. null: the configuration is sent with the job."""
     grace: int = Field(600, ge=30)
-    """Seconds that a process has to save after SIGTERM, before it is killed."""
+    """Seconds between SIGTERM and SIGKILL, in which a process saves."""
     max_restarts: NonNegativeInt = 100
-    """Number of times that a run is started again, after anything but its end (0) or a mistake (1,
-    2)."""
+    """Number of restarts after any exit but success (0) or a user's error (1, 2)."""
     ttl_seconds_after_finished: NonNegativeInt = 604_800
-    """Seconds for which gke and xpk keep what has ended, with its pods and their logs; a week."""
+    """Seconds for which gke and xpk keep finished jobs with their pods and logs; by default a
+    week."""
     restart_from_zero: bool = False
-    """A restart may begin at step 0. Otherwise a run that saves nothing, or nothing that lasts, is
-    refused, unless max_restarts is 0."""
+    """Allow restarts from step 0. Otherwise a run that saves nothing, or to nothing that lasts, is
+    refused unless max_restarts is 0."""
     volumes: Items[VolumeConfig] = ()
-    """Volumes of every pod beside the bucket; for gke."""
+    """Volumes of every pod beside the bucket, for gke."""
     pod: PodConfig = PodConfig()
     slurm: SlurmConfig = SlurmConfig()
 

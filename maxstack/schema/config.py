@@ -1,5 +1,4 @@
-"""The root of the configuration: a table of contents. Each component's section stands in its own
-package."""
+"""The root of the configuration: its sections. Each component has a file of its own."""
 
 import logging
 import re
@@ -57,30 +56,27 @@ class RunConfig(Section):
     """Name and folders of the run."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
-    """The run's folder inside output_dir; the same name resumes."""
+    """Name of the run, and of its folder inside output_dir; the same name resumes it."""
     output_dir: str = Field("runs", max_length=1024)
-    """The folder that holds runs, local or mounted. With several hosts it must be one that all of
-    them see."""
+    """Folder for runs, local or mounted. With several hosts all must see it."""
     virtual_devices: CountInt | None = None
-    """Split the CPU into this many devices, to try a mesh; null: the real devices."""
+    """Split the CPU into this many devices, to try out a mesh; null: the real devices."""
     trackers: Items[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = ("tensorboard",)
-    """Trackers that get metrics, texts and images beside metrics.jsonl, each in the run's folder
-    unless its own variables of the environment say otherwise (docs/REPORT.md)."""
+    """Trackers that receive metrics, texts and images beside metrics.jsonl, each in the run's
+    folder unless its own environment variables say otherwise (docs/REPORT.md)."""
     executable: str | None = None
-    """A compiled step to load instead of compiling, as `maxstack plan --save-executable` writes it;
-    null: compile."""
+    """Compiled step to load, as written by `maxstack plan --save-executable`; null: compile."""
     tuned: str | None = "~/.cache/maxstack/tuned.json"
-    """Table of kernels' block sizes that `maxstack tune` writes and that goes before those that
-    ship; it need not exist. null: none."""
+    """Table of kernel block sizes, written by `maxstack tune`, which takes precedence over the
+    shipped ones; the file may be missing. null: none."""
     compilation_cache: str | None = "~/.cache/maxstack/xla"
-    """Folder that keeps compiled programs between runs; null: none. The default is this user's
-    alone, and refused where others may write to it; of another you know who may."""
+    """Folder for compiled programs, reused between runs; null: none. The default belongs to this
+    user alone, and is refused where others may write to it; a folder of your own is trusted."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _with_trackers(cls, data: Any) -> Any:
-        """`tensorboard: true` or `false`, as it was written once, puts it among `trackers` or takes
-        it out."""
+        """Accept `tensorboard: true` or `false`, as old configurations have it, for `trackers`."""
         if not isinstance(data, Mapping) or not isinstance(data.get("tensorboard"), bool):
             return data
         own = {key: value for key, value in data.items() if key != "tensorboard"}
@@ -96,33 +92,34 @@ class DistributedConfig(Section):
     number."""
 
     coordinator: str = Field(pattern=r"^.+:[0-9]+$")
-    """host:port on the host of process 0; the port is free there, and all processes reach it."""
+    """host:port on the host of process 0; the port must be free, and all processes must reach
+    it."""
     processes: PositiveInt
     """Number of processes."""
     process: NonNegativeInt
-    """The number of this one, from 0."""
+    """Number of this process, from 0."""
 
 
 class ProfileConfig(Section):
-    """A trace of some steps by jax's profiler, with the text of the step's program, for `maxstack
+    """A trace of some steps by jax's profiler, with the text of the compiled step, for `maxstack
     profile`."""
 
     start: PositiveInt = 10
-    """First step in the trace."""
+    """First step of the trace."""
     steps: PositiveInt = 3
     """Number of steps in the trace."""
 
 
 class StopEarlyConfig(Section):
-    """An end of the run where evaluations get no better."""
+    """Early stopping by a metric of the evaluations."""
 
     metric: str = "eval_loss"
-    """A figure of evaluation, as in tasks/pairs/acc. A sign says which way is better where the name
-    does not: -eval_x."""
+    """Evaluation metric, as in tasks/pairs/acc. Prefix it with + or - where its name does not tell
+    which direction is better: -eval_x."""
     patience: PositiveInt = 3
-    """Evaluations in a row without a better one, after which the run ends."""
+    """Number of evaluations in a row without improvement after which the run stops."""
     min_delta: NonNegativeFloat = 0.0
-    """A better one is better by more than this."""
+    """Smallest change that counts as an improvement."""
 
     def own_faults(self) -> Iterator[Fault]:
         if wrong := direction_fault(self.metric):
@@ -130,41 +127,41 @@ class StopEarlyConfig(Section):
 
 
 class TrainConfig(Section):
-    """The loop."""
+    """The training loop."""
 
     steps: int = Field(1000, ge=1, le=2**31 - 1)
-    """Optimizer steps in the whole run. A run may be given more; where that moves the learning rate
-    of its next step, the log says from what to what."""
+    """Number of optimizer steps of the whole run. It may be raised later; where that changes the
+    learning rate of the next step, the log shows both values."""
     epochs: PositiveFloat | None = None
-    """Passes over every source that says none itself; train.steps follows from them, counted when
-    the run begins: it reads all documents once, for their lengths, and shares them out so that all
-    rows of the batch come to the end together. null: train.steps."""
+    """Passes over every source without `epochs` of its own. train.steps is then computed at the
+    start, by reading all documents once for their lengths and dealing them out so that all rows of
+    the batch end together. null: use train.steps."""
     batch_size: SizeInt = 8
-    """Rows in a step, over all devices and accumulation."""
+    """Rows per step, over all devices and microbatches."""
     stages: Items[StageConfig] = ()
-    """Fewer or shorter rows from a step on: a ramp of the batch size, a curriculum of lengths. The
-    order of the data stays. A step is compiled for each shape, at the first step that has it."""
+    """Fewer or shorter rows from a step on: a batch size ramp, a length curriculum. The order of
+    the data stays the same. The step is compiled for each shape, when it is first needed."""
     accumulate: CountInt = 1
-    """Microbatches a step is split into, one after the other; the update is that of the whole
-    batch."""
+    """Number of microbatches per step, computed one after the other; the update is that of the
+    whole batch."""
     seed: int = 0
     """Seed of the initial weights and of all random numbers in steps."""
     profile: ProfileConfig | None = None
-    """Write a trace into the run's folder; null: none, but `maxstack profile --live` takes one of a
+    """Write a trace into the run's folder; null: none, though `maxstack profile --live` can trace a
     running job."""
     stop_early: StopEarlyConfig | None = None
-    """End before train.steps where evaluations get no better; null: never."""
+    """Stop before train.steps where evaluations do not improve; null: never."""
 
 
 class XlaConfig(Section):
-    """Options of the compiler. None is needed for a correct run."""
+    """Compiler options. A correct run needs none."""
 
     platform: Literal["cpu", "gpu", "tpu"] | None = None
-    """Platform for which the flags count; elsewhere they are left out, and the log says so. null:
+    """Platform to apply the flags on; on others they are ignored with a note in the log. null:
     all."""
     flags: dict[str, bool | int | float | str] = {}
-    """Flags of XLA, by name without dashes, for the step and for evaluation; the log shows them.
-    One that this XLA does not know is an error."""
+    """XLA flags, by name without dashes, for the training step and evaluation; the log shows them.
+    An unknown flag is an error."""
 
     def own_faults(self) -> Iterator[Fault]:
         for name in self.flags:
@@ -184,43 +181,43 @@ class XlaConfig(Section):
 
 
 class SamplesConfig(Section):
-    """Texts that a model writes, or images that it draws, while it is trained."""
+    """Texts or images that the model generates during training."""
 
     prompts: Items[str] = ()
-    """How the texts begin."""
+    """Prompts of the texts."""
     tokens: PositiveInt = 64
-    """Tokens of each, after its prompt."""
+    """Tokens to generate after each prompt."""
     temperature: NonNegativeFloat = 0.8
-    """Divides the logits; 0: the likeliest token."""
+    """Sampling temperature; 0: greedy."""
     count: PositiveInt = 40
-    """Images, of all classes in turn."""
+    """Number of images, of all classes in turn."""
     steps: PositiveInt = 20
-    """Euler's steps of an image."""
+    """Euler steps per image."""
     guidance: float = 1.0
-    """Of images: without class + guidance x (with class - without)."""
+    """Classifier-free guidance scale of images."""
 
 
 class EvalConfig(Section):
-    """Loss and bits per byte on held-out documents: at the start, during and at the end of
-    training. The bytes are those of the documents as UTF-8, whatever a tokenizer makes of them."""
+    """Loss and bits per byte on held-out documents, at the start, during and at the end of
+    training. Bytes are those of the documents in UTF-8, whatever the tokenizer."""
 
     every: NonNegativeInt = 0
-    """Steps between evaluations; 0: none at all, not even at start and end."""
+    """Steps between evaluations; 0: no evaluation, not even at start and end."""
     steps: PositiveInt | None = None
-    """Batches of an evaluation at most, of each source; null: all held-out documents."""
+    """Maximum number of batches of an evaluation, for each source; null: all held-out documents."""
     batch_size: SizeInt | None = None
-    """Rows in a batch; null: as in training."""
+    """Rows per batch; null: as in training."""
     data: DataConfig | None = None
-    """Documents to evaluate on, with data.tokenizer unless another is given; null: what
+    """Documents to evaluate on, with data.tokenizer unless it sets another; null: those that
     data.sources hold out."""
     baselines: bool = False
-    """At the end, print what gzip -9 and an order-2 byte model reach on the same documents."""
+    """At the end, print the scores of gzip -9 and an order-2 byte model on the same documents."""
     tasks: Items[str] = ()
-    """Tasks that the model is asked at each evaluation: names of shipped ones (pairs, cloze), or
-    files in lm-evaluation-harness's format."""
+    """Tasks to run at each evaluation: names of shipped ones (pairs, cloze), or files in the format
+    of lm-evaluation-harness."""
     samples: SamplesConfig | None = None
-    """What the model writes at each evaluation: texts to the log, metrics.jsonl and run.trackers;
-    images as a grid to samples/ in the run's folder and to trackers. null: none."""
+    """Samples to generate at each evaluation: texts go to the log, metrics.jsonl and run.trackers;
+    images go as a grid to samples/ in the run's folder and to trackers. null: none."""
 
 
 Objective = Annotated[
@@ -257,51 +254,50 @@ class Config(Section):
     FROM = ("model", "teacher")
 
     run: RunConfig = RunConfig()
-    """Names and folders."""
+    """Name and folders of the run."""
     distributed: DistributedConfig | None = None
-    """Several processes; null: as the launcher says, or this one alone."""
+    """Several processes; null: as the launcher says, or a single process."""
     runtime: Literal["jax", "pathways"] = "jax"
     """jax: each process drives the devices of its host. pathways: this process drives all devices,
     through the proxy at JAX_BACKEND_TARGET."""
     model: Model
-    """The architecture: a preset's name, or a mapping that may hold `preset:`, or `from:` a Hugging
-    Face folder, Org/Name of the hub, or another run or one of its checkpoints."""
+    """Architecture: a preset's name, or a mapping, which may hold `preset:`, or `from:` with a
+    Hugging Face folder, Org/Name of the hub, another run or one of its checkpoints."""
     teacher: DecoderConfig | None = None
-    """The model that objective.kind=distill learns from, as `model:` names one; null: none."""
+    """Model that objective.kind=distill learns from, given like `model:`; null: none."""
     mesh: MeshConfig = MeshConfig()
-    """Arrangement of devices, and how tensors are spread over them: a preset's name or a
-    mapping."""
+    """Device mesh, and how tensors are sharded over it: a preset's name or a mapping."""
     xla: XlaConfig = XlaConfig()
-    """Options of the compiler: a preset's name or a mapping."""
+    """Compiler options: a preset's name or a mapping."""
     quantization: QuantizationConfig = QuantizationConfig()
     """Matmuls in low precision: a preset's name or a mapping."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters and nothing else; null: train the weights."""
+    """Train low-rank adapters only; null: train the weights."""
     data: DataConfig
-    """Data that is read."""
+    """Training data."""
     objective: Objective = NextTokenConfig(kind="next_token")
-    """Loss that is minimised: a preset's name or a mapping."""
+    """Training loss: a preset's name or a mapping."""
     rollout: RolloutConfig | None = None
-    """Samples of the model itself that it learns from; null: it learns from data."""
+    """Samples of the model for it to learn from; null: it learns from data."""
     rewards: Items[AnyReward] = ()
-    """What samples are worth: the sum of these, each times its weight."""
+    """Rewards of samples: their weighted sum."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """How weights follow from gradients: a preset's name or a mapping."""
+    """Optimizer: a preset's name or a mapping."""
     train: TrainConfig = TrainConfig()
-    """The loop."""
+    """The training loop."""
     eval: EvalConfig = EvalConfig()
-    """Evaluation inside training."""
+    """Evaluation during training."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
     faults: FaultsConfig = FaultsConfig()
-    """Reactions to values that are not finite, and about spikes."""
+    """Reactions to non-finite values, loss spikes, hangs and lost devices."""
     serve: ServeConfig = ServeConfig()
     """Generation and the server."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _with_kinds(cls, data: Any) -> Any:
-        """A model without a kind is a decoder, as all were once."""
+        """Make a model without a kind a decoder, as old configurations mean it."""
         if not isinstance(data, Mapping):
             return data
         usual = {
@@ -313,14 +309,14 @@ class Config(Section):
 
     @property
     def decoder(self) -> DecoderConfig:
-        """The model, where it must be a language model. ConfigError where it is none."""
+        """The model, where it must be a language model; ConfigError where it is not."""
         if not isinstance(self.model, DecoderConfig):
             raise ConfigError(f"model.kind={self.model.kind}: no language model, which this needs")
         return self.model
 
     @property
     def data_sections(self) -> dict[str, DataConfig]:
-        """Data for training, and for evaluation where it has data of its own, by key."""
+        """Data for training, and for evaluation where it has its own, by key."""
         return {"data": self.data} | ({"eval.data": self.eval.data} if self.eval.data else {})
 
     @property

@@ -1,5 +1,5 @@
-"""The data pipeline's configuration, apart from its code so that it is checked before jax or grain
-is imported."""
+"""The configuration of the data pipeline, apart from its code so that it is checked before jax or
+grain is imported."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
@@ -31,14 +31,14 @@ from maxstack.schema.mixture import (
 
 Beyond = Literal["split", "refuse"]
 BYTE_IDS = 257
-"""Ids of the tokenizer of kind bytes."""
+"""Vocabulary of the tokenizer of kind bytes."""
 
 
 OF_FILES = "files"
 
 
 class BytesTokenizer(Section):
-    """Each byte is a token: ids 0-255, then 256 for the beginning and end of a document."""
+    """Each byte is a token: ids 0-255, and 256 for the beginning and end of a document."""
 
     kind: Literal["bytes"]
     """The tokenizer."""
@@ -56,9 +56,9 @@ class SentencePieceTokenizer(Section):
     path: str
     """The .model file, a path or URL; {run} in it stands for the run's folder."""
     learn: PositiveInt | None = None
-    """Where a run begins, or its data is shown or prepared, and no file is at `path`: learn a model
-    of so many tokens at most from the training documents, 20 MB of them as they are before
-    data.steps, and keep it there. null: it must be there."""
+    """Vocabulary size of a model to learn where there is no file at `path`, when a run starts or
+    its data is shown or prepared: from up to 20 MB of training documents, before data.steps. null:
+    the file must exist."""
     bos: bool = True
     """Begin each document with the model's BOS id."""
     eos: bool = True
@@ -66,19 +66,21 @@ class SentencePieceTokenizer(Section):
 
 
 class HuggingFaceTokenizer(Section):
-    """A tokenizer.json file, or byte-level BPE of GPT-2 or Qwen in vocab.json and merges.txt."""
+    """A tokenizer.json file, or the byte-level BPE of GPT-2 or Qwen in vocab.json and
+    merges.txt."""
 
     kind: Literal["huggingface"]
     """The tokenizer."""
     path: str
-    """Path or URL of tokenizer.json, or of vocab.json with merges.txt, config.json and the other
-    files of the tokenizer beside it. Org/Name@COMMIT/tokenizer.json: of a model of the hub."""
+    """Path or URL of tokenizer.json, or of vocab.json, with merges.txt, config.json and the other
+    tokenizer files in the same folder. Org/Name@COMMIT/tokenizer.json: that of a model of the
+    hub."""
     bos: str | None = OF_FILES
-    """The token, by its text, that begins each document; files: the one that they put before a
-    text, by add_bos_token of tokenizer_config.json or the post-processor; null: none."""
+    """Text of the token that begins each document; files: the one that the tokenizer's files put
+    before a text, by add_bos_token of tokenizer_config.json or the post-processor; null: none."""
     eos: str | None = OF_FILES
-    """The token, by its text, that ends each document; files: the EOS that they name, if any; null:
-    none."""
+    """Text of the token that ends each document; files: the EOS token of the tokenizer's files, if
+    any; null: none."""
 
 
 Tokenizer = Annotated[
@@ -110,17 +112,17 @@ OF_PRESETS: Mapping[PresetName, tuple[str, ...]] = {
     "xlam": ("chat",),
     "oasst": ("chat",),
 }
-"""Kinds of record that a preset makes; the first is what it is by itself."""
+"""Kinds of record that a preset can give; the first is the default."""
 
 
 class TextRecord(Section):
     """Keys of records of text."""
 
     preset: PresetName | None = None
-    """The published data set whose shape these records have; it says their kind too."""
+    """Published data set that these records have the format of; it implies the kind."""
     columns: Names = Field(default_factory=NameMap)
-    """Key that is read -> the column that it stands in, as in {question: prompt_text}; a key that
-    is not here stands in the column of its name."""
+    """Expected key -> the column that holds it, as in {question: prompt_text}; other keys are
+    columns of their own name."""
 
     def own_faults(self) -> Iterator[Fault]:
         kind = self.kind  # type: ignore[attr-defined]
@@ -129,32 +131,32 @@ class TextRecord(Section):
 
 
 class AnswerRecord(TextRecord):
-    """Keys of records that are trained on where the model answers."""
+    """Keys of records whose answers are trained on."""
 
     joined: bool = False
-    """Prompt and answer are tokenized as one text, and a token that holds the end of the one and
-    the beginning of the other is an error. Without it the answer's tokens begin where the prompt's
-    end, as they do where the model generates."""
+    """Tokenize prompt and answer as one text; a token that spans the end of one and the beginning
+    of the other is an error. Otherwise the answer is tokenized by itself, as when the model
+    generates it."""
 
 
 class ChatRecord(AnswerRecord):
-    """A conversation: `messages` (role and content, with tool_calls and beside them `tools`), or
-    ShareGPT's `conversations`; or a `prompt` and its `completion`, each a text, which no template
-    changes, or messages. `weight` of an assistant's message is that of its tokens, by default 1; 0
+    """A conversation: `messages` (role and content, with tool_calls and `tools`), or ShareGPT's
+    `conversations`; or a `prompt` and its `completion`, each a text, which no template changes, or
+    messages. `weight` of an assistant message multiplies the loss of its tokens, by default 1; 0
     leaves them out."""
 
     kind: Literal["chat"]
     """The record."""
     train: Literal["assistant", "last", "each", "all"] = "assistant"
-    """Tokens that are trained on. assistant: all turns of the assistant; last: the last of them;
-    each: all, each in a row of its own as the template writes the conversation up to there; all:
-    the whole conversation."""
+    """Tokens to train on. assistant: all assistant turns; last: the last of them; each: all of
+    them, each in its own row as the template renders the conversation up to it; all: the whole
+    conversation."""
 
 
 class PairsRecord(AnswerRecord):
-    """A preference: `chosen` and `rejected` with their `prompt`, or with the prompt that both begin
-    with; or the best and the worst of `completions` by their `scores`. `margin` says by how much
-    the chosen one is better."""
+    """A preference: `chosen` and `rejected` with their `prompt`, or with a common beginning as the
+    prompt; or the best and the worst of `completions` by their `scores`. `margin` says by how much
+    the chosen answer is better."""
 
     kind: Literal["pairs"]
     """The record."""
@@ -168,21 +170,20 @@ class LabelledRecord(AnswerRecord):
 
 
 class ImageRecord(Section):
-    """A picture and its class: a row of Parquet whose column `image` holds the bytes of a file, or
-    a mapping with `bytes`, as Hugging Face's datasets have it; or a record of ArrayRecord that is a
+    """An image and its class: a row of Parquet whose column `image` holds the bytes of a file, or a
+    mapping with `bytes`, as in Hugging Face's datasets; or an ArrayRecord record that is a
     tf.train.Example, as TFDS writes it."""
 
     kind: Literal["image"]
     """The record."""
     image: str = "image"
-    """Column or feature of the picture."""
+    """Column or feature with the image."""
     label: str = "label"
-    """Column or feature of its class, a whole number."""
+    """Column or feature with the class, an integer."""
 
 
 class LatentsRecord(Section):
-    """What an encoder made of a picture, and its class: a record of ArrayRecord that is a
-    tf.train.Example."""
+    """The latents of an image and its class: an ArrayRecord record that is a tf.train.Example."""
 
     kind: Literal["latents"]
     """The record."""
@@ -190,11 +191,11 @@ class LatentsRecord(Section):
     """Feature with the numbers, by rows, columns and channels: a list of floats, or the bytes of
     little-endian float16."""
     label: str = "label"
-    """Feature of the class, a whole number."""
+    """Feature with the class, an integer."""
 
 
 class PromptsRecord(TextRecord):
-    """A `prompt` alone, a text or messages, or `messages`, of which nothing is trained on. Other
+    """A `prompt` alone, a text or messages, or `messages`; nothing of it is trained on. Other
     fields are for rewards."""
 
     kind: Literal["prompts"]
@@ -202,7 +203,7 @@ class PromptsRecord(TextRecord):
 
 
 PICTURED = "image", "latents"
-"""Kinds of record that are no text."""
+"""Kinds of record that are not text."""
 Record = Annotated[
     ChatRecord | PairsRecord | LabelledRecord | PromptsRecord | ImageRecord | LatentsRecord,
     Field(discriminator="kind"),
@@ -213,26 +214,27 @@ class Source(Section):
     """Keys of every source of documents."""
 
     name: str | None = None
-    """Names the source in logs and metrics; null: its kind and place in the list."""
+    """Name in logs and metrics; null: its kind and index in the list."""
     weight: Weight = 1.0
-    """Share of what is drawn from this source, relative to the others; or points [step, weight] of
-    a line over steps, as in [[1, 0], [1000, 2]], constant before the first and after the last. At
-    0 the source gives nothing, the rest of a document included."""
+    """Share of this source in the mixture, relative to the others; or points [step, weight] of a
+    schedule, interpolated linearly, as in [[1, 0], [1000, 2]], and constant before the first and
+    after the last. At 0 nothing is read, not even the rest of a document."""
     epochs: PositiveFloat | None = None
-    """Passes over the source at the most, after which the others go on without it; null: as many
-    as its weight asks for."""
+    """Maximum number of passes over the source, after which the mixture goes on without it; null:
+    no limit."""
     holdout: float = Field(0.0, ge=0, lt=1)
-    """Share of its documents (whole files, where a file is a document) kept from training for
+    """Fraction of its documents (of its files, where a file is a document) that is held out for
     evaluation."""
     holdout_by: Literal["place", "content"] = "place"
-    """Which ones, by a hash. place: of their file's path and their number in it; content: of
-    themselves, so that copies stay together and a file may be renamed or compressed; all documents
-    are read for it once, and the choice is kept in $MAXSTACK_CACHE."""
+    """What the hash that chooses held-out documents is of. place: the file's path and the
+    document's number in it; content: the document itself, so that copies stay together and files
+    may be renamed or compressed; this reads all documents once, and the result is kept in
+    $MAXSTACK_CACHE."""
     record: Record | None = None
-    """Content of each document: a JSON object, or a row of Parquet, of this kind; null: text."""
+    """Format of each document: a JSON object, or a row of Parquet, of this kind; null: text."""
 
     fill_in_the_middle: FillInTheMiddleConfig | None = None
-    """Some documents in another order of their parts; null: none."""
+    """Fill-in-the-middle training on some documents; null: none."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -259,60 +261,59 @@ class Files(Source):
     files: Items[str] = Field(min_length=1)
     """Paths, relative to the working folder, URLs (gs://, s3:// or another store's), or globs of
     either (** crosses folders); {stdlib} stands for Python's standard library without installed
-    packages. Of URLs, whole texts and pictures are read where they are, and other files from a copy
-    in $MAXSTACK_CACHE, by default ~/.cache/maxstack, made once on each host, as are compressed
-    files and Parquet of any place."""
+    packages. Text files and images at URLs are read in place. Other files at URLs, and compressed
+    files and Parquet anywhere, are read from a copy in $MAXSTACK_CACHE, by default
+    ~/.cache/maxstack, which each host makes once."""
     exclude: Items[str] = ()
     """Globs of files to leave out; one that begins with **/ matches in any folder below the fixed
     part of `files`."""
     partial: bool = False
-    """Read what is there where parts of a whole are missing: files whose names number them, as in
-    00003-of-00016, and shards of tokens that their manifest.json lists, or that have none. false:
-    what is missing of what `files` match is an error, unless `exclude` names it."""
+    """Accept missing parts: of files with numbered names, as in 00003-of-00016, and of token shards
+    that their manifest.json lists, or that have none. false: a missing part is an error, unless
+    `exclude` names it."""
     max_bytes: PositiveInt | None = None
-    """Bytes that a compressed file may become; null: 100 times its size, or 1 GiB where that is
-    less. A file that becomes more is refused before it fills the memory or the disk."""
+    """Maximum size of a decompressed file in bytes; null: 100 times its compressed size, or 1 GiB
+    where that is less. A larger file is refused before it fills the memory or the disk."""
     encoding_errors: Literal["refuse", "replace", "keep"] = "refuse"
-    """For text that is not UTF-8. refuse: a bad record, which ends the run unless data.quarantine
-    allows it; replace: U+FFFD for the wrong bytes; keep: the bytes as they are, for the bytes
-    tokenizer alone."""
+    """Text that is not UTF-8. refuse: a bad record, which ends the run unless data.quarantine
+    allows it; replace: U+FFFD for wrong bytes; keep: the bytes as they are, for the bytes tokenizer
+    only."""
     normalize: Items[Literal["bom", "newlines"]] = ()
-    """Changes to each document. bom: a byte order mark at its start is dropped; newlines: CRLF and
-    CR become LF. Otherwise text is as it is in the file."""
+    """Changes to each document. bom: drop a byte order mark at its start; newlines: turn CRLF and
+    CR into LF. Otherwise text is as it is in the file."""
 
 
 class TextSource(Files):
-    """Text files, plain or compressed (gzip, zstd, bz2, xz): one document a file, or split at a
-    separator, blank ones left out."""
+    """Text files, plain or compressed (gzip, zstd, bz2, xz): one document per file, or split at a
+    separator, without blank documents."""
 
     kind: Literal["text"]
     """The source."""
     separator: str | None = Field(None, min_length=1)
-    """The text between documents; null: each file is one document."""
+    """Text between documents; null: each file is one document."""
 
 
 class JsonlSource(Files):
-    """JSON lines, plain or compressed (gzip, zstd, bz2, xz). Blank lines and a byte order mark
-    before the first are left out."""
+    """JSON lines, plain or compressed (gzip, zstd, bz2, xz). Blank lines, and a byte order mark
+    before the first, are skipped."""
 
     kind: Literal["jsonl"]
     """The source."""
     field: str = "text"
-    """The key that holds the text."""
+    """Key of the text."""
 
 
 class ParquetSource(Files):
-    """Parquet files, which are read from a copy in $MAXSTACK_CACHE of the columns that are
-    needed."""
+    """Parquet files, read from a copy of the needed columns in $MAXSTACK_CACHE."""
 
     kind: Literal["parquet"]
     """The source."""
     field: str = "text"
-    """The column that holds the text."""
+    """Column of the text."""
 
 
 class ArrayRecordSource(Files):
-    """ArrayRecord files of UTF-8 text, of tokens as `maxstack data prepare` writes them, or with
+    """ArrayRecord files of UTF-8 text, of tokens as written by `maxstack data prepare`, or with
     `record` of tf.train.Example."""
 
     kind: Literal["array_record"]
@@ -329,18 +330,18 @@ class BagzSource(Files):
 
 
 class SyntheticSource(Source):
-    """Uniformly random token documents made in memory, the same on every machine."""
+    """Uniformly random tokens, the same on every machine."""
 
     kind: Literal["synthetic"]
     """The source."""
     documents: PositiveInt = 1024
     """Number of documents."""
     length: SizeInt = 512
-    """Tokens in each, or at most if `ragged`."""
+    """Tokens per document; the maximum where `ragged`."""
     ragged: bool = False
-    """Lengths uniform in 1..length instead of equal."""
+    """Draw lengths uniformly from 1..length."""
     vocab: int = Field(256, ge=2)
-    """Token ids are below this."""
+    """Upper bound of token ids, exclusive."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.record:
@@ -348,32 +349,33 @@ class SyntheticSource(Source):
 
 
 class FunctionSource(Source):
-    """Documents that a Python function makes, the same at each call."""
+    """Documents from a Python function, which returns the same at each call."""
 
     kind: Literal["function"]
     """The source."""
     call: str = Field(pattern=r"^[\w.]+:\w+$")
-    """module:function, which maps a number below `documents` to a text, or to a mapping where
-    `record` is set."""
+    """module:function. It maps a number below `documents` to a text, or to a mapping where `record`
+    is set."""
     documents: PositiveInt = 4096
     """Number of documents."""
 
 
 class GrainSource(Source):
-    """A grain.MapDataset of one's own, with its transforms: its elements are texts, mappings with a
-    text, or the ids of tokens. Order, epochs and shares of processes are the run's, so it needs no
-    shuffle, repeat, shard or batch; an element that its filter leaves out is passed over."""
+    """A grain.MapDataset with its transforms, whose elements are texts, mappings with a text, or
+    token ids. The run decides order, epochs and the shares of processes, so it needs no shuffle,
+    repeat, shard or batch; elements that its filter drops are skipped."""
 
     kind: Literal["grain"]
     """The source."""
     call: str = Field(pattern=r"^[\w.]+:\w+$")
-    """module:function, which without arguments returns the dataset, the same in each process."""
+    """module:function, which takes no arguments and returns the dataset, the same in each
+    process."""
     field: str = "text"
-    """Key of a mapping that holds the text, or the ids; with `record` the mapping is a record."""
+    """Key of the text or the token ids in a mapping; with `record` the mapping is a record."""
 
 
 class PictureSource(Source):
-    """A source of pictures with their classes."""
+    """A source of images with classes."""
 
     kind: str
 
@@ -387,16 +389,16 @@ class PictureSource(Source):
 
 
 class ImagesSource(PictureSource, Files):
-    """Picture files (AVIF, BMP, GIF, JPEG, PNG, PPM, TIFF, WebP), one a document. The class is the
-    number of the file's folder in the order of their names."""
+    """Image files (AVIF, BMP, GIF, JPEG, PNG, PPM, TIFF, WebP), one document each. The class is the
+    index of the file's folder among the sorted folder names."""
 
     kind: Literal["images"]
     """The source."""
 
 
 class TarSource(PictureSource, Files):
-    """Tar files in webdataset's manner: of each sample a picture NAME.jpg, .jpeg, .png or .webp and
-    its class, a whole number, in NAME.cls. Members are read where they lie in the file."""
+    """Tar files in webdataset's format: each sample is an image NAME.jpg, .jpeg, .png or .webp and
+    its class, an integer, in NAME.cls. Members are read in place."""
 
     kind: Literal["tar"]
     """The source."""
@@ -419,8 +421,8 @@ class MnistSource(PictureSource):
 
 
 class NpzSource(PictureSource, Files):
-    """Files of numpy's .npz with `latents`, numbers [N, S, S, C] that an encoder made of pictures,
-    and `label`, whole numbers [N]."""
+    """Files of numpy's .npz with `latents`, numbers [N, S, S, C] that an encoder made of images,
+    and `label`, integers [N]."""
 
     kind: Literal["npz"]
     """The source."""
@@ -434,44 +436,42 @@ PICTURES = ImagesSource, TarSource, DigitsSource, MnistSource, NpzSource
 
 
 class RandAugmentConfig(Section):
-    """Random changes of a picture (Cubuk et al. 2020, arXiv:1909.13719)."""
+    """Random changes of an image (Cubuk et al. 2020, arXiv:1909.13719)."""
 
     layers: CountInt = 2
-    """Changes, one after the other."""
+    """Number of changes, applied in sequence."""
     magnitude: float = Field(10.0, ge=0, le=10)
-    """Strength of each, of 10."""
+    """Strength of each change, out of 10."""
 
 
 class ImageConfig(Section):
-    """From pictures to pixels of the model's image_size and channels. Where they are not given,
-    `resize`, `keep_ratio`, `resample`, `mean` and `std` are those of the folder's
-    preprocessor_config.json, or the run's, that the weights come from, and of eval.data those of
-    data."""
+    """From images to pixels of the model's image_size and channels. Keys that are not given
+    (`resize`, `keep_ratio`, `resample`, `mean`, `std`) follow the preprocessor_config.json of the
+    folder, or the run, that the weights come from; those of eval.data follow data."""
 
     crop: Literal["inception", "center", "none"] = "inception"
-    """In training. inception: a random part (Szegedy et al. 2015, arXiv:1409.4842), resized;
-    center: as in evaluation; none: the whole picture, resized."""
+    """Cropping in training. inception: a random part (Szegedy et al. 2015, arXiv:1409.4842),
+    resized; center: as in evaluation; none: the whole image, resized."""
     least_area: float = Field(0.05, gt=0, le=1)
-    """Share of the picture's area that inception takes at least; its side ratio is between 3/4 and
-    4/3."""
+    """Minimum fraction of the image's area in an inception crop; its aspect ratio is between 3/4
+    and 4/3."""
     flip: bool = True
-    """Mirror half of the pictures in training."""
+    """Mirror half of the images in training."""
     randaugment: RandAugmentConfig | None = None
-    """Random changes in training; null: none."""
+    """RandAugment in training; null: none."""
     shift: NonNegativeInt = 0
-    """Move the picture by up to so many pixels each way in training, its edge filled with the first
-    pixel's value."""
+    """Maximum random shift in pixels each way in training; the edge pixels fill the gap."""
     resize: SizeInt | None = None
-    """Shorter side of a picture before the centre is cut out of it; null: image_size, so that
-    nothing but what makes it square is cut off."""
+    """Shorter side before the center crop; null: image_size, so that cropping only makes the image
+    square."""
     keep_ratio: bool = True
-    """false: both sides become `resize`, whatever their ratio was."""
+    """Keep the aspect ratio; false: both sides become `resize`."""
     resample: Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"] = "bilinear"
-    """Pillow's filter by which pictures are resized."""
+    """Pillow's resampling filter."""
     mean: Items[float] = (0.5,)
-    """Subtracted from values between 0 and 1: of each channel, or of all."""
+    """Mean to subtract from values between 0 and 1: one for each channel, or one for all."""
     std: Items[float] = (0.5,)
-    """Divides them after that."""
+    """Standard deviation to divide by after that."""
 
     def own_faults(self) -> Iterator[Fault]:
         if any(value <= 0 for value in self.std):
@@ -497,7 +497,7 @@ AnySource = Annotated[
 
 
 def holds_text(source: Mapping[str, Any]) -> bool:
-    """True if a source, as plain data, gives text and not tokens."""
+    """Whether a source, as plain data, gives text rather than tokens or images."""
     record = source.get("record")
     kind = record.get("kind") if isinstance(record, Mapping) else getattr(record, "kind", None)
     pictures = {get_args(cls.model_fields["kind"].annotation)[0] for cls in PICTURES}
@@ -514,51 +514,50 @@ class DataConfig(Section):
     sources: Items[AnySource] = Field(min_length=1)
     """Sources of documents, mixed by weight."""
     steps: Items[AnyFilter] = ()
-    """What happens to documents before they become tokens, by `maxstack data prepare`, one step
-    after the other."""
+    """Processing of documents by `maxstack data prepare` before tokenization, in this order."""
     tokenizer: Tokenizer = BytesTokenizer(kind="bytes")
-    """From text to token ids."""
+    """Tokenizer."""
     seq_len: SizeInt = 1024
-    """Tokens in a row."""
+    """Tokens per row."""
     mixture: MixtureConfig = MixtureConfig()
-    """How weights of sources count."""
+    """How the weights of sources count."""
     packing: Literal["concat", "fit", "best", "none"] = "concat"
-    """concat: documents follow each other and are split where a row ends; fit: a document that does
-    not fit whole starts the next row, and is split only if longer than a row; best: of `window`
-    rows' worth of documents each goes to the row that it fills best (Ding et al. 2024,
-    arXiv:2404.10830), and is split only if longer than a row; none: one document a row, cut at
-    seq_len. Records are not split: they are packed by fit where nothing is said, and cannot have
-    concat."""
+    """concat: documents follow one another and are split where a row ends; fit: a document that
+    does not fit in the rest of a row starts the next one, and is split only if longer than a row;
+    best: each document goes to the row that it fills best, out of `window` rows (Ding et al. 2024,
+    arXiv:2404.10830), and is split only if longer than a row; none: one document per row, cut at
+    seq_len. Records are never split: their default is fit, and concat is refused."""
     window: PositiveInt = 64
     """Rows that packing=best fills together."""
     across_documents: bool = False
-    """Attention also sees the documents before in a row, and positions count on; false: attention
-    never crosses documents."""
+    """Let attention see earlier documents of a row, and count positions on; false: attention and
+    positions restart with each document."""
     image: ImageConfig = ImageConfig()
-    """From pictures to pixels."""
+    """From images to pixels."""
     template: str | None = None
-    """Chat template of conversations: chatml, plain, or a file of Jinja; null: the model's own,
-    beside its tokenizer."""
+    """Chat template: chatml, plain, or a Jinja file; null: the model's own, found beside its
+    tokenizer."""
     longest: int = Field(1 << 20, ge=1024)
-    """Bytes of a text that are tokenized at once."""
+    """Maximum number of bytes to tokenize at once."""
     beyond: Beyond = "split"
-    """Texts with more bytes. split: they are tokenized in parts, cut where the tokenizer has a
-    boundary, and stay one document; refuse: a bad record, which ends the run unless data.quarantine
-    allows it. Conversations are not cut into parts."""
+    """Longer texts. split: tokenize them in parts, cut where the tokenizer has a boundary, as one
+    document; refuse: a bad record, which ends the run unless data.quarantine allows it.
+    Conversations are never cut into parts."""
     overlong: Literal["error", "drop", "cut"] = "error"
-    """Records longer than seq_len. error: the first one ends the run; drop: they are left out; cut:
-    their ends are. What is dropped or cut is counted in the log."""
+    """Records longer than seq_len. error: end the run; drop: leave them out; cut: truncate them.
+    The log counts what is dropped or cut."""
     shuffle: bool = True
-    """A new global order each epoch; false: the order of the source."""
+    """Shuffle globally, anew in each epoch; false: keep the order of the source."""
     seed: int = 0
     """Seed of the shuffle and the mixture."""
     quarantine: NonNegativeInt = 0
-    """Records that each process may pass over because they cannot be read, each named in the log;
-    one more ends the run. The order of the others does not change. 0: the first one ends it."""
+    """Number of unreadable records that each process may skip, each named in the log; one more ends
+    the run. The order of other records does not change."""
     workers: int = Field(0, ge=0, le=1024)
-    """Background processes that read and tokenize; 0: a thread. The batches do not depend on it."""
+    """Number of worker processes that read and tokenize; 0: a thread. Batches do not depend on
+    it."""
     prefetch: CountInt = 2
-    """Batches made ahead."""
+    """Number of batches to prepare ahead."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -578,8 +577,8 @@ class DataConfig(Section):
         return [source.name or f"{source.kind}-{i}" for i, source in enumerate(self.sources)]
 
     def one_by_one(self, whole: bool) -> dict[str, "DataConfig"]:
-        """Data of each source alone that holds documents out, or with `whole` of each, by name; all
-        of it where there is no such source."""
+        """The data of each source alone that holds documents out, or with `whole` of every source,
+        by name; the whole data where there is no such source."""
         named = zip(self.named, self.sources, strict=True)
         return {
             name: self.model_copy(update={"sources": (source.model_copy(update={"name": name}),)})
@@ -589,17 +588,17 @@ class DataConfig(Section):
 
     @property
     def has_latents(self) -> bool:
-        """True where what an encoder made of pictures is learned from."""
+        """Whether a source holds latents."""
         return any(source.holds == "latents" for source in self.sources)
 
     @property
     def has_records(self) -> bool:
-        """True where a source holds records."""
+        """Whether a source holds records."""
         return any(source.holds for source in self.sources)
 
     @property
     def cut_into_bytes(self) -> bool:
-        """True where texts become ids of single bytes."""
+        """Whether texts become ids of single bytes."""
         has_text = any(holds_text(vars(source)) for source in self.sources)
         return has_text and self.tokenizer.kind == "bytes"
 

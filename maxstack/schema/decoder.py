@@ -23,11 +23,11 @@ class HeadConfig(Section):
     """From the last hidden state to logits."""
 
     scores: bool = False
-    """One score a position in place of logits: a reward model, as transformers'
+    """Give one score per position instead of logits: a reward model, as transformers'
     ForSequenceClassification with one label."""
     value: bool = False
-    """Beside the logits an estimate of the reward that is to come, which begins at 0 (PPO); exports
-    leave it out."""
+    """Add a value head beside the logits, an estimate of the future reward, which starts at 0
+    (PPO); exports leave it out."""
     tied: bool = False
     """Use the embedding table, transposed."""
     bias: bool = False
@@ -35,8 +35,8 @@ class HeadConfig(Section):
     soft_cap: PositiveFloat | None = None
     """Logits l become soft_cap * tanh(l / soft_cap); null: unchanged."""
     backend: CrossEntropy = "auto"
-    """The kernel that makes the loss of hidden states and this matrix; auto: the first that can
-    serve."""
+    """Kernel of the loss from hidden states and this matrix; auto: the first one that supports the
+    case."""
 
 
 class PerLayerConfig(Section):
@@ -46,21 +46,21 @@ class PerLayerConfig(Section):
     vocab: int = Field(ge=2, le=100_000_000)
     """Rows of its table."""
     size: SizeInt
-    """Numbers a token and layer."""
+    """Dimension per layer."""
     activation: Literal["gelu_tanh", "gelu", "silu"] = "gelu_tanh"
     """Activation of the gate."""
 
 
 class MTPConfig(Section):
-    """Multi-token prediction (DeepSeek-V3 2024, arXiv:2412.19437, section 2.2): a block that
-    predicts one token further, kept for training."""
+    """Multi-token prediction (DeepSeek-V3 2024, arXiv:2412.19437, section 2.2): extra blocks that
+    predict further tokens, for training."""
 
     block: str
-    """The block spec that it uses."""
+    """Name of the block to use."""
     depth: CountInt = 1
-    """Tokens that are predicted further, one block each."""
+    """Number of further tokens, one block each."""
     loss: NonNegativeFloat = 0.3
-    """Weight of its mean cross-entropy; 0: carried along, neither computed nor changed."""
+    """Weight of its mean cross-entropy; 0: keep the weights without computing or changing them."""
 
 
 class DecoderConfig(StackConfig):
@@ -72,21 +72,21 @@ class DecoderConfig(StackConfig):
     kind: Literal["decoder"] = "decoder"
     """The topology."""
     vocab: int = Field(ge=2, le=100_000_000)
-    """Rows of the embedding table; at least the tokenizer's vocabulary. Where it is more than that
-    of the model that `from` names, rows are added."""
+    """Rows of the embedding table; at least the tokenizer's vocabulary. Rows are added where it is
+    more than in the model that `from` names."""
     new_tokens: Literal["mean"] | NonNegativeInt = "mean"
-    """Rows that are added to the embedding and the head: the mean of the others, or a copy of that
-    of this token."""
+    """Initial value of added rows of the embedding and the head: the mean of the others, or a copy
+    of this token's row."""
     positions: SizeInt | None = None
-    """Rows of a learned table of positions that is added to the embeddings; null: none."""
+    """Rows of a learned position table that is added to the embeddings; null: none."""
     head: HeadConfig = HeadConfig()
     """The output head."""
     embed_scale: PositiveFloat | None = None
-    """Multiplies the embeddings; null: 1."""
+    """Factor of the embeddings; null: 1."""
     per_layer: PerLayerConfig | None = None
-    """Embeddings for every layer; null: none."""
+    """Per-layer embeddings; null: none."""
     mtp: MTPConfig | None = None
-    """Heads that predict further tokens in training; null: none."""
+    """Multi-token prediction in training; null: none."""
 
     @property
     def apart(self) -> dict[str, tuple[str, ...]]:

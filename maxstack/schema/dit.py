@@ -9,7 +9,7 @@ from maxstack.schema.image_stack import ImageStackConfig
 from maxstack.schema.parts import Dim, Part, Parts, Weight, matrix, vector
 
 FREQUENCIES = 256
-"""Sines and cosines of a time."""
+"""Sines and cosines that encode a time."""
 
 
 class ConditionConfig(Part):
@@ -20,7 +20,7 @@ class ConditionConfig(Part):
     COMPONENT = "condition"
 
     classes: SizeInt
-    """Classes."""
+    """Number of classes."""
 
     def parts(self, width: Dim) -> Parts:
         """Two projections with biases, and the table."""
@@ -45,13 +45,13 @@ class DiTConfig(ImageStackConfig):
     kind: Literal["dit"]
     """The topology."""
     out_channels: SizeInt | None = None
-    """Numbers of a pixel that come out, of which the first `channels` count; null: as many."""
+    """Numbers per pixel in the output, of which the first `channels` count; null: `channels`."""
     classes: SizeInt
-    """Classes; one more row of the table stands for none."""
+    """Number of classes; one more row of the table stands for none."""
 
     @property
     def own_conditions(self) -> bool:
-        """True where blocks make their conditions themselves."""
+        """Whether each block makes its own conditions."""
         return any(block.modulation == "own" for block in self.blocks.values())
 
     @property
@@ -64,7 +64,7 @@ class DiTConfig(ImageStackConfig):
 
     @property
     def made(self) -> int:
-        """Numbers of a pixel that come out."""
+        """Numbers per pixel in the output."""
         return self.out_channels or self.channels
 
     @property

@@ -1,4 +1,5 @@
-"""The encoder's configuration: images cut into patches, blocks that see all of them, a class."""
+"""The configuration of the encoder: patches of an image, blocks that attend to all of them, a
+class."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -20,10 +21,10 @@ from maxstack.schema.stack import StackConfig
 
 
 class TokenPool(Section):
-    """The class token, the mean over the patches, or both one after the other (DINOv2)."""
+    """The class token, the mean over the patches, or both concatenated (DINOv2)."""
 
     kind: Literal["cls", "mean", "cls_mean"]
-    """Image's features."""
+    """How features are pooled."""
 
 
 class MapPool(Part):
@@ -34,9 +35,9 @@ class MapPool(Part):
     COMPONENT = "pool"
 
     kind: Literal["map"]
-    """Image's features."""
+    """How features are pooled."""
     heads: CountInt
-    """Heads of the attention."""
+    """Attention heads."""
     hidden: SizeInt
     """Size of the hidden layer."""
     activation: Literal["gelu_tanh", "gelu"] = "gelu_tanh"
@@ -81,15 +82,16 @@ class EncoderConfig(ImageStackConfig):
     """Height and width of a patch. Where it does not divide image_size, the model ignores the rest
     at the right and lower edge, as SigLIP's So400m/14 does at 384."""
     cls: bool = True
-    """A learned token before the patches."""
+    """Put a learned class token before the patches."""
     registers: NonNegativeInt = 0
-    """Learned tokens between that and the patches (Darcet et al. 2024, arXiv:2309.16588)."""
+    """Number of learned tokens between the class token and the patches (Darcet et al. 2024,
+    arXiv:2309.16588)."""
     positions: Literal["learned", "sincos2d", "rope2d"] = "learned"
-    """Places of the patches. learned: a table that is added, with a row for the class token;
-    sincos2d: a fixed one; rope2d: none is added, and blocks with `rope` rotate by row and column,
-    counted from -1 to 1 across the image (DINOv3, arXiv:2508.10104)."""
+    """Positions of the patches. learned: a table that is added, with a row for the class token;
+    sincos2d: a fixed table; rope2d: blocks with `rope` rotate by row and column, from -1 to 1
+    across the image (DINOv3, arXiv:2508.10104)."""
     mask_token: bool = False
-    """A token that stood for hidden patches in pretraining, carried along (DINOv2)."""
+    """Keep the token that stood for hidden patches in pretraining (DINOv2); it is not used."""
     pool: Pool = TokenPool(kind="cls")
     """From the last hidden states to the image's features."""
     classes: SizeInt | None = None
@@ -102,12 +104,12 @@ class EncoderConfig(ImageStackConfig):
 
     @property
     def before(self) -> int:
-        """Tokens before the patches."""
+        """Number of tokens before the patches."""
         return self.cls + self.registers
 
     @property
     def features(self) -> int:
-        """Numbers of an image's features."""
+        """Dimension of an image's features."""
         return self.embed * (2 if self.pool.kind == "cls_mean" else 1)
 
     def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""Sections of data.steps: filters of documents before they become tokens."""
+"""Sections of data.steps: the processing of documents before tokenization."""
 
 import collections
 import re
@@ -20,7 +20,7 @@ LANGUAGES = (
     "my ne nl nn no nso oc om or pa pcm pl ps pt qu ro ru rw sa sdh se si sk sl sn so sq sr st "
     "sv sw ta te tg th tk tl tr tt ug uk ur uz uzs vec vi vo wa wuu xh yo yue zh zu zxx"
 )
-"""Codes that py3langid knows."""
+"""Language codes of py3langid."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -28,38 +28,38 @@ class Filter(Section):
     """Keys of every filter."""
 
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
-    """Names the filter in counts and in what it removed; null: its kind, with a number where a kind
-    is given more than once."""
+    """Name in counts and among removed documents; null: its kind, numbered where a kind occurs more
+    than once."""
 
 
 class NormalizeFilter(Filter):
-    """Changes to the characters of each document."""
+    """Normalizes the characters of each document."""
 
     kind: Literal["normalize"]
     """The filter."""
     ftfy: bool = False
-    """Repair text that was decoded wrongly, HTML entities, ligatures, wide letters and curly quotes
-    with ftfy (Speer 2019)."""
+    """Repair wrongly decoded text, HTML entities, ligatures, wide letters and curly quotes with
+    ftfy (Speer 2019)."""
     unicode: Literal["NFC", "NFKC"] | None = "NFC"
-    """Normal form of Unicode (UAX 15); null: as it is."""
+    """Unicode normal form (UAX 15); null: unchanged."""
     newlines: bool = True
-    """CRLF, CR, NEL and the separators of lines and paragraphs become LF."""
+    """Turn CRLF, CR, NEL and line and paragraph separators into LF."""
     control: bool = True
-    """Control characters other than tab and LF, and byte order marks, are dropped."""
+    """Drop control characters other than tab and LF, and byte order marks."""
 
 
 class LanguageFilter(Filter):
-    """Removes documents in other languages, as py3langid says, whose model of 140 languages comes
-    with it. Short texts are often taken for another language."""
+    """Removes documents in other languages, identified by py3langid, whose model of 140 languages
+    is bundled with it. Short texts are often misidentified."""
 
     kind: Literal["language"]
     """The filter."""
     languages: Items[str] = Field(min_length=1)
     """Codes of the languages to keep (ISO 639-1), as in [en, de]."""
     min_confidence: Share = 0.65
-    """Probability of the likeliest language at least."""
+    """Minimum probability of the most likely language."""
     characters: PositiveInt = 2000
-    """Characters of the document's beginning that are looked at."""
+    """Characters to look at, from the beginning of the document."""
 
     def own_faults(self) -> Iterator[Fault]:
         for language in self.languages:
@@ -74,11 +74,11 @@ class LengthFilter(Filter):
     kind: Literal["length"]
     """The filter."""
     unit: Literal["characters", "words", "bytes"] = "characters"
-    """What is counted; words stand between white space, bytes are those of UTF-8."""
+    """Unit of length; words are separated by white space, bytes are those of UTF-8."""
     min: NonNegativeInt = 0
-    """Units at least."""
+    """Minimum length."""
     max: PositiveInt | None = None
-    """Units at most; null: any number."""
+    """Maximum length; null: none."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.max is None and not self.min:
@@ -88,17 +88,17 @@ class LengthFilter(Filter):
 
 
 class RegexFilter(Filter):
-    """Removes documents by a regular expression, or replaces what it matches."""
+    """Removes documents by a regular expression, or replaces its matches."""
 
     kind: Literal["regex"]
     """The filter."""
     pattern: Regex
-    """Python's syntax; (?i), (?m) and (?s) at its beginning set flags."""
+    """Python syntax; (?i), (?m) and (?s) at its beginning set flags."""
     action: Literal["drop", "keep", "replace"] = "drop"
-    """drop: remove documents in which it matches; keep: remove those in which it does not; replace:
-    change what it matches."""
+    """drop: remove documents with a match; keep: remove documents without one; replace: replace all
+    matches."""
     replacement: str = ""
-    """Text instead of each match; \\1 stands for the first group."""
+    """Replacement of each match; \\1 stands for the first group."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.action != "replace" and self.replacement:
@@ -110,80 +110,80 @@ class RegexFilter(Filter):
 
 
 class GopherQualityFilter(Filter):
-    """Rules of quality of MassiveText (Rae et al. 2021, arXiv:2112.11446, appendix A.1.1). Words
-    stand between white space. null switches a rule off."""
+    """Quality rules of MassiveText (Rae et al. 2021, arXiv:2112.11446, appendix A.1.1). Words are
+    separated by white space. null disables a rule."""
 
     kind: Literal["gopher_quality"]
     """The filter."""
     min_words: NonNegativeInt | None = 50
-    """Words at least."""
+    """Minimum number of words."""
     max_words: PositiveInt | None = 100_000
-    """Words at most."""
+    """Maximum number of words."""
     min_mean_word_length: float | None = Field(3.0, ge=0)
-    """Mean characters of a word at least."""
+    """Minimum mean word length in characters."""
     max_mean_word_length: float | None = Field(10.0, ge=0)
-    """Mean characters of a word at most."""
+    """Maximum mean word length in characters."""
     max_symbol_ratio: float | None = Field(0.1, ge=0)
-    """Hash signs, or ellipses, per word at most."""
+    """Maximum number of hash signs, or of ellipses, per word."""
     max_bullet_lines: Share | None = 0.9
-    """Share of lines that begin with a bullet at most."""
+    """Maximum fraction of lines that begin with a bullet."""
     max_ellipsis_lines: Share | None = 0.3
-    """Share of lines that end with an ellipsis at most."""
+    """Maximum fraction of lines that end with an ellipsis."""
     min_alphabetic_words: Share | None = 0.8
-    """Share of words with a letter at least."""
+    """Minimum fraction of words with a letter."""
     min_stop_words: NonNegativeInt | None = 2
-    """Different ones of `stop_words` at least."""
+    """Minimum number of different `stop_words`."""
     stop_words: Items[str] = ("the", "be", "to", "of", "and", "that", "have", "with")
     """Frequent words of the language, in lower case."""
 
 
 class GopherRepetitionFilter(Filter):
-    """Rules of repetition of MassiveText (Rae et al. 2021, arXiv:2112.11446, table A1). Characters
-    are those of the whole text. A duplicate is every occurrence but the first. null switches a
-    rule off."""
+    """Repetition rules of MassiveText (Rae et al. 2021, arXiv:2112.11446, table A1). Fractions of
+    characters are of the whole text. Every occurrence but the first is a duplicate. null disables a
+    rule."""
 
     kind: Literal["gopher_repetition"]
     """The filter."""
     duplicate_lines: Share | None = 0.3
-    """Share of lines that are duplicates at most."""
+    """Maximum fraction of duplicate lines."""
     duplicate_paragraphs: Share | None = 0.3
-    """Share of paragraphs, between blank lines, that are duplicates at most."""
+    """Maximum fraction of duplicate paragraphs, which blank lines separate."""
     duplicate_line_characters: Share | None = 0.2
-    """Share of characters in duplicate lines at most."""
+    """Maximum fraction of characters in duplicate lines."""
     duplicate_paragraph_characters: Share | None = 0.2
-    """Share of characters in duplicate paragraphs at most."""
+    """Maximum fraction of characters in duplicate paragraphs."""
     top_2_gram: Share | None = 0.2
-    """Share of characters in the occurrences of the most frequent pair of words at most."""
+    """Maximum fraction of characters in occurrences of the most frequent word bigram."""
     top_3_gram: Share | None = 0.18
-    """The same of three words."""
+    """The same for trigrams."""
     top_4_gram: Share | None = 0.16
-    """The same of four words."""
+    """The same for 4-grams."""
     duplicate_5_grams: Share | None = 0.15
-    """Share of characters in duplicate sequences of five words at most, each counted once."""
+    """Maximum fraction of characters in duplicate word 5-grams, each character counted once."""
     duplicate_6_grams: Share | None = 0.14
-    """The same of six words."""
+    """The same for 6-grams."""
     duplicate_7_grams: Share | None = 0.13
-    """The same of seven words."""
+    """The same for 7-grams."""
     duplicate_8_grams: Share | None = 0.12
-    """The same of eight words."""
+    """The same for 8-grams."""
     duplicate_9_grams: Share | None = 0.11
-    """The same of nine words."""
+    """The same for 9-grams."""
     duplicate_10_grams: Share | None = 0.1
-    """The same of ten words."""
+    """The same for 10-grams."""
 
 
 class C4Filter(Filter):
-    """Rules of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2): documents are removed by
-    what they hold, then lines are dropped, then documents of too little that is left. Spans of
-    three sentences that other documents have too are not looked for."""
+    """Rules of C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2): remove documents by their
+    content, then drop lines, then remove documents with too little left. C4's removal of repeated
+    three-sentence spans is not included."""
 
     kind: Literal["c4"]
     """The filter."""
     terminal_punctuation: bool = True
-    """Drop lines that do not end with a period, exclamation mark, question mark or quotation
-    mark, and those that end with an ellipsis."""
+    """Drop lines that do not end with a period, exclamation mark, question mark or quotation mark,
+    and those that end with an ellipsis."""
     min_line_words: NonNegativeInt = 5
-    """Words of a line at least."""
+    """Minimum number of words of a line."""
     javascript: bool = True
     """Drop lines with the word Javascript."""
     policy: bool = True
@@ -195,59 +195,58 @@ class C4Filter(Filter):
     curly_bracket: bool = True
     """Remove documents with a curly bracket."""
     bad_words: str | None = None
-    """A file with a word or phrase a line, a path or URL; documents with any of them are removed,
-    as the paper does by a public list. null: none are looked for."""
+    """File with a word or phrase per line, a path or URL; documents with any of them are removed,
+    as in the paper with a public list. null: no such rule."""
     min_sentences: NonNegativeInt = 3
-    """Sentences of a document at least."""
+    """Minimum number of sentences of a document."""
 
 
 class ExactDuplicatesFilter(Filter):
-    """Keeps the first of equal documents, across all sources, in their order."""
+    """Keeps the first of equal documents, across all sources in order."""
 
     kind: Literal["exact_duplicates"]
     """The filter."""
     ignore: Items[Literal["case", "whitespace", "punctuation"]] = ("case", "whitespace")
-    """Differences that do not count. whitespace: its amount and kind."""
+    """Differences to ignore. whitespace: its amount and kind."""
 
 
 class NearDuplicatesFilter(Filter):
-    """Keeps the first document of each cluster of similar ones, across all sources, in their order.
-    Similarity is the Jaccard index of sets of n-grams, estimated by MinHash (Broder 1997); pairs
-    are found by bands of the signatures (LSH), and two documents are in a cluster where pairs link
-    them."""
+    """Keeps the first document of each cluster of similar ones, across all sources in order.
+    Similarity is the Jaccard index of n-gram sets, estimated by MinHash (Broder 1997); pairs are
+    found by bands of the signatures (LSH), and clusters are the connected components of pairs."""
 
     kind: Literal["near_duplicates"]
     """The filter."""
     threshold: float = Field(0.8, gt=0, lt=1)
-    """Estimated similarity at least."""
+    """Minimum estimated similarity."""
     permutations: int = Field(128, ge=16, le=1024)
-    """Length of a signature. The estimate's standard deviation at similarity J is
-    sqrt(J (1 - J) / permutations)."""
+    """Length of a signature. The estimate's standard deviation at similarity J is sqrt(J (1 - J) /
+    permutations)."""
     ngram: PositiveInt = 5
-    """Units of an n-gram; shorter documents are one."""
+    """n, in units; a shorter document is one n-gram."""
     unit: Literal["words", "characters"] = "words"
-    """What n-grams are made of, in lower case; words are runs of letters and digits. characters:
-    for languages without white space."""
+    """Units of n-grams, in lower case; words are runs of letters and digits. characters: for
+    languages without white space."""
     seed: NonNegativeInt = 1
     """Seed of the permutations."""
 
 
 class DecontaminateFilter(Filter):
-    """Removes documents that share n-grams of words with evaluation tasks (Brown et al. 2020,
-    arXiv:2005.14165, appendix C), in lower case and without punctuation. Texts of tasks that are
-    shorter than an n-gram are not looked for."""
+    """Removes documents that share word n-grams with evaluation tasks (Brown et al. 2020,
+    arXiv:2005.14165, appendix C), ignoring case and punctuation. Texts of tasks that are shorter
+    than an n-gram are ignored."""
 
     kind: Literal["decontaminate"]
     """The filter."""
     tasks: Items[str] = ()
     """Names or files of tasks, as in eval.tasks: their questions with each answer."""
     files: Items[str] = ()
-    """Further files of texts, paths or URLs: of .jsonl all texts in each line, otherwise each line
-    is a text."""
+    """Further files of texts, paths or URLs: .jsonl files with any texts in each line, other files
+    with a text per line."""
     ngram: PositiveInt = 13
-    """Words of an n-gram."""
+    """n, in words."""
     min_matches: PositiveInt = 1
-    """Positions with such an n-gram from which on a document is removed."""
+    """Number of positions with such an n-gram at which a document is removed."""
 
     def own_faults(self) -> Iterator[Fault]:
         if not self.tasks and not self.files:
@@ -260,23 +259,23 @@ class DecontaminateFilter(Filter):
 
 
 class PersonalDataFilter(Filter):
-    """Masks personal data with placeholders. null leaves a kind of data as it is."""
+    """Masks personal data with placeholders. null leaves a kind of data unchanged."""
 
     kind: Literal["pii"]
     """The filter."""
     email: str | None = "<email>"
-    """For addresses of email."""
+    """For email addresses."""
     ip: str | None = "<ip>"
-    """For IP addresses, of version 4 and 6, that lie in public networks."""
+    """For public IP addresses, of version 4 and 6."""
     phone: str | None = "<phone>"
-    """For valid phone numbers, as phonenumbers has it."""
+    """For phone numbers that the package phonenumbers finds valid."""
     phone_regions: Items[Annotated[str, Field(pattern="^[A-Z]{2}$")]] = ()
-    """Countries whose national notation is looked for too, as in [US, CH]; otherwise numbers that
-    begin with +."""
+    """Countries whose national notation is recognized too, as in [US, CH]; otherwise only numbers
+    that begin with +."""
     iban: str | None = "<iban>"
-    """For account numbers (ISO 13616) with right check digits."""
+    """For bank account numbers (ISO 13616) with valid check digits."""
     credit_card: str | None = "<credit_card>"
-    """For 13 to 19 digits of a known issuer with the right check digit (Luhn)."""
+    """For 13 to 19 digits of a known issuer with a valid check digit (Luhn)."""
 
 
 AnyFilter = Annotated[
@@ -296,7 +295,7 @@ AnyFilter = Annotated[
 
 
 def names_of(filters: Sequence[Filter]) -> list[str]:
-    """Return the name of each filter."""
+    """The name of each filter."""
     kinds: collections.Counter[str] = collections.Counter()
     names = []
     for section in filters:
@@ -307,6 +306,6 @@ def names_of(filters: Sequence[Filter]) -> list[str]:
 
 
 GLOBAL = ExactDuplicatesFilter, NearDuplicatesFilter
-"""Filters that compare documents with each other."""
+"""Filters that compare documents with one another."""
 CHANGING = NormalizeFilter, RegexFilter, C4Filter, PersonalDataFilter
 """Filters that may change a text."""

@@ -15,31 +15,30 @@ from maxstack.config import (
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): they alone are trained, with the
-    optimizer's state for them alone, and everything else is frozen. On a base whose weights a
-    recipe keeps in low precision (quantization: nf4), QLoRA (Dettmers et al. 2023,
-    arXiv:2305.14314)."""
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): only they are trained and have
+    optimizer state; everything else is frozen. With weights in low precision (quantization: nf4)
+    this is QLoRA (Dettmers et al. 2023, arXiv:2305.14314)."""
 
     rank: SizeInt = 8
-    """Columns of A and rows of B: W x becomes W x + alpha / rank B A x."""
+    """Rank: columns of A and rows of B, in W x + alpha / rank B A x."""
     alpha: PositiveFloat = 16.0
-    """Weight of an adapter, before it is divided by the rank."""
+    """Scale of an adapter, divided by the rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of what adapters read that is set to zero in training: the same on any mesh."""
+    """Dropout of an adapter's input in training; the same on any mesh."""
     targets: Items[Regex] = (".*/(mixer|mlp)/.*",)
-    """Regular expressions that a weight's whole path must match, or that of the module that holds
-    it, as in quantization.rules: projections alone, neither experts nor tables."""
+    """Regular expressions that match the whole path of a weight, or of its module, as in
+    quantization.rules: projections only, neither experts nor tables."""
     modules_to_save: Items[Regex] = ()
-    """Patterns, as in targets, of weights that are trained whole beside the adapters: head and
-    embedding, where the base has never learnt the tokens of the chat template."""
+    """Patterns, as in targets, of weights to train in full beside the adapters: head and embedding,
+    where the base has never seen the tokens of the chat template."""
     rslora: bool = False
-    """alpha / sqrt(rank) in place of alpha / rank, so that larger ranks do not learn more slowly
-    (Kalajdzievski 2023, arXiv:2312.03732)."""
+    """Scale by alpha / sqrt(rank) instead of alpha / rank, so that larger ranks do not learn more
+    slowly (Kalajdzievski 2023, arXiv:2312.03732)."""
     dora: bool = False
-    """Also train the length of each column of W + B A (Liu et al. 2024, arXiv:2402.09353)."""
+    """Also train the magnitude of each column of W + B A (Liu et al. 2024, arXiv:2402.09353)."""
     adapter: str | None = None
-    """Folder in PEFT's format, at a path or URL, whose adapter a fresh run starts from; its rank,
-    alpha and targets must be these. null: A random, B zero."""
+    """Folder in PEFT's format, at a path or URL, with the adapter that a new run starts from; its
+    rank, alpha and targets must be these. null: A random, B zero."""
 
     @property
     def scale(self) -> float:

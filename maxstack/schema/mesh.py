@@ -48,44 +48,45 @@ AxisSize = Annotated[int, Field(ge=-1, le=1_000_000)]
 
 
 class MeshConfig(Section):
-    """Sizes of the mesh axes; their product is the number of devices. One of them may be -1:
-    whatever devices are left."""
+    """Sizes of the mesh axes; their product is the number of devices. One of them may be -1: all
+    remaining devices."""
 
     slices: AxisSize = 1
-    """Groups of devices with a slow network between them (TPU slices); the batch is split over
-    them, and nothing else by default."""
+    """Number of groups of devices (TPU slices) with a slow network between them; by default only
+    the batch is split over them."""
     stage: AxisSize = 1
-    """Stages of a pipeline: each holds a share of the repetitions of the pattern; outside the
+    """Number of pipeline stages: each holds a share of the repetitions of the pattern; outside the
     pipeline the batch is split over them."""
     data: AxisSize = -1
-    """Replicas of the weights, each with its own rows."""
+    """Number of replicas of the weights, each with its own rows."""
     fsdp: AxisSize = 1
-    """Shards of the weights, gathered when used, each with its own rows."""
+    """Number of devices to shard the weights over, gathered when used; each has its own rows."""
     expert: AxisSize = 1
-    """Shards of the experts of a mixture, each with its own rows: tokens travel to their experts.
-    Other weights are sharded as over fsdp."""
+    """Number of devices to shard experts over, each with its own rows: tokens are sent to their
+    experts. Other weights are sharded as over fsdp."""
     context: AxisSize = 1
-    """Parts of each sequence."""
+    """Number of devices to split each sequence over."""
     tensor: AxisSize = 1
-    """Shards of heads, mlp hidden units and vocabulary."""
+    """Number of devices to shard heads, MLP hidden units and vocabulary over."""
     rules: dict[str, Axes] = RULES
     """Logical axis -> mesh axis, list of mesh axes, or null; merged over the defaults. A mesh axis
-    splits a tensor once, left to right."""
+    splits a tensor at most once, left to right."""
     optimizer_rules: dict[str, Axes] = {}
-    """Rules for the optimizer's state alone, merged over `rules`: {embed: [data, fsdp]} shards it
-    over replicas too (ZeRO-1); empty: like weights."""
+    """Rules for the optimizer state, merged over `rules`: {embed: [data, fsdp]} shards it over
+    replicas too (ZeRO-1); empty: like the weights."""
     offload: Items[Literal["optimizer", "params"]] = ()
-    """Parts of the state that lie in the host's memory between steps and comes to the devices for
-    the update (optimizer) or for the whole step (params)."""
+    """Parts of the state to keep in host memory between steps; they move to the devices for the
+    update (optimizer) or for the whole step (params)."""
     context_kind: Literal["ring", "ulysses"] = "ring"
-    """Way in which attention sees a sequence that is split over context: keys and values go around
-    in a ring, tokens in a balanced order, or an all-to-all gives each device whole sequences of
+    """Attention over a sequence that is split over context. ring: keys and values travel around the
+    devices, in a balanced token order; ulysses: an all-to-all gives each device whole sequences of
     some heads."""
     microbatches: CountInt | None = None
-    """Parts of a batch that follow each other through the stages; null: as many as stages."""
+    """Microbatches of a batch that follow each other through the pipeline; null: as many as
+    stages."""
     rounds: CountInt = 1
-    """Times that a microbatch passes through all stages, each holding as many separate runs of
-    layers: a smaller bubble, more traffic."""
+    """Number of times that a microbatch passes through all stages, each of which then holds as many
+    separate runs of layers: a smaller bubble, more traffic."""
 
     @pydantic.field_validator("rules", mode="before")
     @classmethod
@@ -94,7 +95,7 @@ class MeshConfig(Section):
 
 
 def parts(axes: Axes, sizes: Mapping[str, int]) -> int:
-    """Into how many parts a rule splits a dimension on a mesh of these sizes."""
+    """The number of parts that a rule splits a dimension into on a mesh of these sizes."""
     return math.prod(sizes[axis] for axis in names(axes))
 
 

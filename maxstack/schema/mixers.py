@@ -44,12 +44,12 @@ class NormConfig(Part):
     eps: PositiveFloat = 1e-6
     """Added to the mean square or variance."""
     scale: bool = True
-    """A learned factor per channel."""
+    """Learn a factor per channel."""
     zero_centered: bool = False
-    """The factor is 1 + weight with the weight starting at 0, as Gemma's is, instead of a weight
-    that starts at 1."""
+    """Make the factor 1 + weight, with weights starting at 0, as in Gemma, instead of a weight that
+    starts at 1."""
     bias: bool = False
-    """A learned offset per channel."""
+    """Learn an offset per channel."""
 
     def parts(self, width: Dim) -> Parts:
         """Factor and offset."""
@@ -66,17 +66,17 @@ class LinearScaling(Section):
     kind: Literal["linear"]
     """The scaling."""
     factor: PositiveFloat
-    """Divides the frequencies."""
+    """Divisor of the frequencies."""
 
 
 class ProportionalScaling(Section):
-    """The rotated share of the frequencies keeps the spacing of the whole head, and the rest of the
-    head stands still (Gemma 4)."""
+    """The rotated fraction of the frequencies keeps the spacing of the whole head, and the rest of
+    the head is not rotated (Gemma 4)."""
 
     kind: Literal["proportional"]
     """The scaling."""
     factor: PositiveFloat = 1.0
-    """Divides the frequencies."""
+    """Divisor of the frequencies."""
 
 
 class Llama3Scaling(Section):
@@ -85,13 +85,13 @@ class Llama3Scaling(Section):
     kind: Literal["llama3"]
     """The scaling."""
     factor: PositiveFloat
-    """Divides the frequencies of long wavelengths."""
+    """Divisor of the frequencies of long wavelengths."""
     low_freq_factor: PositiveFloat = 1.0
     """Wavelengths above original_length / this are scaled."""
     high_freq_factor: PositiveFloat = 4.0
     """Wavelengths below original_length / this are kept."""
     original_length: SizeInt = 8192
-    """The context length of pretraining."""
+    """Context length of pretraining."""
 
 
 class YarnScaling(Section):
@@ -102,15 +102,15 @@ class YarnScaling(Section):
     factor: PositiveFloat
     """Extension of the context."""
     original_length: SizeInt
-    """The context length of pretraining."""
+    """Context length of pretraining."""
     beta_fast: PositiveFloat = 32.0
-    """Dimensions that turn more often than this within original_length are kept."""
+    """Dimensions with more turns than this within original_length are not scaled."""
     beta_slow: PositiveFloat = 1.0
-    """Dimensions that turn less often than this are scaled whole."""
+    """Dimensions with fewer turns than this are scaled fully."""
     truncate: bool = True
     """Round the ends of the ramp to whole dimensions."""
     attention_factor: PositiveFloat | None = None
-    """Multiplies cosines and sines; null: from mscale and mscale_all_dim where given, else 0.1
+    """Factor of cosines and sines; null: from mscale and mscale_all_dim where given, else 0.1
     ln(factor) + 1."""
     mscale: float | None = None
     """DeepSeek's numerator: 0.1 mscale ln(factor) + 1."""
@@ -119,8 +119,8 @@ class YarnScaling(Section):
 
 
 class LongRopeScaling(Section):
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): a divisor for each frequency, one list within
-    the original length and one beyond."""
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): one divisor per frequency, in one list up to
+    the original length and another beyond."""
 
     kind: Literal["longrope"]
     """The scaling."""
@@ -129,12 +129,12 @@ class LongRopeScaling(Section):
     long_factor: Items[float]
     """Divisors for longer documents."""
     original_length: SizeInt
-    """The context length of pretraining."""
+    """Context length of pretraining."""
     factor: PositiveFloat = 1.0
     """Extension of the context: sets the attention factor sqrt(1 + ln(factor) /
     ln(original_length))."""
     attention_factor: PositiveFloat | None = None
-    """Multiplies cosines and sines; null: from factor."""
+    """Factor of cosines and sines; null: from factor."""
 
 
 Scaling = Annotated[
@@ -149,32 +149,32 @@ class RopeConfig(Section):
     theta: PositiveFloat = 10_000.0
     """Base of the geometric series of wavelengths."""
     fraction: float = Field(1.0, gt=0, le=1)
-    """Share of a head, from its start, that is rotated."""
+    """Fraction of a head, from its start, that is rotated."""
     interleaved: bool = False
     """Rotate the pairs (2i, 2i + 1) instead of (i, i + half)."""
     scaling: Scaling | None = None
-    """Change of the frequencies for long contexts; null: none."""
+    """Scaling of the frequencies for long contexts; null: none."""
 
 
 class TemperatureConfig(Section):
-    """Queries multiplied by 1 + scale * ln(1 + floor((position + 1) / length)), as Llama 4 does
-    where there is no RoPE."""
+    """Multiply queries by 1 + scale * ln(1 + floor((position + 1) / length)), as Llama 4 does in
+    layers without RoPE."""
 
     scale: float = 0.1
     """Strength of the change."""
     length: SizeInt = 8192
-    """Positions up to which nothing changes."""
+    """Positions below this are not changed."""
 
 
 class Reach(NamedTuple):
-    """Earlier tokens that a position reads: `window` positions that end with its own, or those of
-    its own chunk; all without either."""
+    """The earlier tokens that a position attends to: the last `window` positions including its own,
+    or those of its own chunk; all without either."""
 
     window: int | None = None
     chunk: int | None = None
 
     def first(self, position: int) -> int:
-        """The earliest position that is read from `position`."""
+        """The earliest position that `position` attends to."""
         if self.window:
             return max(0, position - self.window + 1)
         return position // self.chunk * self.chunk if self.chunk else 0
@@ -185,11 +185,11 @@ class MixerPart(Part):
 
     COMPONENT = "projections"
     OVER_CONTEXT: ClassVar[tuple[str, ...]] = ()
-    """Ways of splitting sequences over mesh.context that it can do: ring, ulysses."""
+    """Ways in which it can split sequences over mesh.context: ring, ulysses."""
 
     @property
     def two_sided(self) -> bool:
-        """True where a position sees later ones."""
+        """Whether a position sees later ones."""
         return False
 
     @property
@@ -199,16 +199,16 @@ class MixerPart(Part):
 
     @property
     def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
-        """Rotations that it wants a table of, with the size of the head that each rotates."""
+        """Rotations that need a table, with the size of the head that each rotates."""
         return ()
 
     @property
     def keys_of(self) -> str | None:
-        """The block whose keys and values it reads in place of its own."""
+        """The block whose keys and values it uses instead of its own."""
         return None
 
     def cached(self) -> dict[str, Cached]:
-        """Arrays that inference keeps, by name; none where it reads another block's."""
+        """Arrays to cache for inference, by name; none where it uses another block's."""
         raise NotImplementedError
 
     @property
@@ -234,46 +234,46 @@ class AttentionConfig(MixerPart):
     rope: RopeConfig | None = RopeConfig()
     """Rotary positions; null: none."""
     causal: bool = True
-    """A query sees its own position and those before it; false: also those after it, as masked
-    diffusion and encoders do. Only of its own document either way."""
+    """Attend to the own position and those before it; false: also to later ones, as masked
+    diffusion and encoders do. Attention never leaves a document either way."""
     window: SizeInt | None = None
-    """A query sees this many positions, itself included; with causal: false this many on either
-    side, itself included in both (2 window - 1 in all); null: no limit."""
+    """Number of positions to attend to, including the own one; with causal: false on either side (2
+    window - 1 in all); null: no limit."""
     chunk: SizeInt | None = None
-    """A query sees only the positions of its own chunk of this many, counted from the start of its
-    document; null: no chunks."""
+    """Attend only within chunks of this many positions, counted from the start of the document;
+    null: no chunks."""
     soft_cap: PositiveFloat | None = None
     """Scores s become soft_cap * tanh(s / soft_cap); null: unchanged."""
     scale: PositiveFloat | None = None
-    """Multiplies the scores; null: 1 / sqrt(head_dim)."""
+    """Factor of the scores; null: 1 / sqrt(head_dim)."""
     sinks: bool = False
-    """A learned score per head that takes a share of the softmax and gives nothing (gpt-oss)."""
+    """Learn a score per head that takes part in the softmax without a value (gpt-oss)."""
     temperature: TemperatureConfig | None = None
-    """Sharper attention at far positions; null: none."""
+    """Temperature tuning at far positions; null: none."""
     qk_norm: NormConfig | None = None
     """Norm of queries and keys; null: none."""
     qk_norm_over: Literal["head", "all"] = "head"
-    """Over each head, or over all heads together (OLMo 2)."""
+    """Normalise over each head, or over all heads together (OLMo 2)."""
     qk_norm_after_rope: bool = False
-    """Normalise after the rotation instead of before (Llama 4)."""
+    """Normalise after the rotation instead of before it (Llama 4)."""
     value_norm: NormConfig | None = None
-    """Norm over each head of the values; null: none."""
+    """Norm of each head's values; null: none."""
     values_are_keys: bool = False
-    """The values are the keys as projected, before their norm and rotation (Gemma 4)."""
+    """Use the projected keys, before their norm and rotation, as values (Gemma 4)."""
     share_kv: str | None = None
-    """No keys and values, nor norms of them, of its own: those of the last earlier layer of the
-    prefix that is this block (Gemma 4 E2B)."""
+    """Use the keys and values of the last earlier layer of the prefix with this block, instead of
+    own ones (Gemma 4 E2B)."""
     gate: bool = False
-    """Multiply the context by the sigmoid of a second query projection (Qwen3-Next)."""
+    """Multiply the attention output by the sigmoid of a second query projection (Qwen3-Next)."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections."""
     key_bias: bool | None = None
-    """Another choice for the key projection (DINOv3); null: as the others."""
+    """Bias on the key projection, where it differs from the others (DINOv3); null: as qkv_bias."""
     out_bias: bool = False
     """A bias on the output projection."""
     backend: names.Attention = "auto"
-    """The attention kernel; auto: the first that can serve, which `maxstack kernels` and the log
-    name."""
+    """Attention kernel; auto: the first one that supports the case, which `maxstack kernels` and
+    the log name."""
 
     @property
     def kv(self) -> int:
@@ -307,7 +307,7 @@ class AttentionConfig(MixerPart):
         return Reach(self.window, self.chunk)
 
     def _dims(self) -> tuple[Heads, Heads]:
-        """A query, and a key or value, as heads and their size."""
+        """(heads, head size) of a query, and of a key or value."""
         size = Dim("head_dim", self.head_dim, "head_dim")
         kv = Dim("kv_heads", self.kv, "kv_heads" if self.kv_heads else "heads")
         return (Dim("heads", self.heads, "heads"), size), (kv, size)
@@ -400,15 +400,15 @@ class MLAConfig(MixerPart):
     heads: CountInt
     """Heads of queries, keys and values."""
     q_lora: SizeInt | None = None
-    """Size of the queries' latent; null: projected from the residual stream at once."""
+    """Dimension of the queries' latent; null: project queries directly."""
     kv_lora: SizeInt
-    """Size of the latent of keys and values."""
+    """Dimension of the latent of keys and values."""
     nope_dim: SizeInt
     """Part of a query and key head without positions."""
     rope_dim: int = Field(ge=2, le=100_000_000, multiple_of=2)
-    """Part with RoPE; the key's is shared by all heads."""
+    """Part of a head with RoPE; all heads share the key's."""
     causal: bool = True
-    """A query sees its own position and those before it; false: all positions of its document."""
+    """Attend to the own position and those before it; false: to all positions of the document."""
     value_dim: SizeInt
     """Size of a value head."""
     rope: RopeConfig = RopeConfig()
@@ -418,7 +418,7 @@ class MLAConfig(MixerPart):
     bias: bool = False
     """Biases on the projections out of the residual stream and on the output."""
     backend: names.Attention = "auto"
-    """The attention kernel; auto: the first that can serve."""
+    """Attention kernel; auto: the first one that supports the case."""
 
     @property
     def two_sided(self) -> bool:
@@ -478,8 +478,8 @@ class MLAConfig(MixerPart):
 
 class GatedDeltaConfig(MixerPart):
     """Gated delta rule (Yang et al. 2024, arXiv:2412.06464): a linear-time recurrence with a short
-    convolution before it. Fresh heads forget at rates of median 0.06 a position, one standard
-    deviation being a factor of 5.5: the spread of the usual product of a time step log-uniform in
+    convolution before it. New heads forget at a median rate of 0.06 per position, with a standard
+    deviation of a factor of 5.5: the spread of the usual product of a time step log-uniform in
     [0.001, 0.1] and a rate uniform in [0, 16]."""
 
     LAYER = "maxstack.layers.gated_delta:GatedDelta"
@@ -500,11 +500,11 @@ class GatedDeltaConfig(MixerPart):
     conv: CountInt = 4
     """Width of the causal convolution over queries, keys and values."""
     norm: NormConfig = NormConfig()
-    """Over each value head of the output, before its gate."""
+    """Norm of each value head of the output, before its gate."""
     chunk: SizeInt = 64
-    """Positions handled as one block: a matter of speed, not of meaning."""
+    """Positions to process as one block; affects speed only."""
     backend: names.GatedDelta = "auto"
-    """The kernel of the recurrence; auto: the first that can serve."""
+    """Kernel of the recurrence; auto: the first one that supports the case."""
 
     @property
     def split_heads(self) -> int:
@@ -521,7 +521,7 @@ class GatedDeltaConfig(MixerPart):
         }
 
     def _dims(self) -> tuple[Heads, Heads]:
-        """A query or key, and a value, as heads and their size."""
+        """(heads, head size) of a query or key, and of a value."""
         key = Dim("head_dim", self.key_dim, "key_dim")
         value = Dim("head_dim", self.value_dim, "value_dim")
         return (

@@ -1,4 +1,4 @@
-"""How sources are mixed, as a configuration says it."""
+"""The configuration of the mixture of sources."""
 
 import bisect
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ _POINT = TypeAdapter(Point)
 
 
 def _checked(weight: Any) -> Any:
-    """ValueError, which names the first entry of a list that is no point."""
+    """Validate a weight. ValueError names the first entry of a list that is not a point."""
     for point in weight if isinstance(weight, list | tuple) else ():
         try:
             _POINT.validate_python(point)
@@ -27,12 +27,12 @@ def _checked(weight: Any) -> Any:
 
 
 Weight = Annotated[NonNegativeFloat | Items[Point], BeforeValidator(_checked)]
-"""A number, or the points of a line over steps."""
+"""A number, or the points of a piecewise linear schedule over steps."""
 
 
 def weight_at(weight: float | Sequence[Point], step: int) -> float:
-    """The weight of a source in the batch of a step, from 1: on the straight line between two
-    points, and that of the first or last point before and after them."""
+    """The weight of a source at a step, from 1: interpolated between two points, constant before
+    the first and after the last."""
     if not isinstance(weight, Sequence):
         return weight
     after = bisect.bisect_right(weight, step, key=lambda point: point[0])
@@ -43,7 +43,7 @@ def weight_at(weight: float | Sequence[Point], step: int) -> float:
 
 
 def weight_faults(weights: Sequence[float | Sequence[Point]]) -> Iterator[Fault]:
-    """What is wrong with the weights of all sources."""
+    """Faults of the weights of all sources."""
     steps = {1}
     for index, weight in enumerate(weights):
         if not isinstance(weight, Sequence):
@@ -60,34 +60,33 @@ def weight_faults(weights: Sequence[float | Sequence[Point]]) -> Iterator[Fault]
 
 
 def name_faults(names: Sequence[str]) -> Iterator[Fault]:
-    """What is wrong with the names of sources, by which positions in them are kept."""
+    """Faults of the names of sources, by which checkpoints keep positions in them."""
     for index, name in enumerate(names):
         if name in names[:index]:
             yield f"sources.{index}.name", f"{name} names an earlier source too; choose another"
 
 
 class UniMaxConfig(Section):
-    """Equal shares, but of no source more than some epochs; what it cannot give, the larger ones
-    share (Chung et al. 2023, arXiv:2304.09151)."""
+    """Equal shares, limited to a number of epochs of each source; larger sources share the rest
+    (Chung et al. 2023, arXiv:2304.09151)."""
 
     epochs: PositiveFloat = 1.0
-    """Passes over a source at the most."""
+    """Maximum number of passes over a source."""
     budget: PositiveInt
-    """Tokens of the whole training, or with `by: documents` documents."""
+    """Tokens of the whole training; documents with `by: documents`."""
 
 
 class MixtureConfig(Section):
     """How the weights of data.sources count."""
 
     by: Literal["documents", "tokens"] = "documents"
-    """What the weights are shares of: documents, or tokens."""
+    """Unit of the shares: documents or tokens."""
     temperature: PositiveFloat | None = None
     """Multiply each weight by the source's size to the power of 1/temperature (Arivazhagan et al.
-    2019, arXiv:1907.05019): 1 is in proportion to sizes, and more is nearer to equal shares. null:
-    weights are as they are given."""
+    2019, arXiv:1907.05019): 1 is proportional to sizes, higher is closer to equal shares. null: use
+    the weights as given."""
     unimax: UniMaxConfig | None = None
-    """Multiply each weight by the share that UniMax gives the source; null: weights are as they are
-    given."""
+    """Multiply each weight by the source's UniMax share; null: use the weights as given."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.temperature and self.unimax:
@@ -95,17 +94,18 @@ class MixtureConfig(Section):
 
 
 class FillInTheMiddleConfig(Section):
-    """Documents in the order beginning, end, middle, so that a model learns to fill in (Bavarian et
-    al. 2022, arXiv:2207.14255). They are cut at two characters, or where they are stored as tokens
-    at two tokens, drawn anew in each epoch. Held-out documents stay as they are."""
+    """Documents reordered as beginning, end, middle, so that a model learns infilling (Bavarian et
+    al. 2022, arXiv:2207.14255). They are cut at two random characters, or at two tokens where they
+    are stored as tokens, differently in each epoch. Held-out documents are not changed."""
 
     rate: float = Field(0.5, ge=0, le=1)
-    """Share of the documents that are cut."""
+    """Fraction of the documents to reorder."""
     spm: float = Field(0.5, ge=0, le=1)
-    """Share of these that are written end, beginning, middle, the latter two as one text."""
+    """Fraction of these in the order end, beginning, middle (SPM), with beginning and middle as one
+    text."""
     prefix: str = "<|fim_prefix|>"
-    """Token, by its text, before the beginning."""
+    """Text of the token before the beginning."""
     middle: str = "<|fim_middle|>"
-    """Token before the middle."""
+    """Text of the token before the middle."""
     suffix: str = "<|fim_suffix|>"
-    """Token before the end."""
+    """Text of the token before the end."""

@@ -33,7 +33,7 @@ class MLPPart(Part):
         return None
 
     def dropless(self) -> Self:
-        """The same without a capacity of experts."""
+        """The same section without expert capacity."""
         return self
 
 
@@ -45,9 +45,9 @@ class GatedMLPConfig(MLPPart):
     kind: Literal["gated"]
     """The feed-forward part of a block."""
     hidden: SizeInt
-    """Size of the hidden layer."""
+    """Dimension of the hidden layer."""
     activation: Activation = "silu"
-    """Applied to the gate."""
+    """Activation of the gate."""
     bias: bool = False
     """Biases on all three projections."""
 
@@ -69,14 +69,14 @@ class GatedMLPConfig(MLPPart):
 
 
 class DenseMLPConfig(MLPPart):
-    """MLP of one hidden layer."""
+    """MLP with one hidden layer."""
 
     LAYER = "maxstack.layers.mlp:DenseMLP"
 
     kind: Literal["dense"]
     """The feed-forward part of a block."""
     hidden: SizeInt
-    """Size of the hidden layer."""
+    """Dimension of the hidden layer."""
     activation: Activation = "gelu_tanh"
     """Activation of the hidden layer."""
     bias: bool = False
@@ -97,49 +97,49 @@ class DenseMLPConfig(MLPPart):
 
 
 class RouterConfig(Section):
-    """Choice of a token's experts, and their weights; computed in float32."""
+    """Choice of a token's experts and of their weights, in float32."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Function of the logits: over all experts, or each alone."""
+    """Function of the logits: softmax over all experts, or sigmoid of each."""
     normalize: bool = True
-    """Divide the weights of the chosen experts by their sum. (The softmax over chosen logits alone
-    is this with score softmax.)"""
+    """Divide the weights of the chosen experts by their sum. (A softmax over the chosen logits only
+    is this with score: softmax.)"""
     scale: PositiveFloat = 1.0
-    """Multiplies the weights of the chosen."""
+    """Factor of the weights of the chosen experts."""
     bias: bool = False
-    """A learned bias on the logits."""
+    """Learn a bias on the logits."""
     selection_bias: bool = False
-    """A bias that counts in choosing alone and follows the experts' load, not a gradient (Wang et
-    al. 2024, arXiv:2408.15664)."""
+    """A bias for choosing only, which follows the experts' load instead of a gradient (Wang et al.
+    2024, arXiv:2408.15664)."""
     groups: CountInt | None = None
-    """Experts are chosen from the best top_groups of this many groups; null: from all."""
+    """Number of expert groups, of which the best top_groups are eligible; null: all experts are."""
     top_groups: CountInt | None = None
-    """Groups from which experts are chosen."""
+    """Number of groups to choose experts from."""
     group_score: Literal["max", "top2"] = "top2"
-    """A group is as good as its best expert, or as the sum of its two best."""
+    """Score of a group: its best expert, or the sum of its two best."""
     scale_input: bool = False
     """Multiply an expert's input by its weight instead of its output (Llama 4)."""
     normed: bool = False
-    """The router reads the residual stream, normalised and scaled per channel and by 1 /
-    sqrt(embed); each expert's weight is scaled (Gemma 4)."""
+    """Route by the residual stream, normalised and scaled per channel and by 1 / sqrt(embed); scale
+    the weight of each expert (Gemma 4)."""
     norm_eps: PositiveFloat = 1e-6
     """Added to the mean square where the router's input is normed."""
     balance_loss: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of each row: experts * sum(share of tokens * mean score)
+    """Weight of the load-balancing loss of each row: experts * sum(fraction of tokens * mean score)
     (Fedus 2021, arXiv:2101.03961, eq. 4)."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-partition of the logits (Zoph 2022, arXiv:2202.08906)."""
     bias_update: NonNegativeFloat = 0.0
-    """Step of the selection bias towards balance; 0: it stays."""
+    """Step size of the selection bias; 0: fixed."""
 
 
 class SharedExpertConfig(Section):
     """An expert that every token goes to."""
 
     hidden: SizeInt
-    """Size of its hidden layer."""
+    """Dimension of its hidden layer."""
     gate: bool = False
-    """Multiply its output by a sigmoid of a learned projection of the token (Qwen)."""
+    """Multiply its output by the sigmoid of a learned projection of the token (Qwen)."""
 
     def mlp(self, activation: Activation) -> GatedMLPConfig:
         """The layer, with the activation of the experts beside it."""
@@ -157,30 +157,30 @@ class MoEConfig(MLPPart):
     experts: CountInt
     """Number of experts."""
     top_k: CountInt
-    """Experts a token."""
+    """Experts per token."""
     hidden: SizeInt
-    """Size of an expert's hidden layer."""
+    """Dimension of an expert's hidden layer."""
     activation: Activation = "silu"
-    """Applied to the gate."""
+    """Activation of the gate."""
     clamp: PositiveFloat | None = None
-    """gpt-oss: gate and up are cut at this, the gate's sigmoid is of 1.702 times it, and 1 is added
-    to up; null: a plain gated MLP."""
+    """gpt-oss's activation: clamp gate and up at this value, multiply the gate by sigmoid(1.702
+    gate), and add 1 to up; null: a plain gated MLP."""
     bias: bool = False
     """Biases on the experts' projections."""
     router: RouterConfig = RouterConfig()
     """Choice of experts for each token."""
     capacity: PositiveFloat | None = None
-    """An expert takes at most this many times its even share (seq_len * top_k / experts) of the
-    tokens of a row, the earliest first, and the others do without it (Lepikhin et al. 2020,
-    arXiv:2006.16668); null: every token reaches its experts."""
+    """Capacity factor: an expert takes at most this many times its even share (seq_len * top_k /
+    experts) of a row's tokens, the earliest first, and the others skip it (Lepikhin et al. 2020,
+    arXiv:2006.16668); null: dropless."""
     slack: PositiveFloat = 1.25
-    """Without a capacity, over the mesh axis expert: rows that a device first sends to another, as
-    a multiple of an even share; what does not fit follows in rounds a quarter as large, as many as
-    it needs. Speed and memory hang on it, results do not."""
+    """Without a capacity, over the mesh axis expert: rows that a device first sends to another one,
+    as a multiple of an even share; the rest follows in rounds a quarter as large, as many as
+    needed. Affects speed and memory, not results."""
     shared: SharedExpertConfig | None = None
-    """Beside the chosen experts; null: none."""
+    """Expert beside the chosen ones; null: none."""
     backend: names.GroupedMatmul = "auto"
-    """The kernel of the experts' matmuls; auto: the first that can serve."""
+    """Kernel of the experts' matmuls; auto: the first one that supports the case."""
 
     @property
     def mixture(self) -> "MoEConfig":
@@ -258,9 +258,9 @@ class ParallelMLPConfig(MLPPart):
     kind: Literal["parallel"]
     """The feed-forward part of a block."""
     dense: GatedMLPConfig
-    """Reads the block's normed input; its output is normed."""
+    """MLP on the block's normed input; its output is normed."""
     moe: MoEConfig
-    """Reads the residual stream through a norm of its own; its output is normed."""
+    """Experts on the residual stream with a norm of its own; their output is normed."""
     norm: NormConfig = NormConfig()
     """Norm of all three."""
 

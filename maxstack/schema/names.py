@@ -1,5 +1,5 @@
-"""Names that Kubernetes, registries and Google's cloud take: the rules of the fields of a cluster's
-file, all here."""
+"""Names that Kubernetes, registries and Google Cloud accept: the rules of a cluster file's
+fields."""
 
 import dataclasses
 import re
@@ -18,7 +18,7 @@ VALUE = "[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a text may be, as the annotation of a field."""
+    """A rule for a text, as the annotation of a field."""
 
     pattern: str
     longest: int
@@ -26,11 +26,12 @@ class Rule:
     example: str
 
     def takes(self, text: str) -> bool:
-        """True for a text of that pattern and length."""
+        """Whether a text has the pattern and length."""
         return len(text) <= self.longest and re.fullmatch(self.pattern, text) is not None
 
     def check(self, text: str) -> str:
-        """The text; ValueError, with the nearest that is right, for one that is not."""
+        """Return a text that follows the rule; ValueError, with the nearest valid text, for
+        another."""
         if self.takes(text):
             return text
         lower = text.lower()

@@ -27,7 +27,7 @@ class RowField(NamedTuple):
     size: tuple[int, ...] = ()
     """Sizes of further dimensions."""
     below: int | None = None
-    """All numbers are from 0 to below this; None: not known."""
+    """Upper bound of its numbers, exclusive; None: not known."""
 
 
 TEXTS = "maxstack.inference.samples:Samples"
@@ -38,32 +38,32 @@ class ObjectivePart(Section):
 
     kind: str
     OBJECTIVE: ClassVar[str] = ""
-    """module:class that computes it."""
+    """module:class of the implementation."""
     RANDOM: ClassVar[bool] = False
-    """True where every step draws random numbers."""
+    """Whether every step draws random numbers."""
     MODELS: ClassVar[tuple[str, ...]] = ("decoder",)
     """Kinds of models that it can train."""
     RECORDS: ClassVar[tuple[str | None, ...]] = (None,)
     """Kinds of records that it learns from; None: text."""
     FORWARD: ClassVar[bool] = True
-    """True where the model gives a token a probability, or a score, by those before it alone."""
+    """Whether the model predicts, or scores, a token from those before it alone."""
     SAMPLES: ClassVar[str] = TEXTS
-    """module:class of what writes eval.samples; empty: nothing does."""
+    """module:class that makes eval.samples; empty: none."""
     SCORES: ClassVar[bool] = False
-    """True where the model gives a score a position, and no logits."""
+    """Whether the model gives a score per position instead of logits."""
     TEACHER: ClassVar[bool] = False
-    """True where it may learn from a teacher."""
+    """Whether it may learn from a teacher."""
     ROLLOUTS: ClassVar[Literal["never", "may", "always"]] = "never"
     """Whether it learns from samples of the model."""
 
     @property
     def draws(self) -> bool:
-        """True where a step draws random numbers with these settings."""
+        """Whether a step draws random numbers with these settings."""
         return self.RANDOM
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Numbers of each position beside its token, from data/examples.EXTRAS."""
+        """Numbers per position beside its token, from data/examples.EXTRAS."""
         return ()
 
     @property
@@ -72,7 +72,7 @@ class ObjectivePart(Section):
         return {name: RowField("batch seq", "float32") for name in self.extras}
 
     def token_ids(self, vocab: int) -> int:
-        """Number of ids of a model's table that a tokenizer may give."""
+        """Number of token ids of a model's table that the tokenizer may use."""
         return vocab
 
 
@@ -88,12 +88,12 @@ class ClassifyConfig(ObjectivePart):
     kind: Literal["classify"]
     """The objective."""
     smoothing: float = Field(0.0, ge=0, lt=1)
-    """Share of the target that is spread over all classes (Szegedy et al. 2016,
+    """Label smoothing: fraction of the target that is spread over all classes (Szegedy et al. 2016,
     arXiv:1512.00567)."""
     mixup: NonNegativeFloat = 0.0
-    """Parameter a of the Beta(a, a) distribution by which each picture is mixed with another of the
-    batch, and so are their classes (Zhang et al. 2018, arXiv:1710.09412); one number a step, as
-    big_vision draws it. 0: none."""
+    """Parameter a of mixup's Beta(a, a): each image is mixed with another of the batch, and so are
+    their classes (Zhang et al. 2018, arXiv:1710.09412); one ratio per step, as in big_vision. 0:
+    none."""
 
     @property
     def draws(self) -> bool:
@@ -102,8 +102,8 @@ class ClassifyConfig(ObjectivePart):
 
 class FlowConfig(ObjectivePart):
     """Flow matching (Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003): on
-    the line x_t = (1 - t) x + t e from an image x to noise e, the mean squared error of what is
-    predicted at a random t."""
+    the line x_t = (1 - t) x + t e from an image x to noise e, the mean squared error of the
+    prediction at a random t."""
 
     OBJECTIVE = "maxstack.objectives.flow:Flow"
     MODELS = ("dit",)
@@ -118,20 +118,20 @@ class FlowConfig(ObjectivePart):
     """What the model predicts: e - x, x or e."""
     path: Literal["line", "vp"] = "line"
     """line: x_t above; vp: sqrt(a) x + sqrt(1 - a) e, where a is the product of 1 - b over the
-    steps up to 1000 t and b grows from 1e-4 to 0.02 (DDPM, Ho et al. 2020, arXiv:2006.11239), as
-    the published DiT have it; the model reads the number of the step, from 0."""
+    steps up to 1000 t and b grows from 1e-4 to 0.02 (DDPM, Ho et al. 2020, arXiv:2006.11239), as in
+    the published DiT; the model's input is the index of the step."""
     times: Literal["uniform", "logit_normal"] = "uniform"
     """Distribution of t: uniform, or the logistic function of a normal variable (Esser et al. 2024,
     arXiv:2403.03206)."""
     shift: PositiveFloat = 1.0
-    """s: t becomes s t / (1 + (s - 1) t), more noise for larger images (the same, section 5.3.2);
-    in training and sampling."""
+    """Timestep shift s: t becomes s t / (1 + (s - 1) t), more noise for larger images (the same,
+    section 5.3.2); in training and sampling."""
     drop: float = Field(0.1, ge=0, le=1)
-    """Share of images whose class is hidden, for classifier-free guidance (Ho & Salimans 2022,
+    """Class dropout probability, for classifier-free guidance (Ho & Salimans 2022,
     arXiv:2207.12598)."""
     eval_times: PositiveInt = 8
-    """Evaluation takes the mean of the loss over so many fixed t, the middles of equal parts, with
-    noise of each image's own."""
+    """Number of fixed t, the middles of equal intervals, over which evaluation averages the loss,
+    with the same noise for an image each time."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.path == "vp" and self.prediction == "velocity":
@@ -150,8 +150,8 @@ class NextTokenConfig(ObjectivePart):
 
 
 class SFTConfig(NextTokenConfig):
-    """Supervised fine-tuning: next-token cross-entropy of the answers in conversations, and of text
-    beside them."""
+    """Supervised fine-tuning: next-token cross-entropy of the answers in conversations, and of
+    text."""
 
     OBJECTIVE = "maxstack.objectives.sft:SFT"
     RANDOM = True
@@ -160,7 +160,8 @@ class SFTConfig(NextTokenConfig):
     kind: Literal["sft"]  # type: ignore[assignment]
     """The objective."""
     weigh: Literal["token", "sequence"] = "token"
-    """Mean over all tokens that count, or over sequences, each the mean over its own."""
+    """Average over all counted tokens, or over sequences, each of which is the mean of its
+    tokens."""
     dft: bool = False
     """Multiply each token's loss by its probability, without gradient (Dynamic Fine-Tuning, Wu et
     al. 2025, arXiv:2508.05629)."""
@@ -168,8 +169,8 @@ class SFTConfig(NextTokenConfig):
     """Noise added to embeddings in training, uniform in +-neftune / sqrt(tokens of the sequence x
     embed) (NEFTune, Jain et al. 2023, arXiv:2310.05914); 0: none."""
     statistics: bool = False
-    """Also log each step's entropy and token_accuracy, at the cost of one more forward pass of the
-    head; evaluation always does."""
+    """Log entropy and token_accuracy of each step, for one more forward pass of the head;
+    evaluation always does."""
 
 
 PREFERENCES = {
@@ -192,7 +193,7 @@ PREFERENCES = {
     "no reference",
     "sft": "mean over tokens of the chosen answers' negative log-likelihood",
 }
-"""Losses of preferences, with their sources."""
+"""Preference losses, with their sources."""
 WITHOUT_REFERENCE = {"simpo", "orpo", "sft"}
 
 
@@ -200,9 +201,9 @@ class WithReferenceConfig(ObjectivePart):
     """Keys of objectives that compare the model with a reference."""
 
     reference: Literal["start", "adapter_off", "stored", "none"] = "start"
-    """The reference. start: the weights that the run begins with, kept beside; adapter_off: the
-    model without its adapter, which costs no memory; stored: log-probabilities in the records,
-    which `maxstack score --records` writes; none: probability 1 (CPO, Xu et al. 2024,
+    """The reference model. start: the weights that the run begins with, kept in memory;
+    adapter_off: the model without its adapter, which takes no memory; stored: log-probabilities in
+    the records, written by `maxstack score --records`; none: probability 1 (CPO, Xu et al. 2024,
     arXiv:2401.08417)."""
 
     @property
@@ -211,15 +212,15 @@ class WithReferenceConfig(ObjectivePart):
 
 
 class ReferenceConfig(WithReferenceConfig):
-    """Keys of objectives of answers that are given."""
+    """Keys of objectives on given answers."""
 
     beta: PositiveFloat = 0.1
     """Weight of the log-ratios to the reference."""
 
 
 class PreferenceConfig(ReferenceConfig):
-    """Preference optimization of pairs: a sum of losses of log-probabilities of chosen and rejected
-    answers under the model and under a reference (docs/POSTTRAINING.md has the formulas)."""
+    """Preference optimization of pairs: a sum of losses on the log-probabilities of chosen and
+    rejected answers under the model and a reference (docs/POSTTRAINING.md has the formulas)."""
 
     OBJECTIVE = "maxstack.objectives.preference:Preference"
     RECORDS = ("pairs",)
@@ -229,8 +230,8 @@ class PreferenceConfig(ReferenceConfig):
     loss: str | dict[str, float] = "sigmoid"
     """A loss, or several with their weights: {sigmoid: 0.8, bco_pair: 0.2, sft: 1}."""
     smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Probability that a preference is the wrong way round: of sigmoid, robust, exo_pair, aot,
-    aot_unpaired and simpo."""
+    """Probability that a preference is flipped, for sigmoid, robust, exo_pair, aot, aot_unpaired
+    and simpo."""
     divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
         "reverse_kl"
     )
@@ -242,17 +243,16 @@ class PreferenceConfig(ReferenceConfig):
     tau: PositiveFloat = 0.05
     """Temperature of discopop."""
     reward_alpha: NonNegativeFloat = 0.0
-    """Log-probabilities l of simpo, and of other losses without a reference, become
-    (1 - exp(-reward_alpha l)) / reward_alpha (AlphaPO, Gupta et al. 2025, arXiv:2501.03884); 0: as
-    they are."""
+    """With losses without a reference, log-probabilities l become (1 - exp(-reward_alpha l)) /
+    reward_alpha (AlphaPO, Gupta et al. 2025, arXiv:2501.03884); 0: unchanged."""
     desensitize: float | None = Field(None, ge=0, le=1)
     """Weight of tokens beyond the length of the pair's shorter answer (LD-DPO, Liu et al. 2024,
     arXiv:2409.06411); null: 1."""
     weigh: bool = False
-    """Multiply each pair's loss by how likely the model makes both answers (WPO, Zhou et al. 2024,
+    """Weight each pair by the probability of both answers under the model (WPO, Zhou et al. 2024,
     arXiv:2406.11827)."""
     sft_on: Literal["completion", "sequence"] = "completion"
-    """Tokens of the loss sft: the chosen answer, or the prompt too (as TRL's ORPO has it)."""
+    """Tokens of the loss sft: the chosen answer, or the prompt too (as in TRL's ORPO)."""
 
     @property
     def losses(self) -> dict[str, float]:
@@ -261,7 +261,7 @@ class PreferenceConfig(ReferenceConfig):
 
     @property
     def compares(self) -> bool:
-        """True where the reference is looked at."""
+        """Whether a reference is used."""
         return bool({*self.losses} - WITHOUT_REFERENCE) and self.reference != "none"
 
     def own_faults(self) -> Iterator[Fault]:
@@ -298,7 +298,7 @@ class PreferenceConfig(ReferenceConfig):
 
 
 class UnpairedConfig(ReferenceConfig):
-    """Optimization of answers that are wanted or not, each by itself."""
+    """Optimization of single answers that are labelled as wanted or not."""
 
     OBJECTIVE = "maxstack.objectives.unpaired:Unpaired"
     RECORDS = ("labelled",)
@@ -306,14 +306,14 @@ class UnpairedConfig(ReferenceConfig):
     kind: Literal["unpaired"]
     """The objective."""
     loss: Literal["kto", "apo_zero", "bco"] = "kto"
-    """kto (Ethayarajh et al. 2024, arXiv:2402.01306), with the divergence from the reference
-    estimated by answers to other prompts; apo_zero: without it (D'Oosterlinck et al. 2024,
-    arXiv:2408.06266); bco: rewards less their mean over the batch (Jung et al. 2024,
-    arXiv:2404.04656, which takes a moving mean)."""
+    """kto (Ethayarajh et al. 2024, arXiv:2402.01306): estimates the divergence from the reference
+    with answers to other prompts; apo_zero: without that estimate (D'Oosterlinck et al. 2024,
+    arXiv:2408.06266); bco: rewards minus their mean over the batch (Jung et al. 2024,
+    arXiv:2404.04656, which uses a moving mean)."""
     desirable_weight: PositiveFloat = 1.0
     """Weight of wanted answers."""
     undesirable_weight: PositiveFloat = 1.0
-    """Weight of the others."""
+    """Weight of unwanted answers."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.reference == "none":
@@ -332,7 +332,7 @@ class UnpairedConfig(ReferenceConfig):
 
 
 class RewardConfig(ObjectivePart):
-    """A reward model: a score of the last token, higher for chosen answers than for rejected ones
+    """A reward model: a score at the last token, higher for chosen answers than for rejected ones
     (Bradley-Terry; Ouyang et al. 2022, arXiv:2203.02155, eq. 1)."""
 
     OBJECTIVE = "maxstack.objectives.reward:Reward"
@@ -342,10 +342,10 @@ class RewardConfig(ObjectivePart):
     kind: Literal["reward"]
     """The objective."""
     centre: NonNegativeFloat = 0.0
-    """Weight of the square of the sum of a pair's scores, which keeps them around 0 (Eisenstein et
-    al. 2023, arXiv:2312.09244)."""
+    """Weight of the squared sum of a pair's scores, which keeps scores around 0 (Eisenstein et al.
+    2023, arXiv:2312.09244)."""
     margins: bool = False
-    """Chosen answers are to be better by the records' `margin` (Touvron et al. 2023,
+    """Require chosen answers to be better by the records' `margin` (Touvron et al. 2023,
     arXiv:2307.09288, eq. 2)."""
 
     @property
@@ -354,8 +354,8 @@ class RewardConfig(ObjectivePart):
 
 
 class DistillConfig(ObjectivePart):
-    """Distillation: the model learns the distributions of a teacher, which `teacher:` names, or of
-    which the likeliest tokens are stored in the records."""
+    """Distillation: the model learns the token distributions of a teacher, which `teacher:` names,
+    or whose most likely tokens are stored in the records."""
 
     OBJECTIVE = "maxstack.objectives.distill:Distill"
     RECORDS = (None, "chat")
@@ -368,12 +368,12 @@ class DistillConfig(ObjectivePart):
     """0: KL(teacher | student); 1: KL(student | teacher); between them the generalized
     Jensen-Shannon divergence (Agarwal et al. 2024, arXiv:2306.13649)."""
     temperature: PositiveFloat = 1.0
-    """Divides the logits of both."""
+    """Temperature of both models' logits."""
     next_token: NonNegativeFloat = 0.0
     """Weight of the cross-entropy of the targets, which is added."""
     top: PositiveInt | None = None
-    """Tokens whose probabilities under the teacher are stored at each position, as `maxstack score
-    --top` writes them; all others count as one. null: the teacher runs beside."""
+    """Number of stored teacher probabilities per position, as written by `maxstack score --top`;
+    all other tokens count as one. null: run the teacher."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.top and self.temperature != 1:
@@ -394,8 +394,8 @@ class DistillConfig(ObjectivePart):
 
 class MaskedDiffusionConfig(ObjectivePart):
     """Masked diffusion (Sahoo et al. 2024, arXiv:2406.07524; Nie et al. 2025, arXiv:2502.09992):
-    each token of a row is hidden with the row's probability t, and the hidden ones are predicted
-    from both sides. The loss is a bound on the negative log-likelihood."""
+    each token of a row is masked with the row's probability t, and masked tokens are predicted from
+    both sides. The loss is a bound on the negative log-likelihood."""
 
     OBJECTIVE = "maxstack.objectives.masked_diffusion:MaskedDiffusion"
     FORWARD = False
@@ -405,17 +405,17 @@ class MaskedDiffusionConfig(ObjectivePart):
     kind: Literal["masked_diffusion"]
     """The objective."""
     mask_token: NonNegativeInt | None = None
-    """Id that stands for a hidden token; null: the last row of the model's table. The tokenizer
-    must not give it."""
+    """Id of the mask token; null: the last row of the model's table. The tokenizer must not use
+    it."""
     least: float = Field(1e-3, gt=0, lt=1)
-    """Smallest probability t; t is uniform between it and 1, stratified over the rows of a
-    batch."""
+    """Minimum t; t is uniform between it and 1, stratified over the rows of a batch."""
     shift: bool = False
-    """The state of position i predicts the token at i + 1, as an autoregressive model's does (Dream
-    2025, arXiv:2508.15487), so that one can be started from."""
+    """Predict the token at i + 1 from position i, as an autoregressive model does (Dream 2025,
+    arXiv:2508.15487), so that training can start from one."""
     eval_times: PositiveInt = 8
-    """Evaluation takes the mean of the bound over so many fixed t, the middles of equal parts."""
+    """Number of fixed t, the middles of equal intervals, over which evaluation averages the
+    bound."""
 
     def token_ids(self, vocab: int) -> int:
-        """All but the mask token, where that is the last."""
+        """All ids but the mask token, where that is the last."""
         return vocab - 1 if self.mask_token in (None, vocab - 1) else vocab

@@ -10,54 +10,53 @@ from maxstack.schema.objective import RowField, WithReferenceConfig
 
 
 class ClipConfig(Section):
-    """The loss of a token with an advantage A and the ratio r of its probability to what it was."""
+    """Loss of a token with advantage A and probability ratio r to the old policy."""
 
     form: Literal["clip", "cispo", "sapo"] = "clip"
     """clip: -min(r A, clip(r, 1 - low, 1 + high) A) (PPO, Schulman et al. 2017, arXiv:1707.06347);
     cispo: -sg(min(r, cap)) A log p (MiniMax-M1 2025, arXiv:2506.13585); sapo: -4/t A S(t (r - 1))
     (Gao et al. 2025, arXiv:2511.20347)."""
     ratio: Literal["token", "sequence", "product"] = "token"
-    """r of each token; or of its sequence, the geometric mean (GSPO, Zheng et al. 2025,
-    arXiv:2507.18071) or the product over its tokens (RLOO)."""
+    """Ratio r of each token; of its sequence, as the geometric mean (GSPO, Zheng et al. 2025,
+    arXiv:2507.18071); or the product over its tokens (RLOO)."""
     low: NonNegativeFloat = 0.2
-    """How far r may fall."""
+    """Lower clipping range of r."""
     high: NonNegativeFloat = 0.2
-    """How far r may rise; more than low is DAPO's clip-higher (Yu et al. 2025,
+    """Upper clipping range of r; more than low is DAPO's clip-higher (Yu et al. 2025,
     arXiv:2503.14476)."""
     dual: float | None = Field(None, gt=1)
-    """Largest r that counts where A < 0 (dual clip, Ye et al. 2020, arXiv:1912.09729); null:
-    any."""
+    """Maximum of r where A < 0 (dual clip, Ye et al. 2020, arXiv:1912.09729); null: none."""
     cap: PositiveFloat = 5.0
-    """Largest r of cispo."""
+    """Maximum of r in cispo."""
     tau_positive: PositiveFloat = 1.0
     """Temperature t of sapo for A > 0."""
     tau_negative: PositiveFloat = 1.05
-    """The same for other A."""
+    """Temperature t of sapo for other A."""
 
 
 class AdvantageConfig(Section):
-    """Advantages of samples over what was to be expected."""
+    """Advantages of samples over a baseline."""
 
     baseline: Literal["mean", "others", "none", "value"] = "mean"
     """mean: of the group (GRPO, Shao et al. 2024, arXiv:2402.03300); others: of the group without
-    the sample (RLOO, Ahmadian et al. 2024, arXiv:2402.14740); none; value: by the model's own
-    estimate, which model.head.value adds (PPO with GAE)."""
+    the sample (RLOO, Ahmadian et al. 2024, arXiv:2402.14740); none; value: the estimate of the
+    value head, model.head.value (PPO with GAE)."""
     scale: Literal["group", "batch", "none"] = "group"
-    """Divide by the standard deviation of rewards, of the group or of the batch of a step, plus
+    """Divisor: the standard deviation of rewards in the group or in the batch of a step, plus
     epsilon; none: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
     epsilon: PositiveFloat = 1e-4
     """Added to standard deviations."""
     whiten: bool = False
-    """Then make them 0 in mean and 1 in deviation over all tokens of the batch (REINFORCE++, Hu
-    2025, arXiv:2501.03262)."""
+    """Then normalize to mean 0 and deviation 1 over all tokens of the batch (REINFORCE++, Hu 2025,
+    arXiv:2501.03262)."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount of a token (of baseline value)."""
+    """Discount per token, with baseline: value."""
     lam: float = Field(0.95, ge=0, le=1)
     """GAE's lambda (Schulman et al. 2016, arXiv:1506.02438)."""
 
 
 class KLConfig(Section):
-    """Distance from the reference, of which d = log p_ref - log p is a sample."""
+    """Distance from the reference, estimated from d = log p_ref - log p."""
 
     weight: NonNegativeFloat = 0.0
     """Weight; 0: no reference."""
@@ -65,34 +64,36 @@ class KLConfig(Section):
     """k1: -d; k2: d^2 / 2; k3: e^d - d - 1 (Schulman 2020, joschu.net/blog/kl-approx.html)."""
     where: Literal["loss", "reward", "return"] = "loss"
     """loss: added to the loss of each token; reward: subtracted, without gradient, from the reward
-    of each token; return: its sum, from that of the sample, before a baseline is (RLOO)."""
+    of each token; return: its sum is subtracted from the sample's reward before the baseline
+    (RLOO)."""
     corrected: bool = False
-    """Times r, which makes the gradient of a loss unbiased (DeepSeek-V3.2, arXiv:2512.02556)."""
+    """Multiply by r, which makes the gradient of a loss unbiased (DeepSeek-V3.2,
+    arXiv:2512.02556)."""
 
 
 class CorrectionConfig(Section):
-    """Weights of tokens by how much likelier the trainer makes them than the engine that sampled
-    them did: w = p_old / p_sampled, without gradient."""
+    """Importance weights of tokens for the difference between trainer and sampler: w = p_old /
+    p_sampled, without gradient."""
 
     level: Literal["token", "sequence"] = "token"
     """w of each token, or the product over its sequence."""
     form: Literal["truncate", "mask"] = "truncate"
-    """truncate: w at least low and at most high (Yao et al. 2025,
-    fengyao.notion.site/off-policy-rl); mask: 0 where w is outside of them."""
+    """truncate: clip w to [low, high] (Yao et al. 2025, fengyao.notion.site/off-policy-rl); mask: 0
+    outside of it."""
     low: NonNegativeFloat = 0.0
-    """Least w."""
+    """Minimum of w."""
     high: PositiveFloat = 2.0
-    """Largest w."""
+    """Maximum of w."""
 
 
 class ValueConfig(Section):
-    """The estimate of the reward that is to come."""
+    """The value estimate."""
 
     weight: PositiveFloat = 0.1
-    """Weight of its loss, half the square of its error."""
+    """Weight of its loss, half the squared error."""
     clip: PositiveFloat | None = 0.2
-    """Its error is also taken at most so far from where it was, and the larger one counts; null:
-    not."""
+    """Value clipping: the larger error counts of the estimate and of the estimate clipped to this
+    distance from the old one; null: none."""
 
 
 class PolicyGradientConfig(WithReferenceConfig):
@@ -107,46 +108,46 @@ class PolicyGradientConfig(WithReferenceConfig):
     kind: Literal["policy_gradient"]
     """The objective."""
     loss: ClipConfig = ClipConfig()
-    """The loss of a token."""
+    """Loss of a token."""
     aggregate: Literal["sequence", "token", "fixed", "sum"] = "sequence"
     """sequence: mean over samples of the mean over their tokens (GRPO); token: mean over all tokens
-    (DAPO); fixed: mean over samples of the sum over rollout.max_tokens (Dr. GRPO); sum: mean over
-    samples of the sum."""
+    (DAPO); fixed: mean over samples of the sum divided by rollout.max_tokens (Dr. GRPO); sum: mean
+    over samples of the sum."""
     advantage: AdvantageConfig = AdvantageConfig()
     """From rewards to advantages."""
     old: Literal["trainer", "sampler"] = "trainer"
-    """What r compares with. trainer: the probabilities by the weights at the first step of a
-    rollout, by training's own forward pass; sampler: those that the engine sampled with."""
+    """Old policy of r. trainer: probabilities by the weights at the first step of a rollout, from
+    training's own forward pass; sampler: those that the engine sampled with."""
     kl: KLConfig = KLConfig()
-    """The distance from the reference."""
+    """Distance from the reference."""
     correction: CorrectionConfig | None = None
-    """Correction for the engine's other probabilities, or older weights; null: none."""
+    """Correction for the sampler's other numerics or older weights; null: none."""
     off_policy: NonNegativeFloat | None = None
-    """Leave out samples with A < 0 whose tokens are on average less likely than when sampled by
-    more than so many nats (DeepSeek-V3.2, arXiv:2512.02556); null: none."""
+    """Leave out samples with A < 0 whose mean log-probability has fallen by more than this many
+    nats since sampling (DeepSeek-V3.2, arXiv:2512.02556); null: none."""
     entropy: NonNegativeFloat = 0.0
-    """Weight of the entropy of each token's distribution, which is added to what is maximised."""
+    """Weight of the entropy bonus."""
     value: ValueConfig = ValueConfig()
-    """With advantage.baseline=value: the loss of the estimate."""
+    """Loss of the value estimate, with advantage.baseline=value."""
     distil: NonNegativeFloat = 0.0
-    """Weight of log p_teacher - log p, added to each token's advantage: distillation on the model's
-    own samples from `teacher:`; rewards may be left out then."""
+    """Weight of log p_teacher - log p, added to each token's advantage: on-policy distillation from
+    `teacher:`; rewards are optional then."""
     statistics: bool = True
-    """Log the entropy of the distributions, at the cost of one more forward pass of the head."""
+    """Log the entropy of the distributions, for one more forward pass of the head."""
 
     @property
     def compares(self) -> bool:
-        """True where the reference is looked at."""
+        """Whether a reference is used."""
         return self.kl.weight > 0
 
     @property
     def has_values(self) -> bool:
-        """True where the model estimates rewards."""
+        """Whether the model estimates rewards."""
         return self.advantage.baseline == "value"
 
     @property
     def by_token(self) -> bool:
-        """True where advantages depend on log-probabilities or estimates."""
+        """Whether advantages depend on log-probabilities or estimates."""
         return bool(self.has_values or self.distil or (self.compares and self.kl.where != "loss"))
 
     @property

@@ -26,46 +26,46 @@ Op = Literal["dot_general", "einsum", "ragged_dot", "take"]
 CALIBRATION = r"^(absmax(,\d*\.?\d+)?|minmax(,\d*\.?\d+)?|rms,\d*\.?\d+|fixed(,-?\d*\.?\d+){1,2})$"
 BLOCK = {"mxfp8": 32, "mxfp4": 32}
 WEIGHTS_ALONE = {"nf4": "int4 or int8", "mxfp4": "mxfp8 or int8"}
-"""Types of weights alone, and what to use of other operands."""
+"""Types of weights only, and what to use for other operands."""
 
 
 class RuleConfig(Section):
-    """Quantization of the weights that a pattern matches; the first rule that matches a weight
-    takes it."""
+    """Quantization of the weights that a pattern matches; the first matching rule applies."""
 
     module_path: Regex = ".*"
-    """Regular expression that a weight's whole path must match, or that of the module that holds
-    it: 'blocks/.*/mlp', '.*/mixer/query', embed, head. `maxstack quantize show CONFIG` lists the
+    """Regular expression that matches the whole path of a weight, or of its module:
+    'blocks/.*/mlp', '.*/mixer/query', embed, head. `maxstack quantize show CONFIG` lists the
     paths."""
     op_names: Items[Op] = ()
-    """Only weights that are used so: dot_general is projections and a head of its own, einsum
-    projections, ragged_dot experts, take tables, with or without a tied head. Empty: all."""
+    """Restrict the rule to weights with these uses: dot_general: projections and an untied head;
+    einsum: projections; ragged_dot: experts; take: embedding tables, also with a tied head. Empty:
+    all."""
     mode: Mode | None = None
-    """qt: float weights are trained, and their matmuls run in low precision. qat: the same with an
-    unquantized backward pass, so that what is trained is what ptq gives. ptq: weights are kept in
-    low precision and not trained. null: quantization.mode."""
+    """qt: train float weights with matmuls in low precision. qat: the same with an unquantized
+    backward pass, so that training sees what ptq gives. ptq: keep weights in low precision, without
+    training them. null: quantization.mode."""
     weight_qtype: QType | None = None
-    """Type of the weights in the forward pass; null: what the rule takes stays as it is."""
+    """Type of the weights in the forward pass; null: leave the matched weights as they are."""
     act_qtype: QType | None = None
     """Type of the activations in the forward pass; null: not quantized."""
     bwd_qtype: QType | None = None
     """Type of the incoming gradient in both backward matmuls; null: the backward pass is not
     quantized."""
     tile_size: PositiveInt | PositiveFloat | None = None
-    """Values along the contracted axis that share a scale, or as a fraction the share of the axis;
+    """Number of values along the contracted axis that share a scale, or a fraction of the axis;
     null: the whole axis."""
     weight_calibration_method: str = Field("absmax", pattern=CALIBRATION)
-    """The scale of weights as it follows from them: absmax, minmax, `rms,7`, `fixed,-10,10`;
-    `absmax,0.8` takes 0.8 of the range."""
+    """How the scale follows from the weights: absmax, minmax, `rms,7`, `fixed,-10,10`; `absmax,0.8`
+    uses 0.8 of the range."""
     act_calibration_method: str = Field("absmax", pattern=CALIBRATION)
     """The same for activations."""
     bwd_calibration_method: str = Field("absmax", pattern=CALIBRATION)
     """The same for gradients."""
     bwd_weight_grad_tile_size: PositiveInt | PositiveFloat | None = None
-    """Positions of a sequence that share a scale, with those of the other sequences, where the
-    gradient of the weights is made; null: all."""
+    """Number of positions, in all sequences together, that share a scale in the matmul for the
+    weight gradient; null: all."""
     disable_channelwise_axes: bool = False
-    """One scale for a whole tensor, or tile, in place of one for each row or column."""
+    """Use one scale for a whole tensor, or tile, instead of one per row or column."""
 
     def own_faults(self) -> Iterator[Fault]:
         for key in ("act_qtype", "bwd_qtype"):
@@ -108,7 +108,7 @@ class RuleConfig(Section):
             )
 
     def _range_problems(self, qtype: str, method: str, is_gradient: bool) -> Iterator[str]:
-        """Mistakes in the range of values that a calibration method scales to a type."""
+        """Mistakes in the range of a calibration method for a type."""
         numbers = [float(number) for number in method.split(",")[1:]]
         shifted = method.startswith("minmax") or (
             method.startswith("fixed") and len(numbers) == 2 and sum(numbers) != 0
@@ -130,13 +130,13 @@ class RuleConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """Rules of quantization; models know nothing of it."""
+    """Quantization rules; models know nothing of them."""
 
     mode: Mode = "qt"
-    """Mode of rules that give none: train in low precision (qt), train for low precision (qat), or
+    """Mode of rules without one: train in low precision (qt), train for low precision (qat), or
     keep weights in low precision (ptq), for evaluation and under lora."""
     rules: Items[RuleConfig] = ()
-    """Rules in order; no rules, no quantization."""
+    """Rules in order; none: no quantization."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.mode != "qt" and not self.rules:

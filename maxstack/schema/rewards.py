@@ -20,13 +20,13 @@ class RewardPart(Section):
 
     kind: str
     name: str | None = Field(None, min_length=1)
-    """Names the reward in metrics; null: its kind, or its function."""
+    """Name in metrics; null: its kind, or its function."""
     weight: float = 1.0
-    """Factor of the reward in the sum."""
+    """Weight in the sum."""
     failure: Failure = "fail"
-    """For a sample whose reward raises, is not a finite number or exceeds its limits. fail: it ends
-    the run; zero: the reward counts 0; drop: the sample is left out. They are counted, and the
-    first of each kind is named in the log."""
+    """When a reward raises, is not a finite number or exceeds its limits. fail: end the run; zero:
+    count a reward of 0; drop: leave the sample out. Failures are counted, and the first of each
+    kind is shown in the log."""
 
     @property
     def label(self) -> str:
@@ -35,15 +35,15 @@ class RewardPart(Section):
 
 
 class TextReward(RewardPart):
-    """Keys of rewards that read the completion's text."""
+    """Keys of rewards on the completion's text."""
 
     special_tokens: bool = False
-    """Special tokens in the completion are spelled out, but for the one that ended it. Without it
-    those are that begin and end a call of a tool by the chat template, and no others."""
+    """Keep all special tokens in the text except the one that ended it. false: keep only those that
+    begin and end a tool call in the chat template."""
 
 
 class WorkerReward(TextReward):
-    """Keys of rewards that are computed in worker processes."""
+    """Keys of rewards that worker processes compute."""
 
     CALL: ClassVar[str] = ""
     """module:function that computes it."""
@@ -51,9 +51,9 @@ class WorkerReward(TextReward):
     """Keys that the function takes."""
 
     timeout: PositiveFloat = 5.0
-    """Seconds that a call may take."""
+    """Timeout of a call in seconds."""
     memory: PositiveFloat = 2.0
-    """GiB of address space that a call may add."""
+    """Address space in GiB that a call may add."""
 
     @property
     def function(self) -> str:
@@ -72,9 +72,9 @@ class FunctionReward(WorkerReward):
     kind: Literal["function"]
     """The reward."""
     call: str = Field(pattern=r"^[\w.]+:\w+$")
-    """module:function, imported from the working folder or from what is installed. It maps (prompt:
-    str, completion: str, row: dict) to a number, or to a mapping of names to numbers, whose sum is
-    the reward."""
+    """module:function, imported from the working folder or from installed packages. It maps
+    (prompt: str, completion: str, row: dict) to a number, or to a mapping of names to numbers,
+    which are added."""
 
     @property
     def label(self) -> str:
@@ -86,7 +86,7 @@ class FunctionReward(WorkerReward):
 
 
 class ExactReward(TextReward):
-    """1 where the completion equals a field of the row, apart from white space around it."""
+    """1 where the completion equals a field of the row, ignoring white space around it."""
 
     kind: Literal["exact"]
     """The reward."""
@@ -95,7 +95,7 @@ class ExactReward(TextReward):
 
 
 class RegexReward(WorkerReward):
-    """1 where a regular expression is found in the completion."""
+    """1 where a regular expression matches somewhere in the completion."""
 
     CALL = "maxstack.rewards.built_in:regex"
     SETTINGS = ("pattern",)
@@ -103,7 +103,7 @@ class RegexReward(WorkerReward):
     kind: Literal["regex"]
     """The reward."""
     pattern: Regex
-    """Python's notation, with flags inside: (?s) lets a dot match the end of a line."""
+    """Python syntax, with inline flags: (?s) lets a dot match newlines."""
 
 
 class FormatReward(WorkerReward):
@@ -115,12 +115,12 @@ class FormatReward(WorkerReward):
     kind: Literal["format"]
     """The reward."""
     pattern: Regex = ANSWER_FORM
-    """Python's notation, with flags inside. By default <think>...</think> and then
-    <answer>...</answer> (DeepSeek-R1, arXiv:2501.12948)."""
+    """Python syntax, with inline flags. Default: <think>...</think> and then <answer>...</answer>
+    (DeepSeek-R1, arXiv:2501.12948)."""
 
 
 class MathReward(WorkerReward):
-    """1 where what the completion's last \\boxed{} or \\fbox{} holds, or without one its last
+    """1 where the content of the completion's last \\boxed{} or \\fbox{}, or without one its last
     expression, equals a field of the row, by math-verify (extra math)."""
 
     CALL = "maxstack.rewards.mathematics:equal"
@@ -129,11 +129,11 @@ class MathReward(WorkerReward):
     kind: Literal["math"]
     """The reward."""
     failure: Failure = "zero"
-    """For a sample whose reward raises or exceeds its limits, which an expression such as 9^9^9^9
-    can do. fail: it ends the run; zero: the reward counts 0; drop: the sample is left out. They are
-    counted, and the first of each kind is named in the log."""
+    """When math-verify raises or exceeds its limits, as on 9^9^9^9. fail: end the run; zero: count
+    a reward of 0; drop: leave the sample out. Failures are counted, and the first of each kind is
+    shown in the log."""
     field: str = "answer"
-    """Field of the row: a number, or text in LaTeX with or without $ or \\boxed{} around it."""
+    """Field of the row: a number, or LaTeX with or without $ or \\boxed{} around it."""
 
 
 class JsonReward(WorkerReward):
@@ -145,12 +145,12 @@ class JsonReward(WorkerReward):
     kind: Literal["json"]
     """The reward."""
     keys: Items[str] = ()
-    """Keys that it must have; with any, it must be an object."""
+    """Required keys; with any, the completion must be an object."""
 
 
 class NumberReward(WorkerReward):
-    """1 where the last number in the completion equals the one in a field of the row, which may be
-    a fraction (3/4) or a percentage (50% is 50 and 1/2) and have commas between thousands."""
+    """1 where the last number in the completion equals the number in a field of the row. Fractions
+    (3/4), percentages (50% equals both 50 and 1/2) and commas between thousands are understood."""
 
     CALL = "maxstack.rewards.built_in:number"
     SETTINGS = ("field",)
@@ -158,20 +158,20 @@ class NumberReward(WorkerReward):
     kind: Literal["number"]
     """The reward."""
     field: str = "answer"
-    """Field of the row. Where it has ####, as GSM8K's answers do, what stands after the last one
-    counts. A row without a number, or with several (12:30), is an error."""
+    """Field of the row. After ####, as in GSM8K's answers, only the last part counts. A row without
+    a number, or with several (12:30), is an error."""
 
 
 class LengthReward(RewardPart):
-    """Soft punishment of overlong completions (DAPO, arXiv:2503.14476, eq. 13): 0 up to `most` -
-    `buffer` tokens, then falling evenly to -1 at `most`, and -1 beyond."""
+    """Soft penalty on overlong completions (DAPO, arXiv:2503.14476, eq. 13): 0 up to `most` -
+    `buffer` tokens, then falling linearly to -1 at `most`, and -1 beyond."""
 
     kind: Literal["length"]
     """The reward."""
     most: PositiveInt
-    """Tokens of a completion from which on it is -1."""
+    """Length in tokens at which the penalty reaches -1."""
     buffer: PositiveInt
-    """Tokens before that in which it falls."""
+    """Number of tokens over which it falls."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.buffer > self.most:
@@ -184,7 +184,7 @@ class ModelReward(RewardPart):
     kind: Literal["model"]
     """The reward."""
     path: str = Field(min_length=1)
-    """A run of objective.kind=reward, or a folder of a reward model."""
+    """A run with objective.kind=reward, or a folder of a reward model."""
 
 
 AnyReward = Annotated[

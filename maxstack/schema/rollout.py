@@ -1,4 +1,4 @@
-"""The configuration of rollouts: answers that a model gives to prompts while it is trained."""
+"""The configuration of rollouts: answers of the model to prompts during training."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -18,77 +18,77 @@ from maxstack.config import (
 
 
 class EnvironmentConfig(Section):
-    """A Python class that answers the model, turn after turn. `reset(row, seed)` gives the prompt,
-    or None for the row's own; `step(text, tool_calls)` gives (what the model reads next, reward,
-    done). Texts and messages of an environment are not trained on."""
+    """A Python class that converses with the model. `reset(row, seed)` returns the prompt, or None
+    for the row's own; `step(text, tool_calls)` returns (next message, reward, done). Texts and
+    messages of an environment are not trained on."""
 
     call: str = Field(pattern=r"^[\w.]+:\w+$")
     """module:class."""
     turns: PositiveInt = 8
-    """Answers of a sample at most."""
+    """Maximum number of model turns per sample."""
     timeout: PositiveFloat = 30.0
-    """Seconds of a turn."""
+    """Timeout of a turn in seconds."""
     memory: PositiveFloat = 2.0
-    """GiB of memory that a turn may take."""
+    """Memory limit of a turn in GiB."""
     failure: Literal["fail", "zero", "drop"] = "fail"
-    """A sample whose environment raises or exceeds its limits. fail: the run ends; zero: its reward
-    is 0; drop: it is left out."""
+    """When an environment raises or exceeds its limits. fail: end the run; zero: count a reward of
+    0; drop: leave the sample out."""
 
 
 class RolloutConfig(Section):
-    """Samples that a step learns from: prompts of data.sources, answers by the current weights."""
+    """Samples to learn from: answers of the current weights to prompts of data.sources."""
 
     prompts: SizeInt
-    """Prompts of a rollout."""
+    """Prompts per rollout."""
     samples: SizeInt = 8
-    """Answers to each prompt: a group."""
+    """Group size: answers per prompt."""
     max_tokens: SizeInt = 256
-    """Tokens of an answer at most; with an environment, of each turn."""
+    """Maximum number of tokens of an answer; with an environment, of each turn."""
     temperature: PositiveFloat = 1.0
-    """Divides the logits, of sampling and of the loss alike."""
+    """Temperature of sampling, and of the loss."""
     top_k: NonNegativeInt = 0
-    """Only so many of the likeliest tokens are sampled; 0: all."""
+    """Sample from this many most likely tokens only; 0: all."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Only the likeliest tokens that together have this probability are sampled."""
+    """Sample from the most likely tokens with this total probability only (nucleus sampling)."""
     eval_temperature: NonNegativeFloat | None = None
-    """The same in evaluations, which take one answer to each held-out prompt; 0: the likeliest
-    tokens; null: that of training."""
+    """Temperature in evaluations, which sample one answer per held-out prompt; 0: greedy; null: as
+    in training."""
     minibatches: CountInt = 1
-    """Steps over which the prompts of a rollout are spread."""
+    """Number of steps to spread the prompts of a rollout over."""
     epochs: PositiveInt = 1
-    """Times that each sample is learned from."""
+    """Number of times to learn from each sample."""
     ahead: NonNegativeInt = 0
-    """Rollouts that are under way while older ones are learned from: their samples are by weights
-    that are so many rollouts old. 0: by the current ones."""
+    """Number of rollouts to generate ahead while the model learns from older ones; their samples
+    come from weights that are this many rollouts old. 0: on-policy."""
     drop_equal: bool = False
-    """Replace groups whose rewards are all equal by other prompts (DAPO's dynamic sampling, Yu et
+    """Replace groups whose rewards are all equal with other prompts (DAPO's dynamic sampling, Yu et
     al. 2025, arXiv:2503.14476, section 3.2)."""
     draws: CountInt = 8
-    """With drop_equal: rounds of further prompts at most; groups that are still missing then are
-    filled with equal ones, which is told."""
+    """With drop_equal: maximum number of rounds of replacement prompts; groups still missing then
+    are filled with equal ones, which the log reports."""
     truncated: Literal["keep", "mask"] = "keep"
-    """Answers that end for want of tokens. mask: they count in rewards and are not learned from
-    (DAPO's overlong filtering)."""
+    """Answers that reached max_tokens. keep: learn from them; mask: count their rewards without
+    learning from them (DAPO's overlong filtering)."""
     tensor: PositiveInt | None = None
-    """Devices over which each replica of the engine splits the model; the rest hold replicas.
-    null: the engine uses the weights where training has them, without a copy."""
+    """Number of devices to shard each engine replica over; the other devices hold replicas. null:
+    use the weights where training has them, without a copy."""
     environment: EnvironmentConfig | None = None
-    """What answers the model; null: a sample is one answer."""
+    """Environment that the model converses with; null: a sample is one answer."""
     on_policy: float = Field(1.0, ge=0, le=1)
-    """Share of prompts whose answers are sampled; of the others the record's `completion` is the
+    """Fraction of prompts with sampled answers; for the rest the record's `completion` is the
     answer (GKD's lambda, Agarwal et al. 2024, arXiv:2306.13649). For distillation."""
     permute: bool = False
-    """Give each sample the reward of another one of its rollout: a control, which must learn
+    """Give each sample the reward of another sample of its rollout: a control, which must learn
     nothing."""
     workers: PositiveInt = 2
-    """Processes that compute rewards."""
+    """Number of reward processes."""
     sandbox: bool = False
-    """Rewards and environments run without network, environment variables and home, with memory,
-    processes and files bounded: by bubblewrap, which must be installed (docs/RL.md)."""
+    """Run rewards and environments without network, environment variables and home, with limited
+    memory, processes and files, by bubblewrap, which must be installed (docs/RL.md)."""
     record: NonNegativeInt = 8
-    """Samples of each rollout that rollouts.jsonl of the run's folder keeps; 0: none."""
+    """Number of samples of each rollout to write to rollouts.jsonl in the run's folder; 0: none."""
     show: NonNegativeInt = 50
-    """Rollouts between two of which a sample is shown in the log; 0: none is."""
+    """Number of rollouts between samples shown in the log; 0: none."""
 
     @property
     def steps(self) -> int:
@@ -97,7 +97,7 @@ class RolloutConfig(Section):
 
     @property
     def behind(self) -> int:
-        """Older weights that the state holds, so that a rollout can be made again."""
+        """Number of older weights in the state, from which rollouts under way can be made again."""
         return self.ahead + (self.steps > 1)
 
     def own_faults(self) -> Iterator[Fault]:

@@ -17,62 +17,60 @@ from maxstack.schema.kernels import PagedAttention
 
 
 class ServeConfig(Section):
-    """Sizes and rules of the engine that generates."""
+    """Sizes and rules of the generation engine."""
 
     rows: SizeInt = 512
-    """Tokens that a step computes at most, of prompts and answers alike, on each replica of the
-    model. Steps with fewer have 1/4 to 1/128 of these rows, where that changes no bit, or identical
-    is any."""
+    """Maximum number of batched tokens per step and replica, of prompts and answers together.
+    Smaller steps use 1/4 to 1/128 of it, where that changes no bit, or where identical is any."""
     page: SizeInt = 16
-    """Tokens of a page of the cache, which requests with one beginning share."""
+    """Tokens per page of the KV cache; requests with a common prefix share pages."""
     cache: PositiveFloat | None = None
-    """Size of the cache in GiB a replica; null: for max_requests of max_length, at most half of the
-    memory that is free."""
+    """KV cache size per replica in GiB; null: enough for max_requests of max_length, and at most
+    half of the free memory."""
     cache_dtype: Literal["int8", "fp8"] | None = None
-    """Type of cached keys, values and latents, with a scale for each token and head; fp8 is
-    float8_e4m3fn; null: that of the activations. States of recurrent layers stay as they are."""
+    """Type of cached keys, values and latents, with a scale per token and head; fp8 is
+    float8_e4m3fn; null: as the activations. States of recurrent layers keep their type."""
     max_length: PositiveInt | None = None
-    """Tokens of a prompt and its answer together at most; null: as many as the model was made for,
-    where its folder or its run say so."""
+    """Maximum number of tokens of a prompt and its answer together; null: what the model was made
+    for, where its folder or run says so."""
     max_requests: PositiveInt = 32
-    """Requests that run at a time on each replica; others wait."""
+    """Maximum number of concurrent requests per replica; others wait."""
     max_waiting: NonNegativeInt = 1024
-    """Requests that may wait; the server refuses more with status 429. One client, by its key or
-    its address, may have three quarters of what others leave of these and of those that run."""
+    """Maximum number of waiting requests; the server refuses more with status 429. One client, by
+    key or address, may have three quarters of the waiting and running places that others leave."""
     identical: Literal["strict", "check", "any"] = "check"
-    """Same bits for a request whatever else is computed beside it. strict: tried at the start on
-    the real shapes, and refused where it does not hold; check: a warning then; any: not tried, and
-    layers compute as in training."""
+    """Bitwise equal results for a request whatever else is in its batch. strict: verified at
+    startup on the real shapes, and refused where it does not hold; check: a warning instead; any:
+    not verified, and layers compute as in training."""
     prefix_cache: bool = True
-    """Keep pages of ended requests, for others that begin alike."""
+    """Keep pages of finished requests for others with the same prefix."""
     snapshot: PositiveInt = 512
-    """Tokens between two snapshots of the state of recurrent layers, at which alone other requests
-    can take it up; a multiple of page."""
+    """Tokens between snapshots of recurrent states, from which other requests can resume; a
+    multiple of page."""
     snapshots: NonNegativeInt = 64
-    """Snapshots that are kept on each replica, of models that have recurrent layers."""
+    """Number of snapshots to keep per replica, for models with recurrent layers."""
     attention: PagedAttention = "auto"
-    """The kernel of attention over cached pages; auto: the first that can serve."""
+    """Kernel of paged attention; auto: the first one that supports the case."""
     speculate: NonNegativeInt = 0
-    """Tokens that are guessed, and computed in one step; the answer stays the same. 0: none."""
+    """Number of speculative tokens per step; answers do not change. 0: none."""
     draft: Literal["ngram", "mtp"] = "ngram"
-    """Source of guesses. ngram: what followed the same tokens earlier in the text; mtp: the model's
-    own modules of multi-token prediction, each of which guesses one token."""
+    """Draft tokens. ngram: what followed the same tokens earlier in the text; mtp: the model's
+    multi-token prediction modules, one token each."""
 
     adapters: dict[str, str] = {}
-    """Adapters by the names that requests choose them by: folders in PEFT's format, at paths or
-    URLs."""
+    """Adapters by the name that requests use: folders in PEFT's format, at paths or URLs."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _with_queue(cls, data: Any) -> Any:
-        """`queue` is what `max_waiting` was called once."""
+        """Accept `queue`, the old name of `max_waiting`."""
         if not isinstance(data, Mapping) or "queue" not in data or "max_waiting" in data:
             return data
         return {"max_waiting" if key == "queue" else key: value for key, value in data.items()}
 
     @property
     def modules(self) -> int:
-        """Modules of multi-token prediction that run."""
+        """Number of multi-token prediction modules that run."""
         return self.speculate if self.draft == "mtp" else 0
 
     def own_faults(self) -> Iterator[Fault]:

@@ -1,5 +1,4 @@
-"""What kinds of models have in common: blocks in a repeated pattern, their types, what is
-recomputed."""
+"""What kinds of models have in common: blocks in a repeated pattern, their types, recomputation."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -29,7 +28,7 @@ class BlockConfig(Section):
     """One residual block: a mixer and an MLP, each with its norms."""
 
     mixer: Mixer
-    """The part that moves information between positions."""
+    """The part that mixes positions."""
     mlp: MLPKind
     """The part that transforms each position."""
     norm: NormConfig = NormConfig()
@@ -40,19 +39,19 @@ class BlockConfig(Section):
     """Norms before each part, after it (OLMo 2), or both (Gemma 2); the residual stream itself is
     never normed."""
     out_scalar: bool = False
-    """A learned factor on the block's output (Gemma 4)."""
+    """Learn a factor on the block's output (Gemma 4)."""
     layer_scale: PositiveFloat | None = None
-    """Initial value of learned factors, one a channel, on what each part adds (CaiT, Touvron et al.
+    """Initial value of learned factors per channel on what each part adds (CaiT, Touvron et al.
     2021, arXiv:2103.17239); null: none."""
 
     modulation: Literal["shared", "own"] | None = None
-    """Norms shifted and scaled, and what is added scaled, by a time and a class (adaLN-zero, of
-    model.kind=dit). shared: by one vector of the model; own: each block makes its own, as diffusers
-    stores it; null: not."""
+    """Shift and scale the norms, and scale what is added, by a time and a class (adaLN-zero, of
+    model.kind=dit). shared: one vector of the model for all blocks; own: each block makes its own,
+    as diffusers stores it; null: none."""
 
     @property
     def experts(self) -> MoEConfig | None:
-        """The mixture of experts, wherever it stands in the block."""
+        """The mixture of experts in the block."""
         return self.mlp.mixture
 
     def saved(self, embed: int) -> dict[str, Dims]:
@@ -66,18 +65,18 @@ class BlockConfig(Section):
 
 
 class RematPolicy(NamedTuple):
-    """Costs of a remat policy: numbers kept for the backward pass, and work done again."""
+    """Costs of a remat policy: numbers kept for the backward pass, and recomputation."""
 
     recomputed: float
-    """Share of the forward pass."""
+    """Fraction of the forward pass."""
     outputs: float
     """Numbers kept, as a multiple of those that matmuls give."""
     stream: float
     """Numbers kept, as a multiple of the size of the residual stream."""
     context: bool
-    """True where the output of attention is kept."""
+    """Whether the output of attention is kept."""
     searched: bool = False
-    """True where `plan --search` tries it."""
+    """Whether `plan --search` tries it."""
 
 
 REMAT = {
@@ -88,21 +87,20 @@ REMAT = {
     "save": RematPolicy(0.2, 0.0, 1.0, context=False),
     "offload": RematPolicy(0.3, 0.0, 1.0, context=False),
 }
-"""Costs by model.remat.policy; save and offload keep, beside this, the tensors in
-model.remat.names."""
+"""Costs by model.remat.policy; save and offload also keep the tensors in model.remat.names."""
 
 
 class RematConfig(Section):
-    """Recomputation in the backward pass, instead of keeping."""
+    """Recomputation in the backward pass to save memory."""
 
     policy: Remat = "none"
-    """none keeps everything; full keeps a block's input alone; dots keeps matmul outputs;
-    dots_no_batch those without a batch dimension (no attention scores); save keeps the tensors in
-    `names`; offload moves the tensors in `names` to host memory."""
+    """none: keep everything; full: keep only a block's input; dots: keep matmul outputs;
+    dots_no_batch: keep matmul outputs without a batch dimension (no attention scores); save: keep
+    the tensors in `names`; offload: move the tensors in `names` to host memory."""
     names: Items[str] = ()
-    """The tensors of a block that save and offload keep: input, mixer_out, mlp_out, and what its
-    mixer and MLP have (query, key, value, context; mlp_gate, mlp_up). The input is kept on the
-    device, unless offload names it."""
+    """Tensors of a block that save and offload keep: input, mixer_out, mlp_out, and those of its
+    mixer and MLP (query, key, value, context; mlp_gate, mlp_up). The input stays on the device,
+    unless offload names it."""
 
     def own_faults(self) -> Iterator[Fault]:
         if bool(self.names) != (self.policy in ("save", "offload")):
@@ -113,31 +111,31 @@ class RematConfig(Section):
             )
 
     def keeps(self, name: str) -> bool:
-        """True if a tensor of a block, `input` or `context`, is kept for the backward pass."""
+        """Whether a tensor of a block, `input` or `context`, is kept for the backward pass."""
         return name in self.names or name == "input" or REMAT[self.policy].context
 
     def offloads(self, name: str) -> bool:
-        """True if a tensor of a block goes to the host's memory."""
+        """Whether a tensor of a block moves to host memory."""
         return self.policy == "offload" and name in self.names
 
 
 class NewRows(NamedTuple):
-    """Rows that are added to a table."""
+    """Rows to add to a table."""
 
     dim: int
     """The table's dimension of rows."""
     before: int
-    """Rows that there are."""
+    """Number of rows before."""
     like: Literal["mean"] | int
-    """What a new one is: the mean of those, or a copy of that of a number."""
+    """Value of a new row: the mean of the old ones, or a copy of the row with this number."""
 
     def shape_before(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the table without them."""
+        """Shape of the table before."""
         return *shape[: self.dim], self.before, *shape[self.dim + 1 :]
 
 
 class StackConfig(ModelPart):
-    """Keys of a model whose blocks follow a repeated pattern."""
+    """Keys of models with a repeated pattern of blocks."""
 
     OBJECTIVE: ClassVar[str] = ""
     """The usual objective.kind."""
@@ -145,34 +143,33 @@ class StackConfig(ModelPart):
     kind: str
 
     embed: SizeInt
-    """Size of the residual stream."""
+    """Dimension of the residual stream."""
     layers: CountInt
-    """Blocks in all."""
+    """Number of blocks."""
     blocks: dict[str, BlockConfig] = Field(min_length=1)
     """Block specs by name; a spec may say `like: other` and give only what differs."""
     pattern: Items[str] = ()
     """Names of blocks, repeated until all layers are filled; whole periods are scanned. Empty: the
     only block."""
     prefix: Items[str] = ()
-    """Names of blocks that come once before the pattern, unrolled."""
+    """Names of blocks before the pattern, unrolled."""
     norm: NormConfig = NormConfig()
-    """The last norm, before the head."""
+    """Final norm, before the head."""
     weights: str | None = None
-    """Hugging Face folder, at a path or URL, or model of the hub at a commit (Org/Name@COMMIT),
-    whose weights a fresh run starts from; `from:` sets it; null: random weights."""
+    """Weights that a new run starts from: a Hugging Face folder, at a path or URL, or a model of
+    the hub at a commit (Org/Name@COMMIT); set by `from:`. null: random weights."""
     init_scale: PositiveFloat = 1.0
-    """Multiplies the standard deviation of every initial matrix; 1: 1/sqrt(fan in), residual
-    outputs divided by sqrt(2 layers)."""
+    """Factor of the standard deviation of every initial matrix; 1: 1/sqrt(fan in), residual outputs
+    divided by sqrt(2 layers)."""
     dtype: Dtype = "bfloat16"
-    """Type of activations and matmuls; softmax, norms and the loss are float32 whatever this
-    says."""
+    """Type of activations and matmuls; softmax, norms and the loss are always float32."""
     param_dtype: Dtype = "float32"
-    """Type of the weights that the optimizer updates; it computes in float32, and so is its state
-    unless a transform says otherwise."""
+    """Type of the weights that the optimizer updates; it computes in float32, and keeps its state
+    in it unless a transform says otherwise."""
     remat: RematConfig = RematConfig()
     """Recomputation in the backward pass."""
     unroll: CountInt = 1
-    """Periods of the pattern unrolled in one step of the scan: more compile time, less copying."""
+    """Periods of the pattern per iteration of the scan: more compile time, less copying."""
 
     def own_faults(self) -> Iterator[Fault]:
         named = {"pattern": self.pattern, "prefix": self.prefix} | self.apart
@@ -215,68 +212,66 @@ class StackConfig(ModelPart):
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of a row, where the model's own sizes say it; None: as long as the data makes
-        it."""
+        """Tokens per row, where the model's own sizes determine it; None: the data decides."""
         return None
 
     @property
     def as_exported(self) -> Self:
-        """The model without what no folder of transformers holds."""
+        """The model without the parts that transformers cannot hold."""
         return self
 
     def lengthened(self, source: "StackConfig") -> "dict[str, NewRows]":
-        """By path: tables with more rows than those of `source`, whose weights the model starts
-        from. ConfigError where the further ones are not made."""
+        """Tables with more rows than in `source`, whose weights the model starts from, by path.
+        ConfigError where the new rows cannot be made."""
         return {}
 
     def exchanged(self, source: "StackConfig") -> tuple[set[str], set[str]]:
-        """Weights of this model that are drawn anew where it starts from those of `source`, and
-        weights of `source` that it leaves: heads, by path."""
+        """Heads, by path: those of this model that are initialized anew where it starts from the
+        weights of `source`, and those of `source` that it drops."""
         return set(), set()
 
     @property
     def places(self) -> tuple[int, int] | None:
-        """Rows of a table of positions: those that are no patches', and patches', which another
-        size of images has more or fewer of; None where there is none."""
+        """Rows of a position table: those of no patch, and those of patches, which change with the
+        image size; None where there is no table."""
         return None
 
     def placeholder(self, length: int) -> dict[str, Any]:
-        """Data of a run of this model that has none yet, in rows of at most `length`."""
+        """Data for a run of this model that has none yet, in rows of at most `length`."""
         raise NotImplementedError
 
     @property
     def depth(self) -> int:
-        """Modules that predict further tokens."""
+        """Number of modules that predict further tokens."""
         return 0
 
     @property
     def has_head(self) -> bool:
-        """True where it makes more of its last states than these."""
+        """Whether the model ends with a head."""
         return True
 
     @property
     def scores(self) -> bool:
-        """True where the head gives a score and no logits."""
+        """Whether the head gives a score instead of logits."""
         return False
 
     @property
     def vocabulary(self) -> Dim | None:
-        """The dimension of a table and a head that are split over a mesh; None where there are
-        none."""
+        """The vocabulary dimension, which a mesh may split; None where there is none."""
         return None
 
     @property
     def outputs(self) -> int:
-        """Numbers that the head makes of a hidden state."""
+        """Outputs of the head per hidden state."""
         raise NotImplementedError
 
     @property
     def ids(self) -> int:
-        """Ids that a model of tokens knows; of another model, the outputs."""
+        """Number of token ids; for other models, the outputs."""
         return self.vocabulary.size if self.vocabulary else self.outputs
 
     def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:
-        """(component, multiplications by weights a token) of what stands outside of the blocks."""
+        """(component, multiplications by weights per token) of what lies outside the blocks."""
         raise NotImplementedError
 
     @property
@@ -286,7 +281,7 @@ class StackConfig(ModelPart):
 
     @property
     def apart(self) -> dict[str, tuple[str, ...]]:
-        """Names of blocks that stand outside of prefix and pattern, by the key that names them."""
+        """Names of blocks outside of prefix and pattern, by the key that names them."""
         return {}
 
     @property
@@ -297,12 +292,12 @@ class StackConfig(ModelPart):
 
     @property
     def repetitions(self) -> int:
-        """Repetitions of the whole pattern."""
+        """Number of whole repetitions of the pattern."""
         return (self.layers - len(self.prefix)) // len(self.period)
 
     @property
     def stacks(self) -> dict[str, str]:
-        """A unique key for each place of the pattern -> its block's name: the name itself, numbered
+        """A unique key for each place in the pattern -> its block's name: the name itself, numbered
         where it repeats."""
         names = self.period
         return {
@@ -312,8 +307,7 @@ class StackConfig(ModelPart):
 
     @property
     def period(self) -> tuple[str, ...]:
-        """The pattern; where none is given, the one block that has no other use, or the only
-        one."""
+        """The pattern; where none is given, the first block without another use."""
         used = {*self.prefix, *(name for names in self.apart.values() for name in names)}
         unused = (name for name in self.blocks if name not in used)
         return self.pattern or (next(unused, next(iter(self.blocks))),)

@@ -1,4 +1,4 @@
-"""Stages of training: how many rows a batch has, and how long they are, from a step on."""
+"""Stages of training: number and length of the rows of a batch, from a step on."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -10,11 +10,11 @@ class StageConfig(Section):
     """Size of the batches from a step on."""
 
     step: PositiveInt
-    """First step of the stage; that of the first stage is 1."""
+    """First step of the stage; 1 for the first stage."""
     batch_size: PositiveInt | None = None
-    """Rows in a step; null: train.batch_size."""
+    """Rows per step; null: train.batch_size."""
     seq_len: PositiveInt | None = None
-    """Tokens in a row; null: data.seq_len."""
+    """Tokens per row; null: data.seq_len."""
 
 
 class Stage(NamedTuple):
@@ -26,11 +26,9 @@ class Stage(NamedTuple):
 
 
 class Stages:
-    """The stages of a run whose largest batch has `rows` rows of `length` tokens.
-
-    A batch of fewer rows takes every (rows / its rows)th lane, one after the other, so that as many
-    steps take together what one large batch would have.
-    """
+    """The stages of a run whose largest batch has `rows` rows of `length` tokens. A batch of fewer
+    rows takes every (rows / its rows)th lane, in turn, so that as many steps together take what one
+    large batch would have."""
 
     def __init__(self, stages: Sequence[StageConfig], rows: int, length: int):
         self.rows, self.length = rows, length
@@ -43,18 +41,18 @@ class Stages:
         return next(stage for stage in reversed(self.all) if stage.step <= max(step, 1))
 
     def takes(self, step: int, lane: int) -> bool:
-        """True where the batch of a step has a row of a lane."""
+        """Whether the batch of a step has a row of a lane."""
         stage = self.at(step)
         cycle = self.rows // stage.rows
         return lane % cycle == (step - stage.step) % cycle
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Rows and tokens in a row of all batches, each once, in their order."""
+        """(rows, tokens per row) of all batches, each once, in order."""
         return list(dict.fromkeys((stage.rows, stage.length) for stage in self.all))
 
     def tokens(self, steps: int) -> int:
-        """Tokens of the first steps, padding included."""
+        """Tokens of the first steps, with padding."""
         ends = [stage.step - 1 for stage in self.all[1:]] + [steps]
         return sum(
             max(0, min(end, steps) - stage.step + 1) * stage.rows * stage.length
@@ -63,7 +61,7 @@ class Stages:
 
 
 def stage_faults(stages: Sequence[StageConfig], rows: int, length: int) -> Iterator[Fault]:
-    """What is wrong with the stages of a run."""
+    """Faults of the stages of a run."""
     steps = [stage.step for stage in stages]
     if stages and (steps[0] != 1 or steps != sorted({*steps})):
         yield "stages", "must begin at step: 1 and have growing steps"

@@ -1,5 +1,4 @@
-"""Tasks of evaluation: the part of lm-evaluation-harness's task files that is read here, apart from
-the runs that are evaluated by them."""
+"""Evaluation tasks: the supported part of the task files of lm-evaluation-harness."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -33,53 +32,53 @@ METRICS: dict[str, dict[str, str]] = {
     },
     "generate_until": {"exact_match": "mean"},
 }
-"""Metrics of each kind of request, and how their values are put together."""
+"""Metrics of each kind of request, and their aggregation."""
 USUAL = {"multiple_choice": ("acc", "acc_norm")}
-"""Metrics of a task that names none; of the other kinds, all."""
+"""Default metrics of a task; of the other kinds, all."""
 GENERATED = "maxstack"
-"""The dataset_path of documents that maxstack makes."""
+"""dataset_path of documents that maxstack generates."""
 
 
 class MetricConfig(Section):
     """A metric of a task."""
 
     metric: str
-    """acc: the choice with the highest log-probability is right, or of loglikelihood, the target is
-    what the model would write; acc_norm: by characters of the choice, acc_bytes: by its bytes,
+    """acc: the choice with the highest log-probability is right, or for loglikelihood, greedy
+    decoding gives the target; acc_norm: by characters of the choice, acc_bytes: by its bytes,
     acc_tokens: by its tokens; exact_match; perplexity, word_perplexity, byte_perplexity,
     bits_per_byte."""
     aggregation: str | None = None
-    """How values are put together; null: as the metric always is."""
+    """Aggregation; null: the metric's own."""
     higher_is_better: bool | None = None
-    """Taken, and not used: each metric has a direction."""
+    """Accepted and ignored: each metric has a direction."""
     ignore_case: bool = False
-    """Of exact_match: compare in lower case."""
+    """For exact_match: ignore case."""
     ignore_punctuation: bool = False
-    """Of exact_match: compare without ASCII punctuation."""
+    """For exact_match: ignore ASCII punctuation."""
     ignore_numbers: bool = False
-    """Of exact_match: compare without digits."""
+    """For exact_match: ignore digits."""
     regexes_to_ignore: Items[Regex] = ()
-    """Of exact_match: compare without what these match."""
+    """For exact_match: ignore matches of these."""
 
 
 class FilterStep(Section):
-    """A change of the model's answer."""
+    """A transformation of the model's answer."""
 
     function: Literal["regex", "remove_whitespace", "lowercase", "uppercase", "take_first"]
-    """regex: a group of what matches; remove_whitespace: at both ends."""
+    """regex: extract a group of the match; remove_whitespace: strip both ends."""
     regex_pattern: Regex = r"#### (\-?[0-9\.\,]+)"
-    """Of regex: its first group is the answer, or all of it where it has none."""
+    """For regex: the first group is the answer, or the whole match where there is none."""
     group_select: int = 0
-    """Of regex: the number of the match, -1 for the last."""
+    """For regex: index of the match, -1 for the last."""
     fallback: str = "[invalid]"
-    """Of regex: the answer where nothing matches."""
+    """For regex: the answer where nothing matches."""
 
 
 class FilterConfig(Section):
-    """Changes of the model's answer, one after the other, before metrics see it."""
+    """Transformations of the model's answer before metrics see it."""
 
     name: str
-    """Metrics are called METRIC,NAME, or METRIC where it is none."""
+    """Metrics are called METRIC,NAME; METRIC where the name is none."""
     filter: Items[FilterStep]
 
 
@@ -87,24 +86,24 @@ class GenerationConfig(Section):
     """How answers are generated."""
 
     until: str | Items[str] | None = None
-    """Strings that end an answer; null: fewshot_delimiter."""
+    """Stop strings; null: fewshot_delimiter."""
     max_gen_toks: PositiveInt = 256
-    """Tokens of an answer at most."""
+    """Maximum number of tokens of an answer."""
     do_sample: bool = False
-    """Draw tokens; false: the likeliest."""
+    """Sample; false: greedy decoding."""
     temperature: NonNegativeFloat = 1.0
-    """Divides the logits, where tokens are drawn."""
+    """Sampling temperature."""
     top_k: NonNegativeInt = 0
-    """Only so many of the likeliest tokens; 0: all."""
+    """Sample from this many most likely tokens only; 0: all."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Only the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens with this total probability only."""
 
 
 class FewshotConfig(Section):
-    """The examples before a question."""
+    """The few-shot examples before a question."""
 
     sampler: Literal["default", "first_n"] = "default"
-    """default: drawn from the examples; first_n: the first of them."""
+    """default: random examples; first_n: the first ones."""
     split: str | None = None
     """The same as fewshot_split."""
     samples: Items[dict[str, Any]] | None = None
@@ -112,69 +111,69 @@ class FewshotConfig(Section):
 
 
 class TaskConfig(Section):
-    """One task: documents, the requests made of them and metrics of the answers."""
+    """A task: documents, the requests made from them, and metrics of the answers."""
 
     PRESETS = {"": ("tasks",)}
 
     task: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Its name."""
+    """Name of the task."""
     task_alias: str | None = None
-    """The name that tables show; null: `task`."""
+    """Name to show in tables; null: `task`."""
     tag: str | Items[str] | None = None
-    """Labels, which nothing is done with."""
+    """Labels; ignored."""
     dataset_path: str = "json"
-    """json: files of dataset_kwargs.data_files; maxstack: documents that dataset_name names, made
-    of the standard library's files that quickstart.yml holds out; any other: a data set as Hugging
-    Face's datasets loads it, a folder's path or a name of the hub."""
+    """json: files in dataset_kwargs.data_files; maxstack: documents that dataset_name names,
+    generated from the standard library's files that quickstart.yml holds out; any other: a data set
+    for Hugging Face's datasets, a folder's path or a name of the hub."""
     dataset_name: str | None = None
-    """Of maxstack: letters, keywords, brackets, indentation or next_word. Of a data set: its
+    """For maxstack: letters, keywords, brackets, indentation or next_word. For a data set: its
     configuration."""
     dataset_kwargs: dict[str, Any] | None = None
-    """Of json: data_files, a path, several, or a mapping of splits to them; JSON lines or a list,
-    found from the current folder or beside the task's file. Of maxstack: count and seed. Of a data
-    set: further arguments of datasets.load_dataset."""
+    """For json: data_files, one path, several, or a mapping of splits to them; JSON lines or a
+    list, relative to the current folder or the task's file. For maxstack: count and seed. For a
+    data set: further arguments of datasets.load_dataset."""
     training_split: str | None = None
-    """Examples are drawn from it, where there is no fewshot_split; else from validation_split, else
-    from test_split, where the question itself is never among them."""
+    """Split for few-shot examples where there is no fewshot_split; else validation_split, else
+    test_split, without the question itself."""
     validation_split: str | None = None
-    """Questions, where there is no test_split."""
+    """Split of the questions where there is no test_split."""
     test_split: str | None = None
-    """Questions."""
+    """Split of the questions."""
     fewshot_split: str | None = None
-    """Examples before a question are drawn from it."""
+    """Split of the few-shot examples."""
     output_type: OutputType = "generate_until"
-    """What is asked of the model."""
+    """Kind of request."""
     doc_to_text: str | int
-    """The question: a field of a document, or a Jinja template of its fields. A number, of a task
-    with choices: these are questions, doc_to_target is how each goes on, and this is the right
-    one's."""
+    """The question: a field of a document, or a Jinja template of its fields. A number, in a task
+    with choices: doc_to_choice are questions, doc_to_target is the common continuation, and this is
+    the index of the right choice."""
     doc_to_target: str | int | Items[str | int]
-    """The answer: a field, a template, or the number of the right choice."""
+    """The answer: a field, a template, or the index of the right choice."""
     doc_to_choice: str | Items[str] | dict[str, str] | None = None
-    """The choices: a field, or a template of a list, or these."""
+    """The choices: a field, a template of a list, or the choices themselves."""
     description: str = ""
-    """The beginning of every request: a template."""
+    """Beginning of every request: a template."""
     target_delimiter: str = " "
-    """Between question and answer."""
+    """Text between question and answer."""
     fewshot_delimiter: str = "\n\n"
-    """After each example."""
+    """Text after each example."""
     num_fewshot: NonNegativeInt | None = None
-    """Examples before a question; null: none."""
+    """Number of few-shot examples; null: none."""
     fewshot_config: FewshotConfig = FewshotConfig()
     metric_list: Items[MetricConfig] = ()
-    """Metrics; none: the usual ones of the output_type."""
+    """Metrics; empty: the usual ones of the output_type."""
     generation_kwargs: GenerationConfig = GenerationConfig()
     filter_list: Items[FilterConfig] = ()
-    """Changes of answers, each of which gives metrics of its own; none: answers as they are."""
+    """Filters of answers, each with metrics of its own; empty: unfiltered answers."""
     repeats: Literal[1] = 1
-    """Answers to each question."""
+    """Answers per question."""
     should_decontaminate: bool = False
-    """Taken, and not used: `maxstack data prepare` decontaminates."""
+    """Accepted and ignored: `maxstack data prepare` decontaminates."""
     doc_to_decontamination_query: str | None = None
     """As should_decontaminate."""
     metadata: dict[str, Any] = {}
-    """version and other facts; `baseline`: the score that chance has, for the centred one; default:
-    that of drawing among the choices, else 0."""
+    """version and other facts; `baseline`: the score of chance, for the centered score; default:
+    that of a random choice, else 0."""
 
     def own_faults(self) -> Iterator[Fault]:
         known = METRICS[self.output_type]
@@ -201,12 +200,12 @@ class TaskConfig(Section):
 
     @property
     def split(self) -> str:
-        """The split with the questions."""
+        """The split of the questions."""
         return self.test_split or self.validation_split or ""
 
     @property
     def examples(self) -> str:
-        """The split with examples, or the word samples where they are given."""
+        """The split of the examples, or the word samples where they are given."""
         split = self.fewshot_config.split or self.fewshot_split
         if split is None and self.fewshot_config.samples is not None:
             return "samples"
@@ -214,7 +213,7 @@ class TaskConfig(Section):
 
     @property
     def until(self) -> tuple[str, ...]:
-        """Strings that end an answer."""
+        """Stop strings of an answer."""
         given = self.generation_kwargs.until
         if given is None:
             return (self.fewshot_delimiter,)
@@ -222,7 +221,7 @@ class TaskConfig(Section):
 
     @property
     def metrics(self) -> tuple[MetricConfig, ...]:
-        """Metrics, the usual ones where the file names none."""
+        """Metrics, by default the usual ones."""
         usual = USUAL.get(self.output_type, METRICS[self.output_type])
         return self.metric_list or tuple(MetricConfig(metric=name) for name in usual)
 
@@ -231,12 +230,12 @@ class AggregateConfig(Section):
     """A metric of a group."""
 
     metric: str
-    """A metric that all its tasks have."""
+    """A metric of all its tasks."""
     filter_list: str | Items[str] | None = None
-    """Names of filters whose metrics are meant; null: all that its tasks have."""
+    """Names of filters whose metrics to use; null: all that its tasks have."""
     aggregation: Literal["mean"] = "mean"
     weight_by_size: bool = True
-    """Each task counts by its number of documents; false: all alike."""
+    """Weight each task by its number of documents; false: equally."""
 
 
 class GroupConfig(Section):
@@ -245,25 +244,25 @@ class GroupConfig(Section):
     PRESETS = {"": ("tasks",)}
 
     group: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Its name."""
+    """Name of the group."""
     group_alias: str | None = None
-    """The name that tables show; null: `group`."""
+    """Name to show in tables; null: `group`."""
     task: Annotated[tuple[str | dict[str, Any], ...], Field(min_length=1, strict=False)]
-    """Names of tasks, groups or tags, or their files, found from this file's folder too; or
-    mappings of a name as `task` and keys of it that are others here, or of a whole group."""
+    """Names of tasks, groups or tags, or their files, also relative to this file's folder; or
+    mappings of a name as `task` with keys to override, or of a whole group."""
     aggregate_metric_list: Items[AggregateConfig] = ()
     """Metrics of the group: means over its tasks."""
     metadata: dict[str, Any] = {}
-    """version and other facts, which nothing is done with."""
+    """version and other facts; ignored."""
 
     @property
     def name(self) -> str:
-        """Its name, as a task has one."""
+        """The name of the group."""
         return self.group
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Names of its tasks, of a group that was opened."""
+        """Names of its tasks, of a resolved group."""
         return tuple(map(str, self.task))
 
 

@@ -57,25 +57,25 @@ DESCENDING = ("polyak_sgd", "scale_by_cocob", "set_to_zero")
 
 
 class GroupConfig(Section):
-    """Parameters that share a chain of their own."""
+    """Parameters with a chain of their own."""
 
     match: Patterns
     """Patterns over parameter paths, such as 'blocks/*' or {path: 'blocks/*', ndim: 2}; a leading !
-    excludes. Layers do not count in ndim, and heads x head_dim count as one; optional: true allows
-    a pattern to match nothing. What is kept of a weight in low precision, and its adapter, are
-    matched by the weight's path (blocks/global/mlp/gate) and by their own (*/lora_b)."""
+    excludes. ndim does not count layers, and counts heads x head_dim as one; optional: true allows
+    a pattern to match nothing. Parts of a weight in low precision, and adapters, match by the
+    weight's path (blocks/global/mlp/gate) and by their own (*/lora_b)."""
     chain: ChainValue
     """Optax transforms, applied in order, as in optimizer.chain."""
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the weights, kept in the optimizer's state."""
+    """Exponential moving average of the weights, kept in the optimizer state."""
 
     decay: float = Field(0.999, gt=0, lt=1)
-    """The share of itself that the average keeps at each step."""
+    """Decay of the average per step."""
     start: Steps = 0
-    """Until this step, a whole number or a share of train.steps such as 10%, the average is the
-    weights themselves."""
+    """Step at which averaging starts, a whole number or a share of train.steps such as 10%; until
+    then the average equals the weights."""
     eval: bool = True
     """Evaluate with the average instead of the weights."""
 
@@ -111,35 +111,35 @@ class Optimizer:
 
 
 class OptimizerConfig(Section):
-    """The way from gradients to weights: Optax transforms by their own names, arguments checked
+    """From gradients to weights: Optax transforms by their own names, with arguments checked
     against their signatures."""
 
     learning_rate: RateValue = 3e-4
-    """Peak learning rate of every chain item that takes one and sets none; or a whole schedule, and
-    then `schedule` is null."""
+    """Peak learning rate of every chain item that takes one and sets none; or a whole schedule,
+    with `schedule` null."""
     schedule: ScheduleValue = WARMUP_COSINE
-    """Shape of every learning rate that is given as a number, which is its peak; by kind: any Optax
+    """Schedule of every learning rate that is given as a number, its peak; by kind: any Optax
     schedule, wsd or inverse_sqrt; null: constant. Steps may be shares of train.steps such as 2%,
-    start and end values shares of the peak such as 10%. Without a kind, the given arguments replace
-    those of the default."""
+    start and end values shares of the peak such as 10%. Without a kind, the given arguments
+    override those of the default."""
     chain: ChainValue = [CLIP, ADAMW]
     """Optax transforms by kind, applied in order to all trainable parameters. With groups it runs
-    before them, and defaults to the clipping alone."""
+    before them, and defaults to gradient clipping."""
     groups: Items[GroupConfig] = ()
-    """Chains for some parameters each; the first group that matches a parameter takes it, and every
-    parameter needs one."""
+    """Chains for parts of the parameters; the first group that matches a parameter applies, and
+    every parameter needs one."""
     decay: Patterns = None
-    """Patterns of the parameters that weight decay acts on, in the transforms that take a mask;
-    null: matrices, so neither norms nor biases."""
+    """Patterns of the parameters with weight decay, in transforms that take a mask; null: matrices,
+    so neither norms nor biases."""
     trainable: Patterns = None
-    """Patterns of the parameters that are trained; null: all."""
+    """Patterns of the parameters to train; null: all."""
     frozen: Patterns = None
     """Patterns of the parameters that never change and have no optimizer state; null: none."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Of weights in bfloat16 (model.param_dtype) after an update. stochastic: up or down by chance,
-    so that they move by updates below their last bit too."""
+    """Rounding of bfloat16 weights (model.param_dtype) after an update. stochastic: randomly up or
+    down, so that updates below the last bit count on average."""
     ema: EmaConfig | None = None
-    """Keep an average of the weights; null: none."""
+    """Moving average of the weights; null: none."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
