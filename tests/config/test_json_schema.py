@@ -62,4 +62,4 @@ def test_shipped_runs_are_valid(validator, path):
 
 def test_keys_have_what_their_docstrings_say(validator):
     keys = validator.schema["$defs"]["TrainConfig"]["properties"]
-    assert keys["batch_size"]["description"].startswith("Rows in a step, over all devices")
+    assert keys["batch_size"]["description"].startswith("Rows per step, over all devices")
