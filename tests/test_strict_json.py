@@ -7,7 +7,7 @@ import pytest
 
 from maxstack import command, strict_json
 from maxstack.errors import DataError
-from maxstack.profile import figures
+from maxstack.profile import analysis
 from maxstack.report import append, history
 from maxstack.report.metrics import Writer
 
@@ -46,7 +46,7 @@ def test_readers_give_back_the_floats_of_old_and_new_files(tmp_path, written):
     path.write_text(written(ROW) + "\n" + written(ROW | {"step": 4}) + "\n")
     assert same(next(append.newest(path)), ROW | {"step": 4})
     assert same(history.last_rows(tmp_path)[0], ROW)
-    assert same(next(figures._metrics(path)), ROW)
+    assert same(next(analysis._metrics(path)), ROW)
     lines = path.read_bytes().splitlines(keepends=True)
     for row in (history._row(lines[0]), history._parsed(lines)[0]):
         assert same(row, ROW)

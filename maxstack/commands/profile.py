@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
     _check(args)
     folders = [folder_of(name) for name in args.runs]
     from maxstack.profile import live, report
-    from maxstack.profile.figures import summary
+    from maxstack.profile.analysis import summary
 
     trace = live.take(folders[0], args.steps or live.STEPS) if args.live else args.trace
     profiles = [summary(folder, trace, args.process) for folder in folders]

@@ -34,11 +34,7 @@ EVERY = 5
     argument(
         "--port", type=int, default=0, help="with --serve: port, 0 for any free one (default: 0)"
     ),
-    argument(
-        "--exact",
-        action="store_true",
-        help="read all of a metrics.jsonl that is large and not indexed, instead of a sample of it",
-    ),
+    argument("--exact", action="store_true", help=argparse.SUPPRESS),  # every report is exact
 )
 def main(args: argparse.Namespace) -> None:
     """Write or serve the page."""
@@ -52,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
         check_writable("--out", out)
     from maxstack.report import document, live
 
-    pages = Pages(folders, args.exact, EVERY if args.serve else 0)
+    pages = Pages(folders, EVERY if args.serve else 0)
     if args.serve:
         live.serve(
             lambda: document.page(pages.data(), live=True),
@@ -68,34 +64,25 @@ def main(args: argparse.Namespace) -> None:
 class Pages:
     """The data of the page, which reads on where files have grown."""
 
-    def __init__(self, folders: Sequence[Path], exact: bool = False, every: int = 0):
-        """`exact`: read large files whole; `every`: seconds after which a page asks again, 0:
-        never."""
-        from maxstack.report import history, progress, recorded
+    def __init__(self, folders: Sequence[Path], every: int = 0):
+        """`every`: seconds after which a page asks again; 0: never."""
+        from maxstack.report import run_data
 
         self._every = every
-        self._runs = []
-        for folder in folders:
-            run = history.History(folder)
-            file = folder / history.FILE
-            size = file.stat().st_size if file.exists() else 0
-            if exact and size > history.SMALL:
-                with progress.progress(size, str(file), "bytes") as bar:
-                    history.Index(folder).extend(read=bar.update)
-            self._runs.append(recorded.Recorded(folder, run))
+        self._runs = [run_data.RunData(folder) for folder in folders]
         self._checkpoints: dict[Path, tuple[float, list[tuple[int, tuple[str, ...]]]]] = {}
         self._profiles: dict[Path, tuple[float, list[Table]]] = {}
 
     def data(self) -> dict[str, Any]:
         """All that the page shows."""
-        from maxstack.report import recorded
+        from maxstack.report import run_data
 
         return {
             "made": time.time(),
             "every": self._every,
             "runs": [run.data(self._saved(run.folder)) for run in self._runs],
             "tables": [table for run in self._runs for table in self._profile(run.folder)],
-            **recorded.compared(self._runs),
+            **run_data.compared(self._runs),
         }
 
     def _profile(self, folder: Path) -> list[Table]:

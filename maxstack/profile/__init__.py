@@ -1,5 +1,5 @@
 """Where the time of a training step goes, from a trace and the text of its program."""
 
-from maxstack.profile.figures import Summary, summary
+from maxstack.profile.analysis import Summary, summary
 
 __all__ = ["Summary", "summary"]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from maxstack.plan.report import bytes_text
-from maxstack.profile.figures import Operation, Summary
+from maxstack.profile.analysis import Operation, Summary
 from maxstack.profile.origins import DIRECTIONS
 from maxstack.report.table import table
 

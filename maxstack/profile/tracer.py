@@ -17,7 +17,7 @@ import jax
 
 from maxstack.cluster.peers import Peers
 from maxstack.plan import buffers, fit
-from maxstack.profile import saved
+from maxstack.profile import trace_files
 from maxstack.profile.planes import STEP
 from maxstack.report import trace_requests
 from maxstack.report.log import Log
@@ -137,7 +137,7 @@ class Tracer:
         steps = min(wanted.steps, self.shaped.run.cfg.train.steps - step + 1)
         self._taking = Wanted(step, steps, wanted.request)
         options = jax.profiler.ProfileOptions()
-        options.session_id = saved.session(self._peers.number)
+        options.session_id = trace_files.session(self._peers.number)
         folder = self._folder / trace_requests.FOLDER / str(step)
         try:
             jax.profiler.start_trace(str(folder), profiler_options=options)
@@ -159,19 +159,19 @@ class Tracer:
     def _write(self, taken: Wanted, ran: list[int]) -> None:
         trace = self._folder / trace_requests.FOLDER / str(taken.first)
         try:
-            saved.write(trace, self.shaped.step.as_text(), self._facts(ran))
+            trace_files.write(trace, self.shaped.step.as_text(), self._facts(ran))
         except (OSError, RuntimeError, ValueError) as error:  # of a disk, or of what XLA tells
             self._refuse(taken, f"{trace}: {error}")
             return
         self._log.say(f"trace of steps {ran[0]} to {ran[-1]}: maxstack profile {self._folder}")
         self._answer(taken.request, "done", first=taken.first)
 
-    def _facts(self, ran: list[int]) -> saved.Facts:
+    def _facts(self, ran: list[int]) -> trace_files.Facts:
         run, cfg, stats = self.shaped.run, self.shaped.run.cfg, self.shaped.step.memory_analysis()
         device = run.mesh.local_devices[0]
         tokens = cfg.train.batch_size * cfg.data.seq_len
         used = (device.memory_stats() or {}).get("peak_bytes_in_use")
-        return saved.Facts(
+        return trace_files.Facts(
             steps=ran,
             device_kind=device.device_kind,
             devices=run.mesh.size,
@@ -203,7 +203,7 @@ class Tracer:
         if not assignment:
             return []
         (module,) = self.shaped.step.runtime_executable().hlo_modules()
-        rows = saved.allocations(assignment, module.as_serialized_hlo_module_proto())
+        rows = trace_files.allocations(assignment, module.as_serialized_hlo_module_proto())
         for row in rows:
             row.values = sorted(row.values, key=lambda value: -value[2])[:VALUES]
         return rows

@@ -1,4 +1,4 @@
-"""Writer of a run's metrics: metrics.jsonl, pictures, and trackers."""
+"""Writes a run's metrics to metrics.jsonl and trackers, and its pictures to files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,36 +13,34 @@ if TYPE_CHECKING:
 
 
 def last_step(folder: Path) -> int:
-    """The step of the last whole row in metrics.jsonl; 0 where there is none."""
+    """Return the step of the last whole row in metrics.jsonl; 0 if there is none."""
     rows = newest(folder / "metrics.jsonl")
     return next((row["step"] for row in rows if isinstance(row.get("step"), int)), 0)
 
 
 class Writer:
-    """Appends to metrics.jsonl an object per line, floats in full precision, as strict_json writes
-    it, and hands the same to trackers. Processes other than the first write nothing."""
+    """Appends one object per line to metrics.jsonl, floats in full precision, and passes it on to
+    trackers. Processes other than the first write nothing."""
 
     def __init__(self, folder: Path, first: bool, trackers: Trackers | None = None, begin: int = 0):
-        """`begin`: the step that the run goes on from. What a kill may have kept from trackers of
-        the last rows up to there is handed to them again."""
-        self._folder, self._trackers, self._rows = folder, trackers, 0
+        """`begin`: the step that the run resumes from. If the previous process may have been killed
+        before its trackers wrote everything, they get the last rows up to that step again."""
+        self._folder = folder
+        self._trackers = trackers
         self._file = Appender(folder / history.FILE) if first else None
-        self._index = history.Index(folder)
         if trackers and trackers.cut_short:
-            for row in _counted(history.last_rows(folder), begin):
+            for row in _rows_that_count(history.last_rows(folder), begin):
                 self._track(row)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one object; `row["step"]` is its position on the axis of trackers."""
+        """Append one object; `row["step"]` is the step that trackers log it at."""
         if self._file:
             self._file.add(strict_json.write(row) + "\n")
-            self._rows += 1
-            if self._rows % history.ROWS == 0:
-                self._index.extend(most=2)
         self._track(row)
 
     def image(self, name: str, step: int, picture: "Image") -> str:
-        """Write a picture to NAME/STEP.png in the run's folder, and to trackers; its path."""
+        """Write a picture to NAME/STEP.png in the run's folder, and to trackers; return its
+        path."""
         path = self._folder / name / f"{step:08}.png"
         if self._file:
             path.parent.mkdir(exist_ok=True)
@@ -52,37 +50,40 @@ class Writer:
         return str(path)
 
     def close(self) -> None:
-        """Wait until trackers have all, and end them."""
+        """Wait until the trackers have written everything, and end them."""
         if self._trackers:
             self._trackers.close()
 
     def _track(self, row: dict[str, Any]) -> None:
-        """Hand a row to trackers."""
+        """Pass a row on to trackers."""
         if self._trackers is None:
             return
-        step, values = row["step"], dict[str, float]()
+        step = row["step"]
+        values = dict[str, float]()
         for name, value in row.items():
             if isinstance(value, list):
                 self._trackers.add("texts", step, name, [*map(str, value)])
             elif name != "step" and isinstance(value, int | float):
-                values[_titled(name)] = value
+                values[_tracker_name(name)] = value
         if values:
             self._trackers.add("scalars", step, values)
 
 
-def _counted(rows: list[dict[str, Any]], last: int) -> list[dict[str, Any]]:
-    """The rows up to a step, without those that a later row undoes."""
-    counted, undone = [], last + 1
+def _rows_that_count(rows: list[dict[str, Any]], last: int) -> list[dict[str, Any]]:
+    """Return the rows up to a step, without those that a later row undoes."""
+    kept = []
+    undone = last + 1
     for row in reversed(rows):
         if row["step"] < undone:
-            counted.append(row)
+            kept.append(row)
             if "loss" in row or "passed_over" in row:
                 undone = row["step"]
-    return counted[::-1]
+    return kept[::-1]
 
 
-def _titled(name: str) -> str:
-    """The name of a figure in trackers, which make a section of what stands before its slash."""
+def _tracker_name(name: str) -> str:
+    """Prefix a metric's name with its section in trackers, which group names by what precedes the
+    slash."""
     if name.startswith("tasks/"):
         return name
     return f"{'eval' if name.startswith('eval_') else 'train'}/{name}"

@@ -17,7 +17,7 @@ from PIL import Image
 
 from maxstack import cli
 from maxstack.commands.report import Pages
-from maxstack.report import document, recorded
+from maxstack.report import document, run_data
 
 ATTACK = (
     "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>&lt;b&gt;"
@@ -282,11 +282,11 @@ def test_what_is_missing_or_damaged_is_said(tmp_path):
     (folder / "config.yml").write_text("{")
     assert data_of(folder)["remarks"] == [
         "config.yml cannot be read",
-        "metrics.jsonl is not there: no step has been done",
+        "there is no metrics.jsonl: no step has been done",
     ]
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"st\n{"step": 2, "lo')
     found = data_of(folder)
-    assert found["remarks"][1:] == ["1 line of metrics.jsonl cannot be read and is left out"]
+    assert found["remarks"][1:] == ["damaged lines of metrics.jsonl, left out: 1"]
     assert (found["step"], found["state"], found["series"]["loss"]) == (1, "unknown", ([1], [0.5]))
     assert document.page(Pages([folder]).data()).count("<script") == 3
 
@@ -314,10 +314,10 @@ def test_pictures_that_are_none_or_lead_elsewhere_are_left_out(tmp_path):
     folder = tmp_path / "samples"
     folder.mkdir()
     (folder / "1.png").write_text("no picture")
-    (tmp_path / "secret.png").write_bytes(recorded.PNG)
+    (tmp_path / "secret.png").write_bytes(run_data.PNG)
     (folder / "2.png").symlink_to(tmp_path / "secret.png")
     Image.new("L", (2, 2)).save(folder / "3.png")
-    assert [name for name, _ in recorded.pictures(folder)] == ["3.png"]
+    assert [name for name, _ in run_data.pictures(folder)] == ["3.png"]
 
 
 @pytest.mark.slow

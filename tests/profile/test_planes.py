@@ -7,9 +7,9 @@ import pytest
 from xspace import Event, xspace
 
 from maxstack.errors import DataError
-from maxstack.profile import figures, report, saved
+from maxstack.profile import analysis, report, trace_files
 from maxstack.profile.planes import Program, read
-from maxstack.profile.saved import Facts
+from maxstack.profile.trace_files import Facts
 
 # A program of two matrix products, between which devices add up, and a loop.
 TEXT = """HloModule jit_traced, is_scheduled=true, num_partitions=2
@@ -65,10 +65,10 @@ FACTS = Facts(
 def write(run, kind, planes):
     """A run's folder with a trace of these planes."""
     folder = run / "profile" / "6"
-    session = folder / saved.SESSIONS / saved.session(0)
+    session = folder / trace_files.SESSIONS / trace_files.session(0)
     session.mkdir(parents=True)
     (session / "host.xplane.pb").write_bytes(xspace(planes))
-    saved.write(folder, TEXT, dataclasses.replace(FACTS, device_kind=kind))
+    trace_files.write(folder, TEXT, dataclasses.replace(FACTS, device_kind=kind))
     rows = [f'{{"step": {n}, "data_wait": 0.5, "step_seconds": 8e-6}}\n' for n in (6, 7)]
     (run / "metrics.jsonl").write_text("".join(rows))
     return run
@@ -117,7 +117,7 @@ def profile(request, tmp_path):
     kind = {"gpu": "NVIDIA H100 80GB HBM3", "tpu": "TPU v5 lite"}[request.param]
     of = {"gpu": gpu, "tpu": tpu}[request.param]
     planes = {f"/device:{request.param.upper()}:{n}": of(n) for n in range(2)}
-    return figures.summary(write(tmp_path / "run", kind, planes))
+    return analysis.summary(write(tmp_path / "run", kind, planes))
 
 
 def test_a_step_in_part_is_left_out_and_times_are_of_one_step_and_device(profile):
@@ -178,7 +178,7 @@ def test_kernels_without_the_names_of_operations_are_told(tmp_path):
     bare = {"Stream #1": [Event("kernel", 0, 5), Event("kernel", 9, 5)]}
     run = write(tmp_path / "run", "NVIDIA H100 80GB HBM3", {"/device:GPU:0": bare})
     with pytest.raises(DataError, match="no operation of the step.*xla_gpu_enable_command_buffer"):
-        figures.summary(run)
+        analysis.summary(run)
 
 
 def test_an_operation_of_a_cpu_ends_where_what_waited_for_it_begins(tmp_path):

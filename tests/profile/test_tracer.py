@@ -18,8 +18,8 @@ from forked import Forked
 from processes import command, environment, rows, until, write_config
 
 from maxstack import cli
-from maxstack.profile import saved
-from maxstack.profile.figures import summary
+from maxstack.profile import trace_files
+from maxstack.profile.analysis import summary
 from maxstack.profile.tracer import Tracer
 from maxstack.report import trace_requests
 from maxstack.report.log import Log
@@ -47,10 +47,10 @@ def job(tmp_path):
 @pytest.mark.release
 def test_a_running_job_traces_when_it_is_asked_and_only_one_at_a_time(job, capsys):
     run, process = job
-    until(lambda: saved.traces(run))  # that of the signal
+    until(lambda: trace_files.traces(run))  # that of the signal
     assert cli.main(["profile", str(run), "--live", "--steps", "2"]) == 0
     assert "1 x cpu" in (told := capsys.readouterr()).out and "steps" in told.err
-    first, second = saved.traces(run)
+    first, second = trace_files.traces(run)
     assert len(summary(run, first).steps) == trace_requests.STEPS
     profile = summary(run)
     assert profile.steps == (second, second + 1) and profile.attributed > 0.99
@@ -84,7 +84,7 @@ def test_a_trace_of_steps_that_are_undone_is_dropped(tracer, tmp_path):
     tracer.drop()
     told = (tmp_path / "run" / "log.txt").read_text()
     assert not tracer.tracing and "the run went back before its steps" in told
-    assert saved.traces(tmp_path / "run") == {}
+    assert trace_files.traces(tmp_path / "run") == {}
     tracer.before(3)  # and taken when the steps are done again
     assert tracer.tracing
 
@@ -96,7 +96,7 @@ def test_a_step_that_passes_its_batch_over_is_no_step_of_a_trace(tracer, tmp_pat
     assert tracer.after(4, True)
     tracer.end()
     tracer.wait()
-    _, facts = saved.read(saved.traces(tmp_path / "run")[3])
+    _, facts = trace_files.read(trace_files.traces(tmp_path / "run")[3])
     assert facts.steps == [4] and facts.memory["needed"] > 0 and facts.allocations
 
 
@@ -180,7 +180,7 @@ def test_processes_agree_on_the_step_from_which_on_they_trace(tmp_path, capsys):
     try:
         until(lambda: rows(run), 240)
         os.kill(processes.training(submitted.pid, 1), signal.SIGUSR1)
-        first = until(lambda: [*saved.traces(run)])[0]
+        first = until(lambda: [*trace_files.traces(run)])[0]
         of = [summary(run, first, process) for process in range(2)]
         assert of[0].steps == of[1].steps == (first, first + 1, first + 2)
         assert [profile.devices for profile in of] == [2, 2]

@@ -86,13 +86,12 @@ def test_many_points_are_thinned_to_two_thousand_with_extremes_and_means(tmp_pat
 
 @pytest.fixture
 def small(monkeypatch):
-    """Blocks of few rows, and an index for files that are not quite small."""
-    for name, value in {"ROWS": 16, "SMALL": 4000, "TAIL": 2000, "STRETCHES": 20}.items():
-        monkeypatch.setattr(history, name, value)
-    monkeypatch.setattr(history, "STRETCH", 2)
+    """Blocks of few rows, and a limit for large files that short ones exceed."""
+    monkeypatch.setattr(history, "ROWS", 16)
+    monkeypatch.setattr(history, "SMALL", 4000)
 
 
-def trained(folder, count, begin=1, scale=1.0):
+def train(folder, count, begin=1, scale=1.0):
     writer = Writer(folder, True)
     for step in range(begin, begin + count):
         writer.write(row(step, scale * (step % 97), skipped=2.0 * (step == 333)))
@@ -103,13 +102,10 @@ def trained(folder, count, begin=1, scale=1.0):
     writer.close()
 
 
-def test_training_keeps_an_index_and_the_report_reads_little_else(tmp_path, small, monkeypatch):
-    trained(tmp_path, 1000)
-    path, index = tmp_path / history.FILE, tmp_path / history.INDEX
-    blocks = [json.loads(line) for line in index.read_text().splitlines()]
-    assert blocks[-1]["end"] > path.stat().st_size - 3000 and len(blocks) > 50
+def test_a_large_file_keeps_the_extremes_events_and_texts_of_its_rows(tmp_path, small, monkeypatch):
+    train(tmp_path, 1000)
     found = read(tmp_path)
-    assert found.sampled == 1 and found.rows == 1030
+    assert len(points(found)) < 500 and found.rows == 1030
     assert [*found.events] == [(333, "spike")]
     assert points(found, "eval_loss") == {step: 1 / step for step in range(50, 1001, 50)}
     assert max(points(found).values()) == 96 and min(points(found).values()) == 0
@@ -119,29 +115,10 @@ def test_training_keeps_an_index_and_the_report_reads_little_else(tmp_path, smal
     assert points(found).items() <= points(whole).items() and whole.events == found.events
 
 
-def test_a_run_that_went_back_within_indexed_blocks_is_read_exactly(tmp_path, small):
-    trained(tmp_path, 500)
-    trained(tmp_path, 400, begin=301, scale=1000.0)
-    with (tmp_path / history.INDEX).open("a") as index:
-        index.write('{"begin": 5')  # cut short by a kill
-    trained(tmp_path, 100, begin=701, scale=1000.0)
+def test_a_run_that_went_back_within_a_block_of_a_large_file_is_read_exactly(tmp_path, small):
+    train(tmp_path, 500)
+    train(tmp_path, 400, begin=301, scale=1000.0)
     found = points(read(tmp_path))
     assert all(value == step % 97 for step, value in found.items() if step <= 300)
     assert all(value == 1000 * (step % 97) for step, value in found.items() if step > 300)
     assert 300 in found and 301 in found
-
-
-def test_an_index_of_another_file_does_not_count(tmp_path, small):
-    trained(tmp_path, 500)
-    write(tmp_path, [row(step, 5.0) for step in range(1, 500)])
-    history.Index(tmp_path).extend()
-    assert {*points(read(tmp_path)).values()} == {5.0}
-
-
-def test_a_large_file_without_an_index_is_sampled_and_says_so(tmp_path, small):
-    write(tmp_path, [row(step, step % 97) for step in range(1, 2001)])
-    found = read(tmp_path)
-    assert 0.02 < found.sampled < 0.2
-    sampled = points(found)
-    assert 40 < len(sampled) < 400 and max(sampled) == 2000
-    assert all(value == step % 97 for step, value in sampled.items())

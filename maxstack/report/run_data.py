@@ -1,6 +1,7 @@
-"""What a run left in its folder, as plain data for the report's page."""
+"""Reads a run's folder as plain data for the report's page."""
 
 import base64
+import itertools
 import math
 import re
 import time
@@ -22,37 +23,47 @@ ROUTINE = re.compile(
     r"step [0-9]+/|(eval|samples?) at step |(kernel|data|tokenizer|weights|xla): |\S+: [0-9,]+ "
     "parameters"
 )
-"""Beginnings of lines of log.txt that every run has many of."""
-BEGINS, ENDED, SLOW = "devices: ", "ended by ", " is slow: "
-LOG, LINES = 4 << 20, 200
-"""Bytes of log.txt that are read, and lines that are shown."""
-TEXTS, PICTURES = 5, 6
-"""Rows of texts, and pictures, that are shown at most: the last."""
+"""Lines of log.txt that every run has many of, by their beginnings."""
+BEGINS = "devices: "
+ENDED = "ended by "
+SLOW = " is slow: "
+LOG = 4 << 20
+"""Bytes of log.txt that are read, from its end."""
+LINES = 200
+"""Lines of log.txt that are shown, the last."""
+TEXTS = 5
+"""Rows of texts that are shown, the last."""
+PICTURES = 6
+"""Pictures that are shown, the last."""
 RECENT = 20
-"""Steps in the means that say how the run is now."""
+"""Steps in the means of current loss and speed."""
 LARGEST = 2 << 20
 """Bytes of a picture."""
 PNG = b"\x89PNG\r\n\x1a\n"
 COUNTED = {"images_per_second": "images/s", "tokens_per_second": "tokens/s"}
 OBJECTIVES = ("next_token", "sft", "masked_diffusion")
-"""Kinds whose loss is in nats a token."""
+"""Kinds whose loss is in nats per token."""
 
 
-class Recorded:
-    """A run's folder, whose files are read anew at each `data`, and metrics.jsonl where it grew."""
+class RunData:
+    """A run's folder. `data` reads its files again, and what has been added to metrics.jsonl."""
 
-    def __init__(self, folder: Path, history: History):
-        self.folder, self._history = folder, history
-        self._series = self._means = dict[str, Points]()
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._history = History(folder)
+        self._series = dict[str, Points]()
+        self._means = dict[str, Points]()
 
     def data(self, checkpoints: Sequence[tuple[int, Sequence[str]]]) -> dict[str, Any]:
-        """All that the page shows of the run. `checkpoints`: (step, cells of the table)."""
+        """Return all that the page shows of the run. `checkpoints`: (step, cells of the table)."""
         if self._history.update():
             self._series, self._means = self._history.series()
-        config, spent, lines = self.config(), goodput.so_far(self.folder), self._log()
-        events = [(step, kind) for step, kind in self._history.events]
+        config = self.config()
+        spent = goodput.so_far(self.folder)
+        lines = self._log()
+        events = [*self._history.events]
         events += [(step, kind) for _, step, kind in spent.resumes]
-        events += [(step, "checkpoint") for step in {step for step, _ in checkpoints}]
+        events += dict.fromkeys((step, "checkpoint") for step, _ in checkpoints)
         objective = config.get("objective") or {}
         return {
             "name": self.folder.resolve().name,
@@ -72,12 +83,12 @@ class Recorded:
         }
 
     def config(self) -> dict[str, Any]:
-        """The configuration in config.yml; empty where that cannot be read."""
+        """Return the configuration in config.yml; empty if it cannot be read."""
         read = self._read("config.yml", lambda text: plain(read_yaml(text, "config.yml")))
         return read if isinstance(read, dict) else {}
 
     def versions(self) -> dict[str, Any]:
-        """Those of versions.json; empty where that cannot be read."""
+        """Return the versions in versions.json; empty if it cannot be read."""
         read = self._read("versions.json", lambda text: strict_json.parse(text, "versions.json"))
         return read if isinstance(read, dict) else {}
 
@@ -88,7 +99,7 @@ class Recorded:
             return None
 
     def _log(self) -> list[tuple[str, str]]:
-        """(time, text) of the lines of log.txt that are not routine."""
+        """Return (time, text) of the lines of log.txt that are not routine."""
         try:
             with (self.folder / "log.txt").open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - LOG))
@@ -100,28 +111,34 @@ class Recorded:
     def _progress(
         self, config: dict[str, Any], spent: goodput.Goodput, lines: Sequence[tuple[str, str]]
     ) -> dict[str, Any]:
-        """How far the run is, how fast, and whether it runs."""
+        """Return the run's progress and speed, and whether it is running."""
         trained = [row for row in last_rows(self.folder) if "loss" in row]
         last = trained[-1] if trained else {}
         recent = [row for row in trained if not row.get("skipped")][-RECENT:]
-        step, steps = last.get("step", 0), (config.get("train") or {}).get("steps", 0)
+        step = last.get("step", 0)
+        steps = (config.get("train") or {}).get("steps", 0)
         quiet = time.time() - spent.seen
-        begun = max((i for i, (_, line) in enumerate(lines) if line.startswith(BEGINS)), default=0)
-        errors = [line for _, line in lines[begun:] if line.startswith(ENDED)]
+        errors: list[str] = []
+        """Those of the last process."""
+        for _, line in lines:
+            if line.startswith(BEGINS):
+                errors.clear()
+            elif line.startswith(ENDED):
+                errors.append(line)
         if not spent.began:
-            state, words = "unknown", f"no {goodput.FILE}, which says whether it runs"
+            state, words = "unknown", f"there is no {goodput.FILE} to tell its state"
         elif spent.ended:
             state = "finished" if steps and step >= steps else "stopped"
-            words = "" if state == "finished" else "the same command goes on"
+            words = "" if state == "finished" else "run the same command to resume"
         elif errors:
             state, words = "failed", errors[-1]
         elif quiet < 5 + 3 * max(1.0, min(30.0, spent.lived / 100)):
             state, words = "running", ""
         else:
-            state, words = "killed", "without a word; the same command goes on"
+            state, words = "killed", "run the same command to resume"
         means = {}
         for key in ("loss", "step_seconds", "mfu", *COUNTED):
-            # The mean of a rate is all tokens over all seconds.
+            # A mean rate is weighted by seconds: all tokens over all seconds.
             by = "" if key in ("loss", "step_seconds") else "step_seconds"
             rows = [(row[key], row.get(by, 1.0)) for row in recent if _is_finite(row.get(key))]
             if rows:
@@ -142,40 +159,39 @@ class Recorded:
 
     def _remarks(self) -> list[str]:
         history = self._history
+        contents = {"config.yml": self.config(), "versions.json": self.versions()}
         remarks = [
             f"{name} cannot be read"
-            for name, content in (("config.yml", self.config()), ("versions.json", self.versions()))
+            for name, content in contents.items()
             if not content and (self.folder / name).exists()
         ]
         if not (self.folder / "metrics.jsonl").exists():
-            remarks.append("metrics.jsonl is not there: no step has been done")
+            remarks.append("there is no metrics.jsonl: no step has been done")
         elif not history.rows:
-            remarks.append("metrics.jsonl holds no row")
+            remarks.append("metrics.jsonl is empty")
         if history.damaged:
-            lines = "1 line" if history.damaged == 1 else f"{history.damaged:,} lines"
-            verb = "is" if history.damaged == 1 else "are"
-            remarks.append(f"{lines} of metrics.jsonl cannot be read and {verb} left out")
-        if history.sampled < 1:
-            remarks.append(
-                f"figures are sampled: {history.sampled:.1%} of metrics.jsonl was read, so that "
-                "refused steps, evaluations and extremes between may be missing; `maxstack report "
-                "--exact` reads all of it once"
-            )
+            remarks.append(f"damaged lines of metrics.jsonl, left out: {history.damaged:,}")
         return remarks
 
 
-def compared(runs: Sequence[Recorded]) -> dict[str, Any]:
-    """Versions of all runs beside each other, and what differs between their configurations: rows
-    of a key and the value of each run."""
-    versions, configs = [run.versions() for run in runs], [run.config() for run in runs]
-    names = dict.fromkeys(name for each in versions for name in each)
+def compared(runs: Sequence[RunData]) -> dict[str, Any]:
+    """Return the versions of all runs side by side, and what differs between their configurations:
+    rows of a key and the value of each run."""
+    versions = [run.versions() for run in runs]
+    configs = [run.config() for run in runs]
+    names = dict.fromkeys(itertools.chain.from_iterable(versions))
     changes: dict[str, list[str]] = {}
     for i, other in enumerate(configs[1:], 1):
         for key, old, new in difference(configs[0], other):
             changes.setdefault(key, [inline(old)] * len(runs))[i] = inline(new)
+    changes.pop("run.name", None)
+
+    def row(name: str) -> list[str]:
+        return [name, *(str(each.get(name, "")) for each in versions)]
+
     return {
-        "versions": [[name, *(str(each.get(name, "")) for each in versions)] for name in names],
-        "differences": [[key, *cells] for key, cells in changes.items() if key != "run.name"],
+        "versions": [row(name) for name in names],
+        "differences": [[key, *cells] for key, cells in changes.items()],
     }
 
 
@@ -184,7 +200,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _shares(spent: goodput.Goodput) -> dict[str, Any] | None:
-    """Seconds by cause, with the meaning of each; None for a run without a ledger."""
+    """Return the seconds by cause, with the meaning of each; None for a run without a ledger."""
     if not spent.began:
         return None
     causes = [(cause, spent.seconds[cause], why) for cause, why in goodput.CAUSES.items()]
@@ -192,7 +208,7 @@ def _shares(spent: goodput.Goodput) -> dict[str, Any] | None:
 
 
 def pictures(folder: Path) -> list[tuple[str, str]]:
-    """(file's name, data URL) of the last pictures in a folder, by name."""
+    """Return (name, data URL) of the last pictures in a folder, by name."""
     found: list[tuple[str, str]] = []
     paths = sorted(folder.glob("*.png"), reverse=True) if folder.is_dir() else []
     for path in paths:

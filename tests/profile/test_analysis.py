@@ -17,8 +17,8 @@ from maxstack import cli
 from maxstack.plan.buffers import DUMP, allocations
 from maxstack.plan.program import parse
 from maxstack.plan.traffic import collectives
-from maxstack.profile import saved
-from maxstack.profile.figures import NONE, summary
+from maxstack.profile import trace_files
+from maxstack.profile.analysis import NONE, summary
 from maxstack.profile.origins import Origins
 from maxstack.profile.timeline import BESIDE, OUTER, OWN, covered, shared
 
@@ -82,7 +82,7 @@ def test_lines_of_source_exist(profile):
 
 def test_sums_are_those_of_the_trace_viewer(runs, profile):
     """By operation over all traced steps, as far as whole steps go."""
-    folder = saved.choose(Path(profile.run), None)
+    folder = trace_files.choose(Path(profile.run), None)
     names, shown = {row.name for row in profile.operations}, collections.Counter()
     (viewer,) = folder.rglob("*.trace.json.gz")
     for event in json.loads(gzip.decompress(viewer.read_bytes()))["traceEvents"]:
@@ -100,7 +100,7 @@ def test_sums_are_those_of_the_trace_viewer(runs, profile):
 
 
 def test_collectives_are_those_of_the_program(eight):
-    text, facts = saved.read(saved.choose(Path(eight.run), None))
+    text, facts = trace_files.read(trace_files.choose(Path(eight.run), None))
     planned = collections.Counter()
     for row in collectives(parse(text), facts.mesh):
         planned[row.kind, row.axes] += row.sent
@@ -129,7 +129,7 @@ def test_the_assignment_in_memory_is_the_one_that_is_dumped(tmp_path):
     lowered = jax.jit(f).lower(jax.ShapeDtypeStruct((64, 64), "float32"))
     compiled = lowered.compile(compiler_options={DUMP: str(tmp_path)})
     (module,) = compiled.runtime_executable().hlo_modules()
-    ours = saved.allocations(
+    ours = trace_files.allocations(
         compiled.memory_analysis().serialized_buffer_assignment_proto,
         module.as_serialized_hlo_module_proto(),
     )
@@ -164,7 +164,7 @@ def test_two_runs_stand_side_by_side_with_what_changed(runs, tmp_path, capsys):
 @pytest.mark.slow
 def test_reading_needs_neither_tensorflow_nor_the_model(runs):
     code = (
-        "import sys\nfrom pathlib import Path\nfrom maxstack.profile.figures import summary\n"
+        "import sys\nfrom pathlib import Path\nfrom maxstack.profile.analysis import summary\n"
         f"summary(Path({str(runs / 'one')!r}))\n"
         "assert not {'tensorflow', 'xprof', 'flax', 'maxstack.run'} & {*sys.modules}"
     )
@@ -172,14 +172,14 @@ def test_reading_needs_neither_tensorflow_nor_the_model(runs):
 
 
 def test_a_text_without_its_metadata_is_told(runs, capsys):
-    folder = saved.choose(runs / "one", None)
-    text, facts = saved.read(folder)
+    folder = trace_files.choose(runs / "one", None)
+    text, facts = trace_files.read(folder)
     other = runs / "kept" / "profile" / "5"
-    (other / saved.SESSIONS).parent.mkdir(parents=True)
-    (other / saved.SESSIONS).symlink_to(folder / saved.SESSIONS)
+    (other / trace_files.SESSIONS).parent.mkdir(parents=True)
+    (other / trace_files.SESSIONS).symlink_to(folder / trace_files.SESSIONS)
     (runs / "kept" / "config.yml").touch()
     stripped = re.sub(r"metadata=\{[^}]*\}", "", text)
-    saved.write(other, stripped, facts)
+    trace_files.write(other, stripped, facts)
     assert cli.main(["profile", str(runs / "kept")]) == 0
     assert "names few layers" in capsys.readouterr().out
 
@@ -202,7 +202,7 @@ def test_what_cannot_be_shown_is_refused(runs, words, told, monkeypatch, capsys)
 def test_damaged_files_are_named(runs, tmp_path, capsys):
     folder = tmp_path / "run" / "profile" / "5"
     folder.mkdir(parents=True)
-    (folder / saved.FACTS).write_text("{}")
+    (folder / trace_files.FACTS).write_text("{}")
     (tmp_path / "run" / "config.yml").touch()
     assert cli.main(["profile", str(tmp_path / "run")]) == 2
     assert str(folder) in capsys.readouterr().err

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from maxstack.report.history import History
-from maxstack.report.recorded import Recorded
+from maxstack.report.run_data import RunData
 
 
 def test_speed_is_all_tokens_over_all_seconds(tmp_path):
@@ -23,7 +22,7 @@ def test_speed_is_all_tokens_over_all_seconds(tmp_path):
     ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(text)
-    data = Recorded(tmp_path, History(tmp_path)).data([])
+    data = RunData(tmp_path).data([])
     assert data["rate"] == [pytest.approx(2000 / 10), "tokens/s"]
     assert data["mfu"] == pytest.approx((0.5 * 1 + 0.1 * 9) / 10)
     assert data["loss"] == 1.5

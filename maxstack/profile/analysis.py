@@ -13,7 +13,7 @@ from maxstack import strict_json
 from maxstack.hardware.chips import Chip, by_kind
 from maxstack.plan.buffers import Buffer, largest
 from maxstack.plan.program import parse
-from maxstack.profile import planes, saved
+from maxstack.profile import planes, trace_files
 from maxstack.profile.origins import Origin, Origins
 from maxstack.profile.timeline import BESIDE, OUTER, OWN, Run, Timeline, covered, shared, timeline
 from maxstack.regular_file import open_regular
@@ -146,9 +146,9 @@ class Summary:
 def summary(run: Path, trace: int | None = None, process: int = 0) -> Summary:
     """The profile of a run from the trace that begins at step `trace`, or its newest. ConfigError
     where there is none, DataError where it is damaged or holds no whole step."""
-    folder = saved.choose(run, trace)
-    text, facts = saved.read(folder)
-    program, recorded = parse(text), planes.read(saved.planes(folder, process))
+    folder = trace_files.choose(run, trace)
+    text, facts = trace_files.read(folder)
+    program, recorded = parse(text), planes.read(trace_files.planes(folder, process))
     origins = Origins(program, facts.mesh)
     steps = timeline(recorded, [*program.entry.instructions], origins.names, facts.steps)
     spent = _Spent(steps, origins)
@@ -398,7 +398,7 @@ def _metrics(path: Path) -> Iterator[Mapping[str, Any]]:
             yield from filter(None, map(strict_json.read, strict_json.lines(file, str(path))))
 
 
-def _remarks(facts: saved.Facts, spent: _Spent, chip: Chip | None) -> Iterator[str]:
+def _remarks(facts: trace_files.Facts, spent: _Spent, chip: Chip | None) -> Iterator[str]:
     if chip is None:
         yield f"chips.yml has no {facts.device_kind}, so there are no bounds and no MFU"
     if facts.device_kind == "cpu" and facts.devices > 1:
