@@ -3,7 +3,8 @@
 import copy
 
 from maxstack.inference.engine import Engine
-from maxstack.inference.scheduler import Limits, Scheduler
+from maxstack.inference.page_cache import Limits
+from maxstack.inference.scheduler import Scheduler
 
 SMALL = ("serve.rows=8", "serve.page=4", "serve.max_length=192", "serve.identical=any")
 """Overrides of an engine that compiles few programs."""
@@ -19,6 +20,6 @@ def fresh(engine: Engine, limits: Limits) -> Engine:
     own.programs._params = engine.programs._params
     draft = own._drafts if own.cfg.serve.speculate else None
     replicas = own.programs.replicas
-    own.scheduler = Scheduler(own._layout, limits, replicas, draft, twins=True)
-    own._tasks, own._added, own.drafted, own.accepted = {}, 0, 0, 0
+    own.scheduler = Scheduler(own._layout, limits, replicas, draft, share_prompts=True)
+    own._sequences, own._added, own.drafted, own.accepted = {}, 0, 0, 0
     return own

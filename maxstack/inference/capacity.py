@@ -16,9 +16,9 @@ from maxstack.inference.engine_setup import (
     place_on_devices,
 )
 from maxstack.inference.layout import Kept, Layout
+from maxstack.inference.page_cache import Limits
 from maxstack.inference.roofline import Device, Speed, forward_flops, weights_on_device
 from maxstack.inference.runner import OUTPUTS
-from maxstack.inference.scheduler import Limits
 from maxstack.plan.report import bytes_text
 from maxstack.plan.topology import Topology
 from maxstack.report.table import table

@@ -18,7 +18,7 @@ from maxstack.data.chat import (
 )
 from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
-from maxstack.inference.scheduler import Limits
+from maxstack.inference.page_cache import Limits
 from maxstack.inference.trained_model import config_of, read_weights
 from maxstack.schema.mesh import AXES
 

@@ -154,7 +154,7 @@ class Generator:
             )
         number = engine.add(prompt, sampling, adapter=self._adapter)
         try:
-            while engine.task(number) is not None and text.stopped is None:
+            while engine.sequence(number) is not None and text.stopped is None:
                 for output in engine.step():
                     for token in output.tokens:
                         yield text.feed(token.token)

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxstack.inference import sampling
-from maxstack.inference.request import Token
-from maxstack.inference.sampler import GROUP, logprobs, scale_of
-from maxstack.inference.scheduler import TokenSequence
+from maxstack.inference.request import Token, TokenSequence
+from maxstack.inference.sampler import GROUP, logprob_scale, logprobs
 from maxstack.layers.by_rows import in_groups
 from maxstack.layers.cache import Rows
 
@@ -56,31 +55,31 @@ class Made(NamedTuple):
     values_NRC: Any = None
 
 
-def last_position(task: TokenSequence, max_length: int) -> int:
+def last_position(sequence: TokenSequence, max_length: int) -> int:
     """Position of the last token that a request may have."""
-    return min(task.prompt + task.sampling.max_tokens, max_length) - 1
+    return min(sequence.prompt_length + sequence.sampling.max_tokens, max_length) - 1
 
 
-def can_run_ahead(task: TokenSequence) -> bool:
+def can_run_ahead(sequence: TokenSequence) -> bool:
     """True where the next tokens of a request follow from logits and settings alone, so that it may
     be in a burst."""
-    rules, made = task.sampling, len(task.tokens) - task.prompt
-    reports = rules.prompt_logprobs is not None and task.reported < task.prompt
+    rules, made = sequence.sampling, len(sequence.tokens) - sequence.prompt_length
+    reports = rules.prompt_logprobs is not None and sequence.reported < sequence.prompt_length
     return not (reports or rules.embed or sampling.is_adjusted(rules, made))
 
 
-def make_rules(tasks: Mapping[int, TokenSequence], rows: int, max_length: int) -> Rules:
+def make_rules(sequences: Mapping[int, TokenSequence], rows: int, max_length: int) -> Rules:
     """The rules of so many rows, some of which are those of requests."""
-    longest = max(len(task.sampling.stop_tokens) for task in tasks.values())
+    longest = max(len(sequence.sampling.stop_tokens) for sequence in sequences.values())
     stops = np.full((rows, 1 << max(longest - 1, 0).bit_length()), -1, np.int32)
     last, scale = np.full(rows, -1, np.int32), np.ones(rows, np.float32)
     given: list[Any] = [None] * rows
-    for row, task in tasks.items():
-        own = task.sampling
+    for row, sequence in sequences.items():
+        own = sequence.sampling
         given[row] = own, 0
         stops[row, : len(own.stop_tokens)] = list(own.stop_tokens)
-        last[row] = last_position(task, max_length)
-        scale[row] = scale_of(own)
+        last[row] = last_position(sequence, max_length)
+        scale[row] = logprob_scale(own)
     return Rules(sampling.settings(given), scale, stops, last)
 
 
@@ -117,7 +116,7 @@ def run(
 
     def chosen(x_OD: jax.Array, rules: Rules) -> tuple[jax.Array, ...]:
         logits_OV = head(x_OD)
-        tokens_O = in_groups(sampling.chosen, GROUP)(logits_OV, rules.settings)
+        tokens_O = in_groups(sampling.choose, GROUP)(logits_OV, rules.settings)
         return tokens_O, *logprobs(logits_OV, tokens_O, rules.scale_R, top)
 
     def going(carry: Any) -> jax.Array:

@@ -12,8 +12,8 @@ from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
 from maxstack.inference.engine_setup import Served, check_identical
 from maxstack.inference.layout import PORTABLE, Layout
+from maxstack.inference.page_cache import Limits
 from maxstack.inference.runner import Batch, Runner, flatten_cache, unflatten_cache
-from maxstack.inference.scheduler import Limits
 from maxstack.load import load_record
 from maxstack.package.loader import Package
 
@@ -42,7 +42,7 @@ def start_package(package: Package) -> Served:
     fixed = sizes["rows"], sizes["page"], pages, sizes["requests"], sizes["snapshots"]
     limits = Limits(*fixed, cfg.serve.snapshot, cfg.serve.prefix_cache)
     programs = PackagedSteps(package, layout, limits, sizes["max_length"])
-    engine = Engine.on(cfg, layout, programs, sizes["max_length"])
+    engine = Engine.from_programs(cfg, layout, programs, sizes["max_length"])
     check_identical(engine, layout)
     from maxstack.data.tokenizers import open_prompt_tokenizer
 

@@ -16,8 +16,8 @@ from maxstack.hardware.compiling import in_order, sparing
 from maxstack.inference import multi_step
 from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import Bounds, Made, Rules
+from maxstack.inference.page_cache import Limits
 from maxstack.inference.runner import Batch, Runner
-from maxstack.inference.scheduler import Limits
 from maxstack.kernels.backends import Choice, recording
 from maxstack.kernels.paged_attention import BITS
 from maxstack.layers.by_rows import by_rows

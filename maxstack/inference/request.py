@@ -1,6 +1,7 @@
-"""Requests to the engine, and what it answers. Imports no jax."""
+"""Requests to the engine: how they are sampled, their state, and their progress. Imports no jax."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -77,3 +78,60 @@ class Output:
     """Tokens of the prompt that were found in the cache."""
     embedding: Any = None
     """float32 [D]: the normed residual stream at the prompt's last token, if it was asked for."""
+
+
+@dataclasses.dataclass(eq=False)
+class TokenSequence:
+    """The tokens of a request, prompt and answer, and how far they are computed."""
+
+    number: int
+    tokens: list[int]
+    prompt_length: int
+    sampling: Sampling
+    priority: int = 0
+    """Lower goes first."""
+    adapter: int = 0
+    """0: none."""
+    client: str = ""
+    """Who asks: clients take turns."""
+    replica: int = 0
+    slot: int = 0
+    computed: int = 0
+    """Tokens whose arrays are cached."""
+    tables: list[list[int]] = dataclasses.field(default_factory=list)
+    """By page group: the page of each piece of the tokens; 0 where it was released."""
+    hashes: list[bytes] = dataclasses.field(default_factory=list)
+    """Of its full pages."""
+    drafts: list[int] = dataclasses.field(default_factory=list)
+    """Guesses of the next tokens by modules of multi-token prediction."""
+    reported: int = 0
+    """Tokens of the prompt whose log-probabilities were reported."""
+    cached: int = 0
+    """Tokens of the prompt that were found in the cache when it first started."""
+    preempted: int = 0
+    """Times that it was preempted."""
+
+    @functools.cached_property
+    def prompt_key(self) -> tuple[int, ...]:
+        """Equal for sequences whose prompts have equal arrays."""
+        return self.adapter, *self.tokens[: self.prompt_length]
+
+    @property
+    def answer_length(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts sequences by priority and arrival."""
+        return self.priority, self.number
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` to `start + size - 1` of a sequence, which a step computes: a prefill chunk,
+    or the last token and drafts of the next ones, which the sequence does not hold yet."""
+
+    sequence: TokenSequence
+    start: int
+    size: int
+    drafts: tuple[int, ...] = ()

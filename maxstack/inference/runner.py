@@ -9,7 +9,7 @@ import numpy as np
 
 from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import Bounds, Made, Rules
-from maxstack.inference.scheduler import Copy, Limits, PageCopy
+from maxstack.inference.page_cache import Limits, PageCopy, StateCopy
 from maxstack.layers.cache import Rows
 
 OUTPUTS = 128
@@ -140,7 +140,7 @@ class Runner:
                 table[replica * self.slots + slot, : len(held)] = held
         return Batch(Rows(*rows), tuple(tables)), firsts
 
-    def copy(self, copies: Sequence[Copy | PageCopy]) -> None:
+    def copy(self, copies: Sequence[StateCopy | PageCopy]) -> None:
         """Copies of states between slots, one after the other, and of pages."""
         pages = []
         for copy in copies:

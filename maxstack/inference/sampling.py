@@ -63,7 +63,7 @@ def settings(rows: Sequence[tuple[Sampling, int] | None]) -> Settings:
 
 
 def is_adjusted(sampling: Sampling, made: int) -> bool:
-    """True if `adjusted` changes the logits of a request that has `made` tokens of its answer."""
+    """True if `adjust` changes the logits of a request that has `made` tokens of its answer."""
     penalties = sampling.presence_penalty or sampling.frequency_penalty
     if penalties or sampling.repetition_penalty != 1:
         return True
@@ -89,7 +89,7 @@ def _biases(sampling: Sampling, made: int) -> dict[int, float]:
     return {**sampling.logit_bias, **dict.fromkeys(barred, -np.inf)}
 
 
-def adjusted(
+def adjust(
     logits_OV: jax.Array,
     history_OT: jax.Array,
     prompt_lengths_O: jax.Array,
@@ -125,7 +125,7 @@ def adjusted(
     return jnp.where((bits_OV & 1) == 1, x_OV, -jnp.inf)
 
 
-def chosen(logits_OV: jax.Array, settings: Settings) -> jax.Array:
+def choose(logits_OV: jax.Array, settings: Settings) -> jax.Array:
     """The next token of each row, int32 [O], by temperature, top_k, top_p and min_p.
 
     Temperature 0: the likeliest token, of equal ones the first. Else a draw from the tokens that
@@ -190,16 +190,16 @@ def _threshold(logits_OV: jax.Array, weights_OV: jax.Array, settings: Settings) 
     best_OC, tokens_OC = jax.lax.top_k(logits_OV, min(CANDIDATES, vocab))
     last = best_OC.shape[1] - 1
 
-    def searched(short_O: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> jax.Array:
+    def search(short_O: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> jax.Array:
         return jax.lax.cond(
             short_O.any(),
-            lambda: _searched(logits_OV, values_OV, least_O),
+            lambda: _search(logits_OV, values_OV, least_O),
             lambda: jnp.full(rows, -jnp.inf),
         )
 
     kth_O = jnp.take_along_axis(best_OC, jnp.clip(k_O - 1, 0, last)[:, None], 1)[:, 0]
     long_O = (k_O > last + 1) & (k_O < vocab)
-    counted_O = searched(long_O, jnp.ones_like(logits_OV), k_O.astype(jnp.float32))
+    counted_O = search(long_O, jnp.ones_like(logits_OV), k_O.astype(jnp.float32))
     kth_O = jnp.where(k_O > last + 1, jnp.where(long_O, counted_O, -jnp.inf), kth_O)
 
     weights_OV = jnp.where(logits_OV >= kth_O[:, None], weights_OV, 0)
@@ -209,11 +209,11 @@ def _threshold(logits_OV: jax.Array, weights_OV: jax.Array, settings: Settings) 
     first_O = jnp.take_along_axis(best_OC, jnp.argmax(enough_OC, 1)[:, None], 1)[:, 0]
     has_p_O = settings.top_p < 1
     short_O = has_p_O & ~enough_OC.any(1)
-    nucleus_O = jnp.where(short_O, searched(short_O, weights_OV, mass_O), first_O)
+    nucleus_O = jnp.where(short_O, search(short_O, weights_OV, mass_O), first_O)
     return jnp.maximum(kth_O, jnp.where(has_p_O, nucleus_O, -jnp.inf))
 
 
-def _searched(logits_OV: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> jax.Array:
+def _search(logits_OV: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> jax.Array:
     """The largest logit, [O], for which the values of all tokens with at least that logit add up to
     `least_O`; found by the bits of an order-preserving uint32, the highest first."""
     top_bit = jnp.uint32(1 << 31)

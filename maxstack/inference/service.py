@@ -267,7 +267,7 @@ class Service:
 
     def _note_begun(self, began: float, outputs: Sequence[Output]) -> None:
         """Observe how long the requests waited that the last step took up."""
-        running = {task.number for task in self.engine.scheduler.running}
+        running = {sequence.number for sequence in self.engine.scheduler.running}
         for number in running.union(output.request for output in outputs):
             request = self._requests[number]
             if not request.begun:

@@ -173,7 +173,7 @@ def generation_signatures(
             inputs["choices"],
             inputs["positions"] + 1,
         )
-        next_R = in_groups(sampling.chosen, GROUP)(logits_RV, settings)
+        next_R = in_groups(sampling.choose, GROUP)(logits_RV, settings)
         chosen = {"next": next_R, "logprobs": logprobs(logits_RV, next_R, one, 0)[0]}
         return chosen, cache
 

@@ -12,9 +12,9 @@ import jax
 from maxstack.errors import ConfigError
 from maxstack.inference import capacity
 from maxstack.inference.layout import Layout
+from maxstack.inference.page_cache import Limits
 from maxstack.inference.programs import original_paths, prepare_weights
 from maxstack.inference.roofline import Device, Speed, forward_flops
-from maxstack.inference.scheduler import Limits
 from maxstack.plan.fit import shard_bytes
 from maxstack.plan.rollout import Least, Rollout, phases
 from maxstack.plan.topology import Topology, groups

@@ -18,9 +18,9 @@ from maxstack.inference.engine import Engine
 from maxstack.inference.engine_setup import make_limits
 from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import STEPS
+from maxstack.inference.page_cache import Limits
 from maxstack.inference.programs import inference_config
 from maxstack.inference.request import Sampling
-from maxstack.inference.scheduler import Limits
 from maxstack.inference.text import answer_text
 from maxstack.inference.tools import FORMATS, ToolFormat, guess_format, marker_tokens
 from maxstack.rollouts.sample import Sample

@@ -15,9 +15,9 @@ from maxstack.hf.peft import CONFIG, TENSORS, Adapter
 from maxstack.inference.adapters import read_adapters
 from maxstack.inference.engine import Engine
 from maxstack.inference.layout import Layout
+from maxstack.inference.page_cache import Limits
 from maxstack.inference.programs import inference_config
 from maxstack.inference.request import Sampling
-from maxstack.inference.scheduler import Limits
 from maxstack.inference.trained_model import config_of, read_weights
 from maxstack.run import assemble
 

@@ -15,9 +15,9 @@ from maxstack import sharding
 from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
 from maxstack.inference.layout import Layout
+from maxstack.inference.page_cache import Limits
 from maxstack.inference.programs import inference_config
 from maxstack.inference.request import Sampling
-from maxstack.inference.scheduler import Limits
 from maxstack.models.model import initial
 from maxstack.run import assemble
 from maxstack.schema.mesh import AXES
@@ -96,13 +96,13 @@ def test_a_guess_is_what_training_predicts_from_the_same_tokens(mixer):
 
     number, compared = engine.add(PROMPTS[0], GREEDY), 0
     engine.add(PROMPTS[1], GREEDY)
-    while task := engine.task(number):
+    while sequence := engine.sequence(number):
         engine.step()
-        if not task.drafts:
+        if not sequence.drafts:
             continue
         tokens = np.zeros((1, 64), np.int32)
-        tokens[0, : len(task.tokens)] = task.tokens
-        assert task.drafts == [predicted(tokens, len(task.tokens) - 2)]
+        tokens[0, : len(sequence.tokens)] = sequence.tokens
+        assert sequence.drafts == [predicted(tokens, len(sequence.tokens) - 2)]
         compared += 1
     assert compared > 20
 

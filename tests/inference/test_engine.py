@@ -23,9 +23,9 @@ from maxstack.inference.engine import Engine
 from maxstack.inference.engine_setup import OVERRIDES
 from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import STEPS
+from maxstack.inference.page_cache import Limits
 from maxstack.inference.programs import inference_config
 from maxstack.inference.request import Sampling
-from maxstack.inference.scheduler import Limits
 from maxstack.inference.score import Rows, logprobs_of
 from maxstack.inference.trained_model import config_of, open_model, read_weights
 from maxstack.run import assemble
@@ -333,7 +333,7 @@ def answers_and_ends(engine, prompts, sampling, many=1):
     tokens, ends, steps = {}, {}, 0
     for choice, prompt in enumerate(prompts):
         engine.add(prompt, dataclasses.replace(sampling, choice=choice))
-    first = min(engine._tasks)
+    first = min(engine._sequences)
     while engine.busy:
         steps += 1
         for output in engine.step(many):

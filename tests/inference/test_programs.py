@@ -9,8 +9,8 @@ from topologies import needs
 from maxstack import sharding
 from maxstack.inference.adapters import Adapters
 from maxstack.inference.layout import Layout
+from maxstack.inference.page_cache import Limits
 from maxstack.inference.programs import Programs, cache_shardings, inference_config
-from maxstack.inference.scheduler import Limits
 from maxstack.plan import topology
 from maxstack.run import assemble
 

@@ -10,8 +10,8 @@ from maxstack.inference import sampler, sampling
 from maxstack.inference.request import Sampling
 from maxstack.layers.by_rows import in_groups
 
-CHOSEN = jax.jit(sampling.chosen)
-ADJUSTED = jax.jit(sampling.adjusted)
+CHOSEN = jax.jit(sampling.choose)
+ADJUSTED = jax.jit(sampling.adjust)
 LOGPROBS = jax.jit(sampling.logprobs, static_argnums=2)
 RNG = np.random.default_rng(0)
 
@@ -81,7 +81,7 @@ def test_filters_that_keep_more_than_the_sorted_candidates_are_exact(fields, mon
     logits = RNG.standard_normal(100).astype(np.float32) * 0.3
     wanted = probabilities(logits, **fields)
     assert (wanted > 0).sum() > 16
-    assert_distributed(drawn(logits, jax.jit(lambda *row: sampling.chosen(*row)), **fields), wanted)
+    assert_distributed(drawn(logits, jax.jit(lambda *row: sampling.choose(*row)), **fields), wanted)
 
 
 @pytest.mark.parametrize(("fields", "kept"), [({"top_k": 1100}, 1100), ({"top_p": 0.9}, 1170)])
@@ -276,7 +276,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(vocab):
     rng = np.random.default_rng(3)
     logits = (rng.standard_normal((64, vocab)) * 3).astype(np.float32)
     rows = [(Sampling(temperature=0.7, top_p=0.9, seed=i), 5) for i in range(64)]
-    choose = jax.jit(in_groups(sampling.chosen, sampler.GROUP))
+    choose = jax.jit(in_groups(sampling.choose, sampler.GROUP))
     report = jax.jit(in_groups(lambda x, tokens: sampling.logprobs(x, tokens, 3), sampler.GROUP))
     whole = choose(logits, sampling.settings(rows))
     reported = report(logits, whole)

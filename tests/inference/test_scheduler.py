@@ -17,7 +17,7 @@ from scheduling import (
 )
 
 from maxstack.errors import ConfigError
-from maxstack.inference.scheduler import Limits
+from maxstack.inference.page_cache import Limits
 
 
 @dataclasses.dataclass
@@ -76,10 +76,10 @@ def engines(draw):
 @hypothesis.settings(max_examples=500, deadline=None)
 @hypothesis.given(engines(), arrivals(), st.booleans(), st.sampled_from([1, 2, 7]))
 @pytest.mark.slow
-def test_every_request_reads_its_own_tokens_and_ends(engine, requests, twins, many):
+def test_every_request_reads_its_own_tokens_and_ends(engine, requests, share_prompts, many):
     layout, limits, replicas, draft, sizes = engine
     draft = None if layout.recurrent or many > 1 else draft
-    made = Simulation(layout, limits, replicas, draft, sizes, twins, many)
+    made = Simulation(layout, limits, replicas, draft, sizes, share_prompts, many)
     for now in range(33):
         for number, request in enumerate(requests, 1):
             if request.step == now:
@@ -138,8 +138,8 @@ def test_a_step_has_the_rows_of_the_size_that_costs_least(waiting, guesses, rows
     made.step()
     if waiting:
         made.add(3, [0] * waiting, max_tokens=9)
-    pieces, _ = made.scheduler.schedule(made.sizes, guesses)
-    assert [piece.size for piece in pieces] == rows
+    chunks, _ = made.scheduler.schedule(made.sizes, guesses)
+    assert [chunk.size for chunk in chunks] == rows
 
 
 def test_right_drafts_save_steps():
@@ -159,14 +159,14 @@ def test_the_youngest_of_the_lowest_priority_gives_its_pages_back(priorities, fi
     made = simulation(pages=5, prefix_cache=False)
     for number, priority in enumerate(priorities, 1):
         made.add(number, [0, 1], priority, max_tokens=6)
-    tasks = dict(made.tasks)
+    sequences = dict(made.sequences)
     made.finish(40)
-    assert {number for number, task in tasks.items() if task.preempted} == {first}
+    assert {number for number, sequence in sequences.items() if sequence.preempted} == {first}
     made.check_end()
 
 
 def test_drafts_take_no_pages_from_other_requests():
-    made = simulation(pages=4, draft=lambda task: [VOCAB] * 3 * (task.number - 1))
+    made = simulation(pages=4, draft=lambda sequence: [VOCAB] * 3 * (sequence.number - 1))
     made.add(1, [0, 1, 2, 0], max_tokens=3)
     made.step()
     made.add(2, [2], max_tokens=4)
@@ -181,7 +181,7 @@ def test_a_request_preempted_after_its_turn_is_computed_once_in_a_step():
     made.add(1, [1] * 5, max_tokens=1)
     made.step()
     made.step()
-    assert made.scheduler.preemptions == 1 and made.tasks[2] in made.scheduler.running
+    assert made.scheduler.preemptions == 1 and made.sequences[2] in made.scheduler.running
     made.finish(20)
     made.check_end()
 
@@ -193,4 +193,4 @@ def test_a_request_goes_to_a_replica_with_room_before_one_with_its_prefix():
     made.step()
     made.add(2, [0, 1, 2, 0, 1, 1, 2, 2], max_tokens=1)
     made.step()
-    assert len({task.replica for task in made.scheduler.running}) == 2
+    assert len({sequence.replica for sequence in made.scheduler.running}) == 2

@@ -16,7 +16,7 @@ def crowded(streams=12, requests=4, pages=100, tokens=20, **rules):
 
 
 def running(made):
-    return Counter(task.client for task in made.scheduler.running)
+    return Counter(sequence.client for sequence in made.scheduler.running)
 
 
 @pytest.mark.parametrize("priority", [0, 5])
@@ -53,9 +53,9 @@ def test_clients_take_turns_at_a_single_place():
 def test_the_client_that_has_most_running_gives_its_pages_back_first():
     made = crowded(streams=3, requests=4, pages=14, tokens=14)
     made.add(99, [2], client="one", max_tokens=12)
-    task = made.tasks[99]
+    sequence = made.sequences[99]
     made.finish(200)
-    assert made.scheduler.preemptions > 0 and not task.preempted
+    assert made.scheduler.preemptions > 0 and not sequence.preempted
     made.check_end()
 
 
@@ -67,6 +67,6 @@ def test_a_request_begins_beside_the_long_prompts_of_another_client():
     made.add(99, [2, 1], client="one", max_tokens=1)
     for _ in range(3):
         made.step()
-    assert 99 in made.ended and len(made.tasks) == 3
+    assert 99 in made.ended and len(made.sequences) == 3
     made.finish(100)
     made.check_end()

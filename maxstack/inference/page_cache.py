@@ -1,0 +1,309 @@
+"""Pages of the cache: which page holds which tokens of a request.
+
+A page holds what layers cache of `Limits.page` consecutive tokens. Layers that read equally far
+back (`Layout.reaches`) form a page group with a pool of its own, and each request has a page table
+per group: a group with a window or chunks releases the pages that no later token reads.
+
+Requests with a common prefix share its full pages. A page is found by a SHA-256 of its tokens, the
+hash of the page before it and the adapter, so pages with equal hashes hold equal arrays. A released
+page keeps its contents until it is taken again: the one that was released longest ago goes first,
+and of a request the end before the beginning, which other requests are likelier to share.
+
+A recurrent layer has one state per request in place of pages, which cannot be cut back to a prefix.
+So the state is copied into a snapshot every `Limits.snapshot` tokens, found by the hash of the page
+that ends there, and a request resumes from the last snapshot inside its prefix.
+"""
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from maxstack.inference.layout import Layout
+from maxstack.inference.request import TokenSequence
+from maxstack.schema.mixers import Reach
+
+SPARE = 100
+"""A request is admitted beside others only while one page in this many stays free for them."""
+
+
+class Limits(NamedTuple):
+    """Sizes of an engine, each for one replica."""
+
+    rows: int
+    """Batched tokens of a step at most."""
+    page: int
+    """Tokens of a page."""
+    pages: tuple[int, ...]
+    """By group, without page 0, which is nobody's."""
+    requests: int
+    snapshots: int = 0
+    snapshot: int = 512
+    """Tokens between snapshots of the states of recurrent layers."""
+    prefix_cache: bool = True
+
+
+class StateCopy(NamedTuple):
+    """A copy of the states of all recurrent layers, between slots of one replica."""
+
+    replica: int
+    source: int
+    target: int
+
+
+class PageCopy(NamedTuple):
+    """A copy of a page of all layers of a group."""
+
+    replica: int
+    group: int
+    source: int
+    target: int
+
+
+class Pool:
+    """Pages `first` to `first + size - 1`, with reference counts and an index by contents."""
+
+    def __init__(self, size: int, first: int = 1):
+        self.size = size
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, first + size))
+        self._users: dict[int, int] = {}
+        self._page: dict[bytes, int] = {}
+        self._contents: dict[int, bytes] = {}
+
+    @property
+    def available(self) -> int:
+        """Pages without users."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """Take a page for one user and forget its contents."""
+        page, _ = self._free.popitem(last=False)
+        self._forget(page)
+        self._users[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """Add a user to a page that `find` returned."""
+        self._free.pop(page, None)
+        self._users[page] = self._users.get(page, 0) + 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Remove a user from each page; of those without users the first is taken again first."""
+        for page in pages:
+            self._users[page] -= 1
+            if not self._users[page]:
+                del self._users[page]
+                self._free[page] = None
+                if page not in self._contents:
+                    self._free.move_to_end(page, last=False)
+
+    def users(self, page: int) -> int:
+        """Return the number of users of a page."""
+        return self._users.get(page, 0)
+
+    def find(self, contents: bytes) -> int | None:
+        """Return the page with these contents."""
+        return self._page.get(contents)
+
+    def describe(self, page: int, contents: bytes) -> None:
+        """Record what a page holds, unless another page is already found by these contents."""
+        if contents not in self._page:
+            self._forget(page)
+            self._page[contents] = page
+            self._contents[page] = contents
+
+    def forget_all(self) -> None:
+        """Forget the contents of all pages."""
+        self._page.clear()
+        self._contents.clear()
+
+    def _forget(self, page: int) -> None:
+        contents = self._contents.pop(page, None)
+        if contents is not None:
+            del self._page[contents]
+
+
+def page_hash(parent: bytes, tokens: Sequence[int], salt: bytes) -> bytes:
+    """Return the SHA-256 of a full page of tokens that follow those of `parent`."""
+    words = b"".join(token.to_bytes(4, "little") for token in tokens)
+    return hashlib.sha256(len(salt).to_bytes(4, "little") + salt + parent + words).digest()
+
+
+class PageCache:
+    """Pages, slots and snapshots of all replicas, and the page tables of running sequences."""
+
+    def __init__(self, layout: Layout, limits: Limits, replicas: int):
+        self.limits = limits
+        self._layout = layout
+        self.pools = [[Pool(size) for size in limits.pages] for _ in range(replicas)]
+        self._slots = [list(range(limits.requests, 0, -1)) for _ in range(replicas)]
+        self._snapshots = [Pool(limits.snapshots, limits.requests + 1) for _ in range(replicas)]
+
+    def forget(self) -> None:
+        """Forget the contents of all pages and snapshots."""
+        for pools in (self._snapshots, *self.pools):
+            for pool in pools:
+                pool.forget_all()
+
+    def free_slots(self, replica: int) -> int:
+        """Return how many more sequences a replica can run."""
+        return len(self._slots[replica])
+
+    def until_snapshot(self, sequence: TokenSequence) -> int | None:
+        """Return the tokens that may be computed before the next snapshot; None: any number."""
+        if not self._snapshots[sequence.replica].size:
+            return None
+        return self.limits.snapshot - sequence.computed % self.limits.snapshot
+
+    def grow(self, sequence: TokenSequence, length: int) -> bool:
+        """Take pages for the first `length` tokens and release those that no later token reads;
+        False, with nothing taken, where too few are free."""
+        pools, size = self.pools[sequence.replica], self.limits.page
+        wanted = -(-length // size)
+        for pool, table, reach in zip(pools, sequence.tables, self._layout.reaches, strict=True):
+            first = reach.first(sequence.computed) // size
+            unread = [i for i, page in enumerate(table[:first]) if page]
+            pool.release(table[i] for i in unread)
+            for i in unread:
+                table[i] = 0
+            if pool.available < wanted - len(table):
+                return False
+        for pool, table in zip(pools, sequence.tables, strict=True):
+            table += [pool.take() for _ in range(wanted - len(table))]
+        return True
+
+    def can_grow(self, lengths: Iterable[tuple[TokenSequence, int]]) -> bool:
+        """Return True where pages are free for these lengths of sequences, all together."""
+        wanted: Counter[tuple[int, int]] = Counter()
+        for sequence, length in lengths:
+            for group, table in enumerate(sequence.tables):
+                missing = -(-length // self.limits.page) - len(table)
+                wanted[sequence.replica, group] += max(0, missing)
+        return all(
+            count <= self.pools[replica][group].available
+            for (replica, group), count in wanted.items()
+        )
+
+    def count_prefix(self, sequence: TokenSequence, replica: int) -> int:
+        """Return how many pages of a sequence's prefix a replica has cached, of every group those
+        that its layers read. At least one token is left to compute, for its logits."""
+        if not self.limits.prefix_cache or sequence.sampling.prompt_logprobs is not None:
+            return 0
+        size, prefix = self.limits.page, 0
+        groups = list(zip(self.pools[replica], self._layout.reaches, strict=True))
+        gaps = [0] * len(groups)  # by group: pages up to the last one that is not cached
+        for count, key in enumerate(self._hashes(sequence, (len(sequence.tokens) - 1) // size), 1):
+            for i, (pool, reach) in enumerate(groups):
+                if pool.find(key) is None:
+                    gaps[i] = count
+                    if reach == Reach():
+                        return prefix  # full attention reads all pages, so no longer prefix serves
+            if self._layout.recurrent and self._snapshots[replica].find(key) is None:
+                continue
+            if all(
+                gap <= reach.first(count * size) // size
+                for gap, reach in zip(gaps, self._layout.reaches, strict=True)
+            ):
+                prefix = count
+        return prefix
+
+    def find_pages(self, sequence: TokenSequence, replica: int, count: int) -> list[list[int]]:
+        """Return the first `count` pages of a sequence by group; 0 where one is not cached."""
+        hashes, found = self._hashes(sequence, count), []
+        for pool in self.pools[replica]:
+            found.append([pool.find(key) or 0 for key in hashes])
+        return found
+
+    def start(
+        self,
+        sequence: TokenSequence,
+        replica: int,
+        known: int,
+        budget: int,
+        pages: Sequence[Sequence[int]],
+        beside_others: bool,
+    ) -> bool:
+        """Give a sequence a slot and its prefix of `known` tokens, which `pages` hold by group;
+        False where one of these is gone, or too few are free for a first chunk of `budget`
+        tokens."""
+        size, tables = self.limits.page, []
+        full = known // size
+        end = known + min(budget, len(sequence.tokens) - known)
+        groups = list(zip(self.pools[replica], self._layout.reaches, pages, strict=True))
+        for pool, reach, held in groups:
+            first = min(reach.first(known) // size, full)
+            shared = [*held[first:full]]
+            if not all(held[first : -(-known // size)]):
+                return False
+            free = pool.available - sum(1 for page in shared if not pool.users(page))
+            spare = pool.size // SPARE if beside_others else 0
+            if free < -(-end // size) - full + spare:
+                return False
+            tables.append([0] * first + shared)
+        for (pool, _, _), table in zip(groups, tables, strict=True):
+            for page in filter(None, table):
+                pool.share(page)
+        sequence.replica = replica
+        sequence.slot = self._slots[replica].pop()
+        sequence.computed = known
+        sequence.tables = tables
+        return True
+
+    def copy_partial_page(self, sequence: TokenSequence, other: TokenSequence) -> list[PageCopy]:
+        """Return copies of the pages that a sequence shares with another up to the middle."""
+        index, rest = divmod(sequence.computed, self.limits.page)
+        if not rest:
+            return []
+        copies = []
+        for group, pool in enumerate(self.pools[sequence.replica]):
+            page = pool.take()
+            sequence.tables[group].append(page)
+            copies.append(PageCopy(sequence.replica, group, other.tables[group][index], page))
+        return copies
+
+    def restore_snapshot(self, sequence: TokenSequence, pages: int) -> list[StateCopy]:
+        """Return the copy of the snapshot of recurrent layers after so many pages."""
+        if not pages or not self._layout.recurrent:
+            return []
+        snapshots = self._snapshots[sequence.replica]
+        source = snapshots.find(sequence.hashes[pages - 1])
+        assert source is not None
+        snapshots.share(source)  # and release: it was used last, so it is replaced last
+        snapshots.release([source])
+        return [StateCopy(sequence.replica, source, sequence.slot)]
+
+    def record(self, sequence: TokenSequence, start: int) -> list[StateCopy]:
+        """Make the full pages from token `start` on findable -> the snapshot to take, if any."""
+        if not self.limits.prefix_cache:
+            return []
+        size = self.limits.page
+        hashes = self._hashes(sequence, sequence.computed // size)
+        for i in range(start // size, len(hashes)):
+            for pool, table in zip(self.pools[sequence.replica], sequence.tables, strict=True):
+                if table[i]:
+                    pool.describe(table[i], hashes[i])
+        snapshots = self._snapshots[sequence.replica]
+        if not snapshots.size or sequence.computed % self.limits.snapshot:
+            return []
+        if snapshots.find(hashes[-1]) is not None:
+            return []
+        target = snapshots.take()
+        snapshots.describe(target, hashes[-1])
+        snapshots.release([target])
+        return [StateCopy(sequence.replica, sequence.slot, target)]
+
+    def release(self, sequence: TokenSequence) -> None:
+        """Release the pages and the slot of a sequence; contents can be found again."""
+        for pool, table in zip(self.pools[sequence.replica], sequence.tables, strict=True):
+            pool.release(page for page in reversed(table) if page)
+        self._slots[sequence.replica].append(sequence.slot)
+        sequence.tables = []
+
+    def _hashes(self, sequence: TokenSequence, pages: int) -> list[bytes]:
+        """Return the hashes of the first pages of a sequence; they are kept."""
+        size, salt = self.limits.page, sequence.adapter.to_bytes(4, "little")
+        for i in range(len(sequence.hashes), pages):
+            parent = sequence.hashes[-1] if sequence.hashes else b""
+            tokens = sequence.tokens[i * size : (i + 1) * size]
+            sequence.hashes.append(page_hash(parent, tokens, salt))
+        return sequence.hashes[:pages]
