@@ -1,5 +1,5 @@
-"""What the rollouts of a run need and how long they take at the least, by sums over shapes: the
-engine's part of `maxstack plan`."""
+"""Memory and least times of a run's rollouts, by sums over shapes: the engine's part of `maxstack
+plan`."""
 
 import dataclasses
 import functools
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens of the samples to count with."""
+    """Assumed tokens of a sample."""
 
     prompt: int
     answer: int
 
     @classmethod
     def of(cls, cfg: "Config", length: int | None, prompt: int | None) -> "Lengths":
-        """Those of the command line; where it says nothing, the most that a sample can have.
-        ConfigError for samples that the run cannot have."""
+        """Take those of the command line, by default the most that a sample can have. ConfigError
+        for samples that the run cannot have."""
         rollout = cfg.rollout
         assert rollout
         room = rollout.room(cfg.train.batch_size, cfg.data.seq_len)
@@ -58,7 +58,7 @@ class Lengths:
 
 
 def with_rollouts(plan: "Plan", run: "Run", topology: Topology, lengths: Lengths) -> "Plan":
-    """The plan of a step with that of the rollouts that it learns from."""
+    """Extend the plan of a step by that of the rollouts that it learns from."""
     rollout = run.cfg.rollout
     assert rollout
     own = _own_devices(run, topology)
@@ -85,7 +85,7 @@ def with_rollouts(plan: "Plan", run: "Run", topology: Topology, lengths: Lengths
     if plan.roofline:
         update = Least(rollout.steps * plan.roofline.seconds, plan.roofline.limit)
         learning = {**_before(run, topology), "update": update}
-    made = Rollout(
+    planned = Rollout(
         prompts=rollout.prompts,
         samples=rollout.samples,
         prompt=lengths.prompt,
@@ -100,13 +100,13 @@ def with_rollouts(plan: "Plan", run: "Run", topology: Topology, lengths: Lengths
         learning=learning,
     )
     beside = plan.needed + sum(in_update.values())
-    sampled = sum(phases(plan.memory, made)["rollout"].values())
-    return dataclasses.replace(plan, rollout=made, needed=max(beside, sampled))
+    sampled = sum(phases(plan.memory, planned)["rollout"].values())
+    return dataclasses.replace(plan, rollout=planned, needed=max(beside, sampled))
 
 
 def _own_devices(run: "Run", topology: Topology) -> list[Any]:
-    """The devices of the first process, where a real run has one on each host; none where one
-    drives all."""
+    """Return the devices of the first process, where a real run has one on each host; none where
+    one process drives all."""
     devices = [*run.mesh.devices.flat]
     own = [device for device in devices if device.process_index == devices[0].process_index]
     alone = topology.name == "here" or run.cfg.runtime == "pathways" or len(own) == len(devices)
@@ -114,7 +114,7 @@ def _own_devices(run: "Run", topology: Topology) -> list[Any]:
 
 
 def _of_engine(topology: Topology, engine: "Run") -> Topology:
-    """The hardware of one engine: all of it, or that of a process."""
+    """Return the hardware of one engine: all of it, or that of a process."""
     if engine.mesh.size == topology.size:
         return topology
     chips = engine.mesh.size // (topology.chip.devices if topology.chip else 1)
@@ -123,7 +123,7 @@ def _of_engine(topology: Topology, engine: "Run") -> Topology:
 
 
 def cache_bytes(run: "Run") -> dict[str, int]:
-    """Bytes of one device that a run's engine takes for its cache as soon as it is made."""
+    """Return the bytes of one device that a run's engine takes for its cache from its start on."""
     rollout = run.cfg.rollout
     if not rollout:
         return {}
@@ -140,15 +140,14 @@ def _cache(engine: "Run", layout: Layout, limits: Limits) -> int:
 def _memory(
     run: "Run", engine: "Run", layout: Layout, limits: Limits
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of one device that the engine takes by part, while a step is computed and while samples
-    are made."""
+    """Return the engine's bytes on one device by part, during an update and during a rollout."""
     rollout = run.cfg.rollout
     assert rollout
     cache = {"cache": _cache(engine, layout, limits)}
     step = round(capacity.step_bytes(engine.cfg, dict(engine.mesh.shape)))
     works = {"engine's weights": copied_bytes(engine), "engine's step": step}
     whole = shard_bytes(run.abstract.params)
-    if rollout.ahead and run.mesh.size == 1:  # beside training, which takes the weights themselves
+    if rollout.ahead and run.mesh.size == 1:  # beside training, whose step donates the weights
         held = {**cache, **works, "copies for it": rollout.ahead * whole}
         return held, held | {"copies for it": (1 + rollout.ahead) * whole}
     if engine.mesh.size < run.mesh.size:  # every device has all of them on the way
@@ -159,9 +158,9 @@ def _memory(
 
 
 def copied_bytes(engine: "Run") -> int:
-    """Bytes of one device that weights take as the engine's steps read them, without those that it
-    reads where they lie."""
-    state, cfg, makers = engine.weights.rewrite.state, engine.cfg, {}
+    """Return the bytes of one device for weights that the engine converts before it reads them."""
+    state, cfg = engine.weights.rewrite.state, engine.cfg
+    makers = {}
     if engine.mesh.size == 1 and engine.mesh.devices.flat[0].platform == "cpu":
         matrices = with_cpu_matrices(engine.graph, state)[1]
         makers = {path: matrix.convert for path, matrix in matrices.items()}
@@ -169,7 +168,8 @@ def copied_bytes(engine: "Run") -> int:
     read = functools.partial(
         prepare_weights, state, makers=makers, original=original, dtype=cfg.model.dtype, keep=True
     )
-    made, total = flat(jax.eval_shape(read, params)), 0
+    made = flat(jax.eval_shape(read, params))
+    total = 0
     for path, leaf in flat(params).items():
         kept = made[f"{path}/kept" if path in makers else path]
         if isinstance(kept, tuple) or path in makers or kept.dtype != leaf.dtype:
@@ -179,7 +179,8 @@ def copied_bytes(engine: "Run") -> int:
 
 
 def _moved(ours: Any, theirs: Any) -> int:
-    """Bytes on one device of arrays of the second tree that lie otherwise than in the first."""
+    """Return the bytes on one device of arrays of the second tree that are sharded differently from
+    the first."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
     return sum(
         shard_bytes(other)
@@ -189,8 +190,7 @@ def _moved(ours: Any, theirs: Any) -> int:
 
 
 def _moving(moved: float, topology: Topology, sizes: Mapping[str, int]) -> dict[str, Least]:
-    """Time of weights that move to where the engine wants them, so many bytes to each device at its
-    link's bandwidth."""
+    """Return the time for so many bytes of weights to reach each device of the engine."""
     axes = tuple(axis for axis, size in sizes.items() if size > 1)
     if not (moved and axes):
         return {}
@@ -200,32 +200,32 @@ def _moving(moved: float, topology: Topology, sizes: Mapping[str, int]) -> dict[
 
 
 def _before(run: "Run", topology: Topology) -> dict[str, Least]:
-    """Time of the log-probabilities that several steps of a rollout compare with: forward passes
-    over its samples."""
+    """Return the time of the forward passes for log-probabilities that several steps of a rollout
+    compare with."""
     rollout, wanted = run.cfg.rollout, run.objective.annotations
     assert rollout
     if not wanted:
         return {}
     sizes = dict(run.mesh.shape)
     tokens = rollout.minibatches * run.cfg.train.batch_size * run.cfg.data.seq_len
-    models = [run] * (1 + ("reference_logps" in wanted))
+    room = rollout.room(run.cfg.train.batch_size, run.cfg.data.seq_len)
+    room = min(room, run.cfg.data.seq_len)
+    models = [run]
+    if "reference_logps" in wanted:
+        models.append(run)
     if "teacher_logps" in wanted:
         models.append(run.others["teacher"])
     seconds = 0.0
     for each in models:
         device = Device.of(each.cfg, topology, sizes)
-        flops = forward_flops(
-            each.cfg,
-            0,
-            min(rollout.room(run.cfg.train.batch_size, run.cfg.data.seq_len), run.cfg.data.seq_len),
-        )
+        flops = forward_flops(each.cfg, 0, room)
         seconds += device.compute(flops) * tokens / device.replicas if device else 0.0
     return {"log-probabilities before": Least(seconds, "compute")}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Times:
-    """Least times of the engine's work on one replica."""
+    """Lower bounds of the engine's times on one replica."""
 
     cfg: "Config"
     layout: Layout
@@ -234,19 +234,23 @@ class _Times:
     lengths: Lengths
 
     def prompts(self, number: float, samples: int) -> Least:
-        """So many prompts: each once, where its samples share its pages."""
+        """Bound the time for so many prompts: each once, where its samples share its pages."""
         times = 1 if self.limits.prefix_cache else samples
-        rows, tokens = self.limits.rows, number * times * self.lengths.prompt
+        rows = self.limits.rows
+        tokens = number * times * self.lengths.prompt
         speed = self._speed(0, self.lengths.prompt, rows, 1)
         return Least(max(1.0, tokens / rows) * speed.seconds, speed.limit)
 
     def answers(self, number: int) -> Least:
-        """So many answers, as many at a time as requests and rows of a step allow: a token a step
-        of each, or more where all guesses are right."""
-        guessed, lengths = 1 + self.cfg.serve.speculate, self.lengths
+        """Bound the time for so many answers, as many at a time as requests and batched tokens
+        allow: a token of each in a step, or more where all drafts are accepted."""
+        guessed = 1 + self.cfg.serve.speculate
+        lengths = self.lengths
         most = max(1, min(number, self.limits.requests, self.limits.rows // guessed))
         steps = max(lengths.answer - 1, 1) / guessed  # the prompt's last row gives the first token
-        waves = [most] * (number // most) + [number % most] * (number % most > 0)
+        waves = [most] * (number // most)
+        if number % most:
+            waves.append(number % most)
         speeds = [
             self._speed(lengths.prompt, lengths.prompt + lengths.answer, wave * guessed, wave)
             for wave in waves
@@ -254,8 +258,8 @@ class _Times:
         return Least(steps * sum(speed.seconds for speed in speeds), speeds[0].limit)
 
     def _speed(self, start: int, end: int, rows: int, requests: int) -> Speed:
-        """The bound of a step of so many rows at positions `start` to `end - 1` on average, which
-        reads the cache of so many requests."""
+        """Bound a step of so many tokens at positions `start` to `end - 1` on average, which reads
+        the cache of so many requests."""
         cache = self.layout.on(self.cfg.mesh, self.device.sizes)
         read = capacity.read_bytes(self.layout, cache, start, end)
         return self.device.speed(rows, forward_flops(self.cfg, start, end), requests * read)

@@ -1,4 +1,4 @@
-"""Evaluation by rewards: answers to held-out prompts."""
+"""Evaluation by rewards of answers to held-out prompts."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from maxstack.data.prompts import Prompts
 from maxstack.faults import preemption
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
-from maxstack.rollouts.figures import figures, sums_of_rewards
+from maxstack.rollouts import metrics
 from maxstack.rollouts.maker import Maker
 from maxstack.rollouts.sample import Group, Sample
 from maxstack.state import Tree
@@ -20,22 +20,20 @@ if TYPE_CHECKING:
 
 class RewardEvaluator:
     """Answers the held-out prompts from the first on at each call, with the same random numbers, so
-    that evaluations can be compared."""
+    evaluations can be compared."""
 
     def __init__(self, run: "Run", maker: Maker, log: Log, writer: Writer):
         cfg, rollout = run.cfg, run.cfg.rollout
         assert rollout
-        self._run, self._maker, self._log, self._writer = run, maker, log, writer
+        self._run, self._maker = run, maker
+        self._log, self._writer = log, writer
         self._temperature = rollout.eval_temperature
         self._at_once = cfg.eval.batch_size or rollout.prompts
-        room = maker.generator.room - rollout.max_tokens
         self._prompts = Prompts(
             cfg.eval.data or cfg.data,
             1,
             [0],
-            room,
-            f"data.seq_len={cfg.data.seq_len} with rollout.max_tokens={rollout.max_tokens} "
-            f"allows ({room} tokens; more with another data.seq_len or train.batch_size)",
+            *maker.prompt_limit(cfg.data.seq_len),
             evaluation=True,
             whole=cfg.eval.data is not None,
             section="eval.data" if cfg.eval.data else "data",
@@ -43,18 +41,19 @@ class RewardEvaluator:
         self._start = self._prompts.state()
 
     def __call__(self, step: int, params: Tree) -> dict[str, float]:
-        """The mean reward over at most eval.steps batches, its components, and `eval_loss`: the
-        reward negated; written and said. Where no sample counts there is no reward to write, and it
-        is the least there is."""
-        began, samples = time.perf_counter(), list[Sample]()
-        with self._maker.by(params, temperature=self._temperature):
+        """Compute, write and log the mean reward over at most eval.steps batches, its components,
+        and `eval_loss`, the reward negated. Where every sample was dropped no reward is written,
+        and -inf is returned."""
+        began = time.perf_counter()
+        samples: list[Sample] = []
+        with self._maker.using(params, temperature=self._temperature):
             for groups in self._batches():
                 preemption.raise_if_leaving()
                 self._maker.complete("evaluation", groups)
                 samples += [sample for group in groups for sample in group.samples]
         for line in self._prompts.damaged():
             self._log.warn(line)
-        found = figures(sums_of_rewards(samples))
+        found = metrics.compute(metrics.sum_rewards(samples))
         row = {f"eval_{name}": value for name, value in found.items()}
         row |= {
             "eval_prompts": len(samples),
@@ -67,14 +66,12 @@ class RewardEvaluator:
             for name, value in found.items()
             if name.startswith("reward/") and not name.endswith("/std")
         )
-        reward = "no sample counts, since a reward failed for each"
+        mean = "every sample was dropped, since a reward failed for each"
         if "reward" in found:
-            reward = f"reward {found['reward']:.4f}"
-        self._log.say(
-            f"eval at step {step}: {reward}{parts} over {len(samples):,} held-out prompts"
-        )
-        worth = found.get("reward", -math.inf)
-        return {**row, "eval_reward": worth, "eval_loss": -worth}
+            mean = f"reward {found['reward']:.4f}"
+        self._log.say(f"eval at step {step}: {mean}{parts} over {len(samples):,} held-out prompts")
+        reward = found.get("reward", -math.inf)
+        return {**row, "eval_reward": reward, "eval_loss": -reward}
 
     def _batches(self) -> Iterator[list[Group]]:
         self._prompts.restore(self._start)

@@ -1,4 +1,17 @@
-"""Batches of samples: prompts, answers by the current weights, rewards, rows."""
+"""Batches of a run that learns from its own samples.
+
+A rollout answers prompts with the current weights and rewards the answers; its samples become the
+batches of the next `steps` steps (minibatches, epochs). With `rollout.ahead`, rollouts use the
+weights of as many rollouts before: on one device the next one is made in a thread beside training,
+on a mesh between steps, since all devices need the same order of programs.
+
+A rollout is made again, not kept. What it holds depends on the weights before its first step (or
+older ones), the seed and the place in the order of prompts, and on nothing else. A checkpoint holds
+these: the state has the older weights that a rollout in progress or ahead was made with
+(`State.behind`), and the position is that before the rollout. So a rollout that a kill
+interrupted, or of which some steps are done, is made anew, bit for bit, on any mesh, and a save
+need not wait for one. The price is memory, which `plan` counts; with adapters it is an adapter's.
+"""
 
 import concurrent.futures
 import threading
@@ -18,9 +31,9 @@ from maxstack.data.mixture import Mixture
 from maxstack.data.prompts import Prompts
 from maxstack.errors import ConfigError
 from maxstack.report.append import Appender
-from maxstack.rollouts.figures import figures, line, records, sums, together
+from maxstack.rollouts import metrics
 from maxstack.rollouts.maker import Maker
-from maxstack.rollouts.sample import Group, rows_of
+from maxstack.rollouts.sample import Group, make_rows
 from maxstack.state import State, weights_at
 from maxstack.step import combine
 
@@ -35,31 +48,25 @@ class Rollout(NamedTuple):
 
     number: int
     batches: list[Batch]
-    """By minibatch."""
+    """One for each minibatch."""
     metrics: dict[str, float]
     before: np.ndarray
-    """Where the lanes of prompts stood before it, and after."""
+    """Positions of the lanes of prompts before it."""
     after: np.ndarray
     groups: list[Group]
 
 
 class RolloutFeed(BatchFeed):
-    """Iterates over the batches of a run that learns from its own samples, as `data.feed.Feed` does
-    over those of documents.
-
-    What a rollout holds depends on the weights before its first step (or, with rollout.ahead, on
-    older ones), on the seed and on the place in the order of prompts, and on nothing else; so a
-    rollout that a kill interrupted, or of which some steps are done, is made again from a
-    checkpoint, whose state has these weights.
-    """
+    """Iterates over batches of samples, as `data.feed.Feed` does over batches of documents."""
 
     def __init__(self, run: "Run", maker: Maker, folder: Path):
-        """`maker` answers and rewards. ConfigError where a process cannot hold the samples of a
-        prompt."""
+        """ConfigError where a process cannot hold the samples of a prompt."""
         cfg, rollout = run.cfg, run.cfg.rollout
         assert rollout
-        self._run, self._cfg, self._maker = run, rollout, maker
-        self._rows, size = run.batches.rows(cfg.train.batch_size), cfg.train.batch_size
+        self._run, self._maker = run, maker
+        self._cfg = rollout
+        size = cfg.train.batch_size
+        self._rows = run.batches.rows(size)
         self._lanes = min(size, rollout.prompts // rollout.minibatches)
         self._rows_each = size // self._lanes
         held = sorted({row // self._rows_each for row in self._rows})
@@ -69,20 +76,14 @@ class RolloutFeed(BatchFeed):
                 f"samples fill {self._rows_each}; give a multiple of both"
             )
         self._peers = Peers()
-        self._held, self._last = held, (cfg.train.steps - 1) // rollout.steps
-        room = maker.generator.room - rollout.max_tokens
-        self._prompts = Prompts(
-            cfg.data,
-            self._lanes,
-            held,
-            room,
-            f"data.seq_len={cfg.data.seq_len} with rollout.max_tokens={rollout.max_tokens} "
-            f"allows ({room} tokens; more with another data.seq_len or train.batch_size)",
-        )
+        self._held = held
+        self._last = (cfg.train.steps - 1) // rollout.steps
+        limit = maker.prompt_limit(cfg.data.seq_len)
+        self._prompts = Prompts(cfg.data, self._lanes, held, *limit)
         self._first = jax.process_index() == 0
         self._file = Appender(folder / FILE)
         self.waited = 0.0
-        self._reset(np.repeat(self._prompts.state(), self._rows_each, axis=0))
+        self._reset(self._lane_positions())
         self._told: list[str] = []
         beside = rollout.ahead and run.mesh.size == 1
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "rollouts") if beside else None
@@ -99,7 +100,7 @@ class RolloutFeed(BatchFeed):
         return self
 
     def __next__(self) -> Batch:
-        """The batch of the next step, after `refresh`."""
+        """Return the batch of the next step, after `refresh`."""
         assert self._current and self._step is not None, "refresh comes first"
         inside = self._step % self._cfg.steps
         self._step += 1
@@ -109,15 +110,15 @@ class RolloutFeed(BatchFeed):
         return self._current.batches[inside % self._cfg.minibatches]
 
     def refresh(self, state: State, frozen: Sequence[Any] = ()) -> None:
-        """Make what the next step needs, and begin what later ones do; `state` is that before the
-        step, `frozen` what it takes beside state and batch."""
+        """Make what the next step needs and begin what later ones do; `state` is that before the
+        step, `frozen` its further inputs."""
         if self._step is None:
             self._step = int(state.step)
         number, inside = divmod(self._step, self._cfg.steps)
         if self._current and self._current.number == number:
             return
         if not self._thread:
-            jax.block_until_ready(state.step)  # the last update's time is no rollout's
+            jax.block_until_ready(state.step)  # or the last update would count as rollout time
         began = time.perf_counter()
         if not self._futures:
             self._prompts.restore(self._position[:: self._rows_each])
@@ -135,53 +136,57 @@ class RolloutFeed(BatchFeed):
             self._annotate(self._current, self._weights(state, number), frozen)
 
     def _weights(self, state: State, number: int) -> Any:
-        """All weights of the model as they were before the first step of a rollout."""
+        """Return all weights of the model from before the first step of a rollout."""
         assert self._step is not None
         older = weights_at(state, self._step, max(number, 0), self._cfg.steps)
         return state.params if older is None else combine(older, state.params)
 
     def _begin(self, number: int, state: State) -> None:
-        """Begin a rollout, in a thread of its own where it may go on beside training; a mesh of
-        several devices needs the same order of programs on all, so there it is made at once."""
+        """Begin a rollout, in the thread where there is one; else make it at once."""
         weights = self._weights(state, number - self._cfg.ahead)
         if self._thread:
-            weights = jax.tree.map(jnp.copy, weights)  # the step takes the others
-            made = self._thread.submit(self._made, number, weights, self._stop)
+            weights = jax.tree.map(jnp.copy, weights)  # the step donates the others
+            future = self._thread.submit(self._make, number, weights, self._stop)
         else:
-            made = concurrent.futures.Future()
-            made.set_result(self._made(number, weights, self._stop))
-        self._futures[number] = made
+            future = concurrent.futures.Future()
+            future.set_result(self._make(number, weights, self._stop))
+        self._futures[number] = future
 
-    def _made(self, number: int, weights: Any, stop: threading.Event) -> Rollout:
-        cfg, lanes, began = self._cfg, self._held, time.perf_counter()
+    def _make(self, number: int, weights: Any, stop: threading.Event) -> Rollout:
+        cfg, lanes = self._cfg, self._held
+        began = time.perf_counter()
         each = cfg.prompts // self._lanes
-        before = np.repeat(self._prompts.state(), self._rows_each, axis=0)
-        with self._maker.by(weights, lambda: not stop.is_set()):
+        before = self._lane_positions()
+        with self._maker.using(weights, lambda: not stop.is_set()):
             by_lane = self._maker.groups(number, lanes, each, self._prompts.next)
             drawn, waited = self._maker.drawn, self._maker.reward_seconds
-        after = np.repeat(self._prompts.state(), self._rows_each, axis=0)
-        batches, share = [], each // cfg.minibatches
+        after = self._lane_positions()
+        batches: list[Batch] = []
+        share = each // cfg.minibatches
         for minibatch in range(cfg.minibatches):
             own = slice(minibatch * share, (minibatch + 1) * share)
             parts = [
-                rows_of(by_lane[lane][own], 1 + lane * share, self._rows_each, self._run.cfg)
+                make_rows(by_lane[lane][own], 1 + lane * share, self._rows_each, self._run.cfg)
                 for lane in lanes
             ]
-            batches.append(
-                {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            )
+            batches.append(jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts))
         groups = [group for lane in lanes for group in by_lane[lane]]
-        made = figures(together(self._peers.exchange("rollouts", sums(groups, drawn, waited))))
-        made["staleness"] = float(cfg.steps * min(number, cfg.ahead))
-        made["rollout_seconds"] = time.perf_counter() - began
-        return Rollout(number, batches, made, before, after, groups)
+        sums = self._peers.exchange("rollouts", metrics.sum_groups(groups, drawn, waited))
+        computed = metrics.compute(metrics.merge(sums))
+        computed["staleness"] = float(cfg.steps * min(number, cfg.ahead))
+        computed["rollout_seconds"] = time.perf_counter() - began
+        return Rollout(number, batches, computed, before, after, groups)
+
+    def _lane_positions(self) -> np.ndarray:
+        """Return the position of each row's lane of prompts."""
+        return np.repeat(self._prompts.state(), self._rows_each, axis=0)
 
     def _annotate(self, rollout: Rollout, weights: Any, frozen: Sequence[Any]) -> None:
-        """Add what the weights before the rollout's first step say of its samples."""
+        """Add the log-probabilities of samples by the weights before the rollout's first step."""
         run, size = self._run, self._run.cfg.train.batch_size
         for batch in rollout.batches:
-            made = run.annotate(weights, run.batches.place(batch, size), *frozen)
-            for name, array in made.items():
+            added = run.annotate(weights, run.batches.place(batch, size), *frozen)
+            for name, array in added.items():
                 batch[name] = np.asarray(array)[self._rows]
 
     def _report(self, rollout: Rollout) -> None:
@@ -190,42 +195,42 @@ class RolloutFeed(BatchFeed):
             return
         if cfg.record:
             step = rollout.number * cfg.steps + 1
-            self._file.add(records(rollout.number, step, rollout.groups, cfg.record))
+            self._file.add(metrics.records(rollout.number, step, rollout.groups, cfg.record))
         if "reward" not in rollout.metrics:
             self._told.append(
-                f"rollout {rollout.number}: no sample counts, since a reward failed for each, so "
-                "nothing was learned from it; rollouts.jsonl has the reasons"
+                f"rollout {rollout.number}: every sample was dropped, since a reward failed for "
+                "each, so nothing was learned; rollouts.jsonl has the reasons"
             )
         if cfg.show and rollout.number % cfg.show == 0:
-            self._told.append(line(rollout.number, rollout.groups))
+            self._told.append(metrics.describe_first(rollout.number, rollout.groups))
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the rollout whose first batch next() gave last; else none."""
+        """Return the metrics of a rollout after its first batch; else none."""
         return self._metrics
 
     def state(self) -> np.ndarray:
-        """int64 [rows, K]: where the lanes of prompts stood before the rollout that the next step
-        learns from."""
+        """Return positions of the lanes of prompts before the rollout of the next step, int64
+        [rows, K]."""
         return self._position.copy()
 
     def restore(self, state: np.ndarray) -> None:
-        """Go on with the step after that which `state` was taken after."""
+        """Go on after the step that `state` was taken at."""
         self.close()
         self._reset(np.array(state, np.int64))
 
     def damaged(self) -> list[str]:
-        """Lines about prompts passed over, rewards that failed, and a sample now and then."""
+        """Return lines about skipped prompts, failed rewards, and a sample now and then."""
         told, self._told = self._told, []
         return told + self._prompts.damaged() + self._maker.news()
 
     def describe(self) -> list[str]:
-        """Lines about the prompts and the rollouts."""
+        """Return lines about the prompts and the rollouts."""
         cfg, mixture = self._cfg, self.mixture
         lines = [f"{source.name}: {len(source)} prompts" for source in mixture.sources]
         lines.append(
-            f"rollouts of {cfg.prompts} prompts x {cfg.samples} samples, {cfg.steps} "
-            f"step{'s' * (cfg.steps > 1)} each, at most {cfg.max_tokens} tokens an answer; the "
-            "engine's programs are compiled with the first"
+            f"rollouts of {cfg.prompts} prompts x {cfg.samples} samples, {cfg.steps} steps per "
+            f"rollout, at most {cfg.max_tokens} tokens an answer; the engine's programs are "
+            "compiled with the first"
         )
         if not self._maker.generator.stops:
             lines.append(
@@ -239,8 +244,8 @@ class RolloutFeed(BatchFeed):
             )
         if cfg.ahead and not self._thread:
             lines.append(
-                "rollout.ahead: on a mesh of several devices rollouts are made between steps, by "
-                "older weights all the same"
+                "rollout.ahead: on a mesh of several devices rollouts are made between steps, but "
+                "also with older weights"
             )
         return lines
 
@@ -250,10 +255,10 @@ class RolloutFeed(BatchFeed):
         return self._prompts.mixture
 
     def start(self) -> None:
-        """Rollouts begin with the first `refresh`."""
+        """Do nothing: rollouts begin with the first `refresh`."""
 
     def close(self) -> None:
-        """End rollouts that are under way. The feed may be used again."""
+        """End rollouts under way. The feed may be used again."""
         self._stop.set()
         for future in self._futures.values():
             if not future.cancel():

@@ -1,4 +1,10 @@
-"""Answers to prompts by the weights of a run in training, on its mesh."""
+"""Answers to prompts by the weights of a run in training.
+
+The engine of `maxstack serve` runs on the mesh of training, or, with rollout.tensor and in several
+processes, on one of its own, to which the weights move before each rollout. Random numbers belong
+to (seed of the prompt, number of the sample, position), so an answer depends neither on the other
+requests of a step nor on the number of devices.
+"""
 
 import contextlib
 import dataclasses
@@ -34,37 +40,34 @@ if TYPE_CHECKING:
     from maxstack.schema.data import DataConfig
 
 REQUESTS, TOKENS = 256, 1 << 17
-"""Answers under way at a time on each replica, unless serve.max_requests says otherwise; more of
-short ones, as many as a step has rows, while they have no more tokens."""
+"""Requests at a time on each replica without serve.max_requests: REQUESTS, or more short ones, up
+to the batched tokens of a step, while all have no more than TOKENS."""
 
 
 class Cancelled(Exception):
-    """The rollout is not wanted any more."""
+    """The rollout was cancelled."""
 
 
 class Generator:
-    """An engine for the model of a run, whose weights are given anew for each rollout."""
+    """An engine for the model of a run, which gets new weights for each rollout."""
 
     def __init__(self, run: "Run", samples: int):
-        """`samples`: answers at a time at most. ConfigError where not one answer fits the
-        cache."""
+        """`samples`: most answers at a time. ConfigError where not one fits the cache."""
         rollout = run.cfg.rollout
         assert rollout
-        self._rollout, self.room = (
-            rollout,
-            rollout.room(run.cfg.train.batch_size, run.cfg.data.seq_len),
-        )
+        self._rollout = rollout
+        self.room = rollout.room(run.cfg.train.batch_size, run.cfg.data.seq_len)
         self._run, limits, length = engine_run(run, samples)
         self._several = jax.process_count() > 1
         self._moves = self._run.mesh is not run.mesh
         everywhere = NamedSharding(run.mesh, PartitionSpec())
-        self._gathered = jax.jit(lambda leaf: leaf, out_shardings=everywhere)
+        self._gather = jax.jit(lambda leaf: leaf, out_shardings=everywhere)
         self.engine = Engine(self._run, None, limits, length)
         tokenizer = open_tokenizer(run.cfg.data.tokenizer)
         self.tokenizer = open_prompt_tokenizer(run.cfg.data.tokenizer)
         self.stops = frozenset(answer_ends(run.cfg.data, tokenizer))
         self.form = _tool_format(run.cfg.data)
-        """How the model's chat template writes calls of tools."""
+        """Format of tool calls in the model's chat template."""
         self._shown = marker_tokens(self.tokenizer, self.form) if self.form else set[int]()
         self._spells = any(
             isinstance(reward, TextReward) and reward.special_tokens for reward in run.cfg.rewards
@@ -73,16 +76,16 @@ class Generator:
         self.temperature = rollout.temperature
 
     def load(self, params: Any) -> None:
-        """Answer by these weights of the run; None: forget them."""
+        """Answer with these weights of the run from now on; None: release them."""
         if params is not None and self._moves:
-            params = jax.tree.map(self._moved, params, self._run.abstract.params)
+            params = jax.tree.map(self._move, params, self._run.abstract.params)
         self.engine.load(params)
 
-    def _moved(self, leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        """A weight where the engine has it; of several processes each gathers it, one weight at a
-        time."""
+    def _move(self, leaf: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        """Move a weight to where the engine has it. Several processes gather it whole, one weight
+        at a time, since an engine's mesh has one process's devices alone."""
         if self._several:
-            leaf = self._gathered(leaf).addressable_data(0)
+            leaf = self._gather(leaf).addressable_data(0)
         return jax.device_put(leaf, wanted.sharding)
 
     def answer(
@@ -92,9 +95,10 @@ class Generator:
         done: Callable[[Sample], None],
         wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Add an answer to each sample; `done` hears of each as it ends. Random numbers are of
-        (seed, number of the sample, position). Cancelled where it is not wanted any more."""
-        cfg, engine, under_way = self._rollout, self.engine, dict[int, tuple[Sample, int]]()
+        """Add an answer to each sample; `done` is called with each as it ends. Cancelled once
+        `wanted` returns false."""
+        cfg, engine = self._rollout, self.engine
+        under_way: dict[int, tuple[Sample, int]] = {}
         sampling = Sampling(
             temperature=self.temperature,
             top_k=cfg.top_k,
@@ -130,47 +134,43 @@ class Generator:
                 engine.abort(number)
 
     def note_answer(self, sample: Sample, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Note what the last answer says, by its tokens without the one that ended it."""
+        """Set the text of the last answer, by its tokens without the one that ended it."""
         sample.texts[-1] = answer_text(self.tokenizer, prompt, answer, self._shown)
         if self._spells:
             spelt = {*self.tokenizer.special}
             sample.spelt = answer_text(self.tokenizer, prompt, answer, spelt)
 
     def prompt_text(self, ids: Sequence[int]) -> str:
-        """The text of a prompt, without special tokens."""
+        """Return the text of a prompt, without special tokens."""
         known = [token for token in ids if token < self.tokenizer.vocab_size]
         return self.tokenizer.decode(np.array(known, np.int32)).decode(errors="replace")
 
 
 def _tool_format(data: "DataConfig") -> ToolFormat | None:
-    """How calls are written by the chat template of a run, if it has one."""
-    with contextlib.suppress(ConfigError):  # prompts that are texts need none
+    """Return the format of tool calls in a run's chat template, if it has one."""
+    with contextlib.suppress(ConfigError):  # plain prompts need no template
         name = guess_format(template_of(data).sources[DEFAULT])
         return FORMATS[name] if name else None
     return None
 
 
 def seed_of(*parts: Any) -> int:
-    """A seed of 64 bits for everything that the parts name."""
+    """Hash the parts into a seed of 64 bits."""
     digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little")
 
 
 def engine_config(cfg: "Config", samples: int, several: bool = False) -> "Config":
-    """The configuration of the engine that answers for a run in training, for so many samples on
-    each replica; `several`: it has a mesh of one process's devices of several."""
+    """Return the engine's configuration for so many samples on each replica; `several`: there are
+    several processes, and the engine has one's devices."""
     rollout = cfg.rollout
     assert rollout
-    serve = cfg.serve
-    if "max_requests" not in serve.model_fields_set:
-        requests = max(
-            REQUESTS,
-            min(serve.rows, TOKENS // rollout.room(cfg.train.batch_size, cfg.data.seq_len)),
-        )
-        serve = serve.model_copy(update={"max_requests": min(samples, requests)})
-    serve = serve.model_copy(
-        update={"max_length": rollout.room(cfg.train.batch_size, cfg.data.seq_len)}
-    )
+    room = rollout.room(cfg.train.batch_size, cfg.data.seq_len)
+    changes: dict[str, Any] = {"max_length": room}
+    if "max_requests" not in cfg.serve.model_fields_set:
+        requests = max(REQUESTS, min(cfg.serve.rows, TOKENS // room))
+        changes["max_requests"] = min(samples, requests)
+    serve = cfg.serve.model_copy(update=changes)
     mesh = cfg.mesh
     if rollout.tensor is not None or several:
         mesh = MeshConfig(data=-1, tensor=rollout.tensor or 1)
@@ -182,9 +182,9 @@ def engine_config(cfg: "Config", samples: int, several: bool = False) -> "Config
 def engine_run(
     run: "Run", samples: int, own: Sequence[Any] | None = None
 ) -> tuple["Run", Limits, int]:
-    """Shapes and programs of the engine that answers for a run in training, its sizes, and the most
-    tokens of a request; on the run's mesh, or one of its own: of `own`, the devices of a process
-    where there are several (None: as jax says). ConfigError where not one answer fits the cache."""
+    """Return shapes and programs of the engine, its limits, and the most tokens of a request.
+    `own`: the devices of a process where there are several (None: as jax says). ConfigError where
+    not one answer fits the cache."""
     if own is None:
         own = jax.local_devices() if jax.process_count() > 1 else ()
     rollout, cfg = run.cfg.rollout, engine_config(run.cfg, samples, bool(own))
@@ -209,8 +209,8 @@ def engine_run(
 
 
 def moved_bytes(ours: Any, theirs: Any) -> int:
-    """Bytes that reach devices when arrays placed as in one tree are placed as in the other, of
-    the same shapes."""
+    """Count the bytes that reach devices when arrays with the shardings of one tree get those of
+    the other, of the same shapes."""
     total = 0
     for leaf, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         size = leaf.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Groups of samples: answers of an engine, turns of an environment, rewards."""
+"""Makes groups of samples: answers of an engine, turns of an environment, rewards."""
 
 import contextlib
 import random
@@ -23,21 +23,23 @@ Draw = Callable[[int], "Prompt | None"]
 
 
 class Maker:
-    """Answers prompts by given weights, and rewards the answers."""
+    """Answers prompts with given weights, and rewards the answers."""
 
     def __init__(self, run: "Run", pool: Pool):
         """ConfigError where the engine, a reward or an environment cannot be made."""
         cfg = run.cfg.rollout
         assert cfg
-        self._cfg, self._seed = cfg, run.cfg.train.seed
+        self._cfg = cfg
+        self._seed = run.cfg.train.seed
         self.generator = Generator(run, cfg.prompts * cfg.samples)
-        self._pool, self._scores = pool, Scores(run, pool)
+        self._pool = pool
+        self._scores = Scores(run, pool)
         self._turns = Turns(run, self.generator, pool) if cfg.environment else None
         self._wanted: Callable[[], bool] = lambda: True
         self.drawn = 0
-        """Prompts that the last rollout took."""
+        """Prompts of the last rollout, replaced ones among them."""
         self.reward_seconds = 0.0
-        """Seconds that it waited for rewards when all samples were answered."""
+        """Seconds that it waited for rewards once all samples were answered."""
         self._lock = threading.Lock()
         self._answers = Chats(run.cfg.data, {})
         self._news: list[str] = []
@@ -45,18 +47,20 @@ class Maker:
         self._crowded = 0
 
     @contextlib.contextmanager
-    def by(
+    def using(
         self,
         weights: Any,
         wanted: Callable[[], bool] = lambda: True,
         temperature: float | None = None,
     ) -> Iterator[None]:
-        """Inside, samples are by these weights of the run, for one thread at a time; `wanted` says
+        """Sample with these weights inside the context, in one thread at a time; `wanted` returns
         whether to go on."""
         with self._lock:
-            self._wanted, self.drawn, self.reward_seconds = wanted, 0, 0.0
-            usual = self._cfg.temperature
-            self.generator.temperature = usual if temperature is None else temperature
+            self._wanted = wanted
+            self.drawn, self.reward_seconds = 0, 0.0
+            if temperature is None:
+                temperature = self._cfg.temperature
+            self.generator.temperature = temperature
             self.generator.load(weights)
             try:
                 yield
@@ -67,28 +71,28 @@ class Maker:
     def groups(
         self, number: int, lanes: Sequence[int], each: int, draw: Draw
     ) -> dict[int, list[Group]]:
-        """By lane, the groups of a rollout: `each` of prompts that `draw` gives, with others in
-        place of those without signal where rollout.drop_equal says so."""
+        """Return `each` groups of a rollout by lane, of prompts that `draw` returns; with
+        rollout.drop_equal, groups whose rewards are equal are replaced while draws are left."""
         cfg = self._cfg
         kept: dict[int, list[Group]] = {lane: [] for lane in lanes}
         spare: dict[int, list[Group]] = {lane: [] for lane in lanes}
         for _ in range(cfg.draws if cfg.drop_equal else 1):
-            made = self._made(number, {lane: each - len(kept[lane]) for lane in lanes}, draw)
+            made = self._make(number, {lane: each - len(kept[lane]) for lane in lanes}, draw)
             for lane, groups in made.items():
                 for group in groups:
-                    equal = cfg.drop_equal and group.equal
-                    (spare if equal else kept)[lane].append(group)
+                    useless = cfg.drop_equal and group.has_no_signal
+                    (spare if useless else kept)[lane].append(group)
             if all(len(groups) == each for groups in kept.values()):
                 break
         missing = sum(each - len(groups) for groups in kept.values())
         if missing:
             self._news.append(
                 f"rollout.drop_equal: after {cfg.draws} draws {missing} groups of rollout {number} "
-                "still have equal rewards; they are in the batch and teach nothing"
+                "still have equal rewards; they stay in the batch and teach nothing"
             )
         return {lane: (groups + spare[lane])[:each] for lane, groups in kept.items()}
 
-    def _made(self, number: int, counts: dict[int, int], draw: Draw) -> dict[int, list[Group]]:
+    def _make(self, number: int, counts: dict[int, int], draw: Draw) -> dict[int, list[Group]]:
         by_lane: dict[int, list[Group]] = {}
         for lane, count in counts.items():
             prompts = [draw(lane) for _ in range(count)]
@@ -105,8 +109,8 @@ class Maker:
         return by_lane
 
     def _group(self, number: int, prompt: "Prompt") -> Group:
-        """Samples that are still to be answered; or, of the share that rollout.on_policy leaves,
-        with the answer of the record."""
+        """Make a group of samples that are still to be answered, or, for the share of prompts that
+        rollout.on_policy leaves, with the record's answer."""
         group = Group.of(prompt, self._cfg.samples)
         if seed_of(self._seed, "on policy", number, prompt.key) < self._cfg.on_policy * 2**64:
             return group
@@ -120,7 +124,7 @@ class Maker:
             sample.ids = segment.ids.tolist()
             sample.chosen = (segment.values["mask"] > 0).tolist()
             sample.logps = [0.0] * len(sample.ids)
-            sample.given, sample.done = True, True
+            sample.given = sample.done = True
             sample.texts = [""]
             chosen = segment.ids[segment.values["mask"] > 0].tolist()
             begin = sample.chosen.index(True)
@@ -129,10 +133,18 @@ class Maker:
             )
         if len(segment.ids) > self.generator.room:
             raise DataError(
-                f"{prompt.where}: {len(segment.ids)} tokens with its completion, and a sample has "
-                f"room for {self.generator.room}; raise data.seq_len or train.batch_size"
+                f"{prompt.where}: has {len(segment.ids)} tokens with its completion, and a sample "
+                f"has room for {self.generator.room}; raise data.seq_len or train.batch_size"
             )
         return group
+
+    def prompt_limit(self, seq_len: int) -> tuple[int, str]:
+        """Return the most tokens of a prompt, and the reason in words."""
+        room = self.generator.room - self._cfg.max_tokens
+        return room, (
+            f"data.seq_len={seq_len} with rollout.max_tokens={self._cfg.max_tokens} allows "
+            f"({room} tokens; more with another data.seq_len or train.batch_size)"
+        )
 
     def complete(self, name: str, groups: Sequence[Group]) -> None:
         """Answer and reward the samples of groups; `name` is part of their seeds."""
@@ -160,16 +172,18 @@ class Maker:
         self._scores.submit(sample, self.generator.prompt_text(sample.ids[:end]))
 
     def news(self) -> list[str]:
-        """Lines about what happened since the last call, each once."""
-        failed = [line for name, line in self._scores.named.items() if name not in self._told]
-        self._told |= {*self._scores.named}
+        """Return lines about what happened since the last call, each once."""
+        failed = [
+            line for name, line in self._scores.first_failures.items() if name not in self._told
+        ]
+        self._told |= {*self._scores.first_failures}
         news, self._news = self._news, []
         crowded = self._turns.crowded if self._turns else 0
         if len(str(crowded)) > len(str(self._crowded)) or (crowded and not self._crowded):
             news.append(
-                f"rollout.environment: {crowded} samples so far ended because what the environment "
-                f"said left no room in the {self.generator.room} tokens of a sample; raise "
-                "data.seq_len, or let it say less"
+                f"rollout.environment: {crowded} samples so far ended because the environment's "
+                f"messages left no room in the {self.generator.room} tokens of a sample; raise "
+                "data.seq_len, or shorten the messages"
             )
         self._crowded = crowded
         return news + failed + self._pool.news()

@@ -1,4 +1,4 @@
-"""Samples of a rollout, their groups, and rows of them."""
+"""Samples of a rollout, their groups, and the rows of a batch that hold them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """A prompt with what the model answered, and the environment said between."""
+    """A prompt with the model's answers, and an environment's messages between them."""
 
     prompt: Prompt
     number: int
@@ -23,9 +23,9 @@ class Sample:
     ids: list[int]
     """All tokens, the prompt's first."""
     chosen: list[bool] = dataclasses.field(default_factory=list)
-    """By token: whether the model chose it."""
+    """For each token, whether the model chose it."""
     logps: list[float] = dataclasses.field(default_factory=list)
-    """By token: its log-probability by the engine, 0 where the model did not choose it."""
+    """For each token, its log-probability in the engine; 0 where the model did not choose it."""
     texts: list[str] = dataclasses.field(default_factory=list)
     """Answers, turn by turn."""
     spelt: str = ""
@@ -35,19 +35,19 @@ class Sample:
     messages: list[Any] | None = None
     """The conversation so far; None where the prompt is a text."""
     finish: str = "stop"
-    """stop; length: for want of tokens."""
+    """stop, or length where tokens ran out."""
     given: bool = False
-    """True where the answer is the record's."""
+    """True where the answer is the record's, not sampled."""
     done: bool = False
     reward: float = 0.0
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
-    """By name: of each reward, unweighted, and of its components."""
+    """Unweighted values by name, of rewards and of their components."""
     earned: float = 0.0
     """Rewards of the environment."""
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Why, by the names of rewards that failed."""
+    """Reasons by the names of rewards that failed."""
     dropped: bool = False
-    """True where a reward failed whose policy is to leave the sample out."""
+    """True where a reward with `failure: drop` failed."""
 
     def read(self, tokens: Sequence[int]) -> None:
         """Add tokens that the model did not choose."""
@@ -76,54 +76,44 @@ class Group:
 
     @classmethod
     def of(cls, prompt: Prompt, count: int) -> "Group":
-        """So many samples that are still to be answered."""
+        """Make so many samples that are still to be answered."""
         samples = [Sample(prompt, number, []) for number in range(count)]
         for sample in samples:
             sample.read(prompt.ids.tolist())
         return cls(prompt, samples)
 
     @property
-    def counted(self) -> list[Sample]:
-        """Samples that were not left out."""
+    def kept(self) -> list[Sample]:
+        """Samples that were not dropped."""
         return [sample for sample in self.samples if not sample.dropped]
 
     @property
-    def equal(self) -> bool:
-        """True where all rewards are the same in a batch's float32, so that none is better than
+    def has_no_signal(self) -> bool:
+        """True where all rewards are the same in a batch's float32, so none is better than
         expected."""
-        return len({np.float32(sample.reward) for sample in self.counted}) < 2
+        return len({np.float32(sample.reward) for sample in self.kept}) < 2
 
 
-def rows_of(groups: Sequence[Group], first: int, rows: int, cfg: "Config") -> dict[str, np.ndarray]:
-    """Groups as arrays [rows, T], their samples spread evenly and in order; their numbers in the
-    batch begin at `first`."""
-    rollout = cfg.rollout
-    assert rollout
+def make_rows(
+    groups: Sequence[Group], first: int, rows: int, cfg: "Config"
+) -> dict[str, np.ndarray]:
+    """Make arrays [rows, T] of groups, their samples spread evenly and in order; the groups'
+    numbers in the batch begin at `first`."""
+    assert cfg.rollout
+    integers = dict.fromkeys(("tokens", "targets", "positions", "segments", "group"), np.int32)
+    floats = dict.fromkeys(("mask", "reward", "sampler"), np.float32)
     shape = rows, cfg.data.seq_len
-    arrays = {
-        name: np.zeros(shape, kind)
-        for kind, names in (
-            (np.int32, ("tokens", "targets", "positions", "segments", "group")),
-            (np.float32, ("mask", "reward", "sampler")),
-        )
-        for name in names
-    }
+    arrays = {name: np.zeros(shape, kind) for name, kind in (integers | floats).items()}
     samples = [(first + i, sample) for i, group in enumerate(groups) for sample in group.samples]
     each = len(samples) // rows
     assert each * rows == len(samples), "rows hold equally many samples"
     for row in range(rows):
-        at = 0
-        mine = samples[row * each : (row + 1) * each]
-        kept = [(number, sample) for number, sample in mine if not sample.dropped]
-        for segment, (number, sample) in enumerate(kept, 1):
-            at = _write(
-                {name: array[row] for name, array in arrays.items()},
-                at,
-                segment,
-                number,
-                sample,
-                rollout,
-            )
+        own = {name: array[row] for name, array in arrays.items()}
+        at, segment = 0, 0
+        for number, sample in samples[row * each : (row + 1) * each]:
+            if not sample.dropped:
+                segment += 1
+                at = _write(own, at, segment, number, sample, cfg.rollout)
     return arrays
 
 
@@ -135,13 +125,17 @@ def _write(
     sample: Sample,
     cfg: RolloutConfig,
 ) -> int:
-    """Write a sample into a row from position `at` on -> the position after it."""
+    """Write a sample of group `number` into a row from position `at` on; return the position after
+    it."""
     count = len(sample.ids) - 1
     span = slice(at, at + count)
-    row["tokens"][span], row["targets"][span] = sample.ids[:-1], sample.ids[1:]
-    row["positions"][span], row["segments"][span] = np.arange(count), segment
+    row["tokens"][span] = sample.ids[:-1]
+    row["targets"][span] = sample.ids[1:]
+    row["positions"][span] = np.arange(count)
+    row["segments"][span] = segment
     if not (cfg.truncated == "mask" and sample.finish == "length"):
         row["mask"][span] = sample.chosen[1:]
     row["sampler"][span] = sample.logps[1:]
-    row["group"][span], row["reward"][span] = number, sample.reward
+    row["group"][span] = number
+    row["reward"][span] = sample.reward
     return at + count

@@ -1,4 +1,4 @@
-"""Rewards of samples: those of worker processes, and those of reward models."""
+"""Rewards of samples, from worker processes and from reward models."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -17,25 +17,26 @@ if TYPE_CHECKING:
     from maxstack.run import Run
 
 AT_ONCE = 32
-"""Samples that a reward model reads at a time."""
+"""Samples that a reward model scores at a time."""
 
 
 class Scores:
-    """Rewards of a run, computed while other samples are still being answered."""
+    """Computes rewards while other samples are still being answered."""
 
     def __init__(self, run: "Run", pool: Pool):
-        self._rewards, self._pool = run.cfg.rewards, pool
+        self._rewards = run.cfg.rewards
+        self._pool = pool
         self._models = {
             i: RewardModel(run, reward.path)
             for i, reward in enumerate(run.cfg.rewards)
             if isinstance(reward, ModelReward)
         }
         self._futures: dict[Sample, Future[list[Outcome | None]]] = {}
-        self.named: dict[str, str] = {}
-        """By reward, the first failure, which is to be told once."""
+        self.first_failures: dict[str, str] = {}
+        """First failure of each reward, to be logged once."""
 
     def submit(self, sample: Sample, prompt: str) -> None:
-        """Begin to compute the rewards of a sample that is complete."""
+        """Begin to compute the rewards of a complete sample."""
         case = Case(
             prompt,
             sample.texts[-1],
@@ -48,8 +49,8 @@ class Scores:
         self._futures[sample] = self._pool.submit(case)
 
     def collect(self, samples: Sequence[Sample]) -> None:
-        """Wait for the rewards of samples, and set them. DataError where one failed that must
-        not."""
+        """Wait for the rewards of samples and set them. DataError for a failure of a reward with
+        `failure: fail`."""
         by_model = {i: model(samples) for i, model in self._models.items()}
         for at, sample in enumerate(samples):
             sample.reward = sample.earned
@@ -60,34 +61,34 @@ class Scores:
                     outcome = Outcome(by_model[i][at], {}, None)
                 assert outcome is not None
                 if outcome.failure:
-                    self._failed(sample, reward.label, reward.failure, outcome.failure)
+                    self._note_failure(sample, reward.label, reward.failure, outcome.failure)
                 sample.reward += reward.weight * outcome.value
                 sample.rewards[reward.label] = outcome.value
                 for name, value in outcome.components.items():
                     sample.rewards[f"{reward.label}/{name}"] = value
 
-    def _failed(self, sample: Sample, label: str, policy: str, failure: str) -> None:
+    def _note_failure(self, sample: Sample, label: str, policy: str, failure: str) -> None:
         if policy == "fail":
             raise DataError(
-                f"{failure}; mend the reward, or set its `failure` to zero or drop, which count "
+                f"{failure}; fix the reward, or set its `failure` to zero or drop, which count "
                 "such samples and go on"
             )
         sample.failures[label] = failure
         sample.dropped |= policy == "drop"
-        self.named.setdefault(label, f"{failure}; such samples are counted ({policy})")
+        self.first_failures.setdefault(label, f"{failure}; such samples are counted ({policy})")
 
     def forget(self) -> None:
-        """Let go of samples whose rewards are not wanted any more."""
+        """Cancel the rewards of samples that are not collected."""
         for future in self._futures.values():
             future.cancel()
         self._futures.clear()
 
 
 class RewardModel:
-    """The score of a reward model for a prompt and its answer, on the mesh of the run."""
+    """Scores a prompt and its answer with a reward model, on the mesh of the run."""
 
     def __init__(self, run: "Run", path: str):
-        """ConfigError where the path is no reward model, or one of other tokens."""
+        """ConfigError where the path is not a reward model, or one with other tokens."""
         from maxstack import starting_weights
         from maxstack.inference.records import Step
         from maxstack.inference.trained_model import config_of, read_weights
@@ -100,15 +101,15 @@ class RewardModel:
             raise ConfigError(f"rewards: path: {error}") from error
         if not cfg.decoder.head.scores:
             raise ConfigError(
-                f"rewards: path: {path} gives no score; name a run of objective.kind=reward, or a "
-                "folder of a reward model"
+                f"rewards: path: {path} is not a reward model; give a run with "
+                "objective.kind=reward, or a folder of a reward model"
             )
         starting_weights.check_tokens(run, "rewards: path", path)
         scorer = assemble(cfg, run.mesh, trains=False)
         self._step = Step(scorer, read_weights(path, scorer, own), AT_ONCE, 0)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        """A score for each sample."""
+        """Return a score for each sample."""
         scores: list[float] = []
         for begin in range(0, len(samples), AT_ONCE):
             some = samples[begin : begin + AT_ONCE]

@@ -1,4 +1,4 @@
-"""Samples of several turns: the model answers, an environment answers it."""
+"""Samples of several turns between the model and an environment."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,21 +17,23 @@ if TYPE_CHECKING:
     from maxstack.run import Run
 
 NAME = "environment"
-"""Of its rewards in metrics."""
+"""Name of its rewards in metrics."""
 
 
 class Turns:
-    """Plays samples with the environment of a run. All answers of a turn are complete before any
-    of the next begins, so what an engine computes together does not depend on how long an
-    environment takes."""
+    """Plays samples with the environment of a run. All answers of a turn are complete before the
+    next turn begins, so what the engine computes together does not depend on an environment's
+    speed."""
 
     def __init__(self, run: "Run", generator: Generator, pool: Pool):
         assert run.cfg.rollout and run.cfg.rollout.environment
-        self._cfg, self._data = run.cfg.rollout.environment, run.cfg.data
-        self._generator, self._pool = generator, pool
+        self._cfg = run.cfg.rollout.environment
+        self._data = run.cfg.data
+        self._generator = generator
+        self._pool = pool
         self._plain = open_prompt_tokenizer(run.cfg.data.tokenizer, bos=False)
         self.crowded = 0
-        """Samples that ended because what the environment said left no room for an answer."""
+        """Samples that ended because the environment's messages left no room for an answer."""
 
     def play(
         self,
@@ -40,8 +42,8 @@ class Turns:
         done: Callable[[Sample], None],
         wanted: Callable[[], bool],
     ) -> None:
-        """Play each sample to its end; `done` hears of it then. DataError where an environment
-        fails that must not."""
+        """Play each sample to its end; `done` is called with it then. DataError for a failure with
+        `failure: fail`."""
         self._observe(samples, seed)
         for _ in range(self._cfg.turns):
             playing = [sample for sample in samples if not sample.done]
@@ -60,58 +62,61 @@ class Turns:
         return f"{seed(sample)} {sample.number}"
 
     def _observe(self, samples: Sequence[Sample], seed: Callable[[Sample], int]) -> None:
-        cfg, futures = self._cfg, []
+        cfg = self._cfg
+        futures = []
         for sample in samples:
-            given = Turn(
-                cfg.call,
-                self._session(sample, seed),
-                sample.prompt.record,
-                seed(sample) % 2**63,
-                tuple(sample.texts),
-                cfg.timeout,
-                cfg.memory,
-                f"{sample.prompt.where}, sample {sample.number}",
-                tuple(sample.calls),
+            turn = Turn(
+                call=cfg.call,
+                session=self._session(sample, seed),
+                row=sample.prompt.record,
+                seed=seed(sample) % 2**63,
+                texts=tuple(sample.texts),
+                timeout=cfg.timeout,
+                memory=cfg.memory,
+                where=f"{sample.prompt.where}, sample {sample.number}",
+                tools=tuple(sample.calls),
             )
-            futures.append(self._pool.turn(given))
+            futures.append(self._pool.turn(turn))
         for sample, future in zip(samples, futures, strict=True):
             self._take(sample, future.result())
 
     def _take(self, sample: Sample, observed: Observation) -> None:
-        """Let a sample read what its environment answered."""
+        """Add an environment's answer to a sample."""
         if observed.failure:
             if self._cfg.failure == "fail":
                 raise DataError(
-                    f"{observed.failure}; mend it, or set rollout.environment.failure to zero or "
+                    f"{observed.failure}; fix it, or set rollout.environment.failure to zero or "
                     "drop, which count such samples and go on"
                 )
             sample.failures[NAME] = observed.failure
             sample.dropped |= self._cfg.failure == "drop"
-            sample.done, sample.earned = True, 0.0
+            sample.done = True
+            sample.earned = 0.0
             return
         sample.earned += observed.reward
         for name, value in observed.components.items():
             key = f"{NAME}/{name}"
             sample.rewards[key] = sample.rewards.get(key, 0.0) + value
         sample.done = observed.done
-        begins = not sample.texts
-        if begins:
+        if not sample.texts:
             self._begin(sample, observed.messages)
         elif not sample.done and observed.messages is not None:
             self._go_on(sample, observed.messages)
         if not sample.done and len(sample.ids) >= self._generator.room:
-            sample.done, sample.finish = True, "length"
+            sample.done = True
+            sample.finish = "length"
             self._cut(sample)
             self.crowded += 1
 
     def _begin(self, sample: Sample, messages: Any) -> None:
-        """The prompt: the row's own, or what the environment begins with."""
+        """Set the prompt: the row's own, or the environment's first messages."""
         record = dict(sample.prompt.record)
         if messages is None:
             given = alone(record)
             sample.messages = None if isinstance(given, Completion) else list(given.messages)
             return
-        sample.ids, sample.chosen, sample.logps = [], [], []
+        for tokens in (sample.ids, sample.chosen, sample.logps):
+            tokens.clear()
         if isinstance(messages, str):
             sample.read(self._generator.tokenizer.encode(messages.encode()).tolist())
             return
@@ -120,12 +125,12 @@ class Turns:
         sample.read(encode_chat(self._generator.tokenizer, text)[0].tolist())
 
     def _go_on(self, sample: Sample, messages: Any) -> None:
-        """The tokens between an answer and the next one: the answer's own stay as they are."""
+        """Add the tokens between an answer and the next one; the answer's own stay as they are."""
         if sample.messages is None:
             if not isinstance(messages, str):
                 raise DataError(
-                    f"environment {self._cfg.call}: answers messages, and the prompt of "
-                    f"{sample.prompt.where} is a text; let both be texts or both messages"
+                    f"environment {self._cfg.call}: answers with messages, but the prompt of "
+                    f"{sample.prompt.where} is a text; use texts or messages for both"
                 )
             sample.read(self._plain.encode(messages.encode()).tolist())
             return
@@ -137,9 +142,9 @@ class Turns:
         answered = self._chat.render(before, tools) + sample.texts[-1]
         if not whole.startswith(answered):
             raise DataError(
-                f"{self._chat.where}: the template writes an answer otherwise once something "
-                "follows it, so what the model said cannot be kept as it was; use a template that "
-                "leaves answers as they are"
+                f"{self._chat.where}: the template renders an answer differently once something "
+                "follows it, so the model's tokens would not be kept; use a template that leaves "
+                "answers as they are"
             )
         ids = encode_chat(self._generator.tokenizer, whole[len(answered) :])[0].tolist()
         if sample.finish == "stop" and ids and ids[0] == sample.ids[-1]:
@@ -148,21 +153,17 @@ class Turns:
         sample.messages = [*spoken, *messages_of(after)]
 
     def _cut(self, sample: Sample) -> None:
-        """Drop what a sample read last, where nothing is left to answer it with."""
+        """Drop the tokens after a sample's last answer, since no room is left for another."""
         while sample.ids and not sample.chosen[-1]:
             for tokens in (sample.ids, sample.chosen, sample.logps):
                 tokens.pop()
 
     def _note_calls(self, sample: Sample) -> None:
-        """The tool calls of an answer that is complete."""
+        """Parse the tool calls of a complete answer."""
         form = self._generator.form if sample.messages is not None else None
         calls = read_calls(form, sample.texts[-1]) if form else []
-        sample.calls.append(
-            tuple(
-                {"type": "function", "function": {"name": c.name, "arguments": c.arguments}}
-                for c in calls
-            )
-        )
+        functions = ({"name": call.name, "arguments": call.arguments} for call in calls)
+        sample.calls.append(tuple({"type": "function", "function": each} for each in functions))
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate:

@@ -2,6 +2,7 @@
 that learns from it gives the same numbers on any mesh."""
 
 import contextlib
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -56,12 +57,8 @@ TRAINED = [name for name in KINDS if name != "ppo"]  # the same in two epochs is
 
 @pytest.fixture(autouse=True)
 def _letters(tmp_path, monkeypatch):
-    (tmp_path / "letters.py").write_text(
-        "def vowels(prompt, completion, row):\n"
-        "    return sum(map(completion.count, 'aeiou')) + len({*completion}) / 10\n"
-    )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
 
 
 def config(name, **changes):

@@ -1,4 +1,4 @@
-"""Figures of samples, for metrics, the log and rollouts.jsonl."""
+"""Metrics of samples, and their lines for the log and rollouts.jsonl."""
 
 import collections
 import math
@@ -16,7 +16,7 @@ SHOWN = 200
 
 
 class Moments(NamedTuple):
-    """Sums over values of one process, from which those over the values of all follow."""
+    """Sums over the values of one process, which merge into those of all."""
 
     number: float
     total: float
@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Moments":
-        """The sums over one value or more."""
+        """Sum one value or more."""
         array = np.array([*values], float)
         return cls(len(array), float(array.sum()), float(array.var() * len(array)), max(array))
 
@@ -42,11 +42,11 @@ class Moments(NamedTuple):
 
 
 Sums = dict[str, Moments]
-"""By figure. One that has no values is not there: it is not 0."""
+"""By metric. One without values is absent, not 0."""
 
 
-def sums_of_rewards(samples: Sequence[Sample]) -> Sums:
-    """Sums over the rewards that count, and over failures."""
+def sum_rewards(samples: Sequence[Sample]) -> Sums:
+    """Sum the rewards of samples that were not dropped, and failures."""
     values = collections.defaultdict[str, list[float]](list)
     for sample in samples:
         if not sample.dropped:
@@ -58,14 +58,13 @@ def sums_of_rewards(samples: Sequence[Sample]) -> Sums:
     return {name: Moments.of(each) for name, each in values.items()}
 
 
-def sums(groups: Sequence[Group], drawn: int, waited: float) -> Sums:
-    """Sums over what a process has of a rollout, for which it drew so many prompts and `waited`
-    seconds for rewards."""
+def sum_groups(groups: Sequence[Group], drawn: int, waited: float) -> Sums:
+    """Sum a process's part of a rollout, for which it drew so many prompts and `waited` seconds for
+    rewards."""
     samples = [sample for group in groups for sample in group.samples]
-    counted = [[sample.reward for sample in group.counted] for group in groups]
     values: dict[str, Sequence[float]] = {
-        "reward_group_std": [float(np.std(rewards)) for rewards in counted if rewards],
-        "groups_without_signal": [group.equal for group in groups],
+        "reward_group_std": [_deviation(group) for group in groups if group.kept],
+        "groups_without_signal": [group.has_no_signal for group in groups],
         "prompts": [drawn],
         "length": [sample.length for sample in samples],
         "truncated": [sample.finish == "length" for sample in samples],
@@ -73,65 +72,73 @@ def sums(groups: Sequence[Group], drawn: int, waited: float) -> Sums:
         "reward_seconds": [waited],
     }
     own = {name: Moments.of(each) for name, each in values.items() if each}
-    return sums_of_rewards(samples) | own
+    return sum_rewards(samples) | own
 
 
-def together(found: Sequence[Mapping[str, Sequence[float]]]) -> Sums:
-    """The sums of all processes as those of one (Chan et al. 1983, Algorithms for computing the
-    sample variance, eq. 2.1)."""
-    made = {}
+def _deviation(group: Group) -> float:
+    return float(np.std([sample.reward for sample in group.kept]))
+
+
+def merge(found: Sequence[Mapping[str, Sequence[float]]]) -> Sums:
+    """Merge the sums of all processes into those of one (Chan et al. 1983, Algorithms for computing
+    the sample variance, eq. 2.1)."""
+    merged = {}
     for name in dict.fromkeys(name for one in found for name in one):
         number, total, squares, largest = np.array([one[name] for one in found if name in one]).T
         apart = number * (total / number - total.sum() / number.sum()) ** 2
-        made[name] = Moments(number.sum(), total.sum(), (squares + apart).sum(), largest.max())
-    return made
+        merged[name] = Moments(number.sum(), total.sum(), (squares + apart).sum(), largest.max())
+    return merged
 
 
-def figures(found: Sums) -> dict[str, float]:
-    """Means of a rollout's or an evaluation's figures, spreads of rewards, and numbers of
-    things."""
+def compute(sums: Sums) -> dict[str, float]:
+    """Compute a rollout's or an evaluation's metrics: means, standard deviations of rewards, and
+    counts."""
     made = dict[str, float]()
-    for name, values in found.items():
+    for name, values in sums.items():
         if name == "prompts" or name.endswith("/failed"):
             made[name] = values.total
         elif name == "reward_seconds":
             made[name] = values.largest
         elif name != "turns" or values.largest > 1:
             made[name] = values.mean
-            if name == "reward" or name.startswith("reward/"):
-                made[name + ("_std" if name == "reward" else "/std")] = values.std
-    if "length" in found:
-        made["length_longest"] = found["length"].largest
+            if name == "reward":
+                made["reward_std"] = values.std
+            elif name.startswith("reward/"):
+                made[f"{name}/std"] = values.std
+    if "length" in sums:
+        made["length_longest"] = sums["length"].largest
     return made
 
 
 def records(number: int, step: int, groups: Sequence[Group], count: int) -> str:
-    """Lines of JSON about `count` samples, those of the first groups."""
+    """Write lines of JSON about the first `count` samples."""
     samples = [sample for group in groups for sample in group.samples][:count]
-    rows = (
-        {
+    lines = []
+    for sample in samples:
+        row = {
             "rollout": number,
             "step": step,
             "where": sample.prompt.where,
             "sample": sample.number,
-            "prompt": _asked(sample),
+            "prompt": _prompt_of(sample),
             "completion": sample.texts[0] if len(sample.texts) == 1 else sample.texts,
             "reward": sample.reward,
             "rewards": sample.rewards,
             "tokens": sample.length,
             "finish": sample.finish,
-            **({"failures": sample.failures} if sample.failures else {}),
-            **({"dropped": True} if sample.dropped else {}),
         }
-        for sample in samples
-    )
-    return "".join(strict_json.write(row, ensure_ascii=False) + "\n" for row in rows)
+        if sample.failures:
+            row["failures"] = sample.failures
+        if sample.dropped:
+            row["dropped"] = True
+        lines.append(strict_json.write(row, ensure_ascii=False) + "\n")
+    return "".join(lines)
 
 
-def line(number: int, groups: Sequence[Group]) -> str:
-    """A line about the first sample."""
+def describe_first(number: int, groups: Sequence[Group]) -> str:
+    """Return a line about the first sample."""
     sample = groups[0].samples[0]
-    prompt = _asked(sample)
+    prompt = _prompt_of(sample)
     if isinstance(prompt, list) and prompt:
         prompt = prompt[-1].get("content")
     texts = shortened(" | ".join(sample.texts), SHOWN)
@@ -141,6 +148,6 @@ def line(number: int, groups: Sequence[Group]) -> str:
     )
 
 
-def _asked(sample: Sample) -> Any:
+def _prompt_of(sample: Sample) -> Any:
     record = sample.prompt.record
     return record.get("prompt", record.get("messages"))

@@ -1,4 +1,4 @@
-"""Figures of samples: those of several processes together are those of one that has all samples."""
+"""Metrics of samples: those of several processes equal those of one that has all samples."""
 
 import contextlib
 import json
@@ -13,8 +13,8 @@ from maxstack.data.prompts import Prompt
 from maxstack.evals.evaluation import StopEarly
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
+from maxstack.rollouts import metrics
 from maxstack.rollouts.evaluation import RewardEvaluator
-from maxstack.rollouts.figures import figures, sums, together
 from maxstack.rollouts.sample import Group, Sample
 
 
@@ -50,11 +50,11 @@ PROCESSES = [
 
 def exchanged(processes):
     """The figures that every process has after the exchange, which is by JSON."""
-    own = [sums(groups, len(groups) + i, 0.5 + i) for i, groups in enumerate(processes)]
-    return figures(together(json.loads(json.dumps(own))))
+    own = [metrics.sum_groups(g, len(g) + i, 0.5 + i) for i, g in enumerate(processes)]
+    return metrics.compute(metrics.merge(json.loads(json.dumps(own))))
 
 
-def test_figures_of_several_processes_are_those_of_all_samples():
+def test_metrics_of_several_processes_are_those_of_all_samples():
     groups = [group for groups in PROCESSES for group in groups]
     samples = [sample for group in groups for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples if not sample.dropped])
@@ -89,7 +89,7 @@ def test_a_spread_far_from_zero_keeps_its_digits(large):
     assert found["reward_std"] == pytest.approx(np.std(np.concatenate(values)), rel=1e-9)
 
 
-def test_what_no_sample_has_is_not_among_the_figures():
+def test_a_metric_without_values_is_absent():
     found = exchanged([[group(2.0, 3.0, dropped=[0, 1])], [group(1.0, dropped=[0])]])
     assert "reward" not in found and "reward_std" not in found and "reward_group_std" not in found
     assert found["reward/own/failed"] == 3 and "turns" not in found
@@ -98,9 +98,10 @@ def test_what_no_sample_has_is_not_among_the_figures():
 class Failing:
     """A maker whose samples do not count."""
 
-    generator = types.SimpleNamespace(room=200)
+    def prompt_limit(self, seq_len):
+        return 184, ""
 
-    def by(self, params, temperature):
+    def using(self, params, temperature):
         return contextlib.nullcontext()
 
     def complete(self, name, groups):
@@ -109,7 +110,7 @@ class Failing:
                 sample.dropped, sample.failures = True, {"exact": "raised"}
 
 
-def test_an_evaluation_of_which_nothing_counts_has_no_reward_and_is_the_worst(tmp_path):
+def test_an_evaluation_whose_samples_are_all_dropped_is_the_worst(tmp_path):
     cfg = tiny.with_rollouts(
         eval={"every": 5, "steps": 1}, train={"stop_early": {"metric": "eval_loss", "patience": 1}}
     )
@@ -118,7 +119,10 @@ def test_an_evaluation_of_which_nothing_counts_has_no_reward_and_is_the_worst(tm
     found = RewardEvaluator(run, Failing(), log, writer)(5, {})
     (row,) = tiny.metrics(tmp_path)
     assert row["eval_reward/exact/failed"] == row["eval_prompts"] == 8
-    assert "eval_reward" not in row and "no sample counts" in (tmp_path / "log.txt").read_text()
+    assert (
+        "eval_reward" not in row
+        and "every sample was dropped" in (tmp_path / "log.txt").read_text()
+    )
     assert (found["eval_reward"], found["eval_loss"]) == (-math.inf, math.inf)
     early = StopEarly(cfg.train.stop_early, {})
     assert not early.read(5, found) and not early.read(10, {"eval_loss": 3.0})
