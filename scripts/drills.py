@@ -30,7 +30,6 @@ sys.path[:] = [str(ROOT), str(ROOT / "tests"), *others]  # here `drills` is this
 os.environ |= {"JAX_PLATFORMS": "cpu", "MAXSTACK_DRILLS": "fresh"}
 
 from drills import disks  # noqa: E402
-from drills.promises import PROMISES  # noqa: E402
 from drills.runs import RUNNING  # noqa: E402
 from drills.table import DRILLS  # noqa: E402
 
@@ -184,12 +183,10 @@ def _words(result: dict[str, Any]) -> str:
 
 def _table(done: Done) -> str:
     lines = ["| | Drill | Promise | Injected | Survived | Lost |", "|---|---|---|---|---|---|"]
-    for promise in PROMISES:
-        if result := done.get(f"{promise.number}"):
+    for number, drill in DRILLS.items():
+        if result := done.get(f"{number}"):
             counts = " | ".join(f"{result[name]}" for name in ("injected", "survived", "lost"))
-            lines.append(
-                f"| {promise.number or ''} | {promise.fault} | {promise.promise} | {counts} |"
-            )
+            lines.append(f"| {number or ''} | {drill.fault} | {drill.promise} | {counts} |")
     return "\n".join(lines)
 
 
