@@ -17,7 +17,7 @@ from maxstack import cli
 from maxstack.cluster.exit_codes import CRASHED
 from maxstack.command import CONFIG, OVERRIDES, argument, command, load_config
 from maxstack.errors import ConfigError
-from maxstack.faults import preemption, supervise
+from maxstack.faults import preemption, supervisor
 from maxstack.hardware import devices, memory
 from maxstack.report import trace_requests
 
@@ -44,7 +44,7 @@ def program(argv: Sequence[str]) -> int:
     gc.set_threshold(200_000, 20, 100)  # else the search for cycles takes a twentieth of the start
     preemption.listen()
     trace_requests.listen()
-    supervise.follow_parent()
+    supervisor.follow_parent()
     try:
         code = main(argv)
     except Exception as error:
@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
     if args.supervise:
         forced = [part for key in args.force_config for part in ("--force-config", key)]
         command = [sys.executable, "-m", "maxstack.train", args.config, *args.overrides, *forced]
-        return supervise.run(command, Path(cfg.run.output_dir) / cfg.run.name, args.max_restarts)
+        return supervisor.run(command, Path(cfg.run.output_dir) / cfg.run.name, args.max_restarts)
     from maxstack import elastic
 
     def once(cfg: "Config", left: Sequence[Any] | None) -> int:
@@ -130,7 +130,7 @@ def train(
     import jax
 
     from maxstack import alike, startup
-    from maxstack.cluster import joining
+    from maxstack.cluster import membership
     from maxstack.hardware.compiling import keep_programs
     from maxstack.loop import Loop, Records
     from maxstack.meter import Meter
@@ -140,7 +140,7 @@ def train(
     from maxstack.run import assemble
     from maxstack.shaped import ShapedSteps
 
-    joining.join(cfg, alike.facts)
+    membership.join(cfg, alike.facts)
     in_this_thread = _is_program and _on_one_cpu_device(cfg) and memory.run_in_this_thread()
     heart = startup.start_watchdog(cfg, ending, _is_program)
     keep_programs(cfg.run.compilation_cache, named=cfg.train.profile is not None)

@@ -27,7 +27,7 @@ LIBRARIES = [
     "maxstack.elastic",
     "maxstack.checkpoint.store",
     "maxstack.checks",
-    "maxstack.cluster.joining",
+    "maxstack.cluster.membership",
     "maxstack.plan.fit",
     "maxstack.data.feed",
     "maxstack.evals.held_out",

@@ -179,7 +179,7 @@ def ended_early(monkeypatch):
         )  # fmt: skip
 
     monkeypatch.setattr(elastic, "train", lambda cfg, once: 0)
-    monkeypatch.setattr("maxstack.faults.supervise.run", lambda command, folder, restarts: 0)
+    monkeypatch.setattr("maxstack.faults.supervisor.run", lambda command, folder, restarts: 0)
     monkeypatch.setattr(plan_cli, "_in_subprocess", planned)
     monkeypatch.setattr(report, "text", lambda plan, cost=(): "")
 

@@ -27,7 +27,7 @@ LLAMA = Path(__file__).parent / "goldens" / "llama"
 HURRIED = """
 import sys
 from maxstack import cli, startup, train
-from maxstack.cluster import joining
+from maxstack.cluster import membership
 {}
 sys.exit(cli.run(train.program, sys.argv[1:]))
 """
@@ -38,7 +38,7 @@ def test_a_process_says_what_it_waits_for_and_leaves_where_another_one_never_joi
     command = [
         sys.executable,
         "-c",
-        HURRIED.format("joining.JOIN, joining.WAITING = 3.0, 1.0"),
+        HURRIED.format("membership.JOIN, membership.BETWEEN = 3.0, 1.0"),
         str(write_config(tmp_path)),
         f"distributed={{coordinator: {process_variables(2)[0]['JAX_COORDINATOR_ADDRESS']!r}, "
         f"processes: 2, process: 0}}",

@@ -30,7 +30,7 @@ MODULES = {
 LEVELS = (
     ("commands",),
     ("train", "submit"),
-    ("elastic", "cli", "faults.supervise"),
+    ("elastic", "cli", "faults.supervisor"),
     ("command",),
     ("loop",),
     ("startup",),

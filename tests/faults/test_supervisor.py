@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from maxstack.faults.supervise import run
+from maxstack.faults.supervisor import run
 from maxstack.report import trace_requests
 
 CHILD = """
 import json, os, signal, sys, time
 from pathlib import Path
-from maxstack.faults.supervise import follow_parent
+from maxstack.faults.supervisor import follow_parent
 
 folder = Path(sys.argv[1])
 def note(name, text):
@@ -47,7 +47,7 @@ sys.exit(life["code"])
 PARENT = """
 import sys
 from pathlib import Path
-from maxstack.faults.supervise import run
+from maxstack.faults.supervisor import run
 sys.exit(run([sys.executable, sys.argv[1] + "/child.py", sys.argv[1]], Path(sys.argv[1]), pause=0.01))
 """  # noqa: E501
 
