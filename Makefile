@@ -32,13 +32,8 @@ drills: .venv/test-installed
 	$(BIN)/python scripts/drills.py $(ARGS)
 
 oracle: .venv-oracle/installed .venv-xpk/installed
+	.venv-oracle/bin/python scripts/make_goldens.py families vision adapters absent low_bits tiktoken_ids trl --check
 	.venv-oracle/bin/python scripts/oracle.py
-	.venv-oracle/bin/python scripts/make_absent_goldens.py --check
-	.venv-oracle/bin/python scripts/make_tiktoken_goldens.py --check
-	.venv-oracle/bin/python scripts/make_quantized_goldens.py --check
-	.venv-oracle/bin/python scripts/make_trl_goldens.py --check
-	.venv-oracle/bin/python scripts/oracle_trl.py
-	.venv-oracle/bin/python scripts/oracle_vision.py
 	.venv-oracle/bin/maxstack submit synthetic --target xpk --cluster tpu-v5e --dry-run mesh.data=1 mesh.fsdp=64 train.batch_size=64 \
 		run.output_dir=/gcs/runs | .venv-xpk/bin/python scripts/record_xpk_options.py --check
 

@@ -1,342 +1,126 @@
-"""Makes tests/goldens: for every model family of goldens.yml a tiny random transformers model, its
-logits and gradient on a few documents, and its greedy continuations of a few prompts.
+"""Make the goldens of tests/goldens with the libraries that maxstack is held to, or check them.
 
-A folder holds config.json and model.safetensors as transformers writes them, and golden.npz:
-`tokens` int32 [B, T] padded on the right, `lengths` int32 [B], `logits` float32 [B, T, V] (zero at
-padding) and `embed_grad` float32 [V, D], the gradient of the mean negative log-likelihood of all
-next tokens with respect to the embedding table (the head's share included where it is tied).
+families       tiny random models of transformers: weights, logits, a gradient, greedy answers
+vision         the same for image models of transformers and diffusers
+adapters       adapters of peft on these models, and the logits of both together
+presets        names and shapes of the tensors of each preset of configs/models
+absent         what transformers reads where a key of config.json is absent
+preprocessors  a picture as transformers' image processors see it
+low_bits       matrices packed by bitsandbytes and compressed-tensors
+tiktoken_ids   token ids of tiktoken by the patterns of Kimi K2, Qwen 1 and Llama 3
+tasks          results of lm-evaluation-harness (needs lm_eval)
+trl            values and gradients of TRL's losses
 
-greedy.npz holds what transformers' generate gives with its cache in float32, each prompt alone and
-unpadded: `prompts` int32 [B, T] padded on the right with -1, `lengths` int32 [B], `tokens` int32
-[B, G], of which none ends a continuation (the end of text is a token like others), and `logprobs`
-float32 [B, G] of these tokens, by log_softmax of the model's logits. With LongRoPE the prompts are
-beyond the original length, and `short_prompts`, `short_lengths`, `short_tokens` and
-`short_logprobs` stay within it, since transformers' Phi3 computes all cached keys anew with the
-long factors where it is crossed. That length is the file's `original` (int32).
-Needs torch and transformers.
+`make oracle` makes the environment that they need. Each is a module of scripts/golden, which
+describes its files.
 
-example: python scripts/make_goldens.py --family gemma2 --check
+example: python scripts/make_goldens.py families --only gemma2 --check
+         python scripts/make_goldens.py absent low_bits trl --check
 """
 
-import filecmp
-import itertools
+import gzip
+import importlib
 import json
-import os
+import math
 import shutil
 import sys
 import tempfile
-import zlib
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from bench import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 GOLDENS = ROOT / "tests" / "goldens"
-ROUNDING = 1e-4
-"""Share of the deviation by which another CPU's results may differ; up to 3.4e-5 were measured."""
+MODULES = [path.stem for path in sorted((ROOT / "scripts" / "golden").glob("[a-z]*.py"))]
+SETS = [name for name in MODULES if not name.startswith("trl_")]
 MAX_BYTES = 200_000
-VOCAB = 128
-LENGTHS = (28, 13)
-"""One document beyond every window, chunk and original RoPE length of goldens.yml, and one within
-the original RoPE length."""
-CLEAR = 2e-3
-"""Least lead of the best logit of every position, in standard deviations of the logits, so that
-rounding cannot change the argmax."""
-TRIES = 64
-"""Random prompts of a length; the one with the most varied clear continuation is kept."""
-CLEAR_STEP = 4e-3
-"""The same lead for every step of a continuation. No lead that decides between the prompts is
-within 5e-5 of it, so that rounding cannot change the choice."""
-
-TABLE = yaml.safe_load((ROOT / "scripts" / "goldens.yml").read_text(encoding="utf-8"))
-FAMILIES: dict[str, dict[str, Any]] = TABLE["families"]
+VERSIONS = "transformers_version", "trl", "torch"
+"""Keys of JSON files that differ between installations."""
 
 
 def main() -> int:
-    """Make or check the families; returns the exit code."""
-    return write_or_check(__doc__, FAMILIES, make)
-
-
-def write_or_check(
-    doc: str | None,
-    families: Mapping[str, Mapping[str, Any]],
-    make: Callable[[str, Path], tuple[int, int]],
-) -> int:
-    """Make the folders of the families that the command line names, or compare them; `make`
-    writes a family's files -> (tensors, numbers in them). Returns the exit code."""
-    parser = arguments.parser(doc)
+    """Make or check; 1 if a file differs or is too large."""
+    parser = arguments.parser(__doc__)
+    parser.add_argument("set", nargs="+", choices=SETS, metavar="SET", help=", ".join(SETS))
+    parser.add_argument("--only", action="append", metavar="NAME", help="one of the set's models")
     parser.add_argument(
-        "--family",
-        action="append",
-        choices=families,
-        metavar="NAME",
-        help=f"only this one; may be repeated: {', '.join(families)}",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="make them anew elsewhere and compare; write nothing; exit 1 where one differs",
+        "--check", action="store_true", help="write nothing; exit 1 if a file would differ"
     )
     args = parser.parse_args()
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        sys.exit(
-            f"goldens are made by torch and transformers, and {error.name} is not "
-            "installed; pip install torch transformers"
-        )
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    wrong, total = 0, 0
-    for family in args.family or families:
-        with tempfile.TemporaryDirectory() as temporary:
-            made = Path(temporary) / family
-            made.mkdir()
-            tensors, numbers = make(family, made)
-            faults = []
-            if args.check:
-                faults = differences(made, GOLDENS / family)
-            else:
-                shutil.rmtree(GOLDENS / family, ignore_errors=True)
-                shutil.copytree(made, GOLDENS / family)
-            size = sum(path.stat().st_size for path in made.iterdir())
-        if size > MAX_BYTES:
-            faults.append(f"{size:,} bytes are more than {MAX_BYTES:,}: make it smaller")
-        wrong, total = wrong + bool(faults), total + size
-        result = "; ".join(faults) or ("same" if args.check else "written")
-        print(
-            f"{family:18} {tensors:4} tensors {numbers:7,} numbers {size / 1000:6.1f} kB {result}",
-            flush=True,
-        )
-    print(f"{total / 1e6:.2f} MB in all" + (f"; {wrong} differ or are too large" if wrong else ""))
+    wrong = 0
+    for name in args.set:
+        module = importlib.import_module(f"golden.{name}")
+        for item in args.only or module.NAMES:
+            with tempfile.TemporaryDirectory() as temporary:
+                made = Path(temporary)
+                module.make(item, made)
+                faults = differences(made, module.CLOSE) if args.check else keep(made)
+            print(f"{name} {item}: {'; '.join(faults) or 'ok'}", flush=True)
+            wrong += bool(faults)
     return 1 if wrong else 0
 
 
-def make(family: str, folder: Path) -> tuple[int, int]:
-    """Write the family's files into the folder -> (tensors, numbers in them)."""
-    import torch
-    import transformers
-    from safetensors.numpy import load_file
-
-    settings = dict(FAMILIES[family])
-    name = settings.pop("class")
-    seed = zlib.crc32(family.encode())
-    torch.manual_seed(seed)
-    has_text_part = hasattr(transformers, f"{name}TextConfig")
-    if name != "GPT2":
-        settings = TABLE["dims"] | settings
-    config = getattr(transformers, f"{name}{'Text' if has_text_part else ''}Config")(**settings)
-    model = (
-        transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", experts_implementation="eager"
-        )
-        .float()
-        .eval()
-    )
-    perturb(model)
-    real = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
-    for attempt in itertools.count(seed):
-        tokens = np.where(
-            real, np.random.default_rng(attempt).integers(3, VOCAB, real.shape), 0
-        ).astype(np.int32)
-        logits, grad = evaluate(model, tokens)
-        best = np.sort(logits[real], axis=-1)
-        if (best[:, -1] - best[:, -2]).min() > CLEAR * logits[real].std():
-            break
-        model.zero_grad()
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    np.savez_compressed(
-        folder / "golden.npz",
-        tokens=tokens,
-        lengths=np.array(LENGTHS, np.int32),
-        logits=logits,
-        embed_grad=grad,
-    )
-    np.savez_compressed(folder / "greedy.npz", **continuations(folder, seed))
-    saved = load_file(folder / "model.safetensors").values()
-    return len(saved), sum(tensor.size for tensor in saved)
+def files(made: Path) -> list[Path]:
+    """The files that a set wrote, relative to tests/goldens."""
+    return sorted(path.relative_to(made) for path in made.rglob("*") if path.is_file())
 
 
-def perturb(model: Any) -> None:
-    """Add noise to every parameter and saved buffer: norms at one, biases at zero and weights too
-    small to matter hide mistakes.
-
-    Larger weights would make the deep models chaotic: rounding alone would move their logits by
-    more than the tolerance of parity.
-    """
-    import torch
-
-    of_tokens = hasattr(model, "get_input_embeddings")
-    embed = getattr(model.get_input_embeddings(), "weight", None) if of_tokens else None
-    with torch.no_grad():
-        for name, tensor in {
-            **dict(model.named_parameters()),
-            **{n: b for n, b in model.named_buffers() if n in model.state_dict()},
-        }.items():
-            if not tensor.is_floating_point():
-                raise SystemExit(
-                    f"{type(model).__name__}: {name} is {tensor.dtype}; only "
-                    "floating-point tensors are known"
-                )
-            if tensor is embed:
-                spread = 0.5
-            elif tensor.ndim > 1 and tensor.shape[-1] > 1:
-                spread = 0.6 * tensor.shape[-1] ** -0.5
-            else:
-                spread = 0.25
-            tensor.add_(torch.randn(tensor.shape) * spread)
+def keep(made: Path) -> list[str]:
+    """Replace the kept files; faults if there are too many bytes."""
+    if (size := sum((made / file).stat().st_size for file in files(made))) > MAX_BYTES:
+        return [f"{size:,} bytes are more than {MAX_BYTES:,}; make the model smaller"]
+    for folder in {file.parent for file in files(made)} - {Path()}:
+        shutil.rmtree(GOLDENS / folder, ignore_errors=True)
+    shutil.copytree(made, GOLDENS, dirs_exist_ok=True)
+    return []
 
 
-def evaluate(model: Any, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [B, T, V] and the gradient [V, D]. Each document runs alone and unpadded, so that
-    neither padding nor other documents can matter."""
-    import torch
-
-    logits = np.zeros((*tokens.shape, VOCAB), np.float32)
-    total = torch.zeros(())
-    for row, length in enumerate(LENGTHS):
-        ids = torch.from_numpy(tokens[row : row + 1, :length]).long()
-        out = model(
-            input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False
-        ).logits.float()
-        total = total + torch.nn.functional.cross_entropy(out[0, :-1], ids[0, 1:], reduction="sum")
-        logits[row, :length] = out[0].detach().numpy()
-    (total / sum(length - 1 for length in LENGTHS)).backward()
-    grad = model.get_input_embeddings().weight.grad.numpy()
-    for name, array in (("logits", logits), ("gradient", grad)):
-        if not (np.isfinite(array).all() and array.any()):
-            raise SystemExit(f"{type(model).__name__}: {name} are not finite or all zero")
-    return logits, grad
-
-
-def continuations(folder: Path, seed: int) -> dict[str, np.ndarray]:
-    """The arrays of greedy.npz for the model of a folder."""
-    import torch
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    context = config.max_position_embeddings
-    longest, steps = context * 3 // 8 - 1, context // 2
-    sets, arrays = {"": ((1, 5, longest), steps)}, {}
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        original = config.original_max_position_embeddings
-        arrays["original"] = np.array(original, np.int32)
-        sets = {
-            "": ((original + 1, original + 3, longest), steps),
-            "short_": ((1, 5, original // 2), original // 2),
-        }
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=config,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        dtype=torch.float32,
-    ).eval()
-    model.generation_config.eos_token_id = None
-    for prefix, (lengths, steps) in sets.items():
-        prompts = np.full((len(lengths), max(lengths)), -1, np.int32)
-        rows = []
-        for row, length in enumerate(lengths):
-            prompts[row, :length], *answer = clear_continuation(model, length, steps, seed)
-            rows.append(answer)
-        tokens, logprobs = (np.stack(values) for values in zip(*rows, strict=True))
-        named = {"prompts": prompts, "lengths": np.array(lengths, np.int32)}
-        named |= {"tokens": tokens, "logprobs": logprobs}
-        arrays |= {prefix + name: array for name, array in named.items()}
-    return arrays
-
-
-def clear_continuation(
-    model: Any, length: int, steps: int, seed: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A prompt [length], its tokens [steps] and their log-probabilities [steps]."""
-    import torch
-
-    draws = np.random.default_rng((seed, length)).integers(3, VOCAB, (TRIES, length))
-    tokens, logits = generate(model, draws, steps)
-    varied = [len(set(row)) for row in tokens.tolist()]
-    prompt = draws[np.argmax(np.where(lead(logits) > CLEAR_STEP, varied, 0))][None]
-    tokens, logits = generate(model, prompt, steps)
-    with torch.no_grad():
-        whole = torch.from_numpy(np.concatenate([prompt, tokens[:, :-1]], axis=1))
-        uncached = model(input_ids=whole, use_cache=False).logits[:, length - 1 :]
-    name = f"{type(model).__name__}: a prompt of {length} tokens"
-    if lead(logits)[0] <= CLEAR_STEP:
-        raise SystemExit(f"{name}: none of {TRIES} is continued clearly")
-    if np.abs(uncached.numpy() - logits).max() > ROUNDING * logits.std():
-        raise SystemExit(f"{name}: logits with and without transformers' cache differ")
-    logprobs = torch.log_softmax(torch.from_numpy(logits), -1).numpy()
-    chosen = np.take_along_axis(logprobs, tokens[..., None], -1)[0, :, 0]
-    return prompt[0], tokens[0].astype(np.int32), chosen
-
-
-def generate(model: Any, prompts: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Greedy tokens [B, steps] after prompts [B, T], and the logits [B, steps, V] of each step."""
-    import torch
-
-    ids = torch.from_numpy(prompts)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        use_cache=True,
-        max_new_tokens=steps,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return out.sequences[:, -steps:].numpy(), torch.stack(out.logits, 1).float().numpy()
-
-
-def lead(logits: np.ndarray) -> np.ndarray:
-    """Least lead [B] of the best of logits [B, T, V], in standard deviations of the row."""
-    best = np.sort(logits, axis=-1)
-    return (best[..., -1] - best[..., -2]).min(-1) / logits.std((1, 2))
-
-
-def differences(made: Path, kept: Path) -> list[str]:
-    """Differences of two folders, apart from rounding and the version of transformers."""
-    from safetensors.numpy import load_file
-
-    if not kept.is_dir():
-        return [f"{os.path.relpath(kept)} is missing; run without --check"]
-    names = {folder: sorted(path.name for path in folder.iterdir()) for folder in (made, kept)}
-    if names[made] != names[kept]:
-        return [f"files {names[kept]} instead of {names[made]}"]
+def differences(made: Path, close: float) -> list[str]:
+    """How the kept files differ from new ones, by more than `close` of an array's deviation."""
     faults = []
-    if without_version(made) != without_version(kept):
-        faults.append("config.json differs")
-    for name, load in (
-        ("model.safetensors", load_file),
-        ("golden.npz", lambda path: dict(np.load(path))),
-        ("greedy.npz", lambda path: dict(np.load(path))),
-        ("vision.npz", lambda path: dict(np.load(path))),
-    ):
-        if name not in names[made] or filecmp.cmp(made / name, kept / name, shallow=False):
-            continue
-        new, old = load(made / name), load(kept / name)
-        if new.keys() != old.keys():
-            faults.append(f"{name}: tensors {sorted(new.keys() ^ old.keys())} are in one alone")
-        faults += [
-            f"{name}: {key} differs"
-            for key in sorted(new.keys() & old.keys())
-            if new[key].shape != old[key].shape
-            or not np.allclose(new[key], old[key], rtol=1e-4, atol=ROUNDING * old[key].std())
-        ]
+    for file in files(made):
+        if not (GOLDENS / file).is_file():
+            faults.append(f"{file} is missing; run without --check")
+        elif not same(read(made / file), read(GOLDENS / file), close):
+            faults.append(f"{file} differs")
+    for folder in {file.parent for file in files(made)} - {Path()}:
+        names = {path.name for path in (GOLDENS / folder).glob("*")}
+        if extra := names - {path.name for path in (made / folder).iterdir()}:
+            faults.append(f"{folder} has files that are made no more: {', '.join(sorted(extra))}")
     return faults
 
 
-def without_version(folder: Path) -> dict[str, Any]:
-    """config.json without the version that wrote it."""
-    read = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return {key: value for key, value in read.items() if key != "transformers_version"}
+def read(path: Path) -> Any:
+    """The contents of a file as arrays or JSON; else its bytes."""
+    if path.suffix == ".npz":
+        return dict(np.load(path))
+    if path.suffix == ".safetensors":
+        from safetensors.numpy import load_file
+
+        return load_file(path)
+    if path.suffix in (".json", ".gz"):
+        data = path.read_bytes()
+        return json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    return path.read_bytes()
+
+
+def same(new: Any, old: Any, close: float) -> bool:
+    """Whether two values are equal, apart from rounding and versions."""
+    if isinstance(new, dict):
+        kept = new.keys() - VERSIONS
+        return kept == old.keys() - VERSIONS and all(same(new[k], old[k], close) for k in kept)
+    if isinstance(new, list):
+        return len(new) == len(old) and all(map(same, new, old, [close] * len(new)))
+    if isinstance(new, float):
+        return math.isclose(new, old, rel_tol=close)
+    if not isinstance(new, np.ndarray):
+        return new == old
+    if new.shape != old.shape or not np.issubdtype(old.dtype, np.inexact):
+        return np.array_equal(new, old)
+    return np.allclose(new, old, rtol=close, atol=close * float(old.std()))
 
 
 if __name__ == "__main__":

@@ -1,285 +1,72 @@
-"""Compares every model family with the installed transformers, and writes the table in
-docs/MODELS.md.
+"""Compare maxstack with other libraries; print what differs, and write the tables of the docs.
 
-For each golden folder: the golden is made again and compared, our logits and gradients are
-compared, and the folder is imported, exported and loaded by transformers, tensor by tensor. One
-model is trained on 8 virtual devices in between. Needs torch and transformers: `make oracle` makes
-an environment.
+language       model families with transformers: logits, gradients, folders read and written;
+               adapters with peft; tokenizers (docs/MODELS.md)
+images         image models with transformers and diffusers
+post_training  the losses of ten steps with TRL's trainers; answers and rewards of exported
+               models (docs/POSTTRAINING.md)
 
-example: python scripts/oracle.py --family llama gemma2
+`make oracle` makes the environment that they need, and checks the goldens first.
+
+example: python scripts/oracle.py                              all of it
+         python scripts/oracle.py language --only llama gemma2
 """
 
-import json
-import math
-import random
+import importlib
+import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from bench import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
-
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import parity  # noqa: E402
-from safetensors.numpy import load_file  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
+os.environ["JAX_PLATFORMS"] = "cpu"
+PARTS = "language", "images", "post_training"
 BEGIN, END = "<!-- written by make oracle -->", "<!-- end -->"
-HEAD = [
-    "| Family | Parameters checked | Logits error | Same argmax | Gradient error | Round "
-    "trip | transformers loads the export |",
-    "| --- " * 7 + "|",
-]
-TRAINED = "qwen3_moe"
-ADAPTED = (
-    ("llama", "{rank: 4}"),
-    ("qwen3", "{rank: 4, dora: true, rslora: true}"),
-    ("phi3", "{rank: 2}"),
-    ("gpt2", "{rank: 2, dora: true}"),
-    ("deepseek_v3", "{rank: 2, targets: ['.*/mixer']}"),
-    ("qwen3_next", "{rank: 2, targets: ['.*/mixer']}"),
-)
-TEXTS, ADDED = 4000, ("<|im_end|>", "<tool>")
-TOKENIZERS = tuple(
-    (kind, named)
-    for kind in ("gpt2", "qwen2", "qwen3", "qwen3_moe")
-    for named in ("defaults", "added_tokens.json", "tokenizer_config.json")
-)
 
 
 def main() -> int:
-    """Check the families; 1 if one is not at par."""
+    """Compare; 1 if something is not at par."""
     parser = arguments.parser(__doc__)
+    parser.add_argument("part", nargs="?", choices=PARTS, help="(default: all)")
     parser.add_argument(
-        "--family",
-        nargs="*",
-        choices=parity.FAMILIES,
-        default=parity.FAMILIES,
-        metavar="NAME",
-        help="folders of tests/goldens (default: all)",
+        "--only", nargs="+", metavar="NAME", help="these of a part; the docs stay as they are"
     )
-    families = parser.parse_args().family
-    jax.config.update("jax_platforms", "cpu")
-    lines, bad = [], []
-    named = [word for family in families for word in ("--family", family)]
-    subprocess.run(
-        [sys.executable, str(ROOT / "scripts/make_goldens.py"), "--check", *named], check=True
-    )
-    for family in tqdm(families, unit=" families"):
-        line, good = _row(family)
-        lines.append(line)
-        bad += [] if good else [family]
-    subprocess.run(
-        [sys.executable, str(ROOT / "scripts/make_adapter_goldens.py"), "--check"], check=True
-    )
-    adapters = {f"{family}, {settings}": _adapted(family, settings) for family, settings in ADAPTED}
-    bad += [name for name, error in adapters.items() if error > parity.LOGITS]
-    error = _trained()
-    lines += [
-        "",
-        f"{TRAINED}, imported, trained for 5 steps on 8 virtual devices (data 2 x fsdp 2 "
-        "x tensor 2), exported, loaded by it: "
-        f"logits within {error:.1e} of maxstack's own.",
-        "",
-        "Adapters trained by maxstack, exported, and loaded by peft over its model; "
-        "logits of that, and of the merged export, against "
-        f"maxstack's own: {'; '.join(f'{name}: {error:.1e}' for name, error in adapters.items())}.",
-    ]
-    ids = {f"{kind} ({named})": _tokenized(kind, named) for kind, named in TOKENIZERS}
-    bad += [name for name, wrong in ids.items() if wrong]
-    said = "; ".join(f"{name}: {wrong or 'none'}" for name, wrong in ids.items())
-    lines += [
-        "",
-        f"Tokenizers read from vocab.json and merges.txt: of {TEXTS:,} texts, those whose "
-        f"ids are not transformers': {said}.",
-    ]
-    if families == parity.FAMILIES:
-        arguments.write_block(ROOT / "docs/MODELS.md", BEGIN, END, "\n".join([*HEAD, *lines]))
-    print("\n".join([*HEAD, *lines]))
-    if error > parity.LOGITS:
-        bad.append(f"{TRAINED} after training")
+    args = parser.parse_args()
+    bad = []
+    for part in [args.part] if args.part else PARTS:
+        bad += importlib.import_module(f"oracles.{part}").compare(args.only)
     if bad:
         print(f"not at par: {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0
 
 
-def _row(family: str) -> tuple[str, bool]:
-    folder = parity.GOLDENS / family
-    measured = parity.measure(folder)
-    with tempfile.TemporaryDirectory() as temporary:
-        out = Path(temporary) / "out"
-        parity.export_again(folder, out)
-        exact = _same_tensors(folder, out)
-        loads = _distance(out, np.load(folder / "golden.npz")) <= parity.LOGITS
-    close = measured.logits <= parity.LOGITS and measured.gradient <= parity.GRADIENT
-    cells = [
-        family,
-        f"{measured.parameters:,}",
-        f"{measured.logits:.1e}",
-        _yes(measured.argmax),
-        f"{measured.gradient:.1e}",
-        "bit for bit" if exact else "**differs**",
-        _yes(loads),
-    ]
-    return f"| {' | '.join(cells)} |", measured.argmax and close and exact and loads
+def report(lines: list[str], page: str | None) -> None:
+    """Print a table, and write it into a page of the docs if one is given."""
+    text = "\n".join(lines)
+    print(text)
+    if page:
+        arguments.write_block(ROOT / "docs" / page, BEGIN, END, text)
 
 
-def _same_tensors(folder: Path, out: Path) -> bool:
-    ours, theirs = (load_file(path / "model.safetensors") for path in (out, folder))
-    return ours.keys() == theirs.keys() and all(
-        ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name])
-        for name in theirs
-    )
-
-
-def _distance(folder: Path, wanted: Mapping[str, np.ndarray]) -> float:
-    """Largest difference of transformers' logits from `logits` of `tokens`, over their deviation;
-    infinite if it does not load every tensor, and no other."""
-    import torch
-    from make_adapter_goldens import logits_of
-    from transformers import AutoModelForCausalLM
-
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
-    )
-    if any(report.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")):
-        return math.inf
-    tokens, lengths, logits = (wanted[name] for name in ("tokens", "lengths", "logits"))
-    real = np.arange(tokens.shape[1]) < lengths[:, None]
-    difference = logits_of(model, tokens, lengths) - logits
-    return float(np.abs(difference[real]).max() / logits[real].std())
-
-
-def _maxstack(*words: object) -> None:
+def maxstack(*words: object) -> None:
+    """Run a command of maxstack silently; it must succeed."""
     command = [sys.executable, "-m", "maxstack.cli", *map(str, words)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
-def _scores(run: Path, family: str, *words: str) -> Mapping[str, np.ndarray]:
-    """Tokens, lengths and maxstack's logits of a trained run, on the tokens of a golden."""
-    golden = np.load(parity.GOLDENS / family / "golden.npz")
-    tokens, scores = run.with_name("tokens.npz"), run.with_name("scores.npz")
-    np.savez(tokens, tokens=golden["tokens"], lengths=golden["lengths"])
-    _maxstack("score", run, "--tokens", tokens, "--out", scores, "--logits", *words)
-    return dict(np.load(scores))
+def same_tensors(folder: Path, out: Path) -> bool:
+    """Whether two model folders hold the same tensors, bit for bit."""
+    from safetensors.numpy import load_file
 
-
-def _trained() -> float:
-    """Error of transformers' logits for a model that was imported, trained on a mesh and
-    exported."""
-    with tempfile.TemporaryDirectory() as temporary:
-        run, out = Path(temporary) / "run", Path(temporary) / "out"
-        _maxstack("import", parity.GOLDENS / TRAINED, "--out", run)
-        _maxstack(
-            "train",
-            run / "config.yml",
-            "train.steps=5",
-            "train.batch_size=8",
-            "data.seq_len=32",
-            "model.dtype=float32",
-            "run.virtual_devices=8",
-            "mesh.fsdp=2",
-            "mesh.tensor=2",
-            "optimizer.learning_rate=1e-2",
-        )
-        scores = _scores(run, TRAINED, "model.dtype=float32")
-        _maxstack("export", run, "--out", out)
-        return _distance(out, scores)
-
-
-def _adapted(family: str, settings: str) -> float:
-    """Error of peft's logits, and of transformers' for the merged export, for an adapter that was
-    trained on a golden folder."""
-    from make_adapter_goldens import logits
-
-    golden = parity.GOLDENS / family
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        (folder / "run.yml").write_text(
-            f"model: {{from: {golden}, dtype: float32}}\nlora: {settings}\n"
-        )
-        _maxstack(
-            "train",
-            folder / "run.yml",
-            "data={sources: [{kind: synthetic, vocab: 100}], seq_len: 16}",
-            "run.name=run",
-            f"run.output_dir={folder}",
-            "train.steps=5",
-            "train.batch_size=8",
-            "optimizer.learning_rate=2e-2",
-            "checkpoint.every=5",
-        )
-        _maxstack("lora", "export", folder / "run", "--out", folder / "adapter")
-        _maxstack("export", folder / "run", "--out", folder / "merged")
-        scores = _scores(folder / "run", family)
-        adapted = logits(golden, folder / "adapter", scores["tokens"], scores["lengths"])
-        error = np.abs(adapted - scores["logits"]).max() / adapted.std()
-        return float(max(error, _distance(folder / "merged", scores)))
-
-
-def _tokenized(model_type: str, named: str) -> int:
-    """Number of TEXTS random texts whose ids differ from transformers', by vocab.json and
-    merges.txt; added tokens are `named` in a file, or the defaults."""
-    import tokenizers
-    from transformers import AutoTokenizer
-
-    from maxstack.data.byte_level import tokenizer_json
-
-    rng, source = random.Random(0), Path(__file__).read_text()
-    ranges = (
-        (9, 14),
-        (32, 127),
-        (160, 192),
-        (768, 832),
-        (2309, 2382),
-        (4352, 4470),
-        (8192, 8234),
-        (12353, 12439),
-        (44032, 44100),
-        (64256, 64262),
-        (65, 91),
-        (128512, 128592),
+    ours, theirs = (load_file(next(path.glob("*.safetensors"))) for path in (out, folder))
+    return ours.keys() == theirs.keys() and all(
+        ours[name].dtype == theirs[name].dtype and np.array_equal(ours[name], theirs[name])
+        for name in theirs
     )
-    characters = [chr(code) for low, high in ranges for code in range(low, high)]
-    texts = ["".join(rng.choices(characters, k=rng.randint(1, 60))) for _ in range(TEXTS // 2)]
-    for start in rng.choices(range(len(source) - 200), k=TEXTS - len(texts)):
-        texts.append(source[start : start + rng.randint(1, 200)] + rng.choice(("", *ADDED)))
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        trained = tokenizers.ByteLevelBPETokenizer()
-        trained.train_from_iterator(
-            [source], vocab_size=700, show_progress=False, special_tokens=["<|endoftext|>"]
-        )
-        trained.save_model(temporary)
-        size = trained.get_vocab_size()
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-        if named == "added_tokens.json":
-            ids = {token: size + i for i, token in enumerate(ADDED)}
-            (folder / "added_tokens.json").write_text(json.dumps(ids))
-            special = {"eos_token": ADDED[0], "additional_special_tokens": [ADDED[0]]}
-            (folder / "special_tokens_map.json").write_text(json.dumps(special))
-        elif named == "tokenizer_config.json":
-            decoder = {
-                str(size + i): {"content": token, "special": i == 0}
-                for i, token in enumerate(ADDED)
-            }
-            (folder / named).write_text(json.dumps({"added_tokens_decoder": decoder}))
-        theirs = AutoTokenizer.from_pretrained(folder)
-        ours = tokenizers.Tokenizer.from_buffer(tokenizer_json(folder / "vocab.json"))
-        return sum(
-            ours.encode(text, add_special_tokens=False).ids
-            != theirs(text, add_special_tokens=False)["input_ids"]
-            for text in texts
-        )
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "**no**"
 
 
 if __name__ == "__main__":

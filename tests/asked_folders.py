@@ -1,4 +1,4 @@
-"""Model folders and task files that tests and scripts/make_task_goldens.py ask alike; without
+"""Model folders and task files that tests and scripts/golden/tasks.py ask alike; without
 maxstack."""
 
 import json

@@ -30,7 +30,7 @@ def opened(tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_ids_are_those_of_tiktoken(tmp_path, name):
-    """scripts/make_tiktoken_goldens.py compares 4,000 texts of each pattern."""
+    """scripts/golden/tiktoken_ids.py compares 4,000 texts of each pattern."""
     tokenizer = opened(folder(tmp_path, name))
     for text, ids in zip(GOLDEN["texts"], GOLDEN["ids"][name], strict=True):
         found = tokenizer.encode(text.encode())

@@ -35,7 +35,7 @@ def model_of(config):
 
 @pytest.mark.parametrize("name", ABSENT)
 def test_an_absent_key_means_what_it_means_to_transformers_or_is_refused(name):
-    """By a file that scripts/make_absent_goldens.py writes of transformers."""
+    """By a file that scripts/golden/absent.py writes of transformers."""
     config, read = golden(name), 0
     for path, changed in ABSENT[name].items():
         less = copy.deepcopy(config)

@@ -1,5 +1,5 @@
 """Weights as PyTorch's quantizing programs pack them, against what these programs make of them:
-bitsandbytes and compressed-tensors by scripts/make_quantized_goldens.py, AWQ and GPTQ by the loops
+bitsandbytes and compressed-tensors by scripts/golden/low_bits.py, AWQ and GPTQ by the loops
 of AutoAWQ's WQLinear_GEMM.from_linear and AutoGPTQ's QuantLinear.pack, written out again."""
 
 import json

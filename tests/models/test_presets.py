@@ -1,5 +1,5 @@
 """Every preset against transformers' own model of the same numbers
-(scripts/make_preset_goldens.py): parameters, tensor names, shapes."""
+(scripts/golden/presets.py): parameters, tensor names, shapes."""
 
 import gzip
 import json
@@ -32,7 +32,7 @@ RUN = "model: {preset: PRESET}\ndata: {sources: [{kind: synthetic, vocab: 2}]}\n
 
 
 def test_every_preset_has_a_golden():
-    assert GOLDENS.keys() == PRESETS.keys(), "run scripts/make_preset_goldens.py"
+    assert GOLDENS.keys() == PRESETS.keys(), "run scripts/make_goldens.py presets"
 
 
 @pytest.mark.parametrize("name", PRESETS)

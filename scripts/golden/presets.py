@@ -1,32 +1,32 @@
-"""Makes tests/goldens/presets.json.gz: for every preset of configs/models the names and shapes of
-the tensors that transformers has for it.
+"""presets.json.gz: for every preset of configs/models the names and shapes of the tensors that
+transformers has for it.
 
 A preset becomes a config.json by maxstack's own table, and that a transformers model on the meta
 device, which holds no numbers. Names are those on disk, each number in them written as #, with the
 shapes that occur and how often: {"model.layers.#.mlp.experts.#.up_proj.weight": {"768x2048":
-6144}}. Needs torch and transformers.
-
-example: python scripts/make_preset_goldens.py --preset qwen3-0.6b
+6144}}. Presets are made one at a time, and the others stay.
 """
 
 import gzip
 import json
 import math
 import re
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from bench import arguments
+import torch
+import transformers
+from make_goldens import GOLDENS, ROOT
+from transformers.core_model_loading import revert_weight_conversion
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from maxstack.hf.families import FAMILIES
+from maxstack.load import load
 
-from maxstack.hf.families import FAMILIES  # noqa: E402
-from maxstack.load import load  # noqa: E402
-
-GOLDEN = ROOT / "tests" / "goldens" / "presets.json.gz"
+PRESETS = (path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
+NAMES = sorted(name for name in PRESETS if not name.startswith("dit-"))  # those are of diffusers
+CLOSE = 0.0
+FILE = "presets.json.gz"
 DATA = {"sources": [{"kind": "synthetic", "vocab": 2}]}
 # What the names of presets begin with -> model_type in config.json; the longest beginning counts.
 MODEL_TYPES = {
@@ -73,47 +73,14 @@ MODEL_TYPES = {
 }
 
 
-def main() -> int:
-    """Make or check the presets; returns the exit code."""
-    presets = (path.stem for path in (ROOT / "configs" / "models").glob("*.yml"))
-    names = sorted(name for name in presets if not name.startswith("dit-"))  # of diffusers
-    parser = arguments.parser(__doc__)
-    parser.add_argument(
-        "--preset",
-        action="append",
-        choices=names,
-        metavar="NAME",
-        help="only this one; may be repeated; the others stay",
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit 1 where the file differs"
-    )
-    args = parser.parse_args()
-    kept = json.loads(gzip.decompress(GOLDEN.read_bytes())) if GOLDEN.is_file() else {}
-    made, failed = {}, []
-    for name in args.preset or names:
-        try:
-            made[name] = golden(name)
-        except Exception as error:  # the others are still made, and the exit code is 1
-            failed.append(name)
-            print(f"{name:24} {type(error).__name__}: {error}", flush=True)
-            continue
-        result = made[name]["model_type"]
-        if args.check:
-            result = "same" if made[name] == kept.get(name) else "differs"
-        print(f"{name:24} {made[name]['parameters']:>18,} parameters  {result}", flush=True)
-    if args.check:
-        return 1 if failed or any(made[name] != kept.get(name) for name in made) else 0
-    found = (kept | made) if args.preset else made
-    found = {name: entry for name, entry in found.items() if name in names}
-    GOLDEN.write_bytes(
-        gzip.compress(json.dumps(found, sort_keys=True, separators=(",", ":")).encode(), mtime=0)
-    )
-    print(
-        f"{GOLDEN.relative_to(ROOT)}: {len(found)} presets, {GOLDEN.stat().st_size:,} bytes"
-        + (f"; failed: {', '.join(failed)}" if failed else "")
-    )
-    return 1 if failed else 0
+def make(name: str, out: Path) -> None:
+    """Write the file with a new entry for one preset."""
+    kept = GOLDENS / FILE
+    found = json.loads(gzip.decompress(kept.read_bytes())) if kept.is_file() else {}
+    found = {preset: entry for preset, entry in found.items() if preset in NAMES}
+    found[name] = golden(name)
+    text = json.dumps(found, sort_keys=True, separators=(",", ":"))
+    (out / FILE).write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def golden(name: str) -> dict[str, Any]:
@@ -134,10 +101,6 @@ def golden(name: str) -> dict[str, Any]:
 
 def tensors(config_json: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names on disk and shapes of what transformers builds from a config.json."""
-    import torch
-    import transformers
-    from transformers.core_model_loading import revert_weight_conversion
-
     rest = {
         key: value
         for key, value in config_json.items()
@@ -156,7 +119,3 @@ def tensors(config_json: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {
         name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, state).items()
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""TRL's trainers on the model and rows of oracle_trl.py, and transformers on what it exports."""
+"""TRL's trainers on the model and rows of post_training.py, and transformers on what it exports."""
 
 import functools
 import json

@@ -1,42 +1,27 @@
-"""Makes tests/goldens/low_bits.npz: small matrices as bitsandbytes and compressed-tensors pack
-them, and the floats that these make of them again (`NAME/meant`, float32).
+"""low_bits.npz: small matrices as bitsandbytes and compressed-tensors pack them, and the floats
+that these make of them again (`NAME/meant`, float32)."""
 
-Needs torch, bitsandbytes and compressed-tensors.
-
-example: python scripts/make_quantized_goldens.py --check
-"""
-
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench import arguments
+import torch
+from bitsandbytes import functional, nn
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
 
-FILE = Path(__file__).resolve().parent.parent / "tests" / "goldens" / "low_bits.npz"
+NAMES, CLOSE = ["low_bits"], 0.0
 SHAPE = 16, 64
 
 
-def main() -> int:
-    """Write the file, or compare it; returns the exit code."""
-    parser = arguments.parser(__doc__)
-    parser.add_argument("--check", action="store_true", help="compare; write nothing")
-    check = parser.parse_args().check
-    import torch
-
+def make(name: str, out: Path) -> None:
+    """Write the file."""
     torch.manual_seed(0)
-    made = _bitsandbytes(torch) | _compressed(torch)
-    if not check:
-        np.savez_compressed(FILE, **made)
-    held = np.load(FILE)
-    same = made.keys() == {*held} and all(np.array_equal(held[key], made[key]) for key in made)
-    print(f"{FILE.name}: {'same' if same else 'differs'}")
-    return 0 if same else 1
+    np.savez_compressed(out / "low_bits.npz", **bitsandbytes(), **compressed())
 
 
-def _bitsandbytes(torch: Any) -> dict[str, Any]:
-    from bitsandbytes import functional, nn
-
+def bitsandbytes() -> dict[str, Any]:
+    """NF4, nested NF4, FP4 and int8."""
     made = {}
     for name, kind, nested in (
         ("nf4", "nf4", False),
@@ -62,10 +47,8 @@ def _bitsandbytes(torch: Any) -> dict[str, Any]:
     }
 
 
-def _compressed(torch: Any) -> dict[str, Any]:
-    from compressed_tensors.quantization import QuantizationArgs
-    from compressed_tensors.quantization.lifecycle.forward import dequantize, quantize
-
+def compressed() -> dict[str, Any]:
+    """int8 and float8 with a scale for each channel, and float8 with one scale."""
     made = {}
     cases = {
         "int-quantized": ("int", "channel", 127, torch.int8),
@@ -86,7 +69,3 @@ def _compressed(torch: Any) -> dict[str, Any]:
         made[f"{name}/weight_scale"] = scale.view(torch.uint16).numpy()
         made[f"{name}/meant"] = meant.float().numpy()
     return made
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,29 +1,20 @@
-"""Trains a tiny model for ten steps with TRL's trainers and with maxstack, on the same rows from
-the same Hugging Face folder, and compares the losses of every step; then compares the answers and
-rewards of models that maxstack trained and exported with those in transformers. Writes the table in
-docs/POSTTRAINING.md. Needs trl: `make oracle` makes an environment.
-
-example: python scripts/oracle_trl.py --objective sft dpo
-"""
+"""Post-training beside TRL: a tiny model is trained for ten steps with TRL's trainers and with
+maxstack, on the same rows from the same Hugging Face folder, and the losses of every step are
+compared; then the answers and rewards of models that maxstack trained and exported with those in
+transformers."""
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench import arguments
+from oracle import maxstack, report
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from maxstack.data import people
+from oracles import trl_trainers
 
-from maxstack.data import people  # noqa: E402
-
-BEGIN, END = "<!-- written by make oracle -->", "<!-- end -->"
 HEAD = (
     "| Objective | First and tenth loss of TRL | Of maxstack | Largest difference of ten |",
     "| --- " * 4 + "|",
@@ -59,27 +50,15 @@ CASES = {
 }
 
 
-def main() -> int:
-    """Compare; 1 where losses or rewards differ by more than CLOSE, or an answer does."""
-    parser = arguments.parser(__doc__)
-    parser.add_argument(
-        "--objective",
-        nargs="*",
-        choices=CASES,
-        default=[*CASES],
-        metavar="NAME",
-        help=f"of {', '.join(CASES)} (default: all)",
-    )
-    names = parser.parse_args().objective
-    from bench import trl_trainers
-
+def compare(only: list[str] | None) -> list[str]:
+    """Print the table -> what is not at par; all objectives write docs/POSTTRAINING.md."""
     lines, bad = [*HEAD], []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for kind in ("CausalLM", "SequenceClassification"):
             trl_trainers.make_model(folder / kind, kind, seed=1)
         trl_trainers.make_model(folder / "teacher", "CausalLM", seed=2)
-        for name in tqdm(names, unit=" objectives"):
+        for name in tqdm(only or CASES, unit=" objectives"):
             case = CASES[name]
             rows = [case.records(i) for i in range(case.rows)][:: -1 if name == "kto" else 1]
             theirs = trl_trainers.losses(folder, case.kind, name, rows, STEPS, ROWS, RATE)
@@ -87,9 +66,13 @@ def main() -> int:
             error = max(abs(a - b) for a, b in zip(theirs, ours, strict=True))
             cells = [f"{losses[0]:.6f}, {losses[-1]:.6f}" for losses in (theirs, ours)]
             lines.append(f"| {name} | {' | '.join(cells)} | {error:.1e} |")
-            bad += [name] if not error <= CLOSE else []
+            bad += [] if error <= CLOSE else [name]
+        if only:
+            report(lines, None)
+            return bad
         same, error = same_answers(folder), reward_error(folder)
-    bad += ["answers"] * (same < QUESTIONS) + ["rewards"] * (not error <= CLOSE)
+    bad += [] if same == QUESTIONS else ["answers"]
+    bad += [] if error <= CLOSE else ["rewards"]
     lines += [
         "",
         f"A Hugging Face folder, trained by SFT and DPO and exported: of {QUESTIONS} questions "
@@ -97,12 +80,8 @@ def main() -> int:
         "from `maxstack generate` of the folder, and of the run. Rewards of an exported reward "
         f"model are those of `maxstack score` within {error:.1e}.",
     ]
-    print("\n".join(lines))
-    if names == [*CASES]:
-        arguments.write_block(ROOT / "docs/POSTTRAINING.md", BEGIN, END, "\n".join(lines))
-    if bad:
-        print(f"not at par: {', '.join(bad)}", file=sys.stderr)
-    return 1 if bad else 0
+    report(lines, "POSTTRAINING.md")
+    return bad
 
 
 def our_losses(folder: Path, name: str) -> list[float]:
@@ -167,37 +146,23 @@ def same_answers(folder: Path) -> int:
             *("--temperature", 0, "--max-tokens", MOST, "model.dtype=float32"),
         )
         ours.append([row["text"] for row in sorted(read(answers), key=lambda row: row["id"])])
-    from bench import trl_trainers
-
     theirs = trl_trainers.greedy(out, asked, MOST)
     return sum(len({*texts}) == 1 for texts in zip(theirs, *ours, strict=True))
 
 
 def reward_error(folder: Path) -> float:
     """Largest difference between rewards by `maxstack score` and by transformers of the export."""
-    run, out, records, rewards = (
-        folder / name for name in ("runs/reward", "rewarding", "pairs.jsonl", "rewards.jsonl")
-    )
-    if not run.exists():
-        our_losses(folder, "reward")
+    run, out = folder / "runs/reward", folder / "rewarding"
+    records, rewards = folder / "pairs.jsonl", folder / "rewards.jsonl"
     maxstack("export", run, "--out", out)
     write(records, [people.pairs(10_000 + i) for i in range(QUESTIONS)])
     maxstack("score", run, "--records", records, "--kind", "pairs", "--out", rewards)
     rows = read(rewards)
-    from bench import trl_trainers
-
     theirs = trl_trainers.rewards(out, rows)
     return max(
         max(abs(chosen - row["chosen_reward"]), abs(rejected - row["rejected_reward"]))
         for (chosen, rejected), row in zip(theirs, rows, strict=True)
     )
-
-
-def maxstack(*words: object) -> None:
-    """A command of maxstack, which says nothing."""
-    command = [sys.executable, "-m", "maxstack.cli", *map(str, words)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -208,7 +173,3 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 def read(path: Path) -> list[Mapping[str, Any]]:
     """JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

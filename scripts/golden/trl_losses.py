@@ -1,4 +1,4 @@
-"""TRL's own losses called on fixed arrays, for make_trl_goldens.py.
+"""TRL's own losses called on fixed arrays.
 
 A loss of a trainer is called on an object that has what it reads and no more.
 """

@@ -1,4 +1,4 @@
-"""TRL's own losses of policy gradients called on fixed arrays, for make_trl_goldens.py.
+"""TRL's own losses of policy gradients called on fixed arrays.
 
 Its advantages, and the weights that correct for another sampler, come from the method that samples,
 called with fixed samples, log-probabilities and rewards.
@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import trl
-from bench.trl_losses import Goldens, trainer
+
+from golden.trl_losses import Goldens, trainer
 
 GROUP = 4
 LENGTHS = np.array([6, 4, 2, 7, 5, 3, 6, 1, 4, 7, 2, 3])

@@ -1,44 +1,39 @@
-"""Makes the vision transformers of tests/goldens: for every one of goldens.yml's `vision` a tiny
-random model of transformers, for every one of `dit` one of diffusers, with noise on every
-parameter, and what it makes of three images.
+"""A folder for every image model of goldens.yml: for each of `vision` a tiny random model of
+transformers, for each of `dit` one of diffusers, with noise on every parameter, and what it makes
+of three images.
 
 A folder holds config.json and model.safetensors as transformers writes them, and vision.npz:
 `pixels` float32 [B, S, S, C], `hidden` float32 [B, T, D], the last states after the last norm,
 `output`, logits [B, K] or the pooled features [B, D], and `patch_grad` [D, C, P, P], the gradient
 of half the sum of squares of `output` with respect to the patches' matrix. Those of diffusers hold
 diffusion_pytorch_model.safetensors, and dit.npz: `pixels`, `time`, `label`, `output` [B, S, S, C]
-and `patch_grad`. Needs torch, transformers and diffusers.
-
-example: python scripts/make_vision_goldens.py --family dinov3 --check
+and `patch_grad`.
 """
 
-import sys
 import zlib
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
-from make_goldens import TABLE, perturb, write_or_check
+import torch
+import transformers
 
+from golden.families import CLOSE, TABLE, perturb
+
+__all__ = ["CLOSE", "NAMES", "make"]
 FAMILIES: dict[str, dict[str, Any]] = TABLE["vision"] | TABLE["dit"]
+NAMES = [*FAMILIES]
 IMAGES = 3
 
 
-def main() -> int:
-    """Make or check the families; returns the exit code."""
-    return write_or_check(__doc__, FAMILIES, make)
-
-
-def make(family: str, folder: Path) -> tuple[int, int]:
-    """Write the files of a family -> (tensors, numbers in them)."""
-    import torch
-    import transformers
-
+def make(family: str, out: Path) -> None:
+    """Write the folder of a family."""
+    torch.manual_seed(zlib.crc32(family.encode()))
     if family in TABLE["dit"]:
-        return make_dit(family, folder)
+        return make_dit(family, out / family)
     settings = dict(FAMILIES[family])
     name, head = settings.pop("class"), settings.pop("head")
-    torch.manual_seed(zlib.crc32(family.encode()))
     config = getattr(transformers, f"{name}Config")(**settings)
     model = getattr(transformers, f"{name}{head}")(config).float().eval()
     perturb(model)
@@ -58,23 +53,18 @@ def make(family: str, folder: Path) -> tuple[int, int]:
         if parameter.ndim == 4 and "patch" in name
     )
     assert patches.grad is not None
-    model.save_pretrained(folder)
+    model.save_pretrained(out / family)
     np.savez_compressed(
-        folder / "vision.npz",
+        out / family / "vision.npz",
         pixels=pixels,
         hidden=hidden.detach().numpy(),
         output=output.detach().numpy(),
         patch_grad=patches.grad.numpy(),
     )
-    return counted(model)
 
 
-def make_dit(family: str, folder: Path) -> tuple[int, int]:
+def make_dit(family: str, folder: Path) -> None:
     """The same of a diffusion transformer."""
-    import diffusers
-    import torch
-
-    torch.manual_seed(zlib.crc32(family.encode()))
     model = diffusers.DiTTransformer2DModel(**FAMILIES[family]).float().eval()
     perturb(model)
     size, channels = model.config.sample_size, model.config.in_channels
@@ -96,14 +86,3 @@ def make_dit(family: str, folder: Path) -> tuple[int, int]:
         output=made.permute(0, 2, 3, 1).detach().numpy(),
         patch_grad=model.pos_embed.proj.weight.grad.numpy(),
     )
-    return counted(model)
-
-
-def counted(model: Any) -> tuple[int, int]:
-    """Tensors of a model, and numbers in them."""
-    tensors = [*model.state_dict().values()]
-    return len(tensors), sum(tensor.numel() for tensor in tensors)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,115 @@
+"""tiktoken/: a file of ranks that is learnt from this project's text and many scripts' characters,
+and the ids that tiktoken gives for some texts by the patterns of Kimi K2, Qwen 1 and Llama 3.
+Maxstack's ids are compared on 4,000 texts each. Ranks and texts that are there stay, since the
+project's text changes; delete the folder to learn new ones.
+
+The patterns are written out here as the models' code has them (tokenization_kimi.py of
+moonshotai/Kimi-K2-Instruct, tokenization_qwen.py of Qwen/Qwen-7B, llama3/tokenizer.py of
+meta-llama/llama3), apart from maxstack's own.
+"""
+
+import base64
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+import tiktoken.load
+import tokenizers
+from make_goldens import GOLDENS, ROOT
+
+from maxstack.data.byte_level import bytes_of
+from maxstack.data.tokenizers import open_tokenizer
+from maxstack.schema.data import HuggingFaceTokenizer
+
+NAMES, CLOSE = ["tiktoken"], 0.0
+TEXTS, KEPT, RANKS = 4000, 40, 1500
+PATTERNS = {
+    "tiktoken.model": "|".join(
+        [
+            r"[\p{Han}]+",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        ]
+    ),
+    "qwen.tiktoken": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "tokenizer.model": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+CHARACTERS = (
+    *((9, 14), (32, 127), (160, 192), (0x300, 0x340), (0x370, 0x400), (0x400, 0x460)),
+    *((0x5D0, 0x5EB), (0x621, 0x64B), (0x905, 0x940), (0xE01, 0xE3B), (0x1100, 0x1160)),
+    *((0x2000, 0x202A), (0x3041, 0x3097), (0x4E00, 0x4F00), (0x2F00, 0x2F20), (0xAC00, 0xAC80)),
+    *((0x1F5, 0x200), (0x2160, 0x2180), (0x1F600, 0x1F640), (0xFF10, 0xFF3B)),
+)
+
+
+CLASSES = {"tiktoken.model": "TikTokenTokenizer", "qwen.tiktoken": "QWenTokenizer"}
+"""tokenizer_class of tokenizer_config.json by the file of ranks."""
+
+
+def make(name: str, out: Path) -> None:
+    """Write the files; SystemExit if maxstack's ids are not tiktoken's."""
+    rng = random.Random(0)
+    source = "".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+    texts = [draw(rng, source) for _ in range(TEXTS)]
+    kept = GOLDENS / "tiktoken"
+    if kept.exists():
+        lines = (kept / "ranks.tiktoken").read_text()
+        texts[:KEPT] = json.loads((kept / "golden.json").read_text())["texts"]
+    else:
+        lines = learn(source, texts)
+    ids = {}
+    for file, pattern in PATTERNS.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            theirs, ours = encoders(Path(temporary), file, pattern, lines)
+        expected = [theirs.encode_ordinary(text) for text in texts]
+        pairs = zip(texts, expected, strict=True)
+        differ = sum(ours.encode(text.encode()).tolist() != own for text, own in pairs)
+        if differ:
+            raise SystemExit(f"{file}: {differ} of {TEXTS:,} texts have other ids")
+        ids[file] = expected[:KEPT]
+    (out / "tiktoken").mkdir()
+    (out / "tiktoken" / "ranks.tiktoken").write_text(lines)
+    golden = json.dumps({"texts": texts[:KEPT], "ids": ids})
+    (out / "tiktoken" / "golden.json").write_text(golden + "\n")
+
+
+def encoders(folder: Path, file: str, pattern: str, lines: str) -> tuple[Any, Any]:
+    """tiktoken's and maxstack's tokenizer for a file of ranks."""
+    (folder / file).write_text(lines)
+    config = json.dumps({"tokenizer_class": CLASSES.get(file)})
+    (folder / "tokenizer_config.json").write_text(config)
+    ranks = tiktoken.load.load_tiktoken_bpe(str(folder / file))
+    theirs = tiktoken.Encoding(file, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    settings = {"kind": "huggingface", "path": str(folder / file)}
+    return theirs, open_tokenizer(HuggingFaceTokenizer.model_validate(settings))
+
+
+def draw(rng: random.Random, source: str) -> str:
+    """Random characters of many scripts, or a passage with some of them in it."""
+    codes = [code for first, after in CHARACTERS for code in range(first, after)]
+    odd = "".join(map(chr, rng.choices(codes, k=rng.randint(1, 40))))
+    if rng.random() < 0.5:
+        return odd
+    at = rng.randrange(len(source) - 200)
+    passage = source[at : at + rng.randint(1, 160)]
+    return passage + rng.choice(("", "'S", "'re", "\r\n ", "12345", " 漢字ABCdef", odd))
+
+
+def learn(source: str, texts: list[str]) -> str:
+    """A file of ranks: the bytes, and tokens in the order in which they were learnt."""
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator([source, *texts], vocab_size=RANKS, show_progress=False)
+    vocab = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    tokens = [bytes_of(token) for token, _ in vocab]
+    encoded = (base64.b64encode(token).decode() for token in tokens)
+    return "".join(f"{token} {rank}\n" for rank, token in enumerate(encoded))
