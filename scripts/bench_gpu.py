@@ -1,333 +1,286 @@
 """Training, attention, linear cross-entropy and grouped matmul on this machine's GPU, beside
 PyTorch: a table, and every figure as JSON.
 
-Needs jax, flax and optax; torch and transformers are compared with if they are installed. Each
-backend is first compared with float64 on the device; a wrong one is reported, and its speed is not
-shown. Results are written as they come, so that nothing is lost when time runs out.
+check           values and gradients of every kernel against float64 on the device
+train           the step of `maxstack train` at a Llama 3.2 1B shape; the largest batch that fits
+attention       by sequence length, beside flash and cuDNN attention of PyTorch
+cross_entropy   time and memory beside whole logits
+grouped_matmul  experts beside one dense matmul of as many rows
+ceilings        one large matmul and one copy
+
+A kernel that fails its checks is not timed. Figures are written as they come: nothing is lost when
+time runs out. PyTorch is left out where it is not installed.
 
 example: python scripts/bench_gpu.py --out results      all of it, in nine minutes
          python scripts/bench_gpu.py --only attention --quick
          python scripts/bench_gpu.py --tiny             the whole path at toy sizes, on any machine
 """
 
-import argparse
+import contextlib
 import datetime
 import json
 import os
+import queue
 import shlex
+import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import parser as parser_of
-from bench.arguments import takes_peer_python
-from bench.gpu_processes import Outcome, events, lacks, work
-from bench.gpu_tables import line, report
-from bench.machine import processor
+from bench import arguments
+from bench.gpu_tables import TABLES, report
+from bench.machine import lacks, processor
+from bench.metrics import rows
 
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "@bench "
 SHARES = {
     "check": 20,
-    "train": 20,
-    "torch train": 16,
-    "attention": 26,
+    "train": 36,
+    "attention": 30,
     "cross_entropy": 10,
     "grouped_matmul": 7,
     "ceilings": 2,
-    "torch attention": 4,
 }
-"""Shares of the time by section, in their order; unused time goes to the sections that follow."""
+"""Shares of the time; what a section leaves goes to those that follow."""
 OPS = {
-    "train": ["attention", "linear_cross_entropy"],
     "attention": ["attention"],
     "cross_entropy": ["linear_cross_entropy"],
     "grouped_matmul": ["grouped_matmul"],
+    "ceilings": [],
 }
-"""Ops that are checked before a section."""
-EVERY = "attention", "linear_cross_entropy", "grouped_matmul"
-CHOICES = [*OPS, "ceilings", "check"]
+"""Ops that are checked before a section; before `train` all."""
+TORCH = {"train": ["torch", "transformers"], "attention": ["torch"]}
 BUDGETS = {"full": 540, "quick": 240, "small": 3600, "tiny": 900}
-SHAPE = "vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "length"
-"""Columns of `train` that describe the model for torch."""
-CASE = "mask", "head_dim", "length", "batch", "heads", "window", "dtype"
-"""Columns of `attention` that describe a call for torch."""
-TORCH = {"torch train": ["torch", "transformers"], "torch attention": ["torch"]}
+STARTS = 12
+"""Most processes of a section: each kernel that ends one costs one."""
+BATCHES = {"full": (8, 16, 4, 2), "quick": (8, 4, 2), "small": (4,), "tiny": (2,)}
+SHAPES = {
+    "full": (128256, 2048, 16, 16, 4, 128, 8192, 4096),
+    "small": (4096, 256, 4, 4, 2, 64, 1024, 512),
+    "tiny": (256, 32, 2, 2, 1, 16, 64, 64),
+}
+COLUMNS = "vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "length"
+"""Full: Llama 3.2 1B, 1,235,814,400 parameters, but with heads of 128 channels, half as many of
+them, as large models have."""
+TRAIN = """
+import jax, json, sys
+from maxstack import train
+code = train.main(sys.argv[1:])
+print("@bench", json.dumps((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")))
+sys.exit(code)
+"""
+Row = dict[str, Any]
 
 
 def main() -> None:
-    """Run the sections and print the table."""
-    args = arguments()
-    results = Results(args)
-    ops = [op for op in EVERY if any(op in OPS.get(section, ()) for section in args.only)] or EVERY
-    given = {
-        "size": args.size,
-        "repeats": 3 if args.size == "tiny" else 5,
+    """Run the sections and print the table; exit with 1 if a kernel is wrong."""
+    args = parse()
+    args.out.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "finished": False,
+        "device": {},
+        "machine": {"processor": processor()},
+        "left_out": {},
         "rows": [],
-        "shares": shares(args.only, args.tune),
-        "batches": args.batch,
-        "attention": args.attention,
-        "xla": args.xla.split(","),
-        "tune": args.tune,
-        "quantization": args.quantization.split(","),
-        "tuned": str(args.tuned or args.out / "tuned.json"),
-        "threads": max(1, min(8, (os.cpu_count() or 1) // 2)),
-        "end": time.time() + args.budget,
-        "ops": ops,
     }
-    waiting: list[str] = []
-    for section in [*given["shares"]]:
-        if section not in TORCH:
-            waiting.append(section)
-        elif missing := lacks(args.peer_python, TORCH[section]):
-            results.leave_out(
-                section,
-                f"{' and '.join(missing)} not installed; --peer-python names an "
-                "interpreter that has it",
-            )
-        else:
-            jax_sections(waiting, given, args, results)
-            waiting = []
-            torch_section(section, given, args, results)
-    jax_sections(waiting, given, args, results)
-    results.finish()
-    sys.exit(any(row["status"] == "wrong" for row in results.rows("check")))
+    end = time.time() + args.budget
+    sections = [name for name in SHARES if name in args.only or name == "check"]
+    for section in sections:
+        left = sum(SHARES[name] for name in sections[sections.index(section) :])
+        until = time.time() + (end - time.time()) * SHARES[section] / left
+        measure = train(args, until) if section == "train" else worker(section, args, until, found)
+        for event in measure:
+            keep(event, found, args.out)
+        if section in TORCH:
+            beside_torch(section, args, end, found)
+    found["finished"] = True
+    keep({}, found, args.out)
+    print(report(found))
+    sys.exit(any(row["status"] == "wrong" for row in found["rows"]))
 
 
-def arguments() -> argparse.Namespace:
+def parse() -> Any:
     """The command line."""
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "--only", help=f"sections, separated by commas: {', '.join(CHOICES)}; each is checked first"
-    )
-    group = parser.add_mutually_exclusive_group()
+    parser = arguments.parser(__doc__)
+    choices = ", ".join(name for name in SHARES)
+    parser.add_argument("--only", default=",".join(SHARES), help=f"A,B of {choices}")
+    sizes = parser.add_mutually_exclusive_group()
     for size, meaning in (
         ("quick", "one length and shape of each kind"),
         ("small", "sizes that a CPU can measure"),
         ("tiny", "sizes that only show that everything runs"),
     ):
-        group.add_argument(f"--{size}", dest="size", action="store_const", const=size, help=meaning)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs/bench_gpu"),
-        help="folder for bench_gpu.json and bench_gpu.md",
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        help="seconds in all, compilation included; no job begins after its section's share "
-        "is over",
-    )
-    parser.add_argument(
-        "--batch",
-        type=lambda text: [int(part) for part in text.split(",")],
-        help="batch sizes to train with, in this order",
-    )
-    parser.add_argument(
-        "--attention", default="auto", help="attention backend of the training step"
-    )
-    parser.add_argument(
-        "--xla",
-        default="none",
-        help="presets of configs/xla for the training step, separated by commas; none: no flags",
-    )
-    parser.add_argument(
-        "--quantization",
-        default="none",
-        help="presets of configs/quantization for the training step, separated by commas, as "
-        "none,int8,fp8; none: bfloat16",
-    )
-    parser.add_argument(
-        "--tune",
-        action="store_true",
-        help="before training, measure every block size that a kernel offers; the best go to "
-        "--tuned",
-    )
-    parser.add_argument(
-        "--tuned",
-        type=Path,
-        help="table of block sizes, as `maxstack tune` writes it (default: tuned.json in --out)",
-    )
-    parser.add_argument(
-        "--silence",
-        type=float,
-        default=200.0,
-        help="seconds after which a job that says nothing is given up",
-    )
-    takes_peer_python(parser)
-    args = parser.parse_args()
-    args.size = args.size or "full"
+        sizes.add_argument(f"--{size}", dest="size", action="store_const", const=size, help=meaning)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_gpu"), help="a folder")
+    parser.add_argument("--budget", type=float, help="seconds in all, compilation included")
+    parser.add_argument("--batch", help="A,B: batch sizes to train with, in this order")
+    parser.add_argument("--tuned", help="block sizes, as `maxstack tune --out FILE` writes them")
+    parser.add_argument("--silence", type=float, default=200, help="seconds until a job is ended")
+    arguments.takes_peer_python(parser)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the training run")
+    args = parser.parse_intermixed_args()
+    args.size, args.only = args.size or "full", args.only.split(",")
+    if unknown := {*args.only} - {*SHARES}:
+        parser.error(f"--only {','.join(unknown)}: there are {choices}")
     args.budget = args.budget or BUDGETS[args.size]
-    args.only = args.only.split(",") if args.only else CHOICES
-    if unknown := {*args.only} - {*CHOICES}:
-        parser.error(f"--only {','.join(unknown)}: there are {', '.join(CHOICES)}")
     return args
 
 
-def shares(only: list[str], tune: bool) -> dict[str, int]:
-    """Shares of the sections that run: those of --only, their checks and torch; training after
-    tuning."""
-    order = sorted(SHARES, key=lambda name: tune and name.endswith("train"))
-    return {
-        name: SHARES[name]
-        for name in order
-        if name == "check" and {*only} & {*OPS, "check"} or name.removeprefix("torch ") in only
-    }
+def keep(event: dict[str, Any], found: dict[str, Any], out: Path) -> None:
+    """Add an event to the results, and write them; a reader never sees half of a file."""
+    if "figures" in event:
+        found["rows"].append(event["row"] | event["figures"])
+        print(json.dumps(found["rows"][-1]), file=sys.stderr, flush=True)
+    elif "left_out" in event:
+        found["left_out"][event["left_out"]] = event["reason"]
+    found["device"] = event.get("device") or found["device"]
+    for name, text in (("json", json.dumps(found, indent=1) + "\n"), ("md", report(found))):
+        unfinished = out / f".bench_gpu.{name}"
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(out / f"bench_gpu.{name}")
 
 
-def jax_sections(
-    sections: list[str], given: dict[str, Any], args: argparse.Namespace, results: "Results"
-) -> None:
-    """Several sections in one process, which has the GPU to itself."""
-    if sections:
-        work(
-            sys.executable,
-            sections,
-            given | {"rows": results.checks()},
-            args.silence,
-            args.out / "bench_gpu.log",
-            results.hear,
-        )
+def events(command: list[str], given: Any, silence: float) -> Iterator[Any]:
+    """What a process prints behind MARK, then {"ended": how} unless it ended with 0. It is killed
+    where it says nothing for `silence` seconds."""
+    paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    )
+    with contextlib.suppress(BrokenPipeError):  # then it ended, which is told below
+        process.stdin.write(json.dumps(given))
+        process.stdin.close()
+    lines: queue.Queue[str | None] = queue.Queue()
+    reader = threading.Thread(target=lambda: [*map(lines.put, process.stdout), lines.put(None)])
+    reader.start()
+    said: list[str] = []
+    try:
+        while line := lines.get(timeout=silence):
+            if line.startswith(MARK):
+                yield json.loads(line.removeprefix(MARK))
+            else:
+                said.append(line)
+    except queue.Empty:
+        process.kill()
+        said.append(f"nothing was said for {silence:.0f} s")
+    if code := process.wait():
+        yield {"ended": f"the process ended with code {code}: {''.join(said[-20:])[-400:]}"}
 
 
-def torch_section(
-    section: str, given: dict[str, Any], args: argparse.Namespace, results: "Results"
-) -> None:
-    """PyTorch's side of a section that ran before, on the same shapes."""
-    name = section.removeprefix("torch ")
-    rows = results.rows(name)
-    if not rows:
-        return results.leave_out(section, f"the section {name} has no rows")
-    common: dict[str, Any] = {"section": name}
-    if name == "train":
-        fitting = {row["batch"] for row in rows if row["status"] in ("ok", "wrong")}
-        if args.size in ("full", "quick"):
-            fitting |= {8, 4, 2, 1}
-        shape = {key: rows[0][key] for key in SHAPE}
-        todo = {"shape": shape, "batches": sorted(fitting or {1}, reverse=True)}
-        module = "bench.torch_llama_gpu"
-        common["length"] = rows[0]["length"]
-    else:
-        cases = {json.dumps({key: row[key] for key in CASE}) for row in rows}
-        calls = 2 if args.size == "tiny" else 20
-        todo = {"cases": [json.loads(case) for case in sorted(cases)], "calls": calls}
-        module = "bench.torch_attention_gpu"
-    begin = time.time()
-    peak = results.found["device"].get("peak_bf16_flops")
-    flops = rows[0].get("flops_per_token_causal")
-    for event in events(
-        [args.peer_python, "-m", module],
-        todo,
-        args.silence,
-        min(given["end"], begin + args.budget / 3),
-        args.out / "bench_gpu.log",
-    ):
-        if not isinstance(event, Outcome):
-            row = event["row"]
-            if peak and flops and "tokens_per_second" in row:
-                row["mfu_causal"] = row["tokens_per_second"] * flops / peak
-            results.hear({"row": common | row})
-        elif event.code != 0:
-            how = "was ended" if event.code is None else f"ended with code {event.code}"
-            results.leave_out(section, f"the process {how}: {event.tail[-400:]}")
-    results.hear({"section": section, "seconds": round(time.time() - begin, 1)})
+def worker(section: str, args: Any, until: float, found: dict[str, Any]) -> Iterator[Row]:
+    """The events of a section; a kernel that ends the process becomes a failed row, and another
+    process goes on."""
+    ops = {op: None for name in args.only for op in OPS.get(name, sum(OPS.values(), []))}
+    given = {"section": section, "size": args.size, "ops": [*ops], "end": until}
+    given |= {"verdicts": verdicts(found["rows"]), "tuned": args.tuned, "done": []}
+    for _ in range(STARTS):
+        at = ended = None
+        for event in events([sys.executable, "-m", "bench.gpu_worker"], given, args.silence):
+            if "begin" in event:
+                at = event["begin"]
+                continue
+            if "ended" in event:
+                ended = event["ended"]
+                break
+            if "figures" in event:
+                given["done"].append(event["row"])
+                at = None
+            yield event
+        if not ended:
+            return
+        if at is None:
+            yield {"left_out": section, "reason": ended}
+            return
+        given["done"].append(at)
+        yield {"row": at, "figures": {"status": "failed", "reason": ended}}
 
 
-class Results:
-    """Results so far, in the files and on the screen."""
+def verdicts(found: list[Row]) -> dict[str, str]:
+    """`op backend` -> wrong, failed, ok, or absent where no check could be tried."""
+    statuses: dict[str, set[str]] = {}
+    for row in found:
+        if row["section"] == "check":
+            statuses.setdefault(f"{row['op']} {row['backend']}", set()).add(row["status"])
+    order = "wrong", "failed", "ok"
+    return {name: next((s for s in order if s in of), "absent") for name, of in statuses.items()}
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._out = args.out
-        self._out.mkdir(parents=True, exist_ok=True)
-        self.found: dict[str, Any] = {
-            "date": datetime.datetime.now().isoformat(timespec="seconds"),
-            "command": shlex.join(sys.argv),
-            "size": args.size,
-            "finished": False,
-            "device": {},
-            "machine": machine(),
-            "left_out": {},
-            "seconds": {},
-            "rows": [],
-        }
 
-    def hear(self, event: dict[str, Any]) -> None:
-        """Take in an event of a worker."""
-        if "device" in event:
-            self.found["device"] = event["device"]
-            print(f"device: {event['device']['kind']}", file=sys.stderr, flush=True)
-        elif "row" in event:
-            self.found["rows"].append(event["row"])
-            print(line(event["row"], self.found["device"]), file=sys.stderr, flush=True)
-        elif "left_out" in event:
-            self.leave_out(event["left_out"], event["reason"])
-        else:
-            self.found["seconds"][event["section"]] = event["seconds"]
-        self.write()
-
-    def leave_out(self, section: str, reason: str) -> None:
-        """Note a section that was not measured."""
-        self.found["left_out"][section] = reason
-        print(f"{section} is left out: {reason}", file=sys.stderr, flush=True)
-        self.write()
-
-    def rows(self, section: str) -> list[dict[str, Any]]:
-        """Rows of a section."""
-        return [row for row in self.found["rows"] if row["section"] == section]
-
-    def checks(self) -> list[dict[str, Any]]:
-        """Results of the checks for the next worker."""
-        return [
-            {key: row[key] for key in ("op", "backend", "case", "status")}
-            for row in self.rows("check")
+def train(args: Any, until: float) -> Iterator[Row]:
+    """`maxstack train` on random tokens with each batch size until one fits: the medians of its
+    steps after the first five."""
+    shape = dict(zip(COLUMNS, SHAPES["full" if args.size == "quick" else args.size], strict=True))
+    heads = {name: shape[name] for name in ("heads", "kv_heads", "head_dim")}
+    block = {"block": {"mixer": heads, "mlp": {"hidden": shape["hidden"]}}}
+    model = {"preset": "llama-3.2-1b", "blocks": block}
+    model |= {name: shape[name] for name in ("vocab", "embed", "layers")}
+    fits = 0
+    for batch in map(int, args.batch.split(",")) if args.batch else BATCHES[args.size]:
+        if batch < fits or time.time() > until:
+            continue
+        row = {"section": "train", "program": "maxstack", "batch": batch, **shape}
+        name = f"train-{batch}"
+        words = [
+            "synthetic",
+            f"run={{output_dir: {args.out.absolute()}, name: {name}, trackers: []}}",
+            f"model={json.dumps(model)}",
+            f"data.sources=[{{kind: synthetic, vocab: {shape['vocab']}}}]",
+            f"data.seq_len={shape['length']}",
+            "data.packing=none",
+            f"train={{steps: {8 if args.size == 'tiny' else 25}, batch_size: {batch}}}",
+            "eval.every=0",
+            "checkpoint.every=0",
+            *([f"run.tuned={args.tuned}"] if args.tuned else []),
+            *args.overrides,
         ]
-
-    def write(self) -> None:
-        """Write both files; a reader never sees half of a file."""
-        for name, text in (
-            ("bench_gpu.json", json.dumps(self.found, indent=1) + "\n"),
-            ("bench_gpu.md", report(self.found)),
-        ):
-            unfinished = self._out / f".{name}"
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(self._out / name)
-
-    def finish(self) -> None:
-        """Print the table."""
-        self.found["finished"] = True
-        self.write()
-        print(report(self.found))
-        print(
-            f"written: {self._out / 'bench_gpu.json'}, {self._out / 'bench_gpu.md'}",
-            file=sys.stderr,
-        )
+        peak, *ended = [*events([sys.executable, "-c", TRAIN, *words], None, args.silence)]
+        if ended or isinstance(peak, dict):
+            reason = (ended or [peak])[0]["ended"]
+            status = "too large" if "RESOURCE_EXHAUSTED" in reason else "failed"
+            yield {"row": row, "figures": {"status": status, "reason": reason}}
+            continue
+        fits = max(fits, batch)
+        steps = rows(args.out / name / "metrics.jsonl", "step_seconds")[5:]
+        middle = {key: statistics.median(step.get(key, 0) for step in steps) for key in MEDIANS}
+        figures = {"status": "ok", "peak_bytes": peak, "mfu_causal": middle["mfu"] or None}
+        figures |= {"step_ms": 1e3 * middle["step_seconds"]}
+        figures |= {"tokens_per_second": middle["tokens_per_second"]}
+        yield {"row": row, "figures": figures}
 
 
-def machine() -> dict[str, Any]:
-    """Processor, GPU driver and commit."""
+MEDIANS = "step_seconds", "tokens_per_second", "mfu"
 
-    def said(*command: str) -> str | None:
-        folder = Path(__file__).parent
-        try:
-            output = subprocess.check_output(
-                command, stderr=subprocess.DEVNULL, text=True, timeout=20, cwd=folder
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return output.strip() or None
 
-    return {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "commit": said("git", "rev-parse", "--short", "HEAD"),
-        "gpu": said(
-            "nvidia-smi",
-            "--query-gpu=name,driver_version,memory.total,power.limit",
-            "--format=csv,noheader",
-        ),
-    }
+def beside_torch(section: str, args: Any, end: float, found: dict[str, Any]) -> None:
+    """PyTorch on the shapes of a section that ran before."""
+    if missing := lacks(args.peer_python, TORCH[section]):
+        reason = f"{' and '.join(missing)} not installed; --peer-python names another interpreter"
+        return keep({"left_out": f"torch {section}", "reason": reason}, found, args.out)
+    named = ("section", "mask", "head_dim", "length", "batch", "heads", "window", "dtype", *COLUMNS)
+    own = [row for row in found["rows"] if row["section"] == section]
+    shapes = [{name: row[name] for name in named if name in row} for row in own]
+    given = {"section": section, "rows": [s for i, s in enumerate(shapes) if s not in shapes[:i]]}
+    for event in events([args.peer_python, "-m", "bench.gpu_torch"], given, args.silence):
+        if "ended" in event:
+            event = {"left_out": f"torch {section}", "reason": event["ended"]}
+        keep(event, found, args.out)
+        if time.time() > end:
+            return
 
+
+assert {*TABLES} == {*SHARES}
 
 if __name__ == "__main__":
     main()
