@@ -1,14 +1,10 @@
 """The reference model on this machine's CPU: maxstack and its peers in turn, in several rounds, as
-tokens/s and ratios, with each one's peak memory.
-
-Then the same in float32 for wider models and longer rows, once each; and attention over one long
-row, forward and backward, beside jax.nn.dot_product_attention:
-seconds, and memory as it grows with the row.
+tokens/s and ratios, with each one's peak memory; then the same in float32 for wider models and
+longer rows, once each.
 
 example: python scripts/bench_cpu.py --rounds 3 --json bench.json --peer-python ../torch/bin/python
          python scripts/bench_cpu.py --only step --maxtext-python ../maxtext/bin/python
-         python scripts/bench_cpu.py --only scaling --peer-python ../torch/bin/python
-         python scripts/bench_cpu.py --only attention
+         python scripts/bench_cpu.py --only scaling
          python scripts/bench_cpu.py --tiny
 """
 
@@ -20,15 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import arguments
-from bench.gpu_processes import lacks, versions
-from bench.machine import processor
+from bench.machine import lacks, processor, versions
 from bench.metrics import rows
 
 HERE = Path(__file__).parent
@@ -40,8 +35,6 @@ PEERS = {
     "maxtext": ("maxtext_llama.py", [], ["maxtext"]),
 }
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
-CALLS = 3
-"""Calls of the long attention in each process."""
 
 
 class Size(NamedTuple):
@@ -67,15 +60,13 @@ WARM_UP = 3
 """Steps of maxstack before those: none of them counts, nor the next, as in torch_llama.py."""
 TINY = ("model.layers=1",)
 TINY_SIZE = Size(128, 32, 2)
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": f"{1 << 20}"}
-"""glibc then returns freed memory, so that the peak of a process is the size of its arrays."""
 
 
 def main() -> None:
     """Run everything, print the table, write the JSON."""
     parser = arguments.parser(__doc__)
     arguments.takes_rounds(parser, 3, "each program runs this often; the median counts")
-    parser.add_argument("--only", choices=["step", "scaling", "attention"], help="one part")
+    parser.add_argument("--only", choices=["step", "scaling"], help="one part")
     parser.add_argument(
         "--tiny",
         action="store_true",
@@ -100,17 +91,13 @@ def main() -> None:
         | versions(args.peer_python, ["torch", "transformers"])
         | versions(args.maxtext_python, ["maxtext"]),
     }
-    sizes, lengths = ((TINY_SIZE,), (64,)) if args.tiny else (SIZES, (2048, 8192))
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "step": lambda: _reference_work(rounds, dtypes, pythons, args.tiny),
-        "scaling": lambda: {"scaling": _scaling(sizes, pythons)},
-        "attention": lambda: {"attention": _long_attention(rounds, lengths)},
-    }
     arguments.write_json(args.json, found)
-    for name, measured in parts.items():
-        if args.only in (None, name):
-            found |= measured()
-            arguments.write_json(args.json, found)
+    if args.only != "scaling":
+        found |= _reference_work(rounds, dtypes, pythons, args.tiny)
+        arguments.write_json(args.json, found)
+    if args.only != "step":
+        found["scaling"] = _scaling((TINY_SIZE,) if args.tiny else SIZES, pythons)
+        arguments.write_json(args.json, found)
 
 
 def _reference_work(
@@ -200,32 +187,6 @@ def _measured(
     return _peer(pythons.get(needs[0], sys.executable), script, words)
 
 
-def _long_attention(rounds: int, lengths: tuple[int, ...]) -> dict[str, dict[str, Any]]:
-    """`ours 8192` -> seconds of every round and growth of memory, each in a process of its own."""
-    found: dict[str, dict[str, Any]] = {
-        f"{kind} {length}": {"seconds": []} for length in lengths for kind in ("ours", "jax")
-    }
-    for number in range(rounds):
-        print(f"round {number + 1}/{rounds} attention", file=sys.stderr, flush=True)
-        for name, figures in found.items():
-            figures["seconds"].append(
-                _peer(sys.executable, "attention_cpu.py", [*name.split(), f"{CALLS}"])["seconds"]
-            )
-    print(f"\n{'attention, length':26} {'seconds':>9} {'x of jax.nn':>11} {'memory grew':>12}")
-    for name, figures in found.items():
-        figures["grown_bytes"] = _peer(
-            sys.executable, "attention_cpu.py", [*name.split(), "1"], RETURNED
-        )["grown_bytes"]
-        theirs = statistics.median(found[f"jax {name.split()[1]}"]["seconds"])
-        seconds = statistics.median(figures["seconds"])
-        print(
-            f"{name:26} {seconds:9.3f} {theirs / seconds:11.2f} "
-            f"{figures['grown_bytes'] / 2**20:8,.0f} MiB",
-            flush=True,
-        )
-    return found
-
-
 def _available(name: str, pythons: Mapping[str, str]) -> bool:
     needs = PEERS[name][2]
     if missing := lacks(pythons.get(needs[0], sys.executable), needs):
@@ -233,17 +194,10 @@ def _available(name: str, pythons: Mapping[str, str]) -> bool:
     return not missing
 
 
-def _peer(
-    python: str, script: str, words: list[str], environment: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+def _peer(python: str, script: str, words: list[str]) -> dict[str, Any]:
     """The JSON of the script's last line."""
-    done = subprocess.run(
-        [python, str(HERE / "bench" / script), *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | (environment or {}),
-    )
+    command = [python, str(HERE / "bench" / script), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{script} {' '.join(words)} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

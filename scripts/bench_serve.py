@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import arguments, serve_folder
-from bench.gpu_processes import ROOT, lacks
+from bench.machine import lacks
 from bench.serve_worker import MARK
 
+ROOT = Path(__file__).resolve().parent.parent
 OURS, ANY, LIMIT = "maxstack", "maxstack any", "bandwidth"
 """ANY: with serve.identical=any, which shows the cost of equal bits."""
 PEERS = {

@@ -35,19 +35,6 @@ def takes_peer_python(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def takes_runs(parser: argparse.ArgumentParser, seeds: tuple[int, ...], pictures: Path) -> None:
-    """Add --out, --seeds, --pictures and --check of programs that train recipes and write what
-    they found into pages."""
-    parser.add_argument("--out", type=Path, help="a folder for the runs; none: the pages alone")
-    parser.add_argument(
-        "--seeds", type=int, nargs="*", default=seeds, help=f"(default: {seeds[0]} to {seeds[-1]})"
-    )
-    parser.add_argument("--pictures", type=Path, default=pictures, help="the folder")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; 1 if the pages are not up to date"
-    )
-
-
 def takes_rounds(parser: argparse.ArgumentParser, default: int, of: str) -> None:
     """Add --rounds, one or more."""
 
@@ -104,9 +91,3 @@ def write_or_check(files: dict[Path, str], check: bool) -> None:
     for path, text in stale.items():
         path.write_text(text, encoding="utf-8")
         print(path)
-
-
-def resident(field: str) -> int:
-    """A field of /proc/self/status in bytes, such as VmRSS."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
