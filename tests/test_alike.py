@@ -2,7 +2,6 @@
 
 import json
 import os
-from pathlib import Path
 
 import jax
 import pytest
@@ -76,13 +75,3 @@ def test_copies_of_another_time_are_the_same(host, tmp_path):
     for path in tmp_path.rglob("*"):
         os.utime(path, (1.0, 1.0))
     assert alike.facts(host) == before
-
-
-def test_another_copy_of_our_code_is_another(host, tmp_path, monkeypatch):
-    made = tmp_path / "maxstack" / "alike.py"
-    made.parent.mkdir()
-    for text in ("x = 1", "x = 2"):
-        made.write_text(text)
-        monkeypatch.setattr(alike, "__file__", f"{made}")
-        (tmp_path / text[-1]).write_text(alike.facts(host)["code"]["maxstack"])
-    assert Path(tmp_path / "1").read_text() != Path(tmp_path / "2").read_text()

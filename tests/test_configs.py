@@ -102,14 +102,3 @@ def test_a_shipped_file_loads_assembles_and_is_traced(path, tmp_path):
         lambda x: (x.shape, x.dtype), run.abstract
     )
     assert {"loss", "grad_norm"} <= scalars.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", [path for path in FILES if path.parent.name == "meshes"], ids=lambda path: path.stem
-)
-def test_no_shipped_mesh_makes_xla_rematerialize_what_was_sharded(path, tmp_path, capfd):
-    cfg = loaded(path, tmp_path)
-    run = tiny.make_run(cfg, math.prod(mesh_rules.mesh_sizes(cfg).values()))
-    run.step.lower(run.abstract, run.batches.abstract()).compile()
-    assert "Involuntary full rematerialization" not in capfd.readouterr().err

@@ -148,7 +148,7 @@ def test_an_error_that_is_no_loss_is_not_tried_again(tmp_path, losing, monkeypat
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory")
 
     monkeypatch.setattr(losing, "__call__", full)
-    with pytest.raises(ConfigError, match="memory: the first step found too little"):
+    with pytest.raises(ConfigError, match="memory: the first step ran out of it"):
         train.main(write(tmp_path, "full", faults={"elastic": {}}))
 
 

@@ -2,8 +2,10 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+import tiny
 
 from maxstack import cli
 from maxstack.data.conversations import alone, example
@@ -11,7 +13,7 @@ from maxstack.data.examples import _remedy
 from maxstack.errors import ConfigError, DataError
 from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.schemas import CompletionBody, parsed
-from maxstack.meter import WATCHED, Meter
+from maxstack.meter import PATIENCE, Meter
 from maxstack.rewards.runner import ARGUMENTS, _check_takes
 
 DATA = "data.sources=[{kind: jsonl, files: [d.jsonl], record: %s}]"
@@ -104,10 +106,10 @@ def test_fields_of_other_servers_are_told_with_ours():
 
 
 def test_samples_without_a_signal_are_told_once():
-    meter = Meter.__new__(Meter)
-    meter._silent = 0
-    rows = [{"groups_without_signal": 1.0}] * (WATCHED - 1) + [{"groups_without_signal": 0.5}]
-    assert not any(map(meter.silent, rows))
-    told = [*map(meter.silent, [{"groups_without_signal": 1.0}] * 3 * WATCHED)]
-    assert [bool(line) for line in told].index(True) == WATCHED - 1
-    assert sum(map(bool, told)) == 1 and "no group of samples had a signal" in told[WATCHED - 1]
+    meter = Meter(tiny.make_run(tiny.config()), SimpleNamespace(waited=0.0))
+    silent, loud = {"groups_without_signal": 1.0}, {"groups_without_signal": 0.5}
+    rows = [silent] * (PATIENCE - 1) + [loud] + [silent] * 3 * PATIENCE
+    told = [[*meter.warnings(row)] for row in rows]
+    ((line,),) = [lines for lines in told if lines]
+    assert "no group of samples had a signal" in line
+    assert told.index([line]) == 2 * PATIENCE - 1

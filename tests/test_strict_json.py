@@ -52,17 +52,6 @@ def test_readers_give_back_the_floats_of_old_and_new_files(tmp_path, written):
         assert same(row, ROW)
 
 
-def test_charts_of_old_and_new_files_are_alike(tmp_path):
-    shown = []
-    for written in (json.dumps, strict_json.write):
-        rows = [{"step": step, "loss": 0.5 if step % 2 else math.nan} for step in range(1, 9)]
-        (tmp_path / "metrics.jsonl").write_text("".join(written(row) + "\n" for row in rows))
-        read = history.History(tmp_path)
-        read.update()
-        shown.append((read.series(), read.rows, read.damaged))
-    assert shown[0] == shown[1] and shown[0][0][0] == {"loss": ([1, 3, 5, 7], [0.5] * 4)}
-
-
 def test_trackers_get_what_is_not_finite_as_it_is(tmp_path):
     class Kept:
         cut_short, got = False, []

@@ -7,12 +7,9 @@ import time
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 import processes
 import pytest
-import yaml
 from forked import Forked
-from orbax.checkpoint import v1 as ocp
 from processes import numbers, rows, train, write_config
 
 from maxstack import cli
@@ -208,61 +205,6 @@ def test_restore_takes_a_step_or_the_path_of_another_run(base):
         "optimizer.learning_rate={kind: constant, value: 0.01}",
     )
     assert "holds no step 5" in train(config, "run.name=rewound", "checkpoint.restore=5", code=1)
-
-
-@pytest.mark.slow
-def test_keep_rules_choose_the_checkpoints_that_stay(base):
-    config, folder, _ = base
-    train(config, "run.name=keep", "checkpoint={every: 2, keep: 2, keep_every: 10, keep_best: 1}")
-    stay = {
-        int(path.name)
-        for path in (folder / "keep" / "checkpoints").iterdir()
-        if path.name.isdigit()
-    }
-    best = min(
-        numbers(folder / "keep", "eval_loss").values(),
-        key=lambda row: row["eval_loss"] if row["step"] else 1e9,
-    )["step"]
-    assert stay == {10, 20, 22, 24, best}
-
-
-@pytest.mark.slow
-def test_a_profile_is_written_where_asked(base):
-    config, folder, _ = base
-    train(
-        config,
-        "run.name=profiled",
-        "train.steps=5",
-        "train.profile={start: 2, steps: 2}",
-        "checkpoint.every=0",
-        "eval.every=0",
-    )
-    assert list((folder / "profiled" / "profile").rglob("*.xplane.pb"))
-
-
-@pytest.mark.slow
-def test_a_diverging_run_stops_and_says_so(base):
-    config, folder, _ = base
-    output = train(
-        config,
-        "run.name=diverged",
-        "optimizer={learning_rate: 1e30, chain: [{kind: sgd}]}",
-        "eval.every=0",
-        code=1,
-    )
-    assert (
-        "11 updates in a row are refused, and faults.max_skips=10" in output
-        and "Traceback" not in output
-    )
-    with ocp.training.Checkpointer(folder / "diverged" / "checkpoints") as saved:
-        assert all(
-            np.isfinite(value).all() for value in saved.load_checkpointables(8)["state"].values()
-        )
-
-
-def test_the_resolved_config_is_plain_yaml(base):
-    _, folder, _ = base
-    assert yaml.safe_load((folder / "base" / "config.yml").read_text())["train"]["steps"] == 24
 
 
 @pytest.mark.slow

@@ -84,14 +84,6 @@ def test_extended_paths_are_relative_to_the_file_that_names_them(folder):
     assert run("extends: deep/middle.yml\nc: 3") == {"a": 1, "b": 2, "c": 3}
 
 
-def test_extends_finds_recipes_and_runs_by_name(folder):
-    assert run("extends: [text, start]") == {
-        "data": {"path": "a", "rows": 4},
-        "model": {"size": 1, "norm": {"kind": "rms", "eps": 1}},
-        "train": {"steps": 10},
-    }
-
-
 @pytest.mark.parametrize("name", ["start", "start.yml", "configs/start.yml"])
 def test_a_shipped_run_is_found_from_any_folder(folder, name):
     assert composed(name) == {"train": {"steps": 10}}
@@ -117,23 +109,9 @@ def test_a_preset_may_be_a_path_relative_to_the_file(folder):
     assert run("model: mine/model.yml")["model"]["size"] == 5
 
 
-def test_keys_without_a_preset_are_merged_over_the_extended_files_preset(folder):
-    assert run("extends: text\nmodel: {size: 3}")["model"] == {
-        "size": 3,
-        "norm": {"kind": "rms", "eps": 1},
-    }
-
-
 @pytest.mark.parametrize("model", ["other", "{preset: other}"])
 def test_another_preset_replaces_the_extended_files_model(folder, model):
     assert run(f"extends: text\nmodel: {model}")["model"] == {"width": 7}
-
-
-def test_merging_is_the_same_in_one_step_and_in_two(folder):
-    write(folder / "a.yml", "m: {kind: y, from_a: 1}\nn: {from_a: 1}")
-    write(folder / "b.yml", "m: {kind: x}\nn: null")
-    write(folder / "c.yml", "extends: b.yml\nm: {kind: y}\nn: {from_c: 1}")
-    assert run("extends: [a.yml, c.yml]") == {"m": {"kind": "y"}, "n": {"from_c": 1}}
 
 
 def test_like_takes_over_a_sibling_after_overrides(folder):
@@ -290,15 +268,6 @@ def test_what_does_not_compose_is_refused_in_one_paragraph(folder, text, overrid
     assert refusal(text, *overrides)
 
 
-def test_a_circle_of_files_is_named(folder):
-    write(folder / "a.yml", "extends: b.yml")
-    write(folder / "b.yml", "extends: a.yml")
-    with pytest.raises(
-        ConfigError, match="a.yml: extends itself in a circle: a.yml -> b.yml -> a.yml"
-    ):
-        composed("a.yml")
-
-
 def test_a_missing_file_names_the_nearest_preset(folder):
     with pytest.raises(
         ConfigError,
@@ -306,11 +275,6 @@ def test_a_missing_file_names_the_nearest_preset(folder):
         r"mean start\?$",
     ):
         composed("configs/strt.yml")
-
-
-def test_a_folder_is_not_a_file(folder):
-    with pytest.raises(ConfigError, match=r"^\./ is a folder, not a YAML file"):
-        composed("./")
 
 
 @pytest.mark.parametrize("name", ["run", "./run/"])

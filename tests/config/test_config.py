@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import pytest
 from tiny_config import TINY
 
@@ -43,11 +40,6 @@ def test_a_part_of_a_default_mapping_is_merged_over_it_unless_it_names_its_kind(
 def test_a_part_of_a_default_section_is_of_the_default_kind(tiny):
     cfg = load(tiny, ["data.tokenizer.eos=true"])
     assert (cfg.data.tokenizer.kind, cfg.data.tokenizer.eos) == ("bytes", True)
-
-
-def test_mesh_rules_are_merged_over_the_defaults(tiny):
-    rules = load(tiny, ["mesh.rules.mlp=null"]).mesh.rules
-    assert rules["mlp"] is None and rules["seq"] == "context" and rules["heads"] == "tensor"
 
 
 @pytest.mark.parametrize(
@@ -115,39 +107,3 @@ def test_difference_names_the_keys_that_differ(tiny):
     }
     assert changes["train.steps"] == (100, 7) and changes["model.blocks.more"][0] == config.ABSENT
     assert changes["model.pattern"] == (["local", "full"], ["full"])
-
-
-def test_difference_reads_plain_mappings(tiny):
-    cfg = load(tiny)
-    assert config.difference(cfg, config.plain_data(cfg)) == []
-    assert config.difference({"a": [1, 2], "b": 1}, {"a": [1, 3], "b": True}) == [
-        ("a.1", 2, 3),
-        ("b", 1, True),
-    ]
-
-
-PROBE = """
-import sys
-from maxstack import cli
-code = cli.main(sys.argv[1:])
-heavy = {"jax", "jaxlib", "optax", "flax", "orbax", "grain", "tensorstore", "torch", "tensorflow", "sentencepiece", "tokenizers", "fsspec"} & set(sys.modules)
-assert not heavy, heavy
-sys.exit(code)
-"""  # noqa: E501
-
-
-@pytest.mark.parametrize(
-    ("overrides", "code"), [([], 0), (["modle.layers=2"], 1), (["train.steps=x"], 1)]
-)
-@pytest.mark.slow
-def test_a_file_is_checked_without_importing_jax(tiny, overrides, code):
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, "config", "show", tiny, *overrides],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    if "train.steps=x" in overrides:
-        told = "error: override: train.steps: got 'x' (text); allowed: a whole number >= 1 and"
-        assert done.stderr.startswith(told)

@@ -81,7 +81,3 @@ def test_a_variable_that_only_sounds_like_a_secret_is_taken():
 )
 def test_a_text_that_only_looks_like_a_secret_is_taken(text):
     secrets.check(text, "here")
-
-
-def test_no_name_of_a_harmless_variable_is_a_secret():
-    assert not any(secrets.is_secret(name, value) for name, value in HARMLESS.items())

@@ -33,14 +33,6 @@ def test_block_style_reads_back_unchanged(data):
     )
 
 
-@settings(deadline=None, max_examples=200)
-@given(DATA)
-@pytest.mark.slow
-def test_flow_style_reads_back_unchanged(data):
-    back = plain(read_yaml(f"key: {inline(data)}", "file.yml"))["key"]
-    assert back == data and type(back) is type(data)
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [

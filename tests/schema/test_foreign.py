@@ -43,12 +43,6 @@ def test_what_a_foreign_name_leads_to_is_a_key_of_the_schema(key):
     assert exists(Config, None, key.split("."))
 
 
-def test_a_key_that_is_not_there_is_noticed():
-    assert not exists(Config, None, ["optimizer", "chain", "1", "beta2"]) and not exists(
-        Config, None, ["model", "blocks", "NAME", "heads"]
-    )
-
-
 def test_no_foreign_name_stands_in_two_rows():
     names = [name for row in ROWS for name in row["theirs"].split()]
     assert sorted(names) == sorted(set(names))
@@ -120,24 +114,6 @@ def test_a_key_of_another_framework_is_told_by_our_name(override, says):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
-@pytest.mark.parametrize(
-    ("key", "ours"),
-    [("weight_decay", "weight_decay"), ("betas", "b1 and b2"), ("max_grad_norm", "max_norm")],
-)
-def test_an_argument_of_a_transform_is_told_without_a_place_that_another_optimizer_lacks(
-    optimizer, key, ours
-):
-    with pytest.raises(ConfigError) as caught:
-        load("synthetic", [f"optimizer={optimizer}", f"optimizer.{key}=0.1"])
-    said = str(caught.value)
-    assert (
-        f"here that is optimizer.chain ({ours} of " in said
-        and "maxstack config show has its place" in said
-        and "chain.1" not in said
-    )
-
-
 def test_our_own_key_in_a_section_of_another_kind_is_not_called_foreign():
     assert equivalent("model.blocks.block.mixer.window") == "" != equivalent("model.window")
 
@@ -155,9 +131,3 @@ def test_a_mapping_given_as_a_scalar_is_answered_by_an_example_that_is_taken(sec
     with pytest.raises(ConfigError, match=re.escape(f"such as {section}='")):
         load("quickstart", [f"{section}=x"])
     load("quickstart", [f"{section}={EXAMPLES[section]}"])
-
-
-@pytest.mark.parametrize("name", ["sft", "dpo", "orpo", "kto", "reward"])
-def test_an_objective_by_the_name_of_its_paper_is_a_preset(name):
-    cfg = load(f"recipes/{'sft' if name == 'sft' else name}.yml", [f"objective={name}"])
-    assert cfg.objective.kind in ("sft", "preference", "unpaired", "reward")

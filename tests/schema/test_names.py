@@ -118,19 +118,6 @@ def test_a_name_that_nothing_there_can_have_is_refused_with_the_rule_and_one_tha
             loaded(key, found["example"])
 
 
-@pytest.mark.parametrize(
-    ("key", "given", "near"),
-    [
-        ("service_account", "My_SA", "my-sa"),
-        ("queue", "my_queue.x", "my-queue.x"),
-        ("image", "a.b/My_Images/X:V1", "a.b/my_images/x:v1"),
-    ],
-)
-def test_the_example_is_the_nearest_name_that_is_right(key, given, near):
-    with pytest.raises(ConfigError, match=f"such as {re.escape(near)}$"):
-        loaded(key, given)
-
-
 def texts(model, start="") -> Iterator[tuple[str, object]]:
     """(path, annotation) of every field that holds text."""
     for name, field in model.model_fields.items():

@@ -326,21 +326,6 @@ def test_the_remedy_is_accepted(tiny, case):
     assert load(tiny, [*overrides, *remedy])
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["mesh.fsdp=2", "mesh.tensor=2"],
-        ["run.virtual_devices=8", "mesh.fsdp=4", "mesh.tensor=2"],
-        ["mesh.data=1", "run.virtual_devices=1"],
-        ["mesh.tensor=2", "mesh.rules.embed=tensor"],
-        [BYTES, "model.vocab=257"],
-        ["model.blocks.full.mixer.kv_heads=null", "mesh.tensor=4"],
-    ],
-)
-def test_what_fits_is_accepted(tiny, overrides):
-    assert load(tiny, overrides)
-
-
 def test_a_mesh_axis_already_spent_on_a_tensor_does_not_constrain_its_later_axes(tiny):
     spent_on_vocab_and_batch = [
         "mesh.fsdp=2",

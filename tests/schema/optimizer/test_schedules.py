@@ -41,20 +41,6 @@ def test_warmup_cosine_rises_to_the_peak_and_falls_to_a_share_of_it():
     assert got == pytest.approx([0.0, 0.01, 0.02, 0.02 * (0.1 + 0.9 * 0.5), 0.002], rel=1e-5)
 
 
-def test_the_short_name_means_the_optax_schedule():
-    short = values({"kind": "warmup_cosine", "warmup_steps": 3}, 20, *range(20))
-    assert short == values(
-        {
-            "kind": "warmup_cosine_decay_schedule",
-            "warmup_steps": 3,
-            "decay_steps": 20,
-            "init_value": 0.0,
-        },
-        20,
-        *range(20),
-    )
-
-
 @pytest.mark.parametrize(
     "shape, halfway", [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5)]
 )
@@ -92,15 +78,6 @@ def test_joined_schedules_start_anew_at_each_boundary_and_fill_the_steps_between
     assert values(joined, 100, 0, 5, 10, 59, 60, 80, 100, learning_rate=0.1) == pytest.approx(
         [0, 0.05, 0.1, 0.1, 0.1, 0.05, 0.0], abs=1e-7
     )
-
-
-def test_wsd_inside_a_join_decays_at_the_end_of_its_part():
-    joined = {
-        "kind": "join",
-        "boundaries": [50],
-        "schedules": [{"kind": "wsd", "warmup_steps": 10, "decay_steps": 10}, {"kind": "constant"}],
-    }
-    assert values(joined, 100, 10, 40, 45, 50, 99) == pytest.approx([1.0, 1.0, 0.5, 1.0, 1.0])
 
 
 def test_piecewise_boundaries_may_be_shares_of_the_run():
@@ -162,12 +139,6 @@ def test_the_reported_rate_is_that_of_the_item_when_none_uses_the_shared_one():
             OptimizerConfig(schedule=None, chain=[{"kind": "sgd", "learning_rate": 0.5}]), 10
         )(0)
         == 0.5
-    )
-
-
-def test_no_learning_rate_is_reported_where_no_item_takes_one():
-    assert (
-        learning_rate_at(OptimizerConfig(chain=[{"kind": "scale", "step_size": -0.1}]), 10) is None
     )
 
 
