@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 PLACES = {"run", "distributed", "checkpoint"}
 """Sections whose paths are where a run writes."""
-SAMPLED, PIECE, WHOLE = 128, 1 << 16, 1 << 20
-"""Files of a set whose bytes are looked at, and how many at the beginning, in the middle and at the
-end of one larger than the third; of all other files the names and sizes."""
+SAMPLED = 128
+"""Files of a set whose bytes are hashed; of the others names and sizes."""
+WHOLE, PIECE = 1 << 20, 1 << 16
+"""Bytes of the largest file that is hashed whole, and of each of the three pieces (beginning,
+middle, end) that are hashed of a larger one."""
 CALL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FREE = re.compile(
     "cache|debug|dump|log|pprint|profil|traceback|visible_devices|cross_host|timeout|num_cpu_devices"

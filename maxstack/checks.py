@@ -23,7 +23,8 @@ class Checks:
 
     def __init__(self, run: Run, meter: Meter, log: Log, writer: Writer):
         cfg = run.cfg.faults
-        self._meter, self._log, self._writer = meter, log, writer
+        self._log, self._writer = log, writer
+        self._meter = meter
         self._every = cfg.check_every
         self._replicas = replicas = Replicas(run.abstract, run.mesh)
         if self._every:

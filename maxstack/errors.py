@@ -45,7 +45,7 @@ class DataEnded(DataError):
     """Every source gave its epochs before the steps were done."""
 
 
-class Passing(ValueError):
+class TransientError(ValueError):
     """A failure that may pass: the same command goes on. Exit code 42, RETRY of
     cluster/exit_codes.py."""
 
@@ -57,11 +57,11 @@ class StoreError(DataError):
     known of the record, so it is not one that is passed over as damaged."""
 
 
-class StoreAway(Passing, StoreError):
+class StoreUnavailable(TransientError, StoreError):
     """A store that did not answer for as long as it is asked."""
 
 
-def of_rust(where: str, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+def call_rust(where: str, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     """What `call`, of a library in Rust, returns. DataError where it fails: by a bare Exception, or
     by a panic, a BaseException that no handler of errors expects."""
     try:

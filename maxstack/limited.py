@@ -77,7 +77,8 @@ class Limited:
 
 def answer_all(answerer: Callable[[Any], Callable[[Any], Any]]) -> None:
     """Answer requests until the other process ends, by what `answerer` makes of the start."""
-    seconds, memory, stack = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    seconds = float(sys.argv[1])
+    memory, stack = map(int, sys.argv[2:4])
     source, target = sys.stdin.buffer, sys.stdout.buffer
     answer = answerer(_receive(source))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

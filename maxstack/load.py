@@ -136,7 +136,7 @@ def _in_run(cfg: Config, tree: Node) -> Config:
             return data
         path = data.tokenizer.path.replace("{run}", f"{cfg.run.output_dir}/{cfg.run.name}")
         if data.tokenizer.learn and own:
-            path = learnt_by(own, path)
+            path = find_learned_tokenizer(own, path)
         tokenizer = data.tokenizer.model_copy(update={"path": path})
         return data.model_copy(update={"tokenizer": tokenizer})
 
@@ -149,7 +149,7 @@ def _in_run(cfg: Config, tree: Node) -> Config:
     return cfg
 
 
-def learnt_by(own: Path, path: str) -> str:
+def find_learned_tokenizer(own: Path, path: str) -> str:
     """Where the tokenizer is that a run with the folder `own` has learnt, and its configuration
     has at `path`: in its folder, if it is there."""
     beside = own / Path(path).name
@@ -207,7 +207,7 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
     return folder, section
 
 
-def described(section: Any) -> StackConfig:
+def parse_model(section: Any) -> StackConfig:
     """The model of a section, checked by itself; a decoder where it names no kind. pydantic's
     ValidationError where it is none."""
     return TypeAdapter[StackConfig](Model).validate_python({"kind": "decoder"} | section)
@@ -231,7 +231,7 @@ def _with_images(tree: Node) -> Node:
     if model is None or kind is None or kind.value == "decoder":
         return tree
     try:
-        section = described(plain(model))
+        section = parse_model(plain(model))
     except pydantic.ValidationError:  # which is told of the whole configuration
         return tree
     if section.tokens is None:
@@ -254,7 +254,8 @@ def _with_pixels(tree: Node, side: int) -> Node:
     from maxstack.hf.folder import Folder
     from maxstack.hf.preprocessor import KEYS, of_run, pictures
 
-    path, origin, data = ("data", "image"), _origin(tree), tree.at("data")
+    path = "data", "image"
+    origin, data = _origin(tree), tree.at("data")
     known = tree.at(*path, "resize")
     if origin and data and not (known and Path(_file(known.where)).name == "config.yml"):
         own = run_folder(origin.value)

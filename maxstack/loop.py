@@ -21,7 +21,8 @@ from jax.profiler import TraceAnnotation
 from maxstack import startup
 from maxstack.checks import Checks
 from maxstack.cluster.exit_codes import RETRY
-from maxstack.errors import DataEnded, Passing
+from maxstack.compiled_steps import CompiledStep, CompiledSteps
+from maxstack.errors import DataEnded, TransientError
 from maxstack.evals.evaluation import Evaluation, StopEarly
 from maxstack.faults.policy import NOT_FINITE, Policy, Rewind, describe_refusal
 from maxstack.faults.preemption import CutShort, Preemption
@@ -36,7 +37,6 @@ from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
 from maxstack.report.trackers import Trackers
 from maxstack.run import Run
-from maxstack.shaped import Shaped, ShapedSteps
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
@@ -82,7 +82,7 @@ class Loop:
     def __init__(
         self,
         run: Run,
-        steps: ShapedSteps,
+        steps: CompiledSteps,
         feed: "BatchFeed",
         maker: "Maker | None",
         records: Records,
@@ -92,7 +92,8 @@ class Loop:
         self._steps = steps
         self._feed, self._maker = feed, maker
         self._folder = records.folder
-        self._ledger, self._log, self._meter = records.ledger, records.log, records.meter
+        self._ledger, self._log = records.ledger, records.log
+        self._meter = records.meter
         self._ending = ending
         self._is_first = jax.process_index() == 0
         self._policy = Policy(run.cfg.faults)
@@ -144,7 +145,8 @@ class Loop:
     def start(self, in_this_thread: bool) -> None:
         """Describe the run, make the state where none was restored, and compile the step.
         `in_this_thread`: the main thread runs the programs (hardware/memory.py)."""
-        run, cfg, log, begin = self._run, self._cfg, self._log, self._step
+        run, cfg = self._run, self._cfg
+        log, begin = self._log, self._step
         begins = self._state is None
         self._ledger.resume(begin)
         self._steps.start(begin + 1)
@@ -159,7 +161,7 @@ class Loop:
         if cfg.eval.samples:
             self._samples = pkgutil.resolve_name(cfg.objective.SAMPLES)(run, log, self._writer)
         with self._ledger.spent("compile"):
-            self._shaped: Shaped = self._steps.at(begin + 1)
+            self._shaped: CompiledStep = self._steps.at(begin + 1)
         how = "loaded" if cfg.run.executable else "compiled"
         log.say(f"{how} the step in {self._shaped.seconds:.1f} s")
         self._in_this_thread = in_this_thread
@@ -235,7 +237,7 @@ class Loop:
                 self._feed.refresh(self._state, self._frozen)
                 with TraceAnnotation("next batch"):
                     batch = next(self._feed)
-        except (DataEnded, Passing):
+        except (DataEnded, TransientError):
             self._report(self._meter.flush())
             # several processes need not come here at the same step, and a save is one of all
             alone = jax.process_count() == 1 and before > self._saved

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack.errors import ConfigError
 from maxstack.hardware.devices import arrange
-from maxstack.schema.mesh import AXES, MeshConfig, names
+from maxstack.schema.mesh import AXES, Axes, MeshConfig, names
 
 if TYPE_CHECKING:
     import jax
@@ -103,10 +103,11 @@ def here(axes: str) -> "PartitionSpec":
     pair = current()
     assert pair is not None, "needs a mesh"
     _, free = _free()
-    rules = {
-        logical: [axis for axis in names(axes) if axis in free]
-        for logical, axes in pair[1].rules.items()
-    }
+
+    def left(axes: Axes) -> list[str]:
+        return [axis for axis in names(axes) if axis in free]
+
+    rules = {logical: left(axes) for logical, axes in pair[1].rules.items()}
     return spec(axes.split(), rules)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from maxstack import config, optim, sharding
 from maxstack.cluster.peers import Peers
+from maxstack.compiled_steps import CompiledStep
 from maxstack.errors import ConfigError, shortened
 from maxstack.hardware import compiling
 from maxstack.hardware.chips import peak_flops
@@ -25,7 +26,6 @@ from maxstack.report.trackers import check_installed
 from maxstack.run import Run
 from maxstack.schema import objective_rules, rules
 from maxstack.schema.data import PICTURED, holds_text
-from maxstack.shaped import Shaped
 from maxstack.state import State, count, flat
 from maxstack.step import select
 
@@ -234,7 +234,8 @@ def introduce(run: Run, sources: list[str], log: Log, begins: bool = False) -> N
 
 def _sizes(run: Run) -> Iterator[str]:
     """Lines about parameters, devices and steps."""
-    cfg, rewrite, mesh = run.cfg, run.weights.rewrite, run.mesh
+    cfg, mesh = run.cfg, run.mesh
+    rewrite = run.weights.rewrite
     size, opt_size = count(run.abstract.params)[1], count(run.abstract.opt)[1]
     trained = f", {run.trained:,} of them trained" if run.trained < run.weights.parameters else ""
     low = {use.rule.weight_qtype for use in rewrite.matches.values() if use.mode == "ptq"}
@@ -457,7 +458,7 @@ def restore_before(
     return state, {}
 
 
-def describe_shape(shaped: Shaped, step: int) -> str:
+def describe_shape(shaped: CompiledStep, step: int) -> str:
     """A line about batches of another shape."""
     rows, length = shaped.rows, shaped.run.cfg.data.seq_len
     return (

@@ -39,7 +39,8 @@ def weights_at(state: State, step: int, rollout: int, steps: int) -> Tree:
     begun, inside = divmod(step, steps)
     if rollout == begun and not inside:
         return None
-    return state.behind[begun - rollout - (not inside)]
+    ago = begun - rollout if inside else begun - rollout - 1
+    return state.behind[ago]
 
 
 def of_state(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:

@@ -21,9 +21,10 @@ from maxstack.regular_file import read_regular
 KEY = "not_finite"
 LARGEST, SMALL = 64 << 20, 1 << 20
 """Bytes of a file that is read, and of one whose value is kept."""
-DEEPEST, MOST, MOST_DIGITS = 100, 2_000_000, 100
-"""Lists and objects within one another, all of them, and characters of a whole number. The largest
-tokenizer.json have 500,000 merges, and some files say 10**30 for no limit."""
+DEEPEST, MOST = 100, 2_000_000
+"""Nesting of lists and objects, and their number. The largest tokenizer.json has 500,000 merges."""
+MOST_DIGITS = 100
+"""Characters of an integer. Some files have 10**30 for no limit."""
 _ODD = "nan", "inf", "-inf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MARKS = bytes.maketrans(b"012345678E", b"999999999e")

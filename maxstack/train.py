@@ -131,6 +131,7 @@ def train(
 
     from maxstack import alike, startup
     from maxstack.cluster import membership
+    from maxstack.compiled_steps import CompiledSteps
     from maxstack.hardware.compiling import keep_programs
     from maxstack.loop import Loop, Records
     from maxstack.meter import Meter
@@ -138,7 +139,6 @@ def train(
     from maxstack.report.ledger import Ledger
     from maxstack.report.log import Log
     from maxstack.run import assemble
-    from maxstack.shaped import ShapedSteps
 
     membership.join(cfg, alike.facts)
     in_this_thread = _is_program and _on_one_cpu_device(cfg) and memory.run_in_this_thread()
@@ -148,7 +148,7 @@ def train(
     mesh = startup.make_mesh(cfg, left)
     cfg, dealt = startup.count_steps(cfg, mesh)
     run = assemble(cfg, mesh)
-    steps = ShapedSteps(run)
+    steps = CompiledSteps(run)
     steps.check_memory(startup.engine_bytes(run))
     startup.check_can_start(run)
     startup.prepare_tokenizer(cfg)

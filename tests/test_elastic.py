@@ -12,9 +12,9 @@ import tiny
 
 from maxstack import config, elastic, train
 from maxstack.checkpoint.weights import WeightsReader
+from maxstack.compiled_steps import CompiledSteps
 from maxstack.errors import ConfigError
 from maxstack.load import load
-from maxstack.shaped import ShapedSteps
 
 STEPS = 12
 
@@ -45,13 +45,13 @@ class Losing:
 @pytest.fixture
 def losing(monkeypatch):
     """A step that loses slices, and devices of theirs that do not answer."""
-    plain, answer = ShapedSteps.at, elastic.answer
+    plain, answer = CompiledSteps.at, elastic.answer
 
     def at(steps, step):
         shaped = plain(steps, step)
         return shaped._replace(step=Losing(shaped.step, shaped.run))
 
-    monkeypatch.setattr(ShapedSteps, "at", at)
+    monkeypatch.setattr(CompiledSteps, "at", at)
     monkeypatch.setattr(
         elastic,
         "answer",

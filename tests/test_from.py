@@ -21,6 +21,7 @@ from flax import nnx
 from maxstack import cli, config, starting_weights, startup, train
 from maxstack.checkpoint.weights import WeightsReader
 from maxstack.commands import convert
+from maxstack.compiled_steps import CompiledSteps
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
 from maxstack.hf.export import choose_family, export
@@ -29,7 +30,6 @@ from maxstack.load import load, load_tree
 from maxstack.models.model import abstract
 from maxstack.run import assemble
 from maxstack.schema.data import HuggingFaceTokenizer
-from maxstack.shaped import ShapedSteps
 from maxstack.sharding import make_mesh
 
 LLAMA = parity.GOLDENS / "llama"
@@ -243,7 +243,7 @@ def test_a_start_opens_config_index_and_each_safetensors_file_once(here, monkeyp
     def stop(steps, shape):
         raise StopHereError
 
-    monkeypatch.setattr(ShapedSteps, "_compiled", stop)
+    monkeypatch.setattr(CompiledSteps, "_compiled", stop)
     monkeypatch.setitem(WATCHED, str(folder), collections.Counter())
     with pytest.raises(StopHereError):
         train.main(["runs/mine.yml", f"run.output_dir={here}"])

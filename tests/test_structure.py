@@ -39,7 +39,7 @@ LEVELS = (
     ("package",),
     ("inference", "checks", "alike"),
     ("starting_weights", "profile"),
-    ("shaped",),
+    ("compiled_steps",),
     ("meter", "plan"),
     ("run",),
     ("weights.placement", "step"),

@@ -23,7 +23,7 @@ import xxhash
 
 from maxstack import strict_json
 from maxstack.config import atomic, retries
-from maxstack.errors import LASTING, ConfigError, Passing
+from maxstack.errors import LASTING, ConfigError, TransientError
 from maxstack.regular_file import read_regular
 
 NAME = "manifest.json"
@@ -41,7 +41,7 @@ class Damage(Exception):
     """A file of a step is lost or changed; the message names it and the fault."""
 
 
-class Unreadable(Passing):
+class Unreadable(TransientError):
     """A file of a step could not be read, however often it was tried: nothing is known of it."""
 
 
@@ -58,7 +58,7 @@ def _retry(path: Path, act: Callable[[], T]) -> T:
     """Call `act` on a file, again where its disk fails. FileNotFoundError; an OSError of
     `errors.LASTING`, such as missing permission; else Unreadable."""
     try:
-        return retries.retried(f"{path}", act)
+        return retries.retry(f"{path}", act)
     except OSError as error:
         if isinstance(error, FileNotFoundError):
             raise

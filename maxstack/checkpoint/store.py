@@ -35,7 +35,7 @@ from maxstack.checkpoint.weights import WeightsReader, step_of
 from maxstack.cluster.peers import Peers
 from maxstack.config import atomic
 from maxstack.data.position import Sources
-from maxstack.errors import ConfigError, Passing, shortened
+from maxstack.errors import ConfigError, TransientError, shortened
 from maxstack.report import run_folder
 from maxstack.schema.checkpoint import PARTS, CheckpointConfig, TierConfig
 from maxstack.schema.metrics import bare, direction
@@ -48,7 +48,7 @@ Tree = Any
 FORMAT = 2
 
 
-class Unsaved(Passing):
+class Unsaved(TransientError):
     """The last save of a process failed, as on a full disk."""
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from maxstack.cluster.connections import Acceptor, connect
 from maxstack.config import difference
-from maxstack.errors import ConfigError, Passing
+from maxstack.errors import ConfigError, TransientError
 
 OFTEN = 0.3
 """Seconds between two attempts to reach process 0."""
@@ -59,7 +59,7 @@ class Card:
         return Card(**fields)
 
 
-class Missing(Passing):
+class Missing(TransientError):
     """Not all processes came; the message names those that did not."""
 
 

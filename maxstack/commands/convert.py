@@ -319,12 +319,12 @@ def _run_folder(path: Path) -> Path:
 def configured(path: Path, reader: "WeightsReader") -> dict[str, Any]:
     """Return the configuration of the run that wrote a checkpoint. ConfigError without one."""
     from maxstack.config import plain_data
-    from maxstack.load import learnt_by, load_record
+    from maxstack.load import find_learned_tokenizer, load_record
 
     if data := reader.config():
         tokenizer = data.get("data", {}).get("tokenizer") or {}
         if tokenizer.get("learn"):
-            tokenizer["path"] = learnt_by(_run_folder(path), tokenizer["path"])
+            tokenizer["path"] = find_learned_tokenizer(_run_folder(path), tokenizer["path"])
         return data
     own = _run_folder(path)
     file = own / "config.yml"

@@ -143,7 +143,11 @@ def load_tree(
     try:
         cfg = schema.model_validate(plain(tree))
     except pydantic.ValidationError as error:
-        words = {key: ["preset"] + ["from"] * (key in schema.FROM) for key in schema.PRESETS if key}
+        words = {
+            key: ["preset", "from"] if key in schema.FROM else ["preset"]
+            for key in schema.PRESETS
+            if key
+        }
         raise ConfigError(explanation(schema, tree, error, schema.foreign, words)) from None
     if wrong := faults(cfg):
         raise ConfigError(paragraphs(tree, {(*key.split("."),): text for key, text in wrong}))

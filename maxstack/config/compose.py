@@ -171,8 +171,8 @@ class _Composer:
         section_keys: Mapping[str, Collection[str]],
         replaced: Collection[str],
     ):
-        self._presets, self._readers, self._keys = presets, readers, section_keys
-        self._replaced = replaced
+        self._presets, self._readers = presets, readers
+        self._keys, self._replaced = section_keys, replaced
         self._shipped = presets_dir()
         self._trees: dict[tuple[str, str], Node] = {}
         self._open: list[str] = []

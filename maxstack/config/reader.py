@@ -147,7 +147,8 @@ class _Builder:
     """Nodes from parser events; an alias counts as many nodes as its anchor."""
 
     def __init__(self, events: Iterator[yaml.Event], name: str, lines: bool, sections: bool):
-        self._events, self._name, self._lines, self._sections = events, name, lines, sections
+        self._events, self._name = events, name
+        self._lines, self._sections = lines, sections
         self._anchors: dict[str | None, tuple[Node, int]] = {}
         self._nodes = 0
 

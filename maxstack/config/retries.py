@@ -54,17 +54,18 @@ class Cut(ConnectionError):
     """An answer that is shorter than what was asked for."""
 
 
-def retried(path: str, act: Callable[[], T]) -> T:
+def retry(path: str, act: Callable[[], T]) -> T:
     """What `act` returns, called again after growing pauses with jitter while the store of `path`,
     or a disk, does not answer, for at most `patience()` seconds. Its error where that is another
     one, or the last one."""
-    begin, pause, store = time.monotonic(), _FIRST, _store(path)
+    begin, store = time.monotonic(), _store(path)
+    pause = _FIRST
     while True:
         try:
             result = act()
         except Exception as error:
             left = begin + patience() - time.monotonic()
-            if left <= 0 or not may_pass(path, error):
+            if left <= 0 or not may_be_transient(path, error):
                 with _lock:
                     _waiting.pop(store, None)
                 raise
@@ -92,13 +93,13 @@ def patience() -> float:
     return seconds
 
 
-def may_pass(path: str, error: BaseException) -> bool:
+def may_be_transient(path: str, error: BaseException) -> bool:
     """Whether an error of reading `path` may pass."""
     of_disk = "://" not in path and isinstance(error, OSError) and error.errno in _OF_DISKS
-    return of_disk or passing(error)
+    return of_disk or is_transient(error)
 
 
-def passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether an error of a driver may pass: the store did not answer, cut its answer short, or
     said that it is busy. One that says what is wrong (no such file, not allowed) does not pass."""
     for link in _chain(error):
@@ -111,7 +112,7 @@ def passing(error: BaseException) -> bool:
     return False
 
 
-def told_by(error: BaseException) -> BaseException:
+def root_cause(error: BaseException) -> BaseException:
     """Of an error and its causes the one that says what happened: the one with an HTTP status other
     than 404 or of the network, if any, else the error itself."""
     for link in _chain(error):

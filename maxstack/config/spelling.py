@@ -14,7 +14,8 @@ def edits(a: str, b: str) -> int:
     for i, char in enumerate(a, 1):
         above, row = row, [i]
         for j, other in enumerate(b, 1):
-            best = min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (char != other))
+            substituted = above[j - 1] if char == other else above[j - 1] + 1
+            best = min(above[j] + 1, row[j - 1] + 1, substituted)
             if i > 1 and j > 1 and char == b[j - 2] and other == a[i - 2]:
                 best = min(best, before[j - 2] + 1)
             row.append(best)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from maxstack.config import atomic
-from maxstack.config.retries import Cut, may_pass, retried, told_by
-from maxstack.errors import ConfigError, DataError, StoreAway, StoreError, shortened
+from maxstack.config.retries import Cut, may_be_transient, retry, root_cause
+from maxstack.errors import ConfigError, DataError, StoreError, StoreUnavailable, shortened
 from maxstack.regular_file import open_regular
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def filesystem(path: str) -> Iterator[tuple[Any, str]]:
             f"{path}: what reads {scheme}:// cannot be imported: {reason}{advice}"
         ) from error
     except Exception as error:  # each driver has errors of its own
-        told = told_by(error)
+        told = root_cause(error)
         if isinstance(error, FileNotFoundError) and told is error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
         words = shortened(" ".join(f"{type(told).__name__}: {told}".split()), 300)
@@ -107,13 +107,13 @@ def on_store(path: str, act: Callable[[Any, str], T]) -> T:
         with filesystem(path) as (files, inside):
             return act(files, inside)
 
-    return retried(path, once)
+    return retry(path, once)
 
 
 def error_of(path: str, error: Exception) -> type[DataError]:
     """The kind of DataError that a failure to read a path is."""
-    if may_pass(path, error):
-        return StoreAway
+    if may_be_transient(path, error):
+        return StoreUnavailable
     return StoreError if is_url(path) else DataError
 
 
@@ -123,7 +123,9 @@ class _Stored(io.RawIOBase):
     not the file that is `wanted`."""
 
     def __init__(self, path: str, ahead: int = 0, wanted: Stamp | None = None):
-        self._path, self._at, self._all, self._gives_parts = path, 0, b"", False
+        self._path, self._at = path, 0
+        self._all = b""
+        self._gives_parts = False
         self._ahead, self._pool = ahead, ThreadPoolExecutor(ahead + 1)
         self._coming: dict[int, Future[bytes]] = {}
         self.stamp = stamp(path)

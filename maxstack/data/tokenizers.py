@@ -19,7 +19,7 @@ from maxstack.data.documents import Document, Documents, Picture, Tokens
 from maxstack.data.files import digest
 from maxstack.data.growth import AT_ONCE, growth
 from maxstack.data.long_texts import LONGEST, Encode, parts, widest
-from maxstack.errors import ConfigError, DataError, of_rust, quoted
+from maxstack.errors import ConfigError, DataError, call_rust, quoted
 from maxstack.schema.data import (
     BYTE_IDS,
     OF_FILES,
@@ -308,7 +308,7 @@ class HuggingFace(Tokenizer):
             if make:
                 text = make(hub.model_folder(folder, weights=False) / name)
             spec = strict_json.parse_object(text, cfg.path)
-            self._model: Any = of_rust(cfg.path, tokenizers.Tokenizer.from_buffer, text)
+            self._model: Any = call_rust(cfg.path, tokenizers.Tokenizer.from_buffer, text)
         except DataError:
             raise
         except Exception as error:  # the library's own, as it makes one of other files
@@ -356,7 +356,7 @@ class HuggingFace(Tokenizer):
 
     def decode(self, ids: np.ndarray) -> bytes:
         numbers = [int(i) for i in ids]
-        return of_rust(self.name, self._model.decode, numbers, skip_special_tokens=True).encode()
+        return call_rust(self.name, self._model.decode, numbers, skip_special_tokens=True).encode()
 
     def raw(self, token: int) -> bytes | None:
         piece = self._model.id_to_token(token) or ""
@@ -370,7 +370,7 @@ class HuggingFace(Tokenizer):
         for start, stop in self._parts(document, len(document), self._marked_ids):
             part = document[start:stop]
             encode = self._marked.encode
-            encoded = of_rust(self.name, encode, part.decode(), add_special_tokens=False)
+            encoded = call_rust(self.name, encode, part.decode(), add_special_tokens=False)
             ids.append(np.array(encoded.ids, np.int32))
             spans.append(start + _in_bytes(encoded.offsets, part))
         return np.concatenate(ids), np.concatenate(spans)
@@ -381,23 +381,23 @@ class HuggingFace(Tokenizer):
         import tokenizers
 
         read = tokenizers.Tokenizer.from_str
-        model = of_rust(self.name, read, self._model.to_str())
+        model = call_rust(self.name, read, self._model.to_str())
         model.encode_special_tokens = False
         return model
 
     def _marked_ids(self, document: bytes) -> list[int]:
         encode = self._marked.encode_batch_fast
-        return of_rust(self.name, encode, [document.decode()], add_special_tokens=False)[0].ids
+        return call_rust(self.name, encode, [document.decode()], add_special_tokens=False)[0].ids
 
     def _text_ids(self, document: bytes) -> list[int]:
         text = document.decode()  # without offsets, which cost a fifth of the time
         # the library lets other threads run while it encodes a batch, and not a text
         encode = self._model.encode_batch_fast
-        return of_rust(self.name, encode, [text], add_special_tokens=False)[0].ids
+        return call_rust(self.name, encode, [text], add_special_tokens=False)[0].ids
 
     def _text_spans(self, document: bytes) -> np.ndarray:
         text = document.decode()
-        encoded = of_rust(self.name, self._model.encode, text, add_special_tokens=False)
+        encoded = call_rust(self.name, self._model.encode, text, add_special_tokens=False)
         return _in_bytes(encoded.offsets, document)
 
     def _special(self, key: str, token: str | None) -> list[int]:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from maxstack.cluster.exit_codes import RETRY
-from maxstack.errors import Passing
 from maxstack.report.console import tell
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -212,7 +211,7 @@ class Preemption:
             self._turn.notify_all()
         try:
             yield
-        except Passing as error:
+        except TransientError as error:
             if not _listens or not self._whole:
                 raise
             self._request(f"{error}")

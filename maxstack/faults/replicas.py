@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from maxstack.state import State
 
 MOST = 3
-"""Passing faults of a process after which one more ends the run."""
+"""Transient faults of a process after which one more ends the run."""
 GOLDEN, ODD = 0x9E3779B1, 0x85EBCA6B
 CHUNK = 1 << 13
 HOST = "pinned_host"

@@ -9,7 +9,7 @@ from maxstack import sharding
 from maxstack.config import Fault, storage
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
-from maxstack.load import check_no_run_beside, described, load, load_record, model_of_folder
+from maxstack.load import check_no_run_beside, load, load_record, model_of_folder
 from maxstack.schema.mesh import AXES
 from maxstack.state import flat, tree
 
@@ -136,6 +136,6 @@ def config_of(
             return load_record(own, overrides, runs_code), own
     _, section = model_of_folder(model, model)
     data = {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 1}  # rows are as given
-    if (images := described(section)).tokens:
+    if (images := parse_model(section)).tokens:
         data = images.placeholder(1)
     return load({"model": section, "data": data}, overrides), None

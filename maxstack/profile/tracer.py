@@ -16,12 +16,12 @@ from typing import Any
 import jax
 
 from maxstack.cluster.peers import Peers
+from maxstack.compiled_steps import CompiledStep
 from maxstack.plan import buffers, fit
 from maxstack.profile import trace_files
 from maxstack.profile.planes import STEP
 from maxstack.report import trace_requests
 from maxstack.report.log import Log
-from maxstack.shaped import Shaped
 
 EVERY = 1.0
 """Seconds between looks for a request, by a thread: no step waits for a file."""
@@ -46,7 +46,7 @@ class Wanted:
 class Tracer:
     """Takes traces of the steps between `before` and `after`, one at a time."""
 
-    def __init__(self, shaped: Shaped, folder: Path, log: Log):
+    def __init__(self, shaped: CompiledStep, folder: Path, log: Log):
         self.shaped = shaped
         """The program that the next steps run."""
         self._folder, self._log = folder, log

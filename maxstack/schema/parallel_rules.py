@@ -17,7 +17,8 @@ def faults(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
 
 
 def _pipeline(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
-    stages, rounds, microbatches = sizes["stage"], cfg.mesh.rounds, cfg.mesh.microbatches
+    stages, rounds = sizes["stage"], cfg.mesh.rounds
+    microbatches = cfg.mesh.microbatches
     if stages == 1:
         for key, value, least in (("rounds", rounds, 2), ("microbatches", microbatches or 0, 1)):
             if value >= least and cfg.mesh.stage == 1:

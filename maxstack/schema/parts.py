@@ -70,12 +70,14 @@ class Weight:
     @property
     def products(self) -> float:
         """Multiplications of a token by it, forward."""
-        return self.rows * math.prod(self.shape[self.use == "experts" :])
+        each = self.shape[1:] if self.use == "experts" else self.shape
+        return self.rows * math.prod(each)
 
     @property
     def outputs(self) -> float:
         """Numbers that the multiplication gives a token."""
-        return self.rows * math.prod(self.shape[self.contract + (self.use == "experts") :])
+        contracted = self.contract + 1 if self.use == "experts" else self.contract
+        return self.rows * math.prod(self.shape[contracted:])
 
 
 def matrix(*dims: Dim, contract: int = 1, out: bool = False) -> Weight:

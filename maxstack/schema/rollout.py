@@ -98,7 +98,7 @@ class RolloutConfig(Section):
     @property
     def behind(self) -> int:
         """Number of older weights in the state, from which rollouts under way can be made again."""
-        return self.ahead + (self.steps > 1)
+        return self.ahead + 1 if self.steps > 1 else self.ahead
 
     def own_faults(self) -> Iterator[Fault]:
         if self.prompts % self.minibatches:

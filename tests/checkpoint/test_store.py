@@ -22,7 +22,7 @@ from maxstack.checkpoint import manifest
 from maxstack.checkpoint.compatibility import FREE, Compatibility
 from maxstack.checkpoint.store import Checkpoints, removable
 from maxstack.data.feed import Feed
-from maxstack.errors import ConfigError, Passing
+from maxstack.errors import ConfigError, TransientError
 from maxstack.schema.checkpoint import CheckpointConfig
 
 
@@ -300,7 +300,7 @@ def test_a_last_save_that_fails_leaves_with_42(saved, monkeypatch):
 
     monkeypatch.setattr(manifest, "write", full)
     saves.save(4, state, feed, {})
-    with pytest.raises(Passing, match="step 4 was not saved.*No space left") as raised:
+    with pytest.raises(TransientError, match="step 4 was not saved.*No space left") as raised:
         saves.close()
     assert raised.value.exit_code == 42 and saves.steps() == [1, 2, 3]
     assert [path.name for path in folder.iterdir() if "4" in path.name] == []

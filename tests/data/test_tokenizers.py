@@ -10,7 +10,7 @@ from maxstack.data.growth import growth
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of
 from maxstack.data.vocabulary import train
-from maxstack.errors import DataError, of_rust
+from maxstack.errors import DataError, call_rust
 from maxstack.schema.data import (
     BytesTokenizer,
     DataConfig,
@@ -248,9 +248,9 @@ def test_a_panic_of_a_library_in_rust_is_an_error_of_data():
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.enable_truncation(2, stride=2)
     with pytest.raises(DataError, match="^a.json: `stride` must be strictly less"):
-        of_rust("a.json", made.encode, "a a a")
+        call_rust("a.json", made.encode, "a a a")
     with pytest.raises(KeyError):
-        of_rust("a.json", {}.__getitem__, 1)
+        call_rust("a.json", {}.__getitem__, 1)
 
 
 def steps(name, *made):

@@ -215,7 +215,7 @@ def hang(after: int, seconds: float = 1e9) -> None:
 STANDS = {
     "data": ("maxstack.data.feed:Feed", "__next__"),
     "evaluation": ("maxstack.evals.evaluation:Evaluation", "__call__"),
-    "compiler": ("maxstack.shaped:ShapedSteps", "at"),
+    "compiler": ("maxstack.compiled_steps:CompiledSteps", "at"),
     "rollout": ("maxstack.rollouts.maker:Maker", "groups"),
     "save": ("maxstack.checkpoint.shared:Shared", "finish"),
     "step": ("maxstack.meter:Meter", "flush"),
@@ -229,7 +229,7 @@ def stand(where: str, after: int, away: bool = False, seconds: float = 0.0) -> N
     `seconds`: each takes so many."""
     import ctypes
 
-    from maxstack.errors import StoreAway
+    from maxstack.errors import StoreUnavailable
 
     name, method = STANDS[where]
     kind, calls = pkgutil.resolve_name(name), [0]
@@ -243,7 +243,7 @@ def stand(where: str, after: int, away: bool = False, seconds: float = 0.0) -> N
                 time.sleep(seconds)
                 return plain(*arguments, **more)
             if away:
-                raise StoreAway("s3://data/a.txt: nobody answers")
+                raise StoreUnavailable("s3://data/a.txt: nobody answers")
             lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, (ctypes.c_byte * 64)()
             lock(mutex)
             lock(mutex)  # it is held
@@ -274,7 +274,7 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
 
     from maxstack import sharding
     from maxstack import step as program
-    from maxstack.shaped import ShapedSteps
+    from maxstack.compiled_steps import CompiledSteps
 
     plain, hit, spoiling = program._gradient, [0], [False]
 
@@ -300,7 +300,7 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
         return summed, jax.tree.unflatten(tree, leaves)
 
     program._gradient = gradient
-    compiled = ShapedSteps._compiled
+    compiled = CompiledSteps._compiled
 
     def both(steps: Any, shape: tuple[int, int]) -> Any:
         """The compiled step, and that with the fault for the batch that it hits."""
@@ -316,7 +316,7 @@ def flip(step: int, replica: int, often: str, leaf: int, element: int, bit: int)
 
         return honest._replace(step=_Called(honest.step, chosen))
 
-    ShapedSteps._compiled = both
+    CompiledSteps._compiled = both
 
 
 def spoil(step: int, replica: int, leaf: int) -> None:
@@ -325,9 +325,9 @@ def spoil(step: int, replica: int, leaf: int) -> None:
     import jax
     import jax.numpy as jnp
 
-    from maxstack.shaped import ShapedSteps
+    from maxstack.compiled_steps import CompiledSteps
 
-    compiled, done = ShapedSteps._compiled, [False]
+    compiled, done = CompiledSteps._compiled, [False]
 
     def spoiled(array: Any, device: Any) -> Any:
         parts = [
@@ -350,17 +350,17 @@ def spoil(step: int, replica: int, leaf: int) -> None:
 
         return shaped._replace(step=_Called(shaped.step, call))
 
-    ShapedSteps._compiled = updating
+    CompiledSteps._compiled = updating
 
 
 def learning(phase: str, updates: int, after: int) -> None:
     """SIGKILL in a run that learns from its own samples, after so many updates of this process the
     so manieth time that it is in one of LEARNING."""
+    from maxstack.compiled_steps import CompiledSteps
     from maxstack.inference.engine import Engine
     from maxstack.inference.programs import Programs
-    from maxstack.shaped import ShapedSteps
 
-    updated, seen, compiled = [0], [0], ShapedSteps._compiled
+    updated, seen, compiled = [0], [0], CompiledSteps._compiled
 
     def reached(now: str) -> None:
         seen[0] += now == phase and updated[0] >= updates
@@ -382,7 +382,7 @@ def learning(phase: str, updates: int, after: int) -> None:
         shaped = compiled(steps, shape)
         return shaped._replace(step=_Called(shaped.step, around("update", shaped.step)))
 
-    ShapedSteps._compiled = updating
+    CompiledSteps._compiled = updating
     Engine.step = around("answering", Engine.step)
     Programs.prepare = around("handing over", Programs.prepare)
 

@@ -23,7 +23,6 @@ from maxstack.profile.analysis import summary
 from maxstack.profile.tracer import Tracer
 from maxstack.report import trace_requests
 from maxstack.report.log import Log
-from maxstack.shaped import ShapedSteps
 
 ENDLESS = ("train.steps=1000000", "checkpoint.every=1000000")
 
@@ -72,7 +71,7 @@ def tracer(tmp_path):
     """A tracer of a run of 9 steps, in the same process."""
     (tmp_path / "run").mkdir()
     run = tiny.make_run(tiny.config(train={"steps": 9, "profile": {"start": 3, "steps": 2}}))
-    tracer = Tracer(ShapedSteps(run).at(1), tmp_path / "run", Log(tmp_path / "run", 9, True))
+    tracer = Tracer(CompiledSteps(run).at(1), tmp_path / "run", Log(tmp_path / "run", 9, True))
     yield tracer
     tracer.close()
 

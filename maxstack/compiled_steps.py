@@ -10,7 +10,7 @@ from maxstack.plan import executable, fit
 from maxstack.run import Run, assemble
 
 
-class Shaped(NamedTuple):
+class CompiledStep(NamedTuple):
     """A run of one shape of batch."""
 
     run: Run
@@ -21,7 +21,7 @@ class Shaped(NamedTuple):
     """Time that compiling or loading it took."""
 
 
-class ShapedSteps:
+class CompiledSteps:
     """The steps of a run, by the shapes of its stages. ConfigError where a device has not the
     memory for one of them."""
 
@@ -32,7 +32,7 @@ class ShapedSteps:
             shape: run if shape == own else assemble(run.cfg.of_shape(*shape), run.mesh)
             for shape in self._stages.shapes
         }
-        self._made: dict[tuple[int, int], concurrent.futures.Future[Shaped]] = {}
+        self._made: dict[tuple[int, int], concurrent.futures.Future[CompiledStep]] = {}
 
     def check_memory(self, beside: dict[str, int]) -> None:
         """ConfigError where a device has less than the least that a step holds."""
@@ -47,7 +47,7 @@ class ShapedSteps:
             self._made[shape] = pool.submit(self._compiled, shape)
             pool.shutdown(wait=False)
 
-    def at(self, step: int) -> Shaped:
+    def at(self, step: int) -> CompiledStep:
         """What a step runs."""
         self.start(step)
         return self._made[self._stages.at(step)[1:]].result()
@@ -56,10 +56,10 @@ class ShapedSteps:
         """True where a step has other batches than the one before."""
         return self._stages.at(step)[1:] != self._stages.at(step - 1)[1:]
 
-    def _compiled(self, shape: tuple[int, int]) -> Shaped:
+    def _compiled(self, shape: tuple[int, int]) -> CompiledStep:
         begin, run = time.perf_counter(), self._runs[shape]
         if path := run.cfg.run.executable:
             step = executable.load(run, os.path.expanduser(path))
         else:
             step = compiling.compiled(run.lower(), run.mesh)
-        return Shaped(run, shape[0], step, time.perf_counter() - begin)
+        return CompiledStep(run, shape[0], step, time.perf_counter() - begin)
