@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from maxstack.cluster.exit_codes import RETRY
+from maxstack.errors import TransientError
 from maxstack.report.console import tell
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

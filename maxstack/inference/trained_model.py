@@ -9,7 +9,7 @@ from maxstack import sharding
 from maxstack.config import Fault, storage
 from maxstack.data import hub
 from maxstack.errors import ConfigError, shortened
-from maxstack.load import check_no_run_beside, load, load_record, model_of_folder
+from maxstack.load import check_no_run_beside, load, load_record, model_of_folder, parse_model
 from maxstack.schema.mesh import AXES
 from maxstack.state import flat, tree
 

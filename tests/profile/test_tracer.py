@@ -18,6 +18,7 @@ from forked import Forked
 from processes import command, environment, rows, until, write_config
 
 from maxstack import cli
+from maxstack.compiled_steps import CompiledSteps
 from maxstack.profile import trace_files
 from maxstack.profile.analysis import summary
 from maxstack.profile.tracer import Tracer
