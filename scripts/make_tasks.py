@@ -12,7 +12,7 @@ from bench import arguments
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from maxstack.config.compose import presets_dir  # noqa: E402
-from maxstack.evals.task_files import exported, open_tasks  # noqa: E402
+from maxstack.evals.task_files import open_tasks, write_for_harness  # noqa: E402
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="a folder, made where it lacks")
     args = parser.parse_args()
     names = sorted(file.stem for file in (presets_dir() / "tasks").glob("*.yml"))
-    exported(open_tasks(names), args.out)
+    write_for_harness(open_tasks(names), args.out)
     for file in sorted(args.out.iterdir()):
         print(file)
 

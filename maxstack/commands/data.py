@@ -104,7 +104,7 @@ def _task_texts(data: "DataConfig") -> dict[str, list[str]]:
     names = [name for step in data.steps if step.kind == "decontaminate" for name in step.tasks]
     if not names:
         return {}
-    from maxstack.evals.task_texts import texts_of
+    from maxstack.evals.task_files import texts_of
 
     return {name: texts_of(name) for name in names}
 

@@ -121,14 +121,14 @@ def _by_tasks(args: Namespace) -> None:
         raise ConfigError("--out: does not work with --lm-eval; leave one of them out")
     if args.fewshot_as_multiturn == "true" and not args.apply_chat_template:
         raise ConfigError("--fewshot-as-multiturn: needs --apply-chat-template")
-    from maxstack.evals.opened import ask, check_finite
     from maxstack.evals.prompts import PromptFormat
     from maxstack.evals.task_files import open_tasks
+    from maxstack.evals.tasks import check_finite, open_model_tasks
 
     opened = [] if args.lm_eval else open_tasks(names, library=args.tasks_path or "")
     prompt_format = PromptFormat(args.system, multiturn=args.fewshot_as_multiturn != "false")
     sizes = args.batch_size, args.length, args.limit
-    tasks, params = ask(
+    tasks, params = open_model_tasks(
         args.model, model_overrides(args), opened, *sizes, prompt_format, args.apply_chat_template
     )
     for task in tasks.tasks:

@@ -1,4 +1,4 @@
-"""All that is evaluated of a run in training, and its end where that gets no better."""
+"""Evaluation of a run in training, and early stopping by it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,16 +13,17 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config, StopEarlyConfig
 
 Part = Callable[[int, Tree], Mapping[str, Any]]
-"""A function of step and weights that writes and says figures, and returns them by name."""
+"""A function of step and weights that writes, logs and returns metrics by name."""
 
 
 class Evaluation:
-    """The parts of an evaluation, by the weights that the optimizer says are to be evaluated."""
+    """The parts of an evaluation, by the weights that the optimizer chooses for it."""
 
     def __init__(self, cfg: "Config", parts: Sequence[Part], compare: Callable[[], None]):
-        """`compare` says what others reach, beside the last evaluation. ConfigError where something
-        is chosen by a figure of tasks that they do not have."""
-        self._cfg, self._parts, self.compare = cfg, parts, compare
+        """`compare` logs what simple compressors reach, after the last evaluation. ConfigError
+        where something is chosen by a metric that the tasks do not have."""
+        self._cfg, self._parts = cfg, parts
+        self.compare = compare
         self._chosen_by = {bare(metric): "checkpoint.keep_best" for metric in cfg.checkpoint.best}
         if cfg.train.stop_early:
             self._chosen_by[bare(cfg.train.stop_early.metric)] = "train.stop_early.metric"
@@ -33,8 +34,7 @@ class Evaluation:
                 raise ConfigError(f"{key}: no {metric}; {there}{did_you_mean(metric, names)}")
 
     def __call__(self, step: int, state: State) -> dict[str, float]:
-        """Figures by name. ConfigError where a metric that something is chosen by is not among
-        them."""
+        """Return metrics by name. ConfigError where one that something is chosen by is missing."""
         cfg = self._cfg
         row = self.figures(step, optim.eval_params(cfg.optimizer, state.opt, state.params))
         for metric, key in self._chosen_by.items():
@@ -45,7 +45,7 @@ class Evaluation:
         return row
 
     def figures(self, step: int, params: Tree) -> dict[str, float]:
-        """Figures by name of these weights."""
+        """Return metrics by name of these weights."""
         row: dict[str, float] = {}
         for part in self._parts:
             row |= part(step, params)
@@ -53,14 +53,14 @@ class Evaluation:
 
 
 class StopEarly:
-    """Decides that a run ends, by its evaluations in their order: every process, and every replay,
-    alike. `saved`: what `to_json` returned before."""
+    """Decides by evaluations in their order that a run ends: every process, and every replay after
+    a restart, decides alike. `saved`: an earlier result of `to_json`."""
 
     _best: float | None
     _at: int
-    """The step of the best."""
+    """Step of the best evaluation."""
     _since: int
-    """Evaluations after it."""
+    """Number of evaluations after it."""
 
     def __init__(self, cfg: "StopEarlyConfig | None", saved: Mapping[str, Any]):
         self._cfg = cfg
@@ -72,13 +72,14 @@ class StopEarly:
         return self._cfg is not None and self._since >= self._cfg.patience
 
     def read(self, step: int, figures: Mapping[str, float]) -> str:
-        """Take note of an evaluation -> why the run ends after it, or ""."""
+        """Record an evaluation; return why the run ends after it, or ""."""
         if self._cfg is None:
             return ""
         name = self._cfg.metric
         sign, value = direction(name), figures[bare(name)]
         if self._best is None or sign * (value - self._best) > self._cfg.min_delta:
-            self._best, self._at, self._since = value, step, 0
+            self._best, self._at = value, step
+            self._since = 0
         else:
             self._since += 1
         return self.why if self.over else ""
@@ -94,9 +95,9 @@ class StopEarly:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Its past as plain JSON values, for a checkpoint."""
+        """Return its state as plain JSON values, for a checkpoint."""
         return {"stop_early": [self._best, self._at, self._since]} if self._cfg else {}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go back to when `to_json` returned `saved`; to the beginning, where that has nothing."""
+        """Go back to the state `saved`, or to the beginning if that has none."""
         self._best, self._at, self._since = saved.get("stop_early", (None, 0, 0))

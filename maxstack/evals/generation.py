@@ -1,4 +1,4 @@
-"""Answers of a run's model to the prompts of tasks."""
+"""Answers that a run's model generates to the prompts of tasks."""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 
 class Generator:
-    """Generates by the engine, on the mesh of the run."""
+    """Generates answers by an inference engine on the mesh of the run."""
 
     def __init__(
         self, run: "Run", texts: Texts, requests: int, length: int, stop_tokens: Collection[int]
     ):
-        """`length`: tokens of prompt and answer at most. ConfigError where the run has several
+        """`length`: tokens of prompt and answer at most. ConfigError for a run of several
         processes."""
         if jax.process_count() > 1:
             raise ConfigError(
                 "output_type=generate_until: is for a run of one process; leave such tasks out, "
                 "and use `maxstack eval` on a checkpoint"
             )
-        self._texts, self._length, self._stops = texts, length, frozenset(stop_tokens)
+        self._texts, self._length = texts, length
+        self._stops = frozenset(stop_tokens)
         self._engine = make_engine_beside(run, requests, length)
         self._seed = run.cfg.train.seed
 
@@ -43,8 +44,8 @@ class Generator:
         until: Sequence[str],
         progress: str = "",
     ) -> list[str]:
-        """The answer to each prompt, up to the first of the strings `until`. Of a prompt that is
-        too long, its beginning is left out. ConfigError where an answer leaves no room for one."""
+        """Return the answer to each prompt, up to the first of the strings `until`. A prompt that
+        is too long loses its beginning. ConfigError where an answer leaves no room for a prompt."""
         room = self._length - cfg.max_gen_toks
         if room < 1:
             raise ConfigError(

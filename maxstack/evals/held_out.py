@@ -1,4 +1,4 @@
-"""Evaluation inside training: loss and bits per byte on held-out documents."""
+"""Evaluation in training: loss and bits per byte on held-out documents."""
 
 import collections
 import contextlib
@@ -18,14 +18,14 @@ from maxstack.state import Tree
 
 
 class Evaluator:
-    """Reads the held-out documents from the start at each call, so that every evaluation of a run
-    is over the same tokens."""
+    """Computes the loss on held-out documents, read from the start at each call, so that every
+    evaluation of a run is over the same tokens."""
 
     def __init__(self, run: Run, log: Log, writer: Writer, frozen: tuple[dict[str, Any], ...] = ()):
-        """`frozen`: what the step takes beside state and batch."""
+        """`frozen`: arguments of the step beside state and batch."""
         cfg = run.cfg
-        self._frozen = frozen
-        self._run, self._log, self._writer = run, log, writer
+        self._run, self._frozen = run, frozen
+        self._log, self._writer = log, writer
         self._data = cfg.eval.data or cfg.data
         self._batch_size = cfg.eval.batch_size or cfg.train.batch_size
         whole = cfg.eval.data is not None
@@ -47,8 +47,8 @@ class Evaluator:
         self._bits: float | None = None
 
     def __call__(self, step: int, params: Tree) -> dict[str, float]:
-        """Mean loss in nats a token, or whatever the objective counts, over at most eval.steps
-        batches, and other figures; written and said."""
+        """Return the mean loss over at most eval.steps batches, in nats a token or a unit that the
+        objective counts, and other metrics, after writing and logging them."""
         begin = time.perf_counter()
         sums = {name: self._sums(name, params) for name in self._feeds}
         total = collections.defaultdict[str, float](float)
@@ -72,9 +72,8 @@ class Evaluator:
         }
         if self._bits is not None:
             row["eval_bits_per_byte"] = self._bits
-        shares = {
-            name: total[name] / weight for name in total if (weight := total.get(f"{name}/weight"))
-        }
+        weights = {name: total.get(f"{name}/weight") for name in total}
+        shares = {name: total[name] / weight for name, weight in weights.items() if weight}
         row |= {f"eval_{name}": share for name, share in shares.items()}
         row |= by_source if len(by_source) > 1 else {}
         self._writer.write({"step": step, **row})
@@ -87,7 +86,7 @@ class Evaluator:
         return row
 
     def _sums(self, name: str, params: Tree) -> dict[str, float]:
-        """Sums over at most eval.steps batches of one source."""
+        """Return sums over at most eval.steps batches of one source."""
         feed, total = self._feeds[name], dict[str, float]()
         feed.restore(self._starts[name])
         with contextlib.closing(feed):
@@ -104,7 +103,7 @@ class Evaluator:
         return total
 
     def compare(self) -> None:
-        """Say what gzip -9 and an order-2 byte model reach on the same documents, beside the last
+        """Log what gzip -9 and an order-2 byte model reach on the same documents, beside the last
         evaluation."""
         from maxstack.evals.baselines import baselines
 

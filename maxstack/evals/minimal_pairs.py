@@ -1,10 +1,15 @@
 """Questions made of held-out source of Python's standard library: which of several lines is the
-real one? The pairs are minimal, in the manner of BLiMP (Warstadt et al. 2020, arXiv:1912.00582)."""
+real one? The pairs are minimal, in the manner of BLiMP (Warstadt et al. 2020, arXiv:1912.00582).
+
+Lines of the files that quickstart.yml holds out are shuffled by a seed; each in turn gives one
+question, with the three lines before it as context and a changed line as the wrong choice, until
+there are enough.
+"""
 
 import functools
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from maxstack import load
@@ -13,31 +18,29 @@ from maxstack.errors import ConfigError
 from maxstack.evals.baselines import texts_of
 
 BEFORE = 3
-"""Lines of context before the one that is asked about."""
+"""Lines of context."""
 SHORTEST, LONGEST = 20, 72
-"""Characters of that line."""
+"""Characters of the line in question."""
 MOST = 240
-"""Bytes of both together at most: a row of quickstart.yml holds 256."""
+"""Bytes of both together at most: a sequence of quickstart.yml holds 256."""
 KEYWORDS = ("self", "return", "None", "def", "not", "in", "if", "for", "else")
 CHOICES = 4
 """Words to choose the next one from."""
 
+Question = dict[str, Any]
 Line = tuple[str, str]
-"""The lines before it, and itself."""
+"""A line's context, and the line."""
 
 
-def documents(kind: str, count: int = 50, seed: int = 0) -> list[dict[str, Any]]:
-    """`count` questions: `context`, `choices` and the number of the `right` one. ConfigError for a
-    kind that there is not, and where the held-out files do not give as many."""
-    if kind not in (*CHANGES, "next_word"):
-        raise ConfigError(
-            f"dataset_name: {kind}: no such documents; there are "
-            f"{', '.join((*CHANGES, 'next_word'))}"
-        )
+def documents(kind: str, count: int = 50, seed: int = 0) -> list[Question]:
+    """Return `count` questions: `context`, `choices` and the number of the `right` one. ConfigError
+    for an unknown kind, and where the held-out files give fewer questions."""
+    if kind not in KINDS:
+        raise ConfigError(f"dataset_name: {kind}: no such documents; there are {', '.join(KINDS)}")
     rng = random.Random(f"{seed} {kind}")
-    lines = list(_lines())
+    lines = [*_lines()]
     rng.shuffle(lines)
-    made = _next_words(lines, rng) if kind == "next_word" else _pairs(lines, CHANGES[kind], rng)
+    made = KINDS[kind](lines, rng)
     questions = [question for question, _ in zip(made, range(count), strict=False)]
     if len(questions) < count:
         raise ConfigError(
@@ -48,30 +51,37 @@ def documents(kind: str, count: int = 50, seed: int = 0) -> list[dict[str, Any]]
 
 @functools.cache
 def _lines() -> tuple[Line, ...]:
-    """Lines of the files that quickstart.yml holds out."""
+    """Return the usable lines of the files that quickstart.yml holds out."""
     data = load.load("quickstart", ["data.tokenizer={kind: bytes}"]).data
-    found = (
-        ("".join(f"{line}\n" for line in lines[i - BEFORE : i]), lines[i])
-        for text in texts_of(data, open_sources(data, evaluation=True))
-        for lines in [text.decode(errors="replace").split("\n")]
-        for i in range(BEFORE, len(lines))
-        if SHORTEST < len(lines[i]) < LONGEST
-        and lines[i].isascii()
-        and not lines[i].lstrip().startswith("#")
-    )
-    return tuple(line for line in found if sum(len(part.encode()) for part in line) <= MOST)
+    found = []
+    for text in texts_of(data, open_sources(data, evaluation=True)):
+        lines = text.decode(errors="replace").split("\n")
+        for i in range(BEFORE, len(lines)):
+            line, context = lines[i], "".join(f"{line}\n" for line in lines[i - BEFORE : i])
+            is_code = line.isascii() and not line.lstrip().startswith("#")
+            size = len(context.encode()) + len(line.encode())
+            if SHORTEST < len(line) < LONGEST and is_code and size <= MOST:
+                found.append((context, line))
+    return (*found,)
 
 
-def _pairs(
-    lines: list[Line], change: Callable[[str, random.Random], str | None], rng: random.Random
-) -> Iterator[dict[str, Any]]:
+def _question(context: str, text: str, wrong: list[str], rng: random.Random) -> Question:
+    right = rng.randrange(len(wrong) + 1)
+    return {"context": context, "choices": [*wrong[:right], text, *wrong[right:]], "right": right}
+
+
+Change = Callable[[str, random.Random], str | None]
+
+
+def _pairs(change: Change, lines: Sequence[Line], rng: random.Random) -> Iterator[Question]:
+    """Yield the lines that a change makes wrong."""
     for context, line in lines:
         if (wrong := change(line, rng)) and wrong != line:
             yield _question(context, f"{line}\n", [f"{wrong}\n"], rng)
 
 
-def _next_words(lines: list[Line], rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Which word goes on a line; the others go on other lines."""
+def _next_words(lines: Sequence[Line], rng: random.Random) -> Iterator[Question]:
+    """Yield beginnings of lines with the next word; the wrong ones are of other lines."""
     begun = []
     for context, line in lines:
         if words := [*re.finditer(r"(?<=\S) \S+", line)]:
@@ -85,47 +95,39 @@ def _next_words(lines: list[Line], rng: random.Random) -> Iterator[dict[str, Any
             yield _question(context, right, wrong, rng)
 
 
-def _question(context: str, text: str, wrong: list[str], rng: random.Random) -> dict[str, Any]:
-    right = rng.randrange(len(wrong) + 1)
-    choices = [*wrong[:right], text, *wrong[right:]]
-    return {"context": context, "choices": choices, "right": right}
+def _exchange(pattern: str, words: Sequence[str], line: str, rng: random.Random) -> str | None:
+    """Replace a match of a pattern by another of the words."""
+    if not (found := [*re.finditer(pattern, line)]):
+        return None
+    match = rng.choice(found)
+    other = rng.choice([word for word in words if word != match[0]])
+    return line[: match.start()] + other + line[match.end() :]
 
 
-def _letters(line: str, rng: random.Random) -> str | None:
-    """Two neighbours inside a word exchanged."""
+def _swap_letters(line: str, rng: random.Random) -> str | None:
+    """Exchange two neighbours inside a word."""
     if not (words := [*re.finditer(r"[a-z]{5,}", line)]):
         return None
-    i = (word := rng.choice(words)).start() + rng.randrange(1, len(word[0]) - 2)
+    word = rng.choice(words)
+    i = word.start() + rng.randrange(1, len(word[0]) - 2)
     return line[:i] + line[i + 1] + line[i] + line[i + 2 :]
 
 
-def _keywords(line: str, rng: random.Random) -> str | None:
-    words = [*re.finditer(rf"\b({'|'.join(KEYWORDS)})\b", line)]
-    if not words:
-        return None
-    word = rng.choice(words)
-    other = rng.choice([each for each in KEYWORDS if each != word[0]])
-    return line[: word.start()] + other + line[word.end() :]
-
-
-def _brackets(line: str, rng: random.Random) -> str | None:
-    if not (closing := [i for i, letter in enumerate(line) if letter in ")]}"]):
-        return None
-    i = rng.choice(closing)
-    return line[:i] + rng.choice([each for each in ")]}" if each != line[i]]) + line[i + 1 :]
-
-
-def _indentation(line: str, rng: random.Random) -> str | None:
+def _indent(line: str, rng: random.Random) -> str | None:
     if not line.startswith("    "):
         return None
     moved = rng.choice((-2, -1, 1, 2))
     return " " * moved + line if moved > 0 else line[-moved:]
 
 
-CHANGES: dict[str, Callable[[str, random.Random], str | None]] = {
-    "letters": _letters,
-    "keywords": _keywords,
-    "brackets": _brackets,
-    "indentation": _indentation,
+_changes: dict[str, Change] = {
+    "letters": _swap_letters,
+    "keywords": functools.partial(_exchange, rf"\b({'|'.join(KEYWORDS)})\b", KEYWORDS),
+    "brackets": functools.partial(_exchange, r"[)\]}]", ")]}"),
+    "indentation": _indent,
 }
-"""What makes a line wrong; None where it cannot."""
+KINDS: dict[str, Callable[[Sequence[Line], random.Random], Iterator[Question]]] = {
+    **{kind: functools.partial(_pairs, change) for kind, change in _changes.items()},
+    "next_word": _next_words,
+}
+"""Kind -> questions made of lines."""

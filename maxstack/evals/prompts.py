@@ -1,4 +1,4 @@
-"""Prompts of tasks: their texts one after the other, or as a conversation by a chat template."""
+"""Prompts of tasks: the turns of a prompt as one text, or as a conversation by a chat template."""
 
 import dataclasses
 import functools
@@ -18,35 +18,35 @@ class Turn(NamedTuple):
     role: str
     text: str
     after: str = ""
-    """What goes between it and the next one, where both are one text."""
+    """Goes between this turn and the next one, where both are one text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptFormat:
-    """How a model is asked, as lm-evaluation-harness does it."""
+    """How turns become a prompt, as in lm-evaluation-harness."""
 
     system: str = ""
     """The beginning of every prompt."""
     template: ChatTemplate | None = None
     """None: a prompt is plain text."""
     multiturn: bool = True
-    """Examples are turns of the conversation; false: one turn with the question."""
+    """Examples are turns of the conversation; False: one turn with the question."""
 
     def render(self, turns: Sequence[Turn]) -> str:
-        """The text of these turns, the last of which is the question. DataError for what the
+        """Return the text of turns, the last of which is the question. DataError for what the
         template refuses."""
         if self.template is None:
             return "".join(turn.text + turn.after for turn in turns)
-        begins = turns[0].role == "system"
-        rest = turns[begins:]
+        system = [turn for turn in turns[:1] if turn.role == "system"]
+        rest = turns[len(system) :]
         if not self.multiturn:
             rest = [Turn("user", "".join(turn.text + turn.after for turn in rest))]
         return self.render_messages(
-            [{"role": turn.role, "content": turn.text} for turn in [*turns[:begins], *rest]]
+            [{"role": turn.role, "content": turn.text} for turn in [*system, *rest]]
         )
 
     def render_messages(self, messages: Sequence[dict[str, str]], **extra: Any) -> str:
-        """A conversation by the template; of one that refuses its system message, without it."""
+        """Render a conversation; a template that refuses its system message gets it without."""
         assert self.template
         try:
             return self.template.render(messages, **extra)

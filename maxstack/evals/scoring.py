@@ -1,5 +1,12 @@
-"""Log-probabilities of continuations, many in a row of tokens, on a run's mesh. Shapes: B rows
-T time  S scored tokens  D embed  V vocab."""
+"""Log-probabilities of continuations, on a run's mesh.
+
+Requests are packed into rows one after the other, as documents are in training, by rules that
+depend on the requests alone. So the rows are the same on any mesh, every process makes all of them
+and computes its share, and no metric changes with the batch size. Three rules save time: rows have
+one of a few widths, because attention and padding cost by the width; requests that differ in their
+last token alone, as choices of a letter do, are read once; and logits are made only where tokens
+are scored. Shapes: B rows  T time  S scored tokens  D embed  V vocab.
+"""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -24,29 +31,23 @@ if TYPE_CHECKING:
     from maxstack.schema.data import Tokenizer as TokenizerConfig
 
 LOGITS = 1 << 30
-"""Bytes of logits on a device at a time, about."""
+"""Approximate bytes of logits on a device at a time."""
 NARROWEST = 128
-"""Tokens of a row at least, where rows are made narrower than requests may be."""
+"""Tokens of the narrowest row at least."""
 
 
 class Scored(NamedTuple):
-    """Tokens of which those from `begin` on are scored, given all before them."""
+    """Tokens of which those from `begin` on are scored, each given all before it."""
 
     tokens: Sequence[int]
     begin: int
 
 
 class Scorer:
-    """Scores rows that hold several requests each, one after the other as packed documents lie.
-
-    Requests lie in the narrowest rows of a few widths that hold them, since attention and empty
-    ends of rows cost by the width; those that differ in their last token alone, as choices of a
-    letter do, are one; and logits are made where tokens are scored. Rows depend on the requests
-    alone, and are the same on any mesh; every process makes them all and computes its share.
-    """
+    """Scores requests, packed into rows."""
 
     def __init__(self, run: "Run", batch_size: int, length: int):
-        """`length`: tokens of a row. Both are rounded up to what the mesh divides."""
+        """`length`: tokens of a row. Both sizes are rounded up to what the mesh divides."""
         rules, shape = run.cfg.mesh.rules, run.mesh.shape
         self._pieces, self._over = parts(rules["seq"], shape), parts(rules["batch"], shape)
         self.height = -(-batch_size // self._over) * self._over
@@ -57,16 +58,16 @@ class Scorer:
             self._widths.insert(0, narrower)
         self._vocab = run.cfg.decoder.vocab / parts(rules["vocab"], shape)
         self._run = run
-        self._step = functools.cache(lambda chunks: run.of_models(_scored(chunks)))
+        self._step = functools.cache(lambda chunks: run.of_models(_score(chunks)))
         self.cut = 0
-        """Requests so far that lost their beginning."""
+        """Number of requests so far that lost their beginning."""
 
     def too_long(self, request: Scored) -> bool:
-        """True for a request that loses its beginning."""
+        """Return True for a request that loses its beginning."""
         return len(request.tokens) > self.length + 1
 
     def check(self, request: Scored) -> None:
-        """DataError where more is to be scored than a row holds."""
+        """DataError where more tokens are to be scored than a row holds."""
         if (count := len(request.tokens) - request.begin) > self.length:
             raise DataError(
                 f"{count:,} tokens are to be scored, and a row holds {self.length:,}: give more by "
@@ -76,15 +77,15 @@ class Scorer:
     def __call__(
         self, params: Any, requests: Sequence[Scored], progress: str = ""
     ) -> list[Likelihood]:
-        """The likelihood of each request's continuation; of one that is too long, its beginning is
-        left out. `progress`: what a bar says; "" for none. DataError as `check`."""
+        """Return the likelihood of each request's continuation; a request that is too long loses
+        its beginning. `progress`: title of a progress bar, "" for none. DataError as `check`."""
         for request in requests:
             self.check(request)
             self.cut += self.too_long(request)
-        cut = [
-            Scored(tokens[(lost := max(0, len(tokens) - self.length - 1)) :], max(begin - lost, 1))
-            for tokens, begin in requests
-        ]
+        cut = []
+        for tokens, begin in requests:
+            lost = max(0, len(tokens) - self.length - 1)
+            cut.append(Scored(tokens[lost:], max(begin - lost, 1)))
         found: list[Likelihood | None] = [None] * len(cut)
         batches = [*self._batches(cut)]
         for batch in tqdm.tqdm(
@@ -96,7 +97,7 @@ class Scorer:
             if self._pieces == 1:
                 rows = len(batch.arrays["at"]) / self._over
                 chunks = _divisor(scored, rows * scored * self._vocab * 4 / LOGITS)
-            result = jax.device_get(self._step(chunks)(params, self._placed(batch.arrays)))
+            result = jax.device_get(self._step(chunks)(params, self._place(batch.arrays)))
             for number, row, first in batch.places:
                 tokens, begin = cut[number]
                 span = slice(first, first + len(tokens) - begin)
@@ -108,30 +109,32 @@ class Scorer:
         return [each for each in found if each is not None]
 
     def _batches(self, cut: Sequence[Scored]) -> "Iterator[_Rows]":
-        """Rows of each width, as many at a time as asked for, and then as few as the mesh takes, so
-        that none is empty."""
+        """Yield rows of each width: batches of the size asked for, then the smallest that the mesh
+        allows, so that no row is empty."""
         counts = [len(tokens) - begin for tokens, begin in cut]
-        alike: dict[tuple[int, ...], list[int]] = {}
+        same_inputs: dict[tuple[int, ...], list[int]] = {}
         by_width: dict[int, list[list[int]]] = {width: [] for width in self._widths}
         for number, (tokens, _) in enumerate(cut):
             inputs = tuple(tokens[:-1])
             width = next(width for width in self._widths if len(inputs) <= width)
-            span = alike.get(inputs)
+            span = same_inputs.get(inputs)
             if span is None or sum(counts[i] for i in [*span, number]) > width:
-                span = alike[inputs] = []
+                span = same_inputs[inputs] = []
                 by_width[width].append(span)
             span.append(number)
         for width, spans in by_width.items():
-            scores = [sum(counts[number] for number in span) for span in spans]
-            rows = packed([len(cut[span[0]].tokens) - 1 for span in spans], width, scores)
-            few = all(sum(scores[i] for i, _ in row) <= width // 4 for row in rows)
-            scored = width // 4 if few and self._pieces == 1 else width
+            scores = [sum(map(counts.__getitem__, span)) for span in spans]
+            rows = pack([len(cut[span[0]].tokens) - 1 for span in spans], width, scores)
+            most = 0
+            for row in rows:
+                most = max(most, sum(scores[i] for i, _ in row))
+            scored = width // 4 if most <= width // 4 and self._pieces == 1 else width
             while rows:
                 height = self.height if len(rows) >= self.height else self._over
                 yield _Rows(rows[:height], spans, cut, (height, width, scored))
                 rows = rows[height:]
 
-    def _placed(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    def _place(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         batches, height = self._run.batches, len(arrays["tokens"])
         own = batches.rows(height)
         return {
@@ -141,10 +144,9 @@ class Scorer:
 
 
 class _Rows:
-    """Rows of spans of tokens, each for one or more requests, as arrays.
-
-    tokens, positions, segments, real [B, T]; `at` and targets [B, S]: the inputs after which a
-    target is scored. `places`: of each request, its row and where in S it begins."""
+    """Rows of spans of tokens, each for one or more requests, as arrays: tokens, positions,
+    segments, real [B, T]; `at` and targets [B, S], the input after which each target is scored.
+    `places`: of each request its number, its row and where in S it begins."""
 
     def __init__(
         self,
@@ -179,11 +181,12 @@ class _Rows:
         self.arrays["real"] = self.arrays["segments"] > 0
 
 
-def packed(
+def pack(
     lengths: Sequence[int], width: int, scored: Sequence[int] | None = None
 ) -> list[list[tuple[int, int]]]:
-    """Rows of (number, start) that hold spans of these lengths, none more than `width`: the longest
-    first, each into the fullest row with room for it, and for what is `scored` of it."""
+    """Pack spans of these lengths into rows of at most `width` tokens, of which at most `width` are
+    scored: best-fit decreasing, the longest first, each into the fullest row with room for it.
+    Return (number, start) of the spans in each row."""
     rows: list[list[tuple[int, int]]] = []
     left: list[int] = []
     by_room: list[list[int]] = [[] for _ in range(width + 1)]
@@ -205,8 +208,8 @@ def packed(
 
 
 class Texts:
-    """Texts as the tokens that are scored, in lm-evaluation-harness's ways: special tokens that are
-    spelt out are these tokens."""
+    """Turns texts into tokens as lm-evaluation-harness does: special tokens that are spelt out are
+    these tokens."""
 
     def __init__(self, tokenizer: "TokenizerConfig"):
         self.tokenizer = open_prompt_tokenizer(tokenizer)
@@ -215,15 +218,15 @@ class Texts:
         self._spelt = self.tokenizer.text_of(self._first[0]) if self._first else None
 
     def prompt(self, text: str) -> list[int]:
-        """Tokens to go on from."""
-        return self._encoded(text) or self._begin(text)
+        """Return the tokens of a prompt."""
+        return self._encode(text) or self._begin(text)
 
     def pair(self, context: str, continuation: str) -> Scored:
-        """A context's own tokens, and of the whole's tokens those after as many as the context
-        has; white space at its end belongs to what follows. DataError where nothing is left to
-        score."""
-        whole = self._encoded(context + continuation, bare=not context)
-        before = self._encoded(context.rstrip()) if context else []
+        """Return the context's own tokens, followed by the tokens of the whole text from that
+        position on; white space at the context's end belongs to the continuation. DataError where
+        nothing is left to score."""
+        whole = self._encode(context + continuation, bare=not context)
+        before = self._encode(context.rstrip()) if context else []
         if not before:
             before = self._begin(continuation)
             whole = whole if whole[:1] == before else before + whole
@@ -236,21 +239,23 @@ class Texts:
         return Scored(before + whole[begin:], begin)
 
     def windows(self, text: str, length: int) -> list[Scored]:
-        """A text in pieces of at most `length` inputs, each of whose tokens is scored once, the BOS
-        that a tokenizer's file adds too, as lm-evaluation-harness does: the first after BOS or else
-        EOS, the last piece with as much before it as fits."""
-        tokens = self._encoded(text, bare=not self._named)
+        """Cut a text into pieces of at most `length` inputs, each of whose tokens is scored once:
+        the first after BOS or else EOS, the last piece with as much before it as fits. A BOS that
+        the tokenizer's file adds is scored too, as in lm-evaluation-harness."""
+        tokens = self._encode(text, bare=not self._named)
         pieces = [Scored(self._begin(text) + tokens[:length], 1)] if tokens else []
         for first in range(length, len(tokens), length):
             end = min(first + length, len(tokens))
             pieces.append(Scored(tokens[end - length - 1 : end], length + 1 - (end - first)))
         return pieces
 
-    def _encoded(self, text: str, bare: bool = False) -> list[int]:
-        """Ids, after the BOS that the tokenizer adds, unless the text spells it out, or `bare`."""
+    def _encode(self, text: str, bare: bool = False) -> list[int]:
+        """Encode a text, after the BOS that the tokenizer adds unless the text spells it out, or
+        `bare`."""
         ids = self.tokenizer.encode_marked(text)[0].tolist()
-        adds = not bare and not (self._spelt and text.startswith(self._spelt))
-        return self._bos * adds + ids
+        if bare or (self._spelt and text.startswith(self._spelt)):
+            return ids
+        return self._bos + ids
 
     def _begin(self, text: str) -> list[int]:
         if not self._first:
@@ -261,9 +266,9 @@ class Texts:
         return self._first
 
 
-def _scored(chunks: int) -> Callable[[Models, Batch], Batch]:
-    """A function of models and a batch -> nll float32 and whether the target is the likeliest,
-    both [B, S]; logits are made in so many pieces of the rows."""
+def _score(chunks: int) -> Callable[[Models, Batch], Batch]:
+    """Return a function of models and a batch to nll float32 and whether the target is the
+    likeliest, both [B, S]; logits are made in `chunks` pieces of the rows."""
 
     def of(models: Models, batch: Batch) -> dict[str, jax.Array]:
         model = models.policy
@@ -291,5 +296,5 @@ def _scored(chunks: int) -> Callable[[Models, Batch], Batch]:
 
 
 def _divisor(length: int, least: float) -> int:
-    """The smallest divisor of a length that is no less than `least`, or the length."""
+    """Return the smallest divisor of a length that is at least `least`, or the length."""
     return next((n for n in range(1, length) if length % n == 0 and n >= least), length)

@@ -1,5 +1,5 @@
-"""A task of evaluation: its documents as requests to a model. What a task's file means is what
-lm-evaluation-harness makes of it."""
+"""A task of evaluation: its documents as requests to a model, exactly as lm-evaluation-harness
+makes them of the same file. Templates run in Jinja's sandbox."""
 
 import ast
 import dataclasses
@@ -19,7 +19,7 @@ from maxstack.schema.tasks import TaskConfig
 
 Document = Mapping[str, Any]
 EXAMPLES_SEED = 1234
-"""Seed of the examples before questions, lm-evaluation-harness's."""
+"""lm-evaluation-harness's seed of the examples before questions."""
 _TEMPLATES = ImmutableSandboxedEnvironment(
     undefined=jinja2.StrictUndefined, keep_trailing_newline=True
 )
@@ -30,7 +30,7 @@ _TEMPLATES.tests["none"] = lambda value: value is None or isinstance(value, Null
 
 
 class Null:
-    """null in a template, where it is false and none, and is refused where it would be written."""
+    """A null in a template: false and none, and refused where it would become text."""
 
     def __init__(self, field: str):
         self.field = field
@@ -56,22 +56,22 @@ class Question:
 
     document: Document
     pairs: tuple[tuple[str, str], ...] = ()
-    """Contexts and what may follow each, to be scored."""
+    """Contexts, and the continuation of each to score."""
     text: str = ""
-    """The text to be scored as a whole, or gone on from."""
+    """The text to score as a whole, or the prompt."""
     choices: tuple[str, ...] = ()
     right: tuple[Any, ...] = ()
-    """Numbers of the right choices, or right answers."""
+    """Numbers of the right choices, or the right answers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Likelihood:
-    """The model's view of a continuation."""
+    """Likelihood of a continuation."""
 
     logprob: float
-    """Its log-probability, in nats."""
+    """Log-probability in nats."""
     greedy: bool
-    """True where each of its tokens is the likeliest."""
+    """True where each token is the likeliest one."""
     tokens: int
 
 
@@ -83,7 +83,7 @@ class Task:
     documents: Sequence[Document]
     examples: Sequence[Document]
     files: Mapping[str, list[str]]
-    """By split, the files that its documents were read from."""
+    """The files of its documents, by split."""
     prompt_format: PromptFormat = PLAIN
 
     @property
@@ -92,7 +92,7 @@ class Task:
 
     @functools.cached_property
     def questions(self) -> list[Question]:
-        """All of them, in the order of the documents. DataError for a document that does not fit
+        """All questions, in the order of the documents. DataError for a document that does not fit
         the task."""
         rng, made = random.Random(EXAMPLES_SEED), []
         for number, document in enumerate(self.documents):
@@ -100,7 +100,7 @@ class Task:
                 made.append(self._question(document, self._before(document, rng)))
             except Exception as error:  # a template may do anything
                 raise DataError(
-                    f"task {self.name}, document {number}: {_said(error)}; its fields "
+                    f"task {self.name}, document {number}: {_message(error)}; its fields "
                     f"are {', '.join(document)}"
                 ) from error
         return made
@@ -139,21 +139,20 @@ class Task:
         return Question(document, (*pairs,), choices=choices, right=(*numbers,))
 
     def _before(self, document: Document, rng: random.Random) -> list[Turn]:
-        """What comes before the question: the description and examples."""
+        """Return the turns before the question: the description and examples."""
         cfg, parts = self.cfg, [self.prompt_format.system]
         if cfg.description:
             parts.append(str(self._value(cfg.description, document)))
         parts = [part for part in parts if part]
         spaced = len(parts) == 2 and (parts[0][-1].isspace() or parts[1][0].isspace())
-        turns = [Turn("system", ("" if spaced else cfg.fewshot_delimiter).join(parts))][
-            : len(parts)
-        ]
-        for example in self._drawn(document, rng):
+        between = "" if spaced else cfg.fewshot_delimiter
+        turns = [Turn("system", between.join(parts))] if parts else []
+        for example in self._draw(document, rng):
             try:
                 turns += self._example(example)
             except Exception as error:
                 number = self.examples.index(example)
-                raise DataError(f"example {number} of {cfg.examples}: {_said(error)}") from error
+                raise DataError(f"example {number} of {cfg.examples}: {_message(error)}") from error
         return turns
 
     def _example(self, example: Document) -> list[Turn]:
@@ -170,19 +169,21 @@ class Task:
         answered = Turn("assistant", f"{answer}", cfg.fewshot_delimiter)
         return [Turn("user", question, cfg.target_delimiter), answered]
 
-    def _drawn(self, document: Document, rng: random.Random) -> Sequence[Document]:
-        """The examples before a question, itself never among them where they are of its split."""
-        cfg, count, pool = self.cfg, self.cfg.num_fewshot or 0, self.examples
+    def _draw(self, document: Document, rng: random.Random) -> Sequence[Document]:
+        """Draw the examples before a question, never the question itself from its own split."""
+        cfg, pool = self.cfg, self.examples
+        count = cfg.num_fewshot or 0
         if not count:
             return ()
-        # lm-evaluation-harness draws so too where neither fewshot_split nor test_split is named.
+        # lm-evaluation-harness also draws so where neither fewshot_split nor test_split is named.
         named = (cfg.fewshot_config.split or cfg.fewshot_split) == cfg.test_split
         own = named or cfg.examples == cfg.split
         others = (each for each in pool if not own or each != document)
         if cfg.fewshot_config.sampler == "first_n":
             drawn = [*itertools.islice(others, count)]
         else:
-            drawn = rng.sample(pool, min(count + own, len(pool)))
+            more = 1 if own else 0  # for the document itself
+            drawn = rng.sample(pool, min(count + more, len(pool)))
             drawn = [each for each in drawn if not own or each != document][:count]
             if len(drawn) < count and len(left := [*others]) >= count:
                 drawn = rng.sample(left, count)
@@ -197,15 +198,15 @@ class Task:
         return frozenset(self.documents[0])
 
     def _value(self, name: str, document: Document) -> Any:
-        """A field of the documents, or what a template makes of them."""
+        """Return a field of the documents, or a template rendered with them."""
         if name not in self._fields:
-            return _rendered(name, document)
+            return _render(name, document)
         if document.get(name) is None:
             raise _lacking(name)
         return document[name]
 
     def _text(self, document: Document) -> str | int:
-        """The question, or the number of the right one."""
+        """Return the question, or the number of the right one."""
         text = self.cfg.doc_to_text
         if isinstance(text, int):
             return text
@@ -233,7 +234,7 @@ class Task:
         choices = self.cfg.doc_to_choice
         if isinstance(choices, str):
             named = choices in self._fields
-            choices = (self._value if named else _listed)(choices, document)
+            choices = (self._value if named else _list)(choices, document)
         values = list(choices.values()) if isinstance(choices, dict) else choices
         if not isinstance(values, list | tuple) or not all(isinstance(x, str) for x in values):
             raise ValueError(
@@ -242,9 +243,9 @@ class Task:
         return (*values,)
 
 
-def _listed(template: str, document: Document) -> Any:
-    """The list that a template writes."""
-    text = _rendered(template, document)
+def _list(template: str, document: Document) -> Any:
+    """Return the list that a template writes."""
+    text = _render(template, document)
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -252,8 +253,8 @@ def _listed(template: str, document: Document) -> Any:
         raise ValueError(f"doc_to_choice: {shortened(template, 100)} {what}") from None
 
 
-def _rendered(template: str, document: Document) -> str:
-    values = {name: _marked(value, name) for name, value in document.items()}
+def _render(template: str, document: Document) -> str:
+    values = {name: _mark(value, name) for name, value in document.items()}
     return _template(template).render(values)
 
 
@@ -262,12 +263,12 @@ def _template(text: str) -> jinja2.Template:
     return _TEMPLATES.from_string(text)
 
 
-def _marked(value: Any, field: str) -> Any:
-    """The value with each null in it marked."""
+def _mark(value: Any, field: str) -> Any:
+    """Replace each null in a value by a Null."""
     if isinstance(value, dict):
-        return {name: _marked(item, field) for name, item in value.items()}
+        return {name: _mark(item, field) for name, item in value.items()}
     if isinstance(value, list):
-        return [_marked(item, field) for item in value]
+        return [_mark(item, field) for item in value]
     return Null(field) if value is None else value
 
 
@@ -275,6 +276,6 @@ def _lacking(field: str) -> DataError:
     return DataError(f"{quoted(field)} is null, or the document lacks it, and it would be asked")
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     said = str(error) if isinstance(error, DataError) else getattr(error, "message", None)
     return shortened(said or f"{type(error).__name__}: {error}", 300)

@@ -1,4 +1,10 @@
-"""Files of tasks: reading them with their documents, and writing them for lm-evaluation-harness."""
+"""Files of tasks: reading them with their documents, and writing them for lm-evaluation-harness.
+
+A name leads to files: a path, a shipped task, or the tasks, groups and tags that the files of a
+folder name. A file may include others, whose keys it overrides; a group lists members, each a name
+or a mapping whose keys override those of its file. Nothing in a file is run: `!function` is
+refused.
+"""
 
 import dataclasses
 import json
@@ -24,12 +30,12 @@ LIBRARY = "published ones, such as mmlu: --tasks-path FOLDER, as of lm-evaluatio
 def open_tasks(
     names: Sequence[str], folder: str = "", library: str = ""
 ) -> list[Task | GroupConfig]:
-    """Tasks by the names of shipped ones or by files, found from `folder` too, or by the names of
-    tasks, groups and tags in the files of a folder, the `library`; each group comes after its
-    tasks. ConfigError for a file that cannot be used, DataError for its documents."""
+    """Open tasks by the names of shipped ones, by files, also relative to `folder`, or by the names
+    of tasks, groups and tags in the folder `library`; each group comes after its tasks. ConfigError
+    for a file that cannot be used, DataError for its documents."""
     opened: dict[str, Task | GroupConfig] = {}
     for name in names:
-        for part in _opened(Node(name, ""), folder, library, 0):
+        for part in _open(Node(name, ""), folder, library, 0):
             twin = opened.get(part.name, part)
             if isinstance(part, Task) and part.cfg != getattr(twin, "cfg", None):
                 raise ConfigError(
@@ -39,12 +45,25 @@ def open_tasks(
     return [*opened.values()]
 
 
-def _opened(member: Node, folder: str, library: str, depth: int) -> Iterator[Task | GroupConfig]:
-    """What a name means, or a mapping with a name and keys that replace those of its file, or with
-    a whole group."""
+def texts_of(name: str) -> list[str]:
+    """Return the questions of a task or group, each with each of its answers, without examples:
+    what training data must not hold. ConfigError or DataError as in `open_tasks`."""
+    texts: list[str] = []
+    for part in open_tasks([name]):
+        if isinstance(part, Task):
+            cfg = part.cfg.model_copy(update={"num_fewshot": 0, "description": ""})
+            for question in dataclasses.replace(part, cfg=cfg).questions:
+                pairs = [before + after for before, after in question.pairs]
+                answers = [f"{question.text} {answer}" for answer in question.right]
+                texts += pairs or (answers if question.text else []) or [question.text]
+    return texts
+
+
+def _open(member: Node, folder: str, library: str, depth: int) -> Iterator[Task | GroupConfig]:
+    """Open a name, a mapping with a name and keys that override its file's, or a whole group."""
     keys = member.mapping or {}
     if {"group", "task"} <= keys.keys():
-        yield from _parts(member, folder, library, depth)
+        yield from _open_tree(member, folder, library, depth)
         return
     name = str(keys.get("task", keys.get("group", member)).value)
     if depth > DEEPEST:
@@ -52,11 +71,11 @@ def _opened(member: Node, folder: str, library: str, depth: int) -> Iterator[Tas
     for file in _files(name, folder, library):
         tree = _tree(file, library)
         whole = dataclasses.replace(tree, value=(tree.mapping or {}) | keys)
-        yield from _parts(whole, os.path.dirname(file), library, depth)
+        yield from _open_tree(whole, os.path.dirname(file), library, depth)
 
 
 def _files(name: str, folder: str, library: str) -> list[str]:
-    """The files of a name, several of a tag; a name by itself for a shipped task."""
+    """Return the files of a name, several for a tag; the name itself for a shipped task."""
     if "/" in name or name.endswith((".yml", ".yaml")):
         return [name if storage.kind(name) == "file" else storage.join(folder, name)]
     found = files_of(library, True).get(name) if library else None
@@ -66,8 +85,8 @@ def _files(name: str, folder: str, library: str) -> list[str]:
 
 
 def _tree(name: str, library: str, depth: int = 0) -> Node:
-    """A file above those that it includes, as lm-evaluation-harness does it: key by key at the
-    top."""
+    """Read a file over the files that it includes, overriding top-level keys as
+    lm-evaluation-harness does."""
     try:
         tree = merged_tree(TaskConfig.PRESETS, name)
     except ConfigError as error:
@@ -88,7 +107,7 @@ def _tree(name: str, library: str, depth: int = 0) -> Node:
     return dataclasses.replace(tree, value=below | entries)
 
 
-def _parts(tree: Node, folder: str, library: str, depth: int) -> Iterator[Task | GroupConfig]:
+def _open_tree(tree: Node, folder: str, library: str, depth: int) -> Iterator[Task | GroupConfig]:
     entries = tree.mapping or {}
     try:
         cfg = config.load(GroupConfig if "group" in entries else TaskConfig, tree)
@@ -99,14 +118,14 @@ def _parts(tree: Node, folder: str, library: str, depth: int) -> Iterator[Task |
         return
     listed = entries["task"].value
     assert isinstance(listed, list) and isinstance(cfg, GroupConfig)
-    members = [part for each in listed for part in _opened(each, folder, library, depth + 1)]
+    members = [part for each in listed for part in _open(each, folder, library, depth + 1)]
     yield from members
     names = dict.fromkeys(part.name for part in members if isinstance(part, Task))
     yield cfg.model_copy(update={"task": (*names,)})
 
 
 def _task(cfg: TaskConfig, folder: str) -> Task:
-    splits, files = _splits(cfg, folder)
+    splits, files = _read_splits(cfg, folder)
 
     def split(name: str, key: str) -> list[Document]:
         if name not in splits:
@@ -126,24 +145,23 @@ def _task(cfg: TaskConfig, folder: str) -> Task:
     return Task(cfg, documents, examples, files)
 
 
-def _splits(
+def _read_splits(
     cfg: TaskConfig, folder: str
 ) -> tuple[Mapping[str, Iterable[Document]], dict[str, list[str]]]:
-    """Documents by split, and the files that they lie in by split."""
+    """Return documents by split, and the files that they come from by split."""
     given = dict(cfg.dataset_kwargs or {})
     if cfg.dataset_path == GENERATED:
         from maxstack.evals import minimal_pairs
 
         try:
-            made = minimal_pairs.documents(cfg.dataset_name or "", **given)
+            return {cfg.split: minimal_pairs.documents(cfg.dataset_name or "", **given)}, {}
         except TypeError as error:
             raise ConfigError(
                 f"task {cfg.task}: dataset_kwargs: {', '.join(given)}; maxstack's documents take "
                 "count and seed"
             ) from error
-        return {cfg.split: [*made]}, {}
     if cfg.dataset_path != "json":
-        return _loaded(cfg, given), {}
+        return _load_dataset(cfg, given), {}
     named = given.pop("data_files", None)
     if named is None or given:
         more = f" {', '.join(given)} is not read;" if given else ""
@@ -151,23 +169,20 @@ def _splits(
             f"task {cfg.task}: dataset_kwargs:{more} give data_files, a path or several, or a "
             f"mapping of splits to them; {OTHERWISE}"
         )
-    by_split = named if isinstance(named, dict) else {"train": named}
-    files = {
-        split: [
-            _found(cfg, str(path), folder)
-            for path in ([given] if isinstance(given, str) else given)
-        ]
-        for split, given in by_split.items()
-    }
-    documents = {
-        split: _completed([document for path in paths for document in _read(cfg, path)])
-        for split, paths in files.items()
-    }
+    files: dict[str, list[str]] = {}
+    documents: dict[str, list[Document]] = {}
+    for split, paths in (named if isinstance(named, dict) else {"train": named}).items():
+        each = [paths] if isinstance(paths, str) else paths
+        files[split] = [_find(cfg, str(path), folder) for path in each]
+        rows = [row for path in files[split] for row in _read(cfg, path)]
+        # As in a table, a field that only other documents have is null.
+        fields = {key: None for row in rows for key in row}
+        documents[split] = [fields | row for row in rows]
     return documents, files
 
 
-def _loaded(cfg: TaskConfig, given: dict[str, Any]) -> Mapping[str, Iterable[Document]]:
-    """A data set by Hugging Face's library, as lm-evaluation-harness loads it."""
+def _load_dataset(cfg: TaskConfig, given: dict[str, Any]) -> Mapping[str, Iterable[Document]]:
+    """Load a data set by Hugging Face's library, as lm-evaluation-harness does."""
     name = f"task {cfg.task}: dataset_path: {cfg.dataset_path} {cfg.dataset_name or ''}".rstrip()
     try:
         import datasets
@@ -179,7 +194,7 @@ def _loaded(cfg: TaskConfig, given: dict[str, Any]) -> Mapping[str, Iterable[Doc
     given.pop("trust_remote_code", None)
     try:
         return datasets.load_dataset(cfg.dataset_path, cfg.dataset_name, **given)
-    except Exception as error:  # whatever the library, a file of it or the network leads to
+    except Exception as error:  # of the library, a file or the network
         what = shortened(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"{name}: cannot be had: {what}; without a network it must lie in a folder of this "
@@ -187,13 +202,7 @@ def _loaded(cfg: TaskConfig, given: dict[str, Any]) -> Mapping[str, Iterable[Doc
         ) from error
 
 
-def _completed(rows: list[Document]) -> list[Document]:
-    """The documents, null for each field that others alone have, as in a table."""
-    fields = {key: None for row in rows for key in row}
-    return [fields | dict(row) for row in rows]
-
-
-def _found(cfg: TaskConfig, path: str, folder: str) -> str:
+def _find(cfg: TaskConfig, path: str, folder: str) -> str:
     for candidate in (path, storage.join(folder, path)):
         if storage.kind(candidate) == "file":
             return candidate
@@ -203,8 +212,8 @@ def _found(cfg: TaskConfig, path: str, folder: str) -> str:
     )
 
 
-def _read(cfg: TaskConfig, path: str) -> list[Document]:
-    """The objects of a JSON list or of JSON lines."""
+def _read(cfg: TaskConfig, path: str) -> list[dict[str, Any]]:
+    """Read the objects of a JSON list or of JSON lines."""
     text = storage.read_whole(path, storage.LARGE)
     if text.lstrip()[:1] == b"[":
         rows = strict_json.parse(text, path)
@@ -219,13 +228,9 @@ def _read(cfg: TaskConfig, path: str) -> list[Document]:
     return rows
 
 
-def _absolute(path: str) -> str:
-    return path if storage.is_url(path) else os.path.abspath(path)
-
-
-def exported(parts: Sequence[Task | GroupConfig], folder: Path) -> None:
+def write_for_harness(parts: Sequence[Task | GroupConfig], folder: Path) -> None:
     """Write tasks and groups as files NAME.yaml that lm-evaluation-harness reads from any folder,
-    and documents that maxstack makes as JSON lines beside them."""
+    and the documents that maxstack makes as JSON lines beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         name, cfg = part.name, part if isinstance(part, GroupConfig) else part.cfg
@@ -241,3 +246,7 @@ def exported(parts: Sequence[Task | GroupConfig], folder: Path) -> None:
             if files:
                 fields["dataset_kwargs"] = {"data_files": files}
         (folder / f"{name}.yaml").write_text(config.dump(fields))
+
+
+def _absolute(path: str) -> str:
+    return path if storage.is_url(path) else os.path.abspath(path)

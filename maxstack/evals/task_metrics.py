@@ -1,4 +1,10 @@
-"""Metrics of tasks: values of a question, and what they come to over all questions."""
+"""Metrics of tasks: values of each question, and their aggregates over all questions with standard
+errors.
+
+A value is a number or a pair (sum, size), of which the ratio of the totals counts. Errors of means
+are s / sqrt(n) with the sample's deviation s; those of functions of a mean follow by the
+derivative; those of ratios by their residuals (Cochran 1977, Sampling Techniques, 6.4).
+"""
 
 import math
 import re
@@ -7,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from maxstack.errors import ConfigError, DataError
-from maxstack.evals.task import Question, Task
+from maxstack.evals.task import Likelihood, Question, Task
 from maxstack.schema.tasks import METRICS, FilterConfig, FilterStep, GroupConfig, MetricConfig
 
 CHANGES: dict[str, Callable[[str], str]] = {
@@ -16,76 +22,71 @@ CHANGES: dict[str, Callable[[str], str]] = {
     "uppercase": str.upper,
     "take_first": str,
 }
-"""Steps of filters but for regex."""
+"""Filter steps other than regex."""
 
 
 def values(task: Task, question: Question, answer: Any) -> dict[str, Any]:
-    """Values of a task's metrics for a question: numbers, or a sum and what it is divided by.
-    `answer`: Likelihood of each pair, or of the text; or the text that the model wrote."""
-    cfg, metrics = task.cfg, task.cfg.metrics
-    if cfg.output_type == "generate_until":
-        filters = cfg.filter_list or (FilterConfig(name="none", filter=()),)
-        return {
-            _named(each.metric, kept.name): float(
-                any(_same(each, _filtered(kept, answer), right) for right in question.right)
-            )
-            for kept in filters
-            for each in metrics
-        }
-    if cfg.output_type == "loglikelihood":
+    """Return the values of a task's metrics for a question. `answer`: the Likelihood of each pair,
+    or of the text; or the text that the model wrote."""
+    metrics = task.cfg.metrics
+    if task.cfg.output_type == "generate_until":
+        found = {}
+        for kept in task.cfg.filter_list or (FilterConfig(name="none", filter=()),):
+            filtered = _filter(kept, answer)
+            for each in metrics:
+                right = any(_matches_exactly(each, filtered, other) for other in question.right)
+                found[_name(each.metric, kept.name)] = float(right)
+        return found
+    of: dict[str, Any]
+    if task.cfg.output_type == "loglikelihood":
         (only,) = answer
         of = {"perplexity": only.logprob, "acc": float(only.greedy)}
-    elif cfg.output_type == "loglikelihood_rolling":
-        size = len(question.text.encode())
-        per_byte = (answer.logprob, size)
+    elif task.cfg.output_type == "loglikelihood_rolling":
+        per_byte = (answer.logprob, len(question.text.encode()))
         words = (answer.logprob, len(re.split(r"\s+", question.text)))
         of = {"word_perplexity": words, "byte_perplexity": per_byte, "bits_per_byte": per_byte}
     else:
-        sizes = {
-            "acc": [1.0] * len(answer),
-            "acc_norm": [float(len(choice)) for choice in question.choices],
-            "acc_bytes": [float(len(choice.encode())) for choice in question.choices],
-            "acc_tokens": [float(each.tokens) for each in answer],
-        }
-        of = {
-            name: float(_best([each.logprob for each in answer], lengths) in question.right)
-            for name, lengths in sizes.items()
-        }
-        of["exact_match"] = float(any(answer[number].greedy for number in question.right))
+        of = _choice_values(question, answer)
     return {each.metric: of[each.metric] for each in metrics}
 
 
-def _best(logprobs: Sequence[float], lengths: Sequence[float]) -> int:
-    """Number of the choice with the highest log-probability for its length; the first of equals."""
-    shares = [
-        logprob / length if length else -float("inf")
-        for logprob, length in zip(logprobs, lengths, strict=True)
-    ]
-    return shares.index(max(shares))
+def _choice_values(question: Question, answer: Sequence[Likelihood]) -> dict[str, float]:
+    lengths = {
+        "acc": [1 for _ in answer],
+        "acc_norm": [len(choice) for choice in question.choices],
+        "acc_bytes": [len(choice.encode()) for choice in question.choices],
+        "acc_tokens": [each.tokens for each in answer],
+    }
+    of = {}
+    for name, sizes in lengths.items():
+        shares = [
+            each.logprob / size if size else -math.inf
+            for each, size in zip(answer, sizes, strict=True)
+        ]
+        best = shares.index(max(shares))  # the first of equals
+        of[name] = float(best in question.right)
+    return of | {"exact_match": float(any(answer[number].greedy for number in question.right))}
 
 
-def _same(metric: MetricConfig, answer: str, right: str) -> bool:
-    """exact_match."""
-
+def _matches_exactly(metric: MetricConfig, answer: str, right: str) -> bool:
     def plain(text: str) -> str:
         for pattern in metric.regexes_to_ignore:
             text = re.sub(pattern, "", text)
+        ignored = string.punctuation if metric.ignore_punctuation else ""
+        ignored += string.digits if metric.ignore_numbers else ""
         text = text.lower() if metric.ignore_case else text
-        gone = (
-            string.punctuation * metric.ignore_punctuation + string.digits * metric.ignore_numbers
-        )
-        return text.translate(str.maketrans("", "", gone))
+        return text.translate(str.maketrans("", "", ignored))
 
     return plain(answer) == plain(right)
 
 
-def _filtered(kept: FilterConfig, answer: str) -> str:
+def _filter(kept: FilterConfig, answer: str) -> str:
     for step in kept.filter:
-        answer = _changed(step, answer)
+        answer = _apply(step, answer)
     return answer
 
 
-def _changed(step: FilterStep, answer: str) -> str:
+def _apply(step: FilterStep, answer: str) -> str:
     if step.function != "regex":
         return CHANGES[step.function](answer)
     matches = re.findall(step.regex_pattern, answer)
@@ -100,51 +101,49 @@ def _changed(step: FilterStep, answer: str) -> str:
 def results(
     task: Task, questions: Sequence[Question], all_values: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Metrics over the values of all questions, each with its standard error by the name
-    `error_of` where there are two or more, and of the first that is a share of questions,
-    `centered`. DataError where all texts are empty."""
+    """Return metrics over the values of all questions; for two or more each with its standard
+    error, named by `error_of`; and `centered` of the first that is a share of questions. DataError
+    where all texts are empty."""
     found: dict[str, float] = {}
     for metric in all_values[0]:
         items = [each[metric] for each in all_values]
         if isinstance(items[0], tuple) and not sum(size for _, size in items):
             raise DataError(f"task {task.name}: all its texts are empty")
         kind = METRICS[task.cfg.output_type][metric.partition(",")[0]]
-        value, error = _aggregated(kind, items)
-        found[metric] = value
+        found[metric], error = _aggregate(kind, items)
         if len(items) > 1:
             found[error_of(metric)] = error
-    if (share := next((name for name in found if is_share(name)), None)) is not None:
+    if (share := next((name for name in found if _is_share(name)), None)) is not None:
         chance = task.cfg.metadata.get("baseline")
         if chance is None:
             chance = 0.0
             if task.cfg.output_type == "multiple_choice":
-                choices = [len(question.choices) for question in questions]
-                chance = sum(1 / count for count in choices) / len(choices)
+                chance = sum(1 / len(each.choices) for each in questions) / len(questions)
         if chance < 1:
             found["centered"] = (found[share] - chance) / (1 - chance)
     return found
 
 
 def error_of(metric: str) -> str:
-    """The name of a metric's standard error: METRIC_stderr, or METRIC_stderr,FILTER."""
+    """Return the name of a metric's standard error: METRIC_stderr, or METRIC_stderr,FILTER."""
     name, comma, kept = metric.partition(",")
     return f"{name}_stderr{comma}{kept}"
 
 
 def is_error(metric: str) -> bool:
-    """True for such a name."""
+    """Return True for the name of a standard error."""
     return metric.partition(",")[0].endswith("_stderr")
 
 
 def metric_names(opened: Sequence[Task | GroupConfig]) -> dict[str, list[str]]:
-    """Names of metrics by task and group. ConfigError where a group names one that a task of it
-    has not."""
+    """Return the names of metrics by task and group. ConfigError where a group names a metric that
+    a task of it does not have."""
     found: dict[str, list[str]] = {}
     for part in opened:
         if isinstance(part, Task):
             kept = [each.name for each in part.cfg.filter_list] or ["none"]
             metrics = [each.metric for each in part.cfg.metrics]
-            found[part.name] = [_named(metric, name) for name in kept for metric in metrics]
+            found[part.name] = [_name(metric, name) for name in kept for metric in metrics]
         else:
             found[part.group] = [name for name, _ in _aggregates(part, found)]
     return found
@@ -153,16 +152,15 @@ def metric_names(opened: Sequence[Task | GroupConfig]) -> dict[str, list[str]]:
 def _aggregates(
     group: GroupConfig, by_task: Mapping[str, Iterable[str]]
 ) -> Iterator[tuple[str, bool]]:
-    """Names of a group's metrics, and whether tasks count by their size."""
+    """Yield the names of a group's metrics, and whether tasks count by their size."""
     for each in group.aggregate_metric_list:
         kept = each.filter_list
         if kept is None:
             there = {name for task in group.members for name in by_task[task]}
             names = sorted(name for name in there if name.partition(",")[0] == each.metric)
         else:
-            names = [
-                _named(each.metric, name) for name in ([kept] if isinstance(kept, str) else kept)
-            ]
+            filters = [kept] if isinstance(kept, str) else kept
+            names = [_name(each.metric, name) for name in filters]
         for name in names or [each.metric]:
             for task in group.members:
                 if name not in by_task[task]:
@@ -173,21 +171,20 @@ def _aggregates(
             yield name, each.weight_by_size
 
 
-def _named(metric: str, kept: str) -> str:
-    """A metric of answers as a filter leaves them."""
+def _name(metric: str, kept: str) -> str:
+    """Return the name of a metric after a filter."""
     return metric if kept == "none" else f"{metric},{kept}"
 
 
-def is_share(metric: str) -> bool:
-    """True for a metric that is a share of questions."""
+def _is_share(metric: str) -> bool:
     return metric.startswith(("acc", "exact_match")) and not is_error(metric)
 
 
 def group_results(
     group: GroupConfig, by_name: Mapping[str, Mapping[str, float]], sizes: Mapping[str, int]
 ) -> dict[str, float]:
-    """Metrics of a group: means over its tasks, with the pooled standard error of samples of these
-    sizes where tasks count by them, else that of a mean of independent values."""
+    """Return a group's metrics: means over its tasks. The standard error is pooled over samples of
+    `sizes` where tasks count by these, else that of a mean of independent values."""
     found: dict[str, float] = {}
     for name, weighted in _aggregates(group, by_name):
         counts = [sizes[task] for task in group.members]
@@ -206,10 +203,8 @@ def group_results(
     return found
 
 
-def _aggregated(kind: str, items: Sequence[Any]) -> tuple[float, float]:
-    """A value over all questions and its standard error: of a mean s / sqrt(n) with the sample's
-    deviation s, of functions of it by their derivative; of a ratio of sums by its residuals
-    (Cochran 1977, Sampling Techniques, 6.4)."""
+def _aggregate(kind: str, items: Sequence[Any]) -> tuple[float, float]:
+    """Return a value over all questions and its standard error."""
     count = len(items)
     if kind in ("mean", "perplexity"):
         mean = sum(items) / count

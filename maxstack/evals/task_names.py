@@ -1,5 +1,8 @@
-"""Names of tasks, groups and tags in a folder of lm-evaluation-harness's task files, read without a
-parser: it has thousands, and some name code."""
+"""Names of tasks, groups and tags in a folder of lm-evaluation-harness's task files.
+
+They are found by regular expressions, not by a YAML parser: the harness's folder has thousands of
+files, and some name code by tags that a parser refuses.
+"""
 
 import contextlib
 import functools
@@ -13,31 +16,35 @@ from maxstack.regular_file import read_regular
 
 @functools.cache
 def files_of(folder: str, below: bool) -> dict[str, list[str]]:
-    """By name, the file of a task or group, the first in the order of paths, or those of a tag, by
-    their tasks' names; of the folder, and of those below it."""
+    """Return by name the file of a task or group, the first in the order of paths, or those of a
+    tag, in the order of its tasks' names; of the folder, and with `below` of those in it."""
     named: dict[str, list[str]] = {}
     tags: dict[str, dict[str, str]] = {}
     for path in sorted(Path(folder).glob("**/*.y*ml" if below else "*.y*ml")):
         text = _text(str(path))
-        names = (_words("group", text) or _words("task", text))[:1]
-        for name in names:
+        if name := name_in(text):
             named.setdefault(name, [str(path)])
             for tag in [] if _words("group", text) else _words("tag", text):
                 tags.setdefault(tag, {}).setdefault(name, str(path))
-    by_tag = {tag: [found[name] for name in sorted(found)] for tag, found in tags.items()}
+    by_tag = {tag: [*dict(sorted(found.items())).values()] for tag, found in tags.items()}
     return by_tag | named
+
+
+def name_in(text: str) -> str | None:
+    """Return the name of the group or task that a file's text describes."""
+    return next(iter(_words("group", text) or _words("task", text)), None)
 
 
 @functools.cache
 def _text(path: str) -> str:
-    """A file's text, and after it those of files that it includes."""
+    """Return a file's text, followed by the texts of the files that it includes."""
     texts: dict[str, str] = {}
     waiting = [path]
     while waiting:
         each = os.path.normpath(waiting.pop())
         if each not in texts:
             texts[each] = ""
-            with contextlib.suppress(OSError, ValueError):  # told where the file is asked for
+            with contextlib.suppress(OSError, ValueError):  # reported where the file is asked for
                 texts[each] = read_regular(each, MAX_BYTES).decode()
             names = _words("include", texts[each])
             waiting += [os.path.join(os.path.dirname(each), name) for name in names]
@@ -45,7 +52,7 @@ def _text(path: str) -> str:
 
 
 def _words(key: str, text: str) -> list[str]:
-    """The words at a key at the top, where it comes first, in its line or in a list below it."""
+    """Return the words of a top-level key where it comes first, in its line or a list below it."""
     found = re.search(rf"^[\"']?{key}[\"']?:([^\n]*(?:\n[ \t]*- [^\n]*)*)", text, re.M)
     if not found:
         return []

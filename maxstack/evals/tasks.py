@@ -1,10 +1,14 @@
-"""Evaluation by tasks: of a model as it is trained, and of one that was."""
+"""Tasks asked of a model: of a run while it trains, and of a trained model."""
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from maxstack.data.chat import answer_ends
 from maxstack.data.tokenizers import open_tokenizer
@@ -32,11 +36,13 @@ if TYPE_CHECKING:
 Results = dict[str, dict[str, float]]
 """Metrics by task or group."""
 AT_ONCE = 32
-"""Answers that are generated at a time on each replica, at most."""
+"""Answers generated at a time on each replica, at most."""
+USUAL = 4096
+"""Tokens of a request at most, where a model folder allows more and nobody asks for more."""
 
 
 class Tasks:
-    """Tasks that a run's model is asked, by any weights of it."""
+    """Tasks asked of a run's model, by any weights of it."""
 
     def __init__(
         self,
@@ -49,29 +55,32 @@ class Tasks:
         prompt_format: PromptFormat = PLAIN,
     ):
         """`length`: tokens of a row, and of a request at most. `stop_tokens` end an answer.
-        `limit`: questions of each task at most. ConfigError where the model gives no token a
+        `limit`: questions of each task at most. ConfigError where the model gives tokens no
         probability; DataError for a document that does not fit its task."""
         check_can_be_asked(run)
         self.run, self.prompt_format = run, prompt_format
-        named = [part for part in opened if isinstance(part, Task)]
-        self.tasks = [dataclasses.replace(task, prompt_format=prompt_format) for task in named]
+        self.tasks = [
+            dataclasses.replace(task, prompt_format=prompt_format)
+            for task in opened
+            if isinstance(task, Task)
+        ]
         self._groups = [part for part in opened if isinstance(part, GroupConfig)]
         self.metrics = metric_names(opened)
         self.questions = {task.name: task.questions[:limit] for task in self.tasks}
         self.texts = Texts(run.cfg.data.tokenizer)
         self.scorer = Scorer(run, batch_size, length)
-        self._answers = AT_ONCE, length, stop_tokens
+        self._length, self._stop_tokens = length, stop_tokens
         if any(task.cfg.output_type == "generate_until" for task in self.tasks):
-            _ = self.generator
-        self.requests = {task.name: [*self._asked(task)] for task in self.tasks}
+            _ = self.generator  # refuses runs of several processes before the first step
+        self.requests = {task.name: [*self._requests(task)] for task in self.tasks}
 
     @functools.cached_property
     def generator(self) -> Generator:
-        """What writes answers. ConfigError where the run has several processes."""
-        return Generator(self.run, self.texts, *self._answers)
+        """Writes answers. ConfigError where the run has several processes."""
+        return Generator(self.run, self.texts, AT_ONCE, self._length, self._stop_tokens)
 
-    def _asked(self, task: Task) -> Iterator[list[Scored]]:
-        """What is scored of each question."""
+    def _requests(self, task: Task) -> Iterator[list[Scored]]:
+        """Yield the texts to score of each question."""
         for number, question in enumerate(self.questions[task.name]):
             try:
                 if task.cfg.output_type == "loglikelihood_rolling":
@@ -85,25 +94,30 @@ class Tasks:
                 raise DataError(f"task {task.name}, document {number}: {error}") from error
 
     def too_long(self, task: Task) -> int:
-        """Requests of a task that lose their beginning."""
-        return sum(
-            self.scorer.too_long(each) for asked in self.requests[task.name] for each in asked
-        )
+        """Count the requests of a task that lose their beginning."""
+        asked = self.requests[task.name]
+        return sum(self.scorer.too_long(each) for part in asked for each in part)
 
     def answers(self, task: Task, params: Any, progress: bool = False) -> list[Any]:
-        """What `values` takes, for each question."""
+        """Return what `values` takes, for each question."""
         bar = task.name if progress else ""
         if task.cfg.output_type == "generate_until":
             prompts = [question.text for question in self.questions[task.name]]
             return self.generator(params, prompts, task.cfg.generation_kwargs, task.cfg.until, bar)
         asked = self.requests[task.name]
-        flat = iter(self.scorer(params, [each for part in asked for each in part], bar))
-        found = [[next(flat) for _ in part] for part in asked]
+        found = self.score(params, asked, bar)
         rolling = task.cfg.output_type == "loglikelihood_rolling"
-        return [together(each) for each in found] if rolling else found
+        return [join_likelihoods(each) for each in found] if rolling else found
+
+    def score(
+        self, params: Any, asked: Sequence[Sequence[Scored]], progress: str
+    ) -> list[list[Likelihood]]:
+        """Return the likelihoods of groups of requests, scored together."""
+        flat = iter(self.scorer(params, [each for part in asked for each in part], progress))
+        return [[*itertools.islice(flat, len(part))] for part in asked]
 
     def results(self, params: Any, progress: bool = False) -> tuple[Results, list[dict[str, Any]]]:
-        """Metrics by task and group, and a record of each question."""
+        """Return metrics by task and group, and a record of each question."""
         found: Results = {}
         records = []
         for task in self.tasks:
@@ -111,22 +125,20 @@ class Tasks:
             answers = self.answers(task, params, progress)
             each = [values(task, q, a) for q, a in zip(questions, answers, strict=True)]
             found[task.name] = results(task, questions, each)
-            records += [
-                record(task, number, *both)
-                for number, both in enumerate(zip(questions, answers, each, strict=True))
-            ]
+            for number, both in enumerate(zip(questions, answers, each, strict=True)):
+                records.append(record(task, number, *both))
         for group in self._groups:
             found[group.group] = group_results(group, found, self.sizes)
         return found, records
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Questions by task."""
+        """Number of questions by task."""
         return {name: len(questions) for name, questions in self.questions.items()}
 
 
 class TaskEvaluator:
-    """The tasks of eval.tasks, by the weights of a step."""
+    """Asks the tasks of eval.tasks by the weights of a step."""
 
     def __init__(self, run: "Run", log: Log, writer: Writer):
         """ConfigError or DataError for a task that cannot be asked."""
@@ -144,31 +156,82 @@ class TaskEvaluator:
 
     @property
     def names(self) -> list[str]:
-        """Names of its figures, without those of errors."""
+        """Names of its metrics, without standard errors."""
         by_task = self._tasks.metrics.items()
         names = [f"tasks/{task}/{metric}" for task, metrics in by_task for metric in metrics]
         more = [f"tasks/{task.name}/centered" for task in self._tasks.tasks]
         return [*names, *more, "tasks/centered"]
 
     def __call__(self, step: int, params: Any) -> dict[str, float]:
-        """Metrics as tasks/NAME/METRIC; written and said."""
+        """Return metrics as tasks/NAME/METRIC, after writing and logging them."""
         began = time.perf_counter()
         found, _ = self._tasks.results(params)
-        row = flat(found)
+        row = flatten_metrics(found)
         self._writer.write({"step": step, **row, "tasks_seconds": time.perf_counter() - began})
-        said = ", ".join(
-            f"{name} {metric} {value:.4g}"
-            + (f" ± {error:.2g}" if (error := metrics.get(error_of(metric))) else "")
-            for name, metrics in found.items()
-            for metric, value in metrics.items()
-            if metric != "centered" and not is_error(metric)
-        )
-        self._log.say(f"tasks at step {step}: {said}")
+        said = []
+        for name, metrics in found.items():
+            for metric, value in metrics.items():
+                if metric != "centered" and not is_error(metric):
+                    error = metrics.get(error_of(metric))
+                    said.append(
+                        f"{name} {metric} {value:.4g}" + (f" ± {error:.2g}" if error else "")
+                    )
+        self._log.say(f"tasks at step {step}: {', '.join(said)}")
         return row
 
 
+def open_model_tasks(
+    model: str,
+    overrides: Sequence[str],
+    opened: Sequence[Task | GroupConfig],
+    batch_size: int,
+    length: int | None,
+    limit: int | None,
+    prompt_format: PromptFormat,
+    chat: bool,
+) -> tuple[Tasks, Any]:
+    """Return tasks ready to be asked of a run, one of its checkpoints or a model folder, and the
+    model's weights.
+
+    `length`: tokens of a request at most; None: data.seq_len of a run, or what a model folder
+    allows. `chat`: use the model's chat template; without it, a line tells that there is one.
+    ConfigError where the model cannot be asked, or has no tokenizer.
+    """
+    from maxstack.inference.engine_setup import (
+        chat_template,
+        max_length_of,
+        model_files,
+        open_model_tokenizer,
+    )
+    from maxstack.inference.trained_model import assemble_model, read_weights
+
+    run, own = assemble_model(model, overrides)
+    folder = model_files(run.cfg, own)
+    tokenizer, ends = open_model_tokenizer(run.cfg, own, folder)
+    if tokenizer is None:
+        raise ConfigError(
+            f"{model}: no tokenizer in it that can be read; give data.tokenizer, as in "
+            "'data.tokenizer={kind: huggingface, path: tokenizer.json}'"
+        )
+    most = max_length_of(run.cfg, own, folder)
+    if length and run.cfg.decoder.positions and length > most:
+        raise ConfigError(f"--length {length}: the model has positions for {most} tokens alone")
+    length = length or (run.cfg.data.seq_len if own else min(most, USUAL))
+    template = None
+    with contextlib.nullcontext() if chat else contextlib.suppress(ConfigError, DataError):
+        template = chat_template(model, run.cfg, own)
+    if chat:
+        prompt_format = dataclasses.replace(prompt_format, template=template)
+    elif template:
+        print(
+            f"{model} has a chat template, and is asked without it; --apply-chat-template uses it"
+        )
+    tasks = Tasks(run, opened, batch_size, length, ends, limit, prompt_format)
+    return tasks, read_weights(model, run, own)
+
+
 def check_can_be_asked(run: "Run") -> None:
-    """ConfigError for a model that gives no token a probability by those before it."""
+    """ConfigError for a model that does not predict the next token."""
     cfg = run.cfg
     if not cfg.objective.FORWARD or cfg.decoder.head.scores:
         raise ConfigError(
@@ -177,8 +240,21 @@ def check_can_be_asked(run: "Run") -> None:
         )
 
 
-def flat(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Metrics as tasks/NAME/METRIC, and tasks/centered."""
+def check_finite(run: "Run", records: Sequence[dict[str, Any]]) -> None:
+    """DataError where a log-probability is NaN, unless weights that are not finite are allowed."""
+    answers = [(each, np.asarray(each["answer"])) for each in records]
+    odd = [each for each, found in answers if found.dtype.kind == "f" and np.isnan(found).any()]
+    if odd and not run.cfg.checkpoint.allow_nonfinite:
+        raise DataError(
+            f"{len(odd)} of {len(records)} questions have log-probabilities that are NaN, the "
+            f"first is document {odd[0]['document']} of task {odd[0]['task']}; the weights are "
+            "damaged, or too large for model.dtype: try model.dtype=float32, or take it as it is "
+            "with --allow-nonfinite"
+        )
+
+
+def flatten_metrics(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return metrics as tasks/NAME/METRIC, and tasks/centered."""
     row = {
         f"tasks/{name}/{metric}": value
         for name, metrics in found.items()
@@ -189,14 +265,14 @@ def flat(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def centered(found: Mapping[str, Mapping[str, float]]) -> float | None:
-    """The mean over tasks of the share of questions beyond chance, (share - chance) / (1 - chance),
-    as CORE has it (DCLM, arXiv:2406.11794); None where no task has a share."""
+    """Return the mean over tasks of the share of questions beyond chance, (share - chance) / (1 -
+    chance), as CORE defines it (DCLM, arXiv:2406.11794); None where no task has a share."""
     shares = [metrics["centered"] for metrics in found.values() if "centered" in metrics]
     return sum(shares) / len(shares) if shares else None
 
 
-def together(pieces: Sequence[Likelihood]) -> Likelihood:
-    """The likelihood of a text by those of its pieces."""
+def join_likelihoods(pieces: Sequence[Likelihood]) -> Likelihood:
+    """Return the likelihood of a text by those of its pieces."""
     return Likelihood(
         sum(each.logprob for each in pieces),
         all(each.greedy for each in pieces),
@@ -207,7 +283,7 @@ def together(pieces: Sequence[Likelihood]) -> Likelihood:
 def record(
     task: Task, number: int, question: Question, answer: Any, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A question with what the model made of it, as plain data."""
+    """Return a question and its answer as plain data."""
     made: Any = answer
     if isinstance(answer, Likelihood):
         made = answer.logprob

@@ -221,7 +221,7 @@ def test_a_file_that_a_step_names_must_be_there(step, key):
 
 @pytest.mark.slow
 def test_tasks_are_looked_for_by_their_names():
-    from maxstack.evals.task_texts import texts_of
+    from maxstack.evals.task_files import texts_of
 
     question = texts_of("cloze")[0]
     rng = random.Random(1)

@@ -6,9 +6,9 @@ import asked_folders
 import pytest
 import tiers
 
-from maxstack.evals.opened import ask
 from maxstack.evals.prompts import PromptFormat
 from maxstack.evals.task_files import open_tasks
+from maxstack.evals.tasks import open_model_tasks
 
 GOLDENS = json.loads((asked_folders.GOLDENS / "tasks.json").read_text())
 DRAWN = {"perplexity_stderr"}
@@ -27,7 +27,7 @@ def found_of(case, folder):
     chat = how.get("apply_chat_template", False)
     length = asked_folders.LENGTH
     overrides = ["model.dtype=float32", "mesh.fsdp=-1"]
-    tasks, params = ask(
+    tasks, params = open_model_tasks(
         str(folder / "model"), overrides, opened, 8, length, None, prompt_format, chat=chat
     )
     results, records = tasks.results(params)

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxstack.errors import ConfigError, DataError
-from maxstack.evals.scoring import Scored, Scorer, Texts, packed
+from maxstack.evals.scoring import Scored, Scorer, Texts, pack
 from maxstack.evals.task import Likelihood, Question
 from maxstack.evals.task_files import open_tasks
 from maxstack.evals.task_metrics import results, values
-from maxstack.evals.tasks import flat
+from maxstack.evals.tasks import flatten_metrics
 from maxstack.inference.score import Rows, logprobs_of
 from maxstack.schema.data import BytesTokenizer, HuggingFaceTokenizer
 
@@ -127,7 +127,7 @@ def test_choices_that_differ_in_their_last_token_are_read_once():
 
 @given(st.lists(st.integers(1, 9), max_size=40))
 def test_rows_hold_every_request_once_and_none_over_another(lengths):
-    rows = packed(lengths, 9)
+    rows = pack(lengths, 9)
     assert sorted(number for row in rows for number, _ in row) == [*range(len(lengths))]
     for row in rows:
         ends = [start + lengths[number] for number, start in row]
@@ -231,7 +231,7 @@ def test_centred_scores_are_put_together_as_core_does():
         "b": {"acc": 1.0, "centered": 1.0},
         "g": {"acc": 1.0},
     }
-    row = flat(found)
+    row = flatten_metrics(found)
     assert row["tasks/centered"] == 0.625 and row["tasks/g/acc"] == 1.0
 
 
