@@ -22,7 +22,6 @@ FLAGS = (
     "--disable-dev-shm-usage",
 )
 KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, ""), "ArrowRight": (39, "")}
-SHIFT = 8
 SECONDS = 60
 
 
@@ -152,10 +151,10 @@ class Tab:
         """Put text where the keyboard's focus is."""
         self.call("Input.insertText", text=text)
 
-    def press(self, key, modifiers=0):
+    def press(self, key):
         """Press a key and let it go."""
         code, text = KEYS[key]
-        options = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
+        options = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text, **options)
         self.call("Input.dispatchKeyEvent", type="keyUp", **options)
 

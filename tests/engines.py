@@ -1,16 +1,63 @@
 """Engines that share compiled programs, for tests."""
 
 import copy
+import math
 
+import jax
+
+from maxstack import sharding
+from maxstack.inference.adapters import read_adapters
 from maxstack.inference.engine import Engine
+from maxstack.inference.layout import Layout
 from maxstack.inference.page_cache import Limits
+from maxstack.inference.programs import inference_config
 from maxstack.inference.scheduler import Scheduler
+from maxstack.inference.trained_model import config_of, read_weights
+from maxstack.run import assemble
+from maxstack.schema.mesh import AXES
 
 SMALL = ("serve.rows=8", "serve.page=4", "serve.max_length=192", "serve.identical=any")
 """Overrides of an engine that compiles few programs."""
 
 
-def fresh(engine: Engine, limits: Limits) -> Engine:
+def build(folder, overrides=(), max_length=64, adapters=None, **limits) -> tuple[Engine, Limits]:
+    """Build an engine of a folder in float32, with 8 batched tokens and pages of 4, and adapters by
+    name. Its steps have all 8 rows, which the start of an engine sets where bits ask for it."""
+    cfg, own = config_of(str(folder), ["model.dtype=float32", *overrides])
+    cfg = inference_config(cfg)
+    devices = jax.devices()[: math.prod(max(1, getattr(cfg.mesh, axis)) for axis in AXES)]
+    run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices), trains=False)
+    params = read_weights(str(folder), run, own)
+    layout = Layout.of(cfg.model, cfg.serve)
+    pages, snapshots = (100,) * len(layout.reaches), 16 if layout.recurrent else 0
+    sizes = Limits(8, 4, pages, 8, snapshots, snapshot=8)._replace(**limits)
+    read = [read_adapters(run, params, adapters)] if adapters else []
+    engine = Engine(run, params, sizes, max_length, *read)
+    engine.programs.sizes = engine.programs.sizes[-1:]
+    return engine, sizes
+
+
+def finish(engine):
+    """Run all requests to their end -> tokens of each by number, and the number of steps."""
+    tokens, steps = {}, 0
+    while engine.busy:
+        steps += 1
+        for output in engine.step():
+            tokens.setdefault(output.request, []).extend(output.tokens)
+    return tokens, steps
+
+
+def answers(engine, prompts, sampling, adapters=None):
+    """Answers to prompts that are computed together, each with its adapter."""
+    numbers = [
+        engine.add(prompt, sampling, adapter=adapter)
+        for prompt, adapter in zip(prompts, adapters or [None] * len(prompts), strict=True)
+    ]
+    tokens, _ = finish(engine)
+    return [tokens[number] for number in numbers]
+
+
+def reset_engine(engine: Engine, limits: Limits) -> Engine:
     """An engine with the weights and compiled programs of another, an empty cache and no request.
     It uses so many slots and pages of that cache as `limits` say, at most those of the other."""
     own = copy.copy(engine)

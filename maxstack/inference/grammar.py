@@ -122,19 +122,10 @@ class Matcher:
         self._check()
         return mask
 
-    def allowed(self, tokens: Sequence[int]) -> int:
-        """Number of these tokens, in order, that may follow. They are not accepted."""
-        return self._state.validate_tokens([*map(int, tokens)])
-
     def accept(self, token: int) -> None:
         """Appends a token. ConfigError if it may not follow, after which the matcher is of no
         use."""
         self._state.consume_token(int(token))
-        self._check()
-
-    def rollback(self, count: int) -> None:
-        """Takes back the last `count` tokens that were accepted."""
-        self._state.rollback(count)
         self._check()
 
     def copy(self) -> "Matcher":

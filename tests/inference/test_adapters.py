@@ -2,24 +2,18 @@
 
 import json
 
-import jax
+import engines
 import numpy as np
 import parity
 import pytest
+from engines import build
 from safetensors.numpy import load_file, save_file
 
-from maxstack import cli, sharding
+from maxstack import cli
 from maxstack.errors import ConfigError, DataError
 from maxstack.hf.merge import merge
 from maxstack.hf.peft import CONFIG, TENSORS, Adapter
-from maxstack.inference.adapters import read_adapters
-from maxstack.inference.engine import Engine
-from maxstack.inference.layout import Layout
-from maxstack.inference.page_cache import Limits
-from maxstack.inference.programs import inference_config
 from maxstack.inference.request import Sampling
-from maxstack.inference.trained_model import config_of, read_weights
-from maxstack.run import assemble
 
 ADAPTERS = parity.GOLDENS / "adapters"
 LORA = str(ADAPTERS / "lora-llama")
@@ -27,29 +21,14 @@ GREEDY = Sampling(max_tokens=8, temperature=0.0, logprobs=3)
 PROMPTS = [np.random.default_rng(i).integers(0, 128, 9 + i).tolist() for i in range(3)]
 
 
-def engine_of(folder, adapters, *mesh, **limits):
-    """An engine of 8 rows and pages of 4 tokens, with adapters in folders by name."""
-    cfg, own = config_of(str(folder), ["model.dtype=float32", *mesh])
-    cfg = inference_config(cfg)
-    devices = jax.devices()[: max(1, cfg.mesh.tensor) * max(1, cfg.mesh.data)]
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices), trains=False)
-    params = read_weights(str(folder), run, own)
-    served = read_adapters(run, params, adapters)
-    pages = (40,) * len(Layout.of(cfg.model).reaches)
-    sizes = {"rows": 8, "page": 4, "pages": pages, "requests": 4}
-    engine = Engine(run, params, Limits(**{**sizes, **limits}), 40, served)
-    engine.programs.sizes = engine.programs.sizes[-1:]
-    return engine
+def engine_of(folder, adapters, *mesh):
+    return build(folder, mesh, 40, adapters, requests=4)[0]
 
 
 def answers(engine, asked):
     """Answers to (prompt, adapter) that are computed together."""
-    numbers = [engine.add(prompt, GREEDY, adapter=adapter) for prompt, adapter in asked]
-    tokens = {number: [] for number in numbers}
-    while engine.busy:
-        for output in engine.step():
-            tokens[output.request] += output.tokens
-    return [tokens[number] for number in numbers]
+    prompts, adapters = zip(*asked, strict=True)
+    return engines.answers(engine, prompts, GREEDY, adapters)
 
 
 def assert_alike(made, wanted):
@@ -127,13 +106,6 @@ def test_requests_with_different_adapters_have_the_same_bits_together_and_alone(
     alone = [answers(served, [request])[0] for request in asked]
     assert answers(served, asked) == alone
     assert answers(served, asked[::-1]) == alone[::-1]
-
-
-@pytest.mark.slow
-def test_an_adapter_is_the_same_whichever_others_there_are(served, other):
-    made = answers(served, [(prompt, "y") for prompt in PROMPTS])
-    own = engine_of(parity.GOLDENS / "llama", {"own": other})
-    assert_alike(made, answers(own, [(prompt, "own") for prompt in PROMPTS]))
 
 
 @pytest.mark.slow

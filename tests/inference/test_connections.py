@@ -31,6 +31,7 @@ from maxstack.inference.server.refusal import Refusal
 TLS = Path(__file__).parents[1] / "goldens" / "tls"
 CERT, KEY = str(TLS / "cert.pem"), str(TLS / "key.pem")
 PIECE = b"x" * 4096
+POSTED = strangers.POST % (b"/no-such-path", 10**6)
 
 
 class Server:
@@ -147,39 +148,26 @@ def test_a_good_client_is_answered_while_one_address_opens_all_that_it_can(kind)
     assert len(os.listdir("/proc/self/fd")) <= files + 1
 
 
-def test_bytes_now_and_then_do_not_keep_a_connection(monkeypatch):
-    monkeypatch.setitem(connections.SECONDS, "head", 0.5)
-    with serving() as server, strangers.slow_heads(server.at, 8) as opened:
+@pytest.mark.parametrize(
+    ("wait", "hold", "trickles"),
+    [
+        ("head", strangers.slow_heads, True),
+        ("head", lambda at, count: strangers.opened(at, count, POSTED), True),
+        ("head", strangers.silent, False),
+        ("idle", strangers.idle, False),
+    ],
+    ids=["bytes now and then", "a body that nobody reads", "handshake of TLS", "kept"],
+)
+def test_each_wait_for_a_client_has_its_time(wait, hold, trickles, monkeypatch):
+    monkeypatch.setitem(connections.SECONDS, wait, 0.3)
+    tls = serve_connections.context(CERT, KEY) if hold is strangers.silent else None
+    with serving(tls=tls) as server, hold(server.at, 4) as opened:
         began = time.monotonic()
-        while strangers.trickle(opened) and time.monotonic() - began < 10:
+        while trickles and strangers.trickle(opened) and time.monotonic() - began < 10:
             time.sleep(0.05)
-        assert time.monotonic() - began < 5 and server.figure("head") == 8
-
-
-@pytest.mark.parametrize("first", [b"", b"\x16\x03\x01"])
-def test_a_handshake_of_tls_has_its_time_too(first, monkeypatch):
-    monkeypatch.setitem(connections.SECONDS, "head", 0.3)
-    tls = serve_connections.context(CERT, KEY)
-    with serving(tls=tls) as server, strangers.opened(server.at, 4, first) as opened:
         assert all(strangers.ended(each) for each in opened)
+        assert time.monotonic() - began < 5 and server.figure(wait) == 4
         until(lambda: not server.listener.known)
-
-
-def test_a_connection_that_is_kept_has_its_time(monkeypatch):
-    monkeypatch.setitem(connections.SECONDS, "idle", 0.3)
-    with serving() as server, strangers.idle(server.at, 4) as opened:
-        assert all(strangers.ended(each) for each in opened)
-        assert server.figure("idle") == 4
-
-
-def test_a_body_that_nobody_reads_has_its_time(monkeypatch):
-    monkeypatch.setitem(connections.SECONDS, "head", 0.5)
-    post = strangers.POST % (b"/no-such-path", 10**6)
-    with serving() as server, strangers.opened(server.at, 4, post) as opened:
-        began = time.monotonic()
-        while strangers.trickle(opened) and time.monotonic() - began < 10:
-            time.sleep(0.05)
-        assert server.figure("head") == 4
 
 
 def test_a_body_that_is_too_slow_is_refused_and_its_connection_closed(monkeypatch):
@@ -284,14 +272,12 @@ def test_a_limit_of_files_leaves_the_server_its_own():
 CHUNKED = b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 MANY = b"a:b\r\n" * 12_000 + b"\r\n"
 INVALID = {
-    "fields": (strangers.HEAD + MANY, b"HTTP/1.1 431 "),
     "101 fields": (strangers.HEAD + b"a:b\r\n" * 100 + b"\r\n", b"HTTP/1.1 431 "),
     "a long field": (strangers.HEAD + b"a:" + b"b" * 17_000 + b"\r\n\r\n", b"HTTP/1.1 431 "),
     "trailer": (CHUNKED % b"/read" + b"1\r\na\r\n0\r\n" + MANY, b"HTTP/1.1 431 "),
     "chunks": (CHUNKED % b"/read" + b"1\r\na\r\n" * 100_000, b"HTTP/1.1 413 "),
     "chunks to nowhere": (CHUNKED % b"/none" + b"1\r\na\r\n" * 100_000, b""),
     "a chunk of no length": (CHUNKED % b"/read" + b"x\r\n", b"HTTP/1.1 400 "),
-    "no text": (b"\x80\r\n\r\n", b"HTTP/1.1 400 "),
     "digits": (
         strangers.HEAD + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n",
         b"HTTP/1.1 400 ",
@@ -434,12 +420,10 @@ def test_a_client_that_trusts_the_certificate_is_answered_by_tls():
         (CERT, None, "--tls-cert and --tls-key: give both or neither"),
         (None, KEY, "--tls-cert and --tls-key: give both or neither"),
         (CERT, "none.pem", "--tls-key none.pem: cannot be read: No such file"),
-        (CERT, str(TLS), "cannot be read: Is a directory"),
         (CERT, str(TLS / "another-key.pem"), "the key does not belong to the certificate"),
         (CERT, str(TLS / "encrypted-key.pem"), "is encrypted; decrypt it"),
         (CERT, __file__.replace("test_connections", "test_fields"), "is not a PEM file"),
         (KEY, KEY, "cannot be used"),
-        (CERT, CERT, "cannot be used"),
     ],
 )
 def test_a_certificate_that_does_not_serve_is_refused_before_the_model_is_read(

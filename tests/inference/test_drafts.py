@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from engines import fresh
+from engines import finish, reset_engine
 from flax import nnx
 
 from maxstack import sharding
@@ -58,7 +58,7 @@ def engine_of(speculate, depth=1, bigram=False, mesh=(), mixer="keys and values"
     """An engine with random weights, or with those of a bigram: nothing but the last token counts,
     and each module knows it, so that its guesses are right."""
     engine, most, params = built(speculate, depth, mesh, mixer)
-    own = fresh(engine, most._replace(**limits))
+    own = reset_engine(engine, most._replace(**limits))
     if bigram:
         params = nnx.traversals.flatten_mapping(params)
         for path in params:
@@ -72,12 +72,9 @@ def engine_of(speculate, depth=1, bigram=False, mesh=(), mixer="keys and values"
 
 def answers(engine, prompts, sampling):
     """Tokens of each answer, and the number of steps."""
-    numbers, tokens, steps = [engine.add(prompt, sampling) for prompt in prompts], {}, 0
-    while engine.busy:
-        steps += 1
-        for output in engine.step():
-            tokens.setdefault(output.request, []).extend(token.token for token in output.tokens)
-    return [tokens[number] for number in numbers], steps
+    numbers = [engine.add(prompt, sampling) for prompt in prompts]
+    made, steps = finish(engine)
+    return [[token.token for token in made[number]] for number in numbers], steps
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

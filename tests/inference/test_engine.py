@@ -2,34 +2,26 @@
 
 import dataclasses
 import functools
-import math
 import os
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import parity
 import processes
 import pytest
 import tiers
-from engines import fresh
+from engines import answers, build, finish, reset_engine
 from flax import nnx
 
-from maxstack import sharding
-from maxstack.errors import ConfigError, DataError
+from maxstack.errors import DataError
 from maxstack.inference.batch_invariance import find_variant_sizes
-from maxstack.inference.engine import Engine
 from maxstack.inference.engine_setup import OVERRIDES
 from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import STEPS
-from maxstack.inference.page_cache import Limits
-from maxstack.inference.programs import inference_config
 from maxstack.inference.request import Sampling
 from maxstack.inference.score import Rows, logprobs_of
-from maxstack.inference.trained_model import config_of, open_model, read_weights
-from maxstack.run import assemble
-from maxstack.schema.mesh import AXES
+from maxstack.inference.trained_model import open_model
 
 GOLDENS = {
     path.parent.name: path.parent
@@ -50,52 +42,21 @@ SAMPLERS = {}
 
 @functools.cache
 def built(name, max_length, overrides):
-    """An engine of 8 rows and pages of 4 tokens, which others share the programs of, and its
-    limits. Its steps have all 8 rows, which the start of an engine sets where bits ask for it."""
-    overrides = [*OVERRIDES, "mesh.tensor=1", "model.dtype=float32", *overrides]
-    cfg, own = config_of(str(GOLDENS[name]), overrides)
-    cfg = inference_config(cfg)
-    devices = jax.devices()[: math.prod(getattr(cfg.mesh, axis) for axis in AXES)]
-    run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices), trains=False)
-    layout = Layout.of(cfg.model, cfg.serve)
-    limits = Limits(
-        rows=8,
-        page=4,
-        pages=(100,) * len(layout.reaches),
-        requests=8,
-        snapshots=16 if layout.recurrent else 0,
-        snapshot=8,
-    )
-    engine = Engine(run, read_weights(str(GOLDENS[name]), run, own), limits, max_length)
-    engine.programs.sizes = engine.programs.sizes[-1:]
-    engine._sampler = SAMPLERS.setdefault((cfg.model.vocab, max_length), engine._sampler)
+    """An engine whose programs others share, and its limits."""
+    engine, limits = build(GOLDENS[name], [*OVERRIDES, "mesh.tensor=1", *overrides], max_length)
+    engine._sampler = SAMPLERS.setdefault((engine.cfg.model.vocab, max_length), engine._sampler)
     return engine, limits
 
 
 def engine_of(name, max_length=LENGTH, overrides=(), requests=4, **limits):
     """An engine for few requests at a time."""
     engine, most = built(name, max_length, (*overrides,))
-    return fresh(engine, most._replace(requests=requests, **limits))
+    return reset_engine(engine, most._replace(requests=requests, **limits))
 
 
 def cached_in(dtype):
     """Overrides for a cache of that dtype."""
     return [] if dtype == "null" else [f"serve.cache_dtype={dtype}"]
-
-
-def finish(engine):
-    """Run all requests to their end -> tokens of each by number."""
-    tokens = {}
-    while engine.busy:
-        for output in engine.step():
-            tokens.setdefault(output.request, []).extend(output.tokens)
-    return tokens
-
-
-def answers(engine, prompts, sampling):
-    numbers = [engine.add(prompt, sampling) for prompt in prompts]
-    tokens = finish(engine)
-    return [tokens[number] for number in numbers]
 
 
 def prompts_of(golden, part=""):
@@ -283,12 +244,6 @@ def test_guesses_change_neither_greedy_nor_sampled_answers_and_save_steps():
         assert 0 < guessing.accepted <= guessing.drafted
 
 
-@pytest.mark.slow
-def test_recurrent_layers_take_no_guesses():
-    with pytest.raises(ConfigError, match="serve.speculate"):
-        engine_of("qwen3_next", overrides=["serve.speculate=3"])
-
-
 def test_a_preempted_request_reports_each_token_of_its_prompt_once():
     engine = engine_of("llama", pages=(16,))
     prompts = random_prompts(40, 38)
@@ -324,7 +279,7 @@ def test_an_aborted_request_frees_its_pages_and_others_go_on():
     engine.step()
     engine.abort(gone)
     engine.abort(gone)
-    assert [*finish(engine)] == [kept]
+    assert [*finish(engine)[0]] == [kept]
     assert leaked(engine) == 0
 
 
@@ -404,7 +359,7 @@ def test_equal_prompts_are_computed_once_and_change_no_bit(name, mesh):
     plain, alone = engine_of(name, overrides=mesh), []
     for choice, prompt in enumerate(prompts):
         plain.add(prompt, dataclasses.replace(STOPPING, choice=choice))
-        alone += finish(plain).values()
+        alone += finish(plain)[0].values()
     together, _ = answers_and_ends(engine, prompts, STOPPING, STEPS)
     assert [together[0][choice] for choice in range(len(prompts))] == alone
     if not engine._layout.recurrent:

@@ -2,18 +2,14 @@
 short requests, other clients and the memory alone."""
 
 import asyncio
-import contextlib
 import json
 import threading
 import time
 import types
-from pathlib import Path
 
-import httpx
 import numpy as np
-import processes
 import pytest
-from served import make, serving
+from served import make
 from starlette.requests import Request
 
 from maxstack.data.chat import read_chat_template
@@ -269,34 +265,3 @@ def test_a_client_is_its_key_or_without_keys_its_address(keys, host, key, client
     headers = [(b"authorization", f"Bearer {key}".encode())]
     request = Request({"type": "http", "client": (host, 1), "headers": headers})
     assert Access(keys).check(request) == client
-
-
-def memory(server):
-    """MB of a server's process."""
-    return int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1]) * 4096 / 1e6
-
-
-@pytest.mark.slow
-def test_another_client_is_answered_while_long_prompts_and_streams_go_on(folder, tmp_path):
-    (tmp_path / "keys").write_text("many\none\n")
-    options = ["serve.max_requests=2", "--api-key-file", str(tmp_path / "keys")]
-    with serving(folder, tmp_path / "log", *options, key="one") as server:
-        alone = server.complete(temperature=0, max_tokens=8).choices[0].text
-        before, ended, statuses = memory(server), [], []
-        many = {"Authorization": "Bearer many"}
-
-        def ask(body):
-            with contextlib.suppress(httpx.TransportError):  # the server ends before it does
-                answer = server.http.post("/v1/completions", json=body, headers=many, timeout=120)
-                (ended if "stream" in body else statuses).append(answer.status_code)
-
-        stream = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        bodies = [stream] * 6 + [{"prompt": HUGE}] * 2
-        for body in bodies:
-            threading.Thread(target=ask, args=(body,), daemon=True).start()
-        processes.until(lambda: server.metric("num_requests_waiting") >= 4)
-        processes.until(lambda: len(statuses) == 2)
-        answer = server.complete(temperature=0, max_tokens=8).choices[0].text
-        assert answer == alone and not ended and statuses == [400, 400]
-        assert server.metric("num_preemptions_total") > 0
-        assert memory(server) < before + 300

@@ -84,14 +84,6 @@ def test_filters_that_keep_more_than_the_sorted_candidates_are_exact(fields, mon
     assert_distributed(drawn(logits, jax.jit(lambda *row: sampling.choose(*row)), **fields), wanted)
 
 
-@pytest.mark.parametrize(("fields", "kept"), [({"top_k": 1100}, 1100), ({"top_p": 0.9}, 1170)])
-@pytest.mark.slow
-def test_flat_logits_of_a_large_vocabulary_are_filtered(fields, kept):
-    logits = RNG.permutation(1300).astype(np.float32) * 1e-6
-    ranks = 1299 - logits[drawn(logits, rows=1500, **fields)] * 1e6
-    assert sampling.CANDIDATES < ranks.max() < kept + 1
-
-
 @pytest.mark.parametrize("fields", [{"top_k": 2}, {"top_p": 0.3}], ids=str)
 @pytest.mark.parametrize("size", [8, 2000])
 def test_tokens_with_equal_logits_are_kept_together(fields, size):
@@ -114,14 +106,6 @@ def test_the_smallest_temperatures_take_the_likeliest_token(temperature):
     assert {*drawn(logits, rows=8, temperature=temperature, top_p=0.9)} == {logits.argmax()}
 
 
-@pytest.mark.slow
-def test_a_barred_token_is_never_drawn():
-    logits = np.full(500, -np.inf, np.float32)
-    logits[[3, 499]] = 0, -1
-    assert_distributed(drawn(logits), probabilities(logits))
-    assert {*drawn(logits, top_k=100, top_p=0.999)} == {3, 499}
-
-
 KINDS = [
     Sampling(temperature=0.0),
     Sampling(seed=1),
@@ -132,26 +116,6 @@ KINDS = [
     Sampling(seed=6, temperature=0.7, top_k=1300, top_p=0.9, min_p=0.01),
     Sampling(seed=7, min_p=0.3),
 ]
-
-
-@pytest.mark.parametrize("spread", [0.1, 3.0])
-@pytest.mark.slow
-def test_a_row_does_not_depend_on_its_company(spread):
-    rows = len(KINDS)
-    logits = RNG.standard_normal((rows, 1500)).astype(np.float32) * spread
-    for position in range(20):
-        together = [(kind, position) for kind in KINDS]
-        wanted = np.asarray(CHOSEN(logits, sampling.settings(together)))
-        order = RNG.permutation(rows)
-        moved = CHOSEN(logits[order], sampling.settings([together[row] for row in order]))
-        np.testing.assert_array_equal(moved, wanted[order])
-        alone = [
-            CHOSEN(logits, sampling.settings([None] * row + [together[row]] + [None] * (7 - row)))[
-                row
-            ]
-            for row in range(rows)
-        ]
-        np.testing.assert_array_equal(alone, wanted)
 
 
 SEEDS = [0, 1, -1, 2**32, 2**40 + 1, 2**63 - 1, -(2**63), 2**64 - 2]
@@ -275,13 +239,13 @@ def test_logprobs_are_log_softmax_and_the_same_bits_as_chosen_and_as_likely():
 def test_a_row_has_the_same_bits_among_any_number_of_rows(vocab):
     rng = np.random.default_rng(3)
     logits = (rng.standard_normal((64, vocab)) * 3).astype(np.float32)
-    rows = [(Sampling(temperature=0.7, top_p=0.9, seed=i), 5) for i in range(64)]
+    rows = [(KINDS[i % len(KINDS)], i) for i in range(64)]
     choose = jax.jit(in_groups(sampling.choose, sampler.GROUP))
     report = jax.jit(in_groups(lambda x, tokens: sampling.logprobs(x, tokens, 3), sampler.GROUP))
     whole = choose(logits, sampling.settings(rows))
     reported = report(logits, whole)
     assert in_groups(lambda x: x[:, :0], sampler.GROUP)(logits[:5]).shape == (5, 0)
-    for size in (1, 4, 6, 16):
+    for size in (1, 4, 6, 16):  # the rows before are the same, those behind are not there
         tokens = choose(logits[:size], sampling.settings(rows[:size]))
         assert (np.asarray(tokens) == np.asarray(whole[:size])).all()
         for part, other in zip(report(logits[:size], tokens), reported, strict=True):

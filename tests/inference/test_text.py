@@ -255,14 +255,3 @@ def test_a_token_costs_the_same_in_a_long_answer(opened):
     for _ in range(50):
         stream.feed(tokenizer._model.token_to_id("▁"))
     assert max(sizes) <= 3
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_special_tokens_spelt_out_in_marked_text_become_their_ids(opened, name):
-    tokenizer = opened(name)
-    special = [*tokenizer.special.items()][-1:]
-    for token, written in special:
-        ids = tokenizer.encode_marked(f"hi{written}a")[0].tolist()
-        assert ids.count(token) == 1
-        assert token not in tokenizer.encode(f"hi{written}a".encode())[1:]
-    assert tokenizer.encode_marked("hi")[0].tolist() == tokenizer.encode(b"hi")[1:].tolist()

@@ -163,12 +163,6 @@ def test_ids_are_random_and_follow_from_the_source():
     assert all(re.fullmatch("[0-9a-f]{9}", number) for number in ids("mistral", 1))
 
 
-def test_arguments_keep_their_characters():
-    stream = ToolStream(FORMATS["hermes"], random.Random(0))
-    (call,) = stream.feed(written("hermes", ("f", {"x": "\u00f6"})))[1]
-    assert call.arguments == '{"x": "\u00f6"}'
-
-
 def tool(name, **parameters):
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
