@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from maxstack.data.files import matched
+from maxstack.data.files import match_files
 from maxstack.errors import DataError
 from maxstack.schema.data import Files
 
@@ -54,7 +54,9 @@ def _content(value: Any, section: Any, key: str = "") -> Iterator[tuple[str, str
     """Key of the configuration -> digest of what its value names."""
     if isinstance(section, Files):
         try:
-            files = [(file.key, Path(file.path)) for file in matched(section) if not file.version]
+            files = [
+                (file.key, Path(file.path)) for file in match_files(section) if not file.version
+            ]
             yield f"{key}.files", _digest_of(files)
         except (DataError, OSError) as error:  # told once all are there
             yield f"{key}.files", str(error)

@@ -193,7 +193,7 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{shortened(path, 200)}: {hub.NOWHERE}")
     if of_hub:
         check_no_run_beside(path)
-    folder = hub.pinned(name) if of_hub else path
+    folder = hub.pin_commit(name) if of_hub else path
     if runs := sorted(file.parent.name for file in Path(folder).glob("*/config.yml")):
         raise ConfigError(f"{shortened(path, 200)}: is a folder of runs; give one: {listed(runs)}")
     # config.json alone is enough to show a configuration; whoever reads weights asks for them.
@@ -337,7 +337,7 @@ def _with_tokenizer(tree: Node) -> Node:
         return tree
     local = hub.model_folder(folder.value, weights=False)
     if tokenizer := tokenizer_of(local):
-        if hub.named(folder.value) or storage.is_url(folder.value):
+        if hub.is_model_name(folder.value) or storage.is_url(folder.value):
             tokenizer["path"] = f"{folder.value}/{Path(tokenizer['path']).name}"
         if given:
             log.warning(

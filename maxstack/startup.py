@@ -31,7 +31,7 @@ from maxstack.step import select
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.store import Checkpoints
-    from maxstack.data.deal import Dealt
+    from maxstack.data.deal import EpochPlan
     from maxstack.data.feed import BatchFeed
     from maxstack.evals.evaluation import Evaluation
     from maxstack.faults.heartbeat import Heartbeat
@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 
-def count_steps(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, Dealt | None]":
+def count_steps(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, EpochPlan | None]":
     """The configuration with the train.steps that train.epochs take, and how documents are dealt to
     rows for that, the same in every process."""
     if cfg.train.epochs is None:
         return cfg, None
     prepare_tokenizer(cfg)  # how many rows the documents fill depends on it
     from maxstack.data.batches import Batches
-    from maxstack.data.epochs import dealt, with_epochs
+    from maxstack.data.epochs import plan_epochs, set_epochs
     from maxstack.objectives.objective import objective_of
 
-    cfg, fields = with_epochs(cfg), objective_of(cfg).fields
+    cfg, fields = set_epochs(cfg), objective_of(cfg).fields
     lanes = Batches(cfg, mesh, fields).rows(cfg.train.batch_size)
-    found = dealt(cfg, lanes, fields)
+    found = plan_epochs(cfg, lanes, fields)
     train = cfg.train.model_copy(update={"steps": found.steps})
     return cfg.model_copy(update={"train": train}), found
 
@@ -67,7 +67,7 @@ def prepare_tokenizer(cfg: "Config") -> None:
         from maxstack.data import vocabulary
 
         if Peers().number == 0:
-            vocabulary.learn(cfg)
+            vocabulary.learn_vocabulary(cfg)
         Peers().barrier("tokenizer")
     if cfg.model.tokens is None:
         fits(cfg.data, cfg.objective.token_ids(cfg.decoder.vocab))
@@ -129,7 +129,7 @@ def open_feed(
     run: Run,
     folder: Path,
     ending: contextlib.ExitStack,
-    dealt: "Dealt | None" = None,
+    dealt: "EpochPlan | None" = None,
 ) -> "tuple[BatchFeed, Maker | None]":
     """Open the feed of a run's batches, which `ending` closes, and the maker of rollouts where it
     learns from samples. ConfigError or DataError where a part of it cannot be used."""

@@ -207,7 +207,7 @@ def _package(data: bytes, folder: Path) -> None:
 
 def _conversation(data: bytes, folder: Path) -> None:
     value = strict_json.parse(data, strict=False)
-    conversations.example(value if isinstance(value, dict) else {})
+    conversations.read_example(value if isinstance(value, dict) else {})
 
 
 def _configuration(data: bytes, folder: Path) -> None:
@@ -225,7 +225,7 @@ def _called(data: bytes, folder: Path) -> None:
 
 
 def _decompressed(data: bytes, folder: Path) -> None:
-    copies.read(File(str(_write(folder, "a.txt.gz", data)), "a"))
+    copies.read_file(File(str(_write(folder, "a.txt.gz", data)), "a"))
 
 
 PARSERS: dict[str, Callable[[bytes, Path], object]] = {
@@ -238,7 +238,7 @@ PARSERS: dict[str, Callable[[bytes, Path], object]] = {
     "tokenizer": _tokenized,
     "model": _modelled,
     "adapter": _adapted,
-    "picture": lambda data, folder: images.opened(data, 3),
+    "picture": lambda data, folder: images.decode_image(data, 3),
     "record": _conversation,
     "compressed": _decompressed,
     "roll call": _called,

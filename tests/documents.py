@@ -149,7 +149,7 @@ def learn(notes: Path, out: Path) -> None:
     """The tokenizer that a run of the quickstart on these notes has in its folder."""
     source = {"kind": "text", "files": [f"{notes}/*.md"]}
     data = DataConfig.model_validate({"sources": [source]})
-    vocabulary.train(data, str(out), vocab=2040, most=True)
+    vocabulary.train_vocabulary(data, str(out), vocab=2040, most=True)
 
 
 def write_tokenizer(model: Path) -> None:

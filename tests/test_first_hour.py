@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from maxstack import cli
-from maxstack.data.conversations import alone, example
+from maxstack.data.conversations import read_example, read_prompt
 from maxstack.data.examples import _remedy
 from maxstack.errors import ConfigError, DataError
 from maxstack.inference.server.refusal import Refusal
@@ -77,13 +77,13 @@ def test_a_guess_is_told_what_to_write(here, capsys, words, said):
 )
 def test_a_record_of_another_shape_is_told_which_it_is(record, said):
     with pytest.raises(DataError, match=said):
-        example(record)
+        read_example(record)
 
 
 def test_a_prompt_does_not_show_its_answer():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(DataError, match="ends with an answer of the assistant"):
-        alone({"messages": messages})
+        read_prompt({"messages": messages})
 
 
 def test_a_json_array_is_told_how_to_become_lines():

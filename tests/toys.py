@@ -118,7 +118,7 @@ class EmphasisedLane(lanes.Lane):
 
 def register() -> None:
     """Make the kinds known to the configuration."""
-    lanes.MAKERS.append("toys:EmphasisedLane")
+    lanes.LANE_CLASSES.append("toys:EmphasisedLane")
     for section, key, kind in (
         (BlockConfig, "mixer", MeanConfig),
         (Config, "objective", NearConfig),

@@ -362,13 +362,13 @@ def _tokenizer(data: Mapping[str, Any]) -> 'Path | Literal["source", "bytes"]':
     from maxstack.schema.data import holds_text
 
     if path := data.get("tokenizer", {}).get("path"):
-        return Path(hub.file_of(path)).expanduser()
+        return Path(hub.resolve_file(path)).expanduser()
     return "bytes" if any(map(holds_text, data["sources"])) else "source"
 
 
 def _answers(data: Mapping[str, Any]) -> "Answers":
     """Return the tokens and template of a run's answers; nothing where its data held tokens."""
-    from maxstack.data.chat import DEFAULT, answer_ends, template_of
+    from maxstack.data.chat import DEFAULT, answer_ends, open_template
     from maxstack.data.tokenizers import open_tokenizer
     from maxstack.hf.export import Answers
     from maxstack.hf.tokenizer_files import Marks, Token
@@ -382,7 +382,7 @@ def _answers(data: Mapping[str, Any]) -> "Answers":
         Token(ids[0], tokenizer.text_of(ids[0])) if ids else None
         for ids in (tokenizer.bos, tokenizer.eos)
     ]
-    template = template_of(cfg).sources[DEFAULT] if cfg.has_records and cfg.template else None
+    template = open_template(cfg).sources[DEFAULT] if cfg.has_records and cfg.template else None
     return Answers(template, frozenset(answer_ends(cfg, tokenizer)), Marks(*around))
 
 

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 )
 def tokenizer(args: Namespace) -> None:
     """Train the tokenizer and write it."""
-    from maxstack.data.vocabulary import train
+    from maxstack.data.vocabulary import train_vocabulary
     from maxstack.load import load_alone
 
     data = load_alone(args.config, args.overrides).data
-    train(data, args.out, vocab=args.vocab, model=args.model, megabytes=args.megabytes)
+    train_vocabulary(data, args.out, vocab=args.vocab, model=args.model, megabytes=args.megabytes)
     print(
         f"{args.out}: {args.vocab} tokens ({args.model}). To use it, set data: {{tokenizer: "
         f"{{kind: sentencepiece, path: {args.out}}}}} and model.vocab to {args.vocab} or more"
@@ -94,7 +94,7 @@ def prepare(args: Namespace) -> None:
     else:
         engine = engines.Processes(args.workers or os.cpu_count() or 1)
     cfg = load_alone(args.config, args.overrides)
-    vocabulary.learn(cfg)
+    vocabulary.learn_vocabulary(cfg)
     data = cfg.data
     prepare(data, args.out, engine, shard_size=args.shard_size, task_texts=_task_texts(data))
 
@@ -161,7 +161,7 @@ def show(args: Namespace) -> None:
     from maxstack.data import vocabulary
 
     cfg = load_config(args)
-    vocabulary.learn(cfg)
+    vocabulary.learn_vocabulary(cfg)
     show(cfg, args.batches, args.rows, args.out, full=args.full, evaluation=args.eval)
 
 

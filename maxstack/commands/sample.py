@@ -122,7 +122,7 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
     """Draw images into a grid or a folder. ConfigError for classes that the model does not have."""
     import numpy as np
 
-    from maxstack.data.images import as_picture
+    from maxstack.data.images import to_image
     from maxstack.inference.images import Sampler, tile_images
     from maxstack.report.progress import progress
     from maxstack.schema.dit import DiTConfig
@@ -155,7 +155,7 @@ def _draw(args: argparse.Namespace, run: "Run", params: Any) -> None:
         for i, image in enumerate(sampler(labels[done:], done, args.seed), done):
             if folder:
                 part = folder / f".{i:06}.png"
-                as_picture(image).save(part)
+                to_image(image).save(part)
                 part.rename(folder / f"{i:06}.png")
             else:
                 made.append(image)

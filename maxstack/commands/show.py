@@ -78,7 +78,7 @@ def _fields(cfg: "Config") -> Mapping[str, RowField]:
 
 def _draw(feed: Feed, batches: int, out: str) -> None:
     """Pictures as a grid, a batch in each row of it, and their classes."""
-    from maxstack.data.images import grid
+    from maxstack.data.images import image_grid
 
     print("\n".join(feed.describe()))
     pictures = []
@@ -92,7 +92,7 @@ def _draw(feed: Feed, batches: int, out: str) -> None:
             print(f"batch {number}: classes {' '.join(map(str, batch['label'][real]))}")
     finally:
         feed.close()
-    grid(np.concatenate(pictures), len(pictures[0])).save(out)
+    image_grid(np.concatenate(pictures), len(pictures[0])).save(out)
     print(out)
 
 

@@ -82,7 +82,7 @@ class BestFitLane(Lane):
             self._draw()
         elif self._packed != self.length:
             left = [piece for row in self._rows for piece in row]
-            self._pack(_joined(left))
+            self._pack(_join_parts(left))
         return bool(self._rows)
 
     def _replay(self) -> None:
@@ -119,10 +119,10 @@ class BestFitLane(Lane):
                 piece._replace(start=start, length=min(step, end - start))
                 for start in range(piece.start, end, step)
             ]
-        self._rows, self._packed = packed(cut, length)[::-1], length
+        self._rows, self._packed = pack_rows(cut, length)[::-1], length
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+def _join_parts(pieces: Sequence[Piece]) -> list[Piece]:
     """In the order of their documents, with the parts of a document that follow each other as
     one."""
     joined = list[Piece]()
@@ -135,7 +135,7 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     return joined
 
 
-def packed(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
+def pack_rows(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
     """Rows of at most `length` tokens: the pieces from the longest to the shortest, each in the row
     that has the least room for it; rows and what is in them in the order of the documents."""
     rows: list[list[int]] = []

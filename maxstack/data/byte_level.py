@@ -59,16 +59,16 @@ def bytes_of(token: str) -> bytes:
     return token.encode()
 
 
-def letters(token: bytes) -> str:
+def to_letters(token: bytes) -> str:
     """Bytes as a vocabulary writes them: the inverse of `bytes_of`."""
     return "".join(_WRITTEN[byte] for byte in token)
 
 
-def split_of(folder: Path) -> Split | None:
+def known_split(folder: Path) -> Split | None:
     """The split of a folder's vocab.json and merges.txt; None if config.json and
     tokenizer_config.json do not name a known one."""
-    split = SPLITS.get(str(read(folder / "config.json").get("model_type")))
-    named = read(folder / "tokenizer_config.json").get("tokenizer_class")
+    split = SPLITS.get(str(read_json(folder / "config.json").get("model_type")))
+    named = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     if split and named in (None, split.tokenizer_class, f"{split.tokenizer_class}Fast"):
         return split
     return None
@@ -83,14 +83,14 @@ def tokenizer_json(vocab: Path) -> bytes:
     from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
     from tokenizers.models import BPE
 
-    folder, split = vocab.parent, split_of(vocab.parent)
+    folder, split = vocab.parent, known_split(vocab.parent)
     if split is None:
-        raise DataError(f"{vocab}: {unknown(folder)}")
-    if not (ids := read(vocab)):
+        raise DataError(f"{vocab}: {why_unknown(folder)}")
+    if not (ids := read_json(vocab)):
         raise DataError(f"{vocab}: holds no token; get the file anew")
     _check_ids(ids, vocab)  # the tokenizers library would drop some of them
     tokenizer: Any = Tokenizer(BPE.from_file(str(vocab), str(folder / MERGES)))
-    space = bool(read(folder / "tokenizer_config.json").get("add_prefix_space"))
+    space = bool(read_json(folder / "tokenizer_config.json").get("add_prefix_space"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=space, use_regex=split.pattern is None
     )
@@ -99,7 +99,7 @@ def tokenizer_json(vocab: Path) -> bytes:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, tokenizer.pre_tokenizer])
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
-    for token, wanted in _added(folder, split):
+    for token, wanted in _added_tokens(folder, split):
         tokenizer.add_tokens([token])
         number = tokenizer.token_to_id(token.content)
         if wanted not in (None, number):
@@ -110,7 +110,7 @@ def tokenizer_json(vocab: Path) -> bytes:
     return tokenizer.to_str().encode()
 
 
-def of_bytes() -> dict[str, Any]:
+def bytes_tokenizer_files() -> dict[str, Any]:
     """Files that make transformers' tokenizer of single bytes, whose id 256 is END."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -127,38 +127,38 @@ def of_bytes() -> dict[str, Any]:
     }
 
 
-def unknown(folder: Path) -> str:
+def why_unknown(folder: Path) -> str:
     """The reason why `split_of` gives None."""
-    model_type = read(folder / "config.json").get("model_type")
-    tokenizer_class = read(folder / "tokenizer_config.json").get("tokenizer_class")
+    model_type = read_json(folder / "config.json").get("model_type")
+    tokenizer_class = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     return (
         f"{VOCAB} and {MERGES} do not say how text is split before merges, and for "
         f"model_type={model_type}, tokenizer_class={tokenizer_class} that is not known"
     )
 
 
-def special_tokens(folder: Path) -> dict[str, Any]:
+def read_special_tokens(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json; unless it lists added tokens itself, with special_tokens_map.json over
     it, as in transformers."""
-    config = read(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
         return config
-    return config | read(folder / "special_tokens_map.json")
+    return config | read_json(folder / "special_tokens_map.json")
 
 
-def ends(folder: Path, processor: Mapping[str, Any] | None) -> dict[str, str | None]:
+def read_ends(folder: Path, processor: Mapping[str, Any] | None) -> dict[str, str | None]:
     """bos and eos: the tokens, by their text, that begin and end a document by the files of a
     folder, and by the post_processor of its tokenizer.json where add_bos_token is not said."""
-    split = split_of(folder)
-    settings = (split.defaults if split else {}) | special_tokens(folder)
-    bos, adds = content(settings.get("bos_token")), settings.get("add_bos_token")
+    split = known_split(folder)
+    settings = (split.defaults if split else {}) | read_special_tokens(folder)
+    bos, adds = token_text(settings.get("bos_token")), settings.get("add_bos_token")
     if adds is None:
-        before = put_before(processor)
+        before = tokens_before(processor)
         adds, bos = bool(before), bos if bos in before else next(iter(before), None)
-    return {"bos": bos if adds else None, "eos": content(settings.get("eos_token"))}
+    return {"bos": bos if adds else None, "eos": token_text(settings.get("eos_token"))}
 
 
-def put_before(processor: Mapping[str, Any] | None) -> list[str]:
+def tokens_before(processor: Mapping[str, Any] | None) -> list[str]:
     """Special tokens that the post_processor of a tokenizer.json puts before a text."""
     tokens = []
     for part in processor.get("processors", [processor]) if processor else ():
@@ -171,13 +171,13 @@ def put_before(processor: Mapping[str, Any] | None) -> list[str]:
     return tokens
 
 
-def content(token: Any) -> str | None:
+def token_text(token: Any) -> str | None:
     """The text of a token, which is written as text or as a mapping with its content."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object beside a model, empty where there is no such file; DataError for damage."""
     return read_object(path) if os.path.lexists(path) else {}
 
@@ -199,7 +199,7 @@ def _check_ids(ids: dict[str, Any], path: Path) -> None:
         tokens[number] = token
 
 
-def _decoded(decoder: Any, path: Path) -> dict[int, Any]:
+def _parse_decoder(decoder: Any, path: Path) -> dict[int, Any]:
     """Id -> token, from the added_tokens_decoder in the tokenizer_config.json at `path`."""
     from tokenizers import AddedToken
 
@@ -220,19 +220,19 @@ def _decoded(decoder: Any, path: Path) -> dict[int, Any]:
     return tokens
 
 
-def _added(folder: Path, split: Split) -> Iterator[tuple[Any, int | None]]:
+def _added_tokens(folder: Path, split: Split) -> Iterator[tuple[Any, int | None]]:
     """Added tokens by their ids, and then special ones for which no file has an id."""
     from tokenizers import AddedToken
 
-    config = split.defaults | special_tokens(folder)
+    config = split.defaults | read_special_tokens(folder)
     special = [config.get(key) for key in NAMED]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         special += config.get(key) or ()
-    names = [text for text in dict.fromkeys(map(content, special)) if text]
+    names = [text for text in dict.fromkeys(map(token_text, special)) if text]
     if "added_tokens_decoder" in config:
-        tokens = _decoded(config["added_tokens_decoder"], folder / "tokenizer_config.json")
+        tokens = _parse_decoder(config["added_tokens_decoder"], folder / "tokenizer_config.json")
     else:
-        ids = read(folder / "added_tokens.json")
+        ids = read_json(folder / "added_tokens.json")
         _check_ids(ids, folder / "added_tokens.json")
         tokens = {
             number: AddedToken(text, special=text in names, normalized=text not in names)

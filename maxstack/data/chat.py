@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxstack.data import hub
-from maxstack.data.byte_level import NAMED, content, read, special_tokens
+from maxstack.data.byte_level import NAMED, read_json, read_special_tokens, token_text
 from maxstack.data.jinja import BEGIN, END, Guarded, Templates
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer
 from maxstack.errors import ConfigError, DataError, quoted, shortened
@@ -211,20 +211,22 @@ def read_chat_template(
     in `file`, with the folder's special tokens, and those `named` that it does not name.
     ConfigError, with a remedy, where there is none."""
     beside = folder / "hf" if (folder / "hf").is_dir() else folder
-    config = special_tokens(beside)
-    tokens = {name: text for name in NAMED if (text := content(config.get(name))) is not None}
+    config = read_special_tokens(beside)
+    tokens = {name: text for name in NAMED if (text := token_text(config.get(name))) is not None}
     tokens = {**(named or {}), **tokens}
     if file:
-        return ChatTemplate({DEFAULT: _text(Path(file))}, tokens, str(file), guarded)
-    further = {path.stem: _text(path) for path in sorted((beside / hub.FURTHER).glob("*.jinja"))}
+        return ChatTemplate({DEFAULT: _read_text(Path(file))}, tokens, str(file), guarded)
+    further = {
+        path.stem: _read_text(path) for path in sorted((beside / hub.FURTHER).glob("*.jinja"))
+    }
     path = beside / JINJA
     if path.is_file():
-        return ChatTemplate({**further, DEFAULT: _text(path)}, tokens, str(path), guarded)
+        return ChatTemplate({**further, DEFAULT: _read_text(path)}, tokens, str(path), guarded)
     for name in (CONFIG, JSON):  # of which AutoTokenizer reads the first alone
         path = beside / name
-        template = read(path).get("chat_template")
+        template = read_json(path).get("chat_template")
         if template is not None:
-            sources = {**_named(template, path), **further}
+            sources = {**_parse_templates(template, path), **further}
             return ChatTemplate(sources, tokens, str(path), guarded)
     raise ConfigError(
         f"{folder}: has no chat template, neither {JINJA}, nor chat_template in {JSON} or "
@@ -232,18 +234,18 @@ def read_chat_template(
     )
 
 
-def template_of(data: DataConfig, guarded: bool = False) -> ChatTemplate:
+def open_template(data: DataConfig, guarded: bool = False) -> ChatTemplate:
     """The chat template that data.template names, or that of the tokenizer's folder. ConfigError
     where there is none."""
     path, named = getattr(data.tokenizer, "path", None), data.template
-    file = NAMED_TEMPLATES / f"{named}.jinja" if named in named_templates() else named
+    file = NAMED_TEMPLATES / f"{named}.jinja" if named in template_names() else named
     tokens = open_tokenizer(data.tokenizer).named
     if path is not None:
         folder = hub.model_folder(os.path.dirname(path) or ".", weights=False)
         return read_chat_template(folder, file, REMEDY, tokens, guarded)
     if file is None:
         raise ConfigError(f"data.template: a tokenizer of kind bytes has none; {REMEDY}")
-    return ChatTemplate({DEFAULT: _text(Path(file))}, tokens, str(file), guarded)
+    return ChatTemplate({DEFAULT: _read_text(Path(file))}, tokens, str(file), guarded)
 
 
 def answer_ends(data: DataConfig, tokenizer: Tokenizer) -> set[int]:
@@ -251,37 +253,39 @@ def answer_ends(data: DataConfig, tokenizer: Tokenizer) -> set[int]:
     tokenizer name, and what its chat template writes there."""
     ends = {*tokenizer.eos}
     if path := getattr(data.tokenizer, "path", None):
-        beside = os.path.dirname(hub.file_of(path)) or "."
-        ends |= ends_beside(hub.model_folder(beside, weights=False))
+        beside = os.path.dirname(hub.resolve_file(path)) or "."
+        ends |= read_ends(hub.model_folder(beside, weights=False))
     if data.has_records:
         with contextlib.suppress(ConfigError):  # records of texts need no template
-            ends |= template_of(data).ends(tokenizer)
+            ends |= open_template(data).ends(tokenizer)
     return ends
 
 
-def bos_of(tokenizer: TokenizerConfig) -> list[int]:
+def find_bos(tokenizer: TokenizerConfig) -> list[int]:
     """The id of the BOS that a file of a tokenizer, or the files beside it, name, whether texts
     begin with it or not; none where they name none."""
     path, opened = getattr(tokenizer, "path", None), open_tokenizer(tokenizer)
     if path is None:
         return []
-    beside = hub.model_folder(os.path.dirname(hub.file_of(path)) or ".", weights=False)
-    named = content(special_tokens(beside).get("bos_token")) or opened.named.get("bos_token", "")
+    beside = hub.model_folder(os.path.dirname(hub.resolve_file(path)) or ".", weights=False)
+    named = token_text(read_special_tokens(beside).get("bos_token")) or opened.named.get(
+        "bos_token", ""
+    )
     number = opened.id_of(named)
     return [] if number is None else [number]
 
 
-def ends_beside(folder: Path) -> set[int]:
+def read_ends(folder: Path) -> set[int]:
     """Ids at which generation stops by config.json and generation_config.json of a folder, which
     may name several."""
     ends: set[int] = set()
     for name in ("config.json", hub.GENERATION):
-        given = read(folder / name).get("eos_token_id")
+        given = read_json(folder / name).get("eos_token_id")
         ends.update(given if isinstance(given, list) else [] if given is None else [given])
     return ends
 
 
-def named_templates() -> list[str]:
+def template_names() -> list[str]:
     """Names of the templates that come with maxstack."""
     return sorted(file.stem for file in NAMED_TEMPLATES.glob("*.jinja"))
 
@@ -303,7 +307,7 @@ def encode_chat(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray
     return tokenizer.encode_marked(text)
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def to_template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages of OpenAI's API as templates take them: arguments of tool calls as objects, and a
     thought by whichever of its names it has under those that templates read. DataError for parts
     of content that are no text, and for arguments that are no JSON object."""
@@ -351,7 +355,7 @@ def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 
-def _named(template: Any, path: Path) -> dict[str, str]:
+def _parse_templates(template: Any, path: Path) -> dict[str, str]:
     """Name -> template of a chat_template, which is a text or a list of named ones."""
     if isinstance(template, str):
         return {DEFAULT: template}
@@ -367,7 +371,7 @@ def _named(template: Any, path: Path) -> dict[str, str]:
     return named
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return read_regular(path, SMALL).decode()
     except (OSError, UnicodeDecodeError) as error:

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxstack import strict_json
-from maxstack.data.chat import THOUGHT, template_messages
-from maxstack.data.presets import shape_of
+from maxstack.data.chat import THOUGHT, to_template_messages
+from maxstack.data.presets import suggest_setting
 from maxstack.errors import DataError, quoted, shortened
 
 ROLES = {
@@ -52,22 +52,22 @@ class Completion(NamedTuple):
 Example = Conversation | Completion
 
 
-def example(record: Mapping[str, Any]) -> Example:
+def read_example(record: Mapping[str, Any]) -> Example:
     """The conversation of a record with `messages`, or ShareGPT's `conversations`, or `prompt` and
     `completion`, each of them a text or messages. DataError for anything else."""
     if "completion" in record:
-        return continued(record, "completion")
+        return read_continuation(record, "completion")
     for key in ("messages", "conversations"):
         if record.get(key) is not None:
             return _conversation(_messages(record, key), _tools(record))
-    raise _without(record, "messages, conversations, or prompt and completion")
+    raise _missing_keys(record, "messages, conversations, or prompt and completion")
 
 
-def continued(record: Mapping[str, Any], key: str) -> Example:
+def read_continuation(record: Mapping[str, Any], key: str) -> Example:
     """`prompt` and how it goes on under `key`."""
     prompt = record.get("prompt")
     if prompt is None:
-        raise _without(record, "prompt")
+        raise _missing_keys(record, "prompt")
     if isinstance(prompt, str) and isinstance(record.get(key), str) and not record.get("system"):
         return Completion(prompt, record[key])
     if isinstance(prompt, str):
@@ -78,18 +78,18 @@ def continued(record: Mapping[str, Any], key: str) -> Example:
         answer = [{"role": "assistant", "content": answer}]
     elif isinstance(answer, dict):
         answer = [answer]
-    after = _after(before, _messages({key: answer}, key), key)
+    after = _cut_prompt(before, _messages({key: answer}, key), key)
     return _conversation(before + after, _tools(record), len(before))
 
 
-def alone(record: Mapping[str, Any]) -> Example:
+def read_prompt(record: Mapping[str, Any]) -> Example:
     """`prompt` of a record, a text or messages, or its `messages`, without an answer."""
     if isinstance(record.get("prompt"), str):
         if not record.get("system"):
             return Completion(record["prompt"], "")
         record = {**record, "prompt": [{"role": "user", "content": record["prompt"]}]}
     if "prompt" not in record and "messages" not in record:
-        raise _without(record, "prompt or messages")
+        raise _missing_keys(record, "prompt or messages")
     messages = _messages(record, "prompt" if "prompt" in record else "messages")
     if messages[-1]["role"] == "assistant":
         raise DataError(
@@ -99,7 +99,7 @@ def alone(record: Mapping[str, Any]) -> Example:
     return _conversation(messages, _tools(record), len(messages))
 
 
-def messages_of(given: Any) -> Messages:
+def read_messages(given: Any) -> Messages:
     """A list of messages as templates take them. DataError for anything else."""
     return _conversation(_messages({"messages": given}, "messages"), None).messages
 
@@ -109,7 +109,7 @@ def prompt_of(given: Example) -> Any:
     return given.prompt if isinstance(given, Completion) else given.messages[: _answer(given)]
 
 
-def with_answer_of(given: Example, other: Example) -> Example:
+def exchange_answer(given: Example, other: Example) -> Example:
     """The prompt of one example with the answer of another. DataError where one is a text and the
     other messages."""
     if isinstance(given, Completion) and isinstance(other, Completion):
@@ -128,19 +128,19 @@ def _answer(given: Conversation) -> int:
     return given.trained or (answers[-1] if answers else len(given.messages))
 
 
-def preference(record: Mapping[str, Any]) -> tuple[Example, Example]:
+def read_preference(record: Mapping[str, Any]) -> tuple[Example, Example]:
     """(chosen, rejected) of a record: with a `prompt`, or each with the prompt that both begin
     with, or best and worst of `completions` by their `scores`."""
     if "completions" in record:
         record = {**record, **_best_and_worst(record)}
     for key in ("chosen", "rejected"):
         if record.get(key) is None:
-            raise _without(record, "chosen and rejected, or completions and scores")
+            raise _missing_keys(record, "chosen and rejected, or completions and scores")
     if record.get("prompt") is not None:
-        return continued(record, "chosen"), continued(record, "rejected")
+        return read_continuation(record, "chosen"), read_continuation(record, "rejected")
     chosen, rejected = record["chosen"], record["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
-        return _parted(chosen, rejected)
+        return _split_where_they_part(chosen, rejected)
     both = [_messages(record, key) for key in ("chosen", "rejected")]
     shared = 0
     for ours, theirs in zip(*both, strict=False):
@@ -155,16 +155,16 @@ def preference(record: Mapping[str, Any]) -> tuple[Example, Example]:
     return _conversation(both[0], tools, shared), _conversation(both[1], tools, shared)
 
 
-def margin(record: Mapping[str, Any]) -> float:
+def read_margin(record: Mapping[str, Any]) -> float:
     """By how much the chosen answer is better: `margin`, or the difference of the scores; 0 where
     nothing is said."""
     if "completions" in record and "margin" not in record:
         scores = _scores(record)
         return max(scores) - min(scores)
-    return number(record, "margin") if record.get("margin") is not None else 0.0
+    return read_number(record, "margin") if record.get("margin") is not None else 0.0
 
 
-def desirable(record: Mapping[str, Any]) -> bool:
+def read_label(record: Mapping[str, Any]) -> bool:
     """The `label` of a record: true for an answer that is wanted."""
     label = record.get("label")
     if label not in (True, False):
@@ -172,7 +172,7 @@ def desirable(record: Mapping[str, Any]) -> bool:
     return bool(label)
 
 
-def number(record: Mapping[str, Any], key: str) -> float:
+def read_number(record: Mapping[str, Any], key: str) -> float:
     """A finite number of a record. DataError for anything else."""
     value = record.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
@@ -180,7 +180,7 @@ def number(record: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def _parted(chosen: str, rejected: str) -> tuple[Completion, Completion]:
+def _split_where_they_part(chosen: str, rejected: str) -> tuple[Completion, Completion]:
     """Two texts from where they part, which is the last space that both have before."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
@@ -210,10 +210,10 @@ def _scores(record: Mapping[str, Any]) -> list[float]:
             f"{len(completions)} completions and {len(scores)} scores; there must be as many, and "
             "2 or more"
         )
-    return [number({f"scores[{i}]": score}, f"scores[{i}]") for i, score in enumerate(scores)]
+    return [read_number({f"scores[{i}]": score}, f"scores[{i}]") for i, score in enumerate(scores)]
 
 
-def _after(before: Messages, answer: Messages, key: str) -> Messages:
+def _cut_prompt(before: Messages, answer: Messages, key: str) -> Messages:
     """An answer to messages, which may begin with them, as ultrafeedback_binarized's do. DataError
     where another turn of a user is in it."""
     asked = before
@@ -242,7 +242,7 @@ def _conversation(messages: Messages, tools: list[Any] | None, trained: int = 0)
             )
         weight = message.get("weight")
         if weight is not None:
-            weights[i] = number(message, "weight")
+            weights[i] = read_number(message, "weight")
             if weights[i] < 0 or (weights[i] and message["role"] != "assistant"):
                 raise DataError(
                     f"message {i}: weight={quoted(weight)} of a message of the "
@@ -261,7 +261,7 @@ def _messages(record: Mapping[str, Any], key: str) -> Messages:
     system = record.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return template_messages(messages)
+    return to_template_messages(messages)
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
@@ -323,9 +323,9 @@ def _kind(value: Any) -> str:
     return "missing" if value is None else f"a{'n' * name.startswith(('a', 'i'))} {name}"
 
 
-def _without(record: Mapping[str, Any], wanted: str) -> DataError:
+def _missing_keys(record: Mapping[str, Any], wanted: str) -> DataError:
     keys: Sequence[str] = [*map(str, record)]
-    hint = f"; set {shape}" if (shape := shape_of(record)) else ""
+    hint = f"; set {shape}" if (shape := suggest_setting(record)) else ""
     return DataError(
         f"no {wanted} in it; it has {shortened(', '.join(keys), 200) or 'nothing'}{hint}"
     )

@@ -52,17 +52,17 @@ Form = tuple[Callable[[str, storage.Stamp, Told], Iterator[bytes]], str]
 """The bytes of a copy of a path, and a key that differs where copies do; empty: plain bytes."""
 
 
-def read(file: File, most: int | None = None) -> bytes:
+def read_file(file: File, most: int | None = None) -> bytes:
     """A whole file, decompressed if it is compressed. DataError if it cannot be read or is longer
     than a record, StoreError if it is at a URL and not as it was listed."""
     pieces, size = list[bytes](), 0
-    for piece in within(pieces_of(file.path, file.version), file, most):
+    for piece in limit_growth(read_pieces(file.path, file.version), file, most):
         pieces.append(piece)
         check_length(size := size + len(piece), file.path)
     return b"".join(pieces)
 
 
-def within(pieces: Iterator[bytes], file: File, most: int | None) -> Iterator[bytes]:
+def limit_growth(pieces: Iterator[bytes], file: File, most: int | None) -> Iterator[bytes]:
     """Pieces of what a file becomes. DataError as of `check_growth`."""
     size = compressed = 0
     for piece in pieces:
@@ -81,7 +81,7 @@ def check_growth(path: str, compressed: int, size: int, most: int | None) -> Non
         )
 
 
-def _in_cache(pieces: Iterator[bytes], folder: Path) -> Iterator[bytes]:
+def _limit_cache(pieces: Iterator[bytes], folder: Path) -> Iterator[bytes]:
     """Pieces that are written to a folder of copies. ConfigError where it has no room."""
     size = measured = 0
     for piece in pieces:
@@ -124,10 +124,12 @@ def plain_copies(files: Sequence[File], form: Form, most: int | None = None) -> 
         progress(size, "copying to the cache", "B", delay=_PATIENCE) as bar,
         ThreadPoolExecutor(_AT_ONCE) as pool,
     ):
-        return list(pool.map(lambda file: plain(file, form, bar.update, most), files))
+        return list(pool.map(lambda file: plain_copy(file, form, bar.update, most), files))
 
 
-def plain(file: File, form: Form, told: Told = lambda size: None, most: int | None = None) -> str:
+def plain_copy(
+    file: File, form: Form, told: Told = lambda size: None, most: int | None = None
+) -> str:
     """A local path to the file's plain bytes: itself, or of one at a URL, compressed or read in
     another form a copy in the cache folder, made once and shared by all processes. DataError where
     it becomes more than `most` bytes, ConfigError where the cache has no room.
@@ -150,8 +152,8 @@ def plain(file: File, form: Form, told: Told = lambda size: None, most: int | No
         return str(copy)
     try:
         with atomic.writing(copy, shared=True) as unfinished, unfinished.open("wb") as made:
-            pieces = within(form[0](path, (size, version), told), file, most)
-            made.writelines(_in_cache(pieces, copy.parent))
+            pieces = limit_growth(form[0](path, (size, version), told), file, most)
+            made.writelines(_limit_cache(pieces, copy.parent))
     except OSError as error:
         raise DataError(
             f"{path}: its plain copy cannot be written to {copy.parent}: {error.strerror}; "
@@ -199,11 +201,11 @@ def _needs_copy(path: str) -> bool:
     if storage.is_url(path):
         return True
     with contextlib.suppress(OSError), open_regular(path) as file:  # told when it is read
-        return _compression(path, file) is not None
+        return _find_compression(path, file) is not None
     return False
 
 
-def _compression(path: str, file: IO[bytes]) -> str | None:
+def _find_compression(path: str, file: IO[bytes]) -> str | None:
     """The ending of the files that this one is like: by its first bytes, or else by its name. Bagz
     begins with its records, each compressed."""
     if path.endswith(".bagz"):
@@ -216,7 +218,7 @@ def _compression(path: str, file: IO[bytes]) -> str | None:
     return next(iter(found), os.path.splitext(path)[1] if path.endswith((*_COMPRESSED,)) else None)
 
 
-def pieces_of(
+def read_pieces(
     path: str, wanted: storage.Stamp | None, told: Told = lambda size: None
 ) -> Iterator[bytes]:
     """The plain bytes of a file. DataError or, of a store, StoreError if it cannot be read, or at a
@@ -224,7 +226,7 @@ def pieces_of(
     try:
         with storage.open_file(path, storage.AHEAD, wanted) as file:
             at = 0
-            for piece in _decompressed(path, file):
+            for piece in _decompress(path, file):
                 yield piece
                 told(file.tell() - at)
                 at = file.tell()
@@ -234,8 +236,8 @@ def pieces_of(
         raise storage.error_of(path, error)(f"{path}: {error.strerror or error}") from error
 
 
-def _decompressed(path: str, file: IO[bytes]) -> Iterator[bytes]:
-    kind = _compression(path, file)
+def _decompress(path: str, file: IO[bytes]) -> Iterator[bytes]:
+    kind = _find_compression(path, file)
     if kind and not file.read(1):
         raise DataError(f"{path}: empty, which no compressed file is; it was cut short")
     file.seek(0)

@@ -25,7 +25,7 @@ LEVEL = 0.01
 """What a lane may have more than the mean; where one has, the pool is doubled."""
 
 
-class Dealt(NamedTuple):
+class EpochPlan(NamedTuple):
     """What is known of a run by train.epochs before its first batch."""
 
     steps: int
@@ -48,7 +48,7 @@ class Pass(NamedTuple):
     """float64 [documents], by place."""
 
 
-def level(passes: Iterable[Pass], sources: int, lanes: int) -> list[np.ndarray]:
+def level_lanes(passes: Iterable[Pass], sources: int, lanes: int) -> list[np.ndarray]:
     """Moves of each source, int64 [moves, 2] of (place, lane that takes it), by which the lanes'
     totals are level after each of the passes, which follow each other."""
     moves: list[list[np.ndarray]] = [[np.zeros((0, 2), np.int64)] for _ in range(sources)]
@@ -59,13 +59,13 @@ def level(passes: Iterable[Pass], sources: int, lanes: int) -> list[np.ndarray]:
         levelled = before = totals + np.bincount(in_turn, lengths, lanes)
         while levelled.max() > (1 + LEVEL) * levelled.mean() and pooled * lanes < len(lengths):
             pooled = 2 * pooled or POOLED
-            taker, levelled = _dealt(before, lengths, in_turn, pooled)
+            taker, levelled = _exchange(before, lengths, in_turn, pooled)
         totals, moved = levelled, np.flatnonzero(taker != in_turn)
         moves[source].append(np.stack([first + moved, taker[moved]], 1))
     return [np.concatenate(pairs) for pairs in moves]
 
 
-def _dealt(
+def _exchange(
     totals: np.ndarray, lengths: np.ndarray, in_turn: np.ndarray, pooled: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The lane that takes each document of a pass, and the lanes' totals after it; `totals`: those

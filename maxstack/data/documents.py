@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from maxstack.data.files import File, brief, digest
+from maxstack.data.files import File, digest, one_line
 from maxstack.errors import DataError
 from maxstack.schema.data import ImageRecord, LatentsRecord, Record
 
@@ -119,7 +119,7 @@ def file_hashes(files: Sequence[File]) -> np.ndarray:
     return np.array([text_hash(file.key) for file in files], np.uint64)
 
 
-def marked(files: Sequence[File], counts: np.ndarray) -> tuple[list[str], np.ndarray]:
+def mark_files(files: Sequence[File], counts: np.ndarray) -> tuple[list[str], np.ndarray]:
     """`Documents.by_file` of files that hold so many documents each. A mark is of key, number of
     documents, size, and at URLs version: the time of a local file changes when it is copied."""
     marks = []
@@ -128,7 +128,7 @@ def marked(files: Sequence[File], counts: np.ndarray) -> tuple[list[str], np.nda
     return marks, np.repeat(np.arange(len(files)), counts)
 
 
-def part_at(ends: np.ndarray, index: int) -> tuple[int, int]:
+def find_part(ends: np.ndarray, index: int) -> tuple[int, int]:
     """(part, index within it) of an index into parts that follow each other and end at `ends`."""
     part = int(np.searchsorted(ends, index, side="right"))
     return part, index - (int(ends[part - 1]) if part else 0)
@@ -155,14 +155,14 @@ def record_hashes(file: np.uint64, count: int) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def picture_of(row: Mapping[str, Any], record: ImageRecord | LatentsRecord) -> Picture:
+def read_picture(row: Mapping[str, Any], record: ImageRecord | LatentsRecord) -> Picture:
     """The picture, or the latents, of a row of Parquet or a tf.train.Example. DataError where a
     column is missing or holds none."""
     where = record.image if isinstance(record, ImageRecord) else record.latents
     for name in (where, record.label):
         if name not in row:
-            raise DataError(f"no column '{name}'; it has {brief(', '.join(map(repr, row)))}")
-    content, label = row[where], whole_number(row[record.label], f"'{record.label}'")
+            raise DataError(f"no column '{name}'; it has {one_line(', '.join(map(repr, row)))}")
+    content, label = row[where], read_class(row[record.label], f"'{record.label}'")
     if isinstance(record, LatentsRecord):
         of_bytes = isinstance(content, bytes)
         return Picture(
@@ -177,9 +177,9 @@ def picture_of(row: Mapping[str, Any], record: ImageRecord | LatentsRecord) -> P
     return Picture(content, label)
 
 
-def whole_number(value: Any, of: str) -> int:
+def read_class(value: Any, of: str) -> int:
     """A class. DataError where it is no whole number."""
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise DataError(f"{of} is {brief(repr(value))}, not the number of a class") from None
+        raise DataError(f"{of} is {one_line(repr(value))}, not the number of a class") from None

@@ -12,10 +12,10 @@ from jax.experimental import multihost_utils
 
 from maxstack.cluster.peers import Peers
 from maxstack.config import storage
-from maxstack.data.deal import Dealt, Pass, level
+from maxstack.data.deal import EpochPlan, Pass, level_lanes
 from maxstack.data.examples import Segment, Unit
 from maxstack.data.files import digest
-from maxstack.data.lanes import FED, Rows, maker_of, nothing
+from maxstack.data.lanes import FED, Rows, lane_class, nothing_to_predict
 from maxstack.data.mixture import Mixture
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.sources import open_sources
@@ -56,7 +56,7 @@ class _Blanks(Mixture):
         ]
 
 
-def with_epochs(cfg: "Config") -> "Config":
+def set_epochs(cfg: "Config") -> "Config":
     """The configuration with train.epochs as the most passes over each source that says none."""
     sources = tuple(
         source if source.epochs else source.model_copy(update={"epochs": cfg.train.epochs})
@@ -65,7 +65,7 @@ def with_epochs(cfg: "Config") -> "Config":
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"sources": sources})})
 
 
-def dealt(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field"]) -> Dealt:
+def plan_epochs(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field"]) -> EpochPlan:
     """The steps and moves of a configuration by `with_epochs`, the same in every process, each of
     which measures a part of the documents and packs its `lanes`. They are kept in $MAXSTACK_CACHE.
     DataError where there is nothing to learn from. Lanes take turns where every row is a document.
@@ -80,22 +80,22 @@ def dealt(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field"]) ->
     if all(peers.exchange("epochs", kept.exists())):
         with np.load(kept) as known:
             moves = [known[f"moves.{i}"] for i in range(len(data.sources))]
-            return Dealt(int(known["steps"]), moves)
-    moves = level((), len(data.sources), size)
-    if maker_of(fields, data).packs:
-        lengths = [_measured(mixture, source, peers) for source in range(len(data.sources))]
-        moves = level(_passes(mixture, lengths), len(data.sources), size)
-        mixture = _Blanks(lengths, *given, Dealt(0, moves))
-    steps = max(peers.exchange("epochs", _packed(mixture, lanes)))
+            return EpochPlan(int(known["steps"]), moves)
+    moves = level_lanes((), len(data.sources), size)
+    if lane_class(fields, data).packs:
+        lengths = [_measure(mixture, source, peers) for source in range(len(data.sources))]
+        moves = level_lanes(_passes(mixture, lengths), len(data.sources), size)
+        mixture = _Blanks(lengths, *given, EpochPlan(0, moves))
+    steps = max(peers.exchange("epochs", _count_steps(mixture, lanes)))
     if not steps:
-        raise DataError(f"train.epochs: {nothing(mixture)}")
+        raise DataError(f"train.epochs: {nothing_to_predict(mixture)}")
     found: dict[str, Any] = {f"moves.{i}": moved for i, moved in enumerate(moves)}
     with storage.replacing(str(kept)) as unfinished, open(unfinished, "wb") as file:
         np.savez(file, steps=steps, **found)
-    return Dealt(steps, moves)
+    return EpochPlan(steps, moves)
 
 
-def _measured(mixture: Mixture, source: int, peers: Peers) -> Lengths:
+def _measure(mixture: Mixture, source: int, peers: Peers) -> Lengths:
     """The lengths of a source's documents, of which each process reads every so-manieth. DataError
     in all of them where one has a document that cannot be read and may not be passed over."""
     documents, infills = mixture.sources[source], mixture.infills(source)
@@ -122,10 +122,10 @@ def _measured(mixture: Mixture, source: int, peers: Peers) -> Lengths:
     most = max(number for number, _ in told)
     padded = np.pad(tokens, (0, most - len(tokens)))
     gather = multihost_utils.process_allgather
-    return joined(gather(counts), gather(padded), count)
+    return join_lengths(gather(counts), gather(padded), count)
 
 
-def joined(counts_PN: np.ndarray, tokens_PM: np.ndarray, documents: int) -> Lengths:
+def join_lengths(counts_PN: np.ndarray, tokens_PM: np.ndarray, documents: int) -> Lengths:
     """The lengths of all documents, of which P processes took turns to measure one. `counts`: units
     of the documents of each process, `tokens`: theirs, both padded with zeros."""
     ends = np.concatenate([[0], np.cumsum(counts_PN.T.reshape(-1)[:documents])])
@@ -158,7 +158,7 @@ def _passes(mixture: Mixture, lengths: Sequence[Lengths]) -> Iterator[Pass]:
             yield Pass(source, first, costs[source][read])
 
 
-def _packed(mixture: Mixture, lanes: Sequence[int]) -> int:
+def _count_steps(mixture: Mixture, lanes: Sequence[int]) -> int:
     """Batches until the lanes have nothing left."""
     size = mixture.batch_size
     rows, steps = Rows(mixture, [*lanes], mixture.start(size)[[*lanes]]), 0

@@ -8,29 +8,29 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from maxstack import strict_json
-from maxstack.data.chat import ChatTemplate, Span, encode_chat, template_of
+from maxstack.data.chat import ChatTemplate, Span, encode_chat, open_template
 from maxstack.data.conversations import (
     Completion,
     Conversation,
     Example,
-    alone,
-    desirable,
-    example,
-    margin,
-    number,
-    preference,
+    exchange_answer,
     prompt_of,
-    with_answer_of,
+    read_example,
+    read_label,
+    read_margin,
+    read_number,
+    read_preference,
+    read_prompt,
 )
 from maxstack.data.documents import Documents
 from maxstack.data.omissions import refuse_omissions
-from maxstack.data.presets import standard
+from maxstack.data.presets import apply_preset
 from maxstack.data.tokenizers import (
     Tokenizer,
-    naming,
+    name_errors,
     open_prompt_tokenizer,
     open_tokenizer,
-    within,
+    read_document,
 )
 from maxstack.errors import DataError, quoted
 from maxstack.schema.data import AnswerRecord, ChatRecord, DataConfig, Record
@@ -126,7 +126,7 @@ class Examples:
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        return template_of(self._cfg)
+        return open_template(self._cfg)
 
     def _segments(self, given: Example, **values: float) -> list[Segment]:
         if isinstance(given, Completion):
@@ -134,7 +134,7 @@ class Examples:
         else:
             segments = self._conversation(given, self._train)
         if "ends" in self._fields:
-            segments = [with_end(segment) for segment in segments]
+            segments = [add_end_token(segment) for segment in segments]
         return [
             Segment(
                 segment.ids,
@@ -316,9 +316,9 @@ class Chats(Examples):
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
         """One unit, or with train=each one for each answer."""
-        segments = self._segments(example(record))
+        segments = self._segments(read_example(record))
         if "teacher_tokens" in self._fields:
-            segments = [_taught(segment, record, self._fields) for segment in segments]
+            segments = [_add_teacher(segment, record, self._fields) for segment in segments]
         return [Unit([segment], whole=True) for segment in segments]
 
 
@@ -328,10 +328,10 @@ class Pairs(Examples):
     def units(self, record: Raw, another: Another) -> list[Unit]:
         """One unit of two segments."""
         segments = []
-        for name, given in zip(("chosen", "rejected"), preference(record), strict=True):
-            values = {"margin": margin(record)} if "margin" in self._fields else {}
+        for name, given in zip(("chosen", "rejected"), read_preference(record), strict=True):
+            values = {"margin": read_margin(record)} if "margin" in self._fields else {}
             if "reference" in self._fields:
-                values["reference"] = number(record, f"ref_{name}_logps")
+                values["reference"] = read_number(record, f"ref_{name}_logps")
             segments += self._segments(given, **values)
         return [Unit(segments, whole=True)]
 
@@ -342,12 +342,12 @@ class Labelled(Examples):
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
         """One unit of one segment or two."""
-        given, values = example(record), {"label": 1.0 if desirable(record) else -1.0}
+        given, values = read_example(record), {"label": 1.0 if read_label(record) else -1.0}
         if "reference" in self._fields:
-            values["reference"] = number(record, "ref_logps")
+            values["reference"] = read_number(record, "ref_logps")
         segments = self._segments(given, **values)
         if "mismatched" in self._fields:
-            others = (example(another(attempt)) for attempt in range(TRIES + MORE))
+            others = (read_example(another(attempt)) for attempt in range(TRIES + MORE))
             other = next((one for one in others if prompt_of(one) != prompt_of(given)), None)
             if other is None:
                 raise DataError(
@@ -355,7 +355,7 @@ class Labelled(Examples):
                     "compares with answers to other prompts; add records of others, or set "
                     "objective.loss=apo_zero, which needs none"
                 )
-            segments += self._segments(with_answer_of(given, other), mismatched=1.0)
+            segments += self._segments(exchange_answer(given, other), mismatched=1.0)
         return [Unit(segments, whole=True)]
 
 
@@ -364,7 +364,7 @@ class Prompts(Examples):
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
         """One unit of one segment."""
-        given = alone(record)
+        given = read_prompt(record)
         if isinstance(given, Completion):
             ids = self._prompts.encode(given.prompt.encode())
         else:
@@ -396,7 +396,7 @@ def units_of(
 
     assert documents.record
     maker = _examples(documents.record, cfg, frozenset(fields.items()))
-    with naming(documents, index):
+    with name_errors(documents, index):
         record = _record(documents, index, cfg)
         try:
             return maker.units(record, another)
@@ -413,7 +413,7 @@ def _examples(record: Record, cfg: DataConfig, fields: frozenset[tuple[str, "Fie
 
 
 def _record(documents: Documents, index: int, cfg: DataConfig) -> Mapping[str, Any]:
-    document = within(documents, index, cfg.longest, cfg.beyond)
+    document = read_document(documents, index, cfg.longest, cfg.beyond)
     assert isinstance(document, bytes)
     try:
         value = strict_json.parse(document, documents.where(index), strict=False)
@@ -423,7 +423,7 @@ def _record(documents: Documents, index: int, cfg: DataConfig) -> Mapping[str, A
         raise DataError(f"{documents.where(index)}: is no JSON object; {_remedy(document)}")
     assert documents.record
     try:
-        return standard(value, documents.record)
+        return apply_preset(value, documents.record)
     except DataError as error:
         raise DataError(f"{documents.where(index)}: {error}") from error
 
@@ -434,7 +434,9 @@ def _remedy(document: bytes) -> str:
     return "mend or remove the record"
 
 
-def _taught(segment: Segment, record: Mapping[str, Any], fields: Mapping[str, "Field"]) -> Segment:
+def _add_teacher(
+    segment: Segment, record: Mapping[str, Any], fields: Mapping[str, "Field"]
+) -> Segment:
     """The segment with what a teacher's `top_tokens` and `top_logprobs`, [tokens, K] each, say of
     its tokens. DataError where there are others."""
     (top,) = fields["teacher_tokens"].size
@@ -454,7 +456,7 @@ def _taught(segment: Segment, record: Mapping[str, Any], fields: Mapping[str, "F
     return segment._replace(values=values)
 
 
-def with_end(segment: Segment) -> Segment:
+def add_end_token(segment: Segment) -> Segment:
     """The segment with one more token, of no meaning, as the target of the last; only that counts,
     at the last token."""
     mask = np.zeros(len(segment.ids) + 1, np.float32)

@@ -14,15 +14,15 @@ import grain
 import numpy as np
 
 from maxstack import strict_json
-from maxstack.data.deal import Dealt
+from maxstack.data.deal import EpochPlan
 from maxstack.data.documents import Documents
 from maxstack.data.examples import READ
-from maxstack.data.lanes import FED, Batch, EvaluationRows, Rows, maker_of
+from maxstack.data.lanes import FED, Batch, EvaluationRows, Rows, lane_class
 from maxstack.data.mixture import Mixture
-from maxstack.data.presets import read_by
+from maxstack.data.presets import keys_read
 from maxstack.data.sources import open_sources
 from maxstack.data.tokenizers import open_tokenizer
-from maxstack.data.workers import Made, Workers, made
+from maxstack.data.workers import Made, Workers, next_batch
 from maxstack.errors import DataEnded, DataError, shortened
 from maxstack.schema.data import DataConfig
 from maxstack.schema.stages import Stages
@@ -103,7 +103,7 @@ class Feed(BatchFeed):
         fields: Mapping[str, "Field"] | None = None,
         stages: Stages | None = None,
         figures: "Fed | None" = None,
-        dealt: Dealt | None = None,
+        dealt: EpochPlan | None = None,
         may_end: bool = False,
     ):
         if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
@@ -120,7 +120,7 @@ class Feed(BatchFeed):
             stages,
             dealt,
         )
-        maker_of(self.mixture.fields, cfg)
+        lane_class(self.mixture.fields, cfg)
         self._quarantine, self._notices = self.mixture.quarantine(), self.mixture.notices()
         self._may_end = may_end
         self._batch_size, self._figures, self._fed = batch_size, figures, np.zeros((0, 0))
@@ -259,8 +259,8 @@ class Feed(BatchFeed):
             step, by = int(self._state[0, -1]) + 1, mixture.cfg.mixture.by
             shares = [f", {share:.2%} of step {step}'s {by}" for share in mixture.shares(step)]
         lines = [
-            f"{source.name}: {len(source)} documents{share}{_marks(source)}{_classes(source)}"
-            f"{_unread(source)}"
+            f"{source.name}: {len(source)} documents{share}{_describe_marks(source)}{_describe_classes(source)}"
+            f"{_describe_unread_keys(source)}"
             for source, share in zip(mixture.sources, itertools.cycle(shares), strict=False)
         ]
         if mixture.cfg.across_documents:
@@ -285,31 +285,31 @@ class Feed(BatchFeed):
         return Rows(self.mixture, lanes, state)
 
 
-def _classes(source: Documents) -> str:
+def _describe_classes(source: Documents) -> str:
     """The first classes with their numbers."""
     shown = [f"{i} {name}" for i, name in enumerate(source.classes[:10])]
     more = ", ..." if len(source.classes) > len(shown) else ""
     return f"; {len(source.classes)} classes: {', '.join(shown)}{more}" if shown else ""
 
 
-def _unread(source: Documents) -> str:
+def _describe_unread_keys(source: Documents) -> str:
     """Keys that nothing reads in a few records, spread over a source."""
     if not source.record or source.record.kind not in READ:
         return ""
     keys: dict[str, None] = {}
-    for _, document in _some_texts(source):
+    for _, document in _sample_texts(source):
         with contextlib.suppress(ValueError):  # told when the record is due
             record = strict_json.parse(document, strict=False)
             keys |= dict.fromkeys(record if isinstance(record, dict) else ())
-    read = READ[source.record.kind] | read_by(source.record)
+    read = READ[source.record.kind] | keys_read(source.record)
     unread = [key for key in keys if key not in read]
     return f"; not read: {shortened(', '.join(unread), 200)}" if unread else ""
 
 
-def _marks(source: Documents) -> str:
+def _describe_marks(source: Documents) -> str:
     """Byte order marks and CRLF in a few documents, spread over a source, with advice."""
     marks: dict[str, str] = {}
-    for index, document in _some_texts(source):
+    for index, document in _sample_texts(source):
         if document.startswith(codecs.BOM_UTF8):
             marks.setdefault(
                 "a byte order mark", f"{source.where(index)} (normalize: [bom] drops it)"
@@ -319,7 +319,7 @@ def _marks(source: Documents) -> str:
     return "".join(f"; {mark} is kept, as in {where}" for mark, where in marks.items())
 
 
-def _some_texts(source: Documents) -> Iterator[tuple[int, bytes]]:
+def _sample_texts(source: Documents) -> Iterator[tuple[int, bytes]]:
     """A few documents, spread over a source, with their numbers; none where they are no texts."""
     for index in range(0, len(source), max(1, -(-len(source) // SAMPLED))):
         try:
@@ -348,7 +348,7 @@ class _BatchIterator(grain.DatasetIterator):
         self._maker = maker
 
     def __next__(self) -> Made:
-        return made(self._maker)
+        return next_batch(self._maker)
 
     def get_state(self) -> dict[str, Any]:
         return {}

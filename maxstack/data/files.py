@@ -48,23 +48,23 @@ class File:
         return self.version or (os.path.getsize(self.path),)
 
 
-def matched(cfg: Files) -> list[File]:
+def match_files(cfg: Files) -> list[File]:
     """The files of a source, sorted by key. DataError for a missing file, a glob without a match,
     and a file whose number others name: 00003-of-00016."""
     files: dict[str, File] = {}
     for pattern in cfg.files:
-        paths = _expand(pattern)
+        paths = _list_matches(pattern)
         if not paths:
             start = "" if storage.is_url(pattern) else f" (relative paths start at {os.getcwd()})"
             raise DataError(
-                f"{pattern}: {_missing(pattern)}{start}; correct the `files` of this source"
+                f"{pattern}: {_why_missing(pattern)}{start}; correct the `files` of this source"
             )
-        root = _rooted(_absolute(pattern))[0]
+        root = _split_glob(_expand_names(pattern))[0]
         for path, version in paths.items():
             key = Path(os.path.relpath(path, root)).as_posix()
             same = path if version else os.path.abspath(path)
             files.setdefault(same, File(path, key, version))
-    excluded = _excluded(cfg)
+    excluded = _exclusion(cfg)
     remaining = [file for file in files.values() if not excluded(file)]
     if not remaining:
         raise DataError(
@@ -78,7 +78,7 @@ def matched(cfg: Files) -> list[File]:
 def refuse_absent(cfg: Files, beside: File, paths: Iterable[str], named_by: str) -> None:
     """DataError where files of these paths, which are not there, belong to a source, as one beside
     them does: `files` match them, `exclude` does not, and it is not `partial`."""
-    asked, excluded = [_matches_path(pattern) for pattern in cfg.files], _excluded(cfg)
+    asked, excluded = [_matches_path(pattern) for pattern in cfg.files], _exclusion(cfg)
     root = beside.path.removesuffix(beside.key)
     lost = [
         path
@@ -109,7 +109,7 @@ def _check_parts(cfg: Files, files: Iterable[File]) -> None:
         refuse_absent(cfg, beside, paths, f"the number of {beside.path}")
 
 
-def _excluded(cfg: Files) -> Callable[[File], bool]:
+def _exclusion(cfg: Files) -> Callable[[File], bool]:
     """True for the files that `exclude` leaves out."""
     patterns = [_matches_path(pattern) for pattern in cfg.exclude]
     anywhere = [pattern for pattern in cfg.exclude if pattern.startswith("**/")]
@@ -119,8 +119,8 @@ def _excluded(cfg: Files) -> Callable[[File], bool]:
     )
 
 
-def _missing(pattern: str) -> str:
-    path = _absolute(pattern)
+def _why_missing(pattern: str) -> str:
+    path = _expand_names(pattern)
     if glob.has_magic(path):
         bucket = ", or there is no such bucket" if storage.is_url(path) else ""
         return f"the glob matches no file{bucket}"
@@ -136,18 +136,18 @@ def digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def brief(text: object) -> str:
+def one_line(text: object) -> str:
     """A library's message about damaged bytes as one printable line of some 300 characters."""
     return shortened(" ".join(str(text).split()), 300)
 
 
-def text_of(data: bytes, cfg: Files, path: str) -> bytes:
+def clean_text(data: bytes, cfg: Files, path: str) -> bytes:
     """A document after `encoding_errors` and `normalize`. DataError, naming the file, if it is
     refused."""
     if cfg.encoding_errors == "replace":
-        data = decoded(data, cfg, path).encode()
+        data = decode_text(data, cfg, path).encode()
     elif cfg.encoding_errors == "refuse":
-        decoded(data, cfg, path)
+        decode_text(data, cfg, path)
     if "bom" in cfg.normalize:
         data = data.removeprefix(codecs.BOM_UTF8)
     if "newlines" in cfg.normalize:
@@ -155,12 +155,12 @@ def text_of(data: bytes, cfg: Files, path: str) -> bytes:
     return data
 
 
-def decoded(data: bytes, cfg: Files, path: str) -> str:
+def decode_text(data: bytes, cfg: Files, path: str) -> str:
     """Text after `encoding_errors`; bytes that are kept become surrogates (PEP 383)."""
     try:
         return data.decode(errors=DECODE_ERRORS[cfg.encoding_errors])
     except UnicodeDecodeError as error:
-        other = other_encoding(data[:4])
+        other = find_other_encoding(data[:4])
         raise DataError(
             f"{path}: {other}"
             if other
@@ -170,7 +170,7 @@ def decoded(data: bytes, cfg: Files, path: str) -> str:
         ) from error
 
 
-def other_encoding(begin: bytes) -> str | None:
+def find_other_encoding(begin: bytes) -> str | None:
     """Advice on text whose first four bytes are those of UTF-16 or UTF-32: a byte order mark, or
     the zeros of characters below U+0100 (The Unicode Standard, section 23.8)."""
     marks = {
@@ -190,7 +190,7 @@ def other_encoding(begin: bytes) -> str | None:
 
 
 @contextlib.contextmanager
-def _mapped(path: str) -> Iterator[mmap.mmap | bytes]:
+def _map_file(path: str) -> Iterator[mmap.mmap | bytes]:
     """A file's bytes, which memory holds as far as they are used."""
     with open_regular(path) as file:
         if not os.path.getsize(path):
@@ -206,26 +206,26 @@ Bounds = tuple[np.ndarray, np.ndarray]
 
 def line_bounds(path: str) -> Bounds:
     """The lines of a plain file that are not blank, from one scan."""
-    with _mapped(path) as data:
+    with _map_file(path) as data:
         breaks = [
             np.flatnonzero(np.frombuffer(data[at : at + _CHUNK], np.uint8) == 10) + at
             for at in range(0, len(data), _CHUNK)
         ]
         ends = np.concatenate([*breaks, np.array([len(data)])])
-        return _not_blank(data, np.append(0, ends[:-1] + 1), ends)
+        return _drop_blank(data, np.append(0, ends[:-1] + 1), ends)
 
 
 def separated_bounds(path: str, separator: bytes) -> Bounds:
     """The documents of a plain file between matches of a regular expression, blank ones left out,
     from one scan."""
-    with _mapped(path) as data:
+    with _map_file(path) as data:
         spans = [match.span() for match in re.finditer(separator, data)]
         starts = np.array([0, *(end for _, end in spans)], np.int64)
         ends = np.array([*(start for start, _ in spans), len(data)], np.int64)
-        return _not_blank(data, starts, ends)
+        return _drop_blank(data, starts, ends)
 
 
-def _not_blank(data: mmap.mmap | bytes, starts: np.ndarray, ends: np.ndarray) -> Bounds:
+def _drop_blank(data: mmap.mmap | bytes, starts: np.ndarray, ends: np.ndarray) -> Bounds:
     if not data:
         return starts[:0], ends[:0]
     first = np.frombuffer(data, np.uint8)[np.minimum(starts, len(data) - 1)]
@@ -247,15 +247,15 @@ def line_number(path: str, offset: int) -> int:
         return 1 + sum(piece.count(b"\n") for piece in pieces)
 
 
-def _absolute(pattern: str) -> str:
+def _expand_names(pattern: str) -> str:
     stdlib = glob.escape(os.path.realpath(sysconfig.get_path("stdlib")))
     return os.path.expanduser(pattern.replace("{stdlib}", stdlib))
 
 
-def _expand(pattern: str) -> dict[str, storage.Stamp | None]:
+def _list_matches(pattern: str) -> dict[str, storage.Stamp | None]:
     """The paths that a pattern matches, and at URLs what they are."""
-    full = _absolute(pattern)
-    root, wanted = _rooted(full)
+    full = _expand_names(pattern)
+    root, wanted = _split_glob(full)
     if storage.is_url(full):
         try:
             if not glob.has_magic(full):
@@ -277,11 +277,11 @@ def _expand(pattern: str) -> dict[str, storage.Stamp | None]:
 def _matches_path(pattern: str) -> Callable[[str], bool]:
     """True for the paths that a pattern would match, as `_expand` gives them, by their names alone:
     no folder is listed."""
-    full = _absolute(pattern)
+    full = _expand_names(pattern)
     if not glob.has_magic(full):
         alone = full if storage.is_url(full) else os.path.normpath(full)
         return lambda path: path == alone
-    root, wanted = _rooted(full)
+    root, wanted = _split_glob(full)
     if not storage.is_url(full):
         root = os.path.normpath(root)
     before = "" if root == "." else f"{root.rstrip('/')}/"
@@ -296,7 +296,7 @@ def _matches_path(pattern: str) -> Callable[[str], bool]:
     return holds
 
 
-def _rooted(pattern: str) -> tuple[str, list[str]]:
+def _split_glob(pattern: str) -> tuple[str, list[str]]:
     """The folder before the first wildcard, and the parts of the pattern from there on."""
     scheme, mark, inside = pattern.rpartition("://")
     parts = inside.split("/")

@@ -20,13 +20,13 @@ _SPACES = {"BertNormalizer": 12, "ByteLevel": 4, "BPEDecoder": 2, "CTC": 2, "Wor
 """Steps that put spaces between characters, or write a byte as a character of two."""
 
 
-def growth(model: Any, where: str) -> float:
+def max_growth(model: Any, where: str) -> float:
     """Bytes that the tokenizers library's model makes of one at most while it encodes a text.
     DataError, which begins with `where`, for more than MOST and MOST_DECODED."""
-    encoded = math.prod(_of(model, name) for name in _ENCODING)
+    encoded = math.prod(_growth_of(model, name) for name in _ENCODING)
     for names, found, most in (
         (", ".join(_ENCODING), encoded, MOST),
-        ("decoder", _of(model, "decoder"), MOST_DECODED),
+        ("decoder", _growth_of(model, "decoder"), MOST_DECODED),
     ):
         if found > most:
             raise DataError(
@@ -36,16 +36,16 @@ def growth(model: Any, where: str) -> float:
     return encoded
 
 
-def _of(model: Any, name: str) -> float:
+def _growth_of(model: Any, name: str) -> float:
     # The library's own notation, since it reads older ones of files too.
     step = getattr(model, name)
-    return _of_step(json.loads(step.__getstate__())) if step else 1.0
+    return _growth_of_step(json.loads(step.__getstate__())) if step else 1.0
 
 
-def _of_step(step: dict[str, Any]) -> float:
+def _growth_of_step(step: dict[str, Any]) -> float:
     kind, total = step["type"], 1.0
     for each in next((step[key] for key in _LISTS if key in step), ()):
-        total = min(total * _of_step(each), 2.0 * MOST)
+        total = min(total * _growth_of_step(each), 2.0 * MOST)
     if kind == "Replace":
         # An expression may match nothing, and puts its content between all characters then.
         shortest, content = len(_bytes(step["pattern"].get("String"))), len(_bytes(step["content"]))

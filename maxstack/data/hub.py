@@ -58,17 +58,17 @@ FURTHER = "additional_chat_templates"
 AT_ONCE = 8
 
 
-def named(path: str | Path) -> bool:
+def is_model_name(path: str | Path) -> bool:
     """A text names a model of the hub, Org/Name or Org/Name@REVISION, and no folder."""
     return NAME.fullmatch(str(path)) is not None and not os.path.isdir(path)
 
 
-def pinned(name: str) -> str:
+def pin_commit(name: str) -> str:
     """Org/Name@COMMIT, the model as it is now, for good."""
-    return f"{name.partition('@')[0]}@{snapshot(name, weights=False).name}"
+    return f"{name.partition('@')[0]}@{download_snapshot(name, weights=False).name}"
 
 
-def file_of(path: str) -> str:
+def resolve_file(path: str) -> str:
     """The path itself, with {configs} for the folder of presets, or that of a file of the cache
     where `path` is Org/Name@COMMIT/FILE."""
     path = path.replace("{configs}", str(presets_dir()))
@@ -80,20 +80,22 @@ def file_of(path: str) -> str:
     model, file = names["model"], names["file"]
     repo, _, commit = model.partition("@")
     cached = try_to_load_from_cache(repo, file, revision=commit)
-    return cached if isinstance(cached, str) else str(snapshot(model, weights=False) / file)
+    return (
+        cached if isinstance(cached, str) else str(download_snapshot(model, weights=False) / file)
+    )
 
 
 def model_folder(path: str, weights: bool) -> Path:
     """Local folder of a model that is a folder, a folder at a URL or Org/Name of the hub; of the
     latter two, files that are read are copied to a cache, safetensors only for `weights`."""
-    if named(path):
-        return snapshot(path, weights)
+    if is_model_name(path):
+        return download_snapshot(path, weights)
     tensors = ("*.safetensors",) if weights else ()
     return local_folder(path, (*SMALL, *tensors), depth=1)
 
 
 @functools.cache
-def snapshot(name: str, weights: bool) -> Path:
+def download_snapshot(name: str, weights: bool) -> Path:
     """The folder of the cache with the files of a model that are read: config.json and those
     of its tokenizer, with `weights` its safetensors too. Files that are absent are downloaded, with
     a bar. ConfigError where that cannot be done, with the command to run and the cache's path.
@@ -111,7 +113,7 @@ def snapshot(name: str, weights: bool) -> Path:
     try:
         config = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
         cached = Path(config).parent if isinstance(config, str) else None
-        if cached and weights and COMMIT.fullmatch(revision) and not _absent(cached):
+        if cached and weights and COMMIT.fullmatch(revision) and not _missing_weights(cached):
             return cached
         first = huggingface_hub.hf_hub_download(repo, "config.json", revision=revision)
         commit = Path(first).parent.name
@@ -119,10 +121,10 @@ def snapshot(name: str, weights: bool) -> Path:
     except (ConfigError, DataError):
         raise
     except Exception as error:  # each version of the library has its own of the network
-        if cached is None or (weights and _absent(cached)):
-            raise _failed(repo, revision, error) from error
+        if cached is None or (weights and _missing_weights(cached)):
+            raise _download_error(repo, revision, error) from error
         log.warning(
-            "%s: read from %s, as the hub could not be asked: %s", name, cached, _line(error)
+            "%s: read from %s, as the hub could not be asked: %s", name, cached, _first_cause(error)
         )
         return cached
     try:
@@ -130,7 +132,7 @@ def snapshot(name: str, weights: bool) -> Path:
     except (ConfigError, DataError):
         raise
     except Exception as error:
-        raise _failed(repo, commit, error) from error
+        raise _download_error(repo, commit, error) from error
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -139,7 +141,7 @@ def _causes(error: BaseException) -> list[BaseException]:
     return [error, *(_causes(cause) if cause else ())]
 
 
-def _line(error: BaseException) -> str:
+def _first_cause(error: BaseException) -> str:
     """The first cause that has a message, in a line."""
     messages = [" ".join(str(cause).split()) for cause in _causes(error)]
     return shortened(([type(error).__name__, *filter(None, messages)])[-1], 300)
@@ -159,19 +161,21 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
                     f"{repo}: has no safetensors on the hub, and maxstack reads "
                     "nothing else; choose another version of the model"
                 )
-            [*pool.map(get, _absent(folder))]
+            [*pool.map(get, _missing_weights(folder))]
     return folder
 
 
-def _absent(folder: Path) -> list[str]:
+def _missing_weights(folder: Path) -> list[str]:
     """The files with weights that are not in the folder yet; names that are no shard's are refused
     by those who read the folder."""
     index = folder / INDEX.format(MODEL)
-    names = sorted({*weight_map(index).values()}) if index.is_file() else [SINGLE.format(MODEL)]
+    names = (
+        sorted({*read_weight_map(index).values()}) if index.is_file() else [SINGLE.format(MODEL)]
+    )
     return [name for name in names if SHARD.fullmatch(name) and not (folder / name).is_file()]
 
 
-def weight_map(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path) -> dict[str, str]:
     """Tensor -> file, as the index of a model says; DataError where it is none."""
     files = read_object(index).get("weight_map")
     if (
@@ -183,7 +187,7 @@ def weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
+def _download_error(repo: str, revision: str, error: Exception) -> ConfigError:
     """The cause of a failed download; where one can work, its command and the cache's path."""
     from huggingface_hub import constants, errors
 
@@ -207,7 +211,7 @@ def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
     elif status in (401, 403):
         problem = f"{page} answers {status}: log in with {log_in}{download}"
     elif isinstance(error, errors.HFValidationError):
-        problem = f"no such folder, and no name that the hub allows: {_line(error)}"
+        problem = f"no such folder, and no name that the hub allows: {_first_cause(error)}"
     elif any(isinstance(cause, errors.OfflineModeIsEnabled) for cause in _causes(error)):
         problem = (
             f"no such folder, and HF_HUB_OFFLINE is set while the model is not (or not all) in "
@@ -215,7 +219,7 @@ def _failed(repo: str, revision: str, error: Exception) -> ConfigError:
         )
     else:
         problem = (
-            f"no such folder, and not to be had from {page} ({_line(error)}); download it "
+            f"no such folder, and not to be had from {page} ({_first_cause(error)}); download it "
             f"{elsewhere}{download}"
         )
     return ConfigError(f"{repo}: {problem}")

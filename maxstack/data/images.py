@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from maxstack.data.documents import Documents, Picture, text_hash
-from maxstack.data.files import brief
+from maxstack.data.files import one_line
 from maxstack.data.lanes import FED, Batch, Lane
 from maxstack.data.sources import Synthetic
 from maxstack.errors import DataError, StoreError
@@ -110,16 +110,16 @@ class ImageLane(Lane):
                 "0; set model.classes"
             )
         if mixture.cfg.has_latents:
-            return Sample(latents(document.content, size, where), document.label)
+            return Sample(check_latents(document.content, size, where), document.label)
         try:
-            picture = opened(document.content, size[2])
+            picture = decode_image(document.content, size[2])
             return Sample(pixels_of(picture, size, cfg.image, random), document.label)
         except Exception as error:  # Pillow's readers raise whatever damaged bytes lead to
-            reason = brief(error) or type(error).__name__
+            reason = one_line(error) or type(error).__name__
             raise DataError(f"{where}: no picture that can be read: {reason}") from error
 
 
-def latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str) -> np.ndarray:
+def check_latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str) -> np.ndarray:
     """What an encoder made of a picture, as the model takes it. DataError for another shape, or
     what is not finite."""
     assert isinstance(content, np.ndarray)
@@ -133,7 +133,7 @@ def latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str) -> n
     return content.reshape(size)
 
 
-def opened(content: bytes | np.ndarray, channels: int) -> "Image":
+def decode_image(content: bytes | np.ndarray, channels: int) -> "Image":
     """A picture of as many channels, decoded, turned as its EXIF orientation says and on white
     where it is transparent. Of numbers of 16 bits the upper 8 are kept; ValueError for those of
     32, which say no range, or another of Pillow's errors where it cannot be read."""
@@ -181,24 +181,24 @@ def pixels_of(
 
     side = size[0]
     if random is None or cfg.crop == "center":
-        picture = center(picture, side, cfg)
+        picture = center_crop(picture, side, cfg)
     elif cfg.crop == "inception":
-        picture = inception(picture, side, cfg, random)
+        picture = inception_crop(picture, side, cfg, random)
     else:
-        picture = resized(picture, (0, 0, *picture.size), side, cfg)
+        picture = resize_box(picture, (0, 0, *picture.size), side, cfg)
     if random is not None:
         if cfg.flip and random.random() < 0.5:
             picture = ImageOps.mirror(picture)
         if cfg.randaugment:
             for _ in range(cfg.randaugment.layers):
-                picture = changed(picture, cfg.randaugment.magnitude / 10, random)
+                picture = random_change(picture, cfg.randaugment.magnitude / 10, random)
     pixels = np.asarray(picture, np.uint8).reshape(size)
     if random is not None and cfg.shift:
-        pixels = shifted(pixels, cfg.shift, random)
+        pixels = shift_pixels(pixels, cfg.shift, random)
     return pixels
 
 
-def grid(images: np.ndarray, columns: int) -> "Image":
+def image_grid(images: np.ndarray, columns: int) -> "Image":
     """Images uint8 [N, S, S, C] in rows of so many, each at least SHOWN pixels high, with a line
     between them."""
     times = -(-SHOWN // images.shape[1])
@@ -209,17 +209,17 @@ def grid(images: np.ndarray, columns: int) -> "Image":
     for i, image in enumerate(images):
         top, left = i // columns * side, i % columns * side
         whole[top : top + side - 1, left : left + side - 1] = image
-    return as_picture(whole)
+    return to_image(whole)
 
 
-def as_picture(pixels: np.ndarray) -> "Image":
+def to_image(pixels: np.ndarray) -> "Image":
     """Pixels uint8 [S, S, C]."""
     from PIL import Image
 
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
-def resized(picture: "Image", box: tuple[int, ...], side: int, cfg: ImageConfig) -> "Image":
+def resize_box(picture: "Image", box: tuple[int, ...], side: int, cfg: ImageConfig) -> "Image":
     """A part of a picture as a square."""
     return picture.resize((side, side), _filter(cfg), box)  # type: ignore[arg-type]
 
@@ -230,7 +230,7 @@ def _filter(cfg: ImageConfig) -> "Resampling":
     return Resampling[cfg.resample.upper()]
 
 
-def center(picture: "Image", side: int, cfg: ImageConfig) -> "Image":
+def center_crop(picture: "Image", side: int, cfg: ImageConfig) -> "Image":
     """The middle of a picture that was resized as a whole, to whole numbers of pixels cut off as
     transformers' processors cut them."""
     shorter = cfg.resize or side
@@ -244,7 +244,7 @@ def center(picture: "Image", side: int, cfg: ImageConfig) -> "Image":
     return made.crop((left, top, left + side, top + side))
 
 
-def inception(
+def inception_crop(
     picture: "Image", side: int, cfg: ImageConfig, random: np.random.Generator
 ) -> "Image":
     """A random part with an area between `least_area` and all of it (Szegedy et al. 2015,
@@ -257,18 +257,18 @@ def inception(
         if 0 < wide <= width and 0 < high <= height:
             left = int(random.integers(0, width - wide + 1))
             top = int(random.integers(0, height - high + 1))
-            return resized(picture, (left, top, left + wide, top + high), side, cfg)
-    return resized(picture, (0, 0, width, height), side, cfg)
+            return resize_box(picture, (left, top, left + wide, top + high), side, cfg)
+    return resize_box(picture, (0, 0, width, height), side, cfg)
 
 
-def shifted(pixels: np.ndarray, most: int, random: np.random.Generator) -> np.ndarray:
+def shift_pixels(pixels: np.ndarray, most: int, random: np.random.Generator) -> np.ndarray:
     """Pixels moved by up to `most` each way."""
     down, right = random.integers(0, 2 * most + 1, 2)
     padded = np.pad(pixels, ((most, most), (most, most), (0, 0)), mode="edge")
     return padded[down : down + pixels.shape[0], right : right + pixels.shape[1]]
 
 
-def changed(picture: "Image", strength: float, random: np.random.Generator) -> "Image":
+def random_change(picture: "Image", strength: float, random: np.random.Generator) -> "Image":
     """One random change of RandAugment (Cubuk et al. 2020, arXiv:1909.13719), of a strength from 0
     to 1."""
     names = [*CHANGES]
@@ -276,7 +276,7 @@ def changed(picture: "Image", strength: float, random: np.random.Generator) -> "
     return CHANGES[names[int(random.integers(len(names)))]](picture, strength, sign)
 
 
-def _geometric(row: Callable[[float, "Image"], tuple[float, ...]]) -> Callable[..., "Image"]:
+def _affine(row: Callable[[float, "Image"], tuple[float, ...]]) -> Callable[..., "Image"]:
     """A change by an affine map, whose six numbers `row` gives."""
 
     def change(picture: "Image", strength: float, sign: float) -> "Image":
@@ -309,12 +309,12 @@ def _operated(f: Callable[[Any, "Image", float], "Image"]) -> Callable[..., "Ima
     return change
 
 
-def _rotated(picture: "Image", strength: float, sign: float) -> "Image":
+def _rotate(picture: "Image", strength: float, sign: float) -> "Image":
     fill = 128 if picture.mode == "L" else (128,) * 3
     return picture.rotate(sign * strength * 30, fillcolor=fill)
 
 
-def _solarized_more(picture: "Image", strength: float, sign: float) -> "Image":
+def _solarize_add(picture: "Image", strength: float, sign: float) -> "Image":
     """What is darker than the middle made brighter."""
     values = np.asarray(picture)
     brighter = np.minimum(values.astype(np.int32) + int(110 * strength), 255)
@@ -337,18 +337,18 @@ CHANGES: dict[str, Callable[..., "Image"]] = {
     "solarize": _operated(
         lambda ops, picture, strength: ops.solarize(picture, int(256 * (1 - strength)))
     ),
-    "solarize_add": _solarized_more,
+    "solarize_add": _solarize_add,
     "color": _enhanced("Color"),
     "contrast": _enhanced("Contrast"),
     "brightness": _enhanced("Brightness"),
     "sharpness": _enhanced("Sharpness"),
-    "rotate": _rotated,
-    "shear_x": _geometric(lambda strength, _: (1, 0.3 * strength, 0, 0, 1, 0)),
-    "shear_y": _geometric(lambda strength, _: (1, 0, 0, 0.3 * strength, 1, 0)),
-    "translate_x": _geometric(
+    "rotate": _rotate,
+    "shear_x": _affine(lambda strength, _: (1, 0.3 * strength, 0, 0, 1, 0)),
+    "shear_y": _affine(lambda strength, _: (1, 0, 0, 0.3 * strength, 1, 0)),
+    "translate_x": _affine(
         lambda strength, picture: (1, 0, 0.45 * strength * picture.width, 0, 1, 0)
     ),
-    "translate_y": _geometric(
+    "translate_y": _affine(
         lambda strength, picture: (1, 0, 0, 0, 1, 0.45 * strength * picture.height)
     ),
 }

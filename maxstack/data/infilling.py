@@ -7,7 +7,7 @@ import numpy as np
 
 from maxstack.data.documents import Documents, Tokens, text_hash
 from maxstack.data.long_texts import LONGEST
-from maxstack.data.tokenizers import Tokenizer, naming, open_tokenizer, tokens_of, within
+from maxstack.data.tokenizers import Tokenizer, name_errors, open_tokenizer, read_document, tokenize
 from maxstack.errors import ConfigError
 from maxstack.schema.data import Beyond, DataConfig
 from maxstack.schema.mixture import FillInTheMiddleConfig
@@ -35,7 +35,7 @@ def check_marks(cfg: DataConfig) -> None:
             marks(source.fill_in_the_middle, open_tokenizer(cfg.tokenizer))
 
 
-def infilled(
+def infill(
     documents: Documents,
     index: int,
     tokenizer: Tokenizer,
@@ -52,10 +52,10 @@ def infilled(
     """
     draw = random.Random(text_hash(seed))
     if draw.random() >= cfg.rate:
-        return tokens_of(documents, index, tokenizer, longest, beyond)
+        return tokenize(documents, index, tokenizer, longest, beyond)
     prefix, middle, suffix = marks(cfg, tokenizer)
-    with naming(documents, index):
-        document = within(documents, index, longest, beyond)
+    with name_errors(documents, index):
+        document = read_document(documents, index, longest, beyond)
         if isinstance(document, bytes):
             text = document.decode(errors="surrogateescape")
             parts = [part.encode(errors="surrogateescape") for part in _cut(text, draw)]

@@ -160,11 +160,11 @@ class Lane:
             self._finish()
             passed += 1
             if passed > 2 * mixture.documents + 100:
-                raise DataError(nothing(mixture))
+                raise DataError(nothing_to_predict(mixture))
         return self._units[place.offset if self._units[0].whole else 0]
 
 
-def nothing(mixture: Mixture) -> str:
+def nothing_to_predict(mixture: Mixture) -> str:
     """What to say where no document has anything to learn from."""
     names = "; ".join(f"{source.name} (such as {source.where(0)})" for source in mixture.sources)
     long = "" if mixture.cfg.overlong == "error" else f" or longer than {mixture.room_of}"
@@ -186,7 +186,7 @@ class Rows:
 
     def __init__(self, mixture: Mixture, lanes: list[int], state: np.ndarray):
         self.quarantine, self._stages = mixture.quarantine(), mixture.stages
-        maker = maker_of(mixture.fields, mixture.cfg)
+        maker = lane_class(mixture.fields, mixture.cfg)
         self.arrays = maker.arrays(mixture.cfg, mixture.fields)
         self._numbers, self._state_size = lanes, state.shape[1]
         self._lanes = [maker(mixture, lane, self.quarantine) for lane in lanes]
@@ -251,14 +251,14 @@ class EvaluationRows(Rows):
         return {name: array[self._rows] for name, array in batch.items()} | {"state": state}
 
 
-MAKERS = ["maxstack.data.lanes:Lane", "maxstack.data.images:ImageLane"]
+LANE_CLASSES = ["maxstack.data.lanes:Lane", "maxstack.data.images:ImageLane"]
 """module:class of the row makers that there are."""
 
 
-def maker_of(fields: Mapping[str, "Field"], cfg: DataConfig) -> type[Lane]:
+def lane_class(fields: Mapping[str, "Field"], cfg: DataConfig) -> type[Lane]:
     """The first row maker that gives all fields of an objective; ConfigError where none does."""
     best = ["maxstack.data.best_fit:BestFitLane"] if cfg.packing == "best" else []
-    for maker in map(pkgutil.resolve_name, [*best, *MAKERS]):
+    for maker in map(pkgutil.resolve_name, [*best, *LANE_CLASSES]):
         arrays = maker.arrays(cfg, fields)
         if {*fields} <= {*arrays, "real"}:
             for name in fields.keys() & arrays.keys():

@@ -23,7 +23,7 @@ _KEEPING = {"ByteLevel", "Digits", "Punctuation", "Split"}
 """Pre-tokenizers that leave no text out, unless their behavior says so."""
 
 
-def parts(text: bytes, longest: int, encode: Encode) -> Iterator[tuple[int, int]]:
+def split_text(text: bytes, longest: int, encode: Encode) -> Iterator[tuple[int, int]]:
     """(start, stop) of parts of at most `longest` bytes whose ids, one part after the other, are
     those of the text.
 
@@ -74,7 +74,7 @@ def _character(text: bytes, at: int) -> int:
     return next((i for i in near if i == len(text) or text[i] & 0xC0 != 0x80), at)
 
 
-def widest(spec: dict[str, Any]) -> tuple[int | None, bytes]:
+def widest_token(spec: dict[str, Any]) -> tuple[int | None, bytes]:
     """Bytes of a text that an id of a tokenizer.json stands for at most, and those that may have
     none. None for all but byte-level BPE without a normalizer, and for added tokens that take in
     the blanks beside them, any number."""
@@ -89,6 +89,6 @@ def widest(spec: dict[str, Any]) -> tuple[int | None, bytes]:
     ):
         return None, b""
     sizes = [len(token["content"].encode()) for token in added]
-    letters = {byte_level.letters(bytes([byte])): byte for byte in range(256)}
+    letters = {byte_level.to_letters(bytes([byte])): byte for byte in range(256)}
     lost = bytes(letters[letter] for letter in letters.keys() - model["vocab"].keys())
     return max(*sizes, *map(len, model["vocab"])), lost

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxstack.data.deal import Deal, Dealt
-from maxstack.data.documents import Documents, Selection, part_at, text_hash
+from maxstack.data.deal import Deal, EpochPlan
+from maxstack.data.documents import Documents, Selection, find_part, text_hash
 from maxstack.data.examples import Segment, Unit, units_of
-from maxstack.data.infilling import check_marks, infilled
+from maxstack.data.infilling import check_marks, infill
 from maxstack.data.order import EVEN, SMALL, Order
 from maxstack.data.position import Part, Position, Sources
 from maxstack.data.quarantine import Notices, Quarantine
-from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of, tokens_of
+from maxstack.data.tokenizers import Tokenizer, open_tokenizer, tokenize, tokenize_with_sizes
 from maxstack.errors import ConfigError, DataError, StoreError
 from maxstack.schema.data import PICTURED, AnySource, DataConfig
 from maxstack.schema.mixture import weight_at
@@ -54,7 +54,7 @@ class Mixture:
         section: str,
         fields: Mapping[str, "Field"],
         stages: Stages | None = None,
-        dealt: Dealt | None = None,
+        dealt: EpochPlan | None = None,
     ):
         """`dealt`: of train.epochs; then lanes do not only take turns."""
         self.fields = fields
@@ -74,7 +74,7 @@ class Mixture:
         self._parts, self._dealt = Sources(), dealt
         self._deals, self._counts = [Deal(batch_size, np.inf)], dict[int, np.ndarray]()
         if not evaluation:
-            self._whole, self._factors = sources, factors(cfg, sources)
+            self._whole, self._factors = sources, size_factors(cfg, sources)
             self._set(self._described)
             check_marks(cfg)
 
@@ -274,7 +274,7 @@ class Mixture:
         if self.evaluation:
             if place >= self.documents:
                 return None
-            return part_at(self._ends, place)
+            return find_part(self._ends, place)
         return counter, self.drawn(counter, place)
 
     def drawn(self, source: int, place: int) -> int:
@@ -297,16 +297,16 @@ class Mixture:
             tokenizer = open_tokenizer(self.cfg.tokenizer)
             limit = self.cfg.longest, self.cfg.beyond
             if self.evaluation:
-                ids, sizes = sized_tokens_of(documents, index, tokenizer, *limit)
+                ids, sizes = tokenize_with_sizes(documents, index, tokenizer, *limit)
                 if len(apart := self._parting(ids, tokenizer)):
                     ids = np.concatenate([apart, ids])
                     sizes = np.concatenate([np.zeros(len(apart), np.float32), sizes])
                 return [Unit([Segment(ids, {"bytes": sizes.astype(np.float32)})], whole=False)]
             if cut := self._config(source).fill_in_the_middle:
                 seed = f"{self.cfg.seed} middle {self._parts[source].key} {place}"
-                ids = infilled(documents, index, tokenizer, cut, seed, *limit)
+                ids = infill(documents, index, tokenizer, cut, seed, *limit)
             else:
-                ids = tokens_of(documents, index, tokenizer, *limit)
+                ids = tokenize(documents, index, tokenizer, *limit)
             if len(apart := self._parting(ids, tokenizer)):
                 ids = np.concatenate([apart, ids])
             return [Unit([Segment(ids, {})], whole=False)]
@@ -378,7 +378,7 @@ def _files_of(documents: Documents, part: Part) -> Documents:
     return selected
 
 
-def factors(cfg: DataConfig, sources: Sequence[Documents]) -> np.ndarray:
+def size_factors(cfg: DataConfig, sources: Sequence[Documents]) -> np.ndarray:
     """float64 [sources]: what data.mixture multiplies the weights by."""
     mixture = cfg.mixture
     if not mixture.temperature and not mixture.unimax:
@@ -425,7 +425,7 @@ def _mean_tokens(cfg: DataConfig, source: Documents) -> float:
             if source.record:
                 counts.append(sum(unit.length for unit in units_of(source, index, cfg, {})))
             else:
-                counts.append(len(tokens_of(source, index, tokenizer)))
+                counts.append(len(tokenize(source, index, tokenizer)))
         except DataError:  # which is reported when the document is due
             continue
     if not sum(counts):

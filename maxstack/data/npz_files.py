@@ -8,7 +8,7 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.data.copies import check_growth
-from maxstack.data.files import brief
+from maxstack.data.files import one_line
 from maxstack.errors import DataError
 
 
@@ -28,4 +28,4 @@ def read_arrays(path: str, names: Sequence[str], most: int | None = None) -> lis
     except DataError:
         raise
     except (OSError, ValueError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path}: not a readable .npz file: {brief(error)}") from error
+        raise DataError(f"{path}: not a readable .npz file: {one_line(error)}") from error

@@ -37,7 +37,7 @@ class Order:
             and documents.bit_length() % 2 == 1
         )
         if documents > SMALL:
-            self._large = _even if EVEN in seed else _of_four_rounds
+            self._large = _sixteen_rounds if EVEN in seed else _four_rounds
         self._small = functools.lru_cache(max(2, _CACHED_ENTRIES // documents))(self._shuffled)
 
     def __getitem__(self, position: int) -> int:
@@ -60,13 +60,13 @@ class Order:
         )
 
 
-def _even(seed: str, documents: int, epoch: int, index: int) -> int:
+def _sixteen_rounds(seed: str, documents: int, epoch: int, index: int) -> int:
     from grain.experimental import index_shuffle
 
     return index_shuffle(index, documents - 1, text_hash(f"{seed} {epoch}") >> 32, ROUNDS)
 
 
-def _of_four_rounds(seed: str, documents: int, epoch: int, index: int) -> int:
+def _four_rounds(seed: str, documents: int, epoch: int, index: int) -> int:
     return int(_dataset(seed, documents)[epoch * documents + index])
 
 

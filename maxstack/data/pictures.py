@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from maxstack.data.copies import read
+from maxstack.data.copies import read_file
 from maxstack.data.documents import (
     Documents,
     Picture,
     file_hashes,
+    read_class,
     record_hashes,
     text_hash,
-    whole_number,
 )
-from maxstack.data.files import brief, check_length, digest, matched
+from maxstack.data.files import check_length, digest, match_files, one_line
 from maxstack.data.npz_files import read_arrays
 from maxstack.data.records import Records
 from maxstack.errors import DataError, installing
@@ -30,7 +30,7 @@ class Images(Documents):
     """Picture files, with their folders as classes."""
 
     def __init__(self, cfg: ImagesSource):
-        self.files, self._most = matched(cfg), cfg.max_bytes
+        self.files, self._most = match_files(cfg), cfg.max_bytes
         self.classes = tuple(sorted({Path(file.path).parent.name for file in self.files}))
         self._numbers = {name: i for i, name in enumerate(self.classes)}
 
@@ -39,7 +39,7 @@ class Images(Documents):
 
     def __getitem__(self, index: int) -> Picture:
         file = self.files[index]
-        return Picture(read(file, self._most), self._numbers[Path(file.path).parent.name])
+        return Picture(read_file(file, self._most), self._numbers[Path(file.path).parent.name])
 
     def where(self, index: int) -> str:
         return self.files[index].path
@@ -73,7 +73,7 @@ class Tar(Records):
                         place = member.offset_data, member.size
                         found.setdefault(key, {})[suffix.lower()] = place
         except (tarfile.TarError, RecursionError) as error:
-            raise DataError(f"{path}: not an intact tar file: {brief(error)}") from error
+            raise DataError(f"{path}: not an intact tar file: {one_line(error)}") from error
         samples = []
         for key, parts in found.items():
             picture = next((parts[suffix] for suffix in SUFFIXES if suffix in parts), None)
@@ -95,7 +95,7 @@ class Tar(Records):
             check_length(size, self.files[file].path)
             opened.seek(offset)
             parts.append(opened.read(size))
-        return Picture(parts[0], whole_number(parts[1].decode("ascii", "replace").strip(), ".cls"))
+        return Picture(parts[0], read_class(parts[1].decode("ascii", "replace").strip(), ".cls"))
 
     def _where(self, file: int, record: int) -> str:
         return f"{self.files[file].path}: {self._members[file][record][0]}"
@@ -128,7 +128,7 @@ class Npz(Records):
         return Picture(latents[record], int(labels[record]))
 
 
-class Shipped(Documents):
+class PackageImages(Documents):
     """Pictures that a package ships, in memory."""
 
     def __init__(self, cfg: DigitsSource | MnistSource):

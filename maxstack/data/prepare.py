@@ -26,7 +26,7 @@ from maxstack.data.quarantine import Quarantine
 from maxstack.data.shards import MANIFEST, pack
 from maxstack.data.shared_files import SharedFiles, check_shared, shared_files
 from maxstack.data.sources import open_source
-from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
+from maxstack.data.tokenizers import Tokenizer, open_tokenizer, tokenize_with_sizes
 from maxstack.errors import ConfigError, DataError, StoreError
 from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig, SentencePieceTokenizer
@@ -46,7 +46,7 @@ Sources = dict[tuple[str, Split], Documents]
 """The documents of each source, by its name and split."""
 
 
-class Written(NamedTuple):
+class Progress(NamedTuple):
     """What was written of a shard since the last of these."""
 
     documents: int
@@ -85,23 +85,23 @@ def prepare(
     """
     _check_folder(out)
     check_marks(cfg)
-    tokenizer, splits, steps = open_tokenizer(cfg.tokenizer), _splits(cfg), None
+    tokenizer, splits, steps = open_tokenizer(cfg.tokenizer), _open_splits(cfg), None
     engine = engine or Processes(1)
     if cfg.steps:
         splits, steps = filter_sources(cfg, splits, out, engine, task_texts or {})
     shards = [
         shard
         for (name, split), documents in splits.items()
-        for shard in _shards(name, split, len(documents), shard_size)
+        for shard in _plan_shards(name, split, len(documents), shard_size)
     ]
-    plan = _plan(cfg, tokenizer, splits, shards)
-    if _complete(out, plan, shards):
+    plan = _hash_inputs(cfg, tokenizer, splits, shards)
+    if _is_complete(out, plan, shards):
         print(f"{out}: already complete")
         return
     made = {
         shard.name: counts
         for shard in shards
-        if (counts := _finished(out, shard, plan)) is not None
+        if (counts := _read_finished(out, shard, plan)) is not None
     }
     read = (path for documents in splits.values() for path in documents.paths())
     files = shared_files(read, storage.join(out, f"{_FINISHED}/{_BEGUN}"))
@@ -121,7 +121,7 @@ def prepare(
     for reason in (reason for shard in shards for reason in made[shard.name].get("damaged", ())):
         quarantine.add(reason, reason)
         print(f"passed over: {reason}")
-    if copies := _copies(shards, made):
+    if copies := _count_copies(shards, made):
         print(
             f"{copies} held-out documents stand among those to train on, too, word for word; "
             "holdout_by: content of their source keeps copies together"
@@ -145,12 +145,12 @@ def prepare(
     )
     for split in dict.fromkeys(shard.split for shard in shards):
         names = [name for name, of in splits if of == split]
-        print(f"{split} on them: {_overrides(cfg, out, split, names)}")
+        print(f"{split} on them: {_format_overrides(cfg, out, split, names)}")
     if isinstance(cfg.tokenizer, SentencePieceTokenizer) and cfg.tokenizer.learn:
         print(f"their tokenizer, for a run of any name: data.tokenizer.path={cfg.tokenizer.path}")
 
 
-def _copies(shards: Sequence[Shard], made: dict[str, dict[str, Any]]) -> int:
+def _count_copies(shards: Sequence[Shard], made: dict[str, dict[str, Any]]) -> int:
     """Held-out documents that are also trained on, by hashes of their tokens, which are dropped."""
     hashes: dict[Split, list[int]] = {"train": [], "eval": []}
     for shard in shards:
@@ -159,7 +159,7 @@ def _copies(shards: Sequence[Shard], made: dict[str, dict[str, Any]]) -> int:
     return int(np.isin(held, trained).sum())
 
 
-def _overrides(cfg: DataConfig, out: str, split: Split, names: Sequence[str]) -> str:
+def _format_overrides(cfg: DataConfig, out: str, split: Split, names: Sequence[str]) -> str:
     """Words of a command by which a run of the same configuration reads the shards of a split,
     which have these names, as it would read the texts."""
     whole = [source for source in cfg.sources if split == "train" or source.holdout]
@@ -186,7 +186,7 @@ def _check_folder(out: str) -> None:
         raise ConfigError(f"--out {out}: {there} {what}; choose another folder")
 
 
-def _splits(cfg: DataConfig) -> Sources:
+def _open_splits(cfg: DataConfig) -> Sources:
     splits: Sources = {}
     for index, source in enumerate(cfg.sources):
         name = re.sub(r"[^\w.-]+", "_", source.name or f"{source.kind}-{index}")
@@ -198,7 +198,7 @@ def _splits(cfg: DataConfig) -> Sources:
     return splits
 
 
-def _shards(source: str, split: Split, documents: int, size: int | None) -> list[Shard]:
+def _plan_shards(source: str, split: Split, documents: int, size: int | None) -> list[Shard]:
     size = size or max(1, min(_LARGEST_SHARD, math.ceil(documents / 16)))
     count = math.ceil(documents / size)
     names = [f"{source}-{split}-{n:05d}-of-{count:05d}.array_record" for n in range(count)]
@@ -208,7 +208,7 @@ def _shards(source: str, split: Split, documents: int, size: int | None) -> list
     ]
 
 
-def _plan(
+def _hash_inputs(
     cfg: DataConfig,
     tokenizer: Tokenizer,
     splits: Sources,
@@ -228,7 +228,7 @@ def _plan(
     return digest(described.encode())
 
 
-def _complete(folder: str, plan: str, shards: list[Shard]) -> bool:
+def _is_complete(folder: str, plan: str, shards: list[Shard]) -> bool:
     path = storage.join(folder, MANIFEST)
     if storage.kind(path) is None:
         return False
@@ -249,7 +249,7 @@ def _has_size(path: str, size: int) -> bool:
     return storage.kind(path) is not None and storage.stamp(path)[0] == size
 
 
-def _finished(folder: str, shard: Shard, plan: str) -> dict[str, Any] | None:
+def _read_finished(folder: str, shard: Shard, plan: str) -> dict[str, Any] | None:
     note = storage.join(folder, f"{_FINISHED}/{shard.name}.json")
     if storage.kind(note) is None:
         return None
@@ -261,7 +261,7 @@ def _finished(folder: str, shard: Shard, plan: str) -> dict[str, Any] | None:
 
 def _write(
     context: tuple[DataConfig, Sources, str, str, SharedFiles], shard: Shard
-) -> Iterator[Written]:
+) -> Iterator[Progress]:
     """Write a shard, then note that it is finished."""
     cfg, sources, folder, plan, files = context
     check_shared(files)
@@ -274,7 +274,7 @@ def _write(
         _write_json(note, {"plan": plan, "shard": counts})
     except (RuntimeError, OSError) as error:
         raise ConfigError(f"{path} cannot be written: {error}; finished shards are kept") from error
-    yield Written(0, 0, counts)
+    yield Progress(0, 0, counts)
 
 
 def _write_records(
@@ -283,7 +283,7 @@ def _write_records(
     documents: Documents,
     tokenizer: Tokenizer,
     cfg: DataConfig,
-) -> Generator[Written, None, dict[str, Any]]:
+) -> Generator[Progress, None, dict[str, Any]]:
     """A document that cannot be read is one without tokens, so that the others keep their places,
     if data.quarantine allows it."""
     from array_record.python.array_record_module import ArrayRecordWriter
@@ -294,7 +294,7 @@ def _write_records(
     writer = ArrayRecordWriter(str(path), "group_size:1,zstd:1")
     for index in range(shard.start, shard.stop):
         try:
-            ids, sizes = sized_tokens_of(documents, index, tokenizer, cfg.longest, cfg.beyond)
+            ids, sizes = tokenize_with_sizes(documents, index, tokenizer, cfg.longest, cfg.beyond)
         except StoreError:
             raise
         except DataError as error:
@@ -314,7 +314,7 @@ def _write_records(
         counts["bytes"] += int(sizes.sum(dtype=np.float64))
         if counts["bytes"] - told["bytes"] > _STEP or index + 1 == shard.stop:
             step = {key: counts[key] - told[key] for key in counts}
-            yield Written(step["documents"], step["bytes"], None)
+            yield Progress(step["documents"], step["bytes"], None)
             told = dict(counts)
     writer.close()
     with open(path, "rb") as file:

@@ -35,7 +35,7 @@ class Preset(NamedTuple):
     """Those that are read where they are there."""
 
 
-def standard(record: Raw, kind: Record) -> dict[str, Any]:
+def apply_preset(record: Raw, kind: Record) -> dict[str, Any]:
     """The record with the keys that its kind is read from: columns by the names that
     `record.columns` gives them, and what its preset makes of them. DataError for a key that is
     missing."""
@@ -44,14 +44,14 @@ def standard(record: Raw, kind: Record) -> dict[str, Any]:
     renamed = dict(record)
     for ours, theirs in kind.columns.items():
         if theirs not in record:
-            raise DataError(f"record.columns: {_lacks(record, theirs)}")
+            raise DataError(f"record.columns: {_missing_key(record, theirs)}")
         renamed[ours] = record[theirs]
     if kind.preset is None:
         return renamed
     preset = PRESETS[kind.preset]
     for key in preset.keys:
         if renamed.get(key) is None:
-            raise DataError(f"record.preset={kind.preset}: {_lacks(renamed, key)}")
+            raise DataError(f"record.preset={kind.preset}: {_missing_key(renamed, key)}")
     try:
         return {**renamed, **preset.made(renamed)}
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -61,11 +61,11 @@ def standard(record: Raw, kind: Record) -> dict[str, Any]:
         ) from error
 
 
-def _lacks(record: Raw, key: str) -> str:
+def _missing_key(record: Raw, key: str) -> str:
     return f"no {key} in it; it has {shortened(', '.join(map(str, record)), 200) or 'nothing'}"
 
 
-def read_by(kind: Record) -> set[str]:
+def keys_read(kind: Record) -> set[str]:
     """Keys of a record that its columns and its preset read."""
     if not isinstance(kind, TextRecord):
         return set()
@@ -73,7 +73,7 @@ def read_by(kind: Record) -> set[str]:
     return {*kind.columns.values(), *preset.keys, *preset.more}
 
 
-def _asked(question: str, system: Any = None) -> list[dict[str, Any]]:
+def _ask(question: str, system: Any = None) -> list[dict[str, Any]]:
     before = [{"role": "system", "content": system}] if system else []
     return [*before, {"role": "user", "content": question}]
 
@@ -82,15 +82,15 @@ def _alpaca(record: Raw, given: str = "input") -> dict[str, Any]:
     """An instruction, a blank line and what it is about; `history` are turns before it."""
     more = record.get(given)
     question = f"{record['instruction']}\n\n{more}" if more else record["instruction"]
-    *before, last = _asked(question, record.get("system"))
+    *before, last = _ask(question, record.get("system"))
     for user, assistant in record.get("history") or ():
-        before += _asked(user) + [{"role": "assistant", "content": assistant}]
+        before += _ask(user) + [{"role": "assistant", "content": assistant}]
     answer = record["output" if given == "input" else "response"]
     return {"prompt": [*before, last], "completion": answer}
 
 
 def _question(record: Raw, answer: str = "answer") -> dict[str, Any]:
-    asked = _asked(record["question"], record.get("system"))
+    asked = _ask(record["question"], record.get("system"))
     return {"prompt": asked, "completion": record[answer]}
 
 
@@ -105,7 +105,7 @@ def _math(record: Raw) -> dict[str, Any]:
     """The answer stands in the solution's last box, or by itself."""
     answer = record.get("answer") or record["solution"]
     return {
-        "prompt": _asked(record["problem"]),
+        "prompt": _ask(record["problem"]),
         "completion": record["solution"],
         "answer": answer,
     }
@@ -137,14 +137,14 @@ def _nectar(record: Raw) -> dict[str, Any]:
 
 
 def _orca_pairs(record: Raw) -> dict[str, Any]:
-    return {"prompt": _asked(record["question"], record.get("system"))}
+    return {"prompt": _ask(record["question"], record.get("system"))}
 
 
 def _xlam(record: Raw) -> dict[str, Any]:
     calls = [{"type": "function", "function": call} for call in _json(record["answers"])]
     answer = {"role": "assistant", "content": "", "tool_calls": calls}
     return {
-        "prompt": _asked(record["query"]),
+        "prompt": _ask(record["query"]),
         "completion": [answer],
         "tools": [_tool(tool) for tool in _json(record["tools"])],
     }
@@ -221,7 +221,7 @@ PRESETS: Mapping[str, Preset] = {
 """By name; docs/POSTTRAINING.md has them in a table."""
 
 
-def shape_of(record: Raw) -> str:
+def suggest_setting(record: Raw) -> str:
     """The setting that reads a record of a known shape, to be offered; empty for another."""
     read = {
         name: len(record.keys() & {*preset.keys, *preset.more})

@@ -19,7 +19,7 @@ class News(NamedTuple):
     """Sources, their first record that was too long, and how many of them there were."""
 
 
-def no_news() -> News:
+def empty_news() -> News:
     """None so far."""
     return News({}, {}, {})
 
@@ -33,7 +33,7 @@ class Quarantine:
         self._most, self._key = most, key
         self._damaged: set[str] = set()
         self._empty: set[str] = set()
-        self._news = no_news()
+        self._news = empty_news()
 
     def add(self, record: str, reason: str) -> None:
         """Pass over a record; `reason` names its file and number. DataError if there are too
@@ -67,7 +67,7 @@ class Quarantine:
 
     def news(self) -> News:
         """Documents passed over since the last call."""
-        news, self._news = self._news, no_news()
+        news, self._news = self._news, empty_news()
         return news
 
 

@@ -18,34 +18,34 @@ import numpy as np
 from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.config.annotations import listed
-from maxstack.data.copies import RATIO, Form, Told, pieces_of, plain, plain_copies
+from maxstack.data.copies import RATIO, Form, Told, plain_copies, plain_copy, read_pieces
 from maxstack.data.documents import (
     Document,
     Documents,
     Picture,
     file_hashes,
-    marked,
-    part_at,
-    picture_of,
+    find_part,
+    mark_files,
+    read_picture,
     record_hashes,
 )
 from maxstack.data.files import (
     DECODE_ERRORS,
     Bounds,
-    brief,
     check_length,
-    decoded,
+    clean_text,
+    decode_text,
     digest,
+    find_other_encoding,
     line_bounds,
     line_number,
-    matched,
-    other_encoding,
+    match_files,
+    one_line,
     separated_bounds,
-    text_of,
 )
-from maxstack.data.presets import shape_of
+from maxstack.data.presets import suggest_setting
 from maxstack.data.shards import check_size, check_whole, refuse_as_text, unpack
-from maxstack.data.tf_example import features
+from maxstack.data.tf_example import read_features
 from maxstack.errors import DataError, StoreError, installing
 from maxstack.regular_file import open_regular
 from maxstack.schema.data import (
@@ -70,7 +70,7 @@ class Records(Documents):
 
     def __init__(self, cfg: Files):
         self._cfg: Any = cfg
-        self.files = matched(cfg)
+        self.files = match_files(cfg)
         self._paths = plain_copies(self.files, self._form(), cfg.max_bytes)
         self._sizes: list[int] = []
         counts = [self._counted(file) for file in range(len(self.files))]
@@ -78,7 +78,7 @@ class Records(Documents):
 
     def _form(self) -> Form:
         """Form of the local copies that are read."""
-        return pieces_of, ""
+        return read_pieces, ""
 
     @abstractmethod
     def _count(self, file: int) -> int:
@@ -97,22 +97,22 @@ class Records(Documents):
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Document:
-        file, record = part_at(self._ends, index)
+        file, record = find_part(self._ends, index)
         try:
             document = self._read(self._reader(file), file, record)
             if isinstance(document, bytes):
-                return text_of(document, self._cfg, self.files[file].path)
+                return clean_text(document, self._cfg, self.files[file].path)
             return document
         except Exception as error:  # readers raise all kinds of exceptions over damaged bytes
             kind = type(error) if isinstance(error, StoreError) else DataError
             raise kind(f"{self._where(file, record)}: {self._reason(error, file)}") from error
 
     def where(self, index: int) -> str:
-        file, record = part_at(self._ends, index)
+        file, record = find_part(self._ends, index)
         return self._where(file, record)
 
     def by_file(self) -> tuple[list[str], np.ndarray]:
-        return marked(self.files, np.diff(self._ends, prepend=0))
+        return mark_files(self.files, np.diff(self._ends, prepend=0))
 
     def hashes(self) -> np.ndarray:
         counts = np.diff(self._ends, prepend=0)
@@ -130,7 +130,9 @@ class Records(Documents):
 
         def opened(file: int) -> Any:
             if not os.path.exists(self._paths[file]):  # on another machine
-                self._paths[file] = plain(self.files[file], self._form(), most=self._cfg.max_bytes)
+                self._paths[file] = plain_copy(
+                    self.files[file], self._form(), most=self._cfg.max_bytes
+                )
             return self._open(file)
 
         return functools.lru_cache(_OPEN_FILES)(opened)
@@ -148,11 +150,11 @@ class Records(Documents):
     def _reason(self, error: Exception, file: int) -> str:
         """An error's message without the file's name."""
         if isinstance(error, DataError):
-            return brief(str(error).removeprefix(f"{self.files[file].path}: "))
+            return one_line(str(error).removeprefix(f"{self.files[file].path}: "))
         message = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.strerror:
             message = error.strerror
-        return f"cannot be read: {brief(message)}"
+        return f"cannot be read: {one_line(message)}"
 
     def _refuse_shorter(self, file: int) -> None:
         """DataError if a file has fewer bytes than when its records were counted."""
@@ -191,7 +193,7 @@ class Spans(Records):
         """The records of a plain file."""
 
     def place(self, index: int) -> str:
-        file, record = part_at(self._ends, index)
+        file, record = find_part(self._ends, index)
         return f"{self.files[file].path}: byte {int(self._spans[file][0][record])}"
 
     def _count(self, file: int) -> int:
@@ -215,7 +217,7 @@ class Spans(Records):
         ways."""
         if isinstance(error, DataError):
             with contextlib.suppress(OSError), self._open(file) as opened:
-                if other := other_encoding(opened.read(4)):
+                if other := find_other_encoding(opened.read(4)):
                     return other
         return super()._reason(error, file)
 
@@ -240,7 +242,7 @@ class Jsonl(Spans):
         data: Any = super()._read(opened, file, record)
         if self._cfg.record:
             return data.removeprefix(codecs.BOM_UTF8)
-        line = decoded(data, self._cfg, self.files[file].path)
+        line = decode_text(data, self._cfg, self.files[file].path)
         del data  # a line may be hundreds of megabytes
         try:
             value = strict_json.parse(line, strict=False)
@@ -257,8 +259,8 @@ class Jsonl(Spans):
             return self._utf8(value[self._cfg.field])
         content, advice = f"the line is a {type(value).__name__}", "the key of the text"
         if isinstance(value, dict):
-            content = f"it has {brief(', '.join(map(repr, value)))}"
-            if shape := shape_of(value):
+            content = f"it has {one_line(', '.join(map(repr, value)))}"
+            if shape := suggest_setting(value):
                 advice = f"the key of the text, or set {shape}"
         raise DataError(f"no key '{self._cfg.field}'; {content}. Set `field` to {advice}")
 
@@ -335,13 +337,13 @@ class Parquet(Spans):
         try:
             for batch in opened.iter_batches(rows, [group], columns):
                 left -= batch.num_rows
-                batch = batch if self._cfg.record else _of_bytes(batch)
+                batch = batch if self._cfg.record else _texts_as_bytes(batch)
                 yield from (self._content(batch.slice(i, 1)) for i in range(batch.num_rows))
         except (OSError, pyarrow.ArrowException) as error:
             if isinstance(error, OSError) and error.errno:  # damaged bytes have no number
                 kind = storage.error_of(path, error)
                 raise kind(f"{path}: {error.strerror}") from error
-            reason = brief(error)
+            reason = one_line(error)
         reason = f"its row group {group} is corrupt: {reason}"
         yield from itertools.repeat(_UNREADABLE + reason.encode(), left)
 
@@ -349,13 +351,13 @@ class Parquet(Spans):
         try:
             (value,), record = row.to_pylist(), self._cfg.record
             if isinstance(record, ImageRecord):
-                content, label = picture_of(value, record)
+                content, label = read_picture(value, record)
                 return b"%b%d %b" % (_READABLE, label, bytes(content))
             if record:
                 return _READABLE + json.dumps(value, ensure_ascii=False, default=str).encode()
             return _READABLE + self._utf8(value[self._cfg.field])
         except (DataError, ValueError) as error:
-            return _UNREADABLE + brief(error).encode()
+            return _UNREADABLE + one_line(error).encode()
 
     def _open_parquet(self, path: str, version: storage.Stamp) -> Any:
         try:
@@ -376,7 +378,7 @@ class Parquet(Spans):
         except (OSError, ValueError, pyarrow.ArrowException) as error:
             of_store = isinstance(error, OSError) and error.errno
             kind = storage.error_of(path, error) if of_store else DataError
-            raise kind(f"{path}: not a readable Parquet file: {brief(error)}") from error
+            raise kind(f"{path}: not a readable Parquet file: {one_line(error)}") from error
         for key, column in self._columns.items():
             if column not in names:
                 raise DataError(
@@ -386,7 +388,7 @@ class Parquet(Spans):
         return opened
 
 
-def _of_bytes(batch: Any) -> Any:
+def _texts_as_bytes(batch: Any) -> Any:
     """A batch of one column with texts as bytes, whose UTF-8 text_of checks."""
     import pyarrow
 
@@ -434,7 +436,7 @@ class ArrayRecords(Records):
         if not data:  # the library's answer for what lies past the end of the file
             self._refuse_shorter(file)
         if self._cfg.holds in ("image", "latents"):
-            return picture_of(features(data), self._cfg.record)
+            return read_picture(read_features(data), self._cfg.record)
         return data if self._cfg.content == "text" else unpack(data, self.files[file].path)
 
 
@@ -453,7 +455,7 @@ class Bagz(Records):
             return bagz.Reader(self._paths[file])
         except (ValueError, OSError, RuntimeError) as error:
             path = self.files[file].path
-            raise DataError(f"{path}: not an intact Bagz file: {brief(error)}") from error
+            raise DataError(f"{path}: not an intact Bagz file: {one_line(error)}") from error
 
     def _read(self, opened: Any, file: int, record: int) -> bytes:
         # The file is mapped into memory: reading past its end would end the process.

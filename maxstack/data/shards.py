@@ -54,9 +54,9 @@ def unpack(record: bytes, where: str) -> Tokens:
 
 def check_size(path: str) -> None:
     """DataError if a shard's size is not the one in the manifest beside it, or it is not in it."""
-    if manifest_of(os.path.dirname(path)) is None:
+    if read_manifest(os.path.dirname(path)) is None:
         return
-    listed = _listed(path)
+    listed = _find_entry(path)
     if listed is None:
         raise DataError(
             f"{path}: not listed in the {MANIFEST} beside it; it belongs to other data: "
@@ -76,7 +76,7 @@ def check_whole(cfg: Files, files: Sequence[File]) -> None:
     beside = {os.path.dirname(file.path): file for file in files}
     held = {file.path for file in files}
     for folder, file in beside.items():
-        manifest, path = manifest_of(folder), storage.join(folder, MANIFEST)
+        manifest, path = read_manifest(folder), storage.join(folder, MANIFEST)
         if manifest is None and not cfg.partial:
             raise DataError(
                 f"{path}: no such file, so it is not known whether all shards are there: "
@@ -90,7 +90,7 @@ def check_whole(cfg: Files, files: Sequence[File]) -> None:
 
 def refuse_as_text(path: str) -> None:
     """DataError if the manifest beside a file says that it holds tokens."""
-    if _listed(path) is not None:
+    if _find_entry(path) is not None:
         raise DataError(
             f"{path}: tokens that `maxstack data prepare` wrote, read as text; set "
             "`content: tokens` for this source"
@@ -100,7 +100,7 @@ def refuse_as_text(path: str) -> None:
 def refuse_held_out(paths: list[str]) -> None:
     """DataError if training would read a shard that holds held-out documents."""
     for path in paths:
-        if (_listed(path) or {}).get("split") == "eval":
+        if (_find_entry(path) or {}).get("split") == "eval":
             raise DataError(
                 f"{path}: held-out documents among those to train on; narrow `files` to "
                 "*-train-*.array_record, and give *-eval-*.array_record to eval.data"
@@ -112,7 +112,7 @@ def check_tokenizer(paths: list[str], cfg: TokenizerConfig) -> None:
     from maxstack.data.tokenizers import open_tokenizer
 
     for folder in sorted({os.path.dirname(path) for path in paths}):
-        manifest, tokenizer = manifest_of(folder), open_tokenizer(cfg)
+        manifest, tokenizer = read_manifest(folder), open_tokenizer(cfg)
         if manifest is not None and manifest["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
             made = manifest["tokenizer"]
             raise DataError(
@@ -123,23 +123,23 @@ def check_tokenizer(paths: list[str], cfg: TokenizerConfig) -> None:
             )
 
 
-def _listed(path: str) -> dict[str, Any] | None:
+def _find_entry(path: str) -> dict[str, Any] | None:
     """A shard's entry in the manifest beside it."""
-    manifest = manifest_of(os.path.dirname(path))
+    manifest = read_manifest(os.path.dirname(path))
     return manifest["shards"].get(os.path.basename(path)) if manifest else None
 
 
-def manifest_of(folder: str) -> dict[str, Any] | None:
+def read_manifest(folder: str) -> dict[str, Any] | None:
     """What `maxstack data prepare` wrote of a folder's shards; None where it wrote nothing."""
     path = storage.join(folder, MANIFEST)
     try:
-        return _read_manifest(path, storage.stamp(path))
+        return _parse_manifest(path, storage.stamp(path))
     except FileNotFoundError:
         return None
 
 
 @functools.lru_cache(maxsize=16)
-def _read_manifest(path: str, stamp: tuple[int, int | str]) -> dict[str, Any]:
+def _parse_manifest(path: str, stamp: tuple[int, int | str]) -> dict[str, Any]:
     try:
         manifest = strict_json.parse_object(storage.read_whole(path), path)
         if not isinstance(manifest["shards"], dict) or not isinstance(

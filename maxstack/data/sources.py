@@ -13,18 +13,18 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.config.annotations import listed
-from maxstack.data.copies import read
+from maxstack.data.copies import read_file
 from maxstack.data.documents import (
     Documents,
     Selection,
     Split,
     content_hash,
     file_hashes,
-    marked,
+    mark_files,
     record_hashes,
     text_hash,
 )
-from maxstack.data.files import digest, matched, text_of
+from maxstack.data.files import clean_text, digest, match_files
 from maxstack.errors import ConfigError, DataError, StoreError
 from maxstack.report.progress import progress
 from maxstack.schema.data import (
@@ -46,20 +46,20 @@ class WholeFiles(Documents):
     """Each file is a document."""
 
     def __init__(self, cfg: TextSource):
-        self._cfg, self.files = cfg, matched(cfg)
+        self._cfg, self.files = cfg, match_files(cfg)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> bytes:
         file = self.files[index]
-        return text_of(read(file, self._cfg.max_bytes), self._cfg, file.path)
+        return clean_text(read_file(file, self._cfg.max_bytes), self._cfg, file.path)
 
     def where(self, index: int) -> str:
         return self.files[index].path
 
     def by_file(self) -> tuple[list[str], np.ndarray]:
-        return marked(self.files, np.ones(len(self.files), np.int64))
+        return mark_files(self.files, np.ones(len(self.files), np.int64))
 
     def hashes(self) -> np.ndarray:
         return file_hashes(self.files)
@@ -95,7 +95,7 @@ class Synthetic(Documents):
         return f"synthetic {cfg.documents} {cfg.length} {cfg.ragged} {cfg.vocab}"
 
 
-class Called(Documents):
+class FunctionDocuments(Documents):
     """Documents made by a function."""
 
     def __init__(self, cfg: FunctionSource):
@@ -124,13 +124,13 @@ class Called(Documents):
     @functools.cached_property
     def _call(self) -> Callable[[int], Any]:
         """The function, which no pickle holds."""
-        return _named(self._cfg.call)
+        return _resolve_call(self._cfg.call)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_call"}
 
 
-class OfGrain(Documents):
+class GrainDocuments(Documents):
     """Elements of a grain.MapDataset."""
 
     def __init__(self, cfg: GrainSource):
@@ -149,7 +149,7 @@ class OfGrain(Documents):
         found = element = self._dataset[index]
         if isinstance(element, Mapping):
             if self._cfg.record:
-                return json.dumps(element, ensure_ascii=False, default=_plain).encode()
+                return json.dumps(element, ensure_ascii=False, default=_to_json).encode()
             if self._cfg.field not in element:
                 keys = listed([*map(str, element)])
                 raise DataError(f"{self.where(index)}: no {self._cfg.field} in it; it has {keys}")
@@ -181,7 +181,7 @@ class OfGrain(Documents):
         """The dataset, which no pickle holds."""
         import grain
 
-        made = _named(self._cfg.call)()
+        made = _resolve_call(self._cfg.call)()
         if isinstance(made, grain.MapDataset):
             return made
         why = f"is a {type(made).__name__}"
@@ -199,7 +199,7 @@ class OfGrain(Documents):
         return {key: value for key, value in self.__dict__.items() if key != "_dataset"}
 
 
-def _named(call: str) -> Callable[..., Any]:
+def _resolve_call(call: str) -> Callable[..., Any]:
     """What module:function names, of the working folder too, as for `python -m`."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -209,7 +209,7 @@ def _named(call: str) -> Callable[..., Any]:
         raise DataError(f"data.sources: call: {call}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """What JSON has for numpy's numbers and arrays, and for bytes."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
@@ -229,14 +229,14 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
         "parquet": records.Parquet,
         "array_record": records.ArrayRecords,
         "bagz": records.Bagz,
-        "function": Called,
-        "grain": OfGrain,
+        "function": FunctionDocuments,
+        "grain": GrainDocuments,
         "synthetic": Synthetic,
         "images": pictures.Images,
         "tar": pictures.Tar,
         "npz": pictures.Npz,
-        "digits": pictures.Shipped,
-        "mnist": pictures.Shipped,
+        "digits": pictures.PackageImages,
+        "mnist": pictures.PackageImages,
     }
     kind = kinds[cfg.kind]
     if isinstance(cfg, TextSource) and cfg.separator is not None:
@@ -249,7 +249,7 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
         raise DataError(f"source {documents.name}{files}: no document in it; every file is empty")
     if split == "all" or (split == "train" and not cfg.holdout):
         return documents
-    hashes = _contents(documents) if cfg.holdout_by == "content" else documents.hashes()
+    hashes = _hash_contents(documents) if cfg.holdout_by == "content" else documents.hashes()
     held = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < cfg.holdout
     indices = np.flatnonzero(held if split == "eval" else ~held)
     if not len(indices):
@@ -264,7 +264,7 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
     return Selection(documents, indices)
 
 
-def _contents(documents: Documents) -> np.ndarray:
+def _hash_contents(documents: Documents) -> np.ndarray:
     """uint64 hashes of what documents hold; of those that cannot be read, of their places."""
     described = [documents.identity(), *(file.pin() for file in documents.files)]
     kept = storage.cache_folder() / "contents" / f"{digest(json.dumps(described).encode())}.npy"
@@ -299,7 +299,7 @@ def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False)
         )
     for source in cfg.sources:
         if isinstance(source, ArrayRecordSource) and source.content == "tokens":
-            paths = [file.path for file in matched(source)]
+            paths = [file.path for file in match_files(source)]
             check_tokenizer(paths, cfg.tokenizer)
             if not evaluation:
                 refuse_held_out(paths)

@@ -9,7 +9,7 @@ from maxstack.errors import DataError
 LISTS = {"bytes_list": "TYPE_BYTES", "float_list": "TYPE_FLOAT", "int64_list": "TYPE_INT64"}
 
 
-def features(data: bytes) -> dict[str, Any]:
+def read_features(data: bytes) -> dict[str, Any]:
     """Name -> its one value, bytes or a number, or the list of its values. DataError where the data
     is no such message."""
     from google.protobuf.message import DecodeError

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxstack.config import storage
-from maxstack.data.byte_level import content, letters, read
+from maxstack.data.byte_level import read_json, to_letters, token_text
 from maxstack.errors import DataError
 from maxstack.regular_file import open_regular, read_regular
 
@@ -37,10 +37,10 @@ class Known(NamedTuple):
 
 def _of_kimi(first: int, folder: Path) -> dict[int, tuple[str, bool]]:
     """Those that tokenizer_config.json names, and names for the others of 256."""
-    decoder = read(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    decoder = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     named: dict[int, tuple[str, bool]] = {}
     for number, token in decoder.items():
-        text = content(token)
+        text = token_text(token)
         if text is not None and number.isdecimal():
             named[int(number)] = text, bool(token.get("special"))
     ids = range(first, first + KIMI_RESERVED)
@@ -85,10 +85,10 @@ def is_tiktoken(path: Path) -> bool:
     return rank.strip().isdigit() and b"\0" not in token
 
 
-def unknown(path: Path) -> str:
+def why_unknown(path: Path) -> str:
     """Why a file of tiktoken cannot be read; empty where it can."""
     wanted, folder = CLASSES.get(path.name), path.parent
-    named = read(folder / "tokenizer_config.json").get("tokenizer_class")
+    named = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     if wanted is None or named == wanted:
         return ""
     return (
@@ -103,7 +103,7 @@ def tokenizer_json(path: Path) -> bytes:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
-    if why := unknown(path):
+    if why := why_unknown(path):
         raise DataError(f"{path}: {why}")
     ranks, known = _ranks(path), FILES[path.name]
     merges = []
@@ -112,7 +112,7 @@ def tokenizer_json(path: Path) -> bytes:
             first, second = ranks.get(token[:at]), ranks.get(token[at:])
             if first is not None and second is not None:
                 merges.append((rank, first, second))
-    written = {rank: letters(token) for token, rank in ranks.items()}
+    written = {rank: to_letters(token) for token, rank in ranks.items()}
     pairs = [(written[first], written[second]) for _, first, second in sorted(merges)]
     vocab = {text: rank for rank, text in written.items()}
     made: Any = Tokenizer(BPE(vocab, pairs, ignore_merges=True))

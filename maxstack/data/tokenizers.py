@@ -17,8 +17,8 @@ from maxstack.config import storage
 from maxstack.data import byte_level, hub, tiktoken_files
 from maxstack.data.documents import Document, Documents, Picture, Tokens
 from maxstack.data.files import digest
-from maxstack.data.growth import AT_ONCE, growth
-from maxstack.data.long_texts import LONGEST, Encode, parts, widest
+from maxstack.data.growth import AT_ONCE, max_growth
+from maxstack.data.long_texts import LONGEST, Encode, split_text, widest_token
 from maxstack.errors import ConfigError, DataError, call_rust, quoted
 from maxstack.schema.data import (
     BYTE_IDS,
@@ -166,7 +166,7 @@ class Tokenizer(ABC):
             yield np.asarray(self._marked_ids(document[start:stop]), np.int32), stop
 
     def _parts(self, text: bytes, longest: int, encode: Encode) -> Iterator[tuple[int, int]]:
-        return parts(text, min(longest, int(AT_ONCE / self.grows)), encode)
+        return split_text(text, min(longest, int(AT_ONCE / self.grows)), encode)
 
     def _marked_ids(self, document: bytes) -> Sequence[int] | np.ndarray:
         names = {name: token for token, name in self.special.items()}
@@ -296,7 +296,7 @@ class HuggingFace(Tokenizer):
         # The library's threads gain nothing for a document at a time, and warn where one forks.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         text, files = _read(cfg.path), "not a tokenizer.json file"
-        folder, name = os.path.split(hub.file_of(cfg.path))
+        folder, name = os.path.split(hub.resolve_file(cfg.path))
         make: Callable[[Path], bytes] | None = None
         if name == byte_level.VOCAB:
             files = f"not a {name} with {byte_level.MERGES} beside it"
@@ -313,7 +313,7 @@ class HuggingFace(Tokenizer):
             raise
         except Exception as error:  # the library's own, as it makes one of other files
             raise DataError(f"{cfg.path}: {files}: {error}") from error
-        self.grows = growth(self._model, cfg.path)
+        self.grows = max_growth(self._model, cfg.path)
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True
@@ -330,13 +330,13 @@ class HuggingFace(Tokenizer):
         ends = {"bos": cfg.bos, "eos": cfg.eos}
         if OF_FILES in ends.values():
             beside = hub.model_folder(folder or ".", weights=False)
-            named = byte_level.ends(beside, spec.get("post_processor"))
+            named = byte_level.read_ends(beside, spec.get("post_processor"))
             ends = {key: named[key] if said == OF_FILES else said for key, said in ends.items()}
         self.fingerprint = digest(text + f" {ends['bos']} {ends['eos']}".encode())
         self._bos, self._eos = (self._special(key, token) for key, token in ends.items())
         self.pieces = _hugging_face_pieces(spec, ids, self.vocab_size)
         self.token_bytes = _sizes(self.pieces)
-        self._widest, self._lost = widest(spec)
+        self._widest, self._lost = widest_token(spec)
         added = self._model.get_added_tokens_decoder().items()
         self.special = {i: token.content for i, token in added if token.special}
         decoder = spec.get("decoder") or {}
@@ -432,7 +432,7 @@ def open_prompt_tokenizer(cfg: TokenizerConfig, bos: bool = True, eos: bool = Fa
     )
 
 
-def tokens_of(
+def tokenize(
     documents: Documents,
     index: int,
     tokenizer: Tokenizer,
@@ -441,12 +441,12 @@ def tokens_of(
 ) -> np.ndarray:
     """The int32 ids of a document of text or tokens. DataError, naming its file and record, if it
     cannot be read, or is a text of more than `longest` bytes and is to be refused."""
-    with naming(documents, index):
-        document = within(documents, index, longest, beyond)
-        return _ids(document, tokenizer, longest)
+    with name_errors(documents, index):
+        document = read_document(documents, index, longest, beyond)
+        return _encode(document, tokenizer, longest)
 
 
-def sized_tokens_of(
+def tokenize_with_sizes(
     documents: Documents,
     index: int,
     tokenizer: Tokenizer,
@@ -461,9 +461,9 @@ def sized_tokens_of(
     id before it to its own.
     """
 
-    with naming(documents, index):
-        document = within(documents, index, longest, beyond)
-        ids = _ids(document, tokenizer, longest)
+    with name_errors(documents, index):
+        document = read_document(documents, index, longest, beyond)
+        ids = _encode(document, tokenizer, longest)
         sizes = tokenizer.bytes_of(ids)
         if isinstance(document, bytes) and sizes.sum() != len(document):
             sizes = np.diff(tokenizer.ends(document, longest), prepend=0)
@@ -475,7 +475,7 @@ def sized_tokens_of(
         return ids, sizes
 
 
-def within(documents: Documents, index: int, longest: int, beyond: Beyond) -> Document:
+def read_document(documents: Documents, index: int, longest: int, beyond: Beyond) -> Document:
     """A document. DataError, naming its file and record, if it is a text of more than `longest`
     bytes and is to be refused."""
     document = documents[index]
@@ -488,7 +488,7 @@ def within(documents: Documents, index: int, longest: int, beyond: Beyond) -> Do
     return document
 
 
-def _ids(document: Document, tokenizer: Tokenizer, longest: int) -> np.ndarray:
+def _encode(document: Document, tokenizer: Tokenizer, longest: int) -> np.ndarray:
     if isinstance(document, bytes):
         return tokenizer.encode(document, longest)
     if isinstance(document, Picture):
@@ -497,7 +497,7 @@ def _ids(document: Document, tokenizer: Tokenizer, longest: int) -> np.ndarray:
 
 
 @contextlib.contextmanager
-def naming(documents: Documents, index: int) -> Iterator[None]:
+def name_errors(documents: Documents, index: int) -> Iterator[None]:
     """DataError, with the document's file and record, for any error in the block but ConfigError,
     which is of no one document."""
     try:
@@ -520,7 +520,7 @@ def check_fits(tokenizer: Tokenizer, vocab: int) -> None:
 
 
 def _read(path: str) -> bytes:
-    file = os.path.expanduser(hub.file_of(path))
+    file = os.path.expanduser(hub.resolve_file(path))
     try:
         return storage.read_whole(file)
     except OSError as error:

@@ -22,7 +22,7 @@ _MEGABYTES = 20
 """Text from which data.tokenizer.learn learns at most."""
 
 
-def learn(cfg: "Config") -> None:
+def learn_vocabulary(cfg: "Config") -> None:
     """Write the tokenizer that a configuration wants learnt, where it is not there and the run has
     no checkpoints, whose weights would be of another."""
     tokenizer = cfg.data.tokenizer
@@ -32,11 +32,11 @@ def learn(cfg: "Config") -> None:
     if storage.kind(tokenizer.path) is None and not begun:
         key, out, most = "data.tokenizer.learn", tokenizer.path, tokenizer.learn
         data = cfg.data.model_copy(update={"steps": []})
-        size = train(data, out, vocab=most, megabytes=_MEGABYTES, most=True, key=key)
+        size = train_vocabulary(data, out, vocab=most, megabytes=_MEGABYTES, most=True, key=key)
         print(f"{out}: {size} tokens, learnt from the training documents", flush=True)
 
 
-def train(
+def train_vocabulary(
     cfg: DataConfig,
     out: str,
     *,
@@ -76,13 +76,13 @@ def train(
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise _explained(error, f"{key} {vocab}", key) from error
+        raise _explain(error, f"{key} {vocab}", key) from error
     with storage.replacing(out) as unfinished:
         unfinished.write_bytes(learnt.getvalue())
     return sentencepiece.SentencePieceProcessor(model_proto=learnt.getvalue()).vocab_size()
 
 
-def _explained(error: RuntimeError, asked: str, key: str) -> ValueError:
+def _explain(error: RuntimeError, asked: str, key: str) -> ValueError:
     """SentencePiece names the sizes that are possible in its message alone."""
     if too_many := re.search(r"too high.*<= *(\d+)", str(error), re.DOTALL):
         return ConfigError(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from maxstack.data.lanes import Batch, Rows
-from maxstack.data.quarantine import News, no_news
+from maxstack.data.quarantine import News, empty_news
 from maxstack.data.signals import settle
 from maxstack.errors import DataError
 
@@ -51,7 +51,7 @@ class Workers:
         notes = [self._note(worker) for worker in range(len(self._processes))]
         for _, error in notes:
             if error is not None:
-                return {}, no_news(), error
+                return {}, empty_news(), error
         row_type, rows = self._slots[0].dtype, sum(slots.shape[1] for slots in self._slots)
         batch = {
             key: np.empty((rows, *row_type[key].shape), row_type[key].base)
@@ -65,7 +65,7 @@ class Workers:
             with contextlib.suppress(OSError):  # a process that died, which the next batch reports
                 connection.send_bytes(b"read")
         self._made += 1
-        together = no_news()
+        together = empty_news()
         for news, _ in notes:
             together.damaged.update(news.damaged)
             together.empty.update(news.empty)
@@ -90,13 +90,13 @@ class Workers:
             ) from error
 
 
-def made(rows: Rows) -> Made:
+def next_batch(rows: Rows) -> Made:
     """The next batch of a maker. A DataError is returned, so that it is raised where the batch is
     wanted, by whatever thread or process it was made."""
     try:
         batch = rows.next()
     except DataError as error:
-        return {}, no_news(), type(error)(str(error))
+        return {}, empty_news(), type(error)(str(error))
     return batch, rows.quarantine.news(), None
 
 
@@ -109,7 +109,7 @@ def _serve(connection: Any, memory: Any, maker: Rows) -> None:
         for n in itertools.count():
             if n >= len(slots):
                 connection.recv_bytes()
-            batch, news, error = made(maker)
+            batch, news, error = next_batch(maker)
             for key, array in batch.items():
                 slots[n % len(slots)][key] = array
             connection.send((news, error))

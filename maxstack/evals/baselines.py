@@ -15,7 +15,7 @@ import numpy as np
 from maxstack.data.documents import Documents
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.sources import open_sources
-from maxstack.data.tokenizers import Tokenizer, open_tokenizer, sized_tokens_of
+from maxstack.data.tokenizers import Tokenizer, open_tokenizer, tokenize_with_sizes
 from maxstack.errors import DataError
 from maxstack.schema.data import DataConfig
 
@@ -86,7 +86,7 @@ def texts_of(cfg: DataConfig, sources: list[Documents], shuffle: bool = False) -
 
 def _decode(source: Documents, index: int, tokenizer: Tokenizer) -> bytes:
     """Return the text of a document of tokens. DataError where decoding does not give it back."""
-    ids, sizes = sized_tokens_of(source, index, tokenizer)
+    ids, sizes = tokenize_with_sizes(source, index, tokenizer)
     text = tokenizer.decode(ids)
     if len(text) != sizes.sum(dtype=np.float64):
         raise DataError(

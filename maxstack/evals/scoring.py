@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-from maxstack.data.chat import bos_of
+from maxstack.data.chat import find_bos
 from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 from maxstack.errors import DataError, quoted
 from maxstack.evals.task import Likelihood
@@ -213,7 +213,7 @@ class Texts:
 
     def __init__(self, tokenizer: "TokenizerConfig"):
         self.tokenizer = open_prompt_tokenizer(tokenizer)
-        self._bos, self._named = self.tokenizer.encode(b"").tolist(), bos_of(tokenizer)
+        self._bos, self._named = self.tokenizer.encode(b"").tolist(), find_bos(tokenizer)
         self._first = (self._named or self._bos or list(open_tokenizer(tokenizer).eos))[:1]
         self._spelt = self.tokenizer.text_of(self._first[0]) if self._first else None
 

@@ -72,7 +72,7 @@ def export(
     `images` how its pictures became pixels.
     ConfigError where no family, or not the one of that architecture, can express the model.
     """
-    came_with = byte_level.read(source / "config.json") if source else {}
+    came_with = byte_level.read_json(source / "config.json") if source else {}
     tokens = model.tokens is None
     model = model.as_exported
     shapes = {path: shape for path, shape in shapes.items() if path != VALUE}
@@ -214,7 +214,9 @@ def save_source_files(contents: Contents, folder: Path) -> None:
 def _recorded_dtypes(source: Path) -> dict[str, np.dtype]:
     """Tensor -> dtype in the folder that the model once came in; empty where that is not known."""
     if (source / RECORD).is_file():
-        return {name: _dtype(dtype) for name, dtype in byte_level.read(source / RECORD).items()}
+        return {
+            name: _dtype(dtype) for name, dtype in byte_level.read_json(source / RECORD).items()
+        }
     if any(file for stem in (MODEL, DIFFUSERS) for file in source.glob(f"{stem}*.safetensors*")):
         tensors = Contents(source).tensors
         return {name: tensor.dtype for name, tensor in tensors.items()}
@@ -233,7 +235,7 @@ def _write_generation(
     if source:
         copy(source, (GENERATION,), folder)
     path = folder / GENERATION
-    settings = byte_level.read(path)
+    settings = byte_level.read_json(path)
     if not path.exists():
         ids = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         given = {key: value for key, value in ids.items() if value is not None}

@@ -182,7 +182,7 @@ class Folder:
         if not os.path.lexists(self.path / self._index):
             return shards
         index = self.file(self._index)
-        for name, shard in hub.weight_map(index).items():
+        for name, shard in hub.read_weight_map(index).items():
             check_name(name, str(index))
             if not hub.SHARD.fullmatch(shard):
                 raise DataError(

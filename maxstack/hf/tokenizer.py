@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from maxstack.data import byte_level, tiktoken_files
-from maxstack.data.byte_level import content, read, special_tokens
+from maxstack.data.byte_level import read_json, read_special_tokens, token_text
 from maxstack.errors import quoted
 
 MODEL = "tokenizer.model"
@@ -25,24 +25,24 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
     if os.path.lexists(file):
         if not file.is_file():
             return None
-        processor = read(file).get("post_processor")
+        processor = read_json(file).get("post_processor")
     elif tiktoken := _of_tiktoken(folder):
-        if tiktoken_files.unknown(tiktoken):
+        if tiktoken_files.why_unknown(tiktoken):
             return None
         file = tiktoken
     elif (folder / MODEL).is_file():
         if _added(folder):
             return None
-        settings = special_tokens(folder)
-        bos, eos = (content(settings.get(f"{name}_token")) for name in ("bos", "eos"))
+        settings = read_special_tokens(folder)
+        bos, eos = (token_text(settings.get(f"{name}_token")) for name in ("bos", "eos"))
         adds = bool(bos) and settings.get("add_bos_token") is not False
         path = str(folder / MODEL)
         return {"kind": "sentencepiece", "path": path, "bos": adds, "eos": eos is not None}
-    elif byte_level.split_of(folder) and _spelt_out(folder):
+    elif byte_level.known_split(folder) and _spelt_out(folder):
         file = folder / byte_level.VOCAB
     else:
         return None
-    return {"kind": "huggingface", "path": str(file), **byte_level.ends(folder, processor)}
+    return {"kind": "huggingface", "path": str(file), **byte_level.read_ends(folder, processor)}
 
 
 def unread(folder: Path) -> str:
@@ -50,7 +50,7 @@ def unread(folder: Path) -> str:
     if os.path.lexists(folder / "tokenizer.json"):
         why = "tokenizer.json is no file (a folder, or a link that leads nowhere)"
     elif tiktoken := _of_tiktoken(folder):
-        why = tiktoken_files.unknown(tiktoken)
+        why = tiktoken_files.why_unknown(tiktoken)
     elif (folder / MODEL).is_file():
         added = _added(folder)
         why = (
@@ -58,7 +58,7 @@ def unread(folder: Path) -> str:
             "which by itself writes them in pieces"
         )
     elif _spelt_out(folder):
-        why = byte_level.unknown(folder)
+        why = byte_level.why_unknown(folder)
     else:
         why = (
             "it holds neither tokenizer.json, tokenizer.model, tiktoken.model nor vocab.json with "
@@ -81,9 +81,9 @@ def _added(folder: Path) -> dict[str, int]:
     model of a folder, which has not these tokens under these ids."""
     import sentencepiece
 
-    ids = read(folder / "added_tokens.json")
-    for number, token in (special_tokens(folder).get("added_tokens_decoder") or {}).items():
-        if (text := content(token)) is not None and number.isdecimal() and len(number) < 10:
+    ids = read_json(folder / "added_tokens.json")
+    for number, token in (read_special_tokens(folder).get("added_tokens_decoder") or {}).items():
+        if (text := token_text(token)) is not None and number.isdecimal() and len(number) < 10:
             ids[text] = int(number)
     if not ids:
         return {}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxstack.data import byte_level
-from maxstack.data.byte_level import content, put_before, read, special_tokens
+from maxstack.data.byte_level import read_json, read_special_tokens, token_text, tokens_before
 from maxstack.data.hub import FURTHER, TOKENIZER
 from maxstack.hf import sentencepiece_files
 from maxstack.hf.tokenizer import tokenizer_of
@@ -41,7 +41,7 @@ def copy_tokenizer(
     came = source / path.name if source and path else None
     if path is None or (came and came.is_file() and filecmp.cmp(path, came, shallow=False)):
         if tokenizer == "bytes":
-            for name, made in byte_level.of_bytes().items():
+            for name, made in byte_level.bytes_tokenizer_files().items():
                 write_json(folder / name, made)
         elif source:
             copy(source, (*TOKENIZER, *templates(source)), folder)
@@ -73,21 +73,21 @@ def templates(source: Path) -> tuple[str, ...]:
 
 def _mark(folder: Path, marks: Marks) -> None:
     """Change the files where they name other tokens, or put others before a text."""
-    settings, named = special_tokens(folder), dict[str, Any]()
+    settings, named = read_special_tokens(folder), dict[str, Any]()
     for key, token in marks._asdict().items():
-        if token and content(settings.get(f"{key}_token")) != token.text:
+        if token and token_text(settings.get(f"{key}_token")) != token.text:
             named[f"{key}_token"] = token.text
     bos = [marks.bos.text] if marks.bos else []
-    made = read(file := folder / "tokenizer.json")
-    if made and put_before(made.get("post_processor")) != bos:
+    made = read_json(file := folder / "tokenizer.json")
+    if made and tokens_before(made.get("post_processor")) != bos:
         made["post_processor"] = _processor(made.get("post_processor"), marks.bos)
         write_json(file, made)
     if settings.get("add_bos_token", bool(bos and made)) != bool(bos):
         named["add_bos_token"] = bool(bos)
     if not named:
         return
-    write_json(folder / SETTINGS, read(folder / SETTINGS) | named)
-    if spelt := read(folder / SPELT):
+    write_json(folder / SETTINGS, read_json(folder / SETTINGS) | named)
+    if spelt := read_json(folder / SPELT):
         write_json(folder / SPELT, spelt | {k: v for k, v in named.items() if k in spelt})
 
 

@@ -167,7 +167,7 @@ def read_config(config: str, overrides: Sequence[str], devices: int) -> tuple["C
 
     def read(words: Sequence[str]) -> Opened:
         is_file = config.endswith((".yml", ".yaml"))
-        if storage.kind(config) == "directory" or (hub.named(config) and not is_file):
+        if storage.kind(config) == "directory" or (hub.is_model_name(config) and not is_file):
             return config_of(config, words)
         return load(config, words), None
 

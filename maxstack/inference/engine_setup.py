@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxstack.data.byte_level import read
+from maxstack.data.byte_level import read_json
 from maxstack.data.chat import (
     ChatTemplate,
     answer_ends,
-    ends_beside,
+    open_template,
     read_chat_template,
-    template_of,
+    read_ends,
 )
 from maxstack.errors import ConfigError
 from maxstack.inference.layout import Layout
@@ -246,13 +246,13 @@ def chat_template(
     if own is not None and (data.template or folder is None):
         named = file or data.template
         if named or data.tokenizer.kind != "bytes":
-            return template_of(data.model_copy(update={"template": named}), guarded=True)
+            return open_template(data.model_copy(update={"template": named}), guarded=True)
     return read_chat_template(folder or Path(model), file, guarded=True)
 
 
 def max_length_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
     """Most tokens of a text that the model was made for."""
-    outer = read(folder / "config.json") if folder else {}
+    outer = read_json(folder / "config.json") if folder else {}
     config = outer.get("text_config") or outer
     lengths = [
         cfg.decoder.positions or 0,
@@ -269,7 +269,7 @@ def open_model_tokenizer(
     ConfigError where all of these are outside of the vocabulary."""
     from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 
-    said = ends_beside(folder) if folder else set[int]()
+    said = read_ends(folder) if folder else set[int]()
     stops = {token for token in said if 0 <= token < cfg.decoder.vocab}
     if said and not stops:
         raise ConfigError(

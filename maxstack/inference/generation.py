@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack import strict_json
 from maxstack.config import storage
-from maxstack.data.chat import ChatTemplate, encode_chat, template_messages
+from maxstack.data.chat import ChatTemplate, encode_chat, to_template_messages
 from maxstack.errors import ConfigError, DataError, shortened
 from maxstack.inference.multi_step import STEPS
 from maxstack.inference.request import Sampling, Token
@@ -104,7 +104,7 @@ def check_prompt(where: str, kind: str, value: Any) -> None:
         raise DataError(f'{where}: messages must be a list of {{"role", "content"}}')
     if kind == "messages":
         try:
-            template_messages(value)
+            to_template_messages(value)
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
 
@@ -137,7 +137,7 @@ class Generator:
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation, up to where the model's answer begins."""
         assert self._template, "messages without a chat template"
-        text = self._template.render(template_messages(messages))
+        text = self._template.render(to_template_messages(messages))
         return encode_chat(self._tokenizer, text)[0].tolist()
 
     def stream(self, prompt: Sequence[int], choice: int = 0) -> Iterator[str]:

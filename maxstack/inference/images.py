@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxstack import optim
-from maxstack.data.images import grid
+from maxstack.data.images import image_grid
 from maxstack.errors import ConfigError
 from maxstack.hardware.compiling import in_order
 from maxstack.objectives.flow import Flow
@@ -33,7 +33,7 @@ AT_ONCE = 64
 def tile_images(images: Sequence[np.ndarray], classes: int) -> "Image":
     """A grid of images of so many classes in turn, a class a column where there are few."""
     columns = classes if 1 < classes <= 20 else 10
-    return grid(np.stack(images), min(columns, len(images)))
+    return image_grid(np.stack(images), min(columns, len(images)))
 
 
 class ImageSamples:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from maxstack import strict_json
-from maxstack.data.byte_level import read
+from maxstack.data.byte_level import read_json
 from maxstack.errors import ConfigError
 from maxstack.regular_file import read_regular
 
@@ -46,7 +46,7 @@ class Pooling:
 def read_pooling(folder: Path) -> Pooling:
     """The pooling of a model's folder: as modules.json says, else normalized. ConfigError for
     modules that are not followed."""
-    config, normalize = read(folder / "config.json"), True
+    config, normalize = read_json(folder / "config.json"), True
     file = folder / "modules.json"
     if file.is_file():
         kinds = {}
@@ -56,7 +56,7 @@ def read_pooling(folder: Path) -> Pooling:
         _check(file, kinds)
     sizes = config.get("matryoshka_dimensions") or ()
     return Pooling(
-        tuple(_after(read(folder / "tokenizer.json").get("post_processor") or {})),
+        tuple(_after(read_json(folder / "tokenizer.json").get("post_processor") or {})),
         normalize,
         None if config.get("is_matryoshka") and not sizes else frozenset(sizes),
     )
@@ -65,7 +65,7 @@ def read_pooling(folder: Path) -> Pooling:
 def _check(file: Path, kinds: dict[str, Path]) -> None:
     if others := {*kinds} - {"Transformer", "Pooling", "Normalize"}:
         raise ConfigError(f"{file}: {', '.join(sorted(others))}: such modules are not supported")
-    pooling = read(kinds["Pooling"] / "config.json") if "Pooling" in kinds else {}
+    pooling = read_json(kinds["Pooling"] / "config.json") if "Pooling" in kinds else {}
     modes = [key.removeprefix("pooling_mode_") for key, value in pooling.items() if value is True]
     if "Pooling" in kinds and (modes or [str(pooling.get("pooling_mode"))]) != ["lasttoken"]:
         raise ConfigError(

@@ -78,7 +78,7 @@ def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) ->
     without EOS. ConfigError where the model has no tokenizer, DataError where the tokenizer does
     not fit it; `instead` is the option that takes tokens, for these messages."""
     from maxstack.data.sources import open_source
-    from maxstack.data.tokenizers import open_prompt_tokenizer, tokens_of
+    from maxstack.data.tokenizers import open_prompt_tokenizer, tokenize
     from maxstack.hf.tokenizer import unread
     from maxstack.schema.data import JsonlSource
 
@@ -96,7 +96,7 @@ def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) ->
             f"model's; give {instead}, or the right data.tokenizer"
         )
     documents = open_source(JsonlSource(kind="jsonl", files=(file,)), split="all")
-    rows = [tokens_of(documents, i, tokenizer) for i in range(len(documents))]
+    rows = [tokenize(documents, i, tokenizer) for i in range(len(documents))]
     lengths = np.array([len(row) for row in rows])
     tokens = np.zeros((len(rows), max(lengths)), np.int32)
     for i, row in enumerate(rows):

@@ -120,7 +120,7 @@ def config_of(
     kind, beside = storage.kind(model), Path("runs") / model
     if kind is None and not (beside / "config.yml").is_file():
         check_no_run_beside(model)
-    if kind != "directory" and not hub.named(model):
+    if kind != "directory" and not hub.is_model_name(model):
         hint = f"; did you mean {beside}?" if (beside / "config.yml").is_file() else ""
         raise ConfigError(
             f"{shortened(model, 200)}: {hub.NOWHERE}; give a run's folder, one of its checkpoints, "

@@ -65,7 +65,7 @@ def read(folder: Path) -> tuple[str, Facts]:
     if missing := [name for name in (TEXT, FACTS) if not (folder / name).is_file()]:
         raise DataError(f"{folder}: {', '.join(missing)} was not saved, or was deleted")
     try:
-        text = copies.read(File(str(folder / TEXT), TEXT)).decode()
+        text = copies.read_file(File(str(folder / TEXT), TEXT)).decode()
         row = strict_json.read_object(folder / FACTS)
         row["allocations"] = [Allocation(**each) for each in row["allocations"]]
         return text, Facts(**row)

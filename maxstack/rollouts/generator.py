@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxstack import sharding
-from maxstack.data.chat import DEFAULT, answer_ends, template_of
+from maxstack.data.chat import DEFAULT, answer_ends, open_template
 from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 from maxstack.errors import ConfigError
 from maxstack.inference.engine import Engine
@@ -149,7 +149,7 @@ class Generator:
 def _tool_format(data: "DataConfig") -> ToolFormat | None:
     """Return the format of tool calls in a run's chat template, if it has one."""
     with contextlib.suppress(ConfigError):  # plain prompts need no template
-        name = guess_format(template_of(data).sources[DEFAULT])
+        name = guess_format(open_template(data).sources[DEFAULT])
         return FORMATS[name] if name else None
     return None
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from maxstack.data.examples import Segment, with_end
+from maxstack.data.examples import Segment, add_end_token
 from maxstack.errors import ConfigError, DataError
 from maxstack.rewards.pool import Case, Outcome, Pool
 from maxstack.rollouts.sample import Sample
@@ -113,6 +113,6 @@ class RewardModel:
         scores: list[float] = []
         for begin in range(0, len(samples), AT_ONCE):
             some = samples[begin : begin + AT_ONCE]
-            segments = [with_end(Segment(np.array(s.ids, np.int32), {})) for s in some]
+            segments = [add_end_token(Segment(np.array(s.ids, np.int32), {})) for s in some]
             scores += [made["reward"] for made in self._step(segments)]
         return scores

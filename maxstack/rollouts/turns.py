@@ -4,8 +4,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from maxstack.data.chat import ChatTemplate, encode_chat, template_of
-from maxstack.data.conversations import Completion, alone, messages_of
+from maxstack.data.chat import ChatTemplate, encode_chat, open_template
+from maxstack.data.conversations import Completion, read_messages, read_prompt
 from maxstack.data.tokenizers import open_prompt_tokenizer
 from maxstack.errors import DataError
 from maxstack.inference.tools import read_calls
@@ -112,7 +112,7 @@ class Turns:
         """Set the prompt: the row's own, or the environment's first messages."""
         record = dict(sample.prompt.record)
         if messages is None:
-            given = alone(record)
+            given = read_prompt(record)
             sample.messages = None if isinstance(given, Completion) else list(given.messages)
             return
         for tokens in (sample.ids, sample.chosen, sample.logps):
@@ -120,7 +120,7 @@ class Turns:
         if isinstance(messages, str):
             sample.read(self._generator.tokenizer.encode(messages.encode()).tolist())
             return
-        sample.messages = messages_of(messages)
+        sample.messages = read_messages(messages)
         text = self._chat.render(sample.messages, record.get("tools"))
         sample.read(encode_chat(self._generator.tokenizer, text)[0].tolist())
 
@@ -138,7 +138,7 @@ class Turns:
         before = sample.messages
         tools = sample.prompt.record.get("tools")
         spoken = [*before, {"role": "assistant", "content": sample.texts[-1]}]
-        whole = self._chat.render([*spoken, *messages_of(after)], tools)
+        whole = self._chat.render([*spoken, *read_messages(after)], tools)
         answered = self._chat.render(before, tools) + sample.texts[-1]
         if not whole.startswith(answered):
             raise DataError(
@@ -150,7 +150,7 @@ class Turns:
         if sample.finish == "stop" and ids and ids[0] == sample.ids[-1]:
             ids = ids[1:]  # the token that ended the answer
         sample.read(ids)
-        sample.messages = [*spoken, *messages_of(after)]
+        sample.messages = [*spoken, *read_messages(after)]
 
     def _cut(self, sample: Sample) -> None:
         """Drop the tokens after a sample's last answer, since no room is left for another."""
@@ -167,4 +167,4 @@ class Turns:
 
     @functools.cached_property
     def _chat(self) -> ChatTemplate:
-        return template_of(self._data)
+        return open_template(self._data)

@@ -109,7 +109,7 @@ def server(name: str, cluster: ClusterConfig, args: Namespace) -> Server:
         raise ConfigError(f"grace={cluster.grace}: requests need {least} s to end; raise it")
     job = Server(name, cluster, topology, "", args.replicas)
     job = dataclasses.replace(job, command=COMMANDS[args.engine](job, args))
-    is_path = not storage.is_url(args.config) and not hub.named(args.config)
+    is_path = not storage.is_url(args.config) and not hub.is_model_name(args.config)
     if is_path and not is_within(args.config, job.mounts):
         print(
             f"not in the bucket, so the image must have it on every host: {args.config}",
@@ -284,7 +284,7 @@ def _probe(period: int, failures: int) -> dict[str, Any]:
 
 
 def _model_name(model: str) -> str:
-    return model if hub.named(model) else Path(model).name
+    return model if hub.is_model_name(model) else Path(model).name
 
 
 def _labels(job: Server, role: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from maxstack.data import chat, jinja, vocabulary
-from maxstack.data.chat import ChatTemplate, encode_chat, read_chat_template, template_messages
+from maxstack.data.chat import ChatTemplate, encode_chat, read_chat_template, to_template_messages
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError, DataError
 from maxstack.schema.data import BytesTokenizer, DataConfig, HuggingFaceTokenizer
@@ -168,9 +168,9 @@ def test_a_sentencepiece_model_alone_names_its_special_tokens(tmp_path):
     write(tmp_path, "a.txt", "some text to learn from " * 20)
     learnt = {"kind": "sentencepiece", "path": str(tmp_path / "tokenizer.model")}
     data = DataConfig(sources=[{"kind": "text", "files": [f"{tmp_path}/a.txt"]}], tokenizer=learnt)
-    vocabulary.train(data, learnt["path"], vocab=280, most=True)
+    vocabulary.train_vocabulary(data, learnt["path"], vocab=280, most=True)
     write(tmp_path, "my.jinja", SIMPLE)
-    template = chat.template_of(data.model_copy(update={"template": f"{tmp_path}/my.jinja"}))
+    template = chat.open_template(data.model_copy(update={"template": f"{tmp_path}/my.jinja"}))
     assert template.render(HELLO) == "<s>user: Grüß <b>Gott</b></s>"
 
 
@@ -203,9 +203,9 @@ def test_arguments_of_calls_reach_a_template_in_the_form_that_it_takes(tmp_path,
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_a_thought_reaches_templates_by_any_of_its_names(name):
-    (made,) = chat.template_messages([{"role": "assistant", "content": "b", name: "a"}])
+    (made,) = chat.to_template_messages([{"role": "assistant", "content": "b", name: "a"}])
     assert (made["reasoning_content"], made["thinking"]) == ("a", "a")
-    (both,) = chat.template_messages([{"reasoning_content": "a", "thinking": "b"}])
+    (both,) = chat.to_template_messages([{"reasoning_content": "a", "thinking": "b"}])
     assert (both["reasoning_content"], both["thinking"]) == ("a", "b")
 
 
@@ -283,7 +283,7 @@ TAKES_PARTS = (
 
 
 def test_messages_of_the_api_become_those_of_templates():
-    messages = template_messages([PARTS, call('{"x": [1]}'), *HELLO])
+    messages = to_template_messages([PARTS, call('{"x": [1]}'), *HELLO])
     assert messages == [PARTS, call({"x": [1]}), *HELLO]
 
 
@@ -299,7 +299,7 @@ def test_messages_of_the_api_become_those_of_templates():
     ],
 )
 def test_parts_of_text_reach_a_template_that_takes_them(source, written):
-    assert rendered(source, template_messages([PARTS]), add_generation_prompt=False) == written
+    assert rendered(source, to_template_messages([PARTS]), add_generation_prompt=False) == written
 
 
 @pytest.mark.parametrize(
@@ -312,4 +312,4 @@ def test_parts_of_text_reach_a_template_that_takes_them(source, written):
 )
 def test_messages_that_templates_cannot_take_are_errors(message, words):
     with pytest.raises(DataError, match=words):
-        template_messages([message])
+        to_template_messages([message])

@@ -62,7 +62,7 @@ def test_zstandard_is_decompressed_in_bounded_memory():
     pieces = [compressor.compress(bytes(16 * MB)) for _ in range(16)]
     Path("a.zst").write_bytes(b"".join(pieces) + compressor.flush())
     assert os.path.getsize("a.zst") < MB / 16
-    sizes = [*map(len, copies.pieces_of("a.zst", None))]
+    sizes = [*map(len, copies.read_pieces("a.zst", None))]
     assert sum(sizes) == 256 * MB and max(sizes) <= 128 * MB
 
 
@@ -136,7 +136,7 @@ def test_rows_of_parquet_that_share_one_large_value_are_decoded_one_by_one():
 
 def test_a_file_that_is_gone_and_a_size_that_is_none_are_errors_by_name(monkeypatch):
     with pytest.raises(DataError, match="gone.gz: No such file"):
-        copies.read(files.File("gone.gz", "gone.gz"))
+        copies.read_file(files.File("gone.gz", "gone.gz"))
     Path("a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
     monkeypatch.setenv("MAXSTACK_CACHE_BYTES", "a lot")
     with pytest.raises(ConfigError, match="^MAXSTACK_CACHE_BYTES: .* give a number, such as 2e12"):

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from maxstack.config import storage
 from maxstack.data import epochs
-from maxstack.data.deal import level
+from maxstack.data.deal import level_lanes
 from maxstack.data.feed import Feed
 from maxstack.data.mixture import Mixture
 from maxstack.data.sources import open_sources
@@ -40,14 +40,14 @@ def made(tmp_path, monkeypatch):
             "train.epochs": passes,
         }
         given = [f"{key}={json.dumps(value)}" for key, value in sections.items()]
-        return epochs.with_epochs(load("quickstart", [*given, *overrides])), lengths
+        return epochs.set_epochs(load("quickstart", [*given, *overrides])), lengths
 
     return make
 
 
 def dealt(cfg, lanes=None):
     lanes = range(cfg.train.batch_size) if lanes is None else lanes
-    return epochs.dealt(cfg, lanes, objective_of(cfg).fields)
+    return epochs.plan_epochs(cfg, lanes, objective_of(cfg).fields)
 
 
 BOS = 256
@@ -134,7 +134,7 @@ def test_lengths_that_processes_measured_in_turn_are_joined():
         counts[process, : len(own)] = [len(each) for each in own]
         flat = [length for each in own for length in each]
         tokens[process, : len(flat)] = flat
-    found = epochs.joined(counts, tokens, len(units))
+    found = epochs.join_lengths(counts, tokens, len(units))
     spans = zip(found.ends[:-1], found.ends[1:], strict=True)
     assert [found.tokens[begin:end].tolist() for begin, end in spans] == units
 
@@ -162,7 +162,9 @@ def test_a_run_by_epochs_goes_on_with_the_same_epochs_of_the_same_data_alone(mad
 
 
 def test_pictures_and_equal_documents_are_bound_to_their_epochs_too(made, monkeypatch):
-    monkeypatch.setattr(epochs, "level", lambda passes, sources, lanes: level((), sources, lanes))
+    monkeypatch.setattr(
+        epochs, "level", lambda passes, sources, lanes: level_lanes((), sources, lanes)
+    )
     one, two = (
         Mixture(cfg.data, open_sources(cfg.data), 4, False, "data", {}, dealt=dealt(cfg))
         for cfg in (made(10, 4, 64, 1)[0], made(10, 4, 64, 2)[0])

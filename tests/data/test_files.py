@@ -11,7 +11,7 @@ import pytest
 import zstandard
 from pydantic import TypeAdapter
 
-from maxstack.data.files import matched
+from maxstack.data.files import match_files
 from maxstack.data.sources import open_source
 from maxstack.errors import DataError
 from maxstack.schema.data import AnySource
@@ -78,7 +78,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(monkeypatch):
 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(DataError, match="deep: cannot be listed: Permission denied"):
-        matched(source("text", files=["./**/*.txt"]))
+        match_files(source("text", files=["./**/*.txt"]))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_file_that_the_numbers_of_others_name_must_be_there(names, asked, abse
         write(name, "x")
     cfg = source("text", **{"files": ["*.txt"]} | asked)
     if absent is None:
-        assert [file.path for file in matched(cfg)] == names
+        assert [file.path for file in match_files(cfg)] == names
         return
     with pytest.raises(DataError, match=rf"^{absent}: no such file, and the number of .* names it"):
-        matched(cfg)
+        match_files(cfg)

@@ -116,17 +116,17 @@ def server(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.chdir(tmp_path)
-    hub.snapshot.cache_clear()
+    hub.download_snapshot.cache_clear()
     yield served
     served.shutdown()
     served.server_close()
-    hub.snapshot.cache_clear()
+    hub.download_snapshot.cache_clear()
     huggingface_hub.close_session()
 
 
 def offline(served, monkeypatch):
     """A new process where HF_HUB_OFFLINE is set."""
-    hub.snapshot.cache_clear()
+    hub.download_snapshot.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
@@ -159,7 +159,7 @@ def test_what_a_pinned_configuration_says_is_read_by_a_machine_that_has_nothing_
     text = config.dump(load({"model": {"from": "Some/Llama"}, "data": DATA}))
     (tmp_path / "config.yml").write_text(text)
     shutil.rmtree(tmp_path / "cache")
-    hub.snapshot.cache_clear()
+    hub.download_snapshot.cache_clear()
     server.asked.clear()
     again = load(tmp_path / "config.yml")
     assert config.dump(again) == text and server.asked == []
@@ -256,7 +256,7 @@ def test_a_repository_without_safetensors_or_config_is_refused(server):
     with pytest.raises(ConfigError, match="Some/Llama: has no safetensors on the hub"):
         Contents("Some/Llama")
     (server.folder / "config.json").unlink()
-    hub.snapshot.cache_clear()
+    hub.download_snapshot.cache_clear()
     shutil.rmtree(constants.HF_HUB_CACHE)
     with pytest.raises(ConfigError, match="Some/Llama: has no config.json at "):
         Contents("Some/Llama")

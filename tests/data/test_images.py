@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from maxstack import cli, train
 from maxstack.data.feed import Feed
-from maxstack.data.images import opened as decoded
+from maxstack.data.images import decode_image as decoded
 from maxstack.data.sources import open_source, open_sources
 from maxstack.errors import DataError
 from maxstack.schema.data import AnySource, DataConfig

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from maxstack.data.documents import Tokens
-from maxstack.data.infilling import infilled
+from maxstack.data.infilling import infill
 from maxstack.data.prepare import prepare
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
@@ -59,7 +59,7 @@ def parts(ids, tokenizer):
 def test_the_parts_of_a_cut_document_are_the_document(tokenizer, documents):
     cfg, joint = FillInTheMiddleConfig(rate=1.0, spm=0.5), 0
     for i, text in enumerate(TEXTS):
-        ids = infilled(documents, i, tokenizer, cfg, f"seed {i}")
+        ids = infill(documents, i, tokenizer, cfg, f"seed {i}")
         order, texts = parts(ids, tokenizer)
         assert order == ["prefix", "suffix", "middle"]
         assert texts["prefix"] + texts["middle"] + texts["suffix"] == text
@@ -76,16 +76,16 @@ def test_stored_tokens_are_cut_between_tokens(tokenizer, documents):
             return Tokens(tokenizer.encode(TEXTS[index].encode()), None)
 
     for i, text in enumerate(TEXTS[:20]):
-        _, texts = parts(infilled(Stored(), i, tokenizer, cfg, f"seed {i}"), tokenizer)
+        _, texts = parts(infill(Stored(), i, tokenizer, cfg, f"seed {i}"), tokenizer)
         assert len(texts) == 3 and sum(map(len, texts.values())) >= len(text)
 
 
 def test_a_share_of_documents_is_cut_and_the_seed_alone_says_where(tokenizer, documents):
     cfg = FillInTheMiddleConfig(rate=0.3)
     whole = [tokenizer.encode(text.encode()).tolist() for text in TEXTS]
-    made = [infilled(documents, i, tokenizer, cfg, f"a {i}").tolist() for i in range(200)]
-    again = [infilled(documents, i, tokenizer, cfg, f"a {i}").tolist() for i in range(200)]
-    other = [infilled(documents, i, tokenizer, cfg, f"b {i}").tolist() for i in range(200)]
+    made = [infill(documents, i, tokenizer, cfg, f"a {i}").tolist() for i in range(200)]
+    again = [infill(documents, i, tokenizer, cfg, f"a {i}").tolist() for i in range(200)]
+    other = [infill(documents, i, tokenizer, cfg, f"b {i}").tolist() for i in range(200)]
     cut = sum(a != b for a, b in zip(made, whole, strict=True))
     assert made == again != other and 40 < cut < 80
 
@@ -93,7 +93,7 @@ def test_a_share_of_documents_is_cut_and_the_seed_alone_says_where(tokenizer, do
 def test_a_tokenizer_without_the_marks_is_refused_by_the_key(documents, tmp_path):
     cfg = FillInTheMiddleConfig(rate=1.0)
     with pytest.raises(ConfigError, match="fill_in_the_middle.prefix: .*bytes has no token"):
-        infilled(documents, 0, open_tokenizer(BytesTokenizer(kind="bytes")), cfg, "")
+        infill(documents, 0, open_tokenizer(BytesTokenizer(kind="bytes")), cfg, "")
     files = [str(tmp_path / "texts.jsonl")]
     source = JsonlSource(kind="jsonl", files=files, fill_in_the_middle=cfg)
     data = DataConfig(sources=(source,), tokenizer=BytesTokenizer(kind="bytes"), seq_len=8)

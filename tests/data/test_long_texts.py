@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from maxstack.data.long_texts import parts, widest
+from maxstack.data.long_texts import split_text, widest_token
 from maxstack.data.prepare import prepare
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import DataError
@@ -105,7 +105,7 @@ GAPS = st.sampled_from([" ", "\n", ", ", "  ", "\n\n  ", "\t"])
 def test_parts_have_the_ids_of_the_whole_text(made, kind, words, longest):
     text = "".join(f"{word}{gap}brown fox" for word, gap in words).encode()
     tokenizer = open_tokenizer(made[kind])
-    cut = list(parts(text, longest, tokenizer._text_ids))
+    cut = list(split_text(text, longest, tokenizer._text_ids))
     assert all(0 < stop - start <= longest for start, stop in cut) and len(cut) > 1
     for of in (tokenizer.encode, tokenizer.ends):
         np.testing.assert_array_equal(of(text, longest), of(text, len(text)))
@@ -147,18 +147,18 @@ CUT = {"type": "Split", "behavior": "Removed", "pattern": {"String": " "}}
     ],
 )
 def test_the_widest_token_is_known_where_a_tokenizer_drops_nothing(changes, most):
-    assert widest(SPEC | changes) == (most, b"")
+    assert widest_token(SPEC | changes) == (most, b"")
 
 
 def test_bytes_that_a_vocabulary_lacks_count_for_nothing():
     vocab = {letter: i for i, letter in enumerate(BYTES) if letter != "a"}
-    assert widest(SPEC | {"model": {"type": "BPE", "vocab": vocab}}) == (5, b"a")
+    assert widest_token(SPEC | {"model": {"type": "BPE", "vocab": vocab}}) == (5, b"a")
 
 
 def test_a_text_without_any_boundary_ends_its_parts_with_whole_characters(made):
     text = ("\u4e2d" * 700).encode()
     tokenizer = open_tokenizer(made["llama"])
-    cut = list(parts(text, 1000, tokenizer._text_ids))
+    cut = list(split_text(text, 1000, tokenizer._text_ids))
     assert cut == [(0, 999), (999, 1998), (1998, 2100)]
     assert tokenizer.ends(text, 1000)[-1] == len(text)
 

@@ -7,7 +7,7 @@ import pytest
 
 from maxstack.data.feed import Feed
 from maxstack.data.lanes import FED, Rows
-from maxstack.data.mixture import Mixture, factors, unimax
+from maxstack.data.mixture import Mixture, size_factors, unimax
 from maxstack.data.position import Sources
 from maxstack.data.sources import open_sources
 from maxstack.schema.data import DataConfig
@@ -115,14 +115,14 @@ def test_temperature_flattens_the_shares_of_sizes():
     sources = source("web", documents=800), source("code", documents=100)
     for temperature, ratio in ((1.0, 8.0), (3.0, 2.0), (1e9, 1.0)):
         cfg = config(*sources, mixture={"temperature": temperature})
-        web, code = factors(cfg, open_sources(cfg))
+        web, code = size_factors(cfg, open_sources(cfg))
         assert web / code == pytest.approx(ratio)
     cfg = config(
         source("web", documents=100, length=10),
         source("code", documents=100, length=40),
         mixture={"by": "tokens", "temperature": 2.0},
     )
-    web, code = factors(cfg, open_sources(cfg))
+    web, code = size_factors(cfg, open_sources(cfg))
     assert code / web == pytest.approx(2.0)
 
 
@@ -137,7 +137,7 @@ def test_a_budget_that_the_epochs_do_not_give_is_told(caplog):
     sources = source("web", documents=80), source("code", documents=20)
     for budget, warnings in ((100, 0), (101, 1)):
         cfg = config(*sources, mixture={"unimax": {"epochs": 1, "budget": budget}})
-        assert factors(cfg, open_sources(cfg)).sum() == pytest.approx(1)
+        assert size_factors(cfg, open_sources(cfg)).sum() == pytest.approx(1)
         assert len(caplog.messages) == warnings
     assert "1 epochs of all sources are some 100 documents" in caplog.messages[0]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from maxstack.data.images import CHANGES, center, inception, pixels_of, shifted
+from maxstack.data.images import CHANGES, center_crop, inception_crop, pixels_of, shift_pixels
 from maxstack.schema.data import ImageConfig
 
 
@@ -17,21 +17,21 @@ def test_the_center_is_cut_after_the_shorter_side_was_made_small():
     pixels = np.zeros((64, 128, 3), np.uint8)
     pixels[16:48, 48:80] = 255  # what is left of the middle at half its side
     sections = ImageConfig(resize=16), ImageConfig()
-    half, whole = (np.asarray(center(Image.fromarray(pixels), 8, cfg)) for cfg in sections)
+    half, whole = (np.asarray(center_crop(Image.fromarray(pixels), 8, cfg)) for cfg in sections)
     assert half.min() > 180 and whole[:1].max() == 0 and whole[3:5, 3:5].min() > 180
     narrow = Image.new("RGB", (1, 20_000))
     with pytest.raises(ValueError, match="89,478,485 are read at most"):
-        center(narrow, 224, ImageConfig())
+        center_crop(narrow, 224, ImageConfig())
 
 
 def test_random_parts_have_areas_and_ratios_in_range(monkeypatch):
     boxes = []
     monkeypatch.setattr(
-        "maxstack.data.images.resized", lambda picture, box, *_: boxes.append(box) or picture
+        "maxstack.data.images.resize_box", lambda picture, box, *_: boxes.append(box) or picture
     )
     rng = np.random.default_rng(0)
     for _ in range(200):
-        inception(image(), 8, ImageConfig(least_area=0.2), rng)
+        inception_crop(image(), 8, ImageConfig(least_area=0.2), rng)
     areas = [(right - left) * (low - top) / 2400 for left, top, right, low in boxes]
     ratios = [(right - left) / (low - top) for left, top, right, low in boxes]
     assert 0.17 < min(areas) < 0.3 and 0.8 < max(areas) <= 1.0
@@ -54,7 +54,7 @@ def test_pixels_move_by_what_shift_allows():
     pixels[3, 3] = 1
     rng, seen = np.random.default_rng(0), set()
     for _ in range(100):
-        ((row, column, _),) = np.argwhere(shifted(pixels, 1, rng))
+        ((row, column, _),) = np.argwhere(shift_pixels(pixels, 1, rng))
         seen.add((row, column))
     assert seen == {(row, column) for row in (2, 3, 4) for column in (2, 3, 4)}
 

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from maxstack.data.conversations import Completion, alone, example, preference
+from maxstack.data.conversations import Completion, read_example, read_preference, read_prompt
 from maxstack.data.examples import units_of
 from maxstack.data.feed import Feed
-from maxstack.data.presets import PRESETS, standard
+from maxstack.data.presets import PRESETS, apply_preset
 from maxstack.data.sources import open_source
 from maxstack.errors import ConfigError, DataError
 from maxstack.load import load
@@ -155,27 +155,27 @@ def kind_of(record):
 
 @pytest.mark.parametrize(("record", "row", "messages"), CHATS)
 def test_conversations(record, row, messages):
-    assert example(standard(row, kind_of(record))).messages == messages
+    assert read_example(apply_preset(row, kind_of(record))).messages == messages
 
 
 @pytest.mark.parametrize(("record", "row", "asked"), PAIRS)
 def test_preferences(record, row, asked):
-    chosen, rejected = preference(standard(row, kind_of(record)))
+    chosen, rejected = read_preference(apply_preset(row, kind_of(record)))
     assert chosen.messages == [*asked, assistant("2")]
     assert rejected.messages == [*asked, assistant("3")]
 
 
 @pytest.mark.parametrize(("record", "row", "wanted"), PROMPTS)
 def test_prompts_and_what_rewards_compare_with(record, row, wanted):
-    made = standard(row, kind_of(record))
-    assert (alone(made).messages, made["answer"]) == wanted
-    assert alone(made).trained == 1
+    made = apply_preset(row, kind_of(record))
+    assert (read_prompt(made).messages, made["answer"]) == wanted
+    assert read_prompt(made).trained == 1
 
 
 def test_calls_of_functions():
     """Salesforce/xlam-function-calling-60k, whose calls and functions are JSON in text."""
     row = {"query": "Rome?", "answers": json.dumps([CALLED]), "tools": json.dumps([WEATHER])}
-    found = example(standard(row, kind_of({"preset": "xlam"})))
+    found = read_example(apply_preset(row, kind_of({"preset": "xlam"})))
     assert found.messages[1]["tool_calls"] == [{"type": "function", "function": CALLED}]
     (tool,) = found.tools
     assert tool["function"]["parameters"] == {
@@ -195,9 +195,9 @@ def test_calls_of_functions():
 
 def test_a_system_message_makes_texts_a_conversation():
     row = {"system": "Be brief.", "prompt": "Hi", "completion": "Hello"}
-    assert example(row).messages == [system("Be brief."), user("Hi"), assistant("Hello")]
-    assert isinstance(example(row | {"system": ""}), Completion)
-    assert alone(row).messages == [system("Be brief."), user("Hi")]
+    assert read_example(row).messages == [system("Be brief."), user("Hi"), assistant("Hello")]
+    assert isinstance(read_example(row | {"system": ""}), Completion)
+    assert read_prompt(row).messages == [system("Be brief."), user("Hi")]
 
 
 def test_a_file_is_trained_on_and_says_what_it_does_not_read(tmp_path):

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from maxstack.config import storage
 from maxstack.data.feed import Feed
-from maxstack.data.files import matched
+from maxstack.data.files import match_files
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import DataError
@@ -120,7 +120,7 @@ def test_globs_match_at_a_url_what_they_match_in_a_folder(bucket):
                     exclude=[glob.format(folder) for glob in exclude],
                 )
                 try:
-                    keys[folder] = [file.key for file in matched(cfg)]
+                    keys[folder] = [file.key for file in match_files(cfg)]
                 except DataError:
                     keys[folder] = []
             assert keys["files"] == keys[bucket], (pattern, exclude)
@@ -139,7 +139,7 @@ def test_what_is_not_at_a_url_is_told(bucket, pattern, says):
     with storage.replacing(f"{bucket}/deep/a.jsonl") as file:
         file.write_text("{}")
     with pytest.raises(DataError, match=says) as caught:
-        matched(source("text", files=[f"{bucket}/{pattern}"]))
+        match_files(source("text", files=[f"{bucket}/{pattern}"]))
     assert str(caught.value).startswith(f"{bucket}/{pattern}: ")
 
 

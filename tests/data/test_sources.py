@@ -16,7 +16,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from pydantic import TypeAdapter
 
 from maxstack.data.documents import Tokens
-from maxstack.data.files import matched
+from maxstack.data.files import match_files
 from maxstack.data.shards import pack
 from maxstack.data.sources import open_source
 from maxstack.errors import DataError
@@ -291,7 +291,7 @@ def test_globs_match_what_the_glob_module_matches(pattern, monkeypatch, folder):
     }
     assert (
         expected
-        and {os.path.realpath(file.path) for file in matched(source("text", files=[pattern]))}
+        and {os.path.realpath(file.path) for file in match_files(source("text", files=[pattern]))}
         == expected
     )
 
@@ -299,11 +299,13 @@ def test_globs_match_what_the_glob_module_matches(pattern, monkeypatch, folder):
 def test_a_folder_that_links_to_its_parent_is_walked_once():
     write("corpus/a.txt", "x")
     os.symlink("..", "corpus/loop")
-    assert [file.key for file in matched(source("text", files=["corpus/**/*.txt"]))] == ["a.txt"]
+    assert [file.key for file in match_files(source("text", files=["corpus/**/*.txt"]))] == [
+        "a.txt"
+    ]
 
 
 def test_stdlib_stands_for_the_standard_library_without_installed_packages():
-    files = matched(source("text", files=["{stdlib}/**/*.py"], exclude=["{stdlib}/test/**"]))
+    files = match_files(source("text", files=["{stdlib}/**/*.py"], exclude=["{stdlib}/test/**"]))
     keys = {file.key for file in files}
     assert {"os.py", "json/decoder.py"} <= keys and not any(
         key.startswith(("site-packages", "test/")) for key in keys
@@ -404,4 +406,4 @@ def test_an_exclude_that_begins_with_two_stars_matches_in_any_folder(tmp_path):
     cfg = TypeAdapter(AnySource).validate_python(
         {"kind": "text", "files": [f"{tmp_path}/**/*.txt"], "exclude": ["**/test/**"]}
     )
-    assert [file.key for file in matched(cfg)] == ["a.txt", "deep/contest/d.txt"]
+    assert [file.key for file in match_files(cfg)] == ["a.txt", "deep/contest/d.txt"]

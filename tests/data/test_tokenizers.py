@@ -6,10 +6,10 @@ import sentencepiece
 import tokenizers
 
 from maxstack.data import fits
-from maxstack.data.growth import growth
+from maxstack.data.growth import max_growth
 from maxstack.data.sources import open_source
-from maxstack.data.tokenizers import open_tokenizer, sized_tokens_of
-from maxstack.data.vocabulary import train
+from maxstack.data.tokenizers import open_tokenizer, tokenize_with_sizes
+from maxstack.data.vocabulary import train_vocabulary
 from maxstack.errors import DataError, call_rust
 from maxstack.schema.data import (
     BytesTokenizer,
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
             "if the world is x then return the whole world, twice\n" * 20
             + "for i in range(10):\n  print(i)\n" * 20
         )
-        train(
+        train_vocabulary(
             DataConfig(sources=[TextSource(kind="text", files=["corpus.txt"])]),
             "sp.model",
             vocab=320,
@@ -124,7 +124,7 @@ def test_the_ids_of_a_lossy_tokenizer_stand_for_the_documents_own_bytes_up_to_wh
     with open("document.txt", "w", newline="") as file:
         file.write(document)
     tokenizer = lossy(kind)
-    ids, sizes = sized_tokens_of(
+    ids, sizes = tokenize_with_sizes(
         open_source(TextSource(kind="text", files=["document.txt"])), 0, tokenizer
     )
     plain = tokenizer.token_bytes[ids].sum()
@@ -291,10 +291,10 @@ def test_steps_as_published_tokenizers_have_them_are_taken():
     llama = [normal.Prepend("\u2581"), normal.Replace(" ", "\u2581")]
     xlnet = [normal.NFKD(), normal.StripAccents(), normal.Lowercase(), table]
     xlnet.append(normal.Replace(tokenizers.Regex(" {2,}"), " "))
-    assert growth(steps("normalizer", *llama), "a.json") == 4 * 3
+    assert max_growth(steps("normalizer", *llama), "a.json") == 4 * 3
     model = steps("normalizer", *xlnet)
     model.pre_tokenizer = before.Sequence([before.WhitespaceSplit(), before.Metaspace()])
-    assert growth(model, "a.json") == 11 * 1.5 * 33 * 2 * 4
+    assert max_growth(model, "a.json") == 11 * 1.5 * 33 * 2 * 4
 
 
 def test_a_text_that_grows_is_encoded_in_smaller_parts(tmp_path, monkeypatch):

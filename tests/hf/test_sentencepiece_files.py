@@ -25,7 +25,7 @@ def learn(tmp_path_factory):
     def learnt(kind):
         path = folder / f"{kind}.model"
         data = DataConfig.model_validate({"sources": [source]})
-        vocabulary.train(data, str(path), vocab=600, model=kind)
+        vocabulary.train_vocabulary(data, str(path), vocab=600, model=kind)
         return path
 
     return learnt

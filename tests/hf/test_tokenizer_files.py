@@ -48,7 +48,7 @@ def written(folder, kind):
         source = {"kind": "text", "files": [f"{LIBRARY}/json/*.py"]}
         data = DataConfig.model_validate({"sources": [source]})
         of_kind = "unigram" if kind == "unigram" else "bpe"
-        vocabulary.train(data, str(path), vocab=400, model=of_kind)
+        vocabulary.train_vocabulary(data, str(path), vocab=400, model=of_kind)
     return KINDS[kind] | ({} if kind == "bytes" else {"path": str(path)})
 
 

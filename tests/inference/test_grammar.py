@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from maxstack.data.tokenizers import open_tokenizer
-from maxstack.data.vocabulary import train
+from maxstack.data.vocabulary import train_vocabulary
 from maxstack.errors import ConfigError, installing
 from maxstack.inference.grammar import Answer, Compiler, Vocabulary
 from maxstack.inference.grammar_sandbox import GrammarSandbox
@@ -45,7 +45,7 @@ def compilers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grammar")
     (folder / "corpus.txt").write_text(CORPUS)
     sources = [TextSource(kind="text", files=[str(folder / "corpus.txt")])]
-    train(DataConfig(sources=sources), str(folder / "sp.model"), vocab=320)
+    train_vocabulary(DataConfig(sources=sources), str(folder / "sp.model"), vocab=320)
 
     byte_level = tokenizers.Tokenizer(tokenizers.models.BPE())
     byte_level.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

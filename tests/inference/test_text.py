@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders
 from tokenizers.models import BPE, WordPiece
 
 from maxstack.data.tokenizers import open_tokenizer
-from maxstack.data.vocabulary import train
+from maxstack.data.vocabulary import train_vocabulary
 from maxstack.inference.request import Sampling, Token
 from maxstack.inference.server.choices import Choice
 from maxstack.inference.text import TextStream
@@ -86,7 +86,7 @@ def opened(tmp_path_factory):
             source = TextSource(kind="text", files=[str(folder / "corpus.txt")])
             path = str(folder / f"{name}.model")
             if name == "sentencepiece":
-                train(DataConfig(sources=[source]), path, vocab=300)
+                train_vocabulary(DataConfig(sources=[source]), path, vocab=300)
             else:
                 sentencepiece.SentencePieceTrainer.train(
                     input=source.files[0],

@@ -11,7 +11,7 @@ import zstandard
 from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.data.filters.passes import REMOVED
-from maxstack.data.shards import manifest_of
+from maxstack.data.shards import read_manifest
 from maxstack.errors import ConfigError, DataError
 
 
@@ -22,7 +22,7 @@ def read_removed(
     if there are none of the filter or source that is asked for."""
     folder = storage.join(out, REMOVED)
     names = storage.stamps_below(folder)
-    if not names and "steps" in (manifest_of(out) or {}):
+    if not names and "steps" in (read_manifest(out) or {}):
         print(f"{out}: data.steps removed nothing", file=sys.stderr)
         return
     if not names:

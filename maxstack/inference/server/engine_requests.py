@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maxstack import strict_json
-from maxstack.data.chat import template_messages
+from maxstack.data.chat import to_template_messages
 from maxstack.errors import DataError
 from maxstack.inference.request import Sampling
 from maxstack.inference.server.choices import Choice
@@ -96,7 +96,7 @@ def encode_messages(
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     try:
         text = state.template.render(
-            template_messages(messages), described or None, body.add_generation_prompt, **extra
+            to_template_messages(messages), described or None, body.add_generation_prompt, **extra
         )
     except TypeError as error:
         raise Refusal(400, f"chat_template_kwargs: {error}") from None
