@@ -155,7 +155,7 @@ def here(prepared, tmp_path, monkeypatch):
     documents.write_files(ROOT / "README.md", folder)
     monkeypatch.chdir(folder)
     (folder / COMMIT).symlink_to("Qwen3-0.6B")
-    monkeypatch.setattr(hub, "snapshot", lambda name, weights: folder / COMMIT)
+    monkeypatch.setattr(hub, "download_snapshot", lambda name, weights: folder / COMMIT)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home" / "state"))
     for name in ("JAX_PLATFORMS", "XLA_FLAGS"):

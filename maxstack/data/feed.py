@@ -86,7 +86,7 @@ class Feed(BatchFeed):
     `stages` are the shapes of batches by step: all rows of `lanes` are held, and a batch has those
     that its stage takes, [rows, its length, ...]. `figures` makes `metrics` of counts.
     A batch without anything in it, since every source gave its epochs, is a DataError unless the
-    data `may_end`. `dealt`: as of Mixture.
+    data `may_end`. `plan`: that of train.epochs.
 
     `waited` is the seconds that next() has spent waiting in all. Order and state do not depend on
     `workers`, `prefetch` or which lanes are held.
@@ -259,8 +259,8 @@ class Feed(BatchFeed):
             step, by = int(self._state[0, -1]) + 1, mixture.cfg.mixture.by
             shares = [f", {share:.2%} of step {step}'s {by}" for share in mixture.shares(step)]
         lines = [
-            f"{source.name}: {len(source)} documents{share}{_describe_marks(source)}{_describe_classes(source)}"
-            f"{_describe_unread_keys(source)}"
+            f"{source.name}: {len(source)} documents{share}{_describe_marks(source)}"
+            f"{_describe_classes(source)}{_describe_unread_keys(source)}"
             for source, share in zip(mixture.sources, itertools.cycle(shares), strict=False)
         ]
         if mixture.cfg.across_documents:

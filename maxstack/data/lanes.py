@@ -57,7 +57,7 @@ class RowWriter:
 
 class Lane:
     """One row of the global batch: draws documents and packs them. Other row makers derive from
-    it and stand in MAKERS."""
+    it and are listed in LANE_CLASSES."""
 
     packs = True
     """A row has as many documents as there is room for."""
