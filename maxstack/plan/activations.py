@@ -1,5 +1,5 @@
-"""Activations: values that a compiled step keeps from its forward pass for the backward pass, as
-against those that live for a moment."""
+"""Measures activations: the values that a compiled step keeps from its forward pass for the
+backward pass."""
 
 import functools
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from maxstack.plan import loops
 from maxstack.plan.hlo import Computation, Instruction, Program
 
 BATCH = "batch["
-"""Beginning of the names of a step's arguments that hold its rows."""
+"""Prefix of the names of a step's arguments that hold the batch."""
 PASSES_ON = {
     "tuple",
     "get-tuple-element",
@@ -23,9 +23,9 @@ ORIGINS = {"parameter", "constant", "iota"}
 
 
 def activations(program: Program) -> int:
-    """Bytes on one device, with the padding of layouts, of the values that depend on the batch, are
-    made by the forward pass (jax names it `jvp`) and read by the backward pass (`transpose(jvp)`):
-    all of them are there when the one turns into the other."""
+    """Sum the bytes on one device, with layout padding, of the values that depend on the batch, are
+    produced in the forward pass (jax names it `jvp`) and used in the backward pass
+    (`transpose(jvp)`). All of them exist at the end of the forward pass."""
     return sum(
         shape.padded
         for computation, _ in program.running()
@@ -41,7 +41,7 @@ def _backward(instruction: Instruction) -> bool:
 
 
 def _made_forward(computation: Computation) -> Iterator[Instruction]:
-    """Values that the forward pass makes, not those that it only passes on."""
+    """Yield the values that the forward pass computes, not those that it only passes on."""
     for made in computation.instructions.values():
         source = made
         if made.opcode == "get-tuple-element":
@@ -67,7 +67,7 @@ def _read_backward(made: Instruction) -> bool:
 
 
 def _of_batch(program: Program, value: Instruction) -> bool:
-    """True of a value that depends on the rows of the batch."""
+    """Return True for a value that depends on the batch."""
 
     @functools.cache
     def depends(made: Instruction) -> bool:

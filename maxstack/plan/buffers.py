@@ -1,5 +1,9 @@
-"""Device memory of a compiled program: totals, and the biggest buffers by name, as the compiler
-assigned them."""
+"""Device memory of a compiled program: totals, and the largest buffers by name.
+
+The names come from the compiler's buffer assignment, which says which values share a block of
+memory and where in it they lie. It is read from XLA's dump or, in a profile, from the executable.
+Without it, the list is made from the program's text, which does not say which values live at the
+same time."""
 
 import bisect
 import dataclasses
@@ -11,9 +15,7 @@ from typing import Any, NamedTuple
 from maxstack.plan.hlo import PLAIN, Instruction, Program
 
 DUMP = "xla_dump_to"
-"""Compiler option that names a folder for what XLA writes about a compilation; `largest` reads the
-assignment of buffers there."""
-
+"""Compiler option that names the folder of XLA's dump."""
 PASSES_ON = set(
     """
     tuple get-tuple-element bitcast parameter constant while conditional call opt-barrier copy
@@ -27,7 +29,7 @@ KINDS = {
     "thread-local": "register",
     "": "temporary",
 }
-"""Words of XLA's line about an allocation -> its kind; the first that are there decide."""
+"""Words in XLA's line about an allocation -> its kind; the first match decides."""
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+)(.*)")
 _VALUE = re.compile(
     r" value: <\d+ ([\w.-]+?)(?:\{[\d, ]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\)"
@@ -40,37 +42,35 @@ class Memory(NamedTuple):
 
     arguments: int
     code: int
-    """The program itself, in a TPU's memory; 0 on a CPU and for CUDA, whose compilers do not
-    say."""
+    """The program itself, in a TPU's memory; 0 on CPU and CUDA, whose compilers do not report
+    it."""
     needed: int
-    """Bytes that the device must have. TPU: peak and code, since temporaries are packed as loosely
-    as the chip allows, and the compiler holds the peak against its memory; where the host's
-    temporaries hide the peak, the loose sum. Elsewhere, and without a peak: the sum of the parts,
-    since temporaries are one block that is taken whole."""
+    """Bytes that the device must have. On a TPU: peak and code, which the compiler compares with
+    the chip's memory, since its temporaries are packed only as tightly as they need to be; if host
+    temporaries hide the peak, the sum of the parts. Elsewhere: the sum of the parts, since
+    temporaries are one block that is allocated whole."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """A stretch of device memory, and the largest value that lives there in the course of a
-    step."""
+    """A range of device memory, and the largest value that it holds during a step."""
 
     bytes: int
     name: str
     """An argument's path, such as state.params['embed']; XLA's name of other values."""
     op_name: str
     source: str
-    """file:line; empty where XLA kept none, as for arguments."""
+    """file:line; empty if XLA kept none, as for arguments."""
     kind: str
     """argument, output, constant or temporary."""
     exact: bool = True
-    """From the compiler's assignment of buffers; otherwise from the program's text, which lists
-    values side by side that never live together."""
+    """True if read from the buffer assignment, False if from the program's text."""
 
 
 @dataclasses.dataclass
 class Allocation:
-    """One block of memory, and the values that it holds in turn or side by side: (instruction,
-    offset, bytes)."""
+    """One block of memory, and the values that it holds at some time: (instruction, offset,
+    bytes)."""
 
     bytes: int
     kind: str
@@ -79,18 +79,19 @@ class Allocation:
 
 
 def memory(compiled: Any) -> Memory:
-    """The totals of a compiled step (`jax.stages.Compiled`). Raises ValueError where the backend
-    gives none."""
+    """Return the totals of a compiled step (`jax.stages.Compiled`). ValueError if the backend has
+    none."""
     stats = compiled.memory_analysis()
     if stats is None:
         raise ValueError("this backend gives no memory analysis")
-    code, temporaries = stats.generated_code_size_in_bytes, stats.temp_size_in_bytes
+    code = stats.generated_code_size_in_bytes
+    temporaries = stats.temp_size_in_bytes
     arguments = stats.argument_size_in_bytes
     runs = temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
     peak = getattr(stats, "peak_memory_in_bytes", None) if _platform(compiled) == "tpu" else None
     if peak:
-        # measured: all arguments, the host's too, and the temporaries of that memory which has more
-        # of them
+        # Measured: XLA's peak includes all arguments, the host's too, and the temporaries of the
+        # device or of the host, whichever has more.
         at_once = peak - arguments - stats.host_argument_size_in_bytes
         hidden = at_once <= 1.01 * stats.host_temp_size_in_bytes
         runs = temporaries if hidden else at_once
@@ -98,8 +99,7 @@ def memory(compiled: Any) -> Memory:
 
 
 def largest(program: Program, count: int, assigned: Sequence[Allocation] = ()) -> list[Buffer]:
-    """The `count` biggest buffers of a device's memory, the biggest first. Without the compiler's
-    assignment of memory the list is made from the program's text, and says so."""
+    """Return the `count` largest buffers of a device's memory, the largest first."""
     rows = [
         (size, allocation.kind, names)
         for allocation in assigned
@@ -108,18 +108,13 @@ def largest(program: Program, count: int, assigned: Sequence[Allocation] = ()) -
     ]
     exact = bool(rows)
     rows = sorted(rows or _by_size(program), key=lambda row: -row[0])[:count]
-    made = {
-        i.name: i
-        for computation in program.computations.values()
-        for i in computation.instructions.values()
-    }
+    made = {instruction.name: instruction for instruction in program.instructions()}
     return [_buffer(program, made, size, kind, names, exact) for size, kind, names in rows]
 
 
 def allocations(folder: Path) -> list[Allocation]:
-    """The compiler's assignment of values to memory, from the text that XLA writes beside the
-    optimized module where `compiler_options={DUMP: folder}`: of several modules, that with the most
-    in it. Empty where there is none."""
+    """Read the buffer assignment in XLA's dump (`compiler_options={DUMP: folder}`), of several
+    modules the largest. Empty if there is none."""
     texts = sorted(
         folder.glob("*after_optimizations-buffer-assignment.txt"),
         key=lambda path: path.stat().st_size,
@@ -143,8 +138,8 @@ def _platform(compiled: Any) -> str:
 
 
 def _stretches(allocation: Allocation, count: int) -> Iterator[tuple[int, list[str]]]:
-    """At most `count` parts of a block of memory that do not overlap, each with the values that
-    fill it exactly: the largest values first."""
+    """Yield at most `count` ranges of a block that do not overlap, each with the values that fill
+    it: the largest values first."""
     if allocation.kind != "temporary":
         if allocation.kind != "register":
             yield allocation.bytes, [name for name, _, _ in allocation.values]
@@ -166,7 +161,7 @@ def _stretches(allocation: Allocation, count: int) -> Iterator[tuple[int, list[s
 
 
 def _by_size(program: Program) -> Iterator[tuple[int, str, list[str]]]:
-    """(bytes, kind, [name]) of arguments and single results, with no regard to when they live."""
+    """Yield (bytes, kind, [name]) of arguments and results, regardless of when they live."""
     for computation, _ in program.running():
         for instruction in computation.instructions.values():
             argument = instruction.opcode == "parameter" and computation is program.entry
@@ -190,8 +185,8 @@ def _buffer(
     names: list[str],
     exact: bool,
 ) -> Buffer:
-    """Named after the value that says most: one that computes something and has a line of
-    source."""
+    """Make a buffer named after the most telling value: one that computes something and has a
+    source line."""
     values = [made[name] for name in names if name in made]
     if not values:
         return Buffer(size, "".join(names[:1]), "", "", kind, exact)
@@ -208,8 +203,8 @@ def _buffer(
 
 
 def _saved(program: Program, made: Instruction) -> Instruction | None:
-    """The instruction that made the slice written into a scan's stack of results; None for other
-    values."""
+    """Return the instruction that computed the slice written into a scan's stacked results; None
+    for other values."""
     called = made.inside
     root = called.result if called else made
     while root.opcode in ("bitcast", "convert", "copy", "tuple") and root.operands:

@@ -1,7 +1,5 @@
-"""Cost of training on a number of tokens: steps, days, chip-hours and money.
-
-Counted at a plan's bound on speed, and at an MFU. report.py prints it.
-"""
+"""Cost of training on a number of tokens, at a plan's speed bound and at a given MFU: steps, days,
+chip-hours and money."""
 
 import argparse
 import dataclasses
@@ -42,38 +40,35 @@ class Cost:
 
 
 def request(args: argparse.Namespace) -> CostRequest | None:
-    """The request in a command's arguments; None without --tokens. ConfigError for nonsense."""
+    """Parse the request in a command's arguments; None without --tokens."""
     if args.tokens is None:
         for option, value in (("--mfu", args.mfu), ("--price", args.price)):
             if value is not None:
                 raise ConfigError(
-                    f"{option} {value}: says what --tokens take or cost; "
-                    f"give both, as in --tokens 15T {option} {value}"
+                    f"{option} {value}: needs --tokens, as in --tokens 15T {option} {value}"
                 )
         return None
     number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", args.tokens)
     tokens = round(float(number[1]) * SUFFIXES[number[2]]) if number else 0
     if tokens < 1:
         raise ConfigError(
-            f"--tokens {args.tokens}: is no number of tokens; give 1 or more, "
-            "with K, M, B or T for thousands to trillions, such as 15T"
+            f"--tokens {args.tokens}: is not a number of tokens; give 1 or more, with K, M, B or T "
+            "for "
+            "thousands to trillions, such as 15T"
         )
     return CostRequest(
         tokens,
         _number("--mfu", args.mfu, 1.0, "a share of the peak between 0 and 1, such as 0.4"),
-        _number(
-            "--price", args.price, math.inf, "what an hour of one chip costs, above 0, such as 2.5"
-        ),
+        _number("--price", args.price, math.inf, "the price of a chip-hour, above 0, such as 2.5"),
     )
 
 
 def check_chip(asked: CostRequest | None, where: "Topology") -> None:
-    """ConfigError where there is something to count, and no figures of the chip to count with."""
+    """ConfigError if a cost is asked for on a device that chips.yml does not have."""
     if asked and where.chip is None:
         raise ConfigError(
-            f"--tokens {asked.tokens}: this device has no figures in chips.yml, "
-            "so no bound on speed to count with; "
-            "give --topology, such as --topology v5p:8x8x8"
+            f"--tokens {asked.tokens}: needs a speed bound, and this device has no figures in "
+            "chips.yml; give --topology, such as --topology v5p:8x8x8"
         )
 
 
@@ -87,9 +82,10 @@ def _number(option: str, text: str | None, most: float, meaning: str) -> float |
 
 
 def costs(plan: "Plan", asked: CostRequest) -> dict[str, Cost]:
-    """`bound` -> the least that the tokens cost; `mfu` -> their cost at that MFU, where the bound
-    allows it. Empty for a plan without a bound."""
-    rate, bound = plan.tokens_per_second, plan.mfu()
+    """Return `bound`, the least that the tokens cost, and `mfu`, their cost at that MFU if the
+    bound allows it. Empty for a plan without a bound."""
+    rate = plan.tokens_per_second
+    bound = plan.mfu()
     if not rate:
         return {}
     rows = {"bound": _cost(plan, asked, rate)}
@@ -99,7 +95,7 @@ def costs(plan: "Plan", asked: CostRequest) -> dict[str, Cost]:
 
 
 def _cost(plan: "Plan", asked: CostRequest, rate: float) -> Cost:
-    """Cost of whole steps, at `rate` tokens/s of all devices."""
+    """Compute the cost of whole steps at `rate` tokens/s of all devices."""
     chip = by_kind(plan.chip)
     chips = plan.devices / (chip.devices if chip else 1)
     steps = math.ceil(asked.tokens / plan.tokens)
@@ -109,15 +105,15 @@ def _cost(plan: "Plan", asked: CostRequest, rate: float) -> Cost:
 
 
 def lines(plan: "Plan", asked: CostRequest) -> Iterator[str]:
-    """Lines of the screen."""
+    """Yield the lines of the screen."""
     rows = costs(plan, asked)
     if not rows:
-        yield f"{asked.tokens:,} tokens: a step that does not fit has no bound on speed, so no days"
+        yield f"{asked.tokens:,} tokens: the step does not fit, so there is no speed bound to use"
         return
     yield f"{asked.tokens:,} tokens are {rows['bound'].steps:,} steps"
-    yield f"at the bound, which nothing real reaches: at least {_words(rows['bound'])}"
+    yield f"at the speed bound, which real runs do not reach: at least {_words(rows['bound'])}"
     if asked.mfu:
-        beyond = f"not on these chips, the bound is {plan.mfu():.1%}"
+        beyond = f"impossible, the bound is {plan.mfu():.1%}"
         words = _words(rows["mfu"]) if "mfu" in rows else beyond
         yield f"at an MFU of {asked.mfu:.1%} causal: {words}"
 
@@ -132,7 +128,7 @@ def _amount(value: float) -> str:
 
 
 def json(plan: "Plan", asked: CostRequest | None) -> dict[str, Any]:
-    """`cost` of the plan's JSON; empty without --tokens."""
+    """Return the key `cost` of the plan's JSON; empty without --tokens."""
     if asked is None:
         return {}
     rows = {name: dataclasses.asdict(cost) for name, cost in costs(plan, asked).items()}

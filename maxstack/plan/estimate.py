@@ -1,5 +1,10 @@
-"""Memory and time of a step by arithmetic on shapes, without a compiler: coarse, but thousands a
-second, to choose what is worth compiling."""
+"""Estimates a step's memory and time from shapes alone, without a compiler: coarse, but thousands a
+second, to choose which configurations are worth compiling.
+
+Memory: the state's shards, gradients, what remat keeps of each layer, two gathered layers, and the
+larger of the head's logits and one recomputed layer. Time: the longer of a device's work (matrix
+products at their peaks, and a fixed number of passes over the residual stream, both stretched by
+the pipeline's bubble) and the traffic on each kind of link, which are taken to overlap."""
 
 import collections
 import dataclasses
@@ -22,8 +27,8 @@ if TYPE_CHECKING:
     from maxstack.weights.rewrite import Rewrite
 
 ELEMENTWISE = 30
-"""Times that the residual stream is read or written in a layer, forward and backward: norms,
-residual sums, rotations, activations."""
+"""Reads and writes of the residual stream in a layer, forward and backward: norms, residual sums,
+rotations, activations."""
 SLACK = 1.5
 """Estimates of memory up to this many times what a device has go to the compiler, which knows
 better."""
@@ -31,19 +36,20 @@ better."""
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Sizes that do not depend on the mesh: (logical axes, elements, bytes, True if it is trained)
-    of each weight, (logical axes, bytes) of the optimizer's state beside it, and by type
-    the FLOPs of a token that a recipe has in low precision."""
+    """Sizes that do not depend on the mesh."""
 
     weights: tuple[tuple[tuple[str | None, ...], int, int, bool], ...]
+    """(logical axes, elements, bytes, True if trained) of each weight."""
     state: tuple[tuple[tuple[str | None, ...], int], ...]
+    """(logical axes, bytes) of each array of the optimizer's state."""
     low: Mapping[str, float]
+    """Type -> FLOPs of a token that a recipe computes in low precision."""
     teacher: tuple[tuple[tuple[str | None, ...], int], ...] = ()
     """(logical axes, bytes) of each weight of the teacher."""
 
     @classmethod
     def of(cls, cfg: "Config") -> "Shapes":
-        """From the model and optimizer, as shapes alone."""
+        """Trace the shapes of a configuration's weights and optimizer state."""
         import jax
 
         from maxstack import optim, state, step
@@ -77,8 +83,7 @@ class Estimate:
 def estimate(
     shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], chip: Chip, links: Mapping[str, Link]
 ) -> Estimate:
-    """Both figures of `cfg` on a mesh of `sizes`. The time is the longer of the devices' work and
-    the networks', which are taken to overlap."""
+    """Estimate memory and time of `cfg` on a mesh of `sizes`."""
     tokens = cfg.train.batch_size * cfg.data.seq_len
     here = tokens / math.prod(
         sizes[axis] for axis in ("slices", "stage", "data", "fsdp", "expert", "context")
@@ -105,8 +110,8 @@ def _of_teacher(cfg: "Config") -> tuple[tuple[tuple[str | None, ...], int], ...]
 
 
 def low_flops(cfg: "Config", rewrite: "Rewrite", trains: bool = True) -> Mapping[str, float]:
-    """FLOPs of a token by type, of the products that run in low precision: 2 per weight forward,
-    and in training for each gradient that a rule quantizes, but for those of experts."""
+    """Count the FLOPs of a token in low precision, by type: 2 per weight forward and, in training,
+    for each gradient that a rule quantizes. Gradients of experts are computed unquantized."""
     from flax import nnx
 
     from maxstack import state
@@ -117,7 +122,8 @@ def low_flops(cfg: "Config", rewrite: "Rewrite", trains: bool = True) -> Mapping
     for path, use in rewrite.matches.items():
         if not use.quant.low or use.spec.use not in ("matmul", "experts"):
             continue
-        quant, share = use.quant, 1.0
+        quant = use.quant
+        share = 1.0
         operands = [quant.weight, quant.grad, None if cfg.lora else quant.weight_grad]
         if use.spec.use == "experts":
             mixture = mixture_at(cfg.model, tuple(path.split("/")))
@@ -128,7 +134,7 @@ def low_flops(cfg: "Config", rewrite: "Rewrite", trains: bool = True) -> Mapping
 
 
 def mesh_axes(axes: Sequence[str | None], rules: Mapping[str, Any]) -> list[str]:
-    """Mesh axes over which the rules split an array of these logical axes."""
+    """Return the mesh axes over which the rules shard an array of these logical axes."""
     return [axis for entry in spec(axes, rules) for axis in names(entry)]
 
 
@@ -141,34 +147,41 @@ def _memory(
 ) -> float:
     from maxstack.kernels.cross_entropy.by_rows import rows_of
 
-    mesh, model, tensor, stages = cfg.mesh, cfg.model, sizes["tensor"], sizes["stage"]
-    weights = [
-        (size / _parts(axes, mesh.rules, sizes), updated)
-        for axes, _, size, updated in shapes.weights
-    ]
+    mesh = cfg.mesh
+    model = cfg.model
     optimizer_rules = mesh.rules | mesh.optimizer_rules
     state = {
-        "params": sum(size for size, _ in weights),
+        "params": sum(
+            size / _parts(axes, mesh.rules, sizes) for axes, _, size, _ in shapes.weights
+        ),
         "optimizer": sum(
             size / _parts(axes, optimizer_rules, sizes) for axes, size in shapes.state
         ),
+        "teacher": sum(size / _parts(axes, mesh.rules, sizes) for axes, size in shapes.teacher),
     }
-    gradients = sum(size for size, updated in weights if updated)
+    gradients = sum(
+        size / _parts(axes, mesh.rules, sizes)
+        for axes, _, size, updated in shapes.weights
+        if updated
+    )
     if "params" not in mesh.offload:
         state["frozen"] = gradients * len({*objective_of(cfg).frozen} - {"teacher"})
-    state["teacher"] = sum(size / _parts(axes, mesh.rules, sizes) for axes, size in shapes.teacher)
     on_device = sum(size for part, size in state.items() if part not in mesh.offload)
-    at_once = here * stages / cfg.train.accumulate
+
     width = _width(cfg)
+    stages = sizes["stage"]
+    tokens = here * stages / cfg.train.accumulate
+    """Tokens of a microbatch in all stages."""
     blocks = [model.blocks[name] for name in model.order]
-    saved = sum(_saved(block, model.embed, model.remat) for block in blocks)
-    layers = saved / tensor / stages * at_once * width
-    vocab = -(-model.ids // tensor)
-    rows = min(at_once / stages, rows_of(vocab, {"cuda": "gpu"}.get(platform, platform)))
+    kept = sum(_saved(block, model.embed, model.remat) for block in blocks)
+    layers = kept / sizes["tensor"] / stages * tokens * width
     widest = max(_saved(block, model.embed, RematConfig()) for block in blocks)
-    recomputed = widest / tensor * at_once / (mesh.microbatches or stages) * width
-    gathered = _gathered(shapes, cfg, sizes)
-    return on_device + gradients + layers + max(rows * vocab * (width + 8), recomputed) + gathered
+    recomputed = widest / sizes["tensor"] * tokens / (mesh.microbatches or stages) * width
+    vocab = -(-model.ids // sizes["tensor"])
+    rows = min(tokens / stages, rows_of(vocab, "gpu" if platform == "cuda" else platform))
+    logits = rows * vocab * (width + 8)
+    # The head's logits and a recomputed layer are never there at the same time.
+    return on_device + gradients + layers + max(logits, recomputed) + _gathered(shapes, cfg, sizes)
 
 
 def _width(cfg: "Config") -> int:
@@ -177,8 +190,7 @@ def _width(cfg: "Config") -> int:
 
 
 def _gathered(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int]) -> float:
-    """The weights of two layers of the mean size, gathered over everything but tensor and
-    expert."""
+    """Bytes of two layers of the mean size, gathered over all axes but tensor and expert."""
     stacked = sum(
         number / (sizes["expert"] if "expert" in axes else 1)
         for axes, number, *_ in shapes.weights
@@ -188,9 +200,10 @@ def _gathered(shapes: Shapes, cfg: "Config", sizes: Mapping[str, int]) -> float:
 
 
 def _saved(block: BlockConfig, embed: int, remat: RematConfig) -> float:
-    """Numbers a token that one layer keeps on the devices for the backward pass."""
-    policy, saved = REMAT[remat.policy], block.saved(embed)
-    sizes = {name: math.prod(dim.size for dim in dims) for name, dims in saved.items()}
+    """Numbers per token that one layer keeps on the devices for the backward pass."""
+    policy = REMAT[remat.policy]
+    saved = block.saved(embed)
+    sizes = {name: _elements(dims) for name, dims in saved.items()}
     outputs = sizes.get("context", 0) + sum(
         weight.outputs
         for part in (block.mixer, block.mlp)
@@ -203,11 +216,12 @@ def _saved(block: BlockConfig, embed: int, remat: RematConfig) -> float:
 def _work(
     shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], chip: Chip, tokens: int, here: float
 ) -> float:
-    """Matrix products and elementwise traffic of one device, stretched by the pipeline's idle
-    turns."""
-    passes, length = objective_of(cfg).forward_passes, cfg.data.seq_len
+    """Seconds of one device's matrix products and elementwise traffic, with the pipeline's
+    bubble."""
+    passes = objective_of(cfg).forward_passes
+    length = cfg.data.seq_len
     counts = components(cfg.model, length, int(cfg.lora is not None), passes)
-    flops = sum(count.causal for count in counts.values())  # an adapter's own are few
+    flops = sum(count.causal for count in counts.values())  # an adapter's own FLOPs are negligible
     if cfg.teacher:
         flops += forward_pass(cfg.teacher, length).causal
     again = 1 + REMAT[cfg.model.remat.policy].recomputed / 3
@@ -215,7 +229,8 @@ def _work(
         low / chip.flops(dtype) for dtype, low in shapes.low.items()
     )
     products = each * again * tokens / math.prod(sizes.values())
-    stages, stream = sizes["stage"], here * cfg.model.embed * 2 / sizes["tensor"] * cfg.model.layers
+    stages = sizes["stage"]
+    stream = here * cfg.model.embed * 2 / sizes["tensor"] * cfg.model.layers
     turns = (cfg.mesh.microbatches or stages) * cfg.mesh.rounds
     elementwise = ELEMENTWISE * again * stream / chip.memory_bandwidth_per_device
     return (products + elementwise) * (1 + (stages - 1) / turns)
@@ -225,39 +240,71 @@ def _networks(
     shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], links: Mapping[str, Link], here: float
 ) -> list[float]:
     """Seconds on each kind of link."""
-    width, model, mesh, stages = _width(cfg), cfg.model, cfg.mesh, sizes["stage"]
-    again = 2 + REMAT[model.remat.policy].recomputed
-    sent: dict[str, float] = dict.fromkeys(sizes, 0.0)
-    for axes, number, _, updated in shapes.weights:
-        gradient, stacked = 4 * updated, "layers" in axes
-        over = mesh_axes(axes, mesh.rules)
-        within = ("tensor", "expert", "stage") if stacked else ("tensor", "expert")
-        own = number / math.prod(sizes[axis] for axis in over if axis in within)
-        times = mesh.microbatches or stages if stacked and stages > 1 else 1
-        gathered = own * (2 * width + gradient) * cfg.train.accumulate * times
-        for axis in {"fsdp", "context"}.intersection(over):
-            sent[axis] += gathered * _ring(sizes[axis])
-        for axis in ("data", "slices"):
-            parts = _parts(axes, mesh.rules, sizes)
-            sent[axis] += 2 * gradient * number / parts * _ring(sizes[axis])
-    stream = here * model.embed * width
-    sent["tensor"] += 4 * (again + 1) * model.layers * stream * _ring(sizes["tensor"])
-    keys = sum(
-        math.prod(dim.size for dim in dims)
-        for name in model.order
-        for tensor, dims in model.blocks[name].mixer.saved().items()
-        if tensor in ("key", "value")
-    )
-    context = sizes["context"] - 1
-    sent["context"] += (again + 1) * keys * here * width * context / sizes["tensor"]
-    chosen = sum(moe.top_k for name in model.order if (moe := model.blocks[name].experts))
-    sent["expert"] += chosen * stream * 2 * (again + 1) * _ring(sizes["expert"])
-    sent["stage"] += 2 * mesh.rounds * stages * stream
+    sent = dict.fromkeys(sizes, 0.0)
+    for traffic in (_sent_for_weights(shapes, cfg, sizes), _sent_for_activations(cfg, sizes, here)):
+        for axis, size in traffic.items():
+            sent[axis] += size
     seconds: dict[str, float] = collections.defaultdict(float)
     for axis, size in sent.items():
         if axis in links and (bandwidth := links[axis].bandwidth):
             seconds[links[axis].kind] += size / bandwidth
     return [*seconds.values(), 0.0]
+
+
+def _sent_for_weights(
+    shapes: Shapes, cfg: "Config", sizes: Mapping[str, int]
+) -> Mapping[str, float]:
+    """Bytes that a device sends over each axis to gather sharded weights, forward and backward, to
+    scatter their gradients, and to sum those of replicas."""
+    mesh = cfg.mesh
+    stages = sizes["stage"]
+    sent: dict[str, float] = collections.defaultdict(float)
+    for axes, number, _, updated in shapes.weights:
+        stacked = "layers" in axes
+        gradient = 4 if updated else 0
+        over = mesh_axes(axes, mesh.rules)
+        within = ("tensor", "expert", "stage") if stacked else ("tensor", "expert")
+        own = number / math.prod(sizes[axis] for axis in over if axis in within)
+        # A stage gathers its layers anew for every microbatch that passes.
+        times = mesh.microbatches or stages if stacked and stages > 1 else 1
+        gathered = own * (2 * _width(cfg) + gradient) * cfg.train.accumulate * times
+        for axis in {"fsdp", "context"}.intersection(over):
+            sent[axis] += gathered * _ring(sizes[axis])
+        summed = 2 * gradient * number / _parts(axes, mesh.rules, sizes)
+        for axis in ("data", "slices"):
+            sent[axis] += summed * _ring(sizes[axis])
+    return sent
+
+
+def _sent_for_activations(
+    cfg: "Config", sizes: Mapping[str, int], here: float
+) -> Mapping[str, float]:
+    """Bytes that a device sends over each axis for its tokens: tensor gathers and scatters the
+    stream twice a layer, context passes keys and values round the ring, expert sends tokens to
+    their experts and back, stage hands the stream on."""
+    model = cfg.model
+    blocks = [model.blocks[name] for name in model.order]
+    width = _width(cfg)
+    stream = here * model.embed * width
+    passes = 3 + REMAT[model.remat.policy].recomputed
+    """Forward, again under remat, and twice as much backward."""
+    keys = sum(
+        _elements(dims)
+        for block in blocks
+        for tensor, dims in block.mixer.saved().items()
+        if tensor in ("key", "value")
+    )
+    chosen = sum(block.experts.top_k for block in blocks if block.experts)
+    return {
+        "tensor": 4 * passes * model.layers * stream * _ring(sizes["tensor"]),
+        "context": passes * keys * here * width * (sizes["context"] - 1) / sizes["tensor"],
+        "expert": chosen * stream * 2 * passes * _ring(sizes["expert"]),
+        "stage": 2 * cfg.mesh.rounds * sizes["stage"] * stream,
+    }
+
+
+def _elements(dims: Sequence[Dim]) -> int:
+    return math.prod(dim.size for dim in dims)
 
 
 def _ring(size: int) -> float:

@@ -1,5 +1,5 @@
-"""Compiled steps in files, so that a start skips compilation: `maxstack plan --save-executable`
-writes one, run.executable names it."""
+"""Saves and loads compiled steps, so that training starts without compiling: `maxstack plan
+--save-executable` writes the file that run.executable names."""
 
 import hashlib
 import json
@@ -19,8 +19,8 @@ SECTIONS = ("model", "mesh", "quantization", "lora", "objective", "optimizer", "
 
 
 def save(run: Run, compiled: Any, path: str) -> int:
-    """Write the step with what it was compiled for -> bytes written. ConfigError where the file
-    cannot be written."""
+    """Write the step with what it was compiled for; return the bytes written. ConfigError if the
+    file cannot be written."""
     payload, _, out_tree = serialize_executable.serialize(compiled)
     _, scalars = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
     header = json.dumps({"made_for": _made_for(run), "scalars": [*scalars]}).encode() + b"\n"
@@ -36,12 +36,12 @@ def save(run: Run, compiled: Any, path: str) -> int:
 
 
 def load(run: Run, path: str) -> Any:
-    """The step in `path`, to be called as run.step is. It is a program: load only what you made.
-    ConfigError where it is of another run, version or hardware, with what differs."""
+    """Load a step that is called like run.step. It is code: load only files that you made.
+    ConfigError, with what differs, if it was compiled for another run, version or hardware."""
 
     def refusal(why: str) -> ConfigError:
         return ConfigError(
-            f"run.executable: {why}; make it again with "
+            f"run.executable: {why}; write it again with "
             f"`maxstack plan CONFIG --topology ... --save-executable {path}`, "
             "or set run.executable: null"
         )
@@ -52,9 +52,9 @@ def load(run: Run, path: str) -> Any:
     except OSError as error:
         raise refusal(f"cannot read {path}: {error.strerror}") from error
     except ValueError:
-        raise refusal(f"{path} is no compiled step") from None
+        raise refusal(f"{path} is not a compiled step") from None
     if magic + b"\n" != MAGIC:
-        raise refusal(f"{path} is no compiled step of this version of maxstack")
+        raise refusal(f"{path} is not a compiled step of this version of maxstack")
     made_for = made["made_for"]
     differing = [
         f"{name} {made_for.get(name)!r}, not {value!r}"
@@ -71,9 +71,10 @@ def load(run: Run, path: str) -> Any:
 
 
 def _made_for(run: Run) -> dict[str, Any]:
-    """Facts that decide the program and where it can run; the program of a run that draws random
-    numbers holds its seed."""
-    cfg, device = run.cfg, run.mesh.devices.flat[0]
+    """Return what decides the program and where it can run. A program that draws random numbers
+    contains the seed."""
+    cfg = run.cfg
+    device = run.mesh.devices.flat[0]
     shape = {name: list(leaf.shape) for name, leaf in run.batches.abstract().items()}
     program = "".join(dump(section) if (section := getattr(cfg, name)) else "" for name in SECTIONS)
     random = cfg.objective.draws or (cfg.lora and cfg.lora.dropout)

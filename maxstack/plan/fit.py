@@ -1,5 +1,5 @@
-"""The least memory of a run, by sums over shapes that take no compiler: for train before it
-compiles, and for plan."""
+"""The minimum memory of a run, summed over shapes without a compiler: train checks it before it
+compiles, and plan shows it."""
 
 import math
 from collections.abc import Mapping
@@ -18,28 +18,28 @@ GIB = 2**30
 
 
 def check_memory(run: Run, beside: Mapping[str, int] | None = None) -> None:
-    """ConfigError, with the numbers, where a device has less than the least that a step holds;
+    """ConfigError, with the numbers, if a device has less memory than a step needs at least.
     `beside`: further parts, and their bytes on a device."""
-    parts, device = {**least(run), **(beside or {})}, run.mesh.local_devices[0]
-    limit, needed = usable(device, run.mesh.size), sum(parts.values())
+    parts = {**least(run), **(beside or {})}
+    device = run.mesh.local_devices[0]
+    limit = usable(device, run.mesh.size)
+    needed = sum(parts.values())
     if limit is not None and needed > limit:
         held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
+        advice = "train.batch_size; `maxstack plan --search` finds a mesh that fits"
+        if run.cfg.rollout:
+            advice = "serve.max_requests; `maxstack plan` shows what each part takes"
         raise ConfigError(
-            f"mesh: a step needs at least {needed / GIB:.2f} GiB on each of "
-            f"{run.mesh.size} devices ({held}), but {device.device_kind} has "
-            f"{limit / GIB:.2f}; shard over more devices (mesh.fsdp, mesh.tensor), use "
-            "model.remat or mesh.offload, or a smaller "
-            + (
-                "serve.max_requests; `maxstack plan` says what each part takes"
-                if run.cfg.rollout
-                else "train.batch_size; `maxstack plan --search` looks for a mesh that fits"
-            )
+            f"mesh: a step needs at least {needed / GIB:.2f} GiB on each of {run.mesh.size} "
+            "devices "
+            f"({held}), but {device.device_kind} has {limit / GIB:.2f}; shard over more devices "
+            "(mesh.fsdp, mesh.tensor), use model.remat or mesh.offload, or reduce " + advice
         )
 
 
 def least(run: Run) -> dict[str, int]:
-    """Bytes that one device holds at once in any step: state, gradients, and the inputs of all
-    layers, which the backward pass begins from."""
+    """Return the bytes that one device holds at the same time in any step: state, gradients, and
+    the inputs of all layers, from which the backward pass starts."""
     cfg = run.cfg
     rows = jax.ShapeDtypeStruct(
         (cfg.train.batch_size // cfg.train.accumulate, cfg.data.seq_len),
@@ -47,11 +47,9 @@ def least(run: Run) -> dict[str, int]:
         sharding=run.batches.sharding("tokens"),
     )
     stream = shard_bytes(rows) // 4 * cfg.model.embed * jax.numpy.dtype(cfg.model.dtype).itemsize
-    inputs = (
-        0
-        if cfg.model.remat.offloads("input")
-        else stream * cfg.model.layers // run.mesh.shape["tensor"]
-    )
+    inputs = stream * cfg.model.layers // run.mesh.shape["tensor"]
+    if cfg.model.remat.offloads("input"):
+        inputs = 0
     changed = jax.tree.leaves(select(run.changed, run.abstract.params))
     return {
         **state_bytes(run),
@@ -61,17 +59,21 @@ def least(run: Run) -> dict[str, int]:
 
 
 def state_bytes(run: Run) -> dict[str, int]:
-    """Bytes of the parts of the state on one device, and of other weights that a step takes."""
-    params, older = dict(run.abstract.params), run.abstract.behind
-    frozen = run.abstract_arguments[2] if run.objective.frozen else {}
-    value = {"value head": params.pop("value")} if "value" in params else {}
-    trees = {"parameters": params, **value, "optimizer": run.abstract.opt}
-    trees |= {"older weights": older} if older else {}
-    return {name: shard_bytes(tree) for name, tree in {**trees, **frozen}.items()}
+    """Return the bytes on one device of each part of the state, and of frozen weights."""
+    params = dict(run.abstract.params)
+    trees: dict[str, Any] = {"parameters": params}
+    if "value" in params:
+        trees["value head"] = params.pop("value")
+    trees["optimizer"] = run.abstract.opt
+    if run.abstract.behind:
+        trees["older weights"] = run.abstract.behind
+    if run.objective.frozen:
+        trees |= run.abstract_arguments[2]
+    return {name: shard_bytes(tree) for name, tree in trees.items()}
 
 
 def shard_bytes(tree: Any) -> int:
-    """Bytes of one device's shards of a tree of shapes, without those in the host's memory."""
+    """Return the bytes of one device's shards of a tree of shapes, without those in host memory."""
     return sum(
         _shard_size(leaf) for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST
     )
@@ -82,8 +84,8 @@ def _shard_size(leaf: Any) -> int:
 
 
 def usable(device: Any, devices: int) -> int | None:
-    """Bytes that programs may use on a device; of a CPU's devices, each its share of the machine's
-    memory. None where neither is known."""
+    """Return the bytes that programs may use on a device; for CPU devices, an equal share of the
+    machine's memory. None if neither is known."""
     chip = by_kind(device.device_kind)
     if chip:
         return chip.for_programs

@@ -1,4 +1,4 @@
-"""Shapes, instructions and computations of a compiled program."""
+"""Shapes, instructions and computations of a compiled program, as program.py parses them."""
 
 import dataclasses
 import functools
@@ -6,8 +6,10 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-PLAIN, HOST = 0, 5
-"""Memory spaces as XLA numbers them: a device's main memory, pinned host memory."""
+PLAIN = 0
+"""XLA's number of a device's main memory."""
+HOST = 5
+"""XLA's number of pinned host memory."""
 CALLS = {
     "fusion": ("calls",),
     "async-start": ("calls",),
@@ -16,10 +18,9 @@ CALLS = {
     "conditional": ("true_computation", "false_computation", "branch_computations"),
     "while": ("body", "condition"),
 }
-"""Instructions that run other computations, and the attributes that name those."""
+"""Opcodes that call computations, and the attributes that name these."""
 WRAPPERS = ("fusion", "async-start", "call-start")
-"""Instructions whose computation is their own inside. A TPU's call-start runs on its
-SparseCores."""
+"""Opcodes whose computation is a part of them. A TPU's call-start runs on its SparseCores."""
 _LEAF = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 
 
@@ -37,8 +38,8 @@ class Shape:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Instruction:
-    """One line of the program. `shape` and `attributes` are XLA's text; `literal` stands between
-    the parentheses of a constant or parameter."""
+    """One line of the program. `shape` and `attributes` are XLA's text; `literal` is the text
+    between the parentheses of a constant or parameter."""
 
     name: str
     opcode: str
@@ -50,12 +51,12 @@ class Instruction:
 
     @property
     def inputs(self) -> list["Instruction"]:
-        """Instructions that make its operands."""
+        """Instructions that produce its operands."""
         return [self.computation.instructions[name] for name in self.operands]
 
     @property
     def users(self) -> list[tuple["Instruction", int]]:
-        """Instructions that take it as an operand, each with the number of that operand."""
+        """Instructions that use it, each with the number of the operand."""
         return self.computation.users[self.name]
 
     @property
@@ -67,12 +68,12 @@ class Instruction:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """The arrays that it makes: one, or the leaves of a tuple."""
+        """The arrays that it produces: one, or the leaves of a tuple."""
         return shapes(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all arrays that it makes, without padding."""
+        """Bytes of all arrays that it produces, without padding."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
@@ -83,7 +84,7 @@ class Instruction:
         return re.sub(r"\\(.)", r"\1", quoted[1]) if quoted else ""
 
     def attribute(self, key: str) -> str | None:
-        """The text of an attribute that has no comma of its own outside brackets: `{0,1}`, `%name`,
+        """Return the text of an attribute without commas outside brackets: `{0,1}`, `%name`,
         `LT`."""
         value = re.search(
             rf"(?:^|[ ,{{]){key}=(%?[\w.-]+|\{{[^{{}}]*\}}|\"[^\"]*\")", self.attributes
@@ -91,11 +92,11 @@ class Instruction:
         return value[1].strip('%"') if value else None
 
     def numbers(self, key: str) -> tuple[int, ...]:
-        """The integers of an attribute such as `dimensions={0,2}`; none where it is absent."""
+        """Return the integers of an attribute such as `dimensions={0,2}`; none if it is absent."""
         return tuple(map(int, re.findall(r"\d+", self.attribute(key) or "")))
 
     def called(self) -> Iterator[tuple[str, str]]:
-        """The computations that it runs: (attribute that names it, name)."""
+        """Yield (attribute, name) of each computation that it calls."""
         for key in CALLS.get(self.opcode, ()):
             for name in re.findall(r"[\w.-]+", self.attribute(key) or ""):
                 yield key, name
@@ -111,22 +112,22 @@ class Computation:
     others: dict[str, "Computation"] = dataclasses.field(repr=False)
     """All computations of the program by name."""
     caller: Instruction | None = None
-    """The instruction that calls it (the last of several)."""
+    """The instruction that calls it, the last of several."""
 
     @property
     def wrapper(self) -> Instruction | None:
-        """The instruction that it is the inside of: a fusion, or an operation wrapped to run
-        asynchronously; None for other computations."""
+        """The fusion or asynchronous operation that it is a part of; None for other
+        computations."""
         return self.caller if self.caller and self.caller.opcode in WRAPPERS else None
 
     @property
     def result(self) -> Instruction:
-        """The instruction that makes its result."""
+        """The instruction that produces its result."""
         return self.instructions[self.root]
 
     @property
     def parameters(self) -> list[Instruction]:
-        """Parameters in the order of their numbers."""
+        """Parameters by number."""
         return sorted(
             (i for i in self.instructions.values() if i.opcode == "parameter"),
             key=lambda i: int(i.literal),
@@ -134,7 +135,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """Name -> (instruction that takes it as an operand, number of that operand)."""
+        """Name -> (instruction that uses it, number of the operand)."""
         users: dict[str, list[tuple[Instruction, int]]] = {name: [] for name in self.instructions}
         for instruction in self.instructions.values():
             for number, operand in enumerate(instruction.operands):
@@ -144,8 +145,8 @@ class Computation:
 
 @dataclasses.dataclass
 class Program:
-    """A module. A computation runs `times[name]` times in a step, every branch of a conditional
-    each time; what a reduction applies to single elements counts as never run."""
+    """A module. A computation runs `times[name]` times in a step. All branches of a conditional
+    count each time; a computation that a reduction applies to elements counts as never run."""
 
     attributes: str
     computations: dict[str, Computation]
@@ -154,26 +155,31 @@ class Program:
     """Stack frame -> (file, line, frame of the caller or 0)."""
     times: dict[str, float] = dataclasses.field(default_factory=dict)
     uncounted: list[str] = dataclasses.field(default_factory=list)
-    """Loops whose number of turns cannot be read from the program: they count as one turn."""
+    """Loops whose number of turns the program does not tell; they count as one turn."""
+
+    def instructions(self) -> Iterator[Instruction]:
+        """Yield the instructions of all computations."""
+        for computation in self.computations.values():
+            yield from computation.instructions.values()
 
     @property
     def tiled(self) -> bool:
-        """True of a TPU's program: arrays lie in tiles, and memory spaces other than the plain and
-        the host's are on the chip."""
+        """True for a TPU's program: arrays are tiled, and memory spaces other than PLAIN and HOST
+        are on the chip."""
         return ":T(" in self.attributes
 
     def in_device_memory(self, space: int) -> bool:
-        """True of memory spaces in the device's main memory."""
+        """Return True for memory spaces in the device's main memory."""
         return space == PLAIN or (space != HOST and not self.tiled)
 
     def source(self, instruction: Instruction) -> str:
-        """`file:line` of the innermost caller that is maxstack's or in no installed package; empty
-        where XLA kept none."""
+        """Return `file:line` of the innermost caller in maxstack or outside installed packages;
+        empty if XLA kept none."""
         return next(self.sources(instruction), "")
 
     def sources(self, instruction: Instruction) -> Iterator[str]:
-        """That line, then the callers of it outwards; where all are in packages, the innermost of
-        them alone."""
+        """Yield that line, then its callers outwards; if all are in packages, only the
+        innermost."""
         number = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         innermost = frame = int(number[1]) if number else 0
         known = False
@@ -187,21 +193,21 @@ class Program:
             yield "{}:{}".format(*self.frames[innermost])
 
     def running(self) -> Iterator[tuple[Computation, float]]:
-        """(computation, times that it runs), without those inside fusions: computations whose
-        instructions the device is given one by one."""
+        """Yield (computation, times that it runs) for those whose instructions the device executes
+        one by one, so without the inside of fusions."""
         for computation in self.computations.values():
             if self.times.get(computation.name) and not computation.wrapper:
                 yield computation, self.times[computation.name]
 
 
 def within(op_name: str, scopes: Iterable[str]) -> bool:
-    """True where jax's scopes of an operation, `a/jvp(b)/c`, hold one of `scopes` whole."""
+    """Return True if the scopes of an op_name such as `a/jvp(b)/c` include one of `scopes`."""
     return not {*scopes}.isdisjoint(re.split(r"[/():]", op_name))
 
 
 @functools.lru_cache(maxsize=65536)
 def shapes(text: str) -> tuple[Shape, ...]:
-    """The arrays in a shape's text, tuples flattened; tokens have no bytes."""
+    """Parse the arrays in a shape's text, with tuples flattened; tokens have no bytes."""
     return tuple(_shape(*match.groups()) for match in _LEAF.finditer(text))
 
 
@@ -226,7 +232,7 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
 
 
 def _bits(dtype: str, tiles: str) -> int:
-    """Bits of an element: E(n) of the layout, else the first number in the type's name."""
+    """Return the bits of an element: E(n) of the layout, or the first number in the type's name."""
     if dtype in ("token", "opaque"):
         return 0
     number = re.search(r"E\((\d+)\)", tiles) or re.search(r"[a-z]+(\d+)", dtype)
@@ -234,7 +240,9 @@ def _bits(dtype: str, tiles: str) -> int:
 
 
 def _padded(physical: list[int], tile: list[int]) -> list[int]:
-    """Dimensions, major to minor, cut into tiles: the numbers of tiles, then the tile itself."""
+    """Cut dimensions, major to minor, into tiles: numbers of tiles, then the tile's own
+    dimensions."""
     physical = [1] * (len(tile) - len(physical)) + physical
-    rest, last = physical[: -len(tile)], physical[-len(tile) :]
-    return rest + [-(-n // t) for n, t in zip(last, tile, strict=True)] + tile
+    split = len(physical) - len(tile)
+    counts = [-(-n // t) for n, t in zip(physical[split:], tile, strict=True)]
+    return physical[:split] + counts + tile

@@ -1,4 +1,8 @@
-"""Turns of a compiled program's while loops, where its scalars tell."""
+"""Counts the turns of a compiled program's while loops.
+
+XLA notes the number on a CPU and for CUDA (known_trip_count). A TPU's program does not carry it, so
+the loop is interpreted on its integers: its initial counters are traced through the calls and loops
+around it, then its condition and the counters that this reads are evaluated turn by turn."""
 
 import operator
 import re
@@ -18,19 +22,15 @@ ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "or": operator.or_,
 }
 Counters = dict[int | None, int | None]
-"""Index in the tuple of a loop -> the integer there, or None where it is not known."""
+"""Index in a loop's tuple -> the integer there, or None if it is unknown."""
 Parameter = Callable[[int, int | None], int | None]
-"""(number of a parameter, index in its tuple or None) -> its value, or None where it is not a known
+"""(number of a parameter, index in its tuple or None) -> its value, or None if it is not a known
 integer."""
 
 
 def turns(loop: Instruction) -> int | None:
-    """Turns of a while loop; None where they depend on what only the run knows, and no scope
-    `turns_N` around it says how many to expect.
-
-    XLA notes the number on a CPU and for CUDA (known_trip_count). A TPU program does not carry it:
-    its condition and its counter are followed.
-    """
+    """Return the turns of a while loop; None if they depend on data and no scope `turns_N` around
+    it says how many to expect."""
     if expected := re.search(r"\bturns_(\d+)/while$", loop.op_name):
         return int(expected[1])
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
@@ -47,7 +47,7 @@ def turns(loop: Instruction) -> int | None:
 
     _value(condition.result, before)
     size = 0
-    while len(counters) > size:  # what the condition reads, and what that is computed from
+    while len(counters) > size:  # add what the counters known so far are computed from
         size = len(counters)
         for index in list(counters):
             _value(body.result, before, index)
@@ -60,14 +60,15 @@ def turns(loop: Instruction) -> int | None:
 
 
 def _element_of(counters: Counters) -> Parameter:
-    """The elements of a loop's tuple, as the only parameter of its body and condition."""
+    """Look up the elements of a loop's tuple, the only parameter of its body and condition."""
     return lambda _, index: counters.get(index)
 
 
 def _value(instruction: Instruction, parameter: Parameter, index: int | None = None) -> int | None:
-    """The integer that an instruction makes, or its tuple holds at `index`; `parameter` gives the
-    values of the computation's parameters."""
-    kind, operands = instruction.opcode, instruction.inputs
+    """Evaluate the integer that an instruction produces, or that its tuple holds at `index`.
+    `parameter`: returns the values of the computation's parameters."""
+    kind = instruction.opcode
+    operands = instruction.inputs
 
     def operand(number: int, index: int | None = None) -> int | None:
         return _value(operands[number], parameter, index)
@@ -106,8 +107,8 @@ def _arithmetic(instruction: Instruction, values: list[int | None]) -> int | Non
 
 
 def _of_caller(computation: Computation) -> Parameter:
-    """Parameters of a computation that is called, where every turn of a loop around gets the
-    same."""
+    """Look up the parameters of a called computation, as far as all turns of the loops around get
+    the same values."""
 
     def value(number: int, index: int | None) -> int | None:
         if (caller := computation.caller) is None:
@@ -123,7 +124,7 @@ def _of_caller(computation: Computation) -> Parameter:
 
 
 def passes_through(loop: Instruction, index: int) -> bool:
-    """True where a while loop leaves element `index` of its tuple as it was."""
+    """Return True if a while loop leaves element `index` of its tuple unchanged."""
     root = loop.computation.others[loop.attribute("body") or ""].result
     if root.opcode != "tuple":
         return False

@@ -1,5 +1,13 @@
-"""Parser of a compiled XLA program's text: computations, their instructions, and how often each
-runs in a step."""
+"""Parses the text of a compiled XLA program.
+
+How plan reads a program: the compiler's optimized HLO (`jax.stages.Compiled.as_text()`) is the
+program that a device runs, after partitioning and fusion, so its shapes are per device. It is text
+because that form is the same for CPU, GPU and TPU. A line of a computation is an instruction: a
+name, a shape with its layout, an opcode, operands, and attributes that hold jax's op_name and a
+stack frame. Fusions, conditionals and loops name the computations that they call. From the entry
+down, `_count` multiplies the runs of each computation by the turns of the loops around it
+(loops.py). On that stand traffic.py (collectives), work.py (FLOPs and bytes), buffers.py and
+activations.py (memory), and profile/origins.py (layers and source lines)."""
 
 import re
 from collections.abc import Iterator
@@ -15,10 +23,12 @@ _ROW = re.compile(r"(\d+) (?:\"((?:[^\"\\]|\\.)*)\"|\{(.*)\})$")
 
 
 def parse(text: str) -> Program:
-    """Parse `jax.stages.Compiled.as_text()`. ValueError where the text is no HLO module."""
+    """Parse `jax.stages.Compiled.as_text()`. ValueError for text that is not an HLO module."""
     computations: dict[str, Computation] = {}
     tables: dict[str, list[str]] = {}
-    entry, current, section = "", None, ""
+    entry = ""
+    section = ""
+    current = None
     header, _, body = text.partition("\n")
     for line in _whole_lines(body):
         if current is not None and line.startswith("  "):
@@ -35,15 +45,14 @@ def parse(text: str) -> Program:
             else:
                 section = line
     if not entry:
-        raise ValueError("this text has no ENTRY computation, so it is no HLO module")
+        raise ValueError("this text has no ENTRY computation, so it is not an HLO module")
     program = Program(header, computations, computations[entry], _frames(tables))
     _count(program)
     return program
 
 
 def _whole_lines(body: str) -> Iterator[str]:
-    """Lines of the text, each with a whole instruction: a kernel's own metadata may hold line
-    breaks."""
+    """Join lines that a kernel's own metadata breaks, so that each holds a whole instruction."""
     whole = None
     for line in body.splitlines():
         if whole is not None and line.startswith(('"', "}}")):
@@ -62,8 +71,9 @@ def _read(computation: Computation, line: str) -> None:
     line = _INDEX.sub("", line) if "/*" in line else line
     opcode = _OPCODE.search(line, head.end() - 1)
     assert opcode, f"no opcode in {line[:200]!r}"
-    start, end = opcode.end(), _closing(line, opcode.end())
-    inside, kind = line[start:end], opcode[1]
+    end = _closing(line, opcode.end())
+    inside = line[opcode.end() : end]
+    kind = opcode[1]
     literal = kind in ("constant", "parameter")
     computation.instructions[head[2]] = Instruction(
         name=head[2],
@@ -79,7 +89,7 @@ def _read(computation: Computation, line: str) -> None:
 
 
 def _closing(line: str, start: int) -> int:
-    """Index of the parenthesis that closes what opened just before `start`."""
+    """Find the parenthesis that closes the one just before `start`."""
     end = line.find(")", start)
     depth = line.count("(", start, end)
     while depth and end >= 0:
@@ -90,13 +100,14 @@ def _closing(line: str, start: int) -> int:
 
 
 def _frames(tables: dict[str, list[str]]) -> dict[int, tuple[str, int, int]]:
-    """Stack frames from the tables of source lines: a row is a number and a name in quotes, or a
-    number and fields in braces."""
+    """Read stack frames from the tables at the end of the text, whose rows are a number and a
+    quoted name, or a number and fields in braces."""
 
     def rows(section: str) -> Iterator[tuple[int, str, dict[str, int]]]:
-        for row in filter(None, map(_ROW.match, tables.get(section, ()))):
-            fields = re.findall(r"(\w+)=(\d+)", row[3] or "")
-            yield int(row[1]), row[2] or "", {key: int(value) for key, value in fields}
+        for line in tables.get(section, ()):
+            if row := _ROW.match(line):
+                fields = re.findall(r"(\w+)=(\d+)", row[3] or "")
+                yield int(row[1]), row[2] or "", {key: int(value) for key, value in fields}
 
     files = {number: name for number, name, _ in rows("FileNames")}
     lines = {
@@ -112,14 +123,9 @@ def _frames(tables: dict[str, list[str]]) -> dict[int, tuple[str, int, int]]:
 
 
 def _count(program: Program) -> None:
-    """Fill callers, then `times`, from the entry down. XLA prints what is called before what
-    calls it."""
-    calls = [
-        (i, called)
-        for caller in program.computations.values()
-        for i in caller.instructions.values()
-        if (called := [*i.called()])
-    ]
+    """Set callers, then `times` from the entry down. XLA prints a computation before its callers,
+    so the reverse order visits callers first."""
+    calls = [(i, called) for i in program.instructions() if (called := [*i.called()])]
     for instruction, called in calls:
         for _, name in called:
             program.computations[name].caller = instruction
@@ -133,4 +139,5 @@ def _count(program: Program) -> None:
             program.uncounted.append(instruction.name)
             turns = 1
         for key, name in called:
-            program.times[name] += times * (turns + (key == "condition"))
+            # A loop checks its condition once more than it runs its body.
+            program.times[name] += times * (turns + 1 if key == "condition" else turns)

@@ -1,4 +1,4 @@
-"""Report of `maxstack plan` on a compiled step, as a screen of text or as JSON."""
+"""The plan of a compiled step, as a screen of text or as JSON."""
 
 import collections
 import dataclasses
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 SHOWN = 6
+FROM_TEXT = ", read from the program's text: the compiler gave no buffer assignment"
 LOW = re.compile(r"[su][1-8]$|f[48]e")
 """Element types of low precision, by XLA's names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Figures of one device unless the name says otherwise: bytes, seconds, FLOPs."""
+    """Bytes, seconds and FLOPs are of one device, unless the name says otherwise."""
 
     config: str
     topology: str
@@ -45,59 +46,58 @@ class Plan:
     memory: dict[str, int]
     """Part -> bytes of a step, as the compiler counts them."""
     needed: int
-    """Bytes of a step, or where that is more of a rollout, that of the engine included."""
+    """Bytes of a step or a rollout with its engine, whichever is more."""
     usable: int | None
-    """Bytes that a program may use; None where it is not known."""
+    """Bytes that a program may use; None if unknown."""
     buffers: tuple[Buffer, ...]
     flops: dict[str, Count]
     """Component -> FLOPs of a whole step on all devices."""
     products: dict[str, float]
-    """Element type by XLA's name -> FLOPs of one device in the compiled program, without
-    attention's."""
+    """XLA's element type -> FLOPs in the compiled program, without attention's."""
     flows: tuple[Flow, ...]
     roofline: Roofline | None
-    """None where the step was too large to compile, or the chip is not known."""
+    """None if the step was too large to compile, or the chip is unknown."""
     peak: float | None
     bubble: float
-    """Share of a pipeline's turns in which a stage is idle."""
+    """Share of time in which a pipeline stage is idle."""
     seconds: dict[str, float]
     """Seconds that making the plan took, by part."""
     rollout: Rollout | None = None
     """None for a run without rollouts."""
     counted: str = "tokens"
-    """What the objective counts: tokens, or images of seq_len tokens."""
+    """Unit of the objective: tokens, or images of seq_len tokens."""
 
     @property
     def fits(self) -> bool | None:
-        """None where the device's memory is not known."""
+        """None if the device's memory is unknown."""
         return None if self.usable is None else self.needed <= self.usable
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step, on all devices."""
+        """Tokens of a step on all devices."""
         return self.batch_size * self.seq_len
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The bound on speed, of all devices together."""
+        """The speed bound of all devices together."""
         seconds = self.roofline.seconds if self.roofline else None
         return self.tokens / seconds if seconds else None
 
     @property
     def images_per_second(self) -> float | None:
-        """The same bound in images; None where tokens are counted."""
+        """The speed bound in images; None if the objective counts tokens."""
         rate = self.tokens_per_second
         return rate / self.seq_len if rate and self.counted == "images" else None
 
     def mfu(self, kind: str = "causal") -> float | None:
-        """The bound on MFU, of the FLOPs that `causal` or `full` attention has."""
+        """Return the bound on MFU, with the FLOPs of `causal` or `full` attention."""
         if not (self.roofline and self.roofline.seconds and self.peak):
             return None
         flops = getattr(_total(self.flops), kind)
         return flops / (self.roofline.seconds * self.peak * self.devices)
 
     def json(self) -> dict[str, Any]:
-        """Every figure, as JSON takes it."""
+        """Return every value as plain data."""
         figures = dataclasses.asdict(self) | {
             "flops": {name: count._asdict() for name, count in self.flops.items()},
             "fits": self.fits,
@@ -120,18 +120,19 @@ def _total(flops: Mapping[str, Count]) -> Count:
 def read(
     name: str, cfg: "Config", topology: Topology, step: Step, dump: Path | None = None
 ) -> Plan:
-    """The plan of a compiled step, or of one that was too large to compile; `dump` as in
+    """Make the plan of a compiled step, or of one too large to compile. `dump`: see
     `compile_step`."""
     from maxstack.models.pipeline import bubble
     from maxstack.plan import fit
 
-    run, chip, sizes = step.run, topology.chip, dict(step.run.mesh.shape)
+    run = step.run
+    chip = topology.chip
+    sizes = dict(run.mesh.shape)
     state = {**fit.state_bytes(run), "batch": fit.shard_bytes(run.batches.abstract())}
-    figures = (
-        _refused(step.too_large, state)
-        if step.too_large
-        else _compiled(cfg, topology, step, state, dump)
-    )
+    if step.too_large:
+        figures = _from_error(step.too_large, state)
+    else:
+        figures = _from_program(cfg, topology, step, state, dump)
     tokens = cfg.train.batch_size * cfg.data.seq_len
     return Plan(
         config=name,
@@ -145,7 +146,8 @@ def read(
         parameters=run.weights.parameters,
         usable=fit.usable(run.mesh.devices.flat[0], topology.size),
         flops={
-            part: Count(*(number * tokens for number in each)) for part, each in run.flops.items()
+            part: Count(each.causal * tokens, each.full * tokens)
+            for part, each in run.flops.items()
         },
         peak=chip.peak_flops if chip else None,
         bubble=bubble(sizes["stage"], cfg.mesh.rounds, cfg.mesh.microbatches or sizes["stage"]),
@@ -154,8 +156,8 @@ def read(
     )
 
 
-def _refused(refusal: TooLarge, state: dict[str, int]) -> dict[str, Any]:
-    """Figures of a step that the compiler refused."""
+def _from_error(refusal: TooLarge, state: dict[str, int]) -> dict[str, Any]:
+    """Fields of the plan of a step that does not fit, from the compiler's error."""
     buffers = [
         Buffer(size, shape, name, "", "temporary") for size, shape, name in refusal.largest[:SHOWN]
     ]
@@ -169,11 +171,12 @@ def _refused(refusal: TooLarge, state: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _compiled(
+def _from_program(
     cfg: "Config", topology: Topology, step: Step, state: dict[str, int], dump: Path | None
 ) -> dict[str, Any]:
-    """Figures read from the compiled program; `state`: bytes of its parts on a device."""
-    program, chip = parse(step.compiled.as_text()), topology.chip
+    """Fields of the plan that are read from the compiled program. `state`: bytes of its parts."""
+    program = parse(step.compiled.as_text())
+    chip = topology.chip
     sizes = dict(step.run.mesh.shape)
     total = memory(step.compiled)
     link = groups(topology, tuple(sizes.values()))
@@ -193,9 +196,8 @@ def _compiled(
 
 
 def _rest(total: Memory, state: int, saved: int) -> dict[str, int]:
-    """Bytes that the compiled program needs beyond its state: padding of the arguments, the program
-    itself, activations that the forward pass saves for the backward pass, and the rest of what the
-    compiler assigns."""
+    """Split the bytes that the compiled program needs beyond its state: padding of the arguments,
+    the program itself, saved activations, and other temporaries."""
     padding = max(0, total.arguments - state)
     runs = max(0, total.needed - state - padding - total.code)
     return {
@@ -207,15 +209,15 @@ def _rest(total: Memory, state: int, saved: int) -> dict[str, int]:
 
 
 def text(plan: Plan, cost: Sequence[str] = ()) -> str:
-    """One screen, with the lines of `cost` before its verdict."""
+    """Format the plan as a screen, with the lines of `cost` before the verdict."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one device"
     head = [
         f"{plan.config} on {plan.topology}: {plan.devices:,} x {plan.chip}, mesh {mesh}",
         f"{plan.parameters:,} parameters, {plan.batch_size:,} x {plan.seq_len:,} = "
-        f"{plan.tokens:,} tokens a step",
+        f"{plan.tokens:,} tokens per step",
     ]
-    counted = ", which is counted" if plan.roofline else ""
-    pipeline = f"pipeline: {plan.bubble:.1%} of the turns of a stage are idle{counted}"
+    included = ", included above" if plan.roofline else ""
+    pipeline = f"pipeline: a stage is idle {plan.bubble:.1%} of the time{included}"
     sections = (
         head,
         _memory(plan),
@@ -231,25 +233,25 @@ def text(plan: Plan, cost: Sequence[str] = ()) -> str:
 
 
 def _verdict(plan: Plan) -> str:
-    """The last line: whether it fits, and by how much."""
+    """Say whether the run fits, and by how much."""
     if plan.usable is None:
-        return f"needs {plan.needed / GIB:.2f} GiB a device; how much the device has is not known"
+        return f"needs {plan.needed / GIB:.2f} GiB per device; the device's memory is unknown"
     left = plan.usable - plan.needed
-    share = f"{bytes_text(plan.needed)} of {bytes_text(plan.usable)} a device"
+    share = f"{bytes_text(plan.needed)} of {bytes_text(plan.usable)} per device"
     if left >= 0:
         return f"FITS: {share}, {bytes_text(left)} ({left / plan.usable:.0%}) left"
     return f"DOES NOT FIT: {share}, {bytes_text(-left)} ({-left / plan.usable:.0%}) too much"
 
 
 def bytes_text(number: float) -> str:
-    """Bytes in GiB, or in smaller units where they are few."""
+    """Format bytes in GiB, MiB or KiB."""
     units = (("GiB", GIB), ("MiB", 2**20))
     unit, scale = next((row for row in units if number >= row[1] / 10), ("KiB", 2**10))
     return f"{number / scale:,.2f} {unit}"
 
 
 def _amount(number: float) -> str:
-    """FLOPs with a prefix."""
+    """Format FLOPs with a prefix."""
     prefixes = "kMGTPE"
     power = next((n for n in range(1, len(prefixes)) if number < 1000 ** (n + 1)), len(prefixes))
     return f"{number / 1000**power:,.2f} {prefixes[power - 1]}FLOP"
@@ -262,8 +264,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     else:
         yield table("lr", ((name, bytes_text(size)) for name, size in plan.memory.items() if size))
     if plan.buffers:
-        guessed = ", from the text of the program, not from its assignment of memory"
-        yield f"its largest buffers{'' if plan.buffers[0].exact else guessed}"
+        yield f"its largest buffers{'' if plan.buffers[0].exact else FROM_TEXT}"
         rows = [
             (
                 bytes_text(buffer.bytes),
@@ -277,17 +278,16 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _in_phases(plan: Plan, rollout: Rollout) -> str:
-    """A column of bytes for each time of a run with rollouts."""
+    """Format a column of bytes each for the update and the rollout."""
     columns = phases(plan.memory, rollout)
     names = dict.fromkeys(name for parts in columns.values() for name in parts)
-    rows = [(name, [parts.get(name, 0) for parts in columns.values()]) for name in names]
-    rows.append(("sum", [sum(parts.values()) for parts in columns.values()]))
-    cells = [
-        (name, *(bytes_text(size) if size else "-" for size in row))
-        for name, row in rows
-        if any(row)
-    ]
-    return table("lrr", cells, ("", *columns))
+    rows = []
+    for name in names:
+        sizes = [parts.get(name, 0) for parts in columns.values()]
+        if any(sizes):
+            rows.append((name, *(bytes_text(size) if size else "-" for size in sizes)))
+    rows.append(("sum", *(bytes_text(sum(parts.values())) for parts in columns.values())))
+    return table("lrr", rows, ("", *columns))
 
 
 def _rollout(plan: Plan) -> Iterator[str]:
@@ -302,25 +302,26 @@ def _short(name: str) -> str:
 
 
 def _flops(plan: Plan) -> Iterator[str]:
-    yield "multiplications of a step, all devices, without what is computed again"
+    yield "FLOPs of a step on all devices, without recomputation"
     total = _total(plan.flops)
     rows = [
         (name, _amount(count.causal), f"{count.causal / total.causal:.1%}", _amount(count.full))
         for name, count in (*plan.flops.items(), ("total", total))
     ]
     yield table("lrrr", rows, ("", "causal", "", "full"))
-    chip, whole = chips.by_kind(plan.chip), _amount(sum(plan.products.values()))
+    chip = chips.by_kind(plan.chip)
+    whole = _amount(sum(plan.products.values()))
     for dtype, flops in sorted(plan.products.items()):
         if LOW.match(dtype):
             peak = f" (peak {chip.flops(dtype) / 1e12:,.0f} TFLOP/s)" if chip else ""
             yield (
-                f"in {dtype}: {_amount(flops)} of {whole} a step and device as compiled, without "
+                f"in {dtype}: {_amount(flops)} of {whole} per step and device as compiled, without "
                 f"attention{peak}"
             )
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
-    yield "sent by one device in a step"
+    yield "sent by one device per step"
     ordered = sorted(plan.flows, key=lambda flow: (-(flow.seconds or 0), -flow.bytes))
     rows = [
         (
@@ -341,15 +342,17 @@ def _speed(plan: Plan) -> Iterator[str]:
     assert bound
     networks = "".join(f", {kind} {seconds * 1e3:,.1f}" for kind, seconds in bound.network.items())
     yield (
-        f"ms of a step at the least: matrix products {bound.compute * 1e3:,.1f} + "
+        f"minimum ms per step: matrix products {bound.compute * 1e3:,.1f} + "
         f"attention {bound.attention * 1e3:,.1f} + memory "
         f"{bound.memory * 1e3:,.1f} = {bound.device * 1e3:,.1f}{networks}"
     )
-    rate, causal, full = plan.tokens_per_second, plan.mfu(), plan.mfu("full")
+    rate = plan.tokens_per_second
+    causal = plan.mfu()
+    full = plan.mfu("full")
     assert rate and causal and full
     images = f"{plan.images_per_second:,.0f} images/s, " if plan.images_per_second else ""
     yield (
-        f"at most {images}{rate:,.0f} tokens/s ({rate / plan.devices:,.0f} a device), MFU "
+        f"at most {images}{rate:,.0f} tokens/s ({rate / plan.devices:,.0f} per device), MFU "
         f"{causal:.1%} causal, {full:.1%} full; "
-        f"{bound.seconds:.3f} s a step, limited by {bound.limit}"
+        f"{bound.seconds:.3f} s per step, limited by {bound.limit}"
     )

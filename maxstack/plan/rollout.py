@@ -1,5 +1,5 @@
-"""Figures of a run's rollouts for `maxstack plan`: what the engine needs beside the steps, and the
-least time of both. rollouts/capacity.py counts them."""
+"""A run's rollouts in `maxstack plan`: the memory of the engine beside the steps, and the minimum
+time of both, which rollouts/capacity.py computes."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -8,12 +8,12 @@ from typing import Any
 from maxstack.report.table import table
 
 ONLY_UPDATE = "batch", "padding", "code", "activations", "temporaries"
-"""Parts of a step's memory that are free while samples are made."""
+"""Parts of a step's memory that are free during sampling."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Least:
-    """Least time of a part of a rollout, and what would have to be faster."""
+    """Minimum time of a part of a rollout, and the resource that limits it."""
 
     seconds: float
     limit: str
@@ -21,53 +21,53 @@ class Least:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """A rollout whose samples all have the same length, and the steps that learn from it. Bytes of
-    one device."""
+    """A rollout whose samples have the same length, and the steps that learn from it. Bytes are per
+    device."""
 
     prompts: int
-    """Prompts that are answered."""
+    """Number of prompts."""
     samples: int
-    """Answers to each."""
+    """Samples per prompt."""
     prompt: int
     """Tokens of a prompt."""
     answer: int
     """Tokens of an answer."""
     requests: int
-    """Answers at a time on each replica of the engine."""
+    """Concurrent requests on each replica of the engine."""
     replicas: int
     steps: int
     """Steps that learn from it."""
     number: float
     """Rollouts of the whole run."""
     in_update: Mapping[str, int]
-    """What the engine keeps while a step is computed, by part."""
+    """What the engine holds during a training step, by part."""
     in_rollout: Mapping[str, int]
-    """The same while samples are made."""
+    """What it holds during sampling, by part."""
     sampling: Mapping[str, Least]
-    """Making the samples, by part; empty where the chip is not known."""
+    """Time of sampling by part; empty if the chip is unknown."""
     learning: Mapping[str, Least]
-    """Learning from them, by part; empty where the step has no bound."""
+    """Time of training by part; empty if the step has no speed bound."""
 
     @property
     def seconds(self) -> float | None:
-        """Least time of a rollout and its steps, one part after the other."""
+        """Minimum time of a rollout and its steps, one part after the other."""
         if not (self.sampling and self.learning):
             return None
         return sum(part.seconds for part in (*self.sampling.values(), *self.learning.values()))
 
     @property
     def share(self) -> float | None:
-        """Part of that time in which samples are made."""
+        """Share of that time spent on sampling."""
         made = sum(part.seconds for part in self.sampling.values())
         return made / self.seconds if self.seconds else None
 
     @property
     def samples_per_second(self) -> float | None:
-        """Samples that are learned from, of all devices together."""
+        """Samples trained on per second, of all devices together."""
         return self.prompts * self.samples / self.seconds if self.seconds else None
 
     def json(self) -> dict[str, Any]:
-        """Every figure, as JSON takes it."""
+        """Return every value as plain data."""
         return dataclasses.asdict(self) | {
             "seconds": self.seconds,
             "share": self.share,
@@ -76,7 +76,8 @@ class Rollout:
 
 
 def phases(memory: Mapping[str, int], rollout: Rollout) -> dict[str, dict[str, int]]:
-    """Name of a time -> what a device holds then, by part; `memory` is that of a step alone."""
+    """Return what a device holds during `update` and `rollout`, by part. `memory`: that of a
+    step."""
     state = {name: size for name, size in memory.items() if name not in ONLY_UPDATE}
     return {
         "update": {**memory, **rollout.in_update},
@@ -85,16 +86,16 @@ def phases(memory: Mapping[str, int], rollout: Rollout) -> dict[str, dict[str, i
 
 
 def lines(rollout: Rollout, devices: int, chips: float) -> Iterator[str]:
-    """Lines of the screen."""
+    """Yield the lines of the screen."""
     yield (
         f"a rollout: {rollout.prompts:,} prompts x {rollout.samples:,} samples of "
-        f"{rollout.prompt:,} + {rollout.answer:,} tokens, {rollout.requests:,} at a time on each "
-        f"of {rollout.replicas:,} replica{'s' * (rollout.replicas > 1)} of the engine; then "
-        f"{rollout.steps:,} step{'s' * (rollout.steps > 1)}"
+        f"{rollout.prompt:,} "
+        f"+ {rollout.answer:,} tokens; engine replicas: {rollout.replicas:,}, each with "
+        f"{rollout.requests:,} requests at a time; training steps: {rollout.steps:,}"
     )
     parts = {**rollout.sampling, **rollout.learning}
     if not parts:
-        yield "this device has no figures in chips.yml, so its speed has no bound"
+        yield "this device has no figures in chips.yml, so there is no speed bound"
         return
     whole = rollout.seconds
     rows = [
@@ -106,17 +107,18 @@ def lines(rollout: Rollout, devices: int, chips: float) -> Iterator[str]:
         )
         for name, part in parts.items()
     ]
-    yield "ms at the least, one part after the other"
+    yield "minimum ms, one part after the other"
     yield table("lrrl", rows)
     if not whole:
-        yield "a step that does not fit has no bound on speed, and so has the whole"
+        yield "the step does not fit, so there is no speed bound of the whole"
         return
-    rate, hours = rollout.samples_per_second, whole * rollout.number / 3600
+    rate = rollout.samples_per_second
+    hours = whole * rollout.number / 3600
     assert rate and rollout.share is not None
     yield (
-        f"at most {rate:,.2f} samples/s ({rate / devices:,.2f} a device), "
-        f"{_milliseconds(whole)} ms a rollout and its steps, of which {rollout.share:.1%} makes "
-        "the samples; rewards, environments and the host's work are not counted"
+        f"at most {rate:,.2f} samples/s ({rate / devices:,.2f} per device), "
+        f"{_milliseconds(whole)} ms per rollout and its steps, of which {rollout.share:.1%} is "
+        "sampling; rewards, environments and the host's work are not counted"
     )
     yield (
         f"the run's {rollout.number:,.0f} rollouts take at least {hours:,.3g} hours, "

@@ -1,5 +1,10 @@
-"""Roofline: the least time of a compiled step, from its matrix products, memory traffic and
-collectives on the chip and its links."""
+"""Roofline: a lower bound on the time of a compiled step.
+
+Every operation takes at least its FLOPs at the peak of their format, or its bytes at the memory's
+bandwidth, whichever is longer (Williams et al. 2009, Roofline); operations follow each other on a
+device. Attention is replaced by one kernel that keeps its scores on the chip. Collectives of one
+kind of link follow each other, and run beside the device's work. Whatever a real run adds
+(imperfect kernels, latency, exposed collectives, input) makes it slower."""
 
 import collections
 import dataclasses
@@ -15,17 +20,18 @@ from maxstack.plan.work import Operation
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
-ATTENTION, OVERFLOW = "attention", "further_windows"
-"""Scopes of the program: attention's kernels, and rounds of a dispatch to experts that balanced
-routing does not need."""
+ATTENTION = "attention"
+"""Scope of attention's kernels."""
+OVERFLOW = "further_windows"
+"""Scope of the rounds of a dispatch to experts that balanced routing does not need."""
 BACKWARD = 2.5
-"""Products in attention's backward pass, scores made again included, by those in its forward pass:
-5 to 2 (Dao 2023, arXiv:2307.08691)."""
+"""Matrix products of attention's backward pass, recomputed scores included, relative to its forward
+pass: 5 to 2 (Dao 2023, arXiv:2307.08691)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """Collectives of one kind over the same mesh axes: bytes that a device sends in a step, and
+    """Collectives of one kind over the same mesh axes: bytes that a device sends per step, and
     seconds that its links need for them."""
 
     kind: str
@@ -38,13 +44,13 @@ class Flow:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds of a step at the least, by what they are spent on. Compute, memory and attention
-    follow each other on a device; networks run beside."""
+    """Minimum seconds of a step. Compute, memory and attention add up on a device; networks overlap
+    with them."""
 
     compute: float
-    """Operations that the matrix units limit."""
+    """Operations limited by the matrix units."""
     memory: float
-    """Operations that the device's memory limits."""
+    """Operations limited by the device's memory."""
     attention: float
     """A kernel that keeps its scores on the chip, at the peak of the matrix units."""
     network: dict[str, float]
@@ -52,18 +58,17 @@ class Roofline:
 
     @property
     def device(self) -> float:
-        """Seconds that a device works, a pipeline's idle turns included."""
+        """Seconds that a device is busy, including a pipeline's bubble."""
         return self.compute + self.memory + self.attention
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, with the bytes on networks hidden behind the device's work as far as
-        that is long enough."""
+        """Seconds of a step, if networks overlap fully with the device's work."""
         return max(self.device, *self.network.values(), 0.0)
 
     @property
     def limit(self) -> str:
-        """The resource that would have to be faster: compute, memory or a kind of link."""
+        """The limiting resource: compute, memory or a kind of link."""
         slowest = max(self.network, key=lambda kind: self.network[kind], default="")
         if self.network.get(slowest, 0.0) > self.device:
             return slowest
@@ -73,14 +78,9 @@ class Roofline:
 def roofline(
     cfg: "Config", chip: Chip, devices: int, operations: Iterable[Operation], flows: Iterable[Flow]
 ) -> Roofline:
-    """The bound. `operations` are one device's without attention's, which is counted as one kernel:
-    the scores that its mask leaves, in memory never.
-
-    An operation takes as long as its matrix products at the peak of their format or its bytes at
-    the memory's bandwidth, whichever is longer (Williams et al. 2009, Roofline). Collectives of one
-    kind of link follow each other.
-    """
-    compute = memory = 0.0
+    """Compute the bound. `operations`: one device's, without those of attention."""
+    compute = 0.0
+    memory = 0.0
     for operation in operations:
         by_flops = operation.flops / chip.flops(operation.dtype)
         by_bytes = operation.bytes / chip.memory_bandwidth_per_device
@@ -96,8 +96,8 @@ def roofline(
 
 
 def attention_flops(cfg: "Config", devices: int) -> float:
-    """FLOPs of attention's kernels on one device in a step: forward, backward with the scores made
-    again, and forward once more where remat asks."""
+    """Return the FLOPs of attention's kernels on one device in a step: forward, backward with
+    recomputed scores, and forward again if remat recomputes it. Masked scores do not count."""
     count = components(cfg.model, cfg.data.seq_len).get(ATTENTION, Count(0.0, 0.0))
     again = 0.0 if cfg.model.remat.keeps("context") else 1.0
     tokens = cfg.train.batch_size * cfg.data.seq_len
@@ -107,8 +107,8 @@ def attention_flops(cfg: "Config", devices: int) -> float:
 def flows(
     collectives: Iterable[Collective], link: Callable[[tuple[str, ...]], Link]
 ) -> Iterator[Flow]:
-    """Collectives of one kind over the same axes together, and the seconds that the links between
-    such devices need for them."""
+    """Group collectives by kind and axes, and compute the seconds that the links between such
+    devices need for them."""
     rows: dict[tuple[str, tuple[str, ...], bool], list[Collective]] = collections.defaultdict(list)
     for row in collectives:
         rows[row.kind, row.axes, row.between_slices].append(row)

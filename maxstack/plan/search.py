@@ -1,5 +1,10 @@
-"""Search for the fastest mesh, remat policy and batch size (`maxstack plan --search`), and for the
-largest batch (`--batch max`): many by arithmetic, the best of them by the compiler."""
+"""Searches for the fastest mesh, remat policy and batch size (`maxstack plan --search`), and for
+the largest batch (`--batch max`).
+
+The search estimates every mesh that the model divides over (estimate.py), drops those far beyond
+the memory, and compiles the rest in the order of estimated speed until enough of them fit. A
+candidate that needs more memory than one that did not fit is skipped. The largest batch is found by
+secant steps, since memory grows almost linearly with rows."""
 
 import dataclasses
 import functools
@@ -22,18 +27,20 @@ if TYPE_CHECKING:
     from maxstack.plan.report import Plan
     from maxstack.schema.config import Config
 
-MOST_TENSOR, MOST_CONTEXT = 64, 64
+MOST_TENSOR = 64
+MOST_CONTEXT = 64
 MOST_COMPILED = 24
-LEAST_FOR_CONTEXT, LEAST_FOR_STAGES = 16384, 512
-"""Tokens of a sequence, and devices of a slice, from which splitting over context or stages is
-tried."""
+LEAST_FOR_CONTEXT = 16384
+"""Tokens of a sequence from which context parallelism is tried."""
+LEAST_FOR_STAGES = 512
+"""Devices of a slice from which pipeline stages are tried."""
 
 Compile = Callable[["Config"], "Plan"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A configuration on a mesh of `sizes`, and its figures by arithmetic."""
+    """A configuration on a mesh of `sizes`, with its estimate."""
 
     cfg: "Config"
     sizes: dict[str, int]
@@ -41,7 +48,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Mesh, remat policy and batch size in a few words."""
+        """Mesh, remat policy and batch size."""
         return (
             f"{mesh_rules.product_of(self.sizes)}, remat {self.cfg.model.remat.policy}, "
             f"batch {self.cfg.train.batch_size}"
@@ -49,23 +56,20 @@ class Candidate:
 
     @property
     def rate(self) -> float:
-        """Estimated tokens a second."""
+        """Estimated tokens/s."""
         return self.cfg.train.batch_size * self.cfg.data.seq_len / self.estimate.seconds
 
 
 def search(
     cfg: "Config", topology: Topology, make: Compile, finalists: int
 ) -> list[tuple[Candidate, "Plan"]]:
-    """Candidates that were compiled and fit, the fastest first; where the given configuration
-    divides over the devices, it is compiled too.
-
-    ConfigError where none fits.
-    """
+    """Return the candidates that were compiled and fit, the fastest first. The given configuration
+    is compiled too if it divides over the devices. ConfigError if none fits."""
     chip = topology.chip
     if chip is None:
         raise ConfigError(
-            f"--search: ranks by the chip's figures, and {topology.name} has none in "
-            "chips.yml; give --topology"
+            f"--search: needs the chip's figures, and {topology.name} has none in chips.yml; give "
+            "--topology"
         )
     shapes = Shapes.of(cfg)
     limit = chip.for_programs
@@ -85,8 +89,7 @@ def search(
 def _compiled(
     queue: Sequence[Candidate], make: Compile, wanted: int
 ) -> list[tuple[Candidate, "Plan"]]:
-    """The first `wanted` of the queue that fit, by predicted speed. One that needs more than
-    another that did not fit is not tried."""
+    """Compile the queue until `wanted` fit; return these by predicted speed."""
     fits: list[tuple[Candidate, Plan]] = []
     too_large: list[float] = []
     nearest: Plan | None = None
@@ -106,23 +109,21 @@ def _compiled(
             if nearest is None or plan.needed < nearest.needed:
                 nearest = plan
     if not fits:
-        least = (
-            f"; the smallest needs {nearest.needed / 2**30:.2f} of "
-            f"{(nearest.usable or 0) / 2**30:.2f} GiB a device"
-            if nearest
-            else ""
-        )
+        least = ""
+        if nearest:
+            has = (nearest.usable or 0) / 2**30
+            least = f"; the smallest needs {nearest.needed / 2**30:.2f} of {has:.2f} GiB a device"
         raise ConfigError(
-            f"--search: nothing fits: compiled {len(too_large)} of {len(queue)} "
-            f"candidates{least}; use more devices, a smaller "
-            "train.batch_size, or mesh.offload"
+            f"--search: nothing fits: compiled {len(too_large)} of {len(queue)} candidates{least}; "
+            "use "
+            "more devices, a smaller train.batch_size, or mesh.offload"
         )
     return sorted(fits, key=lambda pair: -(pair[1].tokens_per_second or 0.0))
 
 
 def _candidates(cfg: "Config", topology: Topology) -> Iterator[tuple["Config", dict[str, int]]]:
-    """Every mesh that the model divides over, with every remat policy, at the given batch size,
-    twice and four times that."""
+    """Yield every mesh that the model divides over, with every remat policy, at one, two and four
+    times the given batch size."""
     own_sizes = mesh_rules.mesh_sizes(cfg, topology.size)
     resolved = _changed(cfg, own_sizes, cfg.model.remat.policy, cfg.train.batch_size)
     searched = [name for name, policy in REMAT.items() if policy.searched]
@@ -186,9 +187,8 @@ def _changed(cfg: "Config", sizes: dict[str, int], policy: str, batch: int) -> "
 
 
 def largest_batch(cfg: "Config", topology: Topology, make: Compile) -> tuple["Config", "Plan"]:
-    """The configuration with the largest batch that fits, and its plan. Bytes grow linearly with
-    rows, so two compiled sizes say where to look. ConfigError where one row a device does not
-    fit."""
+    """Return the configuration with the largest batch that fits, and its plan. ConfigError if one
+    row per device does not fit."""
     sizes = mesh_rules.mesh_sizes(cfg, topology.size)
     unit = parallel_rules.batch_unit(cfg, sizes)
     tried: dict[int, Plan] = {}
@@ -200,26 +200,29 @@ def largest_batch(cfg: "Config", topology: Topology, make: Compile) -> tuple["Co
         return tried[rows]
 
     if at(1).usable is None:
-        raise ConfigError(
-            "--batch max: how much memory the device has is not known; give --topology"
-        )
+        raise ConfigError("--batch max: the device's memory is unknown; give --topology")
     if not at(1).fits:
-        needed, has = at(1).needed / 2**30, (at(1).usable or 0) / 2**30
+        needed = at(1).needed / 2**30
+        has = (at(1).usable or 0) / 2**30
         raise ConfigError(
             f"--batch max: not even batch_size={unit} fits: it needs {needed:.2f} of "
             f"{has:.2f} GiB a device"
         )
-    fits, over = 1, math.inf
+    fits = 1
+    over = math.inf
     while over - fits > 1:
         guess = _next(tried, fits, over)
-        fits, over = (guess, over) if at(guess).fits else (fits, guess)
+        if at(guess).fits:
+            fits = guess
+        else:
+            over = guess
     return _changed(cfg, sizes, cfg.model.remat.policy, fits * unit), at(fits)
 
 
 def _next(tried: Mapping[int, "Plan"], fits: int, over: float) -> int:
-    """Rows to try: twice as many first, then where a line through the two nearest sizes meets the
-    limit. Once a size does not fit, every other time the middle: a compiler that spares memory
-    near the limit bends the line."""
+    """Choose the rows to try next: first twice as many, then where the line through the two nearest
+    sizes meets the limit. Once a size did not fit, every other guess is the middle, because a
+    compiler that saves memory near the limit bends the line."""
     bounded = over < math.inf
     if fits == 1 and not bounded:
         return 2

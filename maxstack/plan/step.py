@@ -1,5 +1,4 @@
-"""Compilation of the step that a run would take, for a topology: `maxstack plan` reads its figures
-from it."""
+"""Compiles a run's step for a topology, for `maxstack plan` to read."""
 
 import dataclasses
 import re
@@ -23,15 +22,16 @@ _OVER = re.compile(
 _LARGE = re.compile(
     r"Size: ([\d.]+)([KMGT]?)\n(?:\s+Operator: (?:.*?op_name=\"([^\"]*)\")?.*\n)?\s+Shape: (\S+)"
 )
-QUICK = {"exec_time_optimization_effort": -1.0}, {"optimization_level": "O1"}
-"""XLA's own keys for less time in the compiler, up to jax 0.11 and since 0.12: the same
-partitioning and collectives, but less fused (EXPERIMENTS.md)."""
+QUICK_BEFORE_012: dict[str, Any] = {"exec_time_optimization_effort": -1.0}
+QUICK: dict[str, Any] = {"optimization_level": "O1"}
+"""XLA's keys for less compile time, up to jax 0.11 and since 0.12: the partitioning and collectives
+are the same, with less fusion (EXPERIMENTS.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TooLarge:
-    """The compiler's refusal: bytes that one device would need and has, and the largest allocations
-    as (bytes, shape, op_name)."""
+    """The compiler's out-of-memory error: bytes that a device would need and has, and the largest
+    allocations as (bytes, shape, op_name)."""
 
     needed: int
     usable: int
@@ -40,19 +40,19 @@ class TooLarge:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A compiled step and how long it took to make, in seconds."""
+    """A compiled step, and the seconds that making it took."""
 
     run: "Run"
     compiled: Any
-    """jax's Compiled; None where it does not fit."""
+    """jax's Compiled; None if it does not fit."""
     lowering: float
     compiling: float
     too_large: TooLarge | None = None
 
 
 def check_mesh(cfg: "Config", topology: Topology) -> dict[str, int]:
-    """Mesh axis -> size over the topology. ConfigError where the mesh does not fill it, or the
-    model or the batch does not divide over the mesh."""
+    """Return the sizes of mesh axes over the topology. ConfigError if the mesh does not fill it, or
+    if the model or the batch does not divide over the mesh."""
     from maxstack.schema import rules
 
     return rules.sizes_on(cfg, topology.size, topology.name)
@@ -61,11 +61,9 @@ def check_mesh(cfg: "Config", topology: Topology) -> dict[str, int]:
 def compile_step(
     cfg: "Config", topology: Topology, *, exact: bool = False, dump: Path | None = None
 ) -> Step:
-    """Assemble, lower and compile. ConfigError where the configuration's parts do not fit each
-    other.
+    """Assemble, lower and compile the step. ConfigError if parts of the configuration conflict.
 
-    `exact`: with all the effort that training would spend. `dump`: a folder for the compiler's
-    assignment of buffers.
+    `exact`: optimize fully, as training does. `dump`: folder for the compiler's buffer assignment.
     """
     check_mesh(cfg, topology)
     devices = topology.devices()
@@ -76,7 +74,8 @@ def compile_step(
 
     options: dict[str, Any] = {DUMP: str(dump)} if dump else {}
     if devices[0].platform == "tpu" and not exact:
-        options |= QUICK[not hasattr(jax.config, "jax_exec_time_optimization_effort")]
+        old = hasattr(jax.config, "jax_exec_time_optimization_effort")
+        options |= QUICK_BEFORE_012 if old else QUICK
     begin = time.perf_counter()
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices))
     lowered = run.lower()
@@ -92,7 +91,7 @@ def compile_step(
 
 
 def too_large(message: str) -> TooLarge | None:
-    """The refusal in a TPU compiler's RESOURCE_EXHAUSTED; None for another message."""
+    """Parse a TPU compiler's RESOURCE_EXHAUSTED; None for another message."""
     totals = _OVER.search(message)
     if not totals:
         return None

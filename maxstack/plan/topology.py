@@ -1,5 +1,9 @@
-"""Topologies, hardware by a name such as `v5p:8x8x16`: the shapes on offer, devices for the
-ahead-of-time compiler, and the links that join them."""
+"""Topologies: hardware by a name such as `v5p:8x8x16`, with the shapes on offer, devices for the
+ahead-of-time compiler, and the links between them.
+
+A bound on the speed of collectives needs the links that a mesh axis runs on. `groups` lays the mesh
+over the devices as training does (hardware/devices.arrange), takes the group of devices that differ
+along some axes, and counts the links that such groups can use at the same time; see `links`."""
 
 import collections
 import dataclasses
@@ -19,7 +23,7 @@ from maxstack.hardware.devices import arrange, box, slice_of
 from maxstack.schema.mesh import AXES
 
 CUBE = 4
-"""Sides of three-dimensional slices beyond one rack of 4x4x4 are multiples of this."""
+"""Sides of three-dimensional slices larger than a 4x4x4 rack are multiples of this."""
 _NAME = re.compile(r"([a-z0-9-]+):([0-9]{1,5}(?:x[0-9]{1,5})*)(?:\*([1-9][0-9]{0,3}))?")
 _LIBTPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -39,11 +43,11 @@ _CUDA_LIMITS = """
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices of one program. `sides`: a TPU slice in chips, or (hosts, GPUs of a host)."""
+    """Devices of one program. `sides`: a TPU slice in chips, or (hosts, GPUs per host)."""
 
     name: str
     chip: Chip | None = dataclasses.field(compare=False)
-    """None where the table does not have it, as for a CPU."""
+    """None if chips.yml does not have it, as for a CPU."""
     sides: tuple[int, ...]
     slices: int = 1
 
@@ -54,21 +58,21 @@ class Topology:
 
     @property
     def platform(self) -> str:
-        """tpu, cuda, or where the table does not have the chip cpu."""
+        """tpu, cuda, or cpu if the chip is unknown."""
         return self.chip.platform if self.chip else "cpu"
 
     @property
     def hosts(self) -> int:
-        """Number of hosts, which is how many processes jax would have."""
+        """Number of hosts, which is jax's number of processes."""
         chip = self.chip
         if chip is None or (chip.platform == "cuda" and self.sides[-1] <= chip.chips_per_host):
             return self.sides[0]
         return self.slices * -(-math.prod(self.sides) // chip.chips_per_host)
 
     def devices(self) -> tuple[Any, ...]:
-        """Devices of this process for `here`, else descriptions that programs can be compiled for,
-        which leaves jax without any other platform than the CPU. ConfigError where the compiler's
-        plugin is missing, or does not fit this jax."""
+        """Return this process's devices for `here`, otherwise descriptions to compile for, which
+        restricts jax to the CPU platform. ConfigError if the compiler's plugin is missing, or does
+        not fit this jax."""
         return _here() if self.name == "here" else _ahead_of_time(self)
 
 
@@ -77,38 +81,36 @@ class Link:
     """The link that a collective over a mesh axis runs on."""
 
     kind: str
-    """ICI, DCN, NVLink, network; D2D between the devices of one chip; memory where the devices are
-    no accelerators."""
+    """ICI, DCN, NVLink or network; D2D between the devices of one chip; memory between devices that
+    are not accelerators."""
     bandwidth: float | None
-    """Bytes/s that one device can receive, or send, in a ring; None where it is not known."""
+    """Bytes/s that one device can receive, or send, in a ring; None if unknown."""
     in_switch: bool = False
-    """The switch adds: an all-reduce may then move half of what a ring moves (NVLink SHARP)."""
+    """The switch adds, so that an all-reduce may move half of what a ring moves (NVLink SHARP)."""
 
 
 def links(topology: Topology, mesh_shape: Sequence[int]) -> dict[str, Link]:
-    """For each mesh axis of more than one device, the most that a ring over it can use. Needs no
-    compiler.
+    """Return for each mesh axis of more than one device a bound on the bandwidth of a ring over it.
+    Needs no compiler.
 
-    The bandwidth bounds the bytes that a device must receive in an all-gather over the axis (or
-    send in a reduce-scatter) by the time it takes, when all groups of the axis run at once and
-    nothing else does. It counts links. For n devices in a group, of which g are in one domain:
-    - from outside a domain come (n-g)/(n-1) of the bytes, through ports of b bytes/s a device that
-      all its groups share (network, DCN): at most b * g * (n-1)/(n-g); and no device takes in more
-      than b and what the links inside its domain give;
-    - NVLink: what one GPU has into its switch;
-    - ICI: along a side of the torus a chip has two links where it wraps around, else one (the chip
-      at the end has no other); groups that step over t-1 chips share links t to one; a group of n
-      chips in a row, out of more, has n-1 pairs of links for n chips. Sides add. The devices of one
-      chip share its links like the GPUs of a domain. Twisted tori count as plain ones. Wraparounds:
-      sides of 16 in two dimensions; in three, all sides of slices of whole 4x4x4 cubes (Austin et
-      al. 2025, How To Scale Your Model).
-    """
+      The bandwidth bounds the bytes that a device must receive in an all-gather over the axis (or
+      send in a reduce-scatter) by the time it takes, when all groups of the axis run at once and
+      nothing else does. It counts links. For n devices in a group, of which g are in one domain: -
+      (n-g)/(n-1) of the bytes come from outside the domain, through ports of b bytes/s per device
+      that all its groups share (network, DCN): at most b * g * (n-1)/(n-g); and no device receives
+      more than b and what the links inside its domain give; - NVLink: the bandwidth of one GPU into
+      its switch; - ICI: along a side of the torus a chip has two links if the side wraps around,
+      otherwise one (the chip at the end has no other); groups that step over t-1 chips share links
+      t to one; a group of n chips in a row, out of more, has n-1 pairs of links for n chips. Sides
+      add. The devices of one chip share its links like the GPUs of a domain. Twisted tori count as
+      plain ones. Sides of 16 wrap around in two dimensions; in three, all sides of slices of whole
+      4x4x4 cubes (Austin et al. 2025, How To Scale Your Model)."""
     link = groups(topology, mesh_shape)
     return {axis: link((axis,)) for axis, n in zip(AXES, mesh_shape, strict=True) if n > 1}
 
 
 def groups(topology: Topology, mesh_shape: Sequence[int]) -> Callable[[tuple[str, ...]], Link]:
-    """Function from several mesh axes to the link of devices that differ along them; see
+    """Return a function from mesh axes to the link of the devices that differ along them; see
     `links`."""
     mesh = arrange(_placeholders(topology), mesh_shape)
 
@@ -121,26 +123,27 @@ def groups(topology: Topology, mesh_shape: Sequence[int]) -> Callable[[tuple[str
 
 
 def parse(text: str, what: str = "--topology") -> Topology:
-    """`v5p:8x8x16`, `v5e:16x16*4` (4 slices), `h100:32x8` (32 hosts of 8), or `here`. ConfigError,
-    which begins with `what`, for what does not exist, with what does."""
+    """Parse `v5p:8x8x16`, `v5e:16x16*4` (4 slices), `h100:32x8` (32 hosts of 8), or `here`.
+    ConfigError, which begins with `what`, for hardware that does not exist, with the nearest that
+    does."""
     if text == "here":
         return _describe(_here())
     if text.startswith("here"):
         raise ConfigError(
-            f"{what} {text}: here takes no size; run.virtual_devices=8 makes eight "
-            "devices of this machine's CPU"
+            f"{what} {text}: here takes no size; for eight CPU devices, set run.virtual_devices=8"
         )
     name = _NAME.fullmatch(text)
     if not name:
         raise ConfigError(
-            f"{what} {text}: is not a topology; write a chip and its shape, as "
-            "v5p:8x8x16, v5e:16x16*4 for 4 slices, "
-            "h100:32x8 for 32 hosts of 8 GPUs, or here"
+            f"{what} {text}: is not a topology; write a chip and its shape, such as v5p:8x8x16, "
+            "v5e:16x16*4 for 4 slices, h100:32x8 for 32 hosts of 8 GPUs, or here"
         )
-    chip, sides, slices = find_chip(name[1]), tuple(map(int, name[2].split("x"))), int(name[3] or 1)
+    chip = find_chip(name[1])
+    sides = tuple(map(int, name[2].split("x")))
+    slices = int(name[3] or 1)
     if chip.nvlink and name[3]:
         raise ConfigError(
-            f"{what} {text}: GPUs have no slices; write hosts x GPUs of a host, as "
+            f"{what} {text}: GPUs have no slices; write hosts x GPUs per host, such as "
             f"{chip.name}:{slices * sides[0]}x{sides[-1]}"
         )
     nearest = _nearest(chip, sides)
@@ -158,10 +161,10 @@ def _words(shape: Sequence[int]) -> str:
 
 
 def _rule(chip: Chip) -> str:
-    """The shapes that there are, in words."""
+    """Describe the shapes on offer."""
     if chip.nvlink:
         sizes = ", ".join(map(str, chip.nvlink.host_sizes))
-        return f"GPUs come as hosts x GPUs of a host, which are {sizes}"
+        return f"GPUs come as hosts x GPUs per host, which are {sizes}"
     assert chip.torus
     small = f"slices are {', '.join(map(_words, chip.torus.shapes))}"
     if chip.torus.dims == 2:
@@ -173,8 +176,8 @@ def _rule(chip: Chip) -> str:
 
 
 def _nearest(chip: Chip, sides: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The four possible shapes nearest to `sides`: itself, then by number of chips and likeness
-    to a cube; of GPUs, large hosts first."""
+    """Return the four possible shapes nearest to `sides`: itself, then by number of chips and
+    closeness to a cube; for GPUs, large hosts first."""
     asked = max(1, math.prod(sides))
 
     def distance(shape: tuple[int, ...]) -> tuple[float, ...]:
@@ -187,8 +190,8 @@ def _nearest(chip: Chip, sides: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _shapes(chip: Chip, asked: int) -> Iterator[tuple[int, ...]]:
-    """Possible shapes: all slices of a TPU; of GPUs those that hold about as many as are asked for,
-    for every size of a host."""
+    """Yield possible shapes: all slices of a TPU; for GPUs, about as many as asked for, for every
+    host size."""
     if chip.nvlink:
         for size in chip.nvlink.host_sizes:
             for hosts in {max(1, asked // size), -(-asked // size)}:
@@ -211,7 +214,7 @@ def _here() -> tuple[Any, ...]:
 
 
 def _describe(devices: Sequence[Any]) -> Topology:
-    """The topology of devices that exist."""
+    """Return the topology of existing devices."""
     chip = by_kind(devices[0].device_kind)
     if chip is None or chip.torus is None:
         hosts = len({device.process_index for device in devices})
@@ -246,9 +249,9 @@ def _ahead_of_time(topology: Topology) -> tuple[Any, ...]:
     except (RuntimeError, ValueError) as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
-            f"--topology {topology.name}: the installed compiler for {chip.name} does "
-            f"not take it: {first}; install the one that "
-            f"belongs to jax {jax.__version__}: {install}"
+            f"--topology {topology.name}: the installed compiler for {chip.name} refuses it: "
+            f"{first}; "
+            f"install the one for jax {jax.__version__}: {install}"
         ) from None
 
 
@@ -260,7 +263,7 @@ def _importable(module: str) -> bool:
 
 
 def _options(topology: Topology, chip: Chip) -> dict[str, Any]:
-    """Arguments of jax's get_topology_desc for these devices."""
+    """Return the arguments of jax's get_topology_desc for these devices."""
     if chip.platform == "cuda":
         return {
             "topology_name": "",
@@ -279,7 +282,7 @@ def _options(topology: Topology, chip: Chip) -> dict[str, Any]:
 
 
 def _target(chip: Chip) -> str:
-    """XLA's GpuTargetConfigProto of a GPU, as text."""
+    """Return XLA's GpuTargetConfigProto of a GPU as text."""
     own = dict(chip.compiler)
     major, minor = own.pop("capability")
     features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
@@ -305,7 +308,7 @@ class _Placeholder:
 
 
 def _placeholders(topology: Topology) -> Sequence[Any]:
-    """The devices, or placeholders for those that are not here."""
+    """Return the devices, or placeholders for devices that are not here."""
     chip = topology.chip
     if topology.name == "here" or chip is None:
         return topology.devices()
@@ -320,8 +323,9 @@ def _placeholders(topology: Topology) -> Sequence[Any]:
 
 
 def _link(topology: Topology, group: Sequence[Any]) -> Link:
-    """The link of a mesh axis whose first group of devices is `group`."""
-    chip, n = topology.chip, len(group)
+    """Return the link of mesh axes whose first group of devices is `group`."""
+    chip = topology.chip
+    n = len(group)
     if chip is None:
         return Link("memory", None)
     if chip.nvlink:
@@ -340,18 +344,19 @@ def _link(topology: Topology, group: Sequence[Any]) -> Link:
 
 
 def _from_outside(bandwidth: float, n: int, g: int, within: float) -> float:
-    """Bytes/s that each of n devices gets if g of them share a domain, with a port of `bandwidth`
-    to the outside and links of `within` to each other."""
+    """Return the bytes/s of each of n devices if g of them share a domain, with a port of
+    `bandwidth` to the outside and links of `within` to each other."""
     return min(bandwidth * g * (n - 1) / (n - g), bandwidth + (within if g > 1 else 0))
 
 
 def _ici(topology: Topology, chip: Chip, inside: Sequence[Any]) -> float:
-    """Bytes/s that a ring over these devices of one slice gets from the torus, and between the
-    cores of a chip."""
+    """Return the bytes/s that a ring over these devices of one slice gets from the torus, and
+    between the cores of a chip."""
     torus = chip.torus
     assert torus
     chips = {tuple(device.coords) for device in inside}
-    n, on_chip = len(inside), len(inside) // len(chips)
+    n = len(inside)
+    on_chip = n // len(chips)
     if len(chips) == 1:
         return torus.between_cores or math.inf
     axes = [sorted(set(values)) for values in zip(*chips, strict=True)][: torus.dims]

@@ -1,4 +1,8 @@
-"""Collectives of a compiled program: the mesh axes that each spans, and the bytes that it sends."""
+"""Collectives of a compiled program: the mesh axes that each spans, and the bytes that it sends.
+
+An instruction names the groups of devices that take part, in one of three notations (`_groups`).
+The mesh axes along which the members of a group differ are those of the collective. Its bytes
+follow from the shapes of its operands by the ring algorithms' formulas."""
 
 import dataclasses
 import functools
@@ -26,7 +30,8 @@ BETWEEN_SLICES = {
     "ALL_TO_ALL": "all-to-all",
 }
 IN_SLICE = 100_000
-"""libtpu names a device of a multi-slice program (slice + 1) * 100000 + its place in the slice."""
+"""libtpu numbers a device of a multi-slice program (slice + 1) * 100000 + its place in the
+slice."""
 VIEWS = ("bitcast", "reshape", "copy", "convert", "get-tuple-element", "tuple")
 
 _LISTED = re.compile(
@@ -45,12 +50,11 @@ _SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+):(\d+)\}"')
 class Collective:
     """A collective of the program.
 
-    `payload`: bytes of the whole that a device holds: the output of an all-gather, the input of the
-    others. `sent`: bytes that it sends in a step. Of g devices, ring algorithms send (g-1)/g of the
+    `payload`: bytes of an all-gather's output, or of another collective's input, on a device.
+    `sent`: bytes that a device sends per step. With g devices, ring algorithms send (g-1)/g of the
     payload in an all-gather, reduce-scatter or all-to-all, twice that in an all-reduce, and all of
     it in a permute (Thakur et al. 2005, Optimization of Collective Communication Operations in
-    MPICH).
-    """
+    MPICH)."""
 
     kind: str
     axes: tuple[str, ...]
@@ -63,19 +67,19 @@ class Collective:
     op_name: str
     name: str
     between_slices: bool = False
-    """libtpu sends it over the data-centre network; the others of a multi-slice TPU program stay
-    within a slice."""
+    """True if libtpu sends it over the data-center network; other collectives of a multi-slice TPU
+    program stay within a slice."""
     instruction: str = ""
-    """Name of the instruction that begins it."""
+    """Name of the instruction that starts it."""
 
 
 def collectives(
     program: Program, mesh: Mapping[str, int], without: Sequence[str] = ()
 ) -> list[Collective]:
-    """Every collective that leaves the device, but those within one of the scopes `without`.
+    """Return every collective that leaves the device, except those in one of the scopes `without`.
     `mesh`: axis -> size; devices are numbered row-major over its axes, as in `jax.sharding.Mesh`.
 
-    An all-reduce of a TPU fusion that keeps only this device's piece is a reduce-scatter. A ragged
+    An all-reduce in a TPU fusion that keeps only this device's piece is a reduce-scatter. A ragged
     all-to-all counts as if its buffers were full.
     """
     rows = [
@@ -92,8 +96,8 @@ def collectives(
 
 
 def _sends(instruction: Instruction) -> bool:
-    """True of collectives. A TPU's asynchronous fusions name the same collective again in each part
-    that runs beside it, loops too; the first has the flag -1, and counts."""
+    """Return True for collectives. A TPU's asynchronous fusions repeat a collective in every part
+    that overlaps with it, loops too; only the first, with the flag -1, counts."""
     attributes = instruction.attributes
     if "async_collective_fusion_config" in attributes and '"flag_start":"-1"' not in attributes:
         return False
@@ -103,8 +107,7 @@ def _sends(instruction: Instruction) -> bool:
 
 
 def sent(kind: str, payload: int, size: int) -> float:
-    """Bytes that one of `size` devices sends for a collective of `payload` bytes, by the ring
-    algorithm."""
+    """Return the bytes that one of `size` devices sends by the ring algorithm."""
     if kind in ("collective-permute", "collective-broadcast"):
         return float(payload)
     return payload * (size - 1) / size * (2 if kind == "all-reduce" else 1)
@@ -116,9 +119,11 @@ def _collective(program: Program, instruction: Instruction, mesh: Mapping[str, i
         kind, groups = _between_slices(program, instruction)
     else:
         kind, groups = _within_slice(program, instruction, math.prod(mesh.values()))
-    size, times = groups.shape[1], program.times[instruction.computation.name]
+    size = groups.shape[1]
+    times = program.times[instruction.computation.name]
     payload = sum(made.bytes for made in instruction.inputs)
-    payload *= size if kind == "all-gather" else 1
+    if kind == "all-gather":
+        payload *= size
     return Collective(
         kind=kind,
         axes=_axes(groups, mesh),
@@ -136,13 +141,14 @@ def _collective(program: Program, instruction: Instruction, mesh: Mapping[str, i
 def _within_slice(
     program: Program, instruction: Instruction, devices: int
 ) -> tuple[str, np.ndarray]:
-    """Kind and groups of devices, [groups, size]."""
-    attributes, kind = instruction.attributes, instruction.opcode.removesuffix("-start")
+    """Return the kind and the groups of devices, [groups, size]."""
+    attributes = instruction.attributes
+    kind = instruction.opcode.removesuffix("-start")
     partitions = _partitions(program)
     if "channel_id" in attributes or not partitions:
         groups = _groups(attributes, partitions or devices)
     else:
-        groups = np.zeros((1, 1), np.int64)  # groups of replicas, and a partitioned program has one
+        groups = np.zeros((1, 1), np.int64)  # groups of replicas; a partitioned program has one
     if (
         kind == "all-reduce"
         and instruction.computation.wrapper
@@ -153,7 +159,7 @@ def _within_slice(
 
 
 def _between_slices(program: Program, instruction: Instruction) -> tuple[str, np.ndarray]:
-    """Kind and groups of devices, [groups, size], of what libtpu sends to other slices."""
+    """Return the kind and the groups of what libtpu sends to other slices."""
     partitions = _partitions(program)
     if target := _SLICES.search(instruction.attributes):
         slices = np.array(target[1].split(","), np.int64)[None] - 1
@@ -166,15 +172,14 @@ def _between_slices(program: Program, instruction: Instruction) -> tuple[str, np
 
 
 def _partitions(program: Program) -> int:
-    """Devices that the program is written for: of one slice, where there are several; 0 where the
-    text does not say."""
+    """Return the devices that the program is written for, of one slice if there are several; 0 if
+    the text does not say."""
     number = re.search(r"num_partitions=(\d+)", program.attributes)
     return int(number[1]) if number else 0
 
 
 def _groups(attributes: str, devices: int) -> np.ndarray:
-    """Groups of devices, [groups, size], from the attributes of a collective; a permute's pairs are
-    groups of two."""
+    """Parse groups of devices, [groups, size]; a permute's pairs are groups of two."""
     if iota := _IOTA.search(attributes):
         return _iota(iota[2], iota[3]).reshape([int(n) for n in iota[1].split(",")])
     if mesh := _MESH.search(attributes):
@@ -185,7 +190,7 @@ def _groups(attributes: str, devices: int) -> np.ndarray:
 
 @functools.lru_cache(maxsize=512)
 def _iota(dims: str, order: str | None) -> np.ndarray:
-    """0, 1, 2 ... reshaped to `dims` and transposed to `order`, flat."""
+    """Return 0, 1, 2... reshaped to `dims` and transposed to `order`, flat."""
     shape = [int(n) for n in dims.split(",")]
     return (
         np.arange(math.prod(shape))
@@ -197,8 +202,8 @@ def _iota(dims: str, order: str | None) -> np.ndarray:
 
 @functools.lru_cache(maxsize=512)
 def _of_mesh(axes: str, dims: str | None, order: str | None, chosen: str) -> np.ndarray:
-    """The form mesh['a'=2,'b'=4], device_ids=([8]) {'b':(2)2}: a group spans the axes in braces;
-    'b':(2)2 is the factor 2 of b after one of 2."""
+    """Parse mesh['a'=2,'b'=4], device_ids=([8]) {'b':(2)2}: a group spans the axes in braces;
+    'b':(2)2 is the factor 2 of b after a factor 2."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     parts = {
         name: (int(before or 1), int(size or sizes[name]))
@@ -216,7 +221,7 @@ def _of_mesh(axes: str, dims: str | None, order: str | None, chosen: str) -> np.
 
 
 def _listed(attributes: str) -> np.ndarray:
-    """The form {{0,1},{2,3}}; of groups of several sizes the largest."""
+    """Parse {{0,1},{2,3}}; of groups of several sizes, keep the largest."""
     braces = _LISTED.search(attributes)
     return _explicit(braces[1] if braces else "")
 
@@ -229,21 +234,22 @@ def _explicit(text: str) -> np.ndarray:
 
 
 def _axes(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes along which members of a group differ."""
+    """Return the mesh axes along which members of a group differ."""
     coords = np.unravel_index(groups % math.prod(mesh.values()), tuple(mesh.values()))
     return tuple(axis for axis, x in zip(mesh, coords, strict=True) if (x != x[:, :1]).any())
 
 
 def _scope(instruction: Instruction) -> str:
-    """The op_name of an instruction, or of what it is wrapped in."""
+    """Return the op_name of an instruction, or of the operation that wraps it."""
     while not instruction.op_name and (wrapper := instruction.computation.wrapper):
         instruction = wrapper
     return instruction.op_name
 
 
 def _scatters(reduced: Instruction, size: int) -> bool:
-    """True where every use of an all-reduce cuts a device's piece out of it."""
-    names, cuts = {reduced.name}, 0
+    """Return True if every use of an all-reduce slices a device's piece out of it."""
+    names = {reduced.name}
+    cuts = 0
     for instruction in reduced.computation.instructions.values():
         if names.intersection(instruction.operands):
             if instruction.opcode in VIEWS:

@@ -1,5 +1,11 @@
-"""Operations of a compiled program: FLOPs that each computes, and bytes that it moves through a
-device's memory, in a step."""
+"""Operations of a compiled program: the FLOPs of each, and the bytes that it moves through a
+device's memory, per step.
+
+An operation is an instruction that the device executes by itself. Its FLOPs are those of the matrix
+products and convolutions in it. Its bytes are its operands and results in main memory, except that
+a slice reads only what it takes, an update in place writes only what it changes, and a fusion reads
+only the parts of an operand that its inside uses: otherwise a scan over stacked layers would read
+the whole stack in every turn."""
 
 import dataclasses
 import math
@@ -24,30 +30,30 @@ FREE_CALLS = set(
 SELECTS = {"slice", "dynamic-slice", "gather"}
 VIEWS = {"bitcast", "reshape", "get-tuple-element"}
 RELAYOUT = {*VIEWS, "copy", "parameter"}
-"""Operations that touch no memory inside a fusion: a copy there is another way to read the same
-tiles."""
+"""Operations that touch no memory inside a fusion; a copy there only reads the same tiles in
+another order."""
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
-"""Operations that overwrite part of their first operand, and the number of the operand that they
-write there."""
+"""Operations that overwrite part of their first operand -> the number of the operand that they
+write."""
 DECLARED = re.compile(r'(?:\\*"|\\22)flops(?:\\*"|\\22): ?(?:\\*"|\\22)?(\d+)')
-"""A kernel's own count of FLOPs, in the backend_config of a TPU's call or the metadata of a Triton
-call, whose quotes are written as \\22."""
+"""A kernel's own count of FLOPs, in the backend_config of a TPU call or the metadata of a Triton
+call, which writes quotes as \\22."""
 PRODUCTS = ("dot", "convolution", "ragged-dot", "custom-call")
 MATMULS = ("__cublas$", "__onednn$matmul")
-"""Beginnings of the names of custom calls that are matrix products."""
+"""Prefixes of the names of custom calls that are matrix products."""
 WINDOW = {"pad": 0, "size": 1, "stride": 1, "lhs_dilate": 1, "rhs_dilate": 1}
-"""Fields of a convolution's window, one number a spatial dimension, and their defaults."""
+"""Fields of a convolution's window, a number per spatial dimension, and their defaults."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One instruction that the device is given. FLOPs and bytes are of one device in a step, all
+    """One instruction that a device executes. FLOPs and bytes are per device and step, of all
     `times` together."""
 
     name: str
     opcode: str
     op_name: str
-    """jax's scope and primitive: those of its largest product, if it has one."""
+    """jax's scope and primitive, of its largest product if it has one."""
     times: float
     flops: float
     """2 for each multiplication of a matrix product or convolution; other arithmetic is not
@@ -57,13 +63,13 @@ class Operation:
     dtype: str = ""
     """Element type of the largest product's operands."""
     kernel: str = ""
-    """Target of a custom call. FLOPs of a kernel are those it declares itself (a Pallas kernel's
-    cost estimate), or none."""
+    """Target of a custom call. A kernel's FLOPs are those that it declares (a Pallas kernel's cost
+    estimate), or none."""
 
 
 def operations(program: Program, without: Sequence[str] = ()) -> list[Operation]:
-    """Operations that run, in the program's order, but collectives, what costs nothing and what is
-    within one of the scopes `without`."""
+    """Return the operations that run, in the program's order, except collectives, free operations
+    and those in one of the scopes `without`."""
     rows = (
         _operation(program, instruction, times)
         for computation, times in program.running()
@@ -97,9 +103,10 @@ def _operation(program: Program, instruction: Instruction, times: float) -> Oper
 
 
 def origin(instruction: Instruction) -> Instruction:
-    """The instruction that says where one comes from: the largest product in it; itself, where it
-    has an op_name; what is inside, nearest to the result; what makes its operands, or else takes
-    its result, a few steps away, for copies that the compiler put in. Itself where none says."""
+    """Find the instruction whose op_name tells where this one comes from: its largest product;
+    itself; the inside of a fusion, from the result on; or, for copies that the compiler inserted, a
+    producer of its operands or a user of its result a few steps away. Itself if none has an
+    op_name."""
     if products := [*_products(instruction)]:
         maker = _largest(products)[2]
         if maker.op_name:
@@ -124,7 +131,7 @@ def _neighbours(made: Instruction, towards_users: bool) -> list[Instruction]:
 
 
 def _products(instruction: Instruction) -> Iterator[tuple[float, str, Instruction]]:
-    """(FLOPs, element type, the product itself) of every product in an instruction."""
+    """Yield (FLOPs, element type, the product) of every product in an instruction."""
     kind = instruction.opcode
     if called := instruction.inside:
         for inner in called.instructions.values():
@@ -140,22 +147,22 @@ def _products(instruction: Instruction) -> Iterator[tuple[float, str, Instructio
             dtypes = [x.dtype for x in sorted(operands, key=lambda x: -x.bytes)]
             yield float(declared[1]), dtypes[0] if dtypes else "", instruction
         return
-    left, right, out = operands[0], operands[1], instruction.shapes[0]
+    left, right = operands[:2]
+    out = instruction.shapes[0]
     if kind == "dot":
         contracted = instruction.numbers("lhs_contracting_dims")
         count = math.prod(out.dims) * math.prod(left.dims[n] for n in contracted)
     elif kind == "convolution":
-        count = _convolution(instruction, left, right, out)
-    # left is [..., m, k] in some order and the result ends in n: every element of left meets n
-    # columns
+        count = _convolution(instruction, left, out)
     else:
+        # left is [..., m, k] in some order and out ends in n: each element of left meets n columns.
         count = math.prod(left.dims) * out.dims[-1]
     yield 2.0 * count, left.dtype, instruction
 
 
-def _convolution(instruction: Instruction, left: Shape, right: Shape, out: Shape) -> int:
-    """Multiplications that meet neither padding nor the holes of a dilation, as XLA's
-    HloCostAnalysis counts. A TPU's batched products are such."""
+def _convolution(instruction: Instruction, left: Shape, out: Shape) -> int:
+    """Count the multiplications outside padding and the holes of a dilation, as XLA's
+    HloCostAnalysis does. A TPU's batched products are convolutions."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
     assert labels, instruction.name
     window = dict(re.findall(r"(\w+)=([\dx_-]+)", instruction.attribute("window") or ""))
@@ -183,7 +190,7 @@ def _number(instruction: Instruction, key: str) -> int:
 
 
 def _reads(instruction: Instruction) -> Iterator[tuple[int, float]]:
-    """(memory space, bytes) that one run reads."""
+    """Yield (memory space, bytes) that one run reads."""
     for made in dict.fromkeys(instruction.inputs):
         shapes = made.shapes
         read = sum(
@@ -196,7 +203,7 @@ def _reads(instruction: Instruction) -> Iterator[tuple[int, float]]:
 
 
 def _read(user: Instruction, number: int) -> float:
-    """Bytes of operand `number` that `user` looks at; infinite: all."""
+    """Return the bytes of operand `number` that `user` reads; infinite for all."""
     kind = user.opcode
     if kind in SELECTS and number == 0:
         return sum(shape.padded for shape in user.shapes)
@@ -215,7 +222,7 @@ def _read(user: Instruction, number: int) -> float:
 
 
 def _seen(made: Instruction) -> float:
-    """Bytes of a value inside a fusion that its users look at; infinite: all."""
+    """Return the bytes of a value inside a fusion that its users read; infinite for all."""
     total = 0.0
     for user, number in made.users:
         if _relayout(user):
@@ -225,23 +232,24 @@ def _seen(made: Instruction) -> float:
             and number == 0
             and any(later.opcode not in (*VIEWS, "tuple") for later, _ in user.users)
         ):
-            return math.inf  # what was not overwritten is looked at later
+            return math.inf  # the rest of the operand is read later
         else:
             total += _read(user, number)
     return total
 
 
 def _relayout(user: Instruction) -> bool:
-    """True of an instruction inside a fusion that changes nothing but the layout of its operand;
-    alone or as a fusion of its own."""
+    """Return True if an instruction inside a fusion, or a nested fusion, only changes the layout of
+    its operand."""
     called = user.inside
     inner = called.instructions.values() if called else [user]
     return all(instruction.opcode in RELAYOUT for instruction in inner)
 
 
 def _writes(made: Instruction) -> Iterator[tuple[int, int]]:
-    """(memory space, bytes) that one run writes."""
-    kind, shapes = made.opcode, made.shapes
+    """Yield (memory space, bytes) that one run writes."""
+    kind = made.opcode
+    shapes = made.shapes
     if called := made.inside:
         for space, size in _results(called.result):
             yield shapes[0].space if len(shapes) == 1 else space, size
@@ -253,18 +261,18 @@ def _writes(made: Instruction) -> Iterator[tuple[int, int]]:
     if kind == "copy-start":
         shapes = shapes[:1]
     elif kind.endswith("-start"):
-        # it makes its operands again, then the result, then scalars that the end waits for
+        # It produces its operands again, then the result, then scalars for the -done operation.
         again = sum(len(operand.shapes) for operand in made.inputs)
         shapes = tuple(shape for shape in shapes[again:] if shape.dims)
     yield from ((shape.space, shape.padded) for shape in shapes)
 
 
 def _results(made: Instruction) -> Iterator[tuple[int, int]]:
-    """(memory space, bytes) of a result inside a fusion, less what is passed through."""
+    """Yield (memory space, bytes) of a result inside a fusion, without what is passed through."""
     if made.opcode == "tuple":
         for operand in made.inputs:
             yield from _results(operand)
-    elif made.opcode in ("bitcast", "reshape"):  # the outermost view says where the result lies
+    elif made.opcode in ("bitcast", "reshape"):  # the outermost view has the result's memory space
         for _, size in _results(made.inputs[0]):
             yield made.shapes[0].space, size
     elif (

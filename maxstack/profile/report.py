@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from maxstack.plan.report import bytes_text
+from maxstack.plan.report import FROM_TEXT, bytes_text
 from maxstack.profile.analysis import Operation, Summary
 from maxstack.profile.origins import DIRECTIONS
 from maxstack.report.table import table
@@ -193,8 +193,7 @@ def _memory(profile: Summary) -> Iterator[str]:
     parts = ((name, size) for name, size in profile.memory.items() if name != "needed" and size)
     yield "  " + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
     if profile.buffers:
-        guessed = ", from the text of the program, not from its assignment of memory"
-        yield f"its largest buffers{'' if profile.buffers[0].exact else guessed}"
+        yield f"its largest buffers{'' if profile.buffers[0].exact else FROM_TEXT}"
         rows = [
             (bytes_text(row.bytes), row.kind, _name(row.op_name or row.name), _short(row.source))
             for row in profile.buffers

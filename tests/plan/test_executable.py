@@ -62,7 +62,7 @@ def test_a_step_of_another_configuration_is_refused_with_what_differs(saved):
     _, _, path = saved
     other = tiny.make_run(tiny.config(**CONFIG, train={"batch_size": 16}), 8)
     with pytest.raises(
-        ConfigError, match=r"compiled for batch \{'tokens': \[8, 48\].*make it again"
+        ConfigError, match=r"compiled for batch \{'tokens': \[8, 48\].*write it again"
     ):
         executable.load(other, str(path))
 
@@ -80,7 +80,7 @@ def test_a_step_of_other_adapters_or_of_dropout_by_another_seed_is_refused(tmp_p
     executable.save(run, compiling.compiled(run.lower(), run.mesh), str(tmp_path / "step"))
     for other, says in (
         (made(8.0, 0), "compiled for configuration"),
-        (made(16.0, 1), "compiled for seed 0, not 1; make it again"),
+        (made(16.0, 1), "compiled for seed 0, not 1; write it again"),
     ):
         with pytest.raises(ConfigError, match=says):
             executable.load(other, str(tmp_path / "step"))
@@ -89,7 +89,7 @@ def test_a_step_of_other_adapters_or_of_dropout_by_another_seed_is_refused(tmp_p
 def test_what_is_no_step_is_refused(saved, tmp_path):
     run, _, path = saved
     (tmp_path / "text").write_text("no step")
-    with pytest.raises(ConfigError, match="is no compiled step"):
+    with pytest.raises(ConfigError, match="is not a compiled step"):
         executable.load(run, str(tmp_path / "text"))
     with pytest.raises(ConfigError, match="cannot read"):
         executable.load(run, str(tmp_path / "missing"))

@@ -118,4 +118,4 @@ def test_images_are_counted_as_such():
         roofline=Roofline(0.5, 0.0, 0.0, {}), peak=1e13, bubble=0.0, seconds={}, counted="images",
     )  # fmt: skip
     assert plan.json()["images_per_second"] == 16 and plan.tokens_per_second == 256
-    assert "at most 16 images/s, 256 tokens/s (64 a device)" in report.text(plan)
+    assert "at most 16 images/s, 256 tokens/s (64 per device)" in report.text(plan)

@@ -170,7 +170,7 @@ def test_samples_are_counted_with_the_lengths_that_are_asked_for():
 
 def test_a_cache_beyond_the_memory_is_refused_before_anything_is_compiled():
     run = tiny.make_run(tiny.with_rollouts())
-    with pytest.raises(ConfigError, match=r"cache 9\d+\.\d+\).*`maxstack plan` says"):
+    with pytest.raises(ConfigError, match=r"cache 9\d+\.\d+\).*`maxstack plan` shows"):
         fit.check_memory(run, {"cache": 10**12})
 
 
@@ -187,7 +187,7 @@ def test_the_screen_has_a_column_for_each_time(file, tmp_path, capsys):
     assert cli.main(["plan", str(file), *words]) == 0
     printed, made = capsys.readouterr().out, json.loads(out.read_text())
     assert "update" in printed and "older weights" in printed and "engine's weights" in printed
-    assert "a rollout: 8 prompts x 4 samples of 9 + 16 tokens, 4 at a time" in printed
+    assert "8 prompts x 4 samples of 9 + 16 tokens; engine replicas: " in printed
     assert made["rollout"]["in_update"]["cache"] > 0 and made["rollout"]["seconds"] is None
 
 

@@ -198,7 +198,7 @@ def test_where_nothing_fits_it_says_so():
 def test_hardware_without_figures_cannot_be_ranked():
     with pytest.raises(
         ConfigError,
-        match=r"--search: ranks by the chip's figures, and here has none in chips\.yml; give "
+        match=r"--search: needs the chip's figures, and here has none in chips\.yml; give "
         r"--topology",
     ):
         search(config(), parse("here"), Compiler(lambda _: (1, 1.0)), 3)
@@ -264,9 +264,7 @@ def test_where_not_even_one_row_fits_it_says_by_how_much():
 
 
 def test_without_a_limit_there_is_no_largest_batch():
-    with pytest.raises(
-        ConfigError, match="how much memory the device has is not known; give --topology"
-    ):
+    with pytest.raises(ConfigError, match="the device's memory is unknown; give --topology"):
         largest_batch(
             config(), parse("v5e:4x4"), lambda cfg: dataclasses.replace(plan(cfg), usable=None)
         )

@@ -139,7 +139,7 @@ def test_experts_come_from_the_devices_that_hold_them():
     cfg = inference_config(config(blocks=blocks, mesh={"data": 1, "expert": 4}))
     sizes = dict.fromkeys(AXES, 1) | {"expert": 4}
     device = Device.of(cfg, topology.parse("v5e:2x2"), sizes)
-    experts = [held for held in device.held if held.chosen < 1]
+    experts = [held for held in device.weights if held.chosen < 1]
     assert {held.spread for held in experts} == {4} and len(experts) == 3
     assert all(held.kept == held.read == 4 * 32 * 32 * 2 for held in experts)
 

@@ -48,7 +48,7 @@ def test_a_name_says_chips_slices_and_hosts(name, sides, slices, size, hosts):
         ("v5p:4x4x6", r"nearest: v5p:4x4x"),
         ("v4:1x1x1", r"nearest: v4:2x2x1, "),
         ("tpu7x:16x16", r"nearest: tpu7x:4x8x8, "),
-        ("h100:3x7", r"GPUs of a host, which are 1, 2, 4, 8; nearest: h100:3x8, h100:2x8, "),
+        ("h100:3x7", r"GPUs per host, which are 1, 2, 4, 8; nearest: h100:3x8, h100:2x8, "),
         ("h100:256", r"nearest: h100:32x8, "),
         ("h100:4x8*2", r"GPUs have no slices; write .* h100:8x8$"),
         ("h10:1x8", r"chip h10: is not in the table; did you mean h100\?"),
