@@ -156,7 +156,7 @@ class Local:
         """Add facts to this process's part of a step."""
         manifest.note(self._part(step, self._peers.number), facts)
 
-    def holds(self, step: int) -> Mapping[str, Any]:
+    def contents(self, step: int) -> Mapping[str, Any]:
         """Return a step's parts: "meta", and of "state" and "data" name -> jax.ShapeDtypeStruct."""
         index = self._index(step)
         parts: dict[str, Any] = {"meta": index["meta"], "state": {}, "data": {}}
@@ -192,7 +192,7 @@ class Local:
         return loaded
 
     @contextlib.contextmanager
-    def verified(self, step: int) -> Iterator[None]:
+    def verify(self, step: int) -> Iterator[None]:
         """Check this process's shards against their checksums before the block reads them; fetch
         them from a peer where they are lost or damaged. Damage, the same in every process, where
         none are intact."""

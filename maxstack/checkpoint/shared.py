@@ -134,7 +134,7 @@ class Shared:
         if self._peers.number == 0:
             manifest.note(self.path(step), facts)
 
-    def holds(self, step: int) -> Mapping[str, Any]:
+    def contents(self, step: int) -> Mapping[str, Any]:
         """Return the names of a step's parts with Orbax's metadata."""
         return ocp.checkpointables_metadata(self.path(step)).metadata
 
@@ -146,7 +146,7 @@ class Shared:
             return ocp.load_checkpointables(self.path(step), dict(wanted))
 
     @contextlib.contextmanager
-    def verified(self, step: int) -> Iterator[None]:
+    def verify(self, step: int) -> Iterator[None]:
         """Check a step's files against their checksums, each process a share. A single process does
         so while the block reads them, several do before: a process that raised in the block would
         leave the others waiting. Damage, the same in every process, where a file was lost or

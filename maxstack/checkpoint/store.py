@@ -388,8 +388,8 @@ class Checkpoints:
         they are made of (for quantization, adapters), its weights alone are taken.
         """
         where, run = f"{storage.folder}/{step}", self._run
-        with storage.verified(step):
-            parts = storage.holds(step)
+        with storage.verify(step):
+            parts = storage.contents(step)
             if "meta" not in parts or (elsewhere and self._lacks_weights(parts["state"])):
                 return self._load_weights(where)
             meta = strict_json.parse(storage.load(step, {"meta": None})["meta"]["json"], where)

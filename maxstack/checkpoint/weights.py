@@ -136,7 +136,7 @@ class WeightsReader:
         """Select the weights to read: those that training evaluates (`optim.eval_params`), those
         that it updates (`train`), or their moving `average`. Return a description, empty for
         `train`. ConfigError where there is no average."""
-        kept = {field: self._kept(field) for field in BESIDE}
+        kept = {field: self._find_kept(field) for field in BESIDE}
         if choice == "average" and not kept["average"]:
             raise ConfigError(
                 f"{self._path}: holds no moving average (optimizer.ema); take other weights"
@@ -155,7 +155,7 @@ class WeightsReader:
             self._between = {path: (key, b1[base]) for path, (key, base) in between}
         return " and ".join(WORDS[field] for field in chosen)
 
-    def _kept(self, field: str) -> dict[str, tuple[str, str]]:
+    def _find_kept(self, field: str) -> dict[str, tuple[str, str]]:
         """Map each weight's path to (key of its copy in the optimizer's state, prefix of the
         key)."""
         beside = f"/{BESIDE[field]}"

@@ -1,8 +1,8 @@
 """This process's number and the number of processes, from the variables of its launcher.
 
 jax's own cluster detection is not used; EXPERIMENTS.md lists the cases that it lacks. Launchers are
-tried in a fixed order. Where the variables of another one give another count, that is told; where
-they say that a process is one of several that would each train alone in one folder, it is an error.
+tried in a fixed order. Where the variables of another one give another count, a line is printed;
+where each of several processes would train alone in one folder, that is an error.
 """
 
 import hashlib

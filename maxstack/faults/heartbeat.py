@@ -94,7 +94,7 @@ class Heartbeat:
 
     def _connect(self, peers: Peers) -> None:
         """Connect the watchdogs, that of process 0 with each other one, and hand the connections
-        over. A watchdog listens to nobody itself. Missing where a process does not come."""
+        over, so that no watchdog listens itself. Missing where a process does not come."""
         listener = address = None
         if self._first:
             listener = socket.create_server((peers.own_address(), 0), backlog=peers.count)

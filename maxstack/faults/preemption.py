@@ -180,8 +180,8 @@ class Preemption:
         return leaves
 
     def raise_if_leaving(self) -> None:
-        """CutShort where to leave before the next piece of what is under way; the same in every
-        process."""
+        """Begin the next piece of an evaluation; CutShort where to leave before it, the same in
+        every process."""
         with self._turn:
             step, pieces = self._reached
         if self._reach((step, pieces + 1), self._whole):
@@ -194,7 +194,7 @@ class Preemption:
             stays, self._whole = self._whole, whole
             self._reached = at
             self._turn.notify_all()
-            self._pass()
+            self._wait_turn()
             self._whole, self._leaves = stays, self._asked.is_set()
             if self._peers.count > 1:
                 self._leaves = self._last is not None and at >= self._last
@@ -220,11 +220,11 @@ class Preemption:
                 self._turn.wait_for(lambda: False)
         finally:
             with self._turn:
-                self._pass()
+                self._wait_turn()
                 self._reached = max(self._reached, (step + begins, 0))
                 self._whole = False
 
-    def _pass(self) -> None:
+    def _wait_turn(self) -> None:
         """Wait until this thread may go on; for ever where the other one leaves."""
         self._turn.wait_for(lambda: not (self._held or self._stays or self._taken))
 
@@ -265,18 +265,18 @@ class Preemption:
             late.daemon = True
             late.start()
         if self._peers.count == 1:
-            if not self._comes() and _listens:
+            if not self._wait_for_main() and _listens:
                 self._take()
             return
         with contextlib.suppress(RuntimeError):  # a peer was lost; the watchdog ends this process
             at = self._agree(first=True)
             while not all(leaves for _, leaves, _ in at):
-                self._comes()
+                self._wait_for_main()
                 at = self._agree()
                 if self._stays:
                     self._take()
 
-    def _comes(self) -> bool:
+    def _wait_for_main(self) -> bool:
         """Wait a while for the main thread to leave by itself; return whether it did."""
         with self._turn:
             return self._turn.wait_for(lambda: self._leaves or self._closed, COMES)

@@ -193,7 +193,7 @@ class Corruption:
         first, before = self._suspected
         if differences:
             after = hashes if step == first else None
-            raise ConfigError(f"step {step}: {self._lasting(before, after, differences)}")
+            raise ConfigError(f"step {step}: {self._describe_lasting(before, after, differences)}")
         if step >= first:
             self._suspected = None
             self._say(
@@ -229,7 +229,7 @@ class Corruption:
         suspects = find_suspects(differences)
         if _certain(differences):
             return f"of {self._replicas.name_devices(suspects)}"
-        guilty = suspects & _changed(differences, before, after)
+        guilty = suspects & _find_changed(differences, before, after)
         if 0 < len(guilty) < len(suspects):
             return f"of {self._replicas.name_devices(guilty)}"
         return (
@@ -237,7 +237,7 @@ class Corruption:
             "or a smaller faults.check_every, tell which"
         )
 
-    def _lasting(
+    def _describe_lasting(
         self, before: np.ndarray, after: np.ndarray | None, differences: list[Difference]
     ) -> str:
         """Return the error about a fault that stays; `after`: the hashes, where the steps were
@@ -257,7 +257,7 @@ class Corruption:
                 "xla.flags.xla_gpu_deterministic_ops)"
             )
         if after is not None and not _certain(differences):
-            both = both & _changed(first, before, after) or both
+            both = both & _find_changed(first, before, after) or both
         some = "" if len(both) == 1 else "one or more of "
         return (
             f"{text}: the fault stays, in {some}{self._replicas.name_devices(both)}; take it out "
@@ -333,14 +333,14 @@ def _bits(leaf: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
 
 
-def _outvoted(differences: list[Difference]) -> set[int]:
+def _find_outvoted(differences: list[Difference]) -> set[int]:
     return {device for difference in differences for device in difference.outvoted()}
 
 
 def find_suspects(differences: list[Difference]) -> set[int]:
     """Return the fewest devices that explain the differences: the outvoted ones, and where the
     other copies have no majority, all of them."""
-    suspects = outvoted = _outvoted(differences)
+    suspects = outvoted = _find_outvoted(differences)
     for difference in differences:
         left = {
             device: value for device, value in difference.hashes.items() if device not in outvoted
@@ -352,10 +352,10 @@ def find_suspects(differences: list[Difference]) -> set[int]:
 
 def _certain(differences: list[Difference]) -> bool:
     """Return whether a majority names every suspect."""
-    return find_suspects(differences) == _outvoted(differences)
+    return find_suspects(differences) == _find_outvoted(differences)
 
 
-def _changed(differences: list[Difference], before: np.ndarray, after: np.ndarray) -> set[int]:
+def _find_changed(differences: list[Difference], before: np.ndarray, after: np.ndarray) -> set[int]:
     """Return the devices whose copies changed, of those where there were differences."""
     return {
         device

@@ -27,7 +27,7 @@ _MOST_DIGITS = 1000
 
 def exact(prompt: str, completion: str, row: Mapping[str, Any], *, field: str = "answer") -> float:
     """Return 1.0 where the completion equals row[field], apart from white space around it."""
-    return float(completion.strip() == str(wanted(row, field)).strip())
+    return float(completion.strip() == str(read_field(row, field)).strip())
 
 
 def regex(prompt: str, completion: str, row: Mapping[str, Any], *, pattern: str) -> float:
@@ -54,7 +54,7 @@ def valid_json(
 def number(prompt: str, completion: str, row: Mapping[str, Any], *, field: str = "answer") -> float:
     """Return 1.0 where the last number in the completion is that in row[field], of which only the
     part after the last #### counts, as in GSM8K's answers. ValueError unless that is one number."""
-    text = str(wanted(row, field))
+    text = str(read_field(row, field))
     found = [*_QUANTITY.finditer(text.rpartition("####")[2])]
     if len(found) != 1 or not (right := _values(found[0])):
         several = f"not one number but {', '.join(match[0] for match in found)}"
@@ -91,7 +91,7 @@ def soft_overlong(tokens: int, most: int, buffer: int) -> float:
     return -min(max(tokens - (most - buffer), 0) / buffer, 1.0)
 
 
-def wanted(row: Mapping[str, Any], field: str) -> Any:
+def read_field(row: Mapping[str, Any], field: str) -> Any:
     """Return row[field]; KeyError that lists the row's fields."""
     if field not in row:
         raise KeyError(f"the row has no field {field!r}, but {', '.join(map(str, row)) or 'none'}")

@@ -72,7 +72,7 @@ class Channel:
         return bool(self._poll(0, 0))
 
     def hang_up(self) -> None:
-        """End both directions for every process that holds this end, and wake who waits for it."""
+        """End both directions for every process that holds this end, and wake those that wait."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:  # ended already

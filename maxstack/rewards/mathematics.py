@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxstack.errors import ConfigError, installing, quoted
-from maxstack.rewards.built_in import wanted
+from maxstack.rewards.built_in import read_field
 
 try:
     from latex2sympy2_extended import NormalizationConfig
@@ -30,14 +30,14 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 def equal(prompt: str, completion: str, row: Mapping[str, Any], *, field: str = "answer") -> float:
     """Return 1.0 where the completion's last box, or else its last expression, equals row[field].
     ValueError if row[field] is not an expression."""
-    text = str(wanted(row, field))
-    right = _parsed(text, marked=last_box(text) is None and "$" not in text)
+    text = str(read_field(row, field))
+    right = _parse(text, marked=last_box(text) is None and "$" not in text)
     if not right:
         raise ValueError(f"row[{field!r}] is {quoted(text)}, which is not an expression")
-    return float(verify(right, _parsed(completion), timeout_seconds=_SECONDS))
+    return float(verify(right, _parse(completion), timeout_seconds=_SECONDS))
 
 
-def _parsed(text: str, marked: bool = False) -> list[Any]:
+def _parse(text: str, marked: bool = False) -> list[Any]:
     """Parse the last box of a text, the whole text where it is `marked`, or else its last
     expression. math-verify gets the box alone, since it also searches by the words around one."""
     box = text if marked else last_box(text)
@@ -54,13 +54,13 @@ def last_box(text: str) -> str | None:
         if text[at : at + 1] != "{":
             found = re.match(r"[^\s$]*", text[at:])[0].rstrip(".,;")  # type: ignore[index]
             continue
-        if (end := _closing(text, at)) is not None:
+        if (end := _find_closing(text, at)) is not None:
             found, at = text[at + 1 : end], end
     inner = last_box(found) if found else None
     return found if inner is None else inner
 
 
-def _closing(text: str, begin: int) -> int | None:
+def _find_closing(text: str, begin: int) -> int | None:
     """Return where the brace that opens at `begin` is closed."""
     depth = 0
     for match in _BRACE.finditer(text, begin):

@@ -1,20 +1,19 @@
 """Rewards of completions, and turns of environments, computed in worker processes that cannot harm
 the run.
 
-A `Pool` has threads that each own one worker. Three processes stand in a row, so that a limit can
-be enforced from outside of the code that it limits:
+A `Pool` has threads that each own one worker. Three processes form a chain, so that a limit can be
+enforced from outside of the code that it limits:
 
     this one    (`_Child`) starts a worker, gives it up after 30 s of silence, starts it again
     worker.py   runs no user code: keeps the clock, counts memory and processes, kills
     runner.py   a fork of the worker, which imports and calls the user's function
 
-With a sandbox, worker and runner are in it. A request goes down the row as JSON and an answer comes
-back up. Where a signal that is not ours ends a process (the kernel's, when memory runs out), the
-request is made once more on a new worker; an exit code, exception or timeout is the reward's own.
-pebble's ProcessPool enforces time limits too, but it unpickles what the worker sends, which would
-run code of the sandbox in the trainer, and it neither finds the processes that a call leaves behind
-nor keeps an environment in one worker from turn to turn.
-"""
+With a sandbox, worker and runner are in it. A request goes down the chain as JSON and the answer
+comes back up. Where a signal that is not ours ends a process (the kernel's, when memory runs out),
+the request is made once more on a new worker; an exit code, exception or timeout is the reward's
+own. pebble's ProcessPool enforces time limits too, but it unpickles what the worker sends, which
+would run code of the sandbox in the trainer, and it neither finds the processes that a call leaves
+behind nor keeps an environment in one worker from turn to turn."""
 
 import contextlib
 import os

@@ -29,7 +29,7 @@ from maxstack.limited import own_memory
 from maxstack.rewards.channel import Channel
 
 CLOSED = 75
-"""Exit code of a runner whose socket was closed by what it ran."""
+"""Exit code of a runner whose socket user code closed."""
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest float32: rewards reach the devices in that type."""
 OF_OTHERS = {
@@ -155,7 +155,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _limits(self, request: dict[str, Any], *about: Any) -> Iterator[None]:
-        """Report to the worker that a call begins, seed random generators from what it is about and
+        """Report to the worker that a call begins, seed random generators from its arguments and
         bound its memory; afterwards undo an alarm and a change of folder."""
         self._send({"begin": True})
         digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
@@ -235,8 +235,8 @@ def _check_takes(
 
 
 def check_reward(given: Any) -> dict[str, Any]:
-    """Return value and components of what a reward gave: a number, or a mapping of names to numbers
-    that are summed. TypeError or ValueError for anything else."""
+    """Return value and components of a reward: a number, or a mapping of names to numbers that are
+    summed. TypeError or ValueError for anything else."""
     if not isinstance(given, Mapping):
         return {"value": _finite(given, "returned"), "components": {}}
     for name in given:

@@ -39,7 +39,7 @@ def prefix() -> list[str]:
     ]
     for path in SYSTEM.split():
         words += ["--ro-bind-try", path, path]
-    places = _imported()
+    places = _import_paths()
     whole = {*places.values()}
     for real in sorted(whole):
         if not whole.intersection(map(str, Path(real).parents)):
@@ -64,7 +64,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def _imported() -> dict[str, str]:
+def _import_paths() -> dict[str, str]:
     """Map each path that code is imported from to its real path. ConfigError where the home lies in
     one of them."""
     package = str(Path(maxstack.__file__).parent.parent)

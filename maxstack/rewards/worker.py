@@ -86,7 +86,7 @@ class Worker:
         with contextlib.suppress(EOFError):
             sys.path[:] = self._requests.receive(LOAD_SECONDS)["path"]
             self._requests.send({"ready": True})
-            while not self._orphaned():
+            while not self._is_orphaned():
                 try:
                     request = self._requests.receive(_IDLE_TICK)
                 except TimeoutError:
@@ -139,7 +139,7 @@ class Worker:
                 except TimeoutError:
                     if dead:
                         raise self._death() from None
-                    if self._orphaned():
+                    if self._is_orphaned():
                         self._end()
                     self._check_bounds()
                     if time.monotonic() >= deadline:
@@ -245,7 +245,7 @@ class Worker:
         memory = " (out of memory?)" if -code == signal.SIGKILL else ""
         return Lost(f"ended its process by signal {name}{memory}", killed=True)
 
-    def _orphaned(self) -> bool:
+    def _is_orphaned(self) -> bool:
         return self._requests.is_closed() or os.getppid() != self._parent
 
 
@@ -300,7 +300,7 @@ def _descendants(spared: Collection[Process] = ()) -> list[Process]:
     parents = [os.getpid()]
     while parents:
         for pid in _children(parents.pop()):
-            process = _living(pid)
+            process = _read_process(pid)
             if process and process not in spared:
                 found.append(process)
                 parents.append(pid)
@@ -350,7 +350,7 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _living(pid: int) -> Process | None:
+def _read_process(pid: int) -> Process | None:
     fields = _stat(pid)
     return None if fields is None or fields[0] in b"ZX" else Process(pid, fields[19].decode())
 

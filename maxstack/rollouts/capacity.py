@@ -76,7 +76,7 @@ def with_rollouts(plan: "Plan", run: "Run", topology: Topology, lengths: Lengths
         times = _Times(cfg, layout, limits, device, lengths)
         moved = moved_bytes(run.abstract.params, engine.abstract.params)
         sampling = {
-            **_moving(moved / engine.mesh.size, topology, run.mesh.shape),
+            **_time_to_move(moved / engine.mesh.size, topology, run.mesh.shape),
             "prompts": times.prompts(
                 rollout.prompts * rollout.on_policy / replicas, rollout.samples
             ),
@@ -153,7 +153,7 @@ def _memory(
     if engine.mesh.size < run.mesh.size:  # every device has all of them on the way
         moved = count(run.abstract.params)[1] + shard_bytes(engine.abstract.params)
     else:
-        moved = _moved(run.abstract.params, engine.abstract.params)
+        moved = _count_moved(run.abstract.params, engine.abstract.params)
     return cache, {**cache, **works, "weights moved to it": moved}
 
 
@@ -178,7 +178,7 @@ def copied_bytes(engine: "Run") -> int:
     return total
 
 
-def _moved(ours: Any, theirs: Any) -> int:
+def _count_moved(ours: Any, theirs: Any) -> int:
     """Return the bytes on one device of arrays of the second tree that are sharded differently from
     the first."""
     pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
@@ -189,7 +189,7 @@ def _moved(ours: Any, theirs: Any) -> int:
     )
 
 
-def _moving(moved: float, topology: Topology, sizes: Mapping[str, int]) -> dict[str, Least]:
+def _time_to_move(moved: float, topology: Topology, sizes: Mapping[str, int]) -> dict[str, Least]:
     """Return the time for so many bytes of weights to reach each device of the engine."""
     axes = tuple(axis for axis, size in sizes.items() if size > 1)
     if not (moved and axes):

@@ -5,7 +5,7 @@ batches of the next `steps` steps (minibatches, epochs). With `rollout.ahead`, r
 weights of as many rollouts before: on one device the next one is made in a thread beside training,
 on a mesh between steps, since all devices need the same order of programs.
 
-A rollout is made again, not kept. What it holds depends on the weights before its first step (or
+A rollout is made again, not kept. Its samples depend on the weights before its first step (or
 older ones), the seed and the place in the order of prompts, and on nothing else. A checkpoint holds
 these: the state has the older weights that a rollout in progress or ahead was made with
 (`State.behind`), and the position is that before the rollout. So a rollout that a kill

@@ -48,7 +48,7 @@ def submission(job: Job) -> Submission:
     return Submission(
         [*words, "create", "--filename", "-"],
         manifest(job),
-        monitoring(job, ["--container", CONTAINER], job.topology.hosts) | later,
+        monitor_commands(job, ["--container", CONTAINER], job.topology.hosts) | later,
         before,
     )
 
@@ -74,7 +74,7 @@ def protection(job: Job) -> str:
     return "---\n".join(yaml.safe_dump(tree | {"metadata": metadata}) for tree in trees)
 
 
-def monitoring(job: Job, containers: list[str], streams: int) -> dict[str, list[str]]:
+def monitor_commands(job: Job, containers: list[str], streams: int) -> dict[str, list[str]]:
     """Return the commands of kubectl that look after a JobSet. `streams`: containers whose logs are
     followed."""
     words = kubectl(job)
@@ -107,7 +107,7 @@ def command(job: Job) -> str:
 
     Linux shields a container's first process from SIGKILL by others. That is the supervisor here:
     if it were the training, its watchdog could not end it."""
-    unpack, path = job.unpacking(f'printf %s "${TEXT}"', "/tmp/run.yml")
+    unpack, path = job.unpack_command(f'printf %s "${TEXT}"', "/tmp/run.yml")
     return f"{unpack} && exec maxstack train {path} --supervise --max-restarts 0"
 
 

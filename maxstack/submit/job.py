@@ -137,7 +137,7 @@ class Job(Placement):
         """`text` compressed, in characters that need no quoting in a shell or YAML."""
         return base64.b64encode(gzip.compress(self.text.encode(), 9, mtime=0)).decode()
 
-    def unpacking(self, source: str, target: str) -> tuple[str, str]:
+    def unpack_command(self, source: str, target: str) -> tuple[str, str]:
         """Return (command, file) for a shell: the command writes `text` into the file `target`,
         from the packed text that the command `source` prints. Where the cluster has the
         configuration itself, the command checks that its file is identical."""

@@ -63,7 +63,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
         elif args.target == "slurm":
             files.append(("job.sbatch", "the script", text))
             to_submit = [*words, "job.sbatch"]
-        write_files(args.out, files, to_submit, commands, _protecting(before[0]) if before else "")
+        write_files(args.out, files, to_submit, commands, _draw_key(before[0]) if before else "")
     elif args.dry_run:
         sys.stdout.write(f"{before[1]}---\n{text}" if before else text)
     if args.dry_run:
@@ -75,7 +75,7 @@ def submit(name: str, cfg: "Config", args: argparse.Namespace) -> int:
     return 0
 
 
-def _protecting(command: Sequence[str]) -> str:
+def _draw_key(command: Sequence[str]) -> str:
     """Return shell lines that draw the job's key and give it to a command."""
     draw = f"key=$(od -An -v -N{LEAST} -tx1 /dev/urandom | tr -d '[:space:]')"
     return f'{draw}\nsed "s/{KEY}/$key/" {PROTECTION} | {shlex.join(command)} || exit\n'

@@ -208,7 +208,7 @@ def deployment(job: Server) -> dict[str, Any]:
         "replicas": job.replicas,
         "progressDeadlineSeconds": STARTING,
         "selector": {"matchLabels": _labels(job, "server")},
-        "template": _answering(job, f"exec {job.command}"),
+        "template": _server_template(job, f"exec {job.command}"),
     }
     return _object(job, "apps/v1", "Deployment", {}, spec)
 
@@ -237,7 +237,7 @@ def leader_worker_set(job: Server) -> dict[str, Any]:
     group = {
         "size": job.topology.hosts,
         "restartPolicy": "RecreateGroupOnPodRestart",
-        "leaderTemplate": _answering(job, leader),
+        "leaderTemplate": _server_template(job, leader),
         "workerTemplate": gke.pod_template(job, container, _labels(job, "worker"), {}),
     }
     spec = {
@@ -255,7 +255,7 @@ def _object(
     return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def _answering(job: Server, command: str) -> dict[str, Any]:
+def _server_template(job: Server, command: str) -> dict[str, Any]:
     """Build the template of a pod that answers, which Prometheus finds by its annotations."""
     container = {
         "name": "server",

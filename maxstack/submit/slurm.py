@@ -59,7 +59,7 @@ def script(job: Job) -> str:
     # srun does not take it from sbatch, since Slurm 22.05 (srun(1), --cpus-per-task).
     cpus = f" --cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else ""
     copy = f'"$SLURM_SUBMIT_DIR/{job.name}-{CONFIG}"'
-    unpack, path = job.unpacking(f"echo {job.packed}", copy)
+    unpack, path = job.unpack_command(f"echo {job.packed}", copy)
     head = "\n".join(["#!/usr/bin/env bash", *lines, "#SBATCH --exclusive", "#SBATCH --requeue"])
     setup = "".join(f"{line}\n" for line in (*exports, *slurm.setup))
     text = f"""{head}

@@ -7,7 +7,7 @@ import shlex
 from maxstack.cluster.exit_codes import CRASHED, RETRY
 from maxstack.errors import ConfigError, quoted
 from maxstack.schema.cluster import STRING
-from maxstack.submit.gke import monitoring, mount_options
+from maxstack.submit.gke import monitor_commands, mount_options
 from maxstack.submit.job import (
     WRAPPER,
     Job,
@@ -37,7 +37,7 @@ def submission(job: Job) -> Submission:
         "status": ["xpk", "workload", "list", *cluster, f"--filter-by-job=^{job.name}$"],
         "stop": ["xpk", "workload", "delete", f"--workload={job.name}", *cluster, "--force"],
     }
-    logs = monitoring(job, ["--all-containers"], 4 * job.topology.hosts + 4)
+    logs = monitor_commands(job, ["--all-containers"], 4 * job.topology.hosts + 4)
     return Submission(words, f"{shlex.join(words)}\n", logs | later)
 
 
@@ -126,7 +126,7 @@ def shape(job: Placement) -> str:
 def _inside(job: Job) -> str:
     """Return the command of each container: unpack the configuration and train. xpk does not
     restart the head of Pathways, so a supervisor does."""
-    unpack, path = job.unpacking(f"echo {job.packed}", "/tmp/run.yml")
+    unpack, path = job.unpack_command(f"echo {job.packed}", "/tmp/run.yml")
     train = f"{unpack} && exec maxstack train {path}"
     if job.cfg.runtime != "pathways":
         return train
