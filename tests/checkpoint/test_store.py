@@ -9,8 +9,6 @@ import gc
 import json
 import os
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -321,66 +319,6 @@ def test_the_newest_the_multiples_and_the_best_stay():
     assert removable(stored, cfg, [*losses]) == [1, 2, 6, 8]
 
 
-FULL = """
-import sys
-from pathlib import Path
-sys.path[:0] = ["tests"]
-import conftest, tiny
-from maxstack.checkpoint.store import Checkpoints
-from maxstack.errors import ConfigError
-from maxstack.data.feed import Feed
-run = tiny.make_run(tiny.config(checkpoint={"every": 1, "on_failure": "stop"}))
-feed, said = Feed(run.cfg.data, run.batches.rows(8), 8), []
-room, state = Path(sys.argv[1]), run.init()
-saves = Checkpoints(run, room / "checkpoints", said.append)
-saves.save(20, state, feed, {})
-saves.wait()
-(room / "ballast").write_bytes(bytes(0))
-with (room / "ballast").open("wb", buffering=0) as ballast:
-    try:
-        while ballast.write(bytes(4096)): pass
-    except OSError as error:
-        print(error.strerror)
-saves.save(2, state, feed, {})
-try:
-    saves.wait()
-except ConfigError as error:
-    print("stopped:", error)
-print(said[0], saves.steps(), sorted(path.name for path in (room / "checkpoints").iterdir()))
-(room / "ballast").unlink()
-saves.save(3, state, feed, {})
-saves.close()
-print(saves.steps())
-"""
-
-
-@pytest.mark.skipif(
-    subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode
-    != 0,
-    reason="a full file system needs a mount of one's own",
-)
-@pytest.mark.slow
-def test_a_full_disk_costs_the_step_that_did_not_fit_and_no_other(tmp_path):
-    command = (
-        f"mount -t tmpfs -o size=3m none {tmp_path} && exec {sys.executable} -c '{FULL}' {tmp_path}"
-    )
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", command],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[0] == "No space left on device" and "stopped:" in lines[1]
-    assert (
-        "checkpoint of step 2 was not saved to" in lines[-2]
-        and "step 20 remains the latest there [20] ['20']" in lines[-2]
-    )
-    assert lines[-1] == "[3, 20]"
-
-
 TIERS = (
     {"path": "ssd", "every": 1, "keep": 2, "replicate": 0},
     {"path": "far", "every": 2, "keep": 5},
@@ -468,17 +406,6 @@ def test_the_newest_step_of_the_nearest_tier_that_is_left_is_restored_bit_for_bi
     )
     assert f"resumed from step {step} of {folder / place}" in saves.summary
     assert any("step 7 was saved, but no tier holds it" in line for line in said) is (step == 6)
-
-
-def test_where_all_tiers_are_lost_the_run_says_so_and_does_not_start_anew(tiered):
-    again, _, folder, _ = tiered
-    for name in ("ssd", "run/checkpoints", "far"):
-        shutil.rmtree(folder / name)
-    saves, feed, _ = again()
-    with pytest.raises(
-        ConfigError, match="says that step 7 was saved, but no tier holds a checkpoint"
-    ):
-        saves.restore(feed)
 
 
 def test_a_tier_of_another_run_is_refused_until_that_is_gone(tiered):

@@ -16,7 +16,7 @@ from maxstack.objectives.next_token import NextToken
 from maxstack.schema import optimizer
 from maxstack.schema.faults import FaultsConfig
 
-MARKS = {"loss": 311, "gradient of one leaf": 312, "norm too large": 313, "spike": 314}
+MARKS = {"loss": 311, "gradient of one leaf": 312, "norm too large": 313}
 ONE_LAYER = tiny.model(layers=1, pattern=["local"])
 FSDP_TENSOR = {"data": 2, "fsdp": 2, "tensor": 2}
 ADAMW = {
@@ -30,11 +30,8 @@ honest = NextToken.loss
 def poisoned(objective, models, batch):
     """The loss, spoiled as the first token of the batch says."""
     loss, mark = honest(objective, models, batch), batch["tokens"][0, 0]
-    scale = jnp.select(
-        [mark == MARKS["loss"], mark == MARKS["norm too large"], mark == MARKS["spike"]],
-        [jnp.nan, 1e30, 20.0],
-        1.0,
-    )
+    marks = [mark == MARKS["loss"], mark == MARKS["norm too large"]]
+    scale = jnp.select(marks, [jnp.nan, 1e30], 1.0)
     here = mark == MARKS["gradient of one leaf"]
     root = jnp.sqrt(jnp.where(here, 0.0 * models.policy.norm.scale.get_value().sum(), 1.0))
     return loss._replace(total=loss.total * scale + jnp.where(here, root, 0.0))
@@ -138,25 +135,6 @@ def test_a_poisoned_batch_is_refused_and_leaves_all_as_if_it_had_been_passed_ove
         (after.step, after.params, after.opt, row),
         (expected.step, expected.params, expected.opt, wanted),
     )
-
-
-@pytest.mark.slow
-def test_a_spike_is_refused_and_ordinary_noise_is_not(make):
-    ours = make(faults={"spike": {"warm_up": 20, "window": 30}})
-    state, kinds = ours.init(), []
-    for seed in range(60):
-        state, scalars = ours.step(state, placed(ours, seed))
-        kinds.append(int(scalars["skipped"]))
-    assert kinds == [guard.ACCEPTED] * 60
-    before = jax.device_get(state)
-    state, scalars = ours.step(state, placed(ours, 0, MARKS["spike"]))
-    assert scalars["skipped"] == guard.SPIKE
-    assert_same(
-        (state.params, state.opt, state.guard),
-        (before.params, before.opt, before.guard._replace(refused=1, refused_in_all=1)),
-    )
-    _, scalars = ours.step(state, placed(ours, 61))
-    assert scalars["skipped"] == guard.ACCEPTED
 
 
 def judged(cfg, values):
