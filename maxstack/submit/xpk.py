@@ -1,29 +1,23 @@
 """The command line of xpk, which is not a dependency: `xpk workload create` and
 `create-pathways`."""
 
-import math
 import shlex
 
 from maxstack.cluster.exit_codes import CRASHED, RETRY
-from maxstack.errors import ConfigError, quoted
+from maxstack.errors import ConfigError
 from maxstack.schema.cluster import STRING
 from maxstack.submit.gke import monitor_commands, mount_options
 from maxstack.submit.job import (
     WRAPPER,
     Job,
-    Placement,
     Submission,
     check_size,
     is_within,
     machine,
-    machines,
 )
 
 UNSAFE = set("\"'\\`$")
 """Characters that xpk passes to YAML and a shell unquoted; it does so with unprintable ones too."""
-PRIORITIES = "very-low", "low", "medium", "high", "very-high"
-LONGEST_SIDE = 256
-"""In chips (xpk 1.16.0, core/system_characteristics.py, generate_tpu_topologies)."""
 HEAD = "/tmp"
 """The only folder that xpk mounts with Pathways."""
 
@@ -67,14 +61,9 @@ def command(job: Job) -> list[str]:
             f"run.output_dir={job.cfg.run.output_dir}: with Pathways xpk mounts only {HEAD} of the "
             f"head's host; give {HEAD}/runs, and copy what you want to keep"
         )
-    if cluster.priority not in (None, *PRIORITIES):
-        raise ConfigError(
-            f"priority: got {quoted(cluster.priority)}; allowed: xpk's, {', '.join(PRIORITIES)}; "
-            "give one, such as medium, or use --target gke, where it is a class of Kueue"
-        )
     device = machine(job, "xpk")
     if tpu:
-        sides = shape(job)
+        sides = "x".join(map(str, job.topology.sides))
         hardware = [f"--tpu-type={device}-{sides}", f"--num-slices={job.topology.slices}"]
     else:
         hardware = [f"--device-type={device}", f"--num-nodes={job.topology.hosts}"]
@@ -107,20 +96,6 @@ def command(job: Job) -> list[str]:
     for word in words:
         check_size(job, "xpk", word.partition("=")[0], f"{word}\0", STRING - WRAPPER)
     return words
-
-
-def shape(job: Placement) -> str:
-    """Return the sides of a slice; ConfigError for one that xpk does not have."""
-    chip, sides = job.chip.name, job.topology.sides
-    near = least = machines()[chip].get("least", "1")
-    if max(sides) > LONGEST_SIDE:
-        near = f"4x4x{LONGEST_SIDE}"
-    elif math.prod(sides) >= math.prod(map(int, least.split("x"))):
-        return "x".join(map(str, sides))
-    raise ConfigError(
-        f"topology: xpk does not have {job.topology.name}, nor any with a side above "
-        f"{LONGEST_SIDE}; give another, such as {chip}:{near}, or use --target gke"
-    )
 
 
 def _inside(job: Job) -> str:

@@ -108,7 +108,7 @@ def said(capsys, *words):
         (["verify", "--step", "5"], (manifest, "damages"), "checkpoints holds 3; name one", 1),
         (["show"], (survey, "step_of"), "step 3 of", 0),
         (["show", "--step", "5"], (survey, "step_of"), "holds no step 5; it holds 3", 1),
-        (["copy", "TO"], (manifest, "damages"), "step 3, checked", 0),
+        (["copy", "TO"], (manifest, "damages"), "step 3, verified", 0),
         (["copy", "TO", "--step", "5"], (manifest, "damages"), "holds no step 5; it holds 3", 1),
     ],
 )

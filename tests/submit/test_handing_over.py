@@ -259,10 +259,10 @@ def test_what_the_estimate_refuses_goes_by_force(tmp_path, capsys):
             "faults.elastic: is for one process that drives all slices, and runtime=jax",
         ),
         (["--target", "gke", "--cluster", "tpu-v5e", "--processes", "2"], "are for --target local"),
-        (["--target", "local", "--cluster", "tpu-v5e"], "--target local is this machine"),
+        (["--target", "local", "--cluster", "tpu-v5e"], "have no use with --target local"),
         (
             ["--target", "gke", "--cluster", "tpu-v5e", "runtime=pathways"],
-            "which --target xpk starts, and gke does not",
+            "needs --target xpk, which starts its proxy and servers",
         ),
         (
             ["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=here"],

@@ -3,24 +3,20 @@ over, and what is below the limit arrives."""
 
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
 from processes import stand_ins, write_config
 
 from maxstack.errors import ConfigError
-from maxstack.hardware.chips import chip as find_chip
 from maxstack.load import load
-from maxstack.plan.topology import _shapes as shapes
 from maxstack.plan.topology import parse
 from maxstack.schema.cluster import STRING, ClusterConfig
 from maxstack.submit import gke, slurm, xpk
-from maxstack.submit.job import SCRIPT, WRAPPER, Job, Placement, machines
+from maxstack.submit.job import SCRIPT, WRAPPER, Job
 
 MANY = 4000
 FACTS = {
@@ -195,21 +191,3 @@ def test_a_configuration_in_a_file_of_the_cluster_is_taken_only_where_it_is_the_
     assert re.search(
         rf"maxstack train .*{re.escape(str(path))}|config={re.escape(str(path))}", words[-1]
     )
-
-
-def test_xpk_gets_exactly_the_slices_that_it_has():
-    options = Path(__file__).with_name("xpk-options.json")
-    devices = json.loads(options.read_text())["devices"]
-    for name, row in machines().items():
-        found, refused = set(), set()
-        chip = find_chip(name)
-        for sides in shapes(chip, 1) if chip.torus else ():
-            text = "x".join(map(str, sides))
-            try:
-                found.add(xpk.shape(Placement("a", None, parse(f"{name}:{text}"))))
-            except ConfigError as error:
-                refused.add(text)
-                assert xpk.shape(Placement("a", None, parse(str(error).split()[-5].strip(","))))
-        known = {*devices[row["xpk"]].split()}
-        assert found <= known and not refused & known
-        assert bool(refused) == (name in {"v5e", "v5p", "tpu7x"})

@@ -269,14 +269,6 @@ def test_what_xpk_cannot_be_given_is_refused(topology, facts, says, job):
         xpk.command(job(topology, **facts))
 
 
-def test_xpk_gets_its_own_priorities_alone(job):
-    (choices,) = (each["choices"] for each in OPTIONS["create"] if each["names"] == ["--priority"])
-    for priority in choices:
-        assert f"--priority={priority}" in xpk.command(job("v5e:4x4", priority=priority))
-    with pytest.raises(ConfigError, match="priority: got 'urgent'; allowed: .* such as medium"):
-        xpk.command(job("v5e:4x4", priority="urgent"))
-
-
 @pytest.mark.parametrize(
     ("topology", "name", "allowed"),
     [
@@ -487,6 +479,7 @@ def test_the_examples_of_clusters_load_and_their_topologies_are_there():
     assert len(files) >= 3
     for file in files:
         parse(config.load(ClusterConfig, file.stem).topology)
+    assert {row["xpk"] for row in machines().values()} <= OPTIONS["devices"].keys()
     for name in machines():
         assert parse(
             {
