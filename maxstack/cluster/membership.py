@@ -15,7 +15,7 @@ from maxstack.hardware.descriptors import allow_files
 from maxstack.hardware.devices import GPUS, visible_gpus
 
 if TYPE_CHECKING:
-    from maxstack.schema.config import Config
+    from maxstack.schema.config import Config, DistributedConfig
 
 JAX_WAITS = {False: 100, True: 24 * 3600}
 """Seconds until jax ends the process, from C++, because another one is silent: its default, and
@@ -40,7 +40,7 @@ def join(cfg: "Config", alike: Callable[["Config"], dict[str, Any]] = lambda cfg
     supervisor try again."""
     if cfg.runtime == "pathways":
         return pathways.initialize()
-    if (own := member(cfg)) is None:
+    if (own := member(cfg.distributed)) is None:
         return None
     import jax
 
@@ -85,10 +85,10 @@ def seconds_to_wait() -> float:
         ) from error
 
 
-def member(cfg: "Config") -> environment.Member | None:
+def member(section: "DistributedConfig | None") -> environment.Member | None:
     """Return this process's place among those of its run, by the configuration or the environment;
     None where it is alone."""
-    if section := cfg.distributed:
+    if section:
         own = environment.Member(
             "the configuration", section.coordinator, section.processes, section.process
         )

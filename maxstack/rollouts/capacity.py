@@ -1,5 +1,12 @@
 """Memory and least times of a run's rollouts, by sums over shapes: the engine's part of `maxstack
-plan`."""
+plan`.
+
+The engine's replicas share a rollout's answers. Its time is at least that of all prompts (each once
+where samples share its pages), then of the answers in waves, as many at a time as requests and
+batched tokens allow: a token of each in a step, which is bound by compute, weights or cache
+(inference/roofline.py). Several steps of a rollout add forward passes for the log-probabilities
+before them, and weights that move to the engine's mesh their time on the link between.
+"""
 
 import dataclasses
 import functools

@@ -162,13 +162,11 @@ class RolloutFeed(BatchFeed):
             drawn, waited = self._maker.drawn, self._maker.reward_seconds
         after = self._lane_positions()
         batches: list[Batch] = []
+        shape = self._rows_each, self._run.cfg.data.seq_len
         share = each // cfg.minibatches
         for minibatch in range(cfg.minibatches):
             own = slice(minibatch * share, (minibatch + 1) * share)
-            parts = [
-                make_rows(by_lane[lane][own], 1 + lane * share, self._rows_each, self._run.cfg)
-                for lane in lanes
-            ]
+            parts = [make_rows(by_lane[lane][own], 1 + lane * share, shape, cfg) for lane in lanes]
             batches.append(jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts))
         groups = [group for lane in lanes for group in by_lane[lane]]
         sums = self._peers.exchange("rollouts", metrics.sum_groups(groups, drawn, waited))

@@ -2,15 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from maxstack.data.prompts import Prompt
 from maxstack.schema.rollout import RolloutConfig
-
-if TYPE_CHECKING:
-    from maxstack.schema.config import Config
 
 
 @dataclasses.dataclass(eq=False)
@@ -95,25 +92,23 @@ class Group:
 
 
 def make_rows(
-    groups: Sequence[Group], first: int, rows: int, cfg: "Config"
+    groups: Sequence[Group], first: int, shape: tuple[int, int], cfg: RolloutConfig
 ) -> dict[str, np.ndarray]:
     """Make arrays [rows, T] of groups, their samples spread evenly and in order; the groups'
     numbers in the batch begin at `first`."""
-    assert cfg.rollout
     integers = dict.fromkeys(("tokens", "targets", "positions", "segments", "group"), np.int32)
     floats = dict.fromkeys(("mask", "reward", "sampler"), np.float32)
-    shape = rows, cfg.data.seq_len
     arrays = {name: np.zeros(shape, kind) for name, kind in (integers | floats).items()}
     samples = [(first + i, sample) for i, group in enumerate(groups) for sample in group.samples]
-    each = len(samples) // rows
-    assert each * rows == len(samples), "rows hold equally many samples"
-    for row in range(rows):
+    each, rest = divmod(len(samples), shape[0])
+    assert not rest, "rows hold equally many samples"
+    for row in range(shape[0]):
         own = {name: array[row] for name, array in arrays.items()}
         at, segment = 0, 0
         for number, sample in samples[row * each : (row + 1) * each]:
             if not sample.dropped:
                 segment += 1
-                at = _write(own, at, segment, number, sample, cfg.rollout)
+                at = _write(own, at, segment, number, sample, cfg)
     return arrays
 
 

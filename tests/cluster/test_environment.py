@@ -191,12 +191,12 @@ def test_the_configuration_overrides_the_launcher_and_is_compared_with_it(monkey
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     own = SimpleNamespace(coordinator="h:1", processes=3, process=2)
-    assert joined_member(SimpleNamespace(distributed=own)).processes == 3
+    assert joined_member(own).processes == 3
     said = capsys.readouterr().err
     assert "3 processes by the configuration, which is used, and SLURM_STEP_NUM_TASKS=2" in said
     own.processes, own.process = 1, 0
     with pytest.raises(ConfigError, match="by the configuration this process is alone, and by"):
-        joined_member(SimpleNamespace(distributed=own))
+        joined_member(own)
 
 
 def test_different_counts_of_launchers_are_told_and_the_first_is_used(capsys):
