@@ -98,9 +98,7 @@ def losses(folder):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_without_lost_slices_and_neither_loses_nor_repeats_a_batch(
-    tmp_path, losing, capfd
-):
+def test_a_run_continues_without_lost_slices_on_the_same_batches(tmp_path, losing, capfd):
     assert train.main(write(tmp_path, "whole")) == 0
     losing.ran.clear()
     losing.losses = {8: {0, 1}, 11: {2}}
@@ -143,7 +141,7 @@ def test_more_losses_than_are_allowed_end_the_run(tmp_path, losing):
 
 
 @pytest.mark.slow
-def test_an_error_that_is_no_loss_is_not_tried_again(tmp_path, losing, monkeypatch):
+def test_other_errors_are_not_retried(tmp_path, losing, monkeypatch):
     def full(self, state, batch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: memory")
 
@@ -163,7 +161,7 @@ def test_an_error_that_is_no_loss_is_not_tried_again(tmp_path, losing, monkeypat
         ),
     ],
 )
-def test_what_cannot_be_elastic_is_refused(changes, says, tmp_path):
+def test_settings_that_cannot_be_elastic_are_refused(changes, says, tmp_path):
     path, _ = write(tmp_path, "no")
     with pytest.raises(ConfigError, match=says):
         load(path, ["faults.elastic={}", *changes])

@@ -69,9 +69,7 @@ def test_an_export_whose_step_is_deleted_takes_the_next_newest(when, run, monkey
 
 
 @pytest.mark.parametrize("when", [*HOOKS][1:])
-def test_a_step_that_was_named_and_is_deleted_is_refused_with_what_is_left(
-    when, run, monkeypatch, capsys
-):
+def test_a_named_step_that_is_deleted_is_an_error(when, run, monkeypatch, capsys):
     step = run / "checkpoints/5"
     delete_at(monkeypatch, step, *HOOKS[when], after=False)
     out = run.parent / "out"
@@ -81,7 +79,7 @@ def test_a_step_that_was_named_and_is_deleted_is_refused_with_what_is_left(
     assert "Traceback" not in said and not out.exists()
 
 
-def test_an_error_of_its_own_is_raised_as_it_is_and_where_no_step_is_left_that_is_told(run):
+def test_other_errors_are_raised_unchanged(run):
     def fail(step):
         raise ValueError("its own")
 

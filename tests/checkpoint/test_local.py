@@ -18,7 +18,7 @@ class Two:
         return json.loads(json.dumps([value, theirs]))
 
 
-def test_what_is_older_than_all_whole_steps_that_stay_goes(tmp_path, monkeypatch):
+def test_trim_deletes_parts_older_than_all_kept_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "PeerFiles", lambda *_: None)
     peers = Two()
     disk, steps = (

@@ -78,7 +78,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_damaged_step_is_named_put_aside_and_the_one_before_is_taken(saved, fault):
+def test_a_damaged_step_is_put_aside_and_the_one_before_restored(saved, fault):
     again, states, folder, said = saved
     (harm, told), victim = FAULTS[fault], largest(folder / "3")
     harm(victim)
@@ -153,9 +153,7 @@ def test_the_same_command_goes_back_to_a_step_once(saved):
 
 
 @pytest.mark.parametrize("told", [0, 3])
-def test_a_run_whose_steps_are_lost_is_not_begun_again_from_where_it_once_began(
-    saved, tmp_path, told
-):
+def test_a_run_that_lost_its_steps_does_not_start_over(saved, tmp_path, told):
     again, _, folder, _ = saved
     shutil.copytree(folder / "1", tmp_path / "origin" / "1")
     (folder.parent / "saved.json").write_text(json.dumps({"step": told}))
@@ -191,9 +189,7 @@ def test_positions_in_other_sources_are_forced_by_name(saved):
         ({"normalize": ["bom"]}, "normalize"),
     ],
 )
-def test_a_checkpoint_of_before_a_key_of_text_goes_on_where_its_batches_are_the_same(
-    chosen, refused
-):
+def test_an_older_checkpoint_resumes_where_batches_stay_the_same(chosen, refused):
     text = {"kind": "text", "files": ["a.txt"]}
     old = tiny.config(data={"sources": [text]}).model_dump(mode="json")
     for key in ("encoding_errors", "normalize"):
@@ -212,7 +208,7 @@ def test_a_checkpoint_of_before_a_key_of_text_goes_on_where_its_batches_are_the_
         Compatibility("1", old, cfg, False).refuse_changes(FREE)
 
 
-def test_a_checkpoint_of_before_some_keys_goes_on_where_these_have_their_defaults():
+def test_keys_missing_in_an_older_checkpoint_have_their_defaults():
     old, cfg = tiny.config().model_dump(mode="json"), tiny.config()
     del old["rollout"], old["data"]["longest"], old["data"]["sources"][0]["record"]
     for block in old["model"]["blocks"].values():
@@ -231,7 +227,7 @@ def test_a_checkpoint_of_before_some_keys_goes_on_where_these_have_their_default
         ([{"kind": "adam", "b1": 0.5, "learning_rate": {"kind": "constant", "value": 1}}], ""),
     ],
 )
-def test_another_kinds_state_is_refused_where_its_arrays_are_alike(chain, refused):
+def test_another_optimizers_state_is_refused(chain, refused):
     old = tiny.config(optimizer={"chain": [{"kind": "adam"}]}).model_dump(mode="json")
     match = Compatibility("1", old, tiny.config(optimizer={"chain": chain}), False)
     if not refused:
@@ -254,7 +250,7 @@ def test_every_file_of_a_step_is_in_its_manifest(saved):
     )
 
 
-def test_a_manifest_that_is_damaged_itself_is_damage(saved):
+def test_a_damaged_manifest_is_damage(saved):
     folder = saved[2] / "3"
     for text in ("{", json.dumps({"files": {}})):
         (folder / manifest.NAME).write_text(text)
@@ -304,7 +300,7 @@ def test_a_last_save_that_fails_leaves_with_42(saved, monkeypatch):
     assert [path.name for path in folder.iterdir() if "4" in path.name] == []
 
 
-def test_the_newest_the_multiples_and_the_best_stay():
+def test_retention_keeps_newest_multiples_and_best():
     losses = {1: None, 2: 3.0, 4: 1.0, 6: None, 8: 2.0, 10: 2.5}
 
     def facts(step):
@@ -367,7 +363,7 @@ def tiered(seven, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_last_step_that_a_kill_left_on_a_host_s_own_disk_is_saved_where_all_see_it(tiered):
+def test_a_last_step_on_a_local_disk_is_copied_to_shared_tiers(tiered):
     again, states, folder, _ = tiered
     saves, feed, _ = again()
     saves.complete(7, saves.restore(feed), feed, {})
@@ -386,9 +382,7 @@ def test_a_last_step_that_a_kill_left_on_a_host_s_own_disk_is_saved_where_all_se
     ],
     ids=str,
 )
-def test_the_newest_step_of_the_nearest_tier_that_is_left_is_restored_bit_for_bit(
-    tiered, lost, step, place
-):
+def test_the_newest_step_of_the_nearest_tier_is_restored(tiered, lost, step, place):
     again, states, folder, said = tiered
     for name in lost:
         shutil.rmtree(folder / name)
@@ -435,7 +429,7 @@ def test_a_damaged_step_of_one_tier_is_taken_from_the_next(tiered):
     assert saves._tiers[0].storage.steps() == []
 
 
-def test_another_mesh_reads_what_all_processes_see_and_not_a_disk_of_shards_cut_otherwise(tiered):
+def test_another_mesh_restores_from_a_shared_tier(tiered):
     again, states, folder, _ = tiered
     run = tiny.make_run(tiny.config(mesh={"data": 2, "fsdp": 4}, checkpoint={"tiers": TIERS}), 8)
     saves, feed = (

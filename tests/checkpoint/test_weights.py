@@ -34,7 +34,7 @@ def written(folder):
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 32])
-def test_what_is_written_in_pieces_is_read_back(tmp_path, monkeypatch, chunk):
+def test_chunked_weights_are_read_back(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(weights, "CHUNK", chunk)
     reader = written(tmp_path)
     assert reader.weights_only
@@ -64,7 +64,7 @@ def test_the_weights_of_another_model_are_refused(tmp_path):
         WeightsReader(tmp_path / "elsewhere")
 
 
-def test_a_writer_that_was_stopped_is_gone_on_with(tmp_path):
+def test_a_stopped_writer_is_resumed(tmp_path):
     fill(WeightsWriter(tmp_path, SHAPES), "norm")
     with pytest.raises(ConfigError, match="holds no checkpoint"):
         WeightsReader(tmp_path)

@@ -94,11 +94,11 @@ PLAIN = {"JAX_COORDINATOR_ADDRESS": "here:1234", "JAX_NUM_PROCESSES": "3", "JAX_
         ),
     ],
 )
-def test_a_launcher_s_variables_say_who_this_process_is(variables, wanted):
+def test_a_launchers_variables_give_number_and_count(variables, wanted):
     assert member(variables, on_tpu=False) == wanted
 
 
-def test_open_mpi_says_where_process_0_is_on_one_host_or_by_its_launcher():
+def test_open_mpi_gives_the_address_of_process_0():
     alone = member(
         MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "prterun-h-1@1"}, on_tpu=False
     )
@@ -150,7 +150,7 @@ def test_missing_variables_are_named(variables, says):
         ("[12-14]", "12"),
     ],
 )
-def test_the_first_host_of_slurm_s_lists(hosts, first):
+def test_the_first_host_of_a_slurm_list(hosts, first):
     assert first_host(hosts) == first
 
 
@@ -221,7 +221,7 @@ def test_several_slurm_tasks_without_srun_are_told(capsys):
     assert "Slurm job 7 has 2 tasks, but srun did not start this process" in capsys.readouterr().err
 
 
-def test_torchrun_s_own_port_is_not_used_where_it_listens_there():
+def test_a_port_that_torchrun_listens_on_is_not_used():
     given = {
         "MASTER_ADDR": "m",
         "MASTER_PORT": "29500",
@@ -256,7 +256,7 @@ class Metadata(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_tpu_vm_s_metadata_is_read_where_there_are_tpus():
+def test_metadata_of_a_tpu_vm_is_read_where_there_are_tpus():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         host = {"GCE_METADATA_HOST": f"127.0.0.1:{server.server_port}"}

@@ -6,7 +6,7 @@ from maxstack.cluster import job_key
 from maxstack.errors import ConfigError
 
 
-def test_a_launchers_key_leaves_the_environment_of_what_is_started_later(tmp_path, monkeypatch):
+def test_child_processes_do_not_get_the_launchers_key(tmp_path, monkeypatch):
     monkeypatch.setenv(job_key.VARIABLE, "k" * 64)
     with job_key.share(tmp_path / "run", True) as find:
         assert find() == b"k" * 64 and job_key.VARIABLE not in job_key.os.environ
@@ -23,7 +23,7 @@ def test_a_key_that_can_be_guessed_is_refused(key, tmp_path, monkeypatch):
         pass
 
 
-def test_without_one_process_0_shows_its_own_by_a_file_that_only_its_user_reads(tmp_path):
+def test_process_0_shares_a_drawn_key_by_a_private_file(tmp_path):
     (tmp_path / job_key.FILE).write_text("of an earlier start, or of who sent the folder")
     with job_key.share(tmp_path, True) as first, job_key.share(tmp_path, False) as other:
         assert len(first()) == 64 and other() == first()
@@ -31,7 +31,7 @@ def test_without_one_process_0_shows_its_own_by_a_file_that_only_its_user_reads(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_process_that_finds_no_key_says_where_it_looked_and_what_to_do(tmp_path):
+def test_a_missing_key_names_the_file_and_the_remedy(tmp_path):
     with (
         job_key.share(tmp_path, False) as find,
         pytest.raises(
@@ -41,7 +41,7 @@ def test_a_process_that_finds_no_key_says_where_it_looked_and_what_to_do(tmp_pat
         find()
 
 
-def test_a_folder_that_cannot_be_written_is_a_mistake_of_the_configuration(tmp_path):
+def test_an_unwritable_folder_is_a_config_error(tmp_path):
     (tmp_path / "file").touch()
     with (
         pytest.raises(ConfigError, match="run.output_dir: cannot write to "),

@@ -59,7 +59,7 @@ def test_the_client_is_made_before_any_device_is_touched(tmp_path):
     ],
 )
 @pytest.mark.slow
-def test_a_proxy_that_nobody_named_is_told(target, says, tmp_path):
+def test_a_missing_proxy_address_is_an_error(target, says, tmp_path):
     done = train(write_config(tmp_path), target, tmp_path)
     assert (
         done.returncode == 1
@@ -82,7 +82,7 @@ def test_a_proxy_that_does_not_answer_ends_the_process_in_time(monkeypatch):
     assert caught.value.exit_code == 42
 
 
-def test_it_is_one_process_over_devices_elsewhere(tmp_path):
+def test_virtual_devices_are_refused_with_pathways(tmp_path):
     with pytest.raises(
         ConfigError,
         match="runtime: pathways is one process over devices elsewhere; leave out "

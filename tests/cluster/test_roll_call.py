@@ -58,13 +58,13 @@ def called(cards, wait=20.0, between=0.2, late=0.0):
     return ends, said
 
 
-def test_all_go_once_all_are_there_and_those_who_wait_are_told_who_is_missing():
+def test_all_start_together_and_missing_ones_are_named():
     ends, said = called([Card(i, 4, f"host{i % 2}", ALIKE) for i in range(4)], late=0.7)
     assert ends == [None] * 4
     assert said[0][0] == "processes 1-3 of 4 are missing, after 0 s of at most 20; here: 0 on host0"
 
 
-def test_who_never_comes_is_named_in_every_process():
+def test_missing_processes_are_named_in_every_process():
     cards = [Card(i, 12, "host", ALIKE) for i in (0, 1, 3)]
     ends, said = called(cards, wait=2.5, between=0.6)
     assert all(
@@ -79,7 +79,7 @@ def test_who_never_comes_is_named_in_every_process():
     assert "here: 0-1, 3 on host" in said[0][-1]
 
 
-def test_that_process_0_is_not_there_is_told():
+def test_a_missing_process_0_is_reported():
     (end,), (said,) = called([Card(1, 2, "host", ALIKE)], wait=1.0)
     assert (
         isinstance(end, Missing)
@@ -102,7 +102,7 @@ def test_that_process_0_is_not_there_is_told():
         (Card(1, 2, "b", ALIKE | {"packages": {"jax": "2"}}), "jax '1' and '2'"),
     ],
 )
-def test_processes_that_were_started_otherwise_are_refused_by_all(other, says):
+def test_processes_started_differently_are_refused_by_all(other, says):
     ends, _ = called([Card(0, 2, "a", ALIKE), other])
     assert all(isinstance(end, ConfigError) and says in str(end) for end in ends), ends
 
@@ -134,7 +134,7 @@ def _when_open(at):
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_process_that_died_and_came_again_is_the_same_one(closes, monkeypatch):
+def test_a_restarted_process_replaces_itself(closes, monkeypatch):
     """Closed by its kernel, or not at all, as where its host has lost its power."""
     monkeypatch.setattr(roll_call_module, "ALIVE", 1.0)
     at, ends, said = f"127.0.0.1:{free_port()}", [], []
@@ -220,7 +220,7 @@ def test_a_flood_of_silent_strangers_does_not_keep_a_process_out(monkeypatch):
     assert len(said) == 2
 
 
-def test_who_has_another_key_is_not_believed_by_either_side():
+def test_a_wrong_key_is_rejected_by_both_sides():
     at, said = f"127.0.0.1:{free_port()}", []
     ends = []
 
@@ -237,7 +237,7 @@ def test_who_has_another_key_is_not_believed_by_either_side():
     assert "process 1 of 2 is missing" in ends[0] + ends[1]
 
 
-def test_what_is_not_process_0_gets_no_card():
+def test_a_false_process_0_gets_no_card():
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port, heard = stranger.getsockname()[1], []
 
@@ -277,7 +277,7 @@ def test_a_message_that_is_no_card_ends_its_connection_alone(message):
             connection.recv_bytes()
 
 
-def test_process_0_listens_at_the_coordinators_interface_alone():
+def test_process_0_listens_on_the_coordinators_interface_only():
     assert roll_call_module.bind_address("localhost:1234") == "127.0.0.1:1234"
     assert roll_call_module.bind_address("127.0.0.1:7") == "127.0.0.1:7"
     assert roll_call_module.own_address("192.0.2.1") is None, "of no interface here"
@@ -285,7 +285,7 @@ def test_process_0_listens_at_the_coordinators_interface_alone():
 
 @given(st.lists(st.binary(max_size=200), max_size=4))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_whatever_a_stranger_sends_gets_a_nonce_at_most_and_is_closed(parts):
+def test_a_stranger_gets_at_most_a_nonce(parts):
     admitted = []
     listener = socket.create_server(("127.0.0.1", 0))
     with Acceptor(listener, KEY, PURPOSE, admitted.append, lambda line: None):

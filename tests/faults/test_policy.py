@@ -35,7 +35,7 @@ def read(policy, kinds, begin=1, refused=0, loss=NAN, norm=NAN):
     return found
 
 
-def test_as_many_refused_updates_in_a_row_as_are_allowed_end_nothing_and_one_more_does():
+def test_one_refused_update_more_than_max_skips_ends_the_run():
     policy = Policy(faults(max_skips=3))
     assert read(policy, [0, 1, 1, 1, 0, 1, 2, 1, 0]) == [None] * 9
     with pytest.raises(
@@ -46,7 +46,7 @@ def test_as_many_refused_updates_in_a_row_as_are_allowed_end_nothing_and_one_mor
         read(policy, [NOT_FINITE] * 5, begin=11, loss=2.5)
 
 
-def test_spikes_in_a_row_rewind_before_the_first_of_them_and_pass_over_their_batches():
+def test_spikes_in_a_row_rewind_and_skip_their_batches():
     policy = Policy(faults(rewind_after=3, before=5))
     assert read(policy, [0, 2, 2, 0, 2, 1, 2, 2], begin=20) == [None] * 7 + [Rewind(19, 27)]
     assert policy.skipped == [[19, 27]] and policy.rewinds == 1
@@ -77,7 +77,7 @@ def test_more_rewinds_than_allowed_end_the_run():
         read(policy, [2, 2], begin=8)
 
 
-def test_from_a_checkpoint_in_the_middle_of_a_row_of_spikes_it_decides_as_if_it_had_not_stopped():
+def test_a_restored_policy_decides_as_an_uninterrupted_one():
     kinds, cfg = [0, 2, 2, 0, 2, 1, 2, 2, 0, 0], faults(rewind_after=2, before=1)
     whole = Policy(cfg)
     expected = read(whole, kinds)
@@ -90,7 +90,7 @@ def test_from_a_checkpoint_in_the_middle_of_a_row_of_spikes_it_decides_as_if_it_
         assert policy.to_json() == whole.to_json()
 
 
-def test_a_rewind_that_the_bound_on_refused_updates_forestalls_is_a_mistake():
+def test_rewind_after_above_max_skips_is_refused():
     with pytest.raises(
         pydantic.ValidationError, match=r"11 spikes in a row are never reached.*use 10 or less"
     ):

@@ -82,7 +82,7 @@ def many():
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}])
-def test_copies_that_are_equal_agree_and_equal_states_have_equal_hashes(mesh):
+def test_equal_copies_and_equal_states_have_equal_hashes(mesh):
     (state, replicas), (same, _), (other, _) = made(mesh), made(mesh), made(mesh, seed=1)
     hashes = replicas.hashes(state)
     assert replicas.compare(hashes) == []
@@ -93,7 +93,7 @@ def test_copies_that_are_equal_agree_and_equal_states_have_equal_hashes(mesh):
 @pytest.mark.parametrize(
     "path", [*(f"params/{name}" for name in (*DTYPES, "long")), "opt/split", "step"]
 )
-def test_any_flipped_bit_in_one_copy_is_found_and_names_the_device(many, path):
+def test_any_flipped_bit_is_found_and_its_device_named(many, path):
     (state, replicas), rng = many, np.random.default_rng(len(path))
     bits = {"int8": 8, "bfloat16": 16, "float16": 16, "bool": 1}.get(path.split("/")[-1], 32)
     for bit in range(bits):
@@ -107,7 +107,7 @@ def test_any_flipped_bit_in_one_copy_is_found_and_names_the_device(many, path):
         )
 
 
-def test_two_elements_or_leaves_that_changed_places_are_found(many):
+def test_swapped_elements_and_leaves_are_found(many):
     state, replicas = many
     long, flat = state.params["long"], state.params["long"].reshape(-1)
     swapped = jax.device_put(flat.at[:2].set(flat[1::-1]).reshape(long.shape), long.sharding)
@@ -124,7 +124,7 @@ def test_two_elements_or_leaves_that_changed_places_are_found(many):
         ).any()
 
 
-def test_what_exists_once_is_not_said_to_be_covered():
+def test_single_copies_are_not_counted_as_covered():
     def covered(mesh):
         cfg = tiny.config(mesh=mesh)
         return Replicas(tiny.make_run(cfg, 8).abstract, tiny.make_run(cfg, 8).mesh)
@@ -140,7 +140,7 @@ def test_what_exists_once_is_not_said_to_be_covered():
     assert not alone.due(1, saving=True), "one device has nothing to compare"
 
 
-def test_a_fault_that_a_recomputation_does_not_repeat_is_a_passing_one(
+def test_a_fault_that_does_not_recur_is_a_passing_one(
     many,
 ):
     (state, replicas), told = many, []
@@ -164,7 +164,7 @@ def test_a_fault_that_a_recomputation_does_not_repeat_is_a_passing_one(
     assert not health.due(17, saving=False)
 
 
-def test_of_two_replicas_both_are_suspects_until_the_steps_are_computed_again():
+def test_recomputation_tells_which_of_two_replicas_was_wrong():
     (state, replicas), told = made({"data": 2, "fsdp": 2, "tensor": 2}), []
     damaged = flipped(state, "opt/split", 6, 0, 0)
     health = Corruption(replicas, 10, told.append)
@@ -187,7 +187,7 @@ def test_of_two_replicas_both_are_suspects_until_the_steps_are_computed_again():
 
 
 @pytest.mark.parametrize("again", [20, 15])
-def test_a_fault_that_is_there_again_ends_the_run_and_names_the_device(many, again):
+def test_a_recurring_fault_ends_the_run_and_names_the_device(many, again):
     state, replicas = many
     health = Corruption(replicas, 5, lambda text: None)
     health.compare_copies(20, flipped(state, "params/float32", 5, 3, 30))
@@ -199,7 +199,7 @@ def test_a_fault_that_is_there_again_ends_the_run_and_names_the_device(many, aga
         health.compare_copies(again, flipped(state, "params/float32", 5, 9, 2))
 
 
-def test_differences_on_other_devices_each_time_are_no_devices_fault(many):
+def test_faults_on_changing_devices_blame_the_program(many):
     state, replicas = many
     health = Corruption(replicas, 5, lambda text: None)
     health.compare_copies(20, flipped(state, "params/float32", 5, 3, 30))

@@ -116,22 +116,20 @@ def test_a_device_is_slow_by_the_median_of_all_others(several, found):
         ((0.9, 0.9, 0.9), 0.9, {}),
     ],
 )
-def test_a_host_is_slow_where_steps_would_be_that_much_faster_without_waiting_for_it(
-    late, starved, found
-):
+def test_a_host_is_slow_where_steps_wait_for_it(late, starved, found):
     assert find_slow_hosts(speeds(1, 1, 1, late=late, starved=starved), 1.5) == {
         (p, "host"): f"{text} (their median)" for p, text in found.items()
     }
 
 
-def test_the_medians_of_the_others_are_those_of_the_lists_without_each():
+def test_medians_of_others_equal_leave_one_out_medians():
     for values in ([3.0, 1.0], [2.0, 2.0, 5.0], [1.0, 4.0, 4.0, 2.0, 9.0, 4.0]):
         assert _medians(values) == [
             statistics.median(values[:i] + values[i + 1 :]) for i in range(len(values))
         ]
 
 
-def test_a_process_is_named_where_two_comparisons_in_a_row_find_it_for_the_same_reason():
+def test_a_process_is_named_after_two_comparisons_in_a_row():
     watched, good, slow = Stragglers(1.5, 10, Peers()), speeds(0.05, 0.05), speeds(0.05, 0.1)
     late = speeds(0.05, 0.05, late=(0.0, 0.9))
     named = [
@@ -145,11 +143,11 @@ def test_a_process_is_named_where_two_comparisons_in_a_row_find_it_for_the_same_
     assert report.numbers == {"device_skew": 2.0, "host_skew": 0.0}
 
 
-def test_alone_there_is_nobody_to_compare_with():
+def test_a_single_device_is_not_compared():
     assert not Stragglers(1.5, 1, Peers()).due(1)
 
 
-def test_of_two_real_processes_the_one_that_is_stopped_most_of_the_time_is_named():
+def test_the_slower_of_two_real_processes_is_named():
     with socket.socket() as free:
         free.bind(("localhost", 0))
         at = f"localhost:{free.getsockname()[1]}"

@@ -110,9 +110,7 @@ def test_a_mistake_ends_it_and_a_stop_or_a_crash_is_started_again(
         ({"code": 42, "books": steps(1, 5)}, 42, "goodput"),
     ],
 )
-def test_without_progress_it_gives_up_after_so_many_restarts_each_told_after_a_longer_pause(
-    life, code, words, lives, tmp_path, capfd
-):
+def test_it_gives_up_after_restarts_without_progress(life, code, words, lives, tmp_path, capfd):
     assert (run(lives(life), tmp_path, most=3, pause=0.01), started(tmp_path)) == (code, 4)
     *restarts, last = capfd.readouterr().err.splitlines()
     assert (
@@ -124,9 +122,7 @@ def test_without_progress_it_gives_up_after_so_many_restarts_each_told_after_a_l
         assert f"in {pause} s, {number} of at most 3 in a row without progress" in line
 
 
-def test_steps_beyond_all_earlier_ones_are_progress_after_which_the_count_begins_anew(
-    lives, tmp_path, capfd
-):
+def test_new_steps_reset_the_count_of_restarts(lives, tmp_path, capfd):
     further = [{"code": 42, "books": steps(1 + 5 * i, 5 + 5 * i)} for i in range(5)]
     assert run(lives(*further, {"code": 0}), tmp_path, most=1, pause=0.01) == 0
     told = capfd.readouterr().err.splitlines()
@@ -178,7 +174,7 @@ def test_a_signal_is_passed_on_once_and_no_restart_follows(number, parent, tmp_p
     ) == 1
 
 
-def test_a_signal_for_a_trace_becomes_a_request_that_waits_for_a_child(parent, tmp_path):
+def test_sigusr1_requests_a_trace(parent, tmp_path):
     process = parent({})
     process.send_signal(signal.SIGUSR1)
     folder = tmp_path / trace_requests.FOLDER

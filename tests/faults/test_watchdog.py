@@ -99,14 +99,14 @@ def test_a_run_that_ends_is_left_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_lives_on_after_its_run_is_watched_no_longer(tmp_path):
+def test_a_process_that_outlives_its_run_is_not_watched(tmp_path):
     """As a notebook does, or this one, which would be ended an hour later."""
     path = processes.write_config(tmp_path, eval={"every": 0}, checkpoint={"every": 0})
     assert cli.run(train.main, [str(path), "train.steps=1"]) == 0
     assert heartbeat._current._process.poll() == -signal.SIGKILL
 
 
-def test_a_watchdog_that_begins_after_its_process_is_gone_leaves_too(tmp_path):
+def test_a_watchdog_without_a_process_exits(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -154,7 +154,7 @@ def test_an_error_in_one_process_ends_all_with_its_code_and_says_where(tmp_path,
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.slow
-def test_a_hang_ends_all_to_be_started_again_with_every_stack_in_the_log(tmp_path, count):
+def test_a_hang_ends_all_with_42_and_logs_every_stack(tmp_path, count):
     codes, _ = ended(run(tmp_path, count, "hang", who=0))
     log = (tmp_path / "log.txt").read_text()
     assert (
@@ -193,7 +193,7 @@ def still(tmp_path, monkeypatch):
     theirs.close()
 
 
-def test_one_of_several_that_was_stopped_and_goes_on_is_named_with_its_seconds(still, capfd):
+def test_a_stopped_and_continued_process_is_named(still, capfd):
     process, watching, log = still
     watching._look()
     process.send_signal(signal.SIGSTOP)
@@ -210,7 +210,7 @@ def test_one_of_several_that_was_stopped_and_goes_on_is_named_with_its_seconds(s
     assert re.fullmatch(told, capfd.readouterr().err)
 
 
-def test_a_machine_that_stood_still_is_named_with_its_seconds(still):
+def test_a_paused_machine_is_named(still):
     process, watching, log = still
     watching._look()
     time.sleep(0.6)  # no turn of the watchdog's either
@@ -236,7 +236,7 @@ def test_a_process_that_lost_its_watchdog_says_so_once(tmp_path):
     assert codes == [0] and outputs[0].count("the watchdog is gone") == 1
 
 
-def test_a_line_that_is_handed_over_is_read_by_the_watchdog(tmp_path):
+def test_connections_are_handed_over_to_the_watchdog(tmp_path):
     """As process 0's gets those of more processes than one message of the system carries."""
     line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     given = {"pid": os.getppid(), "process": 0, "processes": 3, "log": "", "step": 3.0, "retry": 42}

@@ -101,14 +101,14 @@ def test_values_do_not_depend_on_the_number_of_workers(pool):
     assert len({outcomes[0].components["random"] for outcomes in found[0]}) == 30
 
 
-def test_memory_that_rewards_keep_ends_the_process_and_no_reward(pool):
+def test_a_process_that_keeps_memory_is_replaced(pool):
     rewards = pool(function("keeps", memory=0.1))
     outcomes = [rewards.submit(case()).result(30)[0] for _ in range(6)]
     assert [outcome.failure for outcome in outcomes] == [None] * 6
     assert len({outcome.value for outcome in outcomes}) == 3
 
 
-def test_workers_survive_the_end_that_a_scheduler_asks_all_processes_for(pool, mark):
+def test_workers_ignore_sigterm(pool, mark):
     rewards = pool(function("good"))
     rewards.submit(case()).result(30)
     before = marked(mark)

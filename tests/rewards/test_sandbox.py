@@ -94,13 +94,13 @@ def test_a_program_in_it_takes_nothing_from_the_processes_around_it(confined):
 
 
 @bubblewrap
-def test_an_answer_that_was_not_asked_for_fails_the_call_that_wrote_it(confined):
+def test_an_unasked_answer_fails_the_call(confined):
     assert "wrote to the socket of its worker" in confined(captive("forges")).failure
 
 
 @bubblewrap
 @pytest.mark.parametrize("lie", [{"value": float("inf")}, {"components": 5}, {"killed": True}])
-def test_an_answer_that_the_call_itself_wrote_obeys_the_rules(lie):
+def test_a_forged_answer_obeys_the_rules(lie):
     pool = Pool([captive("lies")], 1, sandbox.prefix())
     try:
         found = pool.submit(case(**lie)).result(60)[0]
@@ -113,7 +113,7 @@ def test_an_answer_that_the_call_itself_wrote_obeys_the_rules(lie):
 
 
 @bubblewrap
-def test_what_a_call_writes_after_its_answer_answers_no_other():
+def test_a_late_answer_answers_no_other_call():
     pool = Pool([captive("adds")], 1, sandbox.prefix())
     try:
         for _ in range(2):

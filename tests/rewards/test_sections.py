@@ -17,7 +17,7 @@ REWARD = pydantic.TypeAdapter(AnyReward)
         ({"kind": "length", "most": 4, "buffer": 5}, "5 is more than most=4; make it smaller"),
     ],
 )
-def test_what_a_section_cannot_mean_is_refused(section, problem):
+def test_invalid_sections_are_refused(section, problem):
     with pytest.raises(pydantic.ValidationError, match=problem):
         REWARD.validate_python(section)
 

@@ -36,7 +36,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_calls_are_read_as_by_the_server_and_special_tokens_where_a_reward_asks(folder):
+def test_tool_calls_and_special_tokens_are_parsed_as_by_the_server(folder):
     path = str(folder / "tokenizer.json")
     tokenizer = {"kind": "huggingface", "path": path, "eos": "<|im_end|>"}
     rewards = [{"kind": "regex", "pattern": "<think>", "special_tokens": True}]

@@ -77,7 +77,7 @@ def test_groups_without_signal_are_replaced(tmp_path):
 
 
 @pytest.mark.slow
-def test_answers_without_an_end_can_count_and_teach_nothing(tmp_path):
+def test_truncated_answers_can_be_masked(tmp_path):
     usual, figures, _ = played(tmp_path)
     masked, _, _ = played(tmp_path, rollout={"truncated": "mask"})
     assert figures["truncated"] > 0.5 and masked["mask"].sum() < usual["mask"].sum()
@@ -119,7 +119,7 @@ def test_a_reward_that_fails_is_named_and_counted(tmp_path, policy):
 
 
 @pytest.mark.slow
-def test_a_control_has_the_same_rewards_for_other_samples(tmp_path):
+def test_permute_shuffles_rewards(tmp_path):
     usual, _, _ = played(tmp_path)
     control, _, _ = played(tmp_path, rollout={"permute": True})
     one, other = (
@@ -217,7 +217,7 @@ def test_a_run_goes_on_bit_for_bit_from_any_checkpoint(tmp_path, rollout):
 
 
 @pytest.mark.release
-def test_a_checkpoint_binds_what_samples_are_worth(tmp_path):
+def test_a_checkpoint_binds_rewards_and_sampling(tmp_path):
     """Another reward or temperature is refused; limits of a reward may change."""
     trained(tmp_path, "parts", "train.steps=3")
     for change in ("rewards.0.weight=2", "rollout.temperature=0.5"):

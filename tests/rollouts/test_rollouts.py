@@ -126,7 +126,7 @@ def test_engine_and_trainer_agree_on_every_sampled_token(tmp_path):
 
 
 @pytest.mark.release
-def test_samples_depend_on_their_seed_and_not_on_their_company(tmp_path):
+def test_samples_depend_on_the_seed_only(tmp_path):
     """Fewer requests at a time, and rows of a step: the same samples to the bit; another seed:
     others."""
     _, (usual,) = played(config("grpo"), tmp_path, steps=1)

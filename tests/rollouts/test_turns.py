@@ -61,7 +61,7 @@ SECTIONS = {
 
 
 @pytest.mark.parametrize("messages", [False, True])
-def test_words_of_an_environment_are_read_and_not_learned(tmp_path, monkeypatch, messages):
+def test_an_environments_tokens_are_not_learned(tmp_path, monkeypatch, messages):
     """Three answers with two observations between; the answers' tokens stay as they were sampled,
     and the reward is the sum of the turns'."""
     sections = SECTIONS
@@ -83,7 +83,7 @@ def test_words_of_an_environment_are_read_and_not_learned(tmp_path, monkeypatch,
 
 
 @pytest.mark.slow
-def test_words_that_leave_no_room_are_told(tmp_path, monkeypatch):
+def test_long_messages_of_an_environment_are_reported(tmp_path, monkeypatch):
     environment(tmp_path, answer="'again?' * 200")
     monkeypatch.chdir(tmp_path)
     run = tiny.make_run(tiny.with_rollouts(**SECTIONS))

@@ -31,9 +31,7 @@ DOCUMENTED = [
 
 
 @pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)
-def test_what_the_documents_say_to_try_shows_what_a_cluster_gets(
-    words, tmp_path, monkeypatch, capsys
-):
+def test_documented_dry_runs_print_what_a_cluster_gets(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(words) == 0 and "maxstack train" in capsys.readouterr().out
 
@@ -62,7 +60,7 @@ NOTE = (
         ),
     ],
 )
-def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(
+def test_a_clusters_commands_submit_and_later_stop_a_run(
     target, program, stop, tmp_path, monkeypatch, capfd
 ):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
@@ -136,7 +134,7 @@ def test_a_cluster_s_own_commands_are_run_and_look_after_the_run_later(
     assert [Path(word).name if word.startswith("/") else word for word in said] == stop.split()
 
 
-def test_a_cluster_that_does_not_answer_is_given_up(tmp_path, monkeypatch, capsys):
+def test_a_command_of_a_cluster_times_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", stand_ins(tmp_path / "bin", {"kubectl": "exec sleep 100"})["PATH"])
     monkeypatch.setattr(remote, "ANSWER", 0.2)
@@ -153,9 +151,7 @@ def test_a_cluster_that_does_not_answer_is_given_up(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("target", "file"), [("gke", "jobset.yml"), ("slurm", "job.sbatch"), ("xpk", None)]
 )
-def test_a_dry_run_writes_all_that_a_cluster_would_get_to_be_read(
-    target, file, tmp_path, monkeypatch, capsys
-):
+def test_out_writes_all_that_a_cluster_gets(target, file, tmp_path, monkeypatch, capsys):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
     facts = {"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS)
     (tmp_path / "cluster.yml").write_text(yaml.safe_dump(facts))
@@ -203,7 +199,7 @@ def test_a_dry_run_writes_all_that_a_cluster_would_get_to_be_read(
     )
 
 
-def test_what_the_estimate_refuses_goes_by_force(tmp_path, capsys):
+def test_force_overrides_the_estimate(tmp_path, capsys):
     words = [
         "submit",
         "synthetic",
@@ -274,9 +270,7 @@ def test_what_the_estimate_refuses_goes_by_force(tmp_path, capsys):
         ),
     ],
 )
-def test_what_a_cluster_cannot_take_is_refused_before_it_is_asked(
-    words, says, tmp_path, monkeypatch, capsys
-):
+def test_mistakes_are_refused_before_submission(words, says, tmp_path, monkeypatch, capsys):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -299,7 +293,7 @@ TIER = "checkpoint.tiers=[{path: %s, every: 2%s}]"
         ("gke", ["checkpoint.restore=none"], "checkpoint.restore=none: would refuse a restart"),
     ],
 )
-def test_restarts_that_would_begin_at_step_0_are_refused_unless_they_are_wanted(
+def test_restarts_from_step_0_are_refused_unless_wanted(
     target, words, says, tmp_path, monkeypatch, capsys
 ):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})

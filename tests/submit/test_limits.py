@@ -172,9 +172,7 @@ def test_variables_that_no_process_can_be_given_are_refused():
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_configuration_in_a_file_of_the_cluster_is_taken_only_where_it_is_the_same(
-    target, cfg, tmp_path
-):
+def test_a_configuration_on_the_cluster_must_be_identical(target, cfg, tmp_path):
     topology, make = TARGETS[target]
     path = tmp_path / "there.yml"
     one = padded(job(cfg, topology, config=str(path)), SCRIPT)  # however large

@@ -25,7 +25,7 @@ def maxstack(*words: object) -> list[str]:
     return [sys.executable, "-m", "maxstack.cli", *map(str, words)]
 
 
-def test_a_run_in_the_background_is_looked_after_by_its_name(tmp_path, capsys):
+def test_a_detached_run_is_watched_and_stopped_by_its_name(tmp_path, capsys):
     config, name = write_config(tmp_path, checkpoint={"every": 1000}), "long-run-c0ffee"
     words = (
         "submit",
@@ -74,7 +74,7 @@ def test_a_run_in_the_background_is_looked_after_by_its_name(tmp_path, capsys):
         ),
     ],
 )
-def test_what_cannot_start_is_refused_before_anything_does(words, says, tmp_path, capsys):
+def test_mistakes_are_refused_before_a_process_starts(words, says, tmp_path, capsys):
     config = write_config(tmp_path)
     assert cli.main(["submit", str(config), "--target", "local", *words]) == 1
     assert says in capsys.readouterr().err and not (tmp_path / "run").exists()
@@ -110,7 +110,7 @@ def test_a_run_whose_submission_is_killed_saves_and_leaves(tmp_path, capfd):
     assert cli.main(["status", "run"]) == 0 and "run: killed, step " in capfd.readouterr().out
 
 
-def test_files_that_a_cluster_may_not_have_are_told(tmp_path, monkeypatch, capfd):
+def test_files_outside_the_bucket_are_listed(tmp_path, monkeypatch, capfd):
     source = {"kind": "text", "files": ["notes/*.md", "/gcs/corpus/*.txt", "{stdlib}/*.py"]}
     config = write_config(
         tmp_path,
@@ -137,13 +137,13 @@ def test_files_that_a_cluster_may_not_have_are_told(tmp_path, monkeypatch, capfd
 
 @given(st.text(max_size=80), st.text(max_size=80))
 @pytest.mark.slow
-def test_any_name_becomes_one_that_clusters_take_and_two_stay_two(one, other):
+def test_safe_names_are_valid_and_stay_distinct(one, other):
     first, second = safe_name(one), safe_name(other)
     assert PLAIN.fullmatch(first) and len(first) <= LONGEST and safe_name(first) == first
     assert first != second or one == other or other == first or one == second
 
 
-def test_a_process_that_fails_ends_those_that_go_on(tmp_path, monkeypatch):
+def test_a_failed_process_ends_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "PATIENCE", 0.2)
     code = "import os, time; time.sleep(0 if os.environ['NUMBER'] == '1' else 60); exit(3)"
     with local.Group(tmp_path / "log") as group:
@@ -153,7 +153,7 @@ def test_a_process_that_fails_ends_those_that_go_on(tmp_path, monkeypatch):
     assert local._code([143, 2, 0]) == 2, "a mistake before others"
 
 
-def test_a_name_that_nobody_submitted_is_an_error(capsys):
+def test_an_unknown_name_is_an_error(capsys):
     assert cli.main(["status", "nobody"]) == 1
     said = capsys.readouterr().err
     assert "nobody: no such run was submitted from this machine; nothing was submitted" in said

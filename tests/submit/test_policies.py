@@ -61,7 +61,7 @@ EVERYTHING = {
 
 @pytest.mark.parametrize("topology", ["v5e:4x4", "h100:2x8"])
 @pytest.mark.parametrize("facts", [{}, EVERYTHING])
-def test_a_pod_is_one_that_the_restricted_standard_takes(topology, facts, cfg):
+def test_pods_satisfy_the_restricted_standard(topology, facts, cfg):
     spec = template(job(cfg, topology, **facts))["spec"]
     assert violations(spec) == set() and spec["automountServiceAccountToken"] is False
 
@@ -86,7 +86,7 @@ def test_a_pod_is_one_that_the_restricted_standard_takes(topology, facts, cfg):
         ),
     ],
 )
-def test_the_checker_of_the_standard_finds_what_breaks_it(change, found, cfg):
+def test_the_standards_checker_finds_violations(change, found, cfg):
     spec = copy.deepcopy(template(job(cfg))["spec"])
     change(spec)
     assert violations(spec) == {found}
@@ -108,7 +108,7 @@ def test_the_bucket_belongs_to_the_user_of_the_pods(cfg):
 @pytest.mark.parametrize(
     ("topology", "cpu", "memory"), [("v5e:4x4", "72", "144Gi"), ("h100:2x8", "156", "1404Gi")]
 )
-def test_a_pod_asks_for_what_it_may_have(topology, cpu, memory, cfg):
+def test_requests_of_a_pod_equal_its_limits(topology, cpu, memory, cfg):
     found = template(job(cfg, topology))["spec"]["containers"][0]["resources"]
     assert found["limits"] == found["requests"] and (
         found["limits"]["cpu"],
@@ -140,7 +140,7 @@ def test_shared_memory_and_the_sidecar_have_limits(cfg):
     }
 
 
-def test_a_jobset_that_ended_goes_and_has_labels_as_its_pods_do(cfg):
+def test_a_jobset_has_a_ttl_and_the_labels_of_its_pods(cfg):
     one = job(
         cfg,
         pod={"labels": {"team": "llm", "example.com/cost": "a1"}},
@@ -206,7 +206,7 @@ def test_volumes_are_mounted_and_a_claim_may_hold_the_run(cfg):
         ({"pod": {"user": 0}}, "greater than or equal to 1"),
     ],
 )
-def test_what_no_pod_can_have_is_refused(facts, says):
+def test_invalid_volumes_and_pods_are_refused(facts, says):
     with pytest.raises(ValueError, match=says):
         ClusterConfig.model_validate(FACTS | {"topology": "v5e:4x4"} | facts)
 
@@ -232,7 +232,7 @@ def test_a_bucket_is_mounted_in_any_other_folder(mount, plain):
     assert BucketConfig(name="bucket", mount=mount).mount == plain
 
 
-def test_slurm_is_told_of_memory_and_cpus(cfg):
+def test_slurm_gets_memory_and_cpus(cfg):
     assert (
         "#SBATCH --mem=0\n" in (script := slurm.script(job(cfg, "h100:2x8")))
         and "cpus-per-task" not in script
@@ -275,7 +275,7 @@ WORDS = [
         (["run.compilation_cache=null"], [], ["compilation_cache"]),
     ],
 )
-def test_what_a_restart_would_lose_or_find_changed_is_told(words, says, not_said, capsys):
+def test_an_image_tag_and_a_moved_cache_are_reported(words, says, not_said, capsys):
     assert cli.main([*WORDS, *words]) == 0
     told = capsys.readouterr().err
     assert all(text in told for text in says) and not any(text in told for text in not_said)

@@ -103,7 +103,7 @@ def shown(folder, target, name, capsys):
     return capsys.readouterr().out
 
 
-def test_tasks_of_slurm_train_as_one_and_the_job_is_queued_again_where_one_was_killed(
+def test_slurm_tasks_train_as_one_process_and_a_killed_one_requeues_the_job(
     folder, alone, tmp_path, capsys
 ):
     script = shown(folder, "slurm", "slurm", capsys)

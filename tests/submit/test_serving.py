@@ -151,7 +151,7 @@ def run(command, folder, **variables):
     return (folder / "noted").read_text()
 
 
-def test_a_pod_starts_the_server_with_the_overrides_as_they_are_written(shown, tmp_path):
+def test_a_pod_gets_overrides_unchanged(shown, tmp_path):
     nasty = "run.name=a b'\"$(id) $HOME"
     deployment, _, _ = shown("serve.rows=32", nasty)
     assert run(container(deployment)["command"], tmp_path) == (
@@ -248,11 +248,11 @@ def test_every_key_of_serve_becomes_a_flag_of_vllm_or_a_line(capsys):
         (["--engine", "vllm", "--api-key-file", "/keys/k"], "the variable VLLM_API_KEY"),
     ],
 )
-def test_what_pods_could_not_run_is_refused(words, says, shown):
+def test_settings_that_pods_could_not_run_are_refused(words, says, shown):
     assert says in shown(*words, code=1)
 
 
-def test_a_model_outside_the_bucket_and_open_doors_are_said(shown):
+def test_a_model_outside_the_bucket_and_missing_keys_are_reported(shown):
     said = shown(model="/home/me/model")[-1]
     assert "the image must have it on every host: /home/me/model" in said
     assert "serves everybody who reaches it; see --api-key-file" in said
@@ -261,7 +261,7 @@ def test_a_model_outside_the_bucket_and_open_doors_are_said(shown):
     assert "--api-key-file /keys/k" in container(quiet[0])["command"][-1]
 
 
-def test_kubectl_gets_the_objects_and_looks_after_them(tmp_path, monkeypatch):
+def test_kubectl_creates_and_deletes_the_objects(tmp_path, monkeypatch):
     note = 'echo "$*" >> "$NOTED"; case "$*" in *create*) cat > "$NOTED.given";; esac'
     own = stand_ins(tmp_path / "bin", {"kubectl": note})
     own |= {"NOTED": str(tmp_path / "noted"), "XDG_STATE_HOME": str(tmp_path / "state")}

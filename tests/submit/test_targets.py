@@ -110,9 +110,7 @@ def environment_of(jobset, index: int, completion: int) -> dict[str, str]:
         ("h100:4x8", {"accelerator": "nvidia-h100-mega-80gb"}, {"nvidia.com/gpu": 8}, (1, 4)),
     ],
 )
-def test_a_jobset_asks_for_the_topology_and_every_pod_knows_who_it_is(
-    topology, label, limit, each, job
-):
+def test_a_jobset_requests_the_topology_and_numbers_its_pods(topology, label, limit, each, job):
     secret = {"HF_TOKEN": {"name": "s", "key": "k"}}
     one = job(topology, queue="q", reservation="mine", secrets=secret, service_account="me")
     jobset = written(one)
@@ -145,7 +143,7 @@ def test_a_jobset_asks_for_the_topology_and_every_pod_knows_who_it_is(
         ]
 
 
-def test_a_jobset_ends_on_a_mistake_and_begins_again_on_anything_else(job):
+def test_a_jobset_fails_on_a_mistake_and_restarts_otherwise(job):
     jobset = written(job("v5e:4x4", max_restarts=7))
     inner, policy = (
         jobset["spec"]["replicatedJobs"][0]["template"]["spec"],
@@ -264,7 +262,7 @@ def test_xpk_takes_the_command_and_its_containers_the_configuration(topology, ki
         ("a100-80:2x8", {}, "a100-80 has no name there; known are v4"),
     ],
 )
-def test_what_xpk_cannot_be_given_is_refused(topology, facts, says, job):
+def test_values_that_xpk_would_misread_are_refused(topology, facts, says, job):
     with pytest.raises(ConfigError, match=re.escape(says)):
         xpk.command(job(topology, **facts))
 
@@ -277,7 +275,7 @@ def test_what_xpk_cannot_be_given_is_refused(topology, facts, says, job):
         ("h200:2x8", "tpu-v5-lite-podslice", "nvidia-h200-141gb"),
     ],
 )
-def test_an_accelerator_is_one_that_gke_has_of_the_topology_s_chip(topology, name, allowed, job):
+def test_an_accelerator_must_name_the_topologys_chip(topology, name, allowed, job):
     for right in allowed.split(", "):
         one = job(topology, accelerator=right)
         assert right in pod(written(one))["nodeSelector"].values()
@@ -293,14 +291,14 @@ def test_an_accelerator_is_one_that_gke_has_of_the_topology_s_chip(topology, nam
         ("v5e:4x4", "/tmp/x", {"A": "b env: c"}, "env.A: with Pathways xpk reserves `env:`"),
     ],
 )
-def test_what_pathways_cannot_be_given_is_refused(topology, folder, env, says, job):
+def test_settings_that_pathways_lacks_are_refused(topology, folder, env, says, job):
     with pytest.raises(ConfigError, match=re.escape(says)):
         xpk.command(pathways(job(topology, env=env), folder))
     with pytest.raises(ConfigError, match="bucket: xpk mounts none with Pathways"):
         xpk.command(dataclasses.replace(pathways(one := job("v5e:4x4")), cluster=one.cluster))
 
 
-def test_facts_that_a_target_does_not_take_are_told_and_refused_where_they_matter(capsys):
+def test_unused_keys_are_reported_and_essential_ones_refused(capsys):
     facts = {"topology": "v5e:4x4", "image": "i"}
     check_cluster(
         ClusterConfig.model_validate(facts | {"queue": "q", "service_account": "s"}), "xpk"
@@ -321,7 +319,7 @@ def test_facts_that_a_target_does_not_take_are_told_and_refused_where_they_matte
 
 
 @pytest.mark.parametrize("per_gpu", [False, True])
-def test_an_sbatch_script_is_one_for_bash_and_shellcheck(per_gpu, job, tmp_path):
+def test_an_sbatch_script_passes_bash_and_shellcheck(per_gpu, job, tmp_path):
     script = slurm.script(
         job(
             "h200:4x8",
@@ -367,7 +365,7 @@ STUBS = {
         (127, 0, 127, False),
     ],
 )
-def test_a_job_is_queued_again_as_the_exit_code_says(code, restarts, left, again, job, tmp_path):
+def test_the_exit_code_decides_about_requeueing(code, restarts, left, again, job, tmp_path):
     one = job("h100:2x8", max_restarts=3)
     (tmp_path / "codes").write_text(f"{code}\n")
     own = {
@@ -399,9 +397,7 @@ def test_a_job_is_queued_again_as_the_exit_code_says(code, restarts, left, again
         ("mistake", 1, ""),
     ],
 )
-def test_a_job_that_was_stopped_or_has_a_mistake_on_one_host_is_not_queued_again(
-    when, left, said, job, tmp_path
-):
+def test_a_stopped_or_mistaken_job_is_not_requeued(when, left, said, job, tmp_path):
     (tmp_path / "codes").write_text("42\n")
     stop, programs = tmp_path / "a-run-7.stop", dict(STUBS)
     if when == "before":
@@ -465,7 +461,7 @@ def test_no_value_becomes_shell_or_yaml(value, line, job, tmp_path):
         "TPU_WORKER_ID",
     ],
 )
-def test_the_cluster_s_facts_do_not_say_who_a_process_is(name):
+def test_variables_of_process_identity_are_refused(name):
     with pytest.raises(ConfigError, match=rf"env\.{name}.* is how a process learns of the others"):
         config.load(ClusterConfig, "tpu-v5e", [f"env={{{name}: '0'}}"])
     with pytest.raises(
@@ -474,7 +470,7 @@ def test_the_cluster_s_facts_do_not_say_who_a_process_is(name):
         config.load(ClusterConfig, "tpu-v5e", [f"secrets={{{name}: {{name: n, key: k}}}}"])
 
 
-def test_the_examples_of_clusters_load_and_their_topologies_are_there():
+def test_example_clusters_load():
     files = sorted((presets_dir() / "clusters").glob("*.yml"))
     assert len(files) >= 3
     for file in files:
@@ -503,7 +499,7 @@ def test_the_examples_of_clusters_load_and_their_topologies_are_there():
         ("bucket", {"name": "gs://b"}),
     ],
 )
-def test_facts_that_no_cluster_has_are_refused(key, value):
+def test_unsafe_values_are_refused(key, value):
     with pytest.raises(ValueError, match=key):
         ClusterConfig.model_validate(FACTS | {"topology": "v5e:4x4", key: value})
 
@@ -516,7 +512,7 @@ def test_facts_that_no_cluster_has_are_refused(key, value):
         ("1-02:03:04", 93784),
     ],
 )
-def test_slurm_s_forms_of_a_time_limit(time, seconds):
+def test_time_limits_of_slurm_are_parsed(time, seconds):
     facts = FACTS | {
         "topology": "h100:1x8",
         "slurm": {"time": int(time) if time.isdecimal() else time},
