@@ -79,15 +79,8 @@ def test_a_clusters_commands_submit_and_later_stop_a_run(
         monkeypatch.setenv(key, value)
     monkeypatch.chdir(tmp_path)
     (there := tmp_path / "noted.there").touch()
-    words = [
-        "submit",
-        str(path),
-        "--target",
-        target,
-        "--cluster",
-        str(tmp_path / "cluster.yml"),
-        "run.output_dir=/gcs/runs",
-    ]
+    options = f"--target {target} --cluster {tmp_path}/cluster.yml run.output_dir=/gcs/runs"
+    words = ["submit", str(path), *options.split()]
     assert cli.main([*words, "--dry-run"]) == 0
     shown = capfd.readouterr().out
     assert (
@@ -155,16 +148,8 @@ def test_out_writes_all_that_a_cluster_gets(target, file, tmp_path, monkeypatch,
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
     facts = {"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS)
     (tmp_path / "cluster.yml").write_text(yaml.safe_dump(facts))
-    words = [
-        "submit",
-        str(path),
-        "--target",
-        target,
-        "--cluster",
-        str(tmp_path / "cluster.yml"),
-        "--dry-run",
-        "run.output_dir=/gcs/runs",
-    ]
+    options = f"--target {target} --cluster {tmp_path}/cluster.yml run.output_dir=/gcs/runs"
+    words = ["submit", str(path), "--dry-run", *options.split()]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert cli.main([*words, "--out", str(out := tmp_path / "out")]) == 0
@@ -200,22 +185,11 @@ def test_out_writes_all_that_a_cluster_gets(target, file, tmp_path, monkeypatch,
 
 
 def test_force_overrides_the_estimate(tmp_path, capsys):
-    words = [
-        "submit",
-        "synthetic",
-        "--target",
-        "gke",
-        "--cluster",
-        "tpu-v5e",
-        "--dry-run",
-        "mesh.data=1",
-        "mesh.fsdp=-1",
-        "train.batch_size=64",
-        "model.embed=65536",
-        "model.layers=64",
-        "run.output_dir=/gcs/x",
-        "checkpoint.every=10",
-    ]
+    words = (
+        "submit synthetic --target gke --cluster tpu-v5e --dry-run mesh.data=1 mesh.fsdp=-1 "
+        "train.batch_size=64 model.embed=65536 model.layers=64 run.output_dir=/gcs/x "
+        "checkpoint.every=10"
+    ).split()
     assert (
         cli.main(words) == 1
         and "where maxstack plan says that it fits, --force" in capsys.readouterr().err
@@ -223,49 +197,43 @@ def test_force_overrides_the_estimate(tmp_path, capsys):
     assert cli.main([*words, "--force"]) == 0
 
 
+GKE = "--target gke --cluster tpu-v5e"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--target", "gke"], "give --cluster FILE"),
+        ("--target gke", "give --cluster FILE"),
         (
-            ["--target", "gke", "--cluster", "tpu-v5e", "mesh.data=8"],
+            f"{GKE} mesh.data=8",
             "mesh: data=8 is 8 devices, but v5e:8x8 has 64; set one axis to -1",
         ),
-        (["--target", "slurm", "--cluster", "slurm-h200", "--set", "topology=v5e:8x8"], "has TPUs"),
-        (["--target", "gke", "--cluster", "tpu-v5e", "run.virtual_devices=8"], "is for a CPU"),
+        ("--target slurm --cluster slurm-h200 --set topology=v5e:8x8", "has TPUs"),
+        (f"{GKE} run.virtual_devices=8", "is for a CPU"),
         (
-            ["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/../tmp"],
+            f"{GKE} run.output_dir=/gcs/../tmp",
             "is lost with the container",
         ),
         (
-            ["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=v5e:8x8*2"],
+            f"{GKE} --set topology=v5e:8x8*2",
             "mesh.slices=1: but v5e:8x8*2 has 2",
         ),
         (
-            [
-                "--target",
-                "gke",
-                "--cluster",
-                "tpu-v5e",
-                "--set",
-                "topology=v5e:8x8*2",
-                "mesh.slices=2",
-                "faults.elastic={}",
-            ],
+            f"{GKE} --set topology=v5e:8x8*2 mesh.slices=2 faults.elastic={{}}",
             "faults.elastic: is for one process that drives all slices, and runtime=jax",
         ),
-        (["--target", "gke", "--cluster", "tpu-v5e", "--processes", "2"], "are for --target local"),
-        (["--target", "local", "--cluster", "tpu-v5e"], "have no use with --target local"),
+        (f"{GKE} --processes 2", "are for --target local"),
+        ("--target local --cluster tpu-v5e", "have no use with --target local"),
         (
-            ["--target", "gke", "--cluster", "tpu-v5e", "runtime=pathways"],
+            f"{GKE} runtime=pathways",
             "needs --target xpk, which starts its proxy and servers",
         ),
         (
-            ["--target", "gke", "--cluster", "tpu-v5e", "--set", "topology=here"],
+            f"{GKE} --set topology=here",
             "topology: here is this machine; give the cluster's",
         ),
         (
-            ["--target", "gke", "--cluster", "tpu-v5e", "run.output_dir=/gcs/x"],
+            f"{GKE} run.output_dir=/gcs/x",
             "kubectl is not installed here",
         ),
     ],
@@ -274,7 +242,7 @@ def test_mistakes_are_refused_before_submission(words, says, tmp_path, monkeypat
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert cli.main(["submit", str(path), *words]) == 1
+    assert cli.main(["submit", str(path), *words.split()]) == 1
     assert says in capsys.readouterr().err
 
 
@@ -300,17 +268,8 @@ def test_restarts_from_step_0_are_refused_unless_wanted(
     (tmp_path / "cluster.yml").write_text(
         yaml.safe_dump({"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS))
     )
-    given = [
-        "submit",
-        str(path),
-        "--target",
-        target,
-        "--cluster",
-        str(tmp_path / "cluster.yml"),
-        "--dry-run",
-        "run.output_dir=/gcs/runs",
-        *words,
-    ]
+    options = f"--target {target} --cluster {tmp_path}/cluster.yml run.output_dir=/gcs/runs"
+    given = ["submit", str(path), "--dry-run", *options.split(), *words]
     assert cli.main(given) == 1 and says in capsys.readouterr().err
     assert cli.main([*given, "--max-restarts", "0"]) == 0
     assert cli.main([*given, "--set", "restart_from_zero=true"]) == int("restore" in says)

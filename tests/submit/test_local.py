@@ -27,16 +27,8 @@ def maxstack(*words: object) -> list[str]:
 
 def test_a_detached_run_is_watched_and_stopped_by_its_name(tmp_path, capsys):
     config, name = write_config(tmp_path, checkpoint={"every": 1000}), "long-run-c0ffee"
-    words = (
-        "submit",
-        str(config),
-        "--target",
-        "local",
-        "train.steps=100000",
-        "data.workers=0",
-        "run.name=Long_Run",
-        "--detach",
-    )
+    options = "--target local train.steps=100000 data.workers=0 run.name=Long_Run --detach"
+    words = ["submit", str(config), *options.split()]
     assert cli.main(words) == 0
     name = capsys.readouterr().out.split(":")[0]
     assert name.startswith("long-run-") and PLAIN.fullmatch(name)
@@ -83,16 +75,8 @@ def test_mistakes_are_refused_before_a_process_starts(words, says, tmp_path, cap
 @pytest.mark.slow
 def test_a_run_whose_submission_is_killed_saves_and_leaves(tmp_path, capfd):
     config = write_config(tmp_path, checkpoint={"every": 100000})
-    words = maxstack(
-        "submit",
-        config,
-        "--target",
-        "local",
-        "--processes",
-        2,
-        "train.steps=100000",
-        "data.workers=0",
-    )
+    options = "--target local --processes 2 train.steps=100000 data.workers=0"
+    words = maxstack("submit", config, *options.split())
     submitted = subprocess.Popen(words, env=environment(), stdout=subprocess.DEVNULL)
     until(lambda: rows(tmp_path / "run"))
     assert (
@@ -118,16 +102,8 @@ def test_files_outside_the_bucket_are_listed(tmp_path, monkeypatch, capfd):
         eval={"every": 0},
         train={"batch_size": 64, "steps": 10},
     )
-    words = [
-        "submit",
-        str(config),
-        "--target",
-        "gke",
-        "--cluster",
-        "tpu-v5e",
-        "--dry-run",
-        "run.output_dir=/gcs/runs",
-    ]
+    options = "--target gke --cluster tpu-v5e --dry-run run.output_dir=/gcs/runs"
+    words = ["submit", str(config), *options.split()]
     assert cli.main(words) == 0
     assert (
         "not in the bucket, so every host must have them, in its image or on a disk "
