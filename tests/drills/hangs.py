@@ -113,19 +113,8 @@ def killed(folder: Path, count: int, dice: random.Random) -> Outcome:
 def _submitted(config: Path, name: str, many: int, dice: random.Random) -> list[str]:
     """Errors after one process was killed, and nothing was done but wait."""
     folder, step, victim = config.parent / name, dice.randrange(2, 16), dice.randrange(many)
-    words = [
-        sys.executable,
-        "-m",
-        "maxstack.cli",
-        "submit",
-        f"{config}",
-        "--target",
-        "local",
-        "--processes",
-        f"{many}",
-        f"run.name={name}",
-        f"run.virtual_devices={many}",
-    ]
+    options = f"--target local --processes {many} run.name={name} run.virtual_devices={many}"
+    words = [sys.executable, "-m", "maxstack.cli", "submit", f"{config}", *options.split()]
     with subprocess.Popen(
         words,
         env=environment() | {"XDG_STATE_HOME": f"{config.parent}"},

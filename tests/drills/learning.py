@@ -205,11 +205,20 @@ def _chosen(victim: str, hold: Path, started: Started, dice: random.Random) -> l
 
 
 def _of_rewards(pid: int) -> list[int]:
-    """Processes that compute rewards for a run."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"maxstack.rewards.worker" in words and words[-2] == b"%d" % pid:
-                found.append(int(folder.name))
+    """Processes that compute rewards for a run: its workers, and the runners below them."""
+    workers = [child for child in _children(pid) if _is_worker(child)]
+    return workers + [runner for worker in workers for runner in _children(worker)]
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # ended since
+            found += map(int, thread.read_text().split())
     return found
+
+
+def _is_worker(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"maxstack.rewards.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,8 @@ class Started:
             0.0,
         )
         self._before = _size(self.folder / "metrics.jsonl")
+        self._mark = uuid.uuid4().hex
+        """In the environment of these processes and of all that they start."""
         (config.parent / "output").mkdir(exist_ok=True)
         self.outputs = [
             config.parent / "output" / f"{name}-{time.time_ns()}-{i}.txt" for i in range(count)
@@ -151,6 +154,7 @@ class Started:
             command = processes.command(config, f"run.name={name}", *overrides)
             paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
             environment = processes.environment() | members[i] | paths
+            environment |= {"DRILL_RUN": self._mark}
             if each > 1:
                 environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={each}"
             if fault and at in (None, i):
@@ -208,11 +212,11 @@ class Started:
         return codes
 
     def leftovers(self, seconds: float = 5.0) -> list[str]:
-        """Commands of what still runs so long after the processes ended: their workers, those of
-        rewards, which name their parent, and watchdogs, which name the run's folder."""
+        """Commands of what still runs so long after the processes ended: workers of data and of
+        rewards, watchdogs."""
         deadline, found = time.monotonic() + seconds, [""]
         while found and time.monotonic() < deadline:
-            found = _left({process.pid for process in self.processes}, f"{self.folder}/")
+            found = _left({process.pid for process in self.processes}, self._mark.encode())
             time.sleep(0.02)
         return [f"still runs: {command}" for command in found]
 
@@ -232,17 +236,15 @@ def _start(command: Sequence[str], env: dict[str, str], output: Path) -> subproc
         )
 
 
-def _left(leaders: set[int], name: str) -> list[str]:
+def _left(leaders: set[int], mark: bytes) -> list[str]:
     found = []
-    rewards = re.compile(rf"maxstack\.rewards\.worker \d+ ({'|'.join(map(str, leaders))}) ")
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended since
             state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
-            words = (process / "cmdline").read_bytes().replace(b"\0", b" ")
-            command = words.decode(errors="replace")
-            named = name in command or rewards.search(command)
-            if state != "Z" and (int(session) in leaders or named):
-                found.append(command[:200])
+            marked = mark in (process / "environ").read_bytes()
+            if state != "Z" and (int(session) in leaders or marked):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ")
+                found.append(command.decode(errors="replace")[:200])
     return found
 
 
