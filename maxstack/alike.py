@@ -1,5 +1,5 @@
-"""Facts about a process that must be the same in all of a run, for the roll call: hosts that see
-other files under the same path would train on, each on its own."""
+"""Facts that must be the same in all processes of a run, for the roll call: hosts that see
+different files under the same path would otherwise train on different data."""
 
 import glob
 import importlib.util
@@ -29,13 +29,13 @@ CALL = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 FREE = re.compile(
     "cache|debug|dump|log|pprint|profil|traceback|visible_devices|cross_host|timeout|num_cpu_devices"
 )
-"""Settings of jax that change no value, or are each process's own."""
+"""Settings of jax that change no value, or belong to each process."""
 OWN_FLAGS = re.compile("dump|log|host_platform_device_count")
 
 
 def facts(cfg: "Config") -> dict[str, Any]:
-    """Plain data: digests of maxstack's code, of functions' modules and of files that the
-    configuration names, and jax's settings."""
+    """Plain data: digests of maxstack's code, of modules and files that the configuration names,
+    and jax's settings."""
     import jax
 
     flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
@@ -72,8 +72,9 @@ def _content(value: Any, section: Any, key: str = "") -> Iterator[tuple[str, str
 
 
 def _named(key: str, value: str) -> Iterator[str]:
-    """The digest of the file, folder or module that a value names; nothing where it names none. To
-    find a module imports the packages around it, so only of `call`, which must be trusted."""
+    """The digest of the file, folder or module that a value names; nothing where it names none.
+    Finding a module imports the packages around it, so it is done only for `call`, which must be
+    trusted."""
     if key.endswith(".call") and CALL.fullmatch(value):
         try:
             found = importlib.util.find_spec(value.partition(":")[0])
@@ -87,7 +88,7 @@ def _named(key: str, value: str) -> Iterator[str]:
 
 
 def _digest(path: Path, pattern: str, sampled: int = SAMPLED) -> str:
-    """That of a file, or of the files of a folder that match."""
+    """The digest of a file, or of the files of a folder that match."""
     if path.is_file():
         return _digest_of([(path.name, path)])
     found = map(Path, glob.glob(f"{glob.escape(f'{path}')}/{pattern}", recursive=True))
@@ -95,7 +96,7 @@ def _digest(path: Path, pattern: str, sampled: int = SAMPLED) -> str:
 
 
 def _digest_of(files: Sequence[tuple[str, Path]], sampled: int = SAMPLED) -> str:
-    """How many files, their bytes, and a digest of names, sizes and samples of the content, equal
+    """Number of files, their bytes, and a digest of names, sizes and samples of the content, equal
     for equal files wherever they lie."""
     found, total = xxhash.xxh3_128(), 0
     entries = sorted((name, path, path.stat().st_size) for name, path in files)

@@ -1,5 +1,5 @@
-"""The comparisons every so many steps: of the copies that several devices hold, and of the
-processes' speeds."""
+"""Periodic comparisons: of the copies of the weights on several devices, and of the processes'
+speeds."""
 
 from maxstack.cluster.peers import Peers
 from maxstack.errors import ConfigError

@@ -29,14 +29,14 @@ def argument(*names: str, **options: Any) -> Argument:
 
 
 def positive(text: str) -> int:
-    """Integer above 0, as the type of an argument."""
+    """Parse an integer above 0, as the type of an argument."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is no number above 0")
     return int(text)
 
 
 def up_to(most: float) -> Callable[[str], float]:
-    """Number from 0 to `most`, as the type of an argument."""
+    """Parse a number from 0 to `most`, as the type of an argument."""
 
     def parsed(text: str) -> float:
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The compiled steps of a run whose batches have several shapes, each compiled when it is due."""
+"""The compiled steps of a run, one for each shape of batch, compiled when first needed."""
 
 import concurrent.futures
 import os
@@ -11,19 +11,18 @@ from maxstack.run import Run, assemble
 
 
 class CompiledStep(NamedTuple):
-    """A run of one shape of batch."""
+    """The step for one shape of batch."""
 
     run: Run
     rows: int
     step: Any
     """Compiled (state, batch[, frozen]) -> (state, scalars)."""
     seconds: float
-    """Time that compiling or loading it took."""
+    """Time to compile or load it."""
 
 
 class CompiledSteps:
-    """The steps of a run, by the shapes of its stages. ConfigError where a device has not the
-    memory for one of them."""
+    """The steps of a run, by the shapes of its stages."""
 
     def __init__(self, run: Run):
         self._stages = run.cfg.stages
@@ -35,12 +34,13 @@ class CompiledSteps:
         self._made: dict[tuple[int, int], concurrent.futures.Future[CompiledStep]] = {}
 
     def check_memory(self, beside: dict[str, int]) -> None:
-        """ConfigError where a device has less than the least that a step holds."""
+        """ConfigError where a step needs more than the memory of a device, at the least."""
         for run in self._runs.values():
             fit.check_memory(run, beside)
 
     def start(self, step: int) -> None:
-        """Compile what a step runs, or load it from run.executable, while the caller goes on."""
+        """Start compiling the step of this number, or loading it from run.executable, in the
+        background."""
         shape = self._stages.at(step)[1:]
         if shape not in self._made:
             pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
@@ -48,12 +48,12 @@ class CompiledSteps:
             pool.shutdown(wait=False)
 
     def at(self, step: int) -> CompiledStep:
-        """What a step runs."""
+        """The compiled step of this number; waits for it."""
         self.start(step)
         return self._made[self._stages.at(step)[1:]].result()
 
     def changes(self, step: int) -> bool:
-        """True where a step has other batches than the one before."""
+        """Whether a step has another shape of batch than the one before."""
         return self._stages.at(step)[1:] != self._stages.at(step - 1)[1:]
 
     def _compiled(self, shape: tuple[int, int]) -> CompiledStep:

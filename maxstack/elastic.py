@@ -1,5 +1,5 @@
-"""Elastic runs: where one process drives several slices and loses some, it goes on without them, on
-a smaller mesh, from the newest checkpoint, with the same batches."""
+"""Elastic runs: one process drives several slices, and when some are lost it continues without
+them, on a smaller mesh, from the newest checkpoint, with the same batches."""
 
 import contextlib
 import gc
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 LOSS = "DATA_LOSS", "DEADLINE_EXCEEDED", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"
-"""Beginnings of jax's errors that a lost slice may cause; a sum on its devices shows whether."""
+"""Prefixes of jax's errors that a lost slice may cause; a sum on its devices tells whether it
+was."""
 ANSWER = 60.0
 """Seconds that a slice has to compute something small."""
 
@@ -30,7 +31,7 @@ class TooFew(ValueError):
 
 
 def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) -> int:
-    """Run `once(configuration, devices or None for all)`, and again on the slices that are left
+    """Run `once(configuration, devices or None for all)`, and again on the remaining slices
     whenever some are lost. Other errors are raised, as is a loss of more slices, or more often,
     than faults.elastic allows."""
     elastic, lost = cfg.faults.elastic, frozenset[int]()
@@ -57,8 +58,8 @@ def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) 
 
 
 def clear() -> None:
-    """Free what the attempt that ended leaves behind: its watchdog, a trace being recorded,
-    programs, and the state that only they held."""
+    """Free what the ended attempt leaves behind: its watchdog, a trace being recorded, programs,
+    and the state that only they held."""
     import jax
 
     from maxstack.faults.heartbeat import retire
@@ -71,8 +72,8 @@ def clear() -> None:
 
 
 def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[Any] | None]:
-    """The configuration on as many of the slices that are left as everything divides over, and
-    their devices; TooFew where there are not enough."""
+    """The configuration on the largest number of remaining slices that everything divides over, and
+    their devices. TooFew where there are not enough."""
     if not lost:
         return cfg, None
     from maxstack.schema import rules
@@ -94,8 +95,7 @@ def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[A
 
 
 def slices(count: int) -> dict[int, list[Any]]:
-    """Number -> devices, by the devices' own numbers; where they know of no slices, equal parts in
-    their order."""
+    """Number -> devices, by the devices' own slice numbers; without them, equal parts in order."""
     import jax
 
     devices = jax.devices()
@@ -109,8 +109,9 @@ def slices(count: int) -> dict[int, list[Any]]:
 
 
 def loss_in(error: BaseException | None) -> str | None:
-    """Text of an error of jax's that may be of a lost slice, this one or one that it came of, as
-    where a save then failed too. Not the error, whose frames hold the state on the devices."""
+    """Text of a jax error that a lost slice may have caused, in an error or in those that it was
+    raised from, as where a save then failed too. It returns text because the error's frames hold
+    the state on the devices."""
     import jax
 
     while error and not (
@@ -121,7 +122,7 @@ def loss_in(error: BaseException | None) -> str | None:
 
 
 def gone(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:
-    """The numbers of the slices that do not answer in time."""
+    """Numbers of the slices that do not answer in time."""
     answers: dict[int, bool] = {}
 
     def ask(number: int) -> None:
@@ -137,7 +138,7 @@ def gone(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:
 
 
 def answer(devices: Sequence[Any]) -> bool:
-    """True where all devices of a slice compute a sum."""
+    """Whether all devices of a slice compute a sum."""
     import jax
     import numpy as np
 

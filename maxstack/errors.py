@@ -1,5 +1,5 @@
 """Errors that a user can correct, and values as their messages show them. Imports only the standard
-library, so `--help` need not load more."""
+library, so that `--help` is quick."""
 
 import errno
 import reprlib
@@ -24,7 +24,7 @@ LASTING = (
     errno.EISDIR,
     errno.ELOOP,
 )
-"""Errors of a path that the user must correct."""
+"""Errors of a path that only the user can correct."""
 
 
 class ConfigError(ValueError):
@@ -35,35 +35,35 @@ class ConfigError(ValueError):
 
 
 class DataError(ValueError):
-    """Data that cannot be used: one paragraph that names the file and record and says what to
-    do. Exit code 2."""
+    """Data that cannot be used: one paragraph that names the file and record and says what to do.
+    Exit code 2."""
 
     exit_code = 2
 
 
 class DataEnded(DataError):
-    """Every source gave its epochs before the steps were done."""
+    """All sources ended before the last step."""
 
 
 class TransientError(ValueError):
-    """A failure that may pass: the same command goes on. Exit code 42, RETRY of
+    """A failure that may go away: the same command resumes. Exit code 42, RETRY of
     cluster/exit_codes.py."""
 
     exit_code = 42
 
 
 class StoreError(DataError):
-    """A store that did not answer, or an object that is another one than was listed: nothing is
-    known of the record, so it is not one that is passed over as damaged."""
+    """A store that did not answer, or an object that changed since it was listed. The record itself
+    is not known to be bad, so it is not skipped as damaged."""
 
 
 class StoreUnavailable(TransientError, StoreError):
-    """A store that did not answer for as long as it is asked."""
+    """A store that did not answer for as long as it was retried."""
 
 
 def call_rust(where: str, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """What `call`, of a library in Rust, returns. DataError where it fails: by a bare Exception, or
-    by a panic, a BaseException that no handler of errors expects."""
+    """Call a function of a library in Rust -> its result. DataError where it fails: by a bare
+    Exception, or by a panic, which is a BaseException that no handler of errors expects."""
     try:
         return call(*args, **options)
     except BaseException as error:
@@ -73,8 +73,8 @@ def call_rust(where: str, call: Callable[P, T], *args: P.args, **options: P.kwar
 
 
 def installing(extra: str) -> str:
-    """The command that installs what an extra names, for the Python that runs: of a checkout its
-    own, since a registry may not have it."""
+    """The command that installs an extra into the running Python; from a checkout the checkout
+    itself, since a registry may not have it."""
     root = Path(__file__).resolve().parents[1]
     package = f"'maxstack[{extra}]'"
     if (root / "pyproject.toml").is_file():
@@ -86,7 +86,7 @@ def installing(extra: str) -> str:
 
 
 def _near(path: Path) -> Path:
-    """The path from the working folder, where it lies inside."""
+    """The path relative to the working folder, where it lies inside."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
@@ -97,8 +97,8 @@ def quoted(value: object) -> str:
 
 
 def shortened(text: str, most: int = 120) -> str:
-    """A name or a line, beyond `most` characters without its middle, and with escapes for
-    characters that are not printable."""
+    """A text with its middle left out beyond `most` characters, and with escapes for unprintable
+    characters."""
     if len(text) > most:
         text = f"{text[: most * 2 // 3]}...{text[-(most // 3) :]}"
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,7 +1,6 @@
-"""A process that answers requests, each within limits: for what may crash, hang or fill the memory.
-
-A module runs `answer_all` as its own program, and another process asks it by `Limited`.
-"""
+"""A process that answers requests within limits, for code that may crash, hang or fill the memory:
+tokenizers and templates of unknown origin. A module runs `answer_all` as its own program, and
+another process asks it by `Limited`."""
 
 import json
 import os
@@ -16,20 +15,20 @@ from pathlib import Path
 from typing import IO, Any
 
 WAIT = 60
-"""Seconds for an answer, on a machine that is busy with other work."""
+"""Seconds to wait for an answer, on a machine that is busy with other work."""
 
 
 class Ended(Exception):
-    """Why there is no answer, after the name of what was asked for."""
+    """Why there is no answer."""
 
 
 class Limited:
     """The process of a module, started at the first request and again after it ended. Any thread
-    may ask, one at a time is answered."""
+    may ask; one request is answered at a time."""
 
     def __init__(self, module: str, start: Any, seconds: float, memory: int, stack: int = 0):
         """`start`: JSON that the process gets first. A request may take `seconds` of processor
-        time, and `memory` bytes beyond those of the start; on a `stack` of so many bytes."""
+        time, and `memory` bytes beyond those of the start, on a `stack` of this many bytes."""
         self._start, self._lock = start, threading.Lock()
         limits = str(seconds), str(memory), str(stack)
         self._words = [sys.executable, "-P", "-m", module, *limits]  # -P: nothing of the folder
@@ -56,7 +55,7 @@ class Limited:
             return self._exchange(request)
 
     def end(self) -> None:
-        """End the process, and what is asked of it."""
+        """Kill the process, with any request under way."""
         if self._process:
             self._process.kill()
 
@@ -76,7 +75,8 @@ class Limited:
 
 
 def answer_all(answerer: Callable[[Any], Callable[[Any], Any]]) -> None:
-    """Answer requests until the other process ends, by what `answerer` makes of the start."""
+    """Answer requests until the other process ends, with the function that `answerer` returns for
+    the start."""
     seconds = float(sys.argv[1])
     memory, stack = map(int, sys.argv[2:4])
     source, target = sys.stdin.buffer, sys.stdout.buffer
@@ -108,8 +108,8 @@ def answer_all(answerer: Callable[[Any], Callable[[Any], Any]]) -> None:
 
 
 def own_memory() -> tuple[int, int]:
-    """Bytes of this process's address space, and those of it that are in memory; 0 where the system
-    does not say."""
+    """Bytes of this process's address space, and those resident in memory; 0 where the system does
+    not say."""
     file = Path("/proc/self/statm")
     if not file.exists():
         return 0, 0
@@ -124,7 +124,7 @@ def _send(file: IO[bytes], content: Any) -> None:
 
 
 def _receive(file: IO[bytes]) -> Any:
-    """What was sent. EOFError at the end."""
+    """The next message. EOFError at the end."""
     size = int.from_bytes(file.read(8), "big")
     if len(content := file.read(size)) < max(size, 1):
         raise EOFError

@@ -27,9 +27,9 @@ from maxstack.schema.stack import StackConfig
 
 log = logging.getLogger(__name__)
 WEIGHTS = ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5"
-"""Ends of the names of files that hold or list weights."""
+"""Endings of files that hold or list weights."""
 GIVEN = "override", "arguments", "default"
-"""Origins that are no files."""
+"""Origins that are not files."""
 USUAL = RunConfig.model_fields["compilation_cache"].default
 INSTEAD: dict[str, Any] = {
     "call": trust.REFUSED,
@@ -37,25 +37,26 @@ INSTEAD: dict[str, Any] = {
     "compilation_cache": USUAL,
     "flags": {},
 }
-"""Keys that name code, XLA's flags among them, which name tools that it starts and files of
-programs; and what stands in their place where they are not trusted."""
+"""Keys that name code (XLA's flags among them, which can name tools to start and files of
+programs), with the values that replace them where they are not trusted."""
 
 
 def load(path: config.Source, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a run in a file, a preset's name or a mapping, with `a.b.c=value`
-    overrides. ConfigError names every problem's place, and code that the record of a run names."""
+    """Load the configuration of a run from a file, a preset's name or a mapping, with `a.b.c=value`
+    overrides. ConfigError names the place of every problem, and code named by the record of a
+    run."""
     return _trusted(path, overrides)
 
 
 def load_alone(path: config.Source, overrides: Sequence[str] = ()) -> Config:
-    """The same for what reads one section alone: the rules between sections need not hold."""
+    """The same without the rules between sections, for callers that use one section."""
     return _trusted(path, overrides, faults=lambda _: [])
 
 
 def load_record(own: Path, overrides: Sequence[str] = (), runs_code: bool = False) -> Config:
-    """The configuration that a run left in its folder. Code that it names and that is not trusted
-    is refused by a ConfigError where the caller runs it; else it is exchanged for the default, or
-    for a function that fails, and the log says so."""
+    """Load the configuration that a run left in its folder. Untrusted code in it is a ConfigError
+    where the caller runs it (`runs_code`); else it is replaced by the default, or by a function
+    that fails, with a line in the log."""
     return _trusted(own / "config.yml", overrides, record=True, refuses=runs_code)
 
 
@@ -65,8 +66,8 @@ def load_tree(
     faults: Callable[[Config], Sequence[Fault]] = rules.faults,
     sifted: Callable[[Node], Node] = lambda tree: tree,
 ) -> tuple[Config, Node]:
-    """The configuration, and the merged tree that knows where each value came from; `sifted` takes
-    out of it what is not to be used."""
+    """The configuration, and the merged tree that knows where each value came from; `sifted`
+    removes from the tree what must not be used."""
     cfg, tree = config.load_tree(
         Config,
         path,
@@ -92,8 +93,8 @@ def _trusted(
     record: bool = False,
     refuses: bool = True,
 ) -> Config:
-    """The configuration without code by the word of a record that is not trusted; `record`: the
-    file is one, with all that it extends."""
+    """The configuration without untrusted code of records; `record`: the file is one, with all that
+    it extends."""
     found = list[str]()
 
     def is_suspect(where: str) -> bool:
@@ -125,8 +126,8 @@ def _trusted(
 
 
 def _in_run(cfg: Config, tree: Node) -> Config:
-    """The configuration with the run's folder where a tokenizer's path says {run}. What a run has
-    learnt lies beside its config.yml, wherever that is read from."""
+    """The configuration with the run's folder in place of {run} in tokenizer paths. A tokenizer
+    that the run has learned lies beside its config.yml, wherever that is read from."""
     said = tree.at("data", "tokenizer", "path")
     file = Path(_file(said.where)) if said else Path()
     own = file.parent if file.name == "config.yml" else None
@@ -150,14 +151,14 @@ def _in_run(cfg: Config, tree: Node) -> Config:
 
 
 def find_learned_tokenizer(own: Path, path: str) -> str:
-    """Where the tokenizer is that a run with the folder `own` has learnt, and its configuration
-    has at `path`: in its folder, if it is there."""
+    """Path of the tokenizer that the run with the folder `own` has learned and has at `path` in its
+    configuration: in its folder, if it is there."""
     beside = own / Path(path).name
     return str(beside) if beside.is_file() else path
 
 
 def run_folder(path: str) -> Path | None:
-    """The folder of a run that `path` is, or one of whose checkpoints it is; None for others."""
+    """The folder of the run that `path` is, or is a checkpoint of; None for others."""
     if storage.is_url(path) or storage.kind(path) != "directory":
         return None
     folder = Path(path)
@@ -167,7 +168,7 @@ def run_folder(path: str) -> Path | None:
 
 
 def check_no_run_beside(path: str) -> None:
-    """ConfigError, for a path at which nothing is, if runs lie where it points."""
+    """For a path that does not exist: ConfigError if runs lie in the same folder."""
     beside = Path(path).parent
     if runs := sorted(file.parent.name for file in beside.glob("*/config.yml")):
         raise ConfigError(
@@ -177,9 +178,9 @@ def check_no_run_beside(path: str) -> None:
 
 
 def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
-    """The folder at `path`, or else the model of the hub, pinned, that `name` is; and the model
-    section for it: the architecture that its config.json says, computed in float32 if its weights
-    are that and in bfloat16 if not, and its weights to start from; or those of a run, or one of its
+    """The folder at `path`, or the model of the hub called `name`, pinned to a commit; and the
+    model section for it: the architecture in its config.json, with its weights, computed in float32
+    if its weights are float32, else in bfloat16; or the section of a run, or of one of its
     checkpoints."""
     from maxstack.hf.contents import Contents, open_contents
     from maxstack.hf.preprocessor import pictures
@@ -208,15 +209,16 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_model(section: Any) -> StackConfig:
-    """The model of a section, checked by itself; a decoder where it names no kind. pydantic's
-    ValidationError where it is none."""
+    """Validate a model section by itself; a decoder where it names no kind. Raises pydantic's
+    ValidationError."""
     return TypeAdapter[StackConfig](Model).validate_python({"kind": "decoder"} | section)
 
 
 def _completed(tree: Node) -> Node:
     """The tree with the tokenizer of the folder that the weights come from, unless the same file or
-    the command line gives another, and with that for eval.data too. ConfigError where the folder
-    has none to be read and there is text: tokens of another would spoil the weights."""
+    the command line gives another, also for eval.data. ConfigError where there is text and the
+    folder has no readable tokenizer: the token ids of another one would mean nothing to the
+    weights."""
     tree = _with_images(_with_tokenizer(_with_head(tree)))
     path = "eval", "data", "tokenizer"
     tokenizer = tree.at("data", "tokenizer")
@@ -226,7 +228,7 @@ def _completed(tree: Node) -> Node:
 
 
 def _with_images(tree: Node) -> Node:
-    """The tree of a model of images with its objective, and the length of rows, one image each."""
+    """The tree of an image model with its objective, and with rows of one image each."""
     model, kind = tree.at("model"), tree.at("model", "kind")
     if model is None or kind is None or kind.value == "decoder":
         return tree
@@ -249,8 +251,8 @@ def _with_images(tree: Node) -> Node:
 
 
 def _with_pixels(tree: Node, side: int) -> Node:
-    """The tree with what the folder or run that the weights come from says of pictures for images
-    of this side; what data.image says goes first, and is told. eval.data has that of data."""
+    """The tree with the image preprocessing of the folder or run that the weights come from, for
+    images of this side; data.image takes precedence, with a warning. eval.data copies data."""
     from maxstack.hf.folder import Folder
     from maxstack.hf.preprocessor import KEYS, of_run, pictures
 
@@ -274,7 +276,8 @@ def _with_pixels(tree: Node, side: int) -> Node:
 
 
 def _with_said(tree: Node, path: tuple[str, ...], values: dict[str, Any], where: str) -> Node:
-    """The tree with each of the values at `path` that nothing gave; others are told."""
+    """The tree with those values at `path` that are not given; differences to given ones are
+    logged."""
     if tree.at(*path) is None:
         tree = supply(tree, path, {}, where)
     for key, value in values.items():
@@ -288,8 +291,8 @@ def _with_said(tree: Node, path: tuple[str, ...], values: dict[str, Any], where:
 
 
 def _with_head(tree: Node) -> Node:
-    """The tree with what the objective needs of the head: a score for a reward model, an estimate
-    beside the logits where it is the baseline of a policy."""
+    """The tree with the head that the objective needs: a score for a reward model, a value estimate
+    for a policy with that baseline."""
     kind, baseline = tree.at("objective", "kind"), tree.at("objective", "advantage", "baseline")
     path, wanted = ("model", "head"), None
     if kind is not None and kind.value == "reward":
@@ -308,8 +311,8 @@ def _file(where: str) -> str:
 
 
 def _origin(tree: Node) -> Any:
-    """Node of the folder or run that the weights come from: model.weights, or what lies beside the
-    import at checkpoint.restore; None where there is none."""
+    """The node of the folder or run that the weights come from: model.weights, or the folder beside
+    the import at checkpoint.restore; None where there is none."""
     folder, restored = tree.at("model", "weights"), tree.at("checkpoint", "restore")
     if (folder is None or folder.value is None) and restored:
         beside = Path(f"{restored.value}").expanduser() / "hf"

@@ -1,5 +1,5 @@
-"""True step times without stalling the device: each step's numbers are read while the next one
-runs."""
+"""Step times and throughput without stalling the device: each step's numbers are read while the
+next one runs."""
 
 import collections
 import time

@@ -1,5 +1,4 @@
-"""Files for reading, opened where they are files: a pipe, a socket or a device waits, or never
-ends."""
+"""Opening of regular files only: reading a pipe, a socket or a device may block or never end."""
 
 import errno
 import os
@@ -10,13 +9,13 @@ from maxstack.errors import DataError
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file, to read from. OSError for what cannot be opened, or is no file."""
+    """Open a file for reading. OSError if it cannot be opened, or is no regular file."""
     return open(path, "rb", opener=_opened)
 
 
 def read_regular(path: str | os.PathLike[str], largest: int) -> bytes:
-    """The bytes of a file. DataError where they are more than `largest`, OSError where it cannot be
-    read, or is no file."""
+    """The bytes of a file. DataError if they are more than `largest`, OSError if it cannot be read,
+    or is no regular file."""
     with open_regular(path) as file:
         data = file.read(largest + 1)
     if len(data) > largest:

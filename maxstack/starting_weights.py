@@ -1,4 +1,4 @@
-"""The weights that a run starts from: those of a Hugging Face folder, or of another run."""
+"""The weights that a run starts from: those of a Hugging Face folder or of another run."""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check(run: "Run") -> None:
-    """DataError where model.weights are not those of the run's model."""
+    """DataError where model.weights belong to another model."""
     folder = run.cfg.model.weights
     assert folder
     if own := run_folder(folder):
@@ -38,7 +38,7 @@ def check(run: "Run") -> None:
 
 
 def check_teacher(run: "Run", teacher: "Run") -> None:
-    """DataError as in `check`; ConfigError where the teacher is known to read other tokens."""
+    """DataError as in `check`; ConfigError where the teacher is known to have another tokenizer."""
     folder = teacher.cfg.model.weights
     if not folder:
         return
@@ -47,8 +47,8 @@ def check_teacher(run: "Run", teacher: "Run") -> None:
 
 
 def check_tokens(run: "Run", key: str, folder: str) -> None:
-    """ConfigError about a key where the model that it names is known to read other tokens than the
-    run."""
+    """ConfigError about a key where the model that it names is known to have another tokenizer than
+    the run."""
     if not any(holds_text(vars(source)) for source in run.cfg.data.sources):
         return
     if own := run_folder(folder):
@@ -69,9 +69,9 @@ def check_tokens(run: "Run", key: str, folder: str) -> None:
 
 
 def original(run: "Run", finite: bool = True) -> Iterator[tuple[str, jax.Array]]:
-    """The weights that model.weights names, before they are quantized and get adapters, by path and
-    placed as the run's are, one after the other. DataError as in `check`; and, if `finite`, for
-    numbers of a Hugging Face folder that are not."""
+    """The weights that model.weights names, before quantization and adapters, by path, one at a
+    time, sharded like the run's. DataError as in `check`, and with `finite` for non-finite numbers
+    in a Hugging Face folder."""
     folder, wanted = run.cfg.model.weights, run.weights.original
     assert folder
     held = set()
@@ -121,7 +121,7 @@ def _merged(
 
 
 def _source(run: "Run", cfg: "Config") -> "Run":
-    """The run whose weights are read, on the mesh of the run that starts."""
+    """The run to read weights from, on the mesh of the run that starts."""
     from maxstack.run import assemble
 
     return assemble(cfg.model_copy(update={"mesh": run.cfg.mesh}), run.mesh, trains=False)

@@ -1,5 +1,5 @@
-"""Where the state lives: weights by their logical axes, optimizer state like its weights or spread
-further, either in the host's memory by key."""
+"""The state and its shardings: weights by their logical axes, optimizer state like its weights or
+sharded further, both optionally in host memory."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -17,24 +17,24 @@ HOST = "pinned_host"
 
 
 class State(NamedTuple):
-    """State that a step changes, as arrays, shapes or shardings."""
+    """What a step changes, as arrays, shapes or shardings."""
 
     step: Any
-    """The number of the last batch that was taken, whether its update was accepted or not."""
+    """Number of the last batch, whether its update was accepted or not."""
     params: Tree
     """Weights by path."""
     opt: Tree
     guard: Tree
     """faults.guard.Guard."""
     behind: tuple[Tree, ...] = ()
-    """Weights that a step changes as they were when earlier rollouts began, the newest first, so
-    that rollouts under way can be made again: those of the current rollout where several steps
-    learn from one, and of as many before as rollout.ahead says."""
+    """Weights that a step changes, as they were when earlier rollouts began, newest first, so that
+    rollouts under way can be made again after a restart: those of the current rollout where several
+    steps learn from one, and of the rollout.ahead rollouts before it."""
 
 
 def weights_at(state: State, step: int, rollout: int, steps: int) -> Tree:
     """The weights that a step changes as they were before the first step of a rollout, each of
-    which has so many steps; None for those of the state. `step` is that of the state, which is
+    which has `steps` steps; None for those of the state. `step` is that of the state, which is
     known without waiting for the devices."""
     begun, inside = divmod(step, steps)
     if rollout == begun and not inside:
@@ -57,7 +57,7 @@ def of_state(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """Moves of the state between host and devices in a step."""
+    """Moves of the state between host and devices within a step."""
 
     between: State
     """Shardings between steps."""
@@ -67,14 +67,14 @@ class Moves:
     cfg: MeshConfig
 
     def to_devices(self, state: State) -> State:
-        """The state with what lay in the host's memory in the devices'."""
+        """The state with its parts in host memory moved to the devices."""
         if not self.cfg.offload:
             return state
         return jax.device_put(state, _on_devices(self.abstract, self.info, self.mesh, self.cfg))
 
     def weights_to_devices(self, tree: Tree, info: Tree = None) -> Tree:
-        """Weights, or a part of their tree with None for the rest, in the devices' memory; `info`
-        is that of another model, whose weights they are."""
+        """Weights, or a part of their tree with None for the rest, in device memory; `info` is that
+        of another model where they are its weights."""
         if "params" not in self.cfg.offload:
             return tree
         shardings = sharding_of_weights(info or self.info, self.mesh, self.cfg.rules)
@@ -83,12 +83,11 @@ class Moves:
         )
 
     def home(self, state: State) -> State:
-        """Back to where it lies between steps."""
+        """Move the state back to where it lies between steps."""
         return jax.device_put(state, self.between) if self.cfg.offload else state
 
     def like_optimizer(self, grads: Tree) -> Tree:
-        """Gradients sharded as the optimizer's state is, so that each device updates the share that
-        it keeps."""
+        """Shard gradients like the optimizer state, so that each device updates its share of it."""
         if not self.cfg.optimizer_rules or self.mesh.size == 1:
             return grads
         return jax.lax.with_sharding_constraint(
@@ -103,8 +102,8 @@ def sharding_of_weights(info: Tree, mesh: Mesh, rules: dict[str, Axes]) -> Tree:
 
 
 def _spec(info: Any, mesh: Mesh, rules: dict[str, Axes]) -> PartitionSpec:
-    """Partition of a weight; one that is frozen is not split where its size does not divide, as
-    those of scales and packed values need not."""
+    """Partition of a weight. A frozen one is not split where its size does not divide: scales and
+    packed values need not divide."""
     found = sharding.spec(info.axes, rules)
     if not info.frozen:
         return found
@@ -117,8 +116,8 @@ def _spec(info: Any, mesh: Mesh, rules: dict[str, Axes]) -> PartitionSpec:
 
 
 def weights_behind(opt: Tree, info: Tree) -> list[Any]:
-    """For every leaf of an optimizer's state, the ParamInfo of the weight whose path it ends in and
-    whose shape it has; None for the rest."""
+    """For every leaf of an optimizer's state, the ParamInfo of the weight whose path it ends with
+    and whose shape it has; None for the rest."""
     by_path = {
         jax.tree_util.keystr(path): i for path, i in jax.tree_util.tree_leaves_with_path(info)
     }
@@ -132,7 +131,7 @@ def weights_behind(opt: Tree, info: Tree) -> list[Any]:
 
 def _on_devices(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> State:
     """Weights by their logical axes; optimizer leaves like the weights behind them; the rest
-    everywhere."""
+    replicated."""
     everywhere, rules = NamedSharding(mesh, PartitionSpec()), cfg.rules | cfg.optimizer_rules
     opt = [
         NamedSharding(mesh, _spec(i, mesh, rules)) if i else everywhere
@@ -157,7 +156,7 @@ def _on_devices(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> Sta
 
 
 def _in_host(shardings: Tree, abstract: Tree) -> Tree:
-    """In the host's memory, but for single numbers."""
+    """The shardings in host memory, except those of scalars."""
     return jax.tree.map(
         lambda s, leaf: s.with_memory_kind(HOST) if leaf.ndim else s, shardings, abstract
     )
@@ -165,7 +164,7 @@ def _in_host(shardings: Tree, abstract: Tree) -> Tree:
 
 def of_weights(state: nnx.State, replaced: Collection[str] = ()) -> tuple[Tree, Tree]:
     """A model's weights as nested dicts of shapes, and the same dicts of ParamInfo; `replaced` are
-    weights in whose place others are kept below."""
+    weights that substitutes below them replace."""
     info = {}
     for path, variable in nnx.to_flat_state(state):
         meta, shape = variable.get_metadata(), variable.get_value().shape

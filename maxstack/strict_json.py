@@ -1,8 +1,6 @@
-"""JSON of others, read within bounds, and our own, written as other programs read it.
-
+"""Strict and bounded parsing of JSON from outside, and writing of JSON that every parser reads.
 JSON has no NaN and no infinity: where we write such a value it is null, and `not_finite` of its
-object says which: `{"loss": null, "not_finite": {"loss": "nan"}}`. In a list it is null alone.
-"""
+object says which: `{"loss": null, "not_finite": {"loss": "nan"}}`. In a list it is null alone."""
 
 import collections
 import contextlib
@@ -20,7 +18,7 @@ from maxstack.regular_file import read_regular
 
 KEY = "not_finite"
 LARGEST, SMALL = 64 << 20, 1 << 20
-"""Bytes of a file that is read, and of one whose value is kept."""
+"""Maximum bytes of a file to read, and of one whose value is cached."""
 DEEPEST, MOST = 100, 2_000_000
 """Nesting of lists and objects, and their number. The largest tokenizer.json has 500,000 merges."""
 MOST_DIGITS = 100
@@ -29,15 +27,15 @@ _ODD = "nan", "inf", "-inf"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MARKS = bytes.maketrans(b"012345678E", b"999999999e")
 _LONG = b"9" * MOST_DIGITS, b"e999", b"e+999"
-"""Marks of numbers that may be too long or too large. Only where one is in a text are its numbers
-looked at one by one, which takes longer than to read them."""
+"""Marks of numbers that may be too long or too large. Numbers are checked one by one, which is
+slower than parsing, only in texts with one of these."""
 
 
 def parse(text: str | bytes, where: str = "", *, strict: bool = True, most: int = MOST) -> Any:
-    """The value of a JSON text in UTF-8. DataError, which begins with `where` if given, for others,
-    more than DEEPEST, `most` lists and objects and MOST_DIGITS, numbers that no float holds, half
-    of a surrogate pair and a key twice in an object. Not `strict`, it may have keys twice, halves,
-    NaN and Infinity, and any number of lists."""
+    """Parse a JSON text in UTF-8. DataError, which begins with `where` if given, for invalid JSON,
+    more than DEEPEST levels, `most` lists and objects or MOST_DIGITS, numbers that no float holds,
+    half of a surrogate pair and duplicate keys. Without `strict`, duplicate keys, half pairs, NaN
+    and Infinity, and any number of lists are allowed."""
     begin = where and f"{where}: "
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     lists, marked = data.count(b"[") + data.count(b"{"), data.translate(_MARKS)
@@ -68,7 +66,7 @@ def parse(text: str | bytes, where: str = "", *, strict: bool = True, most: int 
 
 
 def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
-    """The object of a text, as `parse` reads it; DataError where it holds another value."""
+    """Parse a JSON object; DataError for another value."""
     value = parse(text, where)
     if not isinstance(value, dict):
         raise DataError(f"{where}: is no JSON object")
@@ -76,7 +74,7 @@ def parse_object(text: str | bytes, where: str) -> dict[str, Any]:
 
 
 def read_object(path: Path, largest: int = LARGEST) -> dict[str, Any]:
-    """The JSON object in a file; a small file is opened again only after it has changed. DataError
+    """The JSON object in a file; a small file is parsed again only after it has changed. DataError
     for a file that cannot be read, has more than `largest` bytes, or holds anything else."""
     try:
         state = path.stat()
@@ -94,7 +92,7 @@ def _unchanged(path: Path, *state: object) -> dict[str, Any]:
 
 
 def lines(file: IO[bytes], where: str, longest: int = SMALL) -> Iterator[bytes]:
-    """Lines of a file of rows. DataError for one of more than `longest` bytes."""
+    """Lines of a file. DataError for one of more than `longest` bytes."""
     while line := file.readline(longest + 1):
         if len(line) > longest:
             raise DataError(f"{where}: holds a line of more than {longest:,} bytes, and no row has")
@@ -102,13 +100,13 @@ def lines(file: IO[bytes], where: str, longest: int = SMALL) -> Iterator[bytes]:
 
 
 def write(value: Any, **options: Any) -> str:
-    """The text of plain data, made with json's own options."""
+    """The text of plain data, with json's own options."""
     return json.dumps(_finite(value), allow_nan=False, **options)
 
 
 def read(text: str | bytes) -> dict[str, Any] | None:
-    """The object of a text that `write` made, or of an older one with bare NaN and Infinity, its
-    own floats as they were; None where it is no object."""
+    """The object of a text by `write`, or an older one with bare NaN and Infinity, with its
+    original floats; None where it is no object."""
     with contextlib.suppress(DataError):
         if isinstance(row := parse(text, strict=False), dict):
             return restore(row)
@@ -162,7 +160,7 @@ def _float(text: str) -> float:
 
 
 def _check_depth(value: Any) -> None:
-    """RecursionError for lists and objects that lie deeper than DEEPEST."""
+    """RecursionError for lists and objects nested deeper than DEEPEST."""
     level, depth = [value], 0
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1

@@ -41,12 +41,12 @@ Source = str | Path | Mapping[str, Any] | Node
 """A file, a preset's name, the content of a file or a merged tree."""
 ABSENT = "(absent)"
 Fault = tuple[str, str]
-"""A key, as a dotted path, and what is wrong there and what to do."""
+"""A key, as a dotted path, and a message: what is wrong and what to do."""
 
 
 class Section(pydantic.BaseModel):
-    """A mapping of the configuration: frozen, unknown keys refused, types not coerced; attribute
-    docstrings document the keys."""
+    """A mapping of the configuration: frozen, without unknown keys, without type coercion;
+    attribute docstrings document the keys."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True
@@ -59,7 +59,7 @@ class Section(pydantic.BaseModel):
     """For a root section: top-level keys that may hold `from: path`."""
 
     def own_faults(self) -> Iterable[Fault]:
-        """Values of this section that do not go together."""
+        """Faults between the values of this section."""
         return ()
 
     @pydantic.model_validator(mode="after")
@@ -81,8 +81,8 @@ class Section(pydantic.BaseModel):
 
     @classmethod
     def foreign(cls, path: str) -> str:
-        """For a root section: what another framework's key at a dotted path is called here; "" if
-        that is not known."""
+        """For a root section: our name for another framework's key at a dotted path; "" if not
+        known."""
         return ""
 
 
@@ -101,8 +101,7 @@ Regex = Annotated[str, pydantic.AfterValidator(_compiled)]
 
 
 def fault(key: str, message: str) -> PydanticCustomError:
-    """The error that a validator raises about `key`, a dotted path relative to the section that it
-    validates."""
+    """Make the error that a validator raises about `key`, a dotted path relative to its section."""
     return PydanticCustomError("fault", "{message}", {"key": key, "message": message})
 
 
@@ -111,8 +110,8 @@ def load(
     path: Source,
     overrides: Sequence[str] = (),
 ) -> Root:
-    """The validated configuration of a file, a preset's name or a mapping, with `a.b.c=value`
-    overrides. ConfigError names every problem's place."""
+    """Load and validate a file, a preset's name or a mapping, with `a.b.c=value` overrides.
+    ConfigError names the place of every problem."""
     return load_tree(schema, path, overrides)[0]
 
 
@@ -125,12 +124,10 @@ def load_tree(
     completed: Callable[[Node], Node] = lambda tree: tree,
     faults: Callable[[Root], Sequence[Fault]] = lambda cfg: (),
 ) -> tuple[Root, Node]:
-    """The validated configuration, and the merged tree that knows where each value came from.
-
-    `readers` reads `from: path` for each key of `schema.FROM`, `completed` adds to the merged tree
-    what follows from it, and `faults` finds what does not go together in a validated
-    configuration.
-    """
+    """Load a configuration -> the validated section, and the merged tree that knows where each
+    value came from. `readers` reads `from: path` for each key of `schema.FROM`, `completed` adds
+    derived values to the merged tree, and `faults` returns the faults of a validated
+    configuration."""
     defaults = {
         name: plain_data(field.default)
         for name, field in schema.model_fields.items()
@@ -155,7 +152,7 @@ def load_tree(
 
 
 def _keys(schema: type[Section]) -> dict[str, set[str]]:
-    """The keys of each section, "" for those of the root."""
+    """Keys of each section, "" for those of the root."""
     keys = {"": {*schema.model_fields}}
     for name, field in schema.model_fields.items():
         models = [
@@ -168,8 +165,7 @@ def _keys(schema: type[Section]) -> dict[str, set[str]]:
 
 
 def dump(cfg: Section | Mapping[str, Any]) -> str:
-    """The resolved configuration as YAML: every key, defaults too; loads back to an equal
-    object."""
+    """The resolved configuration as YAML, with defaults; it loads back to an equal object."""
     return "".join(f"{line}\n" for line, _ in write_yaml(plain_data(cfg)))
 
 
@@ -188,13 +184,12 @@ def annotated(cfg: Section, tree: Node) -> str:
 def difference(
     old: Section | Mapping[str, Any], new: Section | Mapping[str, Any]
 ) -> list[tuple[str, Any, Any]]:
-    """(key path, old value, new value) of each difference, ABSENT where one side has no such
-    key."""
+    """(key path, old value, new value) of each difference; ABSENT where one side lacks the key."""
     return list(_differences(plain_data(old), plain_data(new), ()))
 
 
 def plain_data(cfg: Any) -> Any:
-    """A section, or a mapping or list that may hold some, as dicts, lists and scalars."""
+    """Convert a section, or a mapping or list that may hold some, to dicts, lists and scalars."""
     value = cfg.model_dump() if isinstance(cfg, pydantic.BaseModel) else cfg
     if isinstance(value, Mapping):
         return {str(key): plain_data(item) for key, item in value.items()}
@@ -204,8 +199,8 @@ def plain_data(cfg: Any) -> Any:
 def _beneath(
     schema: type[Section] | Section, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """The defaults, by path, that pydantic does not fill in where a file gives a part of them: the
-    keys of default mappings, the kind of a default section."""
+    """Defaults, by path, that pydantic does not fill in where a file gives a part of them: keys of
+    default mappings, the kind of a default section."""
     model = schema if isinstance(schema, type) else type(schema)
     for name, field in model.model_fields.items():
         default = field.default if isinstance(schema, type) else getattr(schema, name)

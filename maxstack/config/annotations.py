@@ -1,4 +1,4 @@
-"""The type annotations of a schema, taken apart and put into words for error messages and for the
+"""Type annotations of a schema, taken apart, and described in words for error messages and the
 generated manual."""
 
 import ast
@@ -47,8 +47,8 @@ def of_field(field: FieldInfo) -> Any:
 
 @functools.cache
 def meanings(model: type[pydantic.BaseModel]) -> dict[str, str]:
-    """What the docstrings below the fields of a section and its bases say, by field. They are read
-    where somebody asks: pydantic's use_attribute_docstrings reads them at import, in 0.4 s."""
+    """Docstrings below the fields of a section and its bases, by field. They are read on demand,
+    because pydantic's use_attribute_docstrings reads them at import, which takes 0.4 s."""
     found = {}
     sections = model.__mro__[: model.__mro__.index(pydantic.BaseModel)]
     for owner in reversed(sections):
@@ -70,14 +70,14 @@ def _classes(module: str) -> dict[str, list[ast.stmt]]:
 
 
 def section(annotation: Any) -> type[pydantic.BaseModel] | None:
-    """The section that an annotation names, null set aside; None for anything else."""
+    """The section that an annotation names, null aside; None for anything else."""
     models = [bare(member) for member in members(annotation)]
     return models[0] if len(models) == 1 and _is_section(models[0]) else None
 
 
 def members(annotation: Any) -> list[Any]:
-    """The alternatives of a union that is told apart by shape, null left out; a union told apart by
-    `kind` is a single alternative."""
+    """Alternatives of a union that is told apart by shape, without null; a union that is told apart
+    by `kind` is a single alternative."""
     if kinds(annotation):
         return [annotation]
     inner = bare(annotation)
@@ -121,7 +121,7 @@ def shape(annotation: Any) -> type:
 
 
 def choices(annotation: Any) -> list[str]:
-    """The words that a Literal, or a union with one, allows."""
+    """Words that a Literal, or a union with one, allows."""
     return [
         str(word)
         for member in members(annotation)
@@ -138,7 +138,7 @@ class _InOrder(GenerateJsonSchema):
 
 
 def describe(annotation: Any) -> str:
-    """The values that an annotation allows, with their bounds, in words."""
+    """Describe in words which values an annotation allows, with their bounds."""
     return _described(pydantic.TypeAdapter(annotation).json_schema(schema_generator=_InOrder))
 
 
@@ -171,7 +171,7 @@ def _described(schema: dict[str, Any]) -> str:
 
 
 def listed(words: list[str], limit: int = 24) -> str:
-    """The words with commas, those beyond `limit` counted."""
+    """Join words with commas; those beyond `limit` are counted."""
     more = f" and {len(words) - limit} more" if len(words) > limit else ""
     return ", ".join(shortened(word, 60) for word in words[:limit]) + more
 
@@ -186,7 +186,7 @@ def _discriminators(annotation: Any) -> Iterator[str]:
 
 
 def _flat(annotation: Any) -> Iterator[Any]:
-    """The members of unions in unions, without constraints."""
+    """Members of nested unions, without constraints."""
     if not _is_union(inner := bare(annotation)):
         yield inner
         return

@@ -1,4 +1,4 @@
-"""The atomic write: a file or folder appears under its name only once all of it is there."""
+"""Atomic writes: a file or folder appears under its name only once it is complete."""
 
 import contextlib
 import secrets
@@ -14,12 +14,10 @@ UNFINISHED = ".unfinished"
 
 @contextlib.contextmanager
 def writing(path: Path, shared: bool = False) -> Iterator[Path]:
-    """A temporary path beside `path`, for the block to write a file or folder to; renamed to `path`
-    at the block's end, deleted where the block raises. What a killed writer left is deleted first.
-
-    `shared`: other processes may write the same path at the same time, so the temporary's name is
-    this call's own, and what a killed writer left stays.
-    """
+    """Yield a temporary path beside `path` for the block to write a file or folder to; it is
+    renamed to `path` at the end, or deleted where the block raises. Leftovers of a killed writer
+    are deleted first. `shared`: other processes may write the same path at the same time, so the
+    temporary name is unique, and leftovers stay."""
     own = f".{secrets.token_hex(4)}" if shared else ""
     unfinished = path.with_name(f".{path.name}{own}{UNFINISHED}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +30,7 @@ def writing(path: Path, shared: bool = False) -> Iterator[Path]:
 
 
 def check_absent(out: Path) -> None:
-    """ConfigError where something lies at the path of --out; an empty folder does not count."""
+    """ConfigError where something exists at the path of --out, other than an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: is there already; choose another name, or delete it")
 

@@ -1,5 +1,8 @@
-"""Composing a configuration from files: extends, presets, like, overrides. Knows no field names,
-only the words of composition."""
+"""Composition of a configuration from files: `extends`, presets, `like`, overrides. A file is
+merged over what it extends, key by key; a section's preset or `from` is read first and the
+section's keys are merged over it; overrides come next, shorter keys before longer ones and `kind`,
+`preset` and `from` before their neighbours; `like` is resolved last, so that it copies overridden
+values. Knows no field names."""
 
 import dataclasses
 import itertools
@@ -22,16 +25,16 @@ from maxstack.config.spelling import did_you_mean
 from maxstack.errors import ConfigError, quoted, shortened
 
 Presets = Mapping[str, Sequence[str]]
-"""Top-level key -> folders of the presets folder that hold its presets; "" stands for the whole
-file."""
+"""Top-level key -> folders that hold its presets, inside the presets folder; "" stands for whole
+files."""
 Readers = Mapping[str, Callable[[str, str], tuple[str, Mapping[str, Any]]]]
-"""Top-level key -> the reader of its `from: name`: a function of the name as a path and the name
-itself, to the source's name and the section's content; ConfigError if it cannot be read."""
+"""Top-level key -> reader of its `from: name`: takes the name as a path and as written, returns the
+source's name and the section's content; ConfigError if it cannot be read."""
 
 SectionKeys = Mapping[str, Collection[str]]
 """Keys of each section; "" stands for the whole file."""
 LONGEST = 200
-"""Characters of a name that may be meant."""
+"""Characters of the longest name that advice is given for."""
 DATA = {
     ".jsonl": "jsonl",
     ".json": "jsonl",
@@ -41,14 +44,14 @@ DATA = {
     ".arrayrecord": "array_record",
     ".bagz": "bagz",
 }
-"""Ends of the names of data files, and the kind of their source."""
+"""File extensions of data, and the kind of their source."""
 _WORDS = ("extends", "preset", "from", "kind")
 _SEGMENT = re.compile(r'"([^"]*)"|([^."=]+)')
 
 
 def presets_dir() -> Path:
-    """The folder of presets that ships with the package: configs/ inside it when installed, beside
-    it in a checkout."""
+    """The folder of shipped presets: configs/ inside the package when installed, beside it in a
+    checkout."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "configs"
     return installed if installed.is_dir() else package.parent / "configs"
@@ -62,14 +65,10 @@ def merged_tree(
     readers: Readers | None = None,
     section_keys: SectionKeys | None = None,
 ) -> Node:
-    """The merged tree of a file, a preset's name, a file's content or a merged tree, and
-    `a.b.c=value` overrides; each node knows what gave it.
-
-    `defaults` is plain data: the lists that overrides with an index change where the file gives
-    none. `section_keys` has the keys of each section, "" for the whole file: a file that is
-    extended, or that a section names, and has none of them is refused without quoting any of its
-    own.
-    """
+    """The merged tree of a file, a preset's name, a file's content or a merged tree, with
+    `a.b.c=value` overrides; each node knows its origin. `defaults` is plain data with the lists
+    that overrides may index where the file gives none. `section_keys` has the keys of each section,
+    "" for the whole file: another file with none of them is refused without quoting its keys."""
     readers = readers or {}
     parsed = []
     for text in overrides:
@@ -97,7 +96,7 @@ def merged_tree(
 
 
 def plain(node: Node) -> Any:
-    """Dicts, lists and scalars without their places."""
+    """Dicts, lists and scalars without their origins."""
     count = itertools.count(1)
 
     def convert(node: Node) -> Any:
@@ -128,8 +127,8 @@ def merge(below: Node | None, above: Node) -> Node:
 
 
 def underlay(tree: Node, path: Sequence[str], below: Mapping[str, Any]) -> Node:
-    """The tree with a default mapping beneath the mapping at `path`, unless that names its own
-    `kind` and so is complete."""
+    """The tree with a default mapping merged below the mapping at `path`, unless that gives its own
+    `kind`, which makes it complete."""
     above = tree.at(*path)
     if above is None or above.mapping is None or ("kind" in above.mapping and "kind" in below):
         return tree
@@ -138,7 +137,7 @@ def underlay(tree: Node, path: Sequence[str], below: Mapping[str, Any]) -> Node:
 
 
 def supply(tree: Node, path: Sequence[str], value: Any, where: str) -> Node:
-    """The tree with a value at `path`, below a mapping that is there."""
+    """The tree with a value added at `path`, if the mapping around it exists."""
     above = tree.at(*path[:-1])
     is_inside = above is not None and above.mapping is not None
     return _put(tree, path, _sourced(value, where)) if is_inside else tree
@@ -153,7 +152,7 @@ def _put(tree: Node | None, path: Sequence[str], node: Node) -> Node:
 
 
 def _is_named(section: Node) -> bool:
-    """Whether a section is what a preset or a folder says, in place of all below it."""
+    """Whether a section is a preset or a folder, which replaces everything below it."""
     return isinstance(section.value, str) or bool({"preset", "from"} & {*(section.mapping or {})})
 
 
@@ -162,7 +161,7 @@ def _kind_changes(under: dict[str, Node], over: dict[str, Node]) -> bool:
 
 
 class _Composer:
-    """Reads files, each once, and puts what they extend beneath them."""
+    """Reads files, each once, and merges them over what they extend."""
 
     def __init__(
         self,
@@ -178,7 +177,7 @@ class _Composer:
         self._open: list[str] = []
 
     def file(self, path: str, section: str) -> Node:
-        """The file's tree with everything it extends."""
+        """The file's tree, merged over everything that it extends."""
         real = _real(path)
         if os.path.islink(path) and trust.is_record(path):
             raise ConfigError(f"{shown(path)}: is a link, where a run writes a file; name that")
@@ -209,8 +208,8 @@ class _Composer:
         return self._trees[real, section]
 
     def find(self, name: str, section: str, folder: str, where: str = "") -> str:
-        """The file that `name` means: a URL, a path relative to `folder`, or a preset's name.
-        `where` begins the message of the ConfigError where there is none."""
+        """The file that `name` stands for: a URL, a path relative to `folder`, or a preset's name.
+        `where` begins the message of the ConfigError if there is none."""
         is_path = "/" in name or name.endswith((".yml", ".yaml"))
         path = storage.join(folder, name)
         folders = [self._shipped / inside for inside in self._presets.get(section, ())]
@@ -247,8 +246,8 @@ class _Composer:
         )
 
     def _advice(self, name: str, path: str) -> str:
-        """What to write for a name that is no configuration: data, a model, or a preset of a
-        section; empty where it is not known."""
+        """What to write instead of a name that is no configuration: data, a model, or a preset of a
+        section; "" if not known."""
         kind = DATA.get(Path(name).suffix)
         if kind and storage.kind(path) == "file":
             source = f"[{{kind: {kind}, files: [{name}]}}]"
@@ -275,16 +274,15 @@ class _Composer:
         return ""
 
     def own(self, node: Node, folder: str) -> Node:
-        """The tree of a file, expanded but for the sections that overrides replace: what those
-        name need not be there."""
+        """The tree of a file with sections expanded, except those that overrides replace: what
+        these name need not exist."""
         entries = dict(node.mapping or {})
         left = {key: entries.pop(key) for key in self._replaced if key in entries}
         node = self.expanded(dataclasses.replace(node, value=entries), folder)
         return dataclasses.replace(node, value=(node.mapping or {}) | left)
 
     def expanded(self, node: Node, folder: str) -> Node:
-        """The tree with preset names at the top-level keys that have presets replaced by what they
-        name."""
+        """The tree with the presets that top-level keys name in their place."""
         entries = dict(node.mapping or {})
         for key in self._presets:
             if key in entries:
@@ -353,12 +351,12 @@ def _text(node: Node, key: str, allowed: str) -> str:
 
 
 def _real(path: str) -> str:
-    """The same for all paths of a file."""
+    """The same for all paths of one file."""
     return path if storage.is_url(path) else os.path.realpath(path)
 
 
 def read_file(path: str | Path) -> Node:
-    """The mapping in one file, nothing merged."""
+    """The mapping in one file, before any merging."""
     name = shown(f"{path}")
     try:
         raw = storage.read(f"{path}", MAX_BYTES + 1)
@@ -386,7 +384,7 @@ def read_file(path: str | Path) -> Node:
 
 
 def shown(path: str) -> str:
-    """The path as a person would write it: relative if it is below the working folder."""
+    """The path as a person would write it: relative if it is inside the working folder."""
     relative = path if storage.is_url(path) else os.path.relpath(path)
     return os.path.realpath(path) if relative.startswith("..") else relative
 
@@ -411,7 +409,7 @@ def _override(text: str) -> tuple[list[str], Node]:
 
 
 def _sourced(value: Any, where: str) -> Node:
-    """Plain data as a tree whose nodes all have the same origin."""
+    """Plain data as a tree whose nodes all have one origin."""
     if isinstance(value, Mapping):
         return Node({key: _sourced(item, where) for key, item in value.items()}, where)
     if isinstance(value, list | tuple):
@@ -449,11 +447,8 @@ def _assign(
 
 
 def _inherited(node: Node, path: str, done: dict[int, tuple[Node, Node]]) -> Node:
-    """The tree with every `like: name` replaced by the sibling of that name, beneath the entry's
-    other keys.
-
-    `done` keeps each node with its replacement, so that a node in many places costs once.
-    """
+    """Replace every `like: name` by the sibling of that name, merged below the entry's other keys.
+    `done` keeps each node with its replacement, so that a node in many places is processed once."""
     if not isinstance(node.value, dict | list):
         return node
     if id(node) not in done:

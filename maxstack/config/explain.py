@@ -33,17 +33,17 @@ Words = Mapping[str, Sequence[str]]
 
 @dataclasses.dataclass(frozen=True)
 class _Location:
-    """The key path that an error's location leads to, and the annotation there."""
+    """The key path and the annotation that an error's location leads to."""
 
     path: Path
     annotation: Any
     owner: Any
-    """The annotation of the mapping or list around it."""
+    """Annotation of the mapping or list around it."""
     entry: Path = ()
-    """The innermost entry of a mapping of named sections that the path leads into."""
+    """The innermost entry of a mapping of named sections on the path."""
     vague: bool = False
-    """The error is of an alternative of a union that the value's shape did not choose: only the
-    union itself can be named."""
+    """The error is about an alternative of a union that the value's shape did not choose, so only
+    the union itself can be named."""
 
 
 def explanation(
@@ -53,8 +53,8 @@ def explanation(
     foreign: Foreign,
     words: Words,
 ) -> str:
-    """A paragraph for each problem, the first few of them; `foreign` says what a key of another
-    framework is called here; `words` are keys of composition, by the section that may hold them."""
+    """A paragraph for each problem, limited to the first few. `foreign` translates a key of another
+    framework; `words` are composition keys, by the section that may hold them."""
     messages: dict[Path, str] = {}
     vague: dict[Path, str] = {}
     lacking: dict[Path, list[str]] = {}
@@ -88,7 +88,7 @@ def _dotted(path: Path) -> str:
 
 
 def paragraphs(tree: Node, faults: Mapping[Path, str]) -> str:
-    """A paragraph for each fault, the first few of them: file:line, key path, message."""
+    """A paragraph for each fault, limited to the first few: file:line, key path, message."""
     lines = [
         f"{_where(tree, path)}: {shortened(_dotted(path)) or 'the configuration'}: {message}"
         for path, message in faults.items()
@@ -98,8 +98,7 @@ def paragraphs(tree: Node, faults: Mapping[Path, str]) -> str:
 
 
 def _names_of_other_files(tree: Node, entry: Path) -> list[str]:
-    """Names beside an entry that came from other files than it: the entry may be a misspelling of
-    one."""
+    """Names beside an entry that came from other files: the entry may be a misspelling of one."""
     around = tree.at(*entry[:-1])
     entries = (around.mapping or {}).copy() if around else {}
     own = entries.pop(f"{entry[-1]}", None)
@@ -122,7 +121,7 @@ def _where(tree: Node, path: Path) -> str:
 
 
 def _follow(schema: Any, tree: Node, loc: Path) -> _Location:
-    """The place of pydantic's `loc`, which names keys and also alternatives of unions."""
+    """The place of pydantic's `loc`, which holds keys and also alternatives of unions."""
     location = _Location((), schema, None)
     for segment in loc:
         if segment == "[key]" and tree.at(*location.path, segment) is None:  # of a mapping's key
@@ -149,7 +148,7 @@ def _follow(schema: Any, tree: Node, loc: Path) -> _Location:
 
 
 def _value(tree: Node, path: Path) -> Any:
-    """The value at a path; None too where there is none."""
+    """The value at a path; None also where there is none."""
     node = tree.at(*path)
     return node.value if node else None
 
@@ -175,7 +174,7 @@ def _inside(annotation: Any, segment: str | int) -> Any | None:
 def _message(
     location: _Location, tree: Node, detail: dict[str, Any], foreign: Foreign, words: Words
 ) -> tuple[Path, str]:
-    """The path to name, and what is wrong there."""
+    """The path to name, and the problem there."""
     kind, context = detail["type"], detail.get("ctx") or {}
     if kind == "fault":
         below = tuple(part for part in context["key"].split(".") if part)

@@ -1,4 +1,4 @@
-"""The JSON schema that editors use to complete and check a configuration while it is written."""
+"""The JSON schema with which editors complete and check a configuration."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _NAME = {"type": "string", "description": "A preset's name, or a path that ends 
 
 def json_schema(schema: type[Section]) -> dict[str, Any]:
     """A schema of draft 2020-12, with presets, extends and like. No key is required, because a file
-    may extend another that gives it."""
+    may extend another one that gives it."""
     whole = schema.model_json_schema()
     definitions = whole.setdefault("$defs", {})
     for name in _named_items(whole):
@@ -50,7 +50,7 @@ def _accept_presets(whole: dict[str, Any], key: str, folders: Any) -> None:
 
 
 def _sections(node: dict[str, Any]) -> list[str]:
-    """The definitions of what a key may hold."""
+    """Definitions of what a key may hold."""
     inside = [*node.get("anyOf", ()), *node.get("oneOf", ())]
     own = [node["$ref"].rsplit("/", 1)[-1]] if "$ref" in node else []
     return own + [name for item in inside for name in _sections(item)]
@@ -70,7 +70,7 @@ def _named_items(node: Any) -> set[str]:
 
 
 def _relaxed(node: Any) -> Any:
-    """A schema without required keys, its tagged unions as plain ones."""
+    """A schema without required keys, with tagged unions as plain ones."""
     if isinstance(node, list):
         return [_relaxed(item) for item in node]
     if not isinstance(node, dict):

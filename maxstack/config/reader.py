@@ -1,4 +1,4 @@
-"""YAML with the scalars of YAML 1.2's core schema, without tags or duplicate keys, of bounded size,
+"""YAML with the scalars of YAML 1.2's core schema, without tags or duplicate keys, limited in size,
 each node with its line."""
 
 import dataclasses
@@ -33,7 +33,7 @@ _OLD_BOOL = re.compile(r"on|off|yes|no", re.IGNORECASE)
 
 
 def no_configuration(where: str) -> ConfigError:
-    """The error about a file of another program. It quotes no key, which may be a secret."""
+    """The error about a file of another program. It quotes no key, which could be a secret."""
     name, _, line = where.rpartition(":")
     return ConfigError(
         f"{name}: is no configuration of maxstack: its line {line} is not `section: ...`"
@@ -47,7 +47,7 @@ class Node:
     value: "dict[str, Node] | list[Node] | Scalar"
     where: str
     replaces: bool = False
-    """It replaces a mapping below it instead of merging with it."""
+    """Whether it replaces a mapping below it instead of merging with it."""
 
     @property
     def mapping(self) -> "dict[str, Node] | None":
@@ -55,7 +55,7 @@ class Node:
         return self.value if isinstance(self.value, dict) else None
 
     def at(self, *path: str | int) -> "Node | None":
-        """The node at a path below this one, None if nothing gave it."""
+        """The node at a path below this one; None if there is none."""
         node: Node | None = self
         for key in path:
             inside = node.value if node else None
@@ -66,9 +66,9 @@ class Node:
 
 
 def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = False) -> Node:
-    """The only document in `text`; origins are `name:line`, or `name` if not `lines`. ConfigError
-    for anything but plain YAML, and, with `sections`, for a key at the top that is no identifier,
-    which the message does not quote."""
+    """Parse the single document in `text`; origins are `name:line`, or `name` if not `lines`.
+    ConfigError for anything but plain YAML, and, with `sections`, for a top-level key that is no
+    identifier, without quoting it."""
     builder = _Builder(yaml.parse(text, Loader=_PARSER), name, lines, sections)
     try:
         return builder.document()
@@ -87,8 +87,8 @@ def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = Fals
 
 
 def scalar(text: str) -> Scalar:
-    """The value of an unquoted scalar: null, a bool, a number or text. ValueError if a person could
-    mean two things."""
+    """The value of an unquoted scalar: null, a bool, a number or text. ValueError if it is
+    ambiguous."""
     if text in _WORDS:
         return _WORDS[text]
     if _OLD_BOOL.fullmatch(text):
@@ -144,7 +144,8 @@ def _line_of(text: str, error: yaml.reader.ReaderError) -> int:
 
 
 class _Builder:
-    """Nodes from parser events; an alias counts as many nodes as its anchor."""
+    """Builds nodes from parser events; an alias counts as many nodes as its anchor, which bounds
+    alias bombs."""
 
     def __init__(self, events: Iterator[yaml.Event], name: str, lines: bool, sections: bool):
         self._events, self._name = events, name
@@ -197,7 +198,7 @@ class _Builder:
         return node
 
     def _checked(self, event: yaml.Event) -> str:
-        """The place of an event that has no tag."""
+        """The place of an event, which must have no tag."""
         where = self.where(event.start_mark)
         if (tag := getattr(event, "tag", None)) is not None:
             raise ConfigError(
@@ -228,7 +229,7 @@ class _Builder:
         return entries
 
     def _inside(self) -> Iterator[yaml.Event]:
-        """The events up to the end of the mapping or list that has begun."""
+        """Events up to the end of the mapping or list that has begun."""
         while not isinstance(event := next(self._events), yaml.CollectionEndEvent):
             yield event
 

@@ -1,4 +1,5 @@
-"""Waiting for stores that do not answer: what is tried again, for how long, and what is told."""
+"""Retries for stores and disks that do not answer, on top of the drivers' own: which errors are
+transient, for how long to retry, and what to log."""
 
 import errno
 import logging
@@ -16,7 +17,7 @@ from maxstack.errors import ConfigError, quoted, shortened
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 SECONDS = 300.0
-"""How long a store is waited for where $MAXSTACK_RETRY_SECONDS does not say otherwise."""
+"""Default of $MAXSTACK_RETRY_SECONDS."""
 _FIRST, _LONGEST = 0.25, 15.0
 _PASSING = {
     errno.EAGAIN,
@@ -31,8 +32,8 @@ _PASSING = {
     errno.ETIMEDOUT,
 }
 _OF_DISKS = {errno.EIO, errno.ENOTCONN, errno.EREMOTEIO, errno.ESTALE}
-"""Beside these, of a path of the operating system, which a network may carry too; the errors of
-stores' drivers all come as EIO."""
+"""Further transient errors of paths of the operating system, which a network file system may give;
+all errors of stores' drivers come as EIO."""
 _CONNECTION = {
     "ClientConnectionError",
     "ClientPayloadError",
@@ -44,20 +45,19 @@ _CONNECTION = {
     "TimeoutError",
     "TransportError",
 }
-"""Classes of aiohttp, botocore, http.client, httpx, requests and asyncio for what the network
-does."""
+"""Network errors of aiohttp, botocore, http.client, httpx, requests and asyncio, by class name."""
 _waiting: dict[str, float] = {}
 _lock = threading.Lock()
 
 
 class Cut(ConnectionError):
-    """An answer that is shorter than what was asked for."""
+    """A response that is shorter than requested."""
 
 
 def retry(path: str, act: Callable[[], T]) -> T:
-    """What `act` returns, called again after growing pauses with jitter while the store of `path`,
-    or a disk, does not answer, for at most `patience()` seconds. Its error where that is another
-    one, or the last one."""
+    """Call `act`, again after growing pauses with jitter while the store of `path`, or a disk, does
+    not answer, for at most `patience()` seconds -> its result. Raises other errors at once, and the
+    last one at the end."""
     begin, store = time.monotonic(), _store(path)
     pause = _FIRST
     while True:
@@ -94,14 +94,14 @@ def patience() -> float:
 
 
 def may_be_transient(path: str, error: BaseException) -> bool:
-    """Whether an error of reading `path` may pass."""
+    """Whether an error of reading `path` may go away."""
     of_disk = "://" not in path and isinstance(error, OSError) and error.errno in _OF_DISKS
     return of_disk or is_transient(error)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether an error of a driver may pass: the store did not answer, cut its answer short, or
-    said that it is busy. One that says what is wrong (no such file, not allowed) does not pass."""
+    """Whether an error of a driver may go away: the store did not answer, cut its answer short, or
+    said that it is busy. Errors about the request itself (no such file, not allowed) stay."""
     for link in _chain(error):
         if isinstance(link, ssl.SSLCertVerificationError) or type(link).__name__ == "FileExpired":
             return False
@@ -113,8 +113,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Of an error and its causes the one that says what happened: the one with an HTTP status other
-    than 404 or of the network, if any, else the error itself."""
+    """The error, among an error and its causes, that tells what happened: the one with an HTTP
+    status other than 404, or of the network; else the error itself."""
     for link in _chain(error):
         if (status := _status(link)) == 404:
             break
@@ -156,7 +156,7 @@ def _store(path: str) -> str:
 
 
 def _tell(path: str, store: str, error: Exception, left: float) -> None:
-    """A line about the first failure of a store since it answered."""
+    """Log the first failure of a store since it last answered."""
     with _lock:
         if store in _waiting:
             return

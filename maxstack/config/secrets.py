@@ -1,5 +1,5 @@
-"""Texts that look like secrets. A configuration is written into config.yml, reports, trackers and
-manifests that others may read, so it holds none."""
+"""Detection of secrets. A configuration is written into config.yml, reports, trackers and manifests
+that others may read, so it must hold none."""
 
 import re
 
@@ -11,9 +11,9 @@ WORDS = re.compile(
 )
 """Words in the names of variables that hold secrets."""
 PLACES = "FILE", "PATH", "DIR", "SOCK", "NAME", "ID"
-"""Last words of names of variables that say where a secret is."""
+"""Last words of variable names that tell where a secret is."""
 SWITCH = re.compile(r"(?i)|[0-9]{1,3}|true|false|on|off|yes|no|none|/\S*\.json")
-"""Values that are none: switches, and the path of a file of credentials."""
+"""Values that are no secrets: switches, and paths of credential files."""
 SHAPE = re.compile(
     r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{34}|sk-(proj-|ant-|svcacct-)[\w-]{20,}|sk-[A-Za-z0-9]{32,}|"
     r"AIza[\w-]{35}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}|wandb_v1_\w{20,}|"
@@ -22,7 +22,7 @@ SHAPE = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY|://[^/\s:@]*:[^/\s@]+@|https?://[^/\s@]{16,}@|"
     r"[?&](sig|signature|token|access_token|X-(Amz|Goog)-Signature)=[^&\s]{8,}"
 )
-"""Of keys and tokens of Hugging Face, OpenAI and those like it, Google, W&B, AWS, GitHub, GitLab,
+"""Keys and tokens of Hugging Face, OpenAI and similar services, Google, W&B, AWS, GitHub, GitLab
 and Slack, JSON Web Tokens, private keys, and URLs that are signed or hold a token or password."""
 ADVICE = (
     "it would stand in config.yml, manifests or trackers for others to read; give it by `secrets:` "
@@ -31,14 +31,14 @@ ADVICE = (
 
 
 def check(text: str, where: str) -> None:
-    """ConfigError where a key or text of a configuration has the shape of a secret, which is not
-    quoted."""
+    """ConfigError where a key or text of a configuration looks like a secret; the message does not
+    quote it."""
     if SHAPE.search(text):
         raise ConfigError(f"{where}: looks like a secret; {ADVICE}")
 
 
 def is_secret(variable: str, value: str) -> bool:
-    """True where a variable's name says that its value is a secret, and it can be one."""
+    """Whether a variable's name says that its value is a secret, and the value can be one."""
     words = re.split(r"[^A-Z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", variable).upper())
     named = any(map(WORDS.fullmatch, words)) and words[-1] not in PLACES
     return named and not SWITCH.fullmatch(value)

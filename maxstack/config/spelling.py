@@ -1,4 +1,5 @@
-"""Suggestions for a misspelt word: the nearest by edits, and the sentence that offers it."""
+"""Suggestions for a misspelt word: the nearest words by edit distance, and the sentence that offers
+them."""
 
 import os
 from collections.abc import Iterable
@@ -7,8 +8,8 @@ LONGEST = 200
 
 
 def edits(a: str, b: str) -> int:
-    """The least number of insertions, deletions, substitutions and swaps of neighbours from `a` to
-    `b`, no letter edited twice (optimal string alignment)."""
+    """Number of insertions, deletions, substitutions and swaps of neighbours from `a` to `b`, with
+    no letter edited twice (optimal string alignment)."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, char in enumerate(a, 1):
@@ -24,13 +25,11 @@ def edits(a: str, b: str) -> int:
 
 
 def nearest(word: object, words: Iterable[str], count: int = 1) -> list[str]:
-    """At most `count` of the words that a person who typed `word` may have meant, best first.
-
-    A word is near if at most a third of the longer word's letters differ; a word that begins with
-    `word` counts as a single edit away. Equally near words come in the order of the longest common
-    beginning, the longest common end, and the nearest letters, as int8 is to int7. If none is near:
-    the words that `word` abbreviates, as lr does learning_rate, or that abbreviate it.
-    """
+    """At most `count` of the words that may have been meant by `word`, best first. A word is near
+    if at most a third of the longer word's letters differ; a word that begins with `word` counts as
+    one edit away. Ties are broken by the longest common beginning, the longest common end, and the
+    nearest letters, so that int9 suggests int8. If none is near: words that `word` abbreviates, as
+    lr does learning_rate, or that abbreviate it."""
     typed = str(word).lower()
     if len(typed) > LONGEST:
         return []
@@ -54,13 +53,13 @@ def nearest(word: object, words: Iterable[str], count: int = 1) -> list[str]:
 
 
 def did_you_mean(word: object, words: Iterable[str], count: int = 1) -> str:
-    """`; did you mean X or Y?` of at most `count` of the words; empty if none is near."""
+    """`; did you mean X or Y?` with at most `count` of the words; "" if none is near."""
     best = nearest(word, words, count)
     return f"; did you mean {' or '.join(best)}?" if best else ""
 
 
 def _abbreviates(short: str, long: str) -> bool:
-    """The letters of `short` come in `long` in their order, the first letter first."""
+    """Whether the letters of `short` occur in `long` in order, starting with the first."""
     if not 1 < len(short) < len(long) or short[0] != long[0]:
         return False
     rest = iter(long)

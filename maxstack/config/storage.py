@@ -1,5 +1,5 @@
-"""Files by path or URL (gs://, s3://, memory://, ...): what has `://` goes through fsspec, which is
-imported then, and anything else through the operating system."""
+"""Files by path or URL (gs://, s3://, memory://, ...): URLs go through fsspec, which is imported on
+demand, and paths through the operating system."""
 
 import contextlib
 import errno
@@ -20,20 +20,20 @@ from maxstack.regular_file import open_regular
 
 T = TypeVar("T")
 Stamp = tuple[int, int | str]
-"""A file's size in bytes and its modification time in ns, or the store's name of its version."""
+"""A file's size in bytes, and its modification time in ns or the store's version."""
 RANGE = 1 << 24
-"""Bytes that a store is asked for at a time, at most."""
+"""Maximum number of bytes of a request to a store."""
 AHEAD = 2
-"""Ranges that are fetched while one is used, of a file that is read in order."""
+"""Number of ranges to fetch ahead in a file that is read in order."""
 _BUFFER = 1 << 20
 _WHOLE = 1 << 28
 WHOLE, LARGE = 64 << 20, 1 << 28
-"""Bytes of a file that is read as a whole, and of one of records."""
+"""Maximum number of bytes of a file that is read as a whole, and of a file of records."""
 STORES = (
     *("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "adl", "oci", "oss", "hf", "http", "https"),
     *("hdfs", "webhdfs", "dbfs", "lakefs", "memory", "file", "local"),
 )
-"""Schemes of fsspec that are read and written. Others start programs, log in elsewhere or chain."""
+"""fsspec schemes that are read and written. Others start programs, log in elsewhere or chain."""
 _VERSIONS = (
     "generation",
     "etag",
@@ -44,7 +44,7 @@ _VERSIONS = (
     "Last-Modified",
     "created",
 )
-"""Keys by which stores tell that a file was written again, best first."""
+"""Keys by which stores tell that a file was rewritten, best first."""
 
 
 def is_url(path: object) -> bool:
@@ -52,8 +52,8 @@ def is_url(path: object) -> bool:
 
 
 def join(folder: str, name: str) -> str:
-    """The path of `name` in a folder, if it is relative; `..` is resolved in URLs, since object
-    stores do not."""
+    """The path of `name`, relative to a folder; `..` is resolved in URLs, since object stores do
+    not."""
     name = os.path.expanduser(name)
     if not is_url(folder) or is_url(name) or os.path.isabs(name):
         return name if is_url(name) else os.path.join(folder, name)
@@ -63,11 +63,8 @@ def join(folder: str, name: str) -> str:
 
 @contextlib.contextmanager
 def filesystem(path: str) -> Iterator[tuple[Any, str]]:
-    """fsspec's file system for a path or URL, and the path in it.
-
-    ConfigError where its driver is not installed. Any error of the driver in the block becomes an
-    OSError with `strerror`.
-    """
+    """fsspec's file system for a path or URL, and the path in it. ConfigError where its driver is
+    not installed. Any error of the driver in the block becomes an OSError with `strerror`."""
     import fsspec
     from fsspec.registry import known_implementations
 
@@ -100,8 +97,8 @@ def filesystem(path: str) -> Iterator[tuple[Any, str]]:
 
 
 def on_store(path: str, act: Callable[[Any, str], T]) -> T:
-    """What `act` returns for the file system of a URL and the path in it, tried again while the
-    store does not answer. OSError with `strerror` if it fails."""
+    """Call `act` with the file system of a URL and the path in it, with retries while the store
+    does not answer. OSError with `strerror` if it fails."""
 
     def once() -> T:
         with filesystem(path) as (files, inside):
@@ -111,16 +108,16 @@ def on_store(path: str, act: Callable[[Any, str], T]) -> T:
 
 
 def error_of(path: str, error: Exception) -> type[DataError]:
-    """The kind of DataError that a failure to read a path is."""
+    """The kind of DataError for a failure to read a path."""
     if may_be_transient(path, error):
         return StoreUnavailable
     return StoreError if is_url(path) else DataError
 
 
 class _Stored(io.RawIOBase):
-    """A file at a URL, read by ranges. `stamp`: what it was when it was opened; `ahead`: how many
-    ranges are fetched before they are asked for, of a file that is read in order. OSError if it is
-    not the file that is `wanted`."""
+    """A file at a URL, read by ranges. `stamp`: its size and version when it was opened; `ahead`:
+    number of ranges to fetch ahead, if it is read in order. OSError if it is not the `wanted`
+    file."""
 
     def __init__(self, path: str, ahead: int = 0, wanted: Stamp | None = None):
         self._path, self._at = path, 0
@@ -164,7 +161,8 @@ class _Stored(io.RawIOBase):
         return len(piece)
 
     def _in_order(self, end: int) -> bytes:
-        """Bytes from here on, to `end` or that of their range; those that follow are fetched."""
+        """Bytes from the current position to `end` or the end of its range, while the next ranges
+        are fetched."""
         number, size = self._at // RANGE, self.stamp[0]
         last = number + self._ahead if self._gives_parts else number
         wanted = range(number, min(last, (size - 1) // RANGE) + 1)
@@ -197,30 +195,30 @@ class _Stored(io.RawIOBase):
 
 
 def open_file(path: str, ahead: int = 0, wanted: Stamp | None = None) -> IO[bytes]:
-    """A file to read from at any position, at a URL by ranges of at most RANGE bytes, of which so
-    many are fetched ahead. OSError if it cannot be opened, is no file, or at a URL is not the one
-    `wanted`."""
+    """Open a file for reading at any position; at a URL by ranges of at most RANGE bytes, with
+    `ahead` of them fetched ahead. OSError if it cannot be opened, is no file, or at a URL is not
+    the `wanted` one."""
     if not is_url(path):
         return open_regular(path)
     return io.BufferedReader(_Stored(path, ahead, wanted), _BUFFER)
 
 
 def read(path: str, most: int = -1) -> bytes:
-    """A file's bytes, at most so many from its beginning. OSError if it cannot be read."""
+    """A file's bytes, at most `most` from its beginning. OSError if it cannot be read."""
     with open_file(path) as file:
         return file.read(most)
 
 
 def read_whole(path: str, largest: int = WHOLE) -> bytes:
-    """A file's bytes. OSError if it cannot be read, DataError where they are more."""
+    """A file's bytes. OSError if it cannot be read, DataError if it is larger than `largest`."""
     if len(data := read(path, largest + 1)) > largest:
         raise DataError(f"{path}: has more than {largest:,} bytes, and no more are read")
     return data
 
 
 def pieces(path: str, wanted: Stamp) -> Iterator[bytes]:
-    """The bytes of a file at a URL, by at most RANGE. OSError if it is not, at the beginning or at
-    the end, the file of that size and version."""
+    """The bytes of a file at a URL, in pieces of at most RANGE. OSError if it does not have the
+    `wanted` size and version, at the beginning or at the end."""
     with _Stored(path, AHEAD, wanted) as file:
         while piece := file.read(RANGE):
             yield piece
@@ -233,7 +231,7 @@ def _changed(path: str) -> OSError:
 
 
 def kind(path: str) -> str | None:
-    """file, directory, other for a pipe, a socket or a device, or None where there is nothing.
+    """file, directory, other for a pipe, a socket or a device, or None where nothing exists.
     ConfigError if a store does not answer."""
     if not is_url(path):
         if os.path.isdir(path):
@@ -266,8 +264,8 @@ def _stamp(info: dict[str, Any]) -> Stamp:
 
 
 def stamps_below(folder: str, depth: int | None = None) -> dict[str, Stamp]:
-    """The relative paths of all files in a folder at a URL and its subfolders, sorted, with their
-    sizes and versions; none where it does not exist. OSError if a store does not answer."""
+    """Relative paths of all files below a folder at a URL, sorted, with their sizes and versions;
+    empty where it does not exist. OSError if a store does not answer."""
 
     def found(files: Any, inside: str) -> dict[str, Stamp]:
         return {
@@ -284,14 +282,14 @@ def stamps_below(folder: str, depth: int | None = None) -> dict[str, Stamp]:
 
 
 def _fresh(path: str, **further: bool) -> dict[str, bool]:
-    """What makes a driver that always keeps what it was told ask its store again."""
+    """Options that make a caching driver ask its store again."""
     return {"refresh": True, **further} if path.startswith("hf://") else {}
 
 
 def _infos(
     files: Any, folder: str, depth: int | None, fresh: dict[str, bool]
 ) -> Iterator[dict[str, Any]]:
-    """Files below a folder. Drivers' `find` would leave out a folder that cannot be listed."""
+    """Files below a folder. The drivers' own `find` leaves out folders that cannot be listed."""
     for info in files.ls(folder, detail=True, **fresh):
         if info["name"].strip("/") == folder.strip("/"):
             continue  # the mark of an empty folder
@@ -303,9 +301,9 @@ def _infos(
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[Path]:
-    """A local file to write in the block, which becomes `path` at its end: nobody sees it half
-    written. Its folder is made. What is no file, such as /dev/stdout, is written directly. OSError
-    if that fails."""
+    """Yield a local file to write in the block, which becomes `path` at the end, so that nobody
+    sees it half written; its folder is made. What is no regular file, such as /dev/stdout, is
+    written directly. OSError if it fails."""
     if not is_url(path):
         if os.path.exists(path) and not os.path.isfile(path):
             yield Path(path)
@@ -329,7 +327,7 @@ def replacing(path: str) -> Iterator[Path]:
 
 
 def delete(folder: str, *patterns: str) -> None:
-    """Delete the files and folders of a folder whose names match; there may be none. OSError if it
+    """Delete the files and folders in a folder whose names match; none need exist. OSError if it
     fails."""
 
     def remove(files: Any, inside: str) -> None:
@@ -348,5 +346,5 @@ def cache_folder() -> Path:
 
 
 def state_folder() -> Path:
-    """maxstack's folder in $XDG_STATE_HOME, by default ~/.local/state."""
+    """The folder maxstack in $XDG_STATE_HOME, by default ~/.local/state."""
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "maxstack"

@@ -13,7 +13,7 @@ Path = tuple[str | int, ...]
 
 
 def write_yaml(value: Any, indent: int = 0, path: Path = ()) -> Iterator[tuple[str, Path | None]]:
-    """Lines of block style, each with the path of the value at its end, None if the value goes on
+    """Lines in block style, each with the path of the value at its end; None if the value continues
     below."""
     space = " " * indent
     if isinstance(value, dict) and value:

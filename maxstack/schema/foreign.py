@@ -1,5 +1,4 @@
-"""Keys of other frameworks and ours for the same thing, from foreign.yml, for the message that
-refuses theirs."""
+"""Keys of other frameworks and our names for them, from foreign.yml, for error messages."""
 
 import functools
 from pathlib import Path
@@ -9,17 +8,15 @@ import yaml
 
 @functools.cache
 def rows() -> dict[str, dict[str, str]]:
-    """The rows of foreign.yml by each of the foreign keys."""
+    """Rows of foreign.yml by each of the foreign keys."""
     path = Path(__file__).with_name("foreign.yml")
     table = yaml.safe_load(path.read_text(encoding="utf-8"))
     return {name: row for row in table for name in row["theirs"].split()}
 
 
 def equivalent(path: str) -> str:
-    """The message about the foreign key at a dotted path, by the longest end of it that has a row.
-
-    Empty if none has, or if it is our own key, which another kind of section has.
-    """
+    """The message about the foreign key at a dotted path, by its longest suffix with a row. Empty
+    if there is none, or if it is our own key, which another kind of section has."""
     words = path.lower().replace("-", "_").split(".")
     parts = ["N" if word.isdecimal() else word for word in words]
     ends = (".".join(parts[start:]) for start in range(len(parts)))

@@ -1,4 +1,4 @@
-"""The part of a configuration that models of images share: an image cut into patches."""
+"""Keys and rules of models of images, which cut an image into patches."""
 
 from collections.abc import Iterator
 from typing import ClassVar

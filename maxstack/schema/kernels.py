@@ -1,5 +1,5 @@
-"""The backends of each op by name, for the configuration, which is checked before jax is imported.
-Preferred first, as in the ops."""
+"""Backends of each op by name, for the configuration, which is checked before jax is imported. In
+the order of preference, as in the ops."""
 
 from typing import Literal
 

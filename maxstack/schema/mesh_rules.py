@@ -14,8 +14,8 @@ from maxstack.schema.parts import Dim, Dims, Weight, layers
 
 
 def mesh_sizes(cfg: Config, devices: int | None = None) -> dict[str, int]:
-    """Mesh axis -> size as far as it is known: -1 counts as 1 unless the number of devices is
-    given, or run.virtual_devices is."""
+    """Mesh axis -> size as far as known: -1 counts as 1 unless the number of devices, or
+    run.virtual_devices, is given."""
     sized = math.prod(size for size in _asked(cfg).values() if size > 0)
     left = (devices or cfg.run.virtual_devices or sized) // sized
     return {axis: left if size == -1 else size for axis, size in _asked(cfg).items()}
@@ -88,8 +88,8 @@ def _rule_problems(logical: str, axes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _sharding(cfg: Config, sizes: dict[str, int], table: str = "rules") -> Iterator[Fault]:
-    """Sizes that one of the two tables of rules does not divide; that of the optimizer is for
-    weights alone."""
+    """Sizes that one of the two tables of rules does not divide; the optimizer's is for weights
+    only."""
     seen = {""}
     rules = cfg.mesh.rules | getattr(cfg.mesh, table)
     for tensor in _tensors(cfg):
@@ -109,7 +109,7 @@ def _sharding(cfg: Config, sizes: dict[str, int], table: str = "rules") -> Itera
 
 
 def _tensors(cfg: Config) -> Iterator[Dims]:
-    """The weights and activations of the model, as far as their axes differ, with whole keys."""
+    """Weights and activations of the model, as far as their axes differ, with whole keys."""
     model = cfg.model
     embed = Dim("embed", model.embed, "model.embed")
     batch = Dim("batch", 0)
@@ -141,7 +141,7 @@ def _indivisible(
     sizes: dict[str, int],
     fixed: bool,
 ) -> str:
-    """`fixed`: the size follows from others, so that it cannot be given another value."""
+    """`fixed`: the size follows from others, so that it cannot be changed."""
     pieces = parts(axes, sizes)
     by = " x ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes)
     remedy = f"{key}={-(-size // pieces) * pieces}"

@@ -1,18 +1,18 @@
-"""Directions of the metrics of evaluations, for what chooses by them."""
+"""Which direction of an evaluation metric is better."""
 
 import re
 
 from maxstack.config.spelling import did_you_mean
 
 USUAL = "eval_loss", "eval_bits_per_byte", "eval_accuracy", "eval_reward", "eval_top5"
-"""Figures of evaluations, for suggestions."""
+"""Metrics to suggest."""
 _WORSE = re.compile(r"loss|perplexity|bits_per_byte|_kl$|^kl$")
 _BETTER = re.compile(r"acc|exact_match|centered|top\d|reward|margin|agreement|goodput")
 
 
 def direction(metric: str) -> int:
-    """1 where more of a metric is better, -1 where less is, 0 where its name does not say. A sign
-    before the name says it."""
+    """1 where higher is better, -1 where lower is, 0 where the name does not say. A sign before the
+    name says it."""
     if metric[:1] in "+-":
         return 1 if metric[:1] == "+" else -1
     name = metric.rpartition("/")[2].removeprefix("eval_").partition(",")[0]
@@ -24,7 +24,7 @@ def direction(metric: str) -> int:
 
 
 def direction_fault(metric: str) -> str | None:
-    """What is wrong with a metric that something is to be chosen by."""
+    """The fault of a metric to choose by; None if it has none."""
     if not bare(metric).startswith(("eval_", "tasks/")):
         usual = did_you_mean(bare(metric), USUAL)
         return f"{metric}: no figure of an evaluation; these begin with eval_ or tasks/{usual}"

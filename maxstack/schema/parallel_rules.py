@@ -1,4 +1,4 @@
-"""Rules between ways of spreading a model over a mesh; each yields (key, what is wrong and what to
+"""Rules between ways of sharding a model over a mesh; each yields (key, what is wrong and what to
 do)."""
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from maxstack.schema.mesh import names, parts
 
 
 def faults(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
-    """Every combination that is not supported, on a mesh of these sizes."""
+    """Every unsupported combination on a mesh of these sizes."""
     yield from _pipeline(cfg, sizes)
     if sizes["context"] > 1:
         yield from _context(cfg, sizes)

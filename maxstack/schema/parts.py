@@ -1,5 +1,5 @@
-"""Declarations of what a layer is made of. The layer is built from them, and the mesh rules, FLOPs,
-the memory estimate and remat follow from them."""
+"""Declarations of the parts of a layer. The layer is built from them, and mesh rules, FLOPs, memory
+estimates and remat follow from them."""
 
 import dataclasses
 import math
@@ -21,15 +21,15 @@ class Dim(NamedTuple):
     size: int
     key: str = ""
     """Key that sets the size: relative to the section that declares it, or from the root where it
-    begins with `model.`; "" where no key does."""
+    begins with `model.`; "" for none."""
 
 
 Dims = tuple[Dim, ...]
 
 
 class Count(NamedTuple):
-    """Training FLOPs a token, forward and backward. `causal` counts the keys that a query sees on
-    average, `full` all of the sequence."""
+    """Training FLOPs per token, forward and backward. `causal` counts the keys that a query sees on
+    average, `full` the whole sequence."""
 
     causal: float
     full: float
@@ -41,19 +41,19 @@ class Weight:
 
     dims: Dims
     use: Use | None = None
-    """Operation that multiplies by it, if it may do so in another way than in the compute dtype."""
+    """Operation that multiplies by it, if it may do so in another type than the compute dtype."""
     contract: int = 1
     """Leading dimensions that a matmul contracts."""
     std: float = 0.0
-    """Standard deviation of the initial values, which are cut at three of it."""
+    """Standard deviation of the initial values, truncated at three of it."""
     scaled: Literal["", "in", "out"] = ""
     """in: `std` is multiplied by model.init_scale; out: and divided by sqrt(2 layers)."""
     fill: float = 0.0
     """Initial value where `std` is 0."""
     carried: bool = False
-    """Moved by a rule of the model and not by the optimizer; float32."""
+    """Updated by a rule of the model instead of the optimizer; float32."""
     rows: float = 0.0
-    """Rows of a token that it multiplies; of experts, in all of them together."""
+    """Number of its rows that a token multiplies; of experts, in all of them together."""
     component: str = ""
     """Component that its FLOPs belong to; "": that of the section."""
 
@@ -69,13 +69,13 @@ class Weight:
 
     @property
     def products(self) -> float:
-        """Multiplications of a token by it, forward."""
+        """Multiplications per token, forward."""
         each = self.shape[1:] if self.use == "experts" else self.shape
         return self.rows * math.prod(each)
 
     @property
     def outputs(self) -> float:
-        """Numbers that the multiplication gives a token."""
+        """Outputs per token."""
         contracted = self.contract + 1 if self.use == "experts" else self.contract
         return self.rows * math.prod(self.shape[contracted:])
 
@@ -88,7 +88,7 @@ def matrix(*dims: Dim, contract: int = 1, out: bool = False) -> Weight:
 
 
 def vector(*dims: Dim, fill: float = 0.0) -> Weight:
-    """A weight that is added or multiplied number by number."""
+    """A weight that is added or multiplied elementwise."""
     return Weight(dims, fill=fill)
 
 
@@ -100,17 +100,17 @@ class Inner:
     width: Dim
     """Dimension of its input."""
     key: str = ""
-    """Key of its section, relative to the one around it; "" where that has none."""
+    """Key of its section, relative to the one around it; "" for none."""
     component: str = ""
     """Component that its FLOPs belong to; "": its own."""
 
 
 class Cached(NamedTuple):
-    """An array that inference keeps of tokens that a later one reads."""
+    """An array that inference caches, because later tokens read it."""
 
     dims: Dims
     per_request: bool = False
-    """Kept once for each request; else once for each token."""
+    """Kept once per request; else once per token."""
     dtype: str = ""
     """"": that of the activations."""
 
@@ -120,7 +120,7 @@ Parts = Mapping[str, Weight | Inner | None]
 
 
 class Part(Section):
-    """The section of a kind of layer: it declares its weights, activations and FLOPs."""
+    """The section of a kind of layer: declares its weights, activations and FLOPs."""
 
     LAYER: ClassVar[str] = ""
     """module:class that is built from it."""
@@ -133,7 +133,7 @@ class Part(Section):
 
     def saved(self) -> Mapping[str, Dims]:
         """Tensors that a remat policy may keep, by checkpoint name: dimensions beside batch and
-        time, without those of the residual stream's size."""
+        time, without those of the size of the residual stream."""
         return {}
 
     def attended(self, seq_len: int) -> dict[str, Count]:

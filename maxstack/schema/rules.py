@@ -1,5 +1,5 @@
-"""Rules between sections of a configuration, checked before jax is imported; each yields
-(key, what is wrong and what to do)."""
+"""Rules between sections of a configuration, checked before jax is imported; each yields (key, what
+is wrong and what to do)."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from maxstack.schema.stages import stage_faults
 
 
 def faults(cfg: Config) -> list[Fault]:
-    """Every broken rule that can be found before the devices are counted."""
+    """All faults that can be found before the number of devices is known."""
     rules = (
         *map(_with_teacher, (mesh_rules.sizes, model_rules.faults)),
         _schedules,
@@ -43,7 +43,7 @@ def faults(cfg: Config) -> list[Fault]:
 
 
 def device_faults(cfg: Config, devices: int) -> list[Fault]:
-    """The broken rules about sizes on so many devices, which give every axis of the mesh."""
+    """Faults of sizes on this many devices, which determine every axis of the mesh."""
     return [*_with_teacher(mesh_rules.sizes)(cfg, devices), *_shapes(cfg, devices)]
 
 
@@ -57,8 +57,7 @@ def _rounding(cfg: Config) -> Iterator[Fault]:
 
 
 def _with_teacher(rule: Callable[..., Iterator[Fault]]) -> Callable[..., Iterator[Fault]]:
-    """The rule for the model, and for a teacher in its place, beside the model in the
-    teacher's."""
+    """Apply a rule to the model, and to the teacher in its place."""
 
     def both(cfg: Config, *devices: int) -> Iterator[Fault]:
         found = [*rule(cfg, *devices)]
@@ -76,8 +75,8 @@ def _with_teacher(rule: Callable[..., Iterator[Fault]]) -> Callable[..., Iterato
 
 
 def sizes_on(cfg: Config, devices: int, where: str, trains: bool = True) -> dict[str, int]:
-    """Mesh axis -> size on so many devices. ConfigError where the mesh does not fill them, or the
-    model does not divide, or in training the batch."""
+    """Mesh axis -> size on this many devices. ConfigError where the mesh does not fill them, or
+    where the model, or in training the batch, does not divide."""
     sizes = mesh_rules.mesh_sizes(cfg, devices)
     if (wanted := math.prod(sizes.values())) != devices:
         raise ConfigError(
@@ -116,7 +115,7 @@ def _stages(cfg: Config) -> Iterator[Fault]:
 
 
 def _shapes(cfg: Config, *devices: int) -> Iterator[Fault]:
-    """Broken rules of the shapes that stages have beside the largest."""
+    """Faults of the shapes of stages other than the largest."""
     for rows, length in cfg.stages.shapes if cfg.train.stages else ():
         for key, message in mesh_rules.sizes(cfg.of_shape(rows, length), *devices):
             if key in ("train.batch_size", "train.accumulate", "data.seq_len"):
