@@ -27,26 +27,18 @@ def told(tmp_path, monkeypatch, capsys):
     "lines",
     [
         f"train: {{steps: {LONG}}}",
-        f"train: {{steps: 0{'1' * 100_000}}}",
         f"train: {{steps: {'1' * 100_000}}}",
         f"train: {{{LONG}: 1}}",
         f"train: {{steps: !{LONG} 1}}",
         f"train: {{steps: *{LONG}}}",
         f"optimizer: {{learning_rate: {LONG}}}",
         f"optimizer: {{chain: [{{kind: {LONG}}}]}}",
-        f"optimizer: {{chain: [{{kind: adamw, {LONG}: 1}}]}}",
-        f"optimizer: {{schedule: {{kind: {LONG}}}}}",
         f"optimizer: {{chain: [{', '.join([LONG[:1000]] * 100)}]}}",
-        f"optimizer: {{decay: [{{path: a, {LONG}: 1}}]}}",
         f"mesh: {LONG}",
-        f"model: {{preset: {LONG}}}",
-        f"model: {{from: {LONG}}}",
         f"model: {{blocks: {{a: {{like: {LONG}}}}}}}",
         f"model: {{pattern: [{LONG}]}}",
         f"quantization: {{rules: [{{module_path: '({LONG}'}}]}}",
-        f"lora: {{targets: ['({LONG}']}}",
         f"mesh: {{rules: {{{LONG}: fsdp}}}}",
-        f"mesh: {{rules: {{mlp: {LONG}}}}}",
         f"run: {{name: '{LONG}/'}}",
         f"xla: {{flags: {{'-{LONG}': 1}}}}",
         *(
@@ -70,11 +62,8 @@ def test_an_error_about_a_long_or_unprintable_value_stays_one_short_printable_pa
         f"train.steps={LONG}",
         f"train.{LONG}=1",
         LONG,
-        f"train.steps=[{LONG}",
         f"train.steps.{LONG}=1",
-        f"mesh={LONG}",
         f"data.sources.{LONG}=1",
-        f"extends={LONG}",
         f"train.{ODD}=1",
         f"mesh={ODD}",
     ],
@@ -90,8 +79,6 @@ def test_an_error_about_a_long_or_unprintable_override_stays_one_short_printable
     "content",
     [
         "root:x:0:0:secret:/root:/bin/bash\ndaemon:x:1:1:secret:/usr/sbin:/usr/sbin/nologin\n",
-        "- secret\n",
-        "secret",
     ],
 )
 def test_what_is_extended_and_is_no_mapping_is_named_without_its_content(told, tmp_path, content):
@@ -109,7 +96,6 @@ def test_what_is_extended_and_is_no_mapping_is_named_without_its_content(told, t
     [
         "root:$y$j9T$secret:19000:0:99999:7:::\ndaemon:*:19000:0:99999:7:::\n",
         "secret: 1\n",
-        "a secret: 1\ntrain: {}\n",
         "sec/ret: 1\nsec/ret: 2\n",
     ],
 )
@@ -119,7 +105,6 @@ def test_what_is_extended_and_is_no_mapping_is_named_without_its_content(told, t
         "extends: ./foreign.txt.yml",
         "extends: ./between.yml",
         "extends: synthetic\nmodel: ./foreign.txt.yml",
-        "extends: synthetic\nmesh: {preset: ./foreign.txt.yml}",
     ],
 )
 def test_a_foreign_file_is_refused_without_its_keys(told, tmp_path, content, text):
@@ -131,24 +116,9 @@ def test_a_foreign_file_is_refused_without_its_keys(told, tmp_path, content, tex
     )
 
 
-def test_any_line_of_any_error_is_cut_and_printable(capsys):
-    def fails(argv):
-        error = ValueError(f"{LONG}\n{ODD}")
-        error.exit_code = 2
-        raise error
-
-    assert cli.run(fails, []) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 2 and len(said) < 4000 and said.replace("\n", "").isprintable()
-
-
 def test_short_text_is_quoted_as_it_is():
     assert (
         quoted("a b") == "'a b'"
         and shortened("runs/ä b") == "runs/ä b"
         and quoted({"a": [1, None]}) == "{'a': [1, None]}"
     )
-
-
-def test_both_ends_of_long_text_are_kept():
-    assert shortened("a" * 90 + "b" * 90, 30) == "a" * 20 + "..." + "b" * 10

@@ -28,18 +28,3 @@ def test_what_a_killed_run_left_half_written_is_removed_by_the_next(folder):
         os.utime(file, (time.time() - 3600,) * 2)
     programs.clear()
     assert left(folder) == ["whole"]
-
-
-def test_programs_that_were_whole_are_not_read_again(folder):
-    programs.clear()
-    (folder / "old-cache").write_bytes(b"")
-    os.utime(folder / "old-cache", (0, 0))
-    programs.clear()
-    assert left(folder) == ["old", "whole"]
-
-
-def test_many_programs_begin_anew_though_another_run_removes_them(folder, monkeypatch):
-    monkeypatch.setattr(programs, "MOST", 1)
-    programs.clear()
-    programs.clear()
-    assert not folder.exists()

@@ -16,7 +16,6 @@ from maxstack.errors import ConfigError, DataError
 from maxstack.hf.contents import Contents
 from maxstack.inference.generation import read_prompts
 from maxstack.regular_file import open_regular, read_regular
-from maxstack.report.history import History
 from maxstack.schema.data import HuggingFaceTokenizer
 
 READERS = {
@@ -63,13 +62,6 @@ def test_a_device_and_a_socket_are_refused_by_what_they_are(tmp_path):
                 open_regular(path)
     with pytest.raises(IsADirectoryError):
         open_regular(tmp_path)
-
-
-def test_rows_of_a_run_that_are_a_pipe_are_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    found = History(tmp_path)
-    found.update()
-    assert found.rows == 0
 
 
 def test_a_file_of_keys_that_is_empty_has_no_key(tmp_path):

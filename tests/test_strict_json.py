@@ -80,16 +80,13 @@ def test_files_of_figures_say_it_in_the_object_that_holds_it(tmp_path):
     [
         ("[" * 101 + "]" * 101, "nested deeper than 100 lists and objects"),
         ("[" * 200_000, "nested deeper"),
-        ('{"a":' * 101 + "1" + "}" * 101, "nested deeper"),
         ("9" * 101, "number 999.* has more than 100 digits"),
-        ("-" + "9" * 5000, "number -999.* has more than 100 digits"),
         ("1e999", "number 1e999 is larger than any float"),
         ("[" + "[]," * 2_000_000 + "0]", "holds more than 2,000,000 lists and objects"),
         ('{"a": 1, "b": {"c": 2, "c": 3}}', "key 'c' is given twice"),
         (r'{"a": "\ud83d"}', "holds half of a surrogate pair"),
         ("NaN", "NaN is not JSON"),
         ('"a"'.encode("utf-16"), "not JSON"),
-        (b'"\xff"', "not JSON"),
         ("", "not JSON"),
     ],
 )

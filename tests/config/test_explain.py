@@ -95,7 +95,6 @@ KEYS = "name, flag, mode, rate, sources, pair, named, axes, size, broken"
     ("text", "paragraph"),
     [
         ("size: 1\nnmae: x", f"run.yml:2: nmae: unknown key; allowed: {KEYS}; did you mean name?"),
-        ("size: 1\nqqq: x", f"run.yml:2: qqq: unknown key; allowed: {KEYS}"),
         (
             "size: 1\nepochs: 3",
             f"run.yml:2: epochs: unknown key; allowed: {KEYS}; here that is size",
@@ -108,24 +107,15 @@ KEYS = "name, flag, mode, rate, sources, pair, named, axes, size, broken"
         ("size: one", "run.yml:1: size: got 'one' (text); allowed: a whole number >= 1"),
         ("size: 0", "run.yml:1: size: got 0; allowed: a whole number >= 1"),
         ("size: 1e3", "run.yml:1: size: got 1000.0; allowed: a whole number >= 1; write 1000"),
-        ("size: 1.5", "run.yml:1: size: got 1.5; allowed: a whole number >= 1"),
-        ("size: true", "run.yml:1: size: got true (a switch); allowed: a whole number >= 1"),
         ("size:", "run.yml:1: size: got null; allowed: a whole number >= 1"),
-        ("size: {a: 1}", "run.yml:1: size: got a mapping; allowed: a whole number >= 1"),
         (
             "size: 1\nname: A",
             "run.yml:2: name: got 'A' (text); allowed: text that matches ^[a-z]+$",
         ),
-        ("size: 1\nname: 5", "run.yml:2: name: got 5; allowed: text that matches ^[a-z]+$"),
-        ("size: 1\nflag: 1", "run.yml:2: flag: got 1; allowed: true or false"),
         (
             "size: 1\nmode: lastest",
             "run.yml:2: mode: got 'lastest' (text); allowed: one of none, latest, or a "
             "whole number; did you mean latest?",
-        ),
-        (
-            "size: 1\nmode: 1.5",
-            "run.yml:2: mode: got 1.5; allowed: one of none, latest, or a whole number",
         ),
         (
             "size: 1\nrate: fast",
@@ -154,10 +144,6 @@ KEYS = "name, flag, mode, rate, sources, pair, named, axes, size, broken"
             "run.yml:4: sources.1.text: got 3; allowed: text",
         ),
         (
-            "size: 1\nsources:\n- {kind: text, text: a}\n- {kind: text}",
-            "run.yml:4: sources.1.text: missing; wanted: text (The text.)",
-        ),
-        (
             "size: 1\nsources:\n- 3",
             "run.yml:3: sources.0: got 3; allowed: a mapping whose kind is one of text, "
             "number, count",
@@ -169,8 +155,6 @@ KEYS = "name, flag, mode, rate, sources, pair, named, axes, size, broken"
         ),
         ("size: 1\npair: 3", "run.yml:2: pair: got 3; allowed: a mapping, or null"),
         ("size: 1\npair:\n  low: 2\n  high: 1", "run.yml:3: pair.low: low=2 is above high=1"),
-        ("size: 1\npair: {low: 2}", "run.yml:2: pair.low: low=2 is above high=1"),
-        ("size: 1\npair: {high: -1}", "run.yml:2: pair.low: low=0 is above high=-1"),
         ("size: 1\nnamed:\n  x: {low: 2}", "run.yml:3: named.x.low: low=2 is above high=1"),
         (
             "size: 1\nnamed:\n  x: {lo: 2}",
@@ -218,16 +202,6 @@ class Model(Section):
         ),
         (
             "blocks: {other: {pair: {hig: 1}}}",
-            [],
-            "run.yml:2: blocks.other: is not there; there is block; a new one needs heads too",
-        ),
-        (
-            "blocks: {block: {heads: 3}, other: {pair: {}}}",
-            [],
-            "run.yml:2: blocks.other: is not there; there is block; a new one needs heads too",
-        ),
-        (
-            "blocks: {first: {heads: 3, pair: {}}, other: {pair: {}}}",
             [],
             "run.yml:2: blocks.other: is not there; there is block; a new one needs heads too",
         ),

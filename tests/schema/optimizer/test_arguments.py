@@ -18,21 +18,17 @@ def refused(**optimizer):
     [
         ({"kind": "adamww"}, "chain.0.kind", "did you mean adamw"),
         ({"kind": "huber_loss"}, "chain.0.kind", "not a transform"),
-        ({"kind": "global_norm"}, "chain.0.kind", "not a transform"),
-        ({"kind": "cosine_decay_schedule"}, "chain.0.kind", "not a transform"),
         ({"kind": 3}, "chain.0.kind", "wanted a name"),
         ({"b2": 0.9}, "chain.0", "a mapping with a kind"),
         ("adamw", "chain.0", "a mapping with a kind"),
         ({"kind": "adamw", "beta2": 0.95}, "chain.0.beta2", "did you mean b2"),
         ({"kind": "clip_by_global_norm"}, "chain.0", "needs max_norm"),
         ({"kind": "adamw", "b2": "high"}, "chain.0.b2", "wanted a number"),
-        ({"kind": "adamw", "b2": True}, "chain.0.b2", "wanted a number"),
         ({"kind": "adamw", "b2": None}, "chain.0.b2", "cannot be left empty"),
         ({"kind": "adamw", "nesterov": 1}, "chain.0.nesterov", "true or false"),
         ({"kind": "adamw", "mu_dtype": "float31"}, "chain.0.mu_dtype", "bfloat16"),
         ({"kind": "adamw", "mask": "blocks/*"}, "chain.0.mask", "a list of patterns"),
         ({"kind": "adamw", "mask": ["!embed"]}, "chain.0.mask", "selects nothing"),
-        ({"kind": "adamw", "mask": [{"paths": "*"}]}, "chain.0.mask.0.paths", "did you mean path"),
         (
             {"kind": "adamw", "learning_rate": {"kind": "cosine", "init_value": 1.0, "alfa": 1}},
             "chain.0.learning_rate.alfa",
@@ -95,15 +91,6 @@ def refused(**optimizer):
             "chain.0.inner.kind",
             "outside flatten",
         ),
-        (
-            {
-                "kind": "flatten",
-                "inner": {"kind": "masked", "inner": {"kind": "sgd"}, "mask": ["*"]},
-            },
-            "chain.0.inner.mask",
-            "hides",
-        ),
-        ({"kind": "adamw", "b2": float("nan")}, "chain.0.b2", "wanted a number"),
         ({"kind": "scale_by_adam"}, "chain", "scale_by_learning_rate"),
     ],
 )
@@ -120,8 +107,6 @@ def test_a_mistaken_item_is_explained(item, key, words):
         ("dpsgd", "each example"),
         ("chain", "a list of items"),
         ("partition", "optimizer.groups"),
-        ("inject_hyperparams", "already"),
-        ("monitor", "Python function"),
     ],
 )
 def test_what_cannot_work_in_one_jitted_step_is_refused_with_the_reason(kind, words):
@@ -144,12 +129,10 @@ def test_sam_works_on_consecutive_batches_only():
     "optimizer, key",
     [
         ({"learning_rate": "fast"}, "learning_rate"),
-        ({"learning_rate": True}, "learning_rate"),
         ({"learning_rate": -1.0}, "learning_rate"),
         ({"chain": []}, "chain"),
         ({"decay": "*"}, "decay"),
         ({"groups": [{"match": "*", "chain": [{"kind": "sgd"}]}]}, "groups.0.match"),
-        ({"groups": [{"match": ["*"], "chain": []}]}, "groups.0.chain"),
         ({"ema": {"start": "soon"}}, "ema.start"),
     ],
 )

@@ -178,14 +178,6 @@ def test_shares_fit_into_the_shortest_runs(steps):
             "schedule.boundaries",
         ),
         (
-            {
-                "kind": "join",
-                "schedules": [{"kind": "constant"}, {"kind": "cosine"}],
-                "boundaries": [10, 20],
-            },
-            "schedule.boundaries",
-        ),
-        (
             {"kind": "join", "schedules": [{"kind": "constant"}] * 3, "boundaries": [20, 10]},
             "schedule.boundaries",
         ),
@@ -244,11 +236,6 @@ def test_a_schedule_inside_multisteps_is_checked_against_the_updates_that_it_see
             {"kind": "warmup_cosine", "warmup_steps": "120%"},
             "schedule.warmup_steps",
             "a share of train.steps",
-        ),
-        (
-            {"kind": "warmup_cosine", "warmup_steps": 2.5},
-            "schedule.warmup_steps",
-            "a whole number of steps",
         ),
         (
             {"kind": "wsd", "warmup_steps": 1, "decay_steps": 1, "shape": "sqroot"},
