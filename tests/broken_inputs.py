@@ -159,7 +159,7 @@ def _requested(data: bytes, folder: Path) -> None:
     refused = []
     for kind in BODIES:
         try:
-            schemas.parsed(kind, data)
+            schemas.parse_body(kind, data)
         except schemas.Refusal as error:
             refused.append(error)
     if len(refused) == len(BODIES):

@@ -115,7 +115,7 @@ def _serve(args: Namespace, keys: list[bytes]) -> None:
     """Serve with our own engine."""
     _check_installed()
     from maxstack.inference.engine_setup import chat_template, start
-    from maxstack.inference.server.access import Access
+    from maxstack.inference.server.admission import Access
     from maxstack.inference.server.app import make_app
     from maxstack.inference.server.process import serve
     from maxstack.inference.server.state import State

@@ -91,7 +91,7 @@ def serve_packages(
     from maxstack.inference.packages.batching import Settings
     from maxstack.inference.packages.language import languages, mount
     from maxstack.inference.packages.repository import Repository
-    from maxstack.inference.server.access import Access
+    from maxstack.inference.server.admission import Access
     from maxstack.inference.server.process import serve
     from maxstack.schema.config import RunConfig
 

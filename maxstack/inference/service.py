@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, asked from an event loop."""
+"""The engine in a thread of its own, for callers on an event loop."""
 
 import asyncio
 import collections
@@ -16,23 +16,23 @@ from maxstack.inference.server.metrics import Metrics
 
 log = logging.getLogger(__name__)
 STOP_SECONDS = 30
-"""How long the last step of an engine is waited for."""
+"""How long to wait for the engine's last step."""
 
 
 class Full(Exception):
-    """As many requests wait as may."""
+    """The limit of waiting requests is reached."""
 
 
 class Closed(Exception):
-    """The service ends, and takes no more requests."""
+    """The service is shutting down."""
 
 
 class Failed(Exception):
-    """The engine failed, and answers nothing any more."""
+    """The engine failed for good."""
 
 
 class EngineRequest(NamedTuple):
-    """What `Engine.add` takes."""
+    """Arguments of `Engine.add`."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -41,34 +41,34 @@ class EngineRequest(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class _Request:
+class _Pending:
     answers: "Answers"
     index: int
-    ask: EngineRequest
+    request: EngineRequest
     client: str
     arrived: float
     ended: bool = False
-    """True once nothing of it is waited for; event loop only, as `latest`."""
+    """True once nothing of it is awaited. Event loop only, like `latest`."""
     latest: float = 0.0
     """Time of its latest token."""
     number: int | None = None
-    """That of the engine; engine thread only, as `begun`."""
+    """Its number in the engine. Engine thread only, like `begun`."""
     begun: bool = False
 
 
 class Answers:
     """Progress of requests that were submitted together. For the event loop; `close` it."""
 
-    def __init__(self, service: "Service", asks: Sequence[EngineRequest], client: str):
+    def __init__(self, service: "Service", requests: Sequence[EngineRequest], client: str):
         now = time.monotonic()
         self._service = service
-        self.requests = [_Request(self, i, ask, client, now) for i, ask in enumerate(asks)]
+        self.requests = [_Pending(self, i, each, client, now) for i, each in enumerate(requests)]
         self.events: asyncio.Queue[tuple[int, Output | Exception]] = asyncio.Queue()
-        self._unread = {*range(len(asks))}
+        self._unread = {*range(len(requests))}
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Output]]:
-        """(index, progress) until each has finished or was stopped. Failed where the engine does,
-        ConfigError for a grammar that cannot go on."""
+        """Yield (index, progress) until each has finished or was stopped. Failed where the engine
+        failed, ConfigError for a grammar that cannot continue."""
         while self._unread:
             index, event = await self.events.get()
             if isinstance(event, Exception):
@@ -79,71 +79,70 @@ class Answers:
                 yield index, event
 
     def stop(self, index: int, reason: str = "stop") -> None:
-        """End a request, whose further tokens are not wanted; its pages become free."""
+        """End a request whose further tokens are not wanted; its pages are released."""
         self._unread.discard(index)
         self._service.end(self.requests[index : index + 1], reason)
 
     def close(self) -> None:
-        """End all that go on, for a client that has left."""
+        """End all that still run, for a client that has left."""
         self._unread.clear()
         self._service.end(self.requests, "abort")
 
 
 class Service:
-    """Answers requests of an event loop by an engine that runs in a thread."""
+    """Passes requests of an event loop to an engine in a thread."""
 
     def __init__(self, engine: Engine, waiting: int):
-        """`waiting`: requests that may wait beside those that the engine runs at a time."""
+        """`waiting`: requests that may wait besides those that the engine runs at a time."""
         self.engine, self.metrics = engine, Metrics()
         running = engine.scheduler.limits.requests * len(engine.scheduler.pools)
         self.capacity = running + waiting
         self.failure: BaseException | None = None
         self._closed = False
-        self._open: set[_Request] = set()
+        self._open: set[_Pending] = set()
         self._open_of: collections.Counter[str] = collections.Counter()
         self._idle = asyncio.Event()
         self._idle.set()
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._stopped = False
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _Pending] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def warm(self) -> None:
-        """Compile what most requests need, before the first. Not after `start`."""
+        """Compile the programs that most requests need. Call it before `start`."""
         for sampling in (Sampling(), Sampling(logprobs=1), Sampling(presence_penalty=1)):
             self.engine.add([0], dataclasses.replace(sampling, max_tokens=2))
             while self.engine.busy:
                 self.engine.step()
 
     def start(self) -> None:
-        """Start the thread, for the event loop that runs."""
+        """Start the thread, for the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def submit(self, asks: Sequence[EngineRequest], client: str = "") -> Answers:
-        """Ask the engine for a client, all or nothing. DataError for a prompt that it cannot
-        answer, Full, Closed, Failed."""
-        answers = await asyncio.to_thread(self._answers, asks, client)
-        self.check(len(asks), client)
+    async def submit(self, requests: Sequence[EngineRequest], client: str = "") -> Answers:
+        """Queue requests of a client, all or none. DataError for a prompt that cannot be answered,
+        Full, Closed, Failed."""
+        answers = await asyncio.to_thread(self._answers, requests, client)
+        self.check(len(requests), client)
         self._open.update(answers.requests)
-        self._open_of[client] += len(asks)
+        self._open_of[client] += len(requests)
         self._idle.clear()
-        self.metrics.prompt_tokens += sum(len(ask.prompt) for ask in asks)
+        self.metrics.prompt_tokens += sum(len(each.prompt) for each in requests)
         self._command(lambda: self._add(answers.requests))
         return answers
 
-    def _answers(self, asks: Sequence[EngineRequest], client: str) -> Answers:
-        """Answers to what the engine can answer. Beside the event loop."""
-        for prompt in {id(ask.prompt): ask.prompt for ask in asks}.values():
+    def _answers(self, requests: Sequence[EngineRequest], client: str) -> Answers:
+        """Check the prompts, outside the event loop; n answers share one."""
+        for prompt in {id(each.prompt): each.prompt for each in requests}.values():
             self.engine.check(prompt)
-        return Answers(self, asks, client)
+        return Answers(self, requests, client)
 
     def check(self, count: int = 0, client: str | None = None) -> None:
-        """Closed or Failed where no request is taken; Full where so many more, of a client, may not
-        wait now, and ConfigError where they never may.
-
-        A client has three quarters at most of what others leave, so there is room for the next."""
+        """Closed or Failed where no request is taken; Full where `count` more of a client may not
+        wait now, ConfigError where they never may. A client gets at most three quarters of what the
+        others leave, so there is always room for the next one."""
         if self.failure is not None:
             raise Failed(f"the engine failed: {self.failure!r}")
         if self._closed:
@@ -163,20 +162,20 @@ class Service:
             if own + count > most:
                 raise Full(f"{own} of your requests run and wait, of {most} that may; try later")
 
-    def end(self, requests: Sequence[_Request], reason: str) -> None:
-        """Note the end of requests, and take those from the engine that go on there."""
+    def end(self, requests: Sequence[_Pending], reason: str) -> None:
+        """Record the end of requests, and abort those that still run in the engine."""
         if going := [request for request in requests if not request.ended]:
             for request in going:
-                self._ended(request, reason)
+                self._end(request, reason)
             self._command(lambda: self._abort(going))
 
     async def drain(self) -> None:
-        """Take no more requests, and wait until all have ended."""
+        """Refuse new requests and wait until all have ended."""
         self._closed = True
         await self._idle.wait()
 
     async def stop(self) -> None:
-        """End the thread after its step."""
+        """End the thread after its current step."""
         self._closed = True
         with self._changed:
             self._stopped = True
@@ -189,7 +188,7 @@ class Service:
             self._commands.append(command)
             self._changed.notify()
 
-    def _ended(self, request: _Request, reason: str) -> None:
+    def _end(self, request: _Pending, reason: str) -> None:
         request.ended = True
         self.metrics.finished[reason] += 1
         if reason in ("stop", "length"):
@@ -201,20 +200,20 @@ class Service:
         if not self._open:
             self._idle.set()
 
-    def _deliver(self, outputs: Sequence[tuple[_Request, Output | Exception]]) -> None:
+    def _deliver(self, outputs: Sequence[tuple[_Pending, Output | Exception]]) -> None:
         now = time.monotonic()
         for request, output in outputs:
             if request.ended:
                 continue
             request.answers.events.put_nowait((request.index, output))
             if isinstance(output, Exception):
-                self._ended(request, "error")
+                self._end(request, "error")
                 continue
             self._observe(request, output, now)
             if output.finish:
-                self._ended(request, output.finish)
+                self._end(request, output.finish)
 
-    def _observe(self, request: _Request, output: Output, now: float) -> None:
+    def _observe(self, request: _Pending, output: Output, now: float) -> None:
         if not output.tokens:
             return
         self.metrics.generation_tokens += len(output.tokens)
@@ -227,7 +226,7 @@ class Service:
     def _fail(self, error: Exception) -> None:
         self._deliver([(request, error) for request in [*self._open]])
 
-    # The rest runs in the engine's thread.
+    # The methods below run in the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -235,7 +234,7 @@ class Service:
                 began = time.monotonic()
                 outputs = self.engine.step()
                 self._note_begun(began, outputs)
-                delivered = [self._delivered(output) for output in outputs]
+                delivered = [self._take(output) for output in outputs]
                 self._loop.call_soon_threadsafe(self._deliver, delivered)
         except BaseException as error:
             log.exception("the engine failed")
@@ -243,7 +242,7 @@ class Service:
             self._loop.call_soon_threadsafe(self._fail, Failed(f"the engine failed: {error!r}"))
 
     def _wait(self) -> bool:
-        """Do what was commanded, until a request waits or runs; False to end."""
+        """Run commands until the engine has work -> False where the thread is to end."""
         while not self._stopped:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped or self._commands or self.engine.busy)
@@ -254,19 +253,19 @@ class Service:
                 return not self._stopped
         return False
 
-    def _add(self, requests: Sequence[_Request]) -> None:
+    def _add(self, requests: Sequence[_Pending]) -> None:
         for request in requests:
-            request.number = self.engine.add(*request.ask, request.client)
+            request.number = self.engine.add(*request.request, request.client)
             self._requests[request.number] = request
 
-    def _abort(self, requests: Sequence[_Request]) -> None:
+    def _abort(self, requests: Sequence[_Pending]) -> None:
         for request in requests:
             assert request.number is not None
             self.engine.abort(request.number)
             self._requests.pop(request.number, None)
 
     def _note_begun(self, began: float, outputs: Sequence[Output]) -> None:
-        """Observe how long the requests waited that the last step took up."""
+        """Observe how long the requests waited that started with the last step."""
         running = {sequence.number for sequence in self.engine.scheduler.running}
         for number in running.union(output.request for output in outputs):
             request = self._requests[number]
@@ -276,16 +275,16 @@ class Service:
                     self.metrics.queued.observe, began - request.arrived
                 )
 
-    def _delivered(self, output: Output) -> tuple[_Request, Output | Exception]:
+    def _take(self, output: Output) -> tuple[_Pending, Output | Exception]:
         request = self._requests[output.request]
         if output.finish:
             del self._requests[output.request]
-        grammar = request.ask.sampling.grammar
+        grammar = request.request.sampling.grammar
         if output.finish and grammar is not None and grammar.error is not None:
             return request, grammar.error
         return request, output
 
 
 def _share(count: int) -> int:
-    """What one client may have of so many requests."""
+    """Return how many of `count` requests one client may have."""
     return -(-3 * count // 4)

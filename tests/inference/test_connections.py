@@ -25,7 +25,7 @@ from starlette.routing import Route
 from maxstack import cli
 from maxstack.commands import serve_connections
 from maxstack.errors import ConfigError
-from maxstack.inference.server import body, connections, process
+from maxstack.inference.server import admission, connections, process, protocol
 from maxstack.inference.server.refusal import Refusal
 
 TLS = Path(__file__).parents[1] / "goldens" / "tls"
@@ -66,10 +66,10 @@ class Server:
         return None
 
     async def read(self, request: Request):
-        return JSONResponse({"size": len(await body.read_bytes(request, 1000))})
+        return JSONResponse({"size": len(await admission.read_bytes(request, 1000))})
 
     async def digest(self, request: Request):
-        found = await body.read_bytes(request, 8 << 20)
+        found = await admission.read_bytes(request, 8 << 20)
         return PlainTextResponse(hashlib.sha256(found).hexdigest())
 
     async def refused(self, request: Request, error: Refusal):
@@ -171,7 +171,7 @@ def test_each_wait_for_a_client_has_its_time(wait, hold, trickles, monkeypatch):
 
 
 def test_a_body_that_is_too_slow_is_refused_and_its_connection_closed(monkeypatch):
-    monkeypatch.setattr(body, "BODY_SECONDS", 0.3)
+    monkeypatch.setattr(admission, "BODY_SECONDS", 0.3)
     with serving() as server, strangers.slow_bodies(server.at, b"/read", 1) as opened:
         answer = b""
         opened[0].settimeout(10)
@@ -348,13 +348,13 @@ def test_bodies_of_many_chunks_arrive_as_they_were_sent(size):
 
 
 def test_a_body_that_is_not_read_stays_with_its_client(monkeypatch):
-    made, begin = [], process.Protocol.connection_made
+    made, begin = [], protocol.Protocol.connection_made
 
     def noted(protocol, transport):
         made.append(protocol)
         begin(protocol, transport)
 
-    monkeypatch.setattr(process.Protocol, "connection_made", noted)
+    monkeypatch.setattr(protocol.Protocol, "connection_made", noted)
     with serving() as server, socket.create_connection(server.at, 10) as one:
         one.settimeout(0.3)
         with pytest.raises(TimeoutError):
@@ -398,7 +398,7 @@ def test_requests_that_run_on_after_the_grace_are_cut_short(capsys):
             server.server.handle_exit(signal.SIGTERM, None)
             assert all(strangers.ended(each) for each in opened)
     said = capsys.readouterr()
-    assert "what still runs after 0.3 s is cut short" in said.out
+    assert "requests still running after 0.3 s are cut off" in said.out
     assert "Traceback" not in said.err
 
 

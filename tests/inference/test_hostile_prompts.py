@@ -17,7 +17,7 @@ from maxstack.data.tokenizers import open_prompt_tokenizer
 from maxstack.errors import DataError
 from maxstack.inference.pooling import read_pooling
 from maxstack.inference.request import Output, Token
-from maxstack.inference.server.access import Access
+from maxstack.inference.server.admission import Access
 from maxstack.inference.server.app import make_app
 from maxstack.inference.server.state import State
 from maxstack.inference.server.threads import LONG, Threads

@@ -13,8 +13,8 @@ from maxstack.errors import ConfigError, DataError
 from maxstack.inference.grammar import Answer
 from maxstack.inference.request import Output, Sampling, Token
 from maxstack.inference.server.app import make_app
-from maxstack.inference.server.errors import Refusal
-from maxstack.inference.server.schemas import ChatBody, CompletionBody, parsed
+from maxstack.inference.server.refusal import Refusal
+from maxstack.inference.server.schemas import ChatBody, CompletionBody, parse_body
 from maxstack.inference.server.state import State
 from maxstack.inference.service import EngineRequest, Failed, Full, Service
 
@@ -184,7 +184,7 @@ WIDE = {str(i): 0 for i in range(3000)}
 )
 def test_a_body_of_many_faults_is_read_to_the_first(fields, words):
     with pytest.raises(Refusal, match=words) as refusal:
-        parsed(CompletionBody, json.dumps({"prompt": "x"} | fields).encode())
+        parse_body(CompletionBody, json.dumps({"prompt": "x"} | fields).encode())
     assert refusal.value.status == 400 and len(str(refusal.value)) < 400
 
 
@@ -201,7 +201,7 @@ def test_a_body_of_many_faults_is_read_to_the_first(fields, words):
 def test_a_conversation_of_many_faults_is_read_to_the_first(fields, words):
     messages = {"messages": [{"role": "user", "content": "x"}]}
     with pytest.raises(Refusal, match=words) as refusal:
-        parsed(ChatBody, json.dumps(messages | fields).encode())
+        parse_body(ChatBody, json.dumps(messages | fields).encode())
     assert refusal.value.status == 400
 
 
@@ -210,4 +210,4 @@ def test_the_largest_conversation_is_read():
     part = {"type": "text", "text": "[{"}
     message = {"role": "assistant", "content": [part], "tool_calls": [call]}
     body = json.dumps({"messages": [message] * 16_384}).encode()
-    assert len(parsed(ChatBody, body).messages) == 16_384
+    assert len(parse_body(ChatBody, body).messages) == 16_384

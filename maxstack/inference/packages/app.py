@@ -21,11 +21,9 @@ from maxstack.errors import quoted, shortened
 from maxstack.inference.packages import message
 from maxstack.inference.packages.repository import Repository
 from maxstack.inference.packages.version import Version
-from maxstack.inference.server.access import Access
-from maxstack.inference.server.body import read_bytes
+from maxstack.inference.server.admission import Access, read_bytes
 from maxstack.inference.server.connections import text_of
-from maxstack.inference.server.errors import refusal_of
-from maxstack.inference.server.refusal import Refusal
+from maxstack.inference.server.refusal import Refusal, refusal_of
 from maxstack.inference.server.threads import Threads
 from maxstack.inference.service import Full
 from maxstack.package.loader import PackageError

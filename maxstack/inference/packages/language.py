@@ -12,7 +12,7 @@ from starlette.routing import Mount, Route
 
 from maxstack.inference.package_engine import can_generate, start_package
 from maxstack.inference.packages.repository import Repository
-from maxstack.inference.server.access import Access
+from maxstack.inference.server.admission import Access
 from maxstack.inference.server.app import make_app
 from maxstack.inference.server.state import State
 from maxstack.inference.service import Service

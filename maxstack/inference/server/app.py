@@ -17,19 +17,18 @@ from maxstack.inference.server.completions import completions
 from maxstack.inference.server.connections import text_of
 from maxstack.inference.server.embeddings import embeddings
 from maxstack.inference.server.engine_requests import decode, encode, encode_messages
-from maxstack.inference.server.errors import HANDLED, refusal_of
 from maxstack.inference.server.http import check_access, read_body, state_of
 from maxstack.inference.server.page import page
-from maxstack.inference.server.refusal import Refusal
+from maxstack.inference.server.refusal import HANDLED, Refusal, refusal_of
 from maxstack.inference.server.schemas import DetokenizeBody, TokenizeBody
 from maxstack.inference.server.state import State
 
 STACK = 16 << 20
-"""Bytes of stack of the threads that use grammars, several times what they were tried with."""
+"""Bytes of stack of threads that use grammars, several times that of the sandbox."""
 
 
 def make_app(state: State) -> Starlette:
-    """The application, whose lifespan starts and ends the service."""
+    """Return the application, whose lifespan starts and ends the service."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -53,7 +52,7 @@ def make_app(state: State) -> Starlette:
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        exception_handlers={HTTPException: _http_error} | dict.fromkeys(HANDLED, _refused),
+        exception_handlers={HTTPException: _http_error} | dict.fromkeys(HANDLED, _refuse),
         lifespan=lifespan,
     )
     app.state.server = state
@@ -61,13 +60,13 @@ def make_app(state: State) -> Starlette:
 
 
 async def models(request: Request) -> Response:
-    """The model that is served, and its adapters."""
+    """List the model and its adapters."""
     state = check_access(request)
     return JSONResponse({"object": "list", "data": [_card(state, name) for name in state.models]})
 
 
 async def model(request: Request) -> Response:
-    """The same, by name."""
+    """Describe one of them."""
     state = check_access(request)
     name = request.path_params["model"]
     state.adapter_of(name)
@@ -75,11 +74,11 @@ async def model(request: Request) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
-    """Tokens of a text or a conversation."""
-    return await (await read_body(request, TokenizeBody)).read(_tokenized)
+    """Tokenize a text or a conversation."""
+    return await (await read_body(request, TokenizeBody)).read(_tokenize)
 
 
-def _tokenized(state: State, body: TokenizeBody) -> Response:
+def _tokenize(state: State, body: TokenizeBody) -> Response:
     if (body.prompt is None) == (not body.messages):
         raise Refusal(400, "give either prompt or messages", param="prompt")
     if body.prompt is not None:
@@ -98,7 +97,7 @@ def _tokenized(state: State, body: TokenizeBody) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """The text of tokens."""
+    """Turn tokens into text."""
     return await (await read_body(request, DetokenizeBody)).read(_text)
 
 
@@ -114,7 +113,7 @@ def _text(state: State, body: DetokenizeBody) -> Response:
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """Special tokens and chat template, by the names of tokenizer_config.json."""
+    """Describe special tokens and chat template, by the names of tokenizer_config.json."""
     state = check_access(request)
     special = state.tokenizer.special
     starts = state.tokenizer.encode(b"").tolist()
@@ -133,13 +132,13 @@ async def tokenizer_info(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Status 200 while requests are taken."""
+    """Answer 200 while requests are taken."""
     state_of(request).service.check()
     return Response()
 
 
 async def metrics(request: Request) -> Response:
-    """Figures for Prometheus."""
+    """Send metrics for Prometheus."""
     state = state_of(request)
     text = state.service.metrics.text(state.service.engine, state.name) + text_of(request.app)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
@@ -157,13 +156,13 @@ def _card(state: State, name: str) -> dict[str, Any]:
     }
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     refusal = refusal_of(error)
     return JSONResponse(refusal.body, refusal.status, refusal.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own, for paths and methods that do not exist."""
+    """Answer Starlette's errors for unknown paths and methods."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {quoted(request.url.path)}"
     refusal = Refusal(error.status_code, f"{what}: {error.detail}", kind="not_found_error")

@@ -13,7 +13,7 @@ from maxstack.inference.text import TextStream
 from maxstack.inference.tools import ToolCall, ToolStream
 
 FEW = 16
-"""Tokens that are read and written on the event loop; more at a time are work for a thread."""
+"""Tokens that are handled on the event loop; more at a time are work for a thread."""
 
 
 @dataclasses.dataclass
@@ -25,14 +25,14 @@ class Delta:
     """Of the text, or of what will become text when more is known."""
     finish: str | None = None
     stopped: int | str | None = None
-    """The stop token or string that ended it, but for the model's own."""
+    """The stop token or string that ended it, except the model's own."""
     calls: tuple[ToolCall, ...] = ()
     echoed: int = 0
-    """The first so many tokens are the prompt's."""
+    """How many of the tokens are the echoed prompt's."""
 
     @property
     def ids(self) -> list[int]:
-        """Those of the tokens that were generated."""
+        """Ids of the generated tokens."""
         return [token.token for token in self.tokens[self.echoed :]]
 
     def __add__(self, other: "Delta") -> "Delta":
@@ -63,28 +63,34 @@ class Choice:
         tools: ToolStream | None = None,
         parallel: bool = True,
     ):
-        """`own_stops` are stop tokens that the model has by itself; `echo` is the prompt's text,
-        which the answer begins with; `empty` drops the generated tokens, of which the engine makes
-        at least one; `tools` reads calls of tools in the text, and without `parallel` the first
-        ends it."""
-        self.tokenizer, self.prompt, self.sampling = tokenizer, prompt, sampling
+        """`own_stops` are the model's own stop tokens; `echo` is the prompt's text, with which the
+        answer begins; `empty` drops the generated tokens, of which the engine makes at least one;
+        `tools` reads tool calls in the text, and without `parallel` the first ends it."""
+        self.tokenizer = tokenizer
+        self.prompt = prompt
+        self.sampling = sampling
         self.prompt_tokens: list[Token] = []
         self.generated = self.called = self.cached = 0
-        self._stream, self._own_stops, self._shows_stop = stream, own_stops, shows_stop
-        self._echo, self._empty = echo, empty
-        self._tools, self._parallel = tools, parallel
-        self._echoed, self._offset = echo, 0
+        self._stream = stream
+        self._own_stops = own_stops
+        self._shows_stop = shows_stop
+        self._echo = echo
+        self._empty = empty
+        self._tools = tools
+        self._parallel = parallel
+        self._echoed = echo
+        self._offset = 0
 
     def size(self, output: Output) -> int:
-        """Tokens that `feed` goes over."""
+        """Return the number of tokens that `feed` handles."""
         echoed = 0 if self._echo is None else len(self.prompt)
         return len(output.tokens) + len(output.prompt) + echoed
 
     def feed(self, output: Output) -> Delta:
-        """The growth of the answer by the progress of its request."""
+        """Return what the answer grew by with the progress of its request."""
         self.prompt_tokens += output.prompt
         self.cached = output.cached
-        delta = self._grown(output) if output.tokens or output.finish else Delta()
+        delta = self._grow(output) if output.tokens or output.finish else Delta()
         if self._tools is None:
             return delta
         delta.text, calls = self._tools.feed(delta.text)
@@ -97,7 +103,7 @@ class Choice:
         self.called += len(calls)
         return delta
 
-    def _grown(self, output: Output) -> Delta:
+    def _grow(self, output: Output) -> Delta:
         delta = Delta()
         if self._echo is not None:
             known = self.prompt_tokens or [Token(token) for token in self.prompt]
@@ -106,28 +112,28 @@ class Choice:
             return delta + Delta(finish="length")
         for token in output.tokens:
             self.generated += 1
-            delta += self._fed(token, output.finish)
+            delta += self._feed_token(token, output.finish)
             if delta.finish:
                 return delta
         if output.finish:
-            delta += self._ended(self._stream.flush() if self._stream else "", output.finish)
+            delta += self._end(self._stream.flush() if self._stream else "", output.finish)
         return delta
 
-    def _fed(self, token: Token, finish: str | None) -> Delta:
+    def _feed_token(self, token: Token, finish: str | None) -> Delta:
         ends = finish == "stop" and token.token in self.sampling.stop_tokens
         stopped = token.token if ends and token.token not in self._own_stops else None
         text = ""
         if self._stream and (self._shows_stop or not ends):
             text = self._stream.feed(token.token)
-        return self._ended(text, None) + Delta(tokens=(token,), stopped=stopped)
+        return self._end(text, None) + Delta(tokens=(token,), stopped=stopped)
 
-    def _ended(self, text: str, finish: str | None) -> Delta:
-        """The text, with the end that a stop string in it brings."""
+    def _end(self, text: str, finish: str | None) -> Delta:
+        """Return the text, with its end where a stop string ended it."""
         stopped = self._stream.stopped if self._stream else None
         return Delta(text, finish="stop" if stopped is not None else finish, stopped=stopped)
 
     def token_text(self, token: int) -> str:
-        """A token by itself; bytes that are no text as `bytes:\\\\x..`."""
+        """Return the text of a token by itself; bytes that are not UTF-8 as `bytes:\\\\x..`."""
         raw = self.token_bytes(token)
         try:
             return raw.decode()
@@ -135,7 +141,7 @@ class Choice:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def token_bytes(self, token: int) -> bytes:
-        """Bytes of a token by itself."""
+        """Return the bytes of a token by itself."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return f"token_id:{token}".encode()
@@ -144,9 +150,9 @@ class Choice:
         return tokenizer.pieces[token] if token < tokenizer.vocab_size else b""
 
     def completion_logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
-        """As /v1/completions has them: a token whose text another one has too counts once, with the
-        larger probability. Offsets are characters of the text that is returned, in which a special
-        token may be hidden and a token's first space stripped."""
+        """Return them as /v1/completions has them: tokens with the same text count once, with the
+        larger probability. Offsets count characters of the returned text, in which a special token
+        may be hidden and a token's first space stripped."""
         offsets = []
         for token in tokens:
             offsets.append(self._offset)
@@ -159,7 +165,7 @@ class Choice:
         }
 
     def _length(self, token: int) -> int:
-        """Characters that the next token adds to the text."""
+        """Return the characters that the next token adds to the text."""
         if self._reader is None or self.tokenizer is None:
             return 0
         spelt = self.tokenizer.special.get(token)
@@ -169,14 +175,14 @@ class Choice:
 
     @functools.cached_property
     def _reader(self) -> TextStream | None:
-        """Reads what offsets count, which few requests ask for."""
+        """Reads the text that offsets count; few requests ask for them."""
         if self.tokenizer is None or self._stream is None:
             return None
         before = self.prompt if self._echoed is None else ()
         return TextStream(self.tokenizer, before, shown=self._stream.shown)
 
     def chat_logprobs(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
-        """As /v1/chat/completions has them."""
+        """Return them as /v1/chat/completions has them."""
         content = []
         for token in tokens:
             top = [self._described(*pair) for pair in token.top]
@@ -185,7 +191,7 @@ class Choice:
         return {"content": content}
 
     def prompt_logprobs(self) -> list[dict[int, dict[str, Any]] | None]:
-        """As vLLM has them: by token, with ranks where they are known."""
+        """Return them as vLLM has them: by token, with ranks where known."""
         rows: list[dict[int, dict[str, Any]] | None] = []
         for token in self.prompt_tokens:
             pairs = [*token.top]
@@ -212,7 +218,7 @@ class Choice:
 
 
 async def deltas(answers: Answers, choices: Sequence[Choice]) -> AsyncIterator[tuple[int, Delta]]:
-    """(index, growth) of all answers; requests whose text has ended are ended too."""
+    """Yield (index, growth) of all answers; end requests whose text has ended."""
     async for index, output in answers:
         choice = choices[index]
         if choice.size(output) > FEW:
@@ -225,7 +231,7 @@ async def deltas(answers: Answers, choices: Sequence[Choice]) -> AsyncIterator[t
 
 
 def usage(choices: Sequence[Choice], choices_each: int) -> dict[str, Any]:
-    """Numbers of tokens; a prompt counts once."""
+    """Return the numbers of tokens; a prompt counts once."""
     prompt = sum(len(choice.prompt) for choice in choices[::choices_each])
     completion = sum(choice.generated for choice in choices)
     return {

@@ -7,12 +7,12 @@ from starlette.responses import Response
 
 from maxstack.inference.server.choices import Choice, Delta
 from maxstack.inference.server.engine_requests import (
+    AnswerOptions,
     Prompt,
-    Wish,
-    asks_of,
+    build_requests,
     decode,
     encode,
-    separate,
+    split_prompts,
 )
 from maxstack.inference.server.http import answer
 from maxstack.inference.server.schemas import CompletionBody
@@ -22,17 +22,19 @@ from maxstack.inference.service import EngineRequest
 
 
 async def completions(request: Request) -> Response:
-    """Answer with texts that go on from prompts."""
-    return await answer(request, CompletionBody, _asked, _Writer)
+    """Complete prompts."""
+    return await answer(request, CompletionBody, _build, _Writer)
 
 
-def _asked(state: State, body: CompletionBody) -> tuple[list[EngineRequest], list[Choice]]:
-    given = separate(state, body.prompt, "prompt", body.n)
+def _build(state: State, body: CompletionBody) -> tuple[list[EngineRequest], list[Choice]]:
+    given = split_prompts(state, body.prompt, "prompt", body.n)
     prompts = [_prompt(state, body, prompt) for prompt in given]
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-    return asks_of(state, body, prompts, Wish(body.max_tokens, body.logprobs, prompt_logprobs))
+    return build_requests(
+        state, body, prompts, AnswerOptions(body.max_tokens, body.logprobs, prompt_logprobs)
+    )
 
 
 def _prompt(state: State, body: CompletionBody, given: str | list[int]) -> Prompt:
@@ -49,7 +51,8 @@ def _prompt(state: State, body: CompletionBody, given: str | list[int]) -> Promp
 
 
 class _Writer(Writer):
-    prefix, name, chunk_name = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
+    name = chunk_name = "text_completion"
 
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
         choice, body = self.choices[index], self.body

@@ -2,9 +2,9 @@
 client.
 
 A connection waits for its client before and within the head of a request (the handshake of TLS
-too), within a body, between two requests, and where an answer is not read. Each wait has its time,
-which no single byte prolongs. Where no connection is left, the one that waits longest gives way, of
-the address that has most: whoever opens many pushes out their own.
+too), within a body, between two requests, and where an answer is not read. Each wait has a time
+limit that no trickle of bytes extends. Where the limit of connections is reached, the address with
+most of them loses the one that waits longest, so whoever opens many pushes out their own.
 """
 
 import asyncio
@@ -20,17 +20,25 @@ from typing import Any
 from maxstack.errors import ConfigError
 from maxstack.hardware.descriptors import allow_files
 
-HEAD, BODY, ANSWER, IDLE, READING = "head", "body", "answer", "idle", "reading"
+HEAD = "head"
+BODY = "body"
+ANSWER = "answer"
+IDLE = "idle"
+READING = "reading"
 SECONDS = {HEAD: 10.0, IDLE: 75.0, READING: 30.0}
-"""How long a client may let the server wait; body.py has the time of bodies."""
+"""How long a client may keep the server waiting; admission.py has the time of bodies."""
 PROGRESS = 32 << 10
-"""Bytes of an answer that a client reads at least in its time."""
-CROWD, REFUSED, INVALID = "crowd", "refused", "invalid"
-"""Why a connection is closed beside SECONDS: it gave way, or none did, or it sent no request."""
+"""Bytes of an answer that a client must read in its time."""
+CROWD = "crowd"
+"""Closed to make room for another connection."""
+REFUSED = "refused"
+"""Closed because none could make room."""
+INVALID = "invalid"
+"""Closed because it sent no HTTP request."""
 RESERVE = 128
-"""Descriptors that are left for the server's own files."""
+"""Descriptors that are kept for the server's own files."""
 ENDING = 16
-"""Connections that may be on their way to their end while others are accepted."""
+"""Connections that may be closing while others are accepted."""
 BUFFER = 256 << 10
 """Bytes that the system keeps for a client that does not read; Linux takes twice that."""
 BUSY = (
@@ -40,34 +48,41 @@ BUSY = (
 
 
 class Connection(socket.socket):
-    """The connection of a client, which its listener counts until it is closed."""
+    """The connection of a client; its listener counts it until it is closed."""
 
     def begin(self, listener: "Listener", address: str) -> None:
-        """Count it, and wait for the head of a request."""
-        self.listener, self.address, self.number = listener, address, self.fileno()
+        """Count the connection and wait for the head of a request."""
+        self.listener = listener
+        self.address = address
+        self.number = self.fileno()
         self.transport: asyncio.Transport | None = None
-        self.state, self.since, self.left = "", 0.0, 0
+        self.state = ""
+        self.since = 0.0
+        """When it entered its state."""
+        self.left = 0
+        """Bytes of an answer that the client had not read then."""
         self._timer: asyncio.TimerHandle | None = None
         listener.open.add(self)
         listener.known[self.number] = self
         self.enter(HEAD)
 
     def enter(self, state: str) -> None:
-        """Note what it waits for; the time of a wait that goes on is not prolonged."""
+        """Record what the connection waits for; entering the same state again adds no time."""
         if state == self.state or self not in self.listener.open:
             return
-        self.state, self.since = state, time.monotonic()
+        self.state = state
+        self.since = time.monotonic()
         self.left = self.transport.get_write_buffer_size() if self.transport else 0
         self._arm()
 
     def end(self, reason: str) -> None:
-        """End it at once, whatever is under way."""
+        """Abort the connection, whatever is under way."""
         if self in self.listener.open:
             self.listener.closed[reason] += 1
             self._leave()
             if self.transport:
                 self.transport.abort()
-            else:  # within the handshake, or before: the transport reads the end
+            else:  # in the handshake of TLS or before it: the transport will read the end
                 with contextlib.suppress(OSError):
                     self.shutdown(socket.SHUT_RDWR)
 
@@ -99,28 +114,29 @@ class Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """The socket that a server listens at, which accepts `most` connections, of an address `each`
-    at most."""
+    """The listening socket of a server, which limits the connections that it accepts."""
 
     def limit(self, most: int, each: int) -> None:
-        """Set the limits, and raise the process's of open files where it may. ConfigError where
-        that leaves no connections."""
+        """Accept `most` connections, `each` of one address, and raise the process's limit of open
+        files for them where allowed. ConfigError where that leaves no connections."""
         files = allow_files(most + RESERVE)
         if (most := min(most, files - RESERVE)) < 1:
             raise ConfigError(
                 f"this process may open {files} files, and a server needs {RESERVE} beside those "
                 "of its clients; raise that limit (ulimit -n)"
             )
-        self.most, self.each = most, min(each, most)
-        self.known, self.open = dict[int, Connection](), set[Connection]()
-        """All by their descriptors, and those that are not being ended."""
+        self.most = most
+        self.each = min(each, most)
+        self.known: dict[int, Connection] = {}
+        """All connections by descriptor; `open` are those that are not closing."""
+        self.open: set[Connection] = set()
         self.closed: collections.Counter[str] = collections.Counter()
         self._spare = os.open(os.devnull, os.O_RDONLY)
         self.tls: ssl.SSLContext | None = None
         self.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As the event loop calls it: for some in a turn, until BlockingIOError."""
+        """Accept a connection. The event loop calls this until BlockingIOError."""
         if len(self.known) - len(self.open) >= ENDING:
             raise BlockingIOError
         try:
@@ -140,7 +156,7 @@ class Listener(socket.socket):
         return connection, address
 
     def of(self, transport: asyncio.Transport) -> Connection:
-        """The connection of a transport."""
+        """Return the connection of a transport."""
         connection = self.known[transport.get_extra_info("socket").fileno()]
         connection.transport = transport
         if connection not in self.open:
@@ -148,12 +164,12 @@ class Listener(socket.socket):
         return connection
 
     def end_all(self) -> None:
-        """End every connection, when the server ends."""
+        """Abort every connection, when the server ends."""
         for connection in [*self.open]:
             connection.end("server")
 
     def text(self) -> str:
-        """Figures for Prometheus."""
+        """Return metrics for Prometheus."""
         lines = [
             "# TYPE maxstack_connections_open gauge",
             f"maxstack_connections_open {len(self.open)}",
@@ -165,7 +181,7 @@ class Listener(socket.socket):
         return "\n".join(lines) + "\n"
 
     def _make_room(self, address: str) -> bool:
-        """True where one more connection may be open, if need be in place of another."""
+        """Return True where one more connection may be open, if need be in place of another."""
         crowd = collections.Counter(each.address for each in self.open)
         own = crowd[address] >= self.each
         if not own and len(self.open) < self.most:
@@ -181,8 +197,8 @@ class Listener(socket.socket):
         return True
 
     def _drop(self) -> None:
-        """Refuse the next connection with the descriptor that is kept for that: it would stay, and
-        the loop would ask for it without end."""
+        """Refuse the next connection with the descriptor that is kept for this. Otherwise it would
+        stay in the backlog, and the event loop would spin on it."""
         os.close(self._spare)
         with contextlib.suppress(OSError):
             super().accept()[0].close()
@@ -191,6 +207,6 @@ class Listener(socket.socket):
 
 
 def text_of(app: Any) -> str:
-    """Figures of the connections of an application that is served."""
+    """Return metrics of the connections of an application that is served."""
     listener = getattr(app.state, "listener", None)
     return listener.text() if listener else ""

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from maxstack.inference.pooling import Pooling, read_pooling
 from maxstack.inference.request import Sampling
-from maxstack.inference.server.engine_requests import encode, separate
+from maxstack.inference.server.engine_requests import encode, split_prompts
 from maxstack.inference.server.http import read_body, whole
 from maxstack.inference.server.schemas import EmbeddingBody
 from maxstack.inference.server.state import State
@@ -22,13 +22,13 @@ SAMPLING = Sampling(max_tokens=1, temperature=0.0, embed=True)
 
 
 async def embeddings(request: Request) -> Response:
-    """Answer with vectors of texts."""
+    """Embed texts."""
     given = await read_body(request, EmbeddingBody)
     given.state.service.check()
     pooling, prompts = await given.read(_prompts)
     adapter = given.state.adapter_of(given.body.model)
-    asks = [EngineRequest(prompt, SAMPLING, 0, adapter) for prompt in prompts]
-    answers = await given.state.service.submit(asks, given.client)
+    requests = [EngineRequest(prompt, SAMPLING, 0, adapter) for prompt in prompts]
+    answers = await given.state.service.submit(requests, given.client)
     return await whole(request, answers, _read(given.state, given.body, pooling, prompts, answers))
 
 
@@ -42,7 +42,7 @@ def _prompts(state: State, body: EmbeddingBody) -> tuple[Pooling, list[Sequence[
     pooling.check(body.dimensions)
     after = pooling.after if body.add_special_tokens else ()
     prompts: list[Sequence[int]] = []
-    for given in separate(state, body.input, "input"):
+    for given in split_prompts(state, body.input, "input"):
         if isinstance(given, str):
             given = [*encode(state, given, body.add_special_tokens), *after]
         state.served.engine.check(given)
@@ -61,13 +61,14 @@ async def _read(
 
     def write() -> Response:
         count = sum(map(len, prompts))
+        data = []
+        for i in range(len(prompts)):
+            vector = _vector(pooling, body, states[i])
+            data.append({"object": "embedding", "index": i, "embedding": vector})
         content = {
             "object": "list",
             "model": body.model or state.name,
-            "data": [
-                {"object": "embedding", "index": i, "embedding": _vector(pooling, body, states[i])}
-                for i in range(len(prompts))
-            ],
+            "data": data,
             "usage": {"prompt_tokens": count, "total_tokens": count},
         }
         return JSONResponse(content)

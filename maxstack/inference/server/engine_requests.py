@@ -1,4 +1,4 @@
-"""Bodies of requests become prompts and settings of the engine."""
+"""Requests of the engine, made of the bodies of requests to the server."""
 
 import dataclasses
 import random
@@ -21,31 +21,31 @@ from maxstack.inference.tools import ToolFormat, ToolStream, marker_tokens
 
 
 class Prompt(NamedTuple):
-    """A prompt, and its text where the answer begins with it."""
+    """A prompt, and its text where the answer is to begin with it (echo)."""
 
     tokens: Sequence[int]
     echo: str | None = None
 
 
 @dataclasses.dataclass
-class Wish:
-    """What a route adds to the settings of a body."""
+class AnswerOptions:
+    """What a route adds to the sampling settings of a body."""
 
     max_tokens: int | None
-    """None: all that the model's length allows."""
+    """None: as many as the model's length allows."""
     logprobs: int | None
     prompt_logprobs: int | None = None
     tools: ToolFormat | None = None
-    """How calls of tools are written, where they are read."""
+    """Format of tool calls, if they are read."""
     schema: Any = None
-    """JSON schema of the calls that an answer must be."""
+    """JSON schema of the tool calls that the answer must consist of."""
     parallel: bool = True
-    """More than one call."""
+    """Whether an answer may hold more than one call."""
 
 
-def separate(state: State, given: Prompts, name: str, n: int = 1) -> Sequence[str | list[int]]:
-    """The prompts in the field `name` of a body, to each of which n answers are asked for. Refusal
-    where there is none, and the errors of `Service.check` for more than may wait."""
+def split_prompts(state: State, given: Prompts, name: str, n: int = 1) -> Sequence[str | list[int]]:
+    """Return the prompts in the field `name` of a body, each of which wants n answers. Refusal for
+    none, and the errors of `Service.check` for more than may wait."""
     if not given:
         raise Refusal(400, f"{name}: is empty; give at least one token", param=name)
     prompts = [given] if isinstance(given, str) or isinstance(given[0], int) else given
@@ -54,9 +54,9 @@ def separate(state: State, given: Prompts, name: str, n: int = 1) -> Sequence[st
 
 
 def encode(state: State, text: str, special: bool = True, whole: bool = False) -> list[int]:
-    """Tokens of a text, in which special tokens that are spelt out stand for themselves; `special`:
-    with BOS, where the model has it. DataError for a text of more bytes than the model's length
-    holds, and once more tokens than that are found, unless the `whole` is wanted."""
+    """Return the tokens of a text, in which spelt-out special tokens become themselves; `special`:
+    with BOS, where the model has it. DataError for a text with more bytes than `max_length` tokens
+    can stand for, before it is tokenized, and as soon as it has more tokens, unless `whole`."""
     length = state.served.engine.max_length
     remedy = f"serve.max_length={length} tokens; shorten it, or raise serve.max_length"
     try:
@@ -77,14 +77,14 @@ def encode(state: State, text: str, special: bool = True, whole: bool = False) -
 
 
 def decode(state: State, tokens: Sequence[int]) -> str:
-    """The text of tokens, in which special ones are spelt out: `encode` makes them of it again."""
+    """Return the text of tokens with special ones spelt out, the inverse of `encode`."""
     return answer_text(state.tokenizer, (), tokens, {*state.tokenizer.special})
 
 
 def encode_messages(
     state: State, body: Conversation, tools: Sequence[Tool], **extra: Any
 ) -> list[int]:
-    """Tokens of a conversation. Refusal for a model without chat template."""
+    """Return the tokens of a conversation. Refusal for a model without chat template."""
     if state.template is None:
         raise Refusal(
             400,
@@ -103,16 +103,16 @@ def encode_messages(
     return encode(state, text, special=False)
 
 
-def asks_of(
-    state: State, body: Sampled, prompts: Sequence[Prompt], wish: Wish
+def build_requests(
+    state: State, body: Sampled, prompts: Sequence[Prompt], options: AnswerOptions
 ) -> tuple[list[EngineRequest], list[Choice]]:
-    """The n answers to each prompt, those to one prompt side by side, whose grammar is a `Rule`.
-    Refusal, ConfigError or DataError for what cannot be answered. May take a while: not for the
-    event loop."""
+    """Return n requests for each prompt, those of one prompt side by side, whose grammar is a
+    `Rule`. Refusal, ConfigError or DataError for what cannot be answered. May take a while: not for
+    the event loop."""
     if state.served.tokenizer is None and body.stops:
         raise Refusal(400, f"stop: {state.name} has no tokenizer; use stop_token_ids", param="stop")
     state.service.check(len(prompts) * body.n)
-    rule = _rule(body, wish.schema)
+    rule = _rule(body, options.schema)
     if rule is not None and body.min_tokens:
         raise Refusal(
             400,
@@ -121,23 +121,29 @@ def asks_of(
             param="min_tokens",
         )
     adapter = state.adapter_of(body.model)
-    asks, choices = [], []
+    requests, choices = [], []
     for prompt in prompts:
-        sampling = _sampling(state, body, prompt.tokens, wish)
+        sampling = _sampling(state, body, prompt.tokens, options)
         for number in range(body.n):
             each = dataclasses.replace(sampling, choice=number, grammar=rule)
-            asks.append(EngineRequest(prompt.tokens, each, body.priority, adapter))
-            choices.append(_choice(state, body, prompt, each, wish))
-    return asks, choices
+            requests.append(EngineRequest(prompt.tokens, each, body.priority, adapter))
+            choices.append(_choice(state, body, prompt, each, options))
+    return requests, choices
 
 
-def _choice(state: State, body: Sampled, prompt: Prompt, sampling: Sampling, wish: Wish) -> Choice:
-    tokenizer, stream, tools = state.served.tokenizer, None, None
+def _choice(
+    state: State, body: Sampled, prompt: Prompt, sampling: Sampling, options: AnswerOptions
+) -> Choice:
+    tokenizer = state.served.tokenizer
+    stream: TextStream | None = None
+    tools: ToolStream | None = None
     if tokenizer is not None:
         shown = set() if body.skip_special_tokens else {*tokenizer.special}
-        if wish.tools:
-            shown |= marker_tokens(tokenizer, wish.tools)
-            tools = ToolStream(wish.tools, random.SystemRandom(), bare=wish.schema is not None)
+        if options.tools:
+            shown |= marker_tokens(tokenizer, options.tools)
+            tools = ToolStream(
+                options.tools, random.SystemRandom(), bare=options.schema is not None
+            )
         include = body.include_stop_str_in_output
         stream = TextStream(tokenizer, prompt.tokens, body.stops, include, shown)
     return Choice(
@@ -148,14 +154,16 @@ def _choice(state: State, body: Sampled, prompt: Prompt, sampling: Sampling, wis
         shows_stop=body.include_stop_str_in_output,
         own_stops=frozenset() if body.ignore_eos else state.served.stop_tokens,
         echo=prompt.echo,
-        empty=wish.max_tokens == 0,
+        empty=options.max_tokens == 0,
         tools=tools,
-        parallel=wish.parallel,
+        parallel=options.parallel,
     )
 
 
-def _sampling(state: State, body: Sampled, prompt: Sequence[int], wish: Wish) -> Sampling:
-    """Settings without a grammar; a seed is drawn where none is given."""
+def _sampling(
+    state: State, body: Sampled, prompt: Sequence[int], options: AnswerOptions
+) -> Sampling:
+    """Return the sampling settings without a grammar; a seed is drawn where none is given."""
     for name, tokens in {
         "stop_token_ids": body.stop_token_ids,
         "logit_bias": [*body.logit_bias],
@@ -167,7 +175,7 @@ def _sampling(state: State, body: Sampled, prompt: Sequence[int], wish: Wish) ->
                 param=name,
             )
     rest = state.served.engine.max_length - len(prompt)
-    most = rest if wish.max_tokens is None else wish.max_tokens
+    most = rest if options.max_tokens is None else options.max_tokens
     if body.min_tokens > most:
         raise Refusal(
             400,
@@ -189,13 +197,13 @@ def _sampling(state: State, body: Sampled, prompt: Sequence[int], wish: Wish) ->
         seed=secrets.randbits(48) if body.seed is None else body.seed,
         stop_tokens=own | {*body.stop_token_ids},
         min_tokens=body.min_tokens,
-        logprobs=wish.logprobs,
-        prompt_logprobs=wish.prompt_logprobs,
+        logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
     )
 
 
 def _rule(body: Sampled, schema: Any) -> Rule | None:
-    """What answers follow, None for any text. Refusal where several are asked for."""
+    """Return the grammar that answers follow, None for any text. Refusal for several."""
     own = body.structured_outputs or Structure()
     given = {
         name: rule

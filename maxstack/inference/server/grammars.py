@@ -1,4 +1,4 @@
-"""The grammars of requests, compiled beside the event loop by threads of their own."""
+"""Grammars of requests, compiled outside the event loop, in threads of their own."""
 
 import asyncio
 import collections
@@ -22,78 +22,84 @@ PROCESSES = 2
 """Grammars that are compiled at a time."""
 WAITING = 64
 """Requests of a client that may wait for their grammars."""
-KEPT, KEPT_BYTES = 64, 4 << 20
-"""Grammars that are kept compiled, and bytes of the largest of them."""
+KEPT = 64
+"""Compiled grammars that are cached."""
+KEPT_BYTES = 4 << 20
+"""Bytes of the largest grammar that is cached."""
 LIVE = 1 << 30
-"""Bytes of all grammars that are kept or followed."""
+"""Bytes of all grammars that are cached or in use."""
 FREED = 8 << 20
-"""Bytes of a grammar whose memory goes back to the system when it is gone."""
+"""Bytes from which on a grammar's memory is given back to the system when it is dropped."""
 
 
 class Rule(NamedTuple):
-    """A grammar as a request has it: `Compiler.compile` takes the last two."""
+    """A grammar in a request's field; `Compiler.compile` takes kind and value."""
 
     field: str
     kind: str
     value: Any
 
 
-class _Held:
+class _Memory:
     """Stands for the memory of a grammar, which its answers share."""
 
 
 class Grammars:
-    """Compiles grammars for an event loop. One client has one at a time, so that others get theirs
-    meanwhile."""
+    """Compiles grammars for an event loop, one of a client at a time, so that others get theirs
+    meanwhile. Each is first compiled in a sandbox (grammar_sandbox.py), then here."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]):
         self._vocabulary = functools.cache(vocabulary)
         self._kept: collections.OrderedDict[str, Answer] = collections.OrderedDict()
         self._turns = Queues(1)
         self._threads = ThreadPoolExecutor(PROCESSES, "grammar")
-        self._trials: list[GrammarSandbox] = []
+        self._sandboxes: list[GrammarSandbox] = []
         self._free = asyncio.Semaphore(PROCESSES)
         self._live = 0
 
     async def answers(self, rule: Rule, count: int, client: str) -> list[Answer]:
-        """So many answers that follow a rule. Refusal for one that cannot be followed, Full where
-        the client waits for as many as it may. Cancelled, it ends the process that compiles."""
+        """Return so many answers that follow a rule. Refusal for a rule that cannot be compiled,
+        Full where the client waits for as many as it may. Cancelling it ends the sandbox."""
         if self._turns.present[client] == WAITING:
             raise Full(f"{WAITING} requests of this client wait for their grammars; try later")
         try:
             async with self._turns.turn(client), self._free:
-                return await self._compiled(rule, count)
+                return await self._in_sandbox(rule, count)
         except ConfigError as error:
             raise Refusal(400, f"{rule.field}: {error}", param=rule.field) from None
 
     def close(self) -> None:
-        """End the processes, and what is compiled there."""
-        for trial in self._trials:
-            trial.end()
+        """End the sandboxes."""
+        for sandbox in self._sandboxes:
+            sandbox.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _compiled(self, rule: Rule, count: int) -> list[Answer]:
+    async def _in_sandbox(self, rule: Rule, count: int) -> list[Answer]:
         run = functools.partial(asyncio.get_running_loop().run_in_executor, self._threads)
-        trial = self._trials.pop() if self._trials else GrammarSandbox(await run(self._vocabulary))
+        sandbox = (
+            self._sandboxes.pop()
+            if self._sandboxes
+            else GrammarSandbox(await run(self._vocabulary))
+        )
         try:
-            answers = await run(self._made, trial, rule, count)
+            answers = await run(self._compile, sandbox, rule, count)
         except asyncio.CancelledError:
-            trial.end()
+            sandbox.end()
             raise
         except BaseException:
-            self._trials.append(trial)
+            self._sandboxes.append(sandbox)
             raise
-        self._trials.append(trial)
+        self._sandboxes.append(sandbox)
         return answers
 
-    def _made(self, trial: GrammarSandbox, rule: Rule, count: int) -> list[Answer]:
+    def _compile(self, sandbox: GrammarSandbox, rule: Rule, count: int) -> list[Answer]:
         check_size(rule.value)
         key = json.dumps(rule[1:])
         answer = self._kept.pop(key, None)
         if answer is None:
-            compiled, copied = trial.check(rule.kind, rule.value)
-            held = self._hold(compiled + count * copied)
-            answer = Answer(self._compiler.compile(rule.kind, rule.value), held)
+            compiled, copied = sandbox.check(rule.kind, rule.value)
+            memory = self._hold(compiled + count * copied)
+            answer = Answer(self._compiler.compile(rule.kind, rule.value), memory)
             if compiled + len(key) > KEPT_BYTES:
                 return [answer.copy() for _ in range(count)]
         self._kept[key] = answer
@@ -101,16 +107,16 @@ class Grammars:
             self._kept.popitem(last=False)
         return [answer.copy() for _ in range(count)]
 
-    def _hold(self, size: int) -> _Held:
-        """Count bytes until what it gives is gone. Full where there are too many."""
+    def _hold(self, size: int) -> _Memory:
+        """Count bytes until the returned object is dropped. Full where there are too many."""
         if self._live + size > LIVE:
             raise Full(f"grammars have {self._live + size >> 20} MiB of {LIVE >> 20}; try later")
         self._live += size
-        held = _Held()
-        weakref.finalize(held, self._gone, size)
-        return held
+        memory = _Memory()
+        weakref.finalize(memory, self._free_memory, size)
+        return memory
 
-    def _gone(self, size: int) -> None:
+    def _free_memory(self, size: int) -> None:
         self._live -= size
         if size > FREED:
             with contextlib.suppress(RuntimeError):  # the server ends

@@ -1,4 +1,4 @@
-"""Figures of a server in Prometheus' text format, by the names that vLLM gives them."""
+"""Metrics of a server in Prometheus' text format, by vLLM's names."""
 
 import bisect
 import collections
@@ -15,10 +15,12 @@ WHOLE = (0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 480
 
 
 class Histogram:
-    """Observations counted up to each of some bounds."""
+    """Counts of observations by bounds."""
 
     def __init__(self, bounds: tuple[float, ...]):
-        self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
 
     def observe(self, value: float) -> None:
         """Count a value."""
@@ -27,7 +29,7 @@ class Histogram:
 
 
 class Metrics:
-    """Figures of the requests that a service has answered."""
+    """Metrics of the requests that a service has answered."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generation_tokens = 0
@@ -38,7 +40,7 @@ class Metrics:
         self.queued = Histogram(FIRST)
 
     def text(self, engine: "Engine", model: str) -> str:
-        """All figures, with those that the engine keeps, labelled with the model's name."""
+        """Return all metrics, the engine's too, labelled with the model's name."""
         escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         return "\n".join(self._lines(engine, f'model_name="{escaped}"')) + "\n"
 
@@ -82,7 +84,7 @@ class Metrics:
 
 
 def histogram_lines(name: str, histogram: Histogram, label: str) -> Iterator[str]:
-    """Lines of a histogram, with the type first."""
+    """Yield the lines of a histogram, with the type first."""
     yield f"# TYPE {name} histogram"
     total = 0
     for bound, count in zip([*histogram.bounds, "+Inf"], histogram.counts, strict=True):

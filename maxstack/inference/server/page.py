@@ -11,7 +11,7 @@ from maxstack.report.document import source
 
 
 async def page(request: Request) -> Response:
-    """The page, for everybody: it holds nothing, and its calls of the API show the key."""
+    """Send the page, to everybody: it holds no secret, and its API calls send the key."""
     text, policy = _read()
     headers = {
         "Content-Security-Policy": policy,
@@ -25,7 +25,7 @@ async def page(request: Request) -> Response:
 
 @functools.cache
 def _read() -> tuple[str, str]:
-    """The page, and the policy that lets it run its own script and ask its own server alone."""
+    """Return the page, and the policy that allows its own script and its own server alone."""
     text = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     own = {tag: _digest(text, tag) for tag in ("script", "style")}
     rules = [
@@ -44,7 +44,7 @@ def _read() -> tuple[str, str]:
 
 
 def _digest(text: str, tag: str) -> str:
-    """The source expression of the page's only element of this kind."""
+    """Return the hash source of the page's only element of this kind."""
     content = re.findall(f"<{tag}>(.*?)</{tag}>", text, re.S)
     assert len(content) == 1, tag
     return source(content[0])

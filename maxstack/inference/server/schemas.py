@@ -1,5 +1,5 @@
-"""Bodies of requests, as OpenAI's API and vLLM's additions have them. Fields that this server does
-not know, and values that it cannot follow, are refused by name."""
+"""Bodies of requests, as OpenAI's API and vLLM's additions have them. Unknown fields and
+unsupported values are refused by name."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -32,8 +32,7 @@ Tokens = Annotated[list[int], Field(fail_fast=True)]
 
 
 def _check_prompts(given: Any) -> Any:
-    """What is no list of ids, and has too many items, is refused before each kind is tried on
-    it."""
+    """Refuse too many items that are no ids before pydantic tries each type of the union."""
     if isinstance(given, list) and len(given) > PROMPTS and not isinstance(given[0], int):
         raise ValueError(f"should have at most {PROMPTS} items, not {len(given)}")
     return given
@@ -49,7 +48,7 @@ Prompts = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON object; null is the same as nothing."""
+    """A JSON object; null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str | None = None
@@ -57,7 +56,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, data: Any) -> Any:
-        """Each of many keys would be a fault."""
+        """Refuse too many keys: pydantic would report each."""
         if isinstance(data, dict) and len(data) > FIELDS:
             raise ValueError(f"is an object of more than {FIELDS} keys")
         return cls._without_null(data)
@@ -70,7 +69,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream tells beside the answer."""
+    """What a stream sends beside the answer."""
 
     model: None = None
     include_usage: bool = False
@@ -213,8 +212,8 @@ class Called(Body):
 
 
 class Message(Body):
-    """A message of a conversation; the template reads other fields too, and tells null from
-    nothing."""
+    """A message of a conversation; the template may read other fields too, and distinguishes null
+    from absent."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     model: None = None
@@ -261,7 +260,7 @@ class NamedTool(Body):
 
 
 class Conversation(Body):
-    """What becomes a prompt by the model's chat template."""
+    """Messages and tools, which the chat template turns into a prompt."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MESSAGES)]
     tools: Annotated[list[Tool], Field(fail_fast=True)] = []
@@ -317,7 +316,7 @@ MEANINGS: Mapping[str, str] = {
 }
 
 
-OF_OTHERS = {
+RENAMED = {
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -327,11 +326,11 @@ OF_OTHERS = {
     "inputs": "prompt or messages",
     "guided_decoding": "structured_outputs",
 }
-"""Fields of other servers, and those that say the same."""
+"""Fields of other servers -> ours."""
 
 
-def parsed(kind: type[AnyBody], data: bytes) -> AnyBody:
-    """The body of a request. Refusal with status 400 that names a wrong field."""
+def parse_body(kind: type[AnyBody], data: bytes) -> AnyBody:
+    """Parse the body of a request. Refusal with status 400 that names the wrong field."""
     try:
         content = strict_json.parse(data, "the body", most=LISTS)
         _check_sizes(content)
@@ -343,14 +342,14 @@ def parsed(kind: type[AnyBody], data: bytes) -> AnyBody:
 
 
 def _check_sizes(content: Any) -> None:
-    """Refusal for objects with so many keys that each of them would be a fault."""
+    """Refusal for objects with too many keys: pydantic would report each."""
     objects = [content, *content.values()] if isinstance(content, dict) else []
     if any(isinstance(each, dict) and len(each) > FIELDS for each in objects):
         raise Refusal(400, f"the body has an object of more than {FIELDS} keys")
 
 
 def _refused(error: ValidationError) -> Refusal:
-    """A refusal that names the first wrong field, with all that it could have been."""
+    """Return a refusal that names the first wrong field, with all that it could have been."""
     faults = error.errors(include_url=False)
     path = faults[0]["loc"][:1]
     same = [fault for fault in faults if fault["loc"][:1] == path]
@@ -361,7 +360,7 @@ def _refused(error: ValidationError) -> Refusal:
     name = ".".join(map(str, deepest["loc"]))
     given = f"={quoted(deepest['input'])}" if deepest["type"] != "missing" and name else ""
     message = "; ".join(list(words)[:4]).replace("Value error, ", "")
-    if deepest["type"] == "extra_forbidden" and name in OF_OTHERS:
-        message = f"this server does not know it; here it is {OF_OTHERS[name]}"
+    if deepest["type"] == "extra_forbidden" and name in RENAMED:
+        message = f"this server does not know it; here it is {RENAMED[name]}"
     param = str(path[0]) if path else None
     return Refusal(400, f"{name}{given}: {message}" if name else message, param=param)

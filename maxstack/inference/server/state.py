@@ -1,4 +1,4 @@
-"""What the routes of a server share: the model, its service and limits."""
+"""State that the routes of a server share."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -7,7 +7,7 @@ from maxstack.data.chat import ChatTemplate
 from maxstack.errors import quoted
 from maxstack.inference.engine_setup import Served
 from maxstack.inference.grammar import Vocabulary
-from maxstack.inference.server.access import Access
+from maxstack.inference.server.admission import Access
 from maxstack.inference.server.grammars import Grammars
 from maxstack.inference.server.refusal import Refusal
 from maxstack.inference.server.threads import Threads
@@ -30,7 +30,7 @@ class State:
     name: str
     template: ChatTemplate | None = None
     tool_parser: str | None = None
-    """Name in `tools.FORMATS`; None: calls of tools are not read."""
+    """Name in `tools.FORMATS`; None: tool calls are not read."""
     access: Access = Access()
     started: int = 0
     """Time of the start in seconds since 1970."""
@@ -53,7 +53,7 @@ class State:
 
     @property
     def tool_format(self) -> ToolFormat:
-        """How the model writes calls of tools; Refusal where that is not known."""
+        """Format of the model's tool calls; Refusal where it is unknown."""
         if self.tool_parser is None:
             raise Refusal(
                 400,
@@ -65,12 +65,12 @@ class State:
 
     @property
     def models(self) -> list[str]:
-        """The model and its adapters, by the names that requests give."""
+        """Names of the model and its adapters, as requests give them."""
         return [self.name, *self.service.engine.adapters]
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that a request asks for, None for the model itself. Refusal with status 404
-        for another name."""
+        """Return the adapter that a request names, None for the model itself. Refusal with status
+        404 for another name."""
         if model in (None, self.name):
             return None
         if model not in self.models:

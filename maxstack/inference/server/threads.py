@@ -1,4 +1,4 @@
-"""Threads that read requests and write answers beside the event loop."""
+"""Threads that read requests and write answers outside the event loop."""
 
 import asyncio
 import collections
@@ -11,29 +11,28 @@ from maxstack.hardware.memory import give_back
 from maxstack.inference.service import Full
 
 LONG = 1 << 16
-"""Bytes from which on a body is read in the thread for long ones."""
+"""Bytes from which on a body is handled by the thread for long ones."""
 SHORT = 2
-"""Threads that the short bodies of one client have at a time."""
+"""Threads for the short bodies of one client at a time."""
 WAITING = 1 << 26
-"""Bytes of long bodies that may be there at a time, of one client half of them."""
+"""Bytes of long bodies in memory at a time; one client may have half."""
 AFTER = 1.0
-"""Seconds after a long body in which its memory goes back to the system."""
+"""Seconds after a long body until its memory is given back to the system."""
 Result = TypeVar("Result")
 
 
 class Queues:
-    """Of each client so many at a time, the next in the order in which they came. For the event
-    loop."""
+    """A queue per client, `each` of which may be at work at a time. For the event loop."""
 
     def __init__(self, each: int):
         self._each = each
         self.present: collections.Counter[str] = collections.Counter()
-        """How many of each client have their turn or wait."""
+        """How many of each client work or wait."""
         self._turns: dict[str, asyncio.Semaphore] = {}
 
     @contextlib.asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[None]:
-        """A turn of a client, once it comes."""
+        """Wait for a turn of a client, and hold it."""
         self.present[client] += 1
         try:
             async with self._turns.setdefault(client, asyncio.Semaphore(self._each)):
@@ -45,8 +44,8 @@ class Queues:
 
 
 class Threads:
-    """Threads of a server: short bodies have several, all long ones together one, so that reading
-    them takes one processor's time, and clients take turns at it. For the event loop."""
+    """Threads of a server: several for short bodies, one for all long ones, so that these take at
+    most one processor, at which clients take turns. For the event loop."""
 
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(1, "long")
@@ -58,7 +57,7 @@ class Threads:
     async def run(
         self, size: int, client: str, function: Callable[..., Result], *args: object
     ) -> Result:
-        """What a function makes of a client's body of so many bytes. Full where too many wait."""
+        """Call a function on a client's body of `size` bytes. Full where too many wait."""
         loop = asyncio.get_running_loop()
         if size < LONG:
             async with self._turns.turn(client):

@@ -15,21 +15,22 @@ from maxstack.inference.service import Answers
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     text = strict_json.write(content, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n".encode()
 
 
 class Writer(ABC):
-    """Writes the answers to a request; `body` is of the kind that the route takes."""
+    """Writes the answers to a request; `body` is of the type that the route takes."""
 
     prefix: str
     """Of ids."""
     name: str
-    """Kind of object that a whole answer is, and `chunk_name` a chunk."""
+    """Type of object of a whole answer."""
     chunk_name: str
-    above = False
-    """The ids of the prompt stand above the choices, as vLLM has them for conversations."""
+    """Type of object of a chunk."""
+    prompt_ids_on_top = False
+    """The prompt's token ids stand beside the choices, as in vLLM's conversations."""
 
     def __init__(self, model: str, body: Any, choices: Sequence[Choice]):
         self.body, self.choices = body, choices
@@ -42,24 +43,24 @@ class Writer(ABC):
 
     @abstractmethod
     def choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        """A whole answer among `choices`."""
+        """Return the JSON of a whole answer."""
 
     @abstractmethod
     def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
-        """The growth of an answer."""
+        """Return the JSON of what an answer grew by."""
 
     def first(self, index: int) -> bool:
-        """True the first time that an answer is written."""
+        """Return True the first time that an answer is written."""
         begins = index not in self._begun
         self._begun.add(index)
         return begins
 
     def _prompt(self) -> dict[str, Any]:
-        ids = self.above and self.body.return_token_ids
+        ids = self.prompt_ids_on_top and self.body.return_token_ids
         return {"prompt_token_ids": [*self.choices[0].prompt]} if ids else {}
 
     async def whole(self, answers: Answers) -> Response:
-        """All answers, once they have ended."""
+        """Return all answers, once they have ended."""
         grown = [Delta() for _ in self.choices]
         async for index, delta in deltas(answers, self.choices):
             grown[index] += delta
@@ -77,7 +78,7 @@ class Writer(ABC):
         )
 
     async def events(self, answers: Answers) -> AsyncIterator[bytes]:
-        """Chunks as events, each of an answer; the last has the usage, where it is asked for."""
+        """Yield chunks as events, each of one answer; the last has the usage, if asked for."""
         options = self.body.stream_options
         counts = options is not None and options.include_usage
         always = counts and options.continuous_usage_stats
@@ -92,11 +93,12 @@ class Writer(ABC):
         async for index, delta in deltas(answers, self.choices):
             delta = waiting.pop(index, Delta()) + delta
             if delta.text or delta.calls or delta.finish or tokens_count and delta.tokens:
-                told = {"usage": self._usage() if always else None} if counts else {}
-                more = {**told, **above}
-                size = len(delta.tokens) + len(self.choices[index].prompt_tokens) * bool(
-                    delta.finish
-                )
+                more = dict(above)
+                if counts:
+                    more["usage"] = self._usage() if always else None
+                size = len(delta.tokens)
+                if delta.finish:
+                    size += len(self.choices[index].prompt_tokens)
                 if size > FEW or above:
                     yield await asyncio.to_thread(chunk, index, delta, more)
                 else:
