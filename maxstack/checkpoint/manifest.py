@@ -7,6 +7,7 @@ killed save left from another program's files. A step may be deleted by a run's 
 is read: whatever was read before the manifest went was whole, so readers look for it afterwards.
 
 The checksum is xxh3 with 64 bits: it finds damage by disks, networks and copies, not an adversary.
+A thread computes 3.6 GB/s of it, of crc32c 1.8 (EXPERIMENTS.md).
 """
 
 import concurrent.futures

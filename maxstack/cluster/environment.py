@@ -1,6 +1,7 @@
 """This process's number and the number of processes, from the variables of its launcher.
 
-jax's own cluster detection is not used; EXPERIMENTS.md lists the cases that it lacks. Launchers are
+jax's own cluster detection is not used: it was right in 10 of 15 cases, without torchrun and JobSet
+among others, and gave each Slurm task one GPU instead of a share (EXPERIMENTS.md). Launchers are
 tried in a fixed order. Where the variables of another one give another count, a line is printed;
 where each of several processes would train alone in one folder, that is an error.
 """

@@ -70,6 +70,8 @@ def join(cfg: "Config", alike: Callable[["Config"], dict[str, Any]] = lambda cfg
         devices_of(own.local),
         cluster_detection_method="deactivate",
         initialization_timeout=JAX_JOINS,
+        # With one process stopped in a save, jax's heartbeat aborted the other after 83 s, and
+        # blamed the wrong one.
         heartbeat_timeout_seconds=JAX_WAITS[cfg.faults.watchdog is not None],
         coordinator_bind_address=bind_address(own.coordinator),
     )

