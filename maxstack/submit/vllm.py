@@ -19,9 +19,9 @@ INSTEAD = {
     "snapshots": "vLLM caches states of recurrent layers in its own way",
     "attention": "vLLM chooses its kernels",
 }
-"""Keys of `serve` that vLLM is not given and that change no answer -> what it does instead."""
+"""Keys of `serve` that vLLM lacks and that change no answer, and what it does instead."""
 TOOL_PARSERS = {"hermes": "hermes", "llama3": "llama3_json", "mistral": "mistral"}
-"""--tool-parser -> --tool-call-parser."""
+"""Our --tool-parser and vLLM's --tool-call-parser."""
 
 
 class ModelSettings(Section):
@@ -39,7 +39,7 @@ class VllmConfig(Section):
 
 
 def read_overrides(overrides: Sequence[str]) -> VllmConfig:
-    """The settings that overrides name; ConfigError for those that vLLM cannot take."""
+    """Read the settings that overrides name; ConfigError for those that vLLM lacks."""
     for override in overrides:
         key = override.partition("=")[0]
         if key.startswith(("mesh.", "serve.adapters")):
@@ -55,8 +55,8 @@ def read_overrides(overrides: Sequence[str]) -> VllmConfig:
 
 
 def serve_flags(serve: ServeConfig, tensor: int) -> list[str]:
-    """Flags for `serve` on `tensor` devices. Prints the keys that vLLM ignores; ConfigError for a
-    promise that it does not make."""
+    """Return the flags for `serve` on `tensor` devices, and print the keys that vLLM ignores.
+    ConfigError for a promise that it does not make."""
     if serve.identical == "strict":
         raise ConfigError(
             "serve.identical=strict: vLLM does not promise it; set serve.identical=any, or leave "
@@ -88,19 +88,22 @@ def serve_flags(serve: ServeConfig, tensor: int) -> list[str]:
 
 
 def answer_flags(timeout: int) -> list[str]:
-    """Flags for what our server does by default: OpenAI's sampling parameters, and `timeout`
+    """Return flags for what our server does by default: OpenAI's sampling parameters, and `timeout`
     seconds for running requests after SIGTERM."""
     return words_of({"--generation-config": "vllm", "--shutdown-timeout": timeout})
 
 
 def tool_flags(parser: str | None) -> list[str]:
-    """Flags for the format of tool calls, by the name of --tool-parser; None: no tools."""
+    """Return flags for the format of tool calls, by the name of --tool-parser; None: no tools."""
     if parser is None:
         return []
     return ["--enable-auto-tool-choice", "--tool-call-parser", TOOL_PARSERS[parser]]
 
 
 def words_of(flags: Mapping[str, object]) -> list[str]:
-    """The words of flags with values, without those that are None."""
-    pairs = [(flag, str(value)) for flag, value in flags.items() if value is not None]
-    return [word for pair in pairs for word in pair]
+    """List flags and their values as words, without those that are None."""
+    words: list[str] = []
+    for flag, value in flags.items():
+        if value is not None:
+            words += flag, str(value)
+    return words
