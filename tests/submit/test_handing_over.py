@@ -11,17 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 from processes import stand_ins, write_config
+from submit.jobs import FACTS
 
 from maxstack import cli
 from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.submit import records, remote
 
-FACTS = {
-    "image": "repo/maxstack:1",
-    "cluster": "c",
-    "bucket": {"name": "bucket", "storage": "stored"},
-}
 PAGE = Path(__file__).parents[2] / "docs" / "CLUSTER.md"
 DOCUMENTED = [
     line.split("#")[0].split()[1:]

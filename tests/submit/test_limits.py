@@ -10,20 +10,16 @@ import subprocess
 import pytest
 import yaml
 from processes import stand_ins, write_config
+from submit import jobs
 
 from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.plan.topology import parse
 from maxstack.schema.cluster import STRING, ClusterConfig
 from maxstack.submit import gke, slurm, xpk
-from maxstack.submit.job import SCRIPT, WRAPPER, Job
+from maxstack.submit.job import SCRIPT, WRAPPER
 
 MANY = 4000
-FACTS = {
-    "image": "repo/maxstack:1",
-    "cluster": "c",
-    "bucket": {"name": "bucket", "storage": "stored"},
-}
 TARGETS = {
     "gke": ("v5e:4x4", gke.manifest),
     "xpk": ("v5e:4x4", xpk.command),
@@ -47,8 +43,7 @@ def job(cfg, topology="v5e:4x4", sources=2, **facts):
             )
         }
     )
-    facts = ClusterConfig.model_validate(FACTS | {"topology": topology} | facts)
-    return Job("a-run", facts, parse(topology), cfg.model_copy(update={"data": data}))
+    return jobs.job(cfg.model_copy(update={"data": data}), topology, **facts)
 
 
 def padded(one, size):
@@ -59,9 +54,7 @@ def padded(one, size):
 
 
 def container(one):
-    return yaml.safe_load(gke.manifest(one))["spec"]["replicatedJobs"][0]["template"]["spec"][
-        "template"
-    ]["spec"]["containers"][0]
+    return jobs.template(yaml.safe_load(gke.manifest(one)))["spec"]["containers"][0]
 
 
 def started(words, folder, **environment):

@@ -1,31 +1,18 @@
 """Cluster policies that a JobSet's pods satisfy: security, resources, volumes, names."""
 
 import copy
-import json
-from pathlib import Path
 
-import jsonschema
 import pytest
-import yaml
 from pod_security import violations
 from processes import write_config
+from submit.jobs import cluster, job, jobset
+from submit.jobs import template as template_of
 
 from maxstack import cli
 from maxstack.errors import ConfigError
 from maxstack.load import load
-from maxstack.plan.topology import parse
-from maxstack.schema.cluster import BucketConfig, ClusterConfig
+from maxstack.schema.cluster import BucketConfig
 from maxstack.submit import gke, slurm, xpk
-from maxstack.submit.job import Job
-
-SCHEMA = jsonschema.Draft202012Validator(
-    json.loads(Path(__file__).with_name("jobset-v1alpha2.json").read_text())
-)
-FACTS = {
-    "image": "repo/maxstack:1",
-    "cluster": "c",
-    "bucket": {"name": "bucket", "storage": "stored"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +21,8 @@ def cfg(tmp_path_factory):
     return load(path, ["run.output_dir=/gcs/runs"])
 
 
-def job(cfg, topology="v5e:4x4", **facts):
-    return Job(
-        "a-run",
-        ClusterConfig.model_validate(FACTS | {"topology": topology} | facts),
-        parse(topology),
-        cfg,
-    )
-
-
 def template(one):
-    jobset = yaml.safe_load(gke.manifest(one))
-    SCHEMA.validate(jobset)
-    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
+    return template_of(jobset(one))
 
 
 EVERYTHING = {
@@ -147,12 +123,12 @@ def test_a_jobset_has_a_ttl_and_the_labels_of_its_pods(cfg):
         queue="q",
         ttl_seconds_after_finished=60,
     )
-    jobset = yaml.safe_load(gke.manifest(one))
-    assert jobset["spec"][
+    tree = jobset(one)
+    assert tree["spec"][
         "ttlSecondsAfterFinished"
     ] == 60 and "--ttl-seconds-after-finished=60" in xpk.command(one)
     labels = template(one)["metadata"]["labels"]
-    assert jobset["metadata"]["labels"] == labels | {"kueue.x-k8s.io/queue-name": "q"}
+    assert tree["metadata"]["labels"] == labels | {"kueue.x-k8s.io/queue-name": "q"}
     assert (
         labels["team"] == "llm"
         and labels["example.com/cost"] == "a1"
@@ -208,7 +184,7 @@ def test_volumes_are_mounted_and_a_claim_may_hold_the_run(cfg):
 )
 def test_invalid_volumes_and_pods_are_refused(facts, says):
     with pytest.raises(ValueError, match=says):
-        ClusterConfig.model_validate(FACTS | {"topology": "v5e:4x4"} | facts)
+        cluster(**facts)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import stand_ins, write_config
+from submit.jobs import FACTS, cluster, jobset, template
 
 from maxstack import config
 from maxstack.cluster.environment import PORT, member
@@ -31,14 +31,7 @@ from maxstack.schema.faults import ElasticConfig
 from maxstack.submit import gke, slurm, xpk
 from maxstack.submit.job import check_cluster, machines, make_job
 
-HERE = Path(__file__).parent
-SCHEMA = jsonschema.Draft202012Validator(json.loads((HERE / "jobset-v1alpha2.json").read_text()))
-OPTIONS = json.loads((HERE / "xpk-options.json").read_text())
-FACTS = {
-    "image": "repo/maxstack:1",
-    "cluster": "c",
-    "bucket": {"name": "bucket", "storage": "stored"},
-}
+OPTIONS = json.loads(Path(__file__).with_name("xpk-options.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -54,34 +47,24 @@ def cfg(tmp_path_factory):
 def job(cfg):
     def make(topology: str, name: str = "a-run", **facts):
         slices = cfg.mesh.model_copy(update={"slices": parse(topology).slices})
-        return make_job(
-            name,
-            cfg.model_copy(update={"mesh": slices}),
-            ClusterConfig.model_validate(FACTS | {"topology": topology} | facts),
-        )[0]
+        cut = cfg.model_copy(update={"mesh": slices})
+        return make_job(name, cut, cluster(topology, **facts))[0]
 
     return make
 
 
-def pod(jobset):
-    return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+def pod(tree):
+    return template(tree)["spec"]
 
 
-def written(job):
-    """The JobSet, as Kubernetes reads it."""
-    jobset = yaml.safe_load(gke.manifest(job))
-    SCHEMA.validate(jobset)
-    return jobset
-
-
-def environment_of(jobset, index: int, completion: int) -> dict[str, str]:
+def environment_of(tree, index: int, completion: int) -> dict[str, str]:
     """Environment of a pod's processes."""
     fields = {gke.INDEX: str(index)}
     return {"JOB_COMPLETION_INDEX": str(completion)} | {
         entry["name"]: entry["value"].replace("$$", "$")
         if "value" in entry
         else fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-        for entry in pod(jobset)["containers"][0]["env"]
+        for entry in pod(tree)["containers"][0]["env"]
         if "secretKeyRef" not in entry.get("valueFrom", {})
     }
 
@@ -113,8 +96,8 @@ def environment_of(jobset, index: int, completion: int) -> dict[str, str]:
 def test_a_jobset_requests_the_topology_and_numbers_its_pods(topology, label, limit, each, job):
     secret = {"HF_TOKEN": {"name": "s", "key": "k"}}
     one = job(topology, queue="q", reservation="mine", secrets=secret, service_account="me")
-    jobset = written(one)
-    spec, (slices, hosts) = pod(jobset), each
+    tree = jobset(one)
+    spec, (slices, hosts) = pod(tree), each
     chosen = {
         key.removeprefix("cloud.google.com/").removeprefix("gke-"): value
         for key, value in spec["nodeSelector"].items()
@@ -125,12 +108,12 @@ def test_a_jobset_requests_the_topology_and_numbers_its_pods(topology, label, li
         and spec["terminationGracePeriodSeconds"] == 600
     )
     assert (
-        jobset["spec"]["replicatedJobs"][0]["replicas"] == slices
-        and jobset["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
+        tree["spec"]["replicatedJobs"][0]["replicas"] == slices
+        and tree["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
     )
-    assert ("annotations" in jobset["metadata"]) == (one.tpu and hosts > 1)
+    assert ("annotations" in tree["metadata"]) == (one.tpu and hosts > 1)
     found = [
-        member(environment_of(jobset, i, j), on_tpu=False)
+        member(environment_of(tree, i, j), on_tpu=False)
         for i in range(slices)
         for j in range(hosts)
     ]
@@ -144,10 +127,10 @@ def test_a_jobset_requests_the_topology_and_numbers_its_pods(topology, label, li
 
 
 def test_a_jobset_fails_on_a_mistake_and_restarts_otherwise(job):
-    jobset = written(job("v5e:4x4", max_restarts=7))
+    tree = jobset(job("v5e:4x4", max_restarts=7))
     inner, policy = (
-        jobset["spec"]["replicatedJobs"][0]["template"]["spec"],
-        jobset["spec"]["failurePolicy"],
+        tree["spec"]["replicatedJobs"][0]["template"]["spec"],
+        tree["spec"]["failurePolicy"],
     )
     (rule,) = inner["podFailurePolicy"]["rules"]
     assert rule == {
@@ -156,7 +139,7 @@ def test_a_jobset_fails_on_a_mistake_and_restarts_otherwise(job):
     }
     assert (
         inner["backoffLimit"] == 0
-        and pod(jobset)["restartPolicy"] == "Never"
+        and pod(tree)["restartPolicy"] == "Never"
         and policy["maxRestarts"] == 7
     )
     assert policy["rules"] == [
@@ -278,7 +261,7 @@ def test_values_that_xpk_would_misread_are_refused(topology, facts, says, job):
 def test_an_accelerator_must_name_the_topologys_chip(topology, name, allowed, job):
     for right in allowed.split(", "):
         one = job(topology, accelerator=right)
-        assert right in pod(written(one))["nodeSelector"].values()
+        assert right in pod(jobset(one))["nodeSelector"].values()
     with pytest.raises(ConfigError, match=f"accelerator: got '{name}'; allowed: .*: {allowed};"):
         gke.manifest(job(topology, accelerator=name))
 
@@ -433,7 +416,7 @@ NASTY = st.text(st.sampled_from("a'\"$`;|&<>(){}[]*?!#~ \\\t-=:%@,é\u2028"), ma
 @pytest.mark.slow
 def test_no_value_becomes_shell_or_yaml(value, line, job, tmp_path):
     one = job("h100:2x8", env={"A": value, "B": line})
-    environment = environment_of(written(one), 0, 0)
+    environment = environment_of(jobset(one), 0, 0)
     assert (environment["A"], environment["B"]) == (value, line)
     show = {"srun": f'printf "%s\\0%s" "$A" "$B" > {tmp_path}/seen'}
     own = stand_ins(tmp_path, show) | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
@@ -501,7 +484,7 @@ def test_example_clusters_load():
 )
 def test_unsafe_values_are_refused(key, value):
     with pytest.raises(ValueError, match=key):
-        ClusterConfig.model_validate(FACTS | {"topology": "v5e:4x4", key: value})
+        cluster(**{key: value})
 
 
 @pytest.mark.parametrize(
