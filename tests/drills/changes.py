@@ -82,42 +82,40 @@ def _other_devices(folder: Path, base: Path) -> list[str]:
 
 
 FREE = (
-    ["data.workers=1"],
-    ["data.prefetch=5"],
-    ["model.remat.policy=full"],
-    ["model.unroll=2"],
-    ["run.virtual_devices=2", "mesh.fsdp=2"],
-    ["train.accumulate=2"],
-    ["checkpoint.every=3"],
-    ["optimizer.learning_rate=0.02"],
-    ["faults.max_skips=3"],
-    ["run.trackers=[tensorboard]"],
-    ["model.dtype=bfloat16"],
+    "data.workers=1",
+    "data.prefetch=5",
+    "model.remat.policy=full",
+    "model.unroll=2",
+    "run.virtual_devices=2 mesh.fsdp=2",
+    "train.accumulate=2",
+    "checkpoint.every=3",
+    "optimizer.learning_rate=0.02",
+    "faults.max_skips=3",
+    "run.trackers=[tensorboard]",
+    "model.dtype=bfloat16",
 )
-BOUND = (
-    (["model.embed=64"], "model.embed: 32 -> 64"),
-    (["model.layers=3"], "model.layers: 2 -> 3"),
-    (["data.seq_len=32"], "data.seq_len: 64 -> 32"),
-    (["data.seed=7"], "data.seed: 0 -> 7"),
-    (["train.batch_size=16"], "train.batch_size: 8 -> 16"),
-    (["data.shuffle=false"], "data.shuffle: true -> false"),
-    (["objective.z_loss=0.01"], "objective.z_loss: 0.0 -> 0.01"),
-    (["model.blocks.block.mixer.window=8"], "mixer.window: null -> 8"),
-    (["data.sources.0.weight=5"], "weight: 3.0 -> 5.0"),
-    (["data.sources.1.documents=50"], "documents: 100 -> 50"),
-    (["data.packing=none"], "data.packing"),
-    (["optimizer=lion"], "optimizer.chain"),
-)
-FORCED = (
-    ("objective.z_loss=0.01", "objective"),
-    ("data.sources.0.weight=5", "data.sources.0.weight"),
-)
-"""Keys that may change, those that may not with what is said of them, and those that are gone on in
-spite of."""
-TABLE = (
-    *(("free", given, "") for given in FREE),
-    *(("bound", given, said) for given, said in BOUND),
-    *(("forced", [given], key) for given, key in FORCED),
+"""Keys that may change."""
+BOUND = {
+    "model.embed=64": "model.embed: 32 -> 64",
+    "model.layers=3": "model.layers: 2 -> 3",
+    "data.seq_len=32": "data.seq_len: 64 -> 32",
+    "data.seed=7": "data.seed: 0 -> 7",
+    "train.batch_size=16": "train.batch_size: 8 -> 16",
+    "data.shuffle=false": "data.shuffle: true -> false",
+    "objective.z_loss=0.01": "objective.z_loss: 0.0 -> 0.01",
+    "model.blocks.block.mixer.window=8": "mixer.window: null -> 8",
+    "data.sources.0.weight=5": "weight: 3.0 -> 5.0",
+    "data.sources.1.documents=50": "documents: 100 -> 50",
+    "data.packing=none": "data.packing",
+    "optimizer=lion": "optimizer.chain",
+}
+"""Keys that may not, and what the error says."""
+FORCED = {"objective.z_loss=0.01": "objective", "data.sources.0.weight=5": "data.sources.0.weight"}
+"""Keys that may with --force-config, and its value."""
+KINDS = (
+    [("bound", *each) for each in BOUND.items()],
+    [("free", each, "") for each in FREE],
+    [("forced", *each) for each in FORCED.items()],
 )
 
 
@@ -129,14 +127,14 @@ def changed(folder: Path, count: int, dice: random.Random) -> Outcome:
     )
     with Started(config, "run", "train.steps=4") as started:
         assert started.wait() == [0], started.output()
-    for number, (kind, given, said) in enumerate(_some(TABLE, count, dice)):
+    for number, (kind, given, said) in enumerate(_some(count, dice)):
         name = f"run-{number}"
         shutil.copytree(folder / "run", folder / name)
         before = _files(folder / name)
         with Started(
             config,
             name,
-            *given,
+            *given.split(),
             "train.steps=5",
             *(["--force-config", said] if kind == "forced" else []),
         ) as started:
@@ -154,15 +152,11 @@ def changed(folder: Path, count: int, dice: random.Random) -> Outcome:
     return found
 
 
-def _some(kinds: tuple, count: int, dice: random.Random) -> list:
-    """`count` of them, of each kind in turn."""
-    apart = [
-        dice.sample(part, len(part))
-        for kind in ("bound", "free", "forced")
-        if (part := [one for one in kinds if one[0] == kind])
-    ]
-    turns = [part[i] for i in range(max(map(len, apart))) for part in apart if i < len(part)]
-    return turns[:count]
+def _some(count: int, dice: random.Random) -> list[tuple[str, str, str]]:
+    """`count` changes, of each kind in turn."""
+    shuffled = [dice.sample(kind, len(kind)) for kind in KINDS]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*shuffled))
+    return [change for change in turns if change][:count]
 
 
 def _files(folder: Path) -> dict[str, int]:

@@ -3,6 +3,7 @@ again and again."""
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import statistics
@@ -54,43 +55,18 @@ def speeds(*seconds, late=(), starved=0.0, step=1.0):
 
 
 @pytest.mark.parametrize(
-    "several, found",
+    "several, process, text",
     [
-        (speeds(0.05, 0.07, 0.05, 0.06), {}),
-        (
-            speeds(0.05, 0.05, 0.09, 0.06),
-            {
-                (
-                    2,
-                    "devices",
-                ): "its devices need 90 ms for what the others do in 50 ms, 1.8 times as "
-                "long (their median)"
-            },
-        ),
-        (
-            speeds(0.05, 0.01),
-            {
-                (
-                    0,
-                    "devices",
-                ): "its devices need 50 ms for what the others do in 10 ms, 5.0 times as "
-                "long (their median)"
-            },
-        ),
-        (
-            speeds((0.1, 0.1), (0.1, 0.2)),
-            {
-                (
-                    1,
-                    "devices",
-                ): "its device 3 needs 200 ms for what the others do in 100 ms, 2.0 times "
-                "as long (their median)"
-            },
-        ),
+        (speeds(0.05, 0.07, 0.05, 0.06), None, ""),
+        (speeds(0.05, 0.05, 0.09, 0.06), 2, "its devices need 90 ms for .* in 50 ms, 1.8 times"),
+        (speeds(0.05, 0.01), 0, "its devices need 50 ms for .* in 10 ms, 5.0 times"),
+        (speeds((0.1, 0.1), (0.1, 0.2)), 1, "its device 3 needs 200 ms for .* 2.0 times as long"),
     ],
 )
-def test_a_device_is_slow_by_the_median_of_all_others(several, found):
-    assert find_slow_devices(several, 1.5) == found
+def test_a_device_is_slow_by_the_median_of_all_others(several, process, text):
+    found = find_slow_devices(several, 1.5)
+    assert found.keys() == ({(process, "devices")} if text else set())
+    assert all(re.match(text, reason) for reason in found.values())
 
 
 @pytest.mark.parametrize(
