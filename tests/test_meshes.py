@@ -1,6 +1,7 @@
 """Any mesh means the same run: five steps on eight virtual devices against one device, losses and
 every gradient, packed rows throughout."""
 
+import functools
 import math
 
 import jax
@@ -23,6 +24,13 @@ MLA = {
     "rope_dim": 8,
     "value_dim": 8,
 }
+DELTA = {"kind": "gated_delta", "key_heads": 4, "value_heads": 8, "key_dim": 8, "value_dim": 8}
+LONGROPE = {
+    "kind": "longrope",
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 3.0, 5.0, 7.0],
+    "original_length": 24,
+}
 MODELS = {
     "dense": {
         "pattern": ["local", "global"],
@@ -31,9 +39,10 @@ MODELS = {
                 "mixer": ATTENTION | {"window": 12, "sinks": True, "soft_cap": 20.0},
                 "mlp": GATED,
             },
-            "global": {"mixer": ATTENTION, "mlp": GATED},
+            "global": {"mixer": ATTENTION | {"rope": {"scaling": LONGROPE}}, "mlp": GATED},
         },
     },
+    "delta": {"layers": 2, "blocks": {"block": {"mixer": DELTA, "mlp": GATED}}},
     "moe": {"blocks": {"block": {"mixer": ATTENTION, "mlp": MOE}}},
     "mla": {
         "layers": 5,
@@ -76,9 +85,19 @@ CASES = {
     "stage tensor": ("mla", {"stage": 2, "data": 2, "tensor": 2}),
     "stage rounds": ("moe", {"stage": 2, "rounds": 2, "microbatches": 4, "fsdp": 2, "data": 2}),
     "stage expert": ("mla", {"stage": 2, "expert": 2, "fsdp": 2}),
+    "delta fsdp tensor": ("delta", {"fsdp": 4, "tensor": 2}),
+    "delta ulysses": ("delta", {"context": 2, "tensor": 2, "context_kind": "ulysses"}),
     "stage context": ("dense", {"stage": 2, "context": 2, "tensor": 2}),
 }
-SLOW = "context ring", "stage", "fsdp", "zero 1", "hsdp, all in host memory"
+SLOW = (
+    "context ring",
+    "stage",
+    "fsdp",
+    "zero 1",
+    "hsdp, all in host memory",
+    "delta fsdp tensor",
+    "delta ulysses",
+)
 """Those of `make test-all`."""
 
 
@@ -97,11 +116,8 @@ def five_steps(model: str, mesh: dict):
     cfg = config(model, mesh)
     run = tiny.make_run(cfg, math.prod(getattr(cfg.mesh, axis) for axis in AXES))
     begin = tiny.make_run(config(model, {})).init()
-    state, losses, gradients = (
-        jax.device_put(begin, jax.tree.map(lambda leaf: leaf.sharding, run.abstract)),
-        [],
-        [],
-    )
+    state = jax.device_put(begin, jax.tree.map(lambda leaf: leaf.sharding, run.abstract))
+    losses, gradients = [], []
     for i in range(5):
         state, scalars = run.step(state, run.batches.place(tiny.batch(cfg, FIRST + i), 16))
         losses.append(float(scalars["loss"]))
@@ -109,19 +125,15 @@ def five_steps(model: str, mesh: dict):
     return losses, gradients
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """The same steps on one device, once for each model."""
-    done: dict[str, tuple] = {}
-    return lambda model: (
-        done.setdefault(model, five_steps(model, {})) if model not in done else done[model]
-    )
+@functools.cache
+def on_one_device(model: str):
+    return five_steps(model, {})
 
 
 @pytest.mark.parametrize("case", tiers.of(CASES, "expert", "tensor", slow=SLOW))
-def test_losses_and_gradients_equal_those_of_one_device(case, alone, capfd):
+def test_losses_and_gradients_equal_those_of_one_device(case, capfd):
     model, mesh = CASES[case]
-    (ours, our_gradients), (theirs, their_gradients) = five_steps(model, mesh), alone(model)
+    (ours, our_gradients), (theirs, their_gradients) = five_steps(model, mesh), on_one_device(model)
     assert "Involuntary full rematerialization" not in capfd.readouterr().err
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     for (path, mine), other in zip(
@@ -129,4 +141,5 @@ def test_losses_and_gradients_equal_those_of_one_device(case, alone, capfd):
         jax.tree.leaves(their_gradients),
         strict=True,
     ):
-        assert np.linalg.norm(mine - other) <= 1e-5 * np.linalg.norm(other), (path, mine.shape)
+        within = 3e-5 if model == "delta" else 1e-5  # its chunks are inverted, and not only summed
+        assert np.linalg.norm(mine - other) <= within * np.linalg.norm(other), (path, mine.shape)

@@ -73,13 +73,6 @@ def test_every_backend_is_the_definition(t, chunk, backend):
     np.testing.assert_allclose(run(*x, segments, chunk, backend), by_loop(*x, segments), atol=3e-6)
 
 
-@pytest.mark.parametrize("backend", OP.names)
-def test_no_segments_mean_one_document_a_row(backend):
-    np.testing.assert_allclose(
-        run(*inputs(), None, 16, backend), by_loop(*inputs(), None), atol=3e-6
-    )
-
-
 @pytest.mark.parametrize("rate", [0.01, 0.3, 5.0])
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_chunks_equal_the_recurrence_in_values_and_gradients(chunk, rate):
@@ -91,12 +84,6 @@ def test_extreme_decays_give_right_and_finite_gradients(rate):
     x = inputs(rate=1.0)
     x[3] = jnp.where(jnp.arange(T)[:, None] % 3 == 0, -rate, x[3])
     assert_same(x, 16)
-
-
-def test_small_decays_survive_large_ones_in_the_same_chunk():
-    x = inputs(rate=1e-3)
-    x[3] = x[3].at[:, :8].set(-1e6)
-    assert_same(x, 64)
 
 
 def test_repeated_keys_that_never_fade_keep_their_digits():
@@ -117,13 +104,6 @@ def test_changing_one_document_never_changes_its_neighbours(backend):
 
 
 @pytest.mark.parametrize("backend", OP.names)
-def test_gradients_of_one_document_never_reach_its_neighbours(backend):
-    weight = jnp.zeros(inputs()[2].shape).at[0, 13:37].set(1.0)
-    for grad in gradients(inputs(), SEGMENTS, weight, 16, backend)[1]:
-        assert not grad[0, :13].any() and not grad[0, 37:].any() and grad[0, 13:37].any()
-
-
-@pytest.mark.parametrize("backend", OP.names)
 def test_bfloat16_inputs_are_only_rounded(backend):
     x = inputs()
     short = [part.astype(jnp.bfloat16) for part in x[:3]] + x[3:]
@@ -132,11 +112,3 @@ def test_bfloat16_inputs_are_only_rounded(backend):
     np.testing.assert_allclose(
         out.astype(jnp.float32), by_loop(*short, SEGMENTS), atol=1e-5, rtol=0.005
     )
-
-
-def test_a_packed_row_equals_its_documents_alone():
-    packed = run(*inputs(), SEGMENTS, 16, "chunked")[0]
-    for begin, end in ((0, 13), (13, 37), (37, 50)):
-        places = np.arange(T) % (end - begin) + begin
-        alone = run(*(part[:, places] for part in inputs()), None, 16, "chunked")[0, : end - begin]
-        np.testing.assert_allclose(packed[begin:end], alone, atol=3e-6)

@@ -126,15 +126,6 @@ def in_low_precision(pages, dtype):
     return Quantized(kept, scales), numbers.astype(jnp.float32) * scales[..., None]
 
 
-@pytest.mark.parametrize("dtype, step", [("int8", 1 / 254), ("float8_e4m3fn", 1 / 28)])
-def test_low_precision_is_within_half_a_step_of_the_largest_number(dtype, step):
-    # int8: 127 steps; e4m3: the largest numbers, 256 to 448, lie 32 apart
-    x = inputs()[2]
-    error = np.abs(in_low_precision(x, dtype)[1] - x)
-    assert (error <= np.abs(x).max(-1, keepdims=True) * step * 1.0001).all()
-    assert (error > 0).any()
-
-
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("latent", [False, True], ids=["keys and values", "latents"])
 @pytest.mark.parametrize("backend", ANY_PAGES)
@@ -223,11 +214,6 @@ def test_keys_and_values_in_bfloat16_are_the_definition_in_float32():
         arrays._replace(q_RNH=cut[0].astype(jnp.float32)), REQUESTS["window"], None
     )
     assert np.abs(interpreted("pallas_tpu", arrays, REQUESTS["window"]) - wanted).max() < 3e-2
-
-
-def test_a_step_without_rows_gives_zeros():
-    rest = Request(0.3), "pallas_tpu"
-    assert (run(*inputs(), SLOTS, SLOTS * 0 - 1, *rest)[0] == 0).all()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Choices, weights and losses of the router against loops over tokens."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -44,79 +42,24 @@ def chosen_by_loop(cfg, top_k, scores, bias):
     if cfg.groups:
         size = len(key) // cfg.groups
         members = [range(g * size, (g + 1) * size) for g in range(cfg.groups)]
-        best = [
-            sum(
-                sorted((key[e] for e in group), reverse=True)[
-                    : 1 if cfg.group_score == "max" else 2
-                ]
-            )
-            for group in members
-        ]
-        allowed = [
-            e
-            for g in sorted(range(cfg.groups), key=lambda g: -best[g])[: cfg.top_groups]
-            for e in members[g]
-        ]
+        counted = 1 if cfg.group_score == "max" else 2
+        best = [sum(sorted(key[slice(group.start, group.stop)])[-counted:]) for group in members]
+        kept = sorted(range(cfg.groups), key=lambda g: -best[g])[: cfg.top_groups]
+        allowed = [e for g in kept for e in members[g]]
     return sorted(allowed, key=lambda e: -key[e])[:top_k]
 
 
-def shares(cfg, logits, experts, scale):
-    """The weights of one token's experts, float64."""
-    scores = scored(cfg, logits)[experts]
-    return scores / (scores.sum() if cfg.normalize else 1.0) * cfg.scale * scale[experts]
-
-
 @pytest.mark.parametrize(("fields", "top_k"), CASES.values(), ids=CASES)
-def test_choices_weights_and_their_gradients_are_those_of_a_loop(fields, top_k):
-    cfg, logits, scale, probe = (
-        RouterConfig(**fields),
-        draw(2, 7, 8),
-        np.abs(draw(8, seed=2)),
-        draw(2, 7, top_k, seed=3),
-    )
+def test_choices_and_weights_are_those_of_a_loop(fields, top_k):
+    cfg, logits, scale = RouterConfig(**fields), draw(2, 7, 8), np.abs(draw(8, seed=2))
     bias = draw(8, seed=1) if cfg.selection_bias else np.zeros(8, np.float32)
-
-    @jax.jit
-    def ours(logits, scale):
-        (experts, weights), pull = jax.vjp(
-            lambda x: router.route(cfg, top_k, x, bias, scale), logits
-        )
-        return experts, weights, pull((np.zeros(experts.shape, jax.dtypes.float0), probe))[0]
-
-    experts, weights, grads = map(np.asarray, ours(logits, scale))
+    experts, weights = map(np.asarray, router.route(cfg, top_k, logits, bias, scale))
     for at in np.ndindex(2, 7):
-        wanted = chosen_by_loop(cfg, top_k, scored(cfg, logits[at]), bias)
+        scores = scored(cfg, logits[at])
+        wanted = chosen_by_loop(cfg, top_k, scores, bias)
         assert experts[at].tolist() == wanted
-        np.testing.assert_allclose(weights[at], shares(cfg, logits[at], wanted, scale), rtol=1e-5)
-        steps = 1e-5 * np.eye(8)
-        slope = [
-            (
-                shares(cfg, logits[at] + step, wanted, scale)
-                - shares(cfg, logits[at] - step, wanted, scale)
-            )
-            @ probe[at]
-            / 2e-5
-            for step in steps
-        ]
-        np.testing.assert_allclose(grads[at], slope, rtol=1e-4, atol=1e-6)
-
-
-def test_the_selection_bias_chooses_but_neither_weighs_nor_has_a_gradient():
-    cfg, logits = RouterConfig(score="sigmoid", selection_bias=True, normalize=False), draw(1, 5, 8)
-    bias = jnp.zeros(8).at[3].set(10.0)
-    experts, weights = router.route(cfg, 2, logits, bias)
-    assert (experts[..., 0] == 3).all()
-    np.testing.assert_allclose(weights[..., 0], scored(cfg, logits)[..., 3], rtol=1e-6)
-    assert not jax.grad(lambda bias: router.route(cfg, 2, logits, bias)[1].sum())(bias).any()
-
-
-def test_normed_input_and_bias_reach_the_logits():
-    x, w, scale, bias = draw(2, 3, 6), draw(6, 4, seed=1), draw(6, seed=2), draw(4, seed=3)
-    wide = np.float64(x)
-    wanted = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 0.5) * scale / 6**0.5 @ w + bias
-    np.testing.assert_allclose(
-        router.logits(router.normed(x, scale, 0.5), w, bias), wanted, rtol=1e-5, atol=1e-6
-    )
+        share = scores[wanted] / (scores[wanted].sum() if cfg.normalize else 1.0)
+        np.testing.assert_allclose(weights[at], share * cfg.scale * scale[wanted], rtol=1e-5)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -138,16 +81,6 @@ def test_the_loss_is_that_of_a_loop_over_real_tokens(score):
     counts = router.counts(experts, 4, real)
     np.testing.assert_allclose(router.loss(cfg, 2, logits, counts, real), wanted, rtol=1e-5)
     assert counts.sum(-1).tolist() == [12, 6, 0]
-
-
-@pytest.mark.slow
-def test_an_even_load_costs_one_a_token():
-    logits = np.tile(np.float32([[5, 0], [0, 5]]), (1, 3, 1))
-    experts, _ = router.route(cfg := RouterConfig(balance_loss=1.0), 1, logits)
-    real = np.ones((1, 6), bool)
-    np.testing.assert_allclose(
-        router.loss(cfg, 1, logits, router.counts(experts, 2, real), real), 6.0, rtol=1e-6
-    )
 
 
 def test_an_expert_takes_the_first_real_tokens_of_each_row():

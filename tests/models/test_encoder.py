@@ -10,7 +10,7 @@ from flax import nnx
 
 from maxstack.hf.contents import Contents
 from maxstack.hf.reader import bicubic, pieces_of, slab_reader
-from maxstack.models.model import abstract, weights_of
+from maxstack.models.model import weights_of
 from maxstack.schema.encoder import EncoderConfig
 
 FAMILIES = sorted(path.parent.name for path in parity.GOLDENS.glob("*/vision.npz"))
@@ -104,11 +104,3 @@ def test_fixed_positions_tell_rows_from_columns():
     np.testing.assert_allclose(table[0], [0, 0, 1, 1, 0, 0, 1, 1])
     np.testing.assert_allclose(table[1, 4:], table[0, 4:])
     np.testing.assert_allclose(table[3, :4], table[0, :4])
-
-
-def test_weights_have_the_axes_of_their_parts():
-    cfg = Contents(parity.GOLDENS / "siglip").model
-    _, state = abstract(cfg)
-    flat = {"/".join(map(str, path)): param for path, param in nnx.to_flat_state(state)}
-    assert flat["pool/query"].get_metadata()["axes"] == ("embed", "heads", "head_dim")
-    assert flat["patch"].get_metadata()["contract"] == 3

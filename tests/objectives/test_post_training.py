@@ -20,6 +20,7 @@ PEOPLE = "maxstack.data.people"
 SGD = {"learning_rate": 0.3, "chain": [{"kind": "sgd"}], "schedule": None}
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 RING = {"context": 4, "data": 2}
+AROUND_A_RING = "sft of sequences", "kto", "distill"
 RECORDS = {
     "sft": "chat",
     "preference": "pairs",
@@ -78,17 +79,31 @@ def losses(cfg, devices=1, steps=3):
     return found
 
 
+def first_batch(run):
+    """A batch of a run's feed, before it is placed."""
+    with contextlib.closing(Feed(run.cfg.data, range(8), 8, fields=run.objective.fields)) as feed:
+        return next(feed)
+
+
 def same(first, second, tolerance=1e-5):
     for one, other in zip(first, second, strict=True):
         assert one == pytest.approx(other, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("name", tiers.of(KINDS, "kto", slow=["sft of sequences", "reward"]))
-def test_microbatches_and_devices_change_nothing(name):
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    tiers.of(
+        [*((name, MESH) for name in KINDS), *((name, RING) for name in AROUND_A_RING)],
+        ("kto", MESH),
+        slow=[("sft of sequences", MESH), ("reward", MESH), ("sft of sequences", RING)],
+    ),
+)
+def test_microbatches_and_devices_change_nothing(name, mesh):
     """Losses, norms of gradients and metrics of three steps."""
     alone = losses(config(KINDS[name]))
     assert all(row["grad_norm"] > 0 for row in alone)
-    same(losses(config(KINDS[name], train={"accumulate": 2}, mesh=MESH), 8), alone)
+    pieces = {"accumulate": 1 if mesh is RING else 2}
+    same(losses(config(KINDS[name], train=pieces, mesh=mesh), 8), alone)
 
 
 def test_a_batch_without_answers_of_a_kind_has_no_figure_of_them():
@@ -109,21 +124,13 @@ def test_a_batch_without_answers_of_a_kind_has_no_figure_of_them():
 def test_messages_of_the_same_small_weight_are_as_those_of_weight_one(name):
     """Losses are means by weight, however small the weights of a batch are in all."""
     run, found = tiny.make_run(config(KINDS[name])), []
-    with contextlib.closing(Feed(run.cfg.data, range(8), 8, fields=run.objective.fields)) as feed:
-        batch = next(feed)
+    batch = first_batch(run)
     for weight in (1.0, 2.0**-12):
         placed = run.batches.place({**batch, "mask": batch["mask"] * np.float32(weight)}, 8)
         _, scalars = run.step(run.init(), placed)
         means = [name for name in scalars if "weight" not in name]
         found.append({name: float(scalars[name]) for name in means})
     assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "name", tiers.of(["sft of sequences", "kto", "distill"], slow=["sft of sequences"])
-)
-def test_sequences_split_over_a_ring_change_nothing(name):
-    same(losses(config(KINDS[name], mesh=RING), 8), losses(config(KINDS[name])))
 
 
 @pytest.mark.parametrize("name", ["sft", "sft of sequences", "dpo", "wpo", "reward", "distill"])
@@ -153,13 +160,10 @@ def test_packing_changes_no_sum(name):
 @pytest.mark.slow
 def test_the_gradient_is_that_of_the_loss_by_logits(name):
     """Weights of a linear cross-entropy stand for the derivative of the loss."""
-    cfg = config(KINDS[name])
-    run, size = tiny.make_run(cfg), cfg.train.batch_size
+    run = tiny.make_run(config(KINDS[name]))
     params, objective = run.init().params, run.objective
     changed = jax.tree.map(lambda x: x * 1.1, params)
-    with contextlib.closing(Feed(cfg.data, range(size), size, fields=objective.fields)) as feed:
-        batch = run.batches.place(next(feed), size)
-    batch = objective.prepare(batch, jax.random.key(0))
+    batch = objective.prepare(run.batches.place(first_batch(run), 8), jax.random.key(0))
 
     def model(params):
         return nnx.merge(run.graph, nnx.State(params))
@@ -222,8 +226,7 @@ def test_noise_of_embeddings_is_the_same_in_any_microbatch_and_none_in_evaluatio
     same(losses(config(noisy, train={"accumulate": 4})), alone)
     assert abs(alone[0]["loss"] - losses(config(KINDS["sft"]))[0]["loss"]) > 1e-4
     run = tiny.make_run(config(noisy))
-    with contextlib.closing(Feed(run.cfg.data, range(8), 8, fields=run.objective.fields)) as feed:
-        batch = run.batches.place(next(feed), 8)
+    batch = run.batches.place(first_batch(run), 8)
     params = run.init().params
     plain = tiny.make_run(config(KINDS["sft"]))
     assert float(run.eval_step(params, batch)["nll"]) == pytest.approx(
@@ -233,8 +236,7 @@ def test_noise_of_embeddings_is_the_same_in_any_microbatch_and_none_in_evaluatio
 
 def test_statistics_are_those_of_the_whole_distribution():
     run = tiny.make_run(config(KINDS["sft"]))
-    with contextlib.closing(Feed(run.cfg.data, range(8), 8, fields=run.objective.fields)) as feed:
-        batch = run.batches.place(next(feed), 8)
+    batch = run.batches.place(first_batch(run), 8)
     params = run.init().params
     model = nnx.merge(run.graph, nnx.State(params))
     logits = np.asarray(model.logits(model.hidden(batch)), np.float64)

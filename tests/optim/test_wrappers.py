@@ -66,19 +66,6 @@ def test_multisteps_can_skip_gradients_that_are_not_finite():
     close(updates, jax.tree.map(jnp.zeros_like, params))
 
 
-def test_apply_if_finite_drops_an_update_with_nan():
-    chain = [
-        {
-            "kind": "apply_if_finite",
-            "max_consecutive_errors": 2,
-            "inner": [{"kind": "clip_by_global_norm", "max_norm": 1.0}, {"kind": "adamw"}],
-        }
-    ]
-    tx, params = built(of=SMALL, learning_rate=0.1, chain=chain), tree(SMALL)
-    updates = first(tx, jax.tree.map(lambda p: p * jnp.nan, params), params)
-    close(updates, jax.tree.map(jnp.zeros_like, params))
-
-
 def test_the_average_of_the_weights_follows_its_formula_from_its_start_on():
     cfg = OptimizerConfig(
         learning_rate=0.1,
@@ -114,12 +101,6 @@ def test_the_average_fills_in_frozen_parameters():
     assert np.array_equal(average["norm"], params["norm"]) and not np.allclose(
         average["w"], params["w"]
     )
-
-
-def test_bfloat16_weights_are_averaged_in_float32():
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), tree(SMALL))
-    state = built(of=SMALL, ema={}).init(params)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state[-1].average)} == {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize("frozen", [None, ["norm"]])

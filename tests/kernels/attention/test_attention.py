@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from maxstack.kernels.attention import OP, attention, blockwise
-from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, visible
-from maxstack.kernels.backends import Device
+from maxstack.kernels.attention.request import Inputs, Request, visible
 
 BACKENDS = ["reference", "blockwise"]
 compiled = jax.jit(attention, static_argnums=(4, 5))
@@ -76,49 +75,6 @@ def test_the_reference_is_the_definition(name, packed):
     np.testing.assert_allclose(got, by_loop(q, k, v, segments, asked, sinks), atol=2e-6)
 
 
-PACKED, SINK, WIDE = {"packed": True}, {"sinks": True}, {"value_size": 5}
-CASES = [
-    (1, 2, Request(0.4, window=1), {}),
-    (7, 1, Request(0.4, window=500), PACKED | WIDE),
-    (70, 2, Request(0.4, None, 3.0), PACKED | SINK),
-    (54, 1, Request(0.4, 6), WIDE),
-    (70, 4, Request(0.4, chunk=9), PACKED | SINK | WIDE),
-    (200, 2, Request(0.4, 150, 3.0), PACKED),
-    (70, 4, Request(0.4, chunk=9, causal=False), PACKED | SINK | WIDE),
-    (140, 2, Request(0.4, causal=False), PACKED),
-]
-
-
-@pytest.mark.parametrize(("t", "kv", "asked", "features"), CASES)
-@pytest.mark.slow
-def test_blockwise_equals_the_reference_in_values_and_gradients(
-    t, kv, asked, features, monkeypatch
-):
-    monkeypatch.setitem(
-        blockwise.SIZES, "cpu", (32, 16)
-    )  # 70 are loops over tiles of four sizes, a window of 6 or 9 one of two
-    q, k, v, segments = inputs(
-        t, kv=kv, packed=features.get("packed", False), value_size=features.get("value_size")
-    )
-    weight = jnp.asarray(
-        np.random.default_rng(1).normal(size=(*q.shape[:3], v.shape[3])), jnp.float32
-    )
-    sinks = SINKS if features.get("sinks") else None
-
-    def run(backend):
-        def total(q, k, v, sinks):
-            return (attention(q, k, v, segments, asked, backend, sinks) * weight).sum()
-
-        return jax.jit(jax.value_and_grad(total, (0, 1, 2) if sinks is None else (0, 1, 2, 3)))(
-            q, k, v, sinks
-        )
-
-    (ours, grads), (theirs, wanted) = run("blockwise"), run("reference")
-    np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-3)
-    for got, want in zip(grads, wanted, strict=True):
-        np.testing.assert_allclose(got, want, rtol=2e-4, atol=4e-5)
-
-
 ELSEWHERE = {
     "all keys": (40, 70, Request(0.4, causal=False), None),
     "after the keys": (20, 90, Request(0.4, offset=70), SINKS),
@@ -178,16 +134,6 @@ def test_blockwise_serves_queries_anywhere_among_other_keys(name):
     assert not out[blind].any() and not any(x.any() for x in (dq, dk, dv))
 
 
-def test_candidates_are_sizes_that_differ_for_the_sequence():
-    case = AttentionCase(
-        Request(1.0), 200, 200, 4, 2, 8, 8, "float32", False, False, Device("cpu", "cpu")
-    )
-    found = blockwise.candidates(case)
-    assert found[0] == {"rows": 256, "keys": 256}
-    reached = [(min(sizes["rows"], 200), min(sizes["keys"], 256)) for sizes in found]
-    assert len({*reached}) == len(reached) > 2
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_chunks_are_counted_by_the_positions_that_are_given(backend):
     q, k, v, segments = inputs(20)
@@ -200,37 +146,6 @@ def test_chunks_are_counted_by_the_positions_that_are_given(backend):
     )
     np.testing.assert_array_equal(found, given)
     assert not np.allclose(given, later)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_high_sink_takes_the_whole_softmax_and_a_low_one_none_of_it(backend):
-    q, k, v, segments = inputs(9)
-    plain = compiled(q, k, v, segments, Request(0.35), backend)
-    got = compiled(
-        q, k, v, segments, Request(0.35), backend, jnp.asarray([80.0, -80.0, -80.0, 80.0])
-    )
-    np.testing.assert_allclose(got, plain * jnp.asarray([0, 1, 1, 0])[:, None], atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_changing_one_document_never_changes_its_neighbour(backend):
-    q, k, v, _ = inputs(260)
-    segments = jnp.asarray([[1] * 150 + [2] * 110] * 2, jnp.int32)
-    before = compiled(q, k, v, segments, Request(0.35), backend)
-    after = compiled(
-        q, k.at[:, :150].add(1.0), v.at[:, :150].add(1.0), segments, Request(0.35), backend
-    )
-    np.testing.assert_array_equal(before[:, 150:], after[:, 150:])
-    assert not np.array_equal(before[:, :150], after[:, :150])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_bfloat16_stays_near_float32(backend):
-    q, k, v, segments = inputs(140)
-    exact = compiled(q, k, v, segments, Request(0.35), "reference")
-    short = compiled(*(x.astype(jnp.bfloat16) for x in (q, k, v)), segments, Request(0.35), backend)
-    assert short.dtype == jnp.bfloat16
-    np.testing.assert_allclose(short.astype(jnp.float32), exact, atol=0.04)
 
 
 def largest(t, window):

