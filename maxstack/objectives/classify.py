@@ -79,4 +79,4 @@ class Classify(ImageObjective):
         """Images whose class is among the likeliest; of equal ones none."""
         own_B1 = jnp.take_along_axis(logits_BK, batch["label"][:, None], axis=1)
         above_B = (logits_BK >= own_B1).sum(axis=1)
-        return ((above_B <= most) * batch["real"]).sum()
+        return jnp.where(above_B <= most, batch["real"], 0.0).sum()

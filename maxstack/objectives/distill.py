@@ -38,7 +38,8 @@ class Distill(Objective):
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Metrics: loss, nll (of the targets), agreement (share of targets whose likeliest token is
         the teacher's); and router_loss where the model has one."""
-        cfg, model, mask_BT = self.section, models.policy, batch["mask"]
+        cfg, model = self.section, models.policy
+        mask_BT = batch["mask"]
         x_BTD, aux, _ = model.trunk(batch)
         student_BTD = natural(model.norm(x_BTD))
         if cfg.top:

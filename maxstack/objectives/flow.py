@@ -109,7 +109,8 @@ class Flow(ImageObjective):
 
     def _errors(self, models: Models, batch: Batch) -> tuple[jax.Array, Aux]:
         """Mean squared errors float32 [B], and reports of the blocks."""
-        x, noise, time_B = self.pixels(batch["image"]), batch["noise"], batch["time"]
+        x, noise = self.pixels(batch["image"]), batch["noise"]
+        time_B = batch["time"]
         of_image, of_noise = self.shares(time_B[:, None, None, None])
         pixels = of_image * x + of_noise * noise
         given = {**batch, "pixels": pixels, "time": self.units(time_B)}

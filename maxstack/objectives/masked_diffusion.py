@@ -103,7 +103,8 @@ class MaskedDiffusion(Objective):
         logits_BTV = model.logits(model.hidden(self._corrupted(batch, hidden_BT)))
         best_BT = (logits_BTV + self._excluded()).argmax(-1)
         targets_BT, predicted_BT = self._predicted(batch, hidden_BT)
-        return ((best_BT == targets_BT) * predicted_BT).sum(), predicted_BT.sum()
+        right_BT = jnp.where(best_BT == targets_BT, predicted_BT, 0.0)
+        return right_BT.sum(), predicted_BT.sum()
 
     def _known(self, batch: Batch) -> jax.Array:
         """Positions of the sequence that may be hidden, float32 [B, T]."""
@@ -112,7 +113,8 @@ class MaskedDiffusion(Objective):
             return mask_BT
         segments_BT = batch.get("segments", jnp.ones_like(batch["tokens"]))
         before_BT = jnp.pad(segments_BT[:, :-1], ((0, 0), (1, 0)))
-        return mask_BT * (before_BT == segments_BT)  # the first of a document has no state before
+        # The first token of a document has no state before it.
+        return jnp.where(before_BT == segments_BT, mask_BT, 0.0)
 
     def _counted(self, batch: Batch) -> jax.Array:
         """Positions whose state predicts a token of the sequence, float32 [B, T]."""

@@ -13,6 +13,7 @@ from maxstack.schema.objective import NextTokenConfig
 
 if TYPE_CHECKING:
     from maxstack.layers.context import Context
+    from maxstack.models.block import Aux
     from maxstack.models.decoder import Decoder
 
 
@@ -24,18 +25,34 @@ class NextToken(Objective):
         """Metrics: loss, and where they have a weight z_loss, mtp_loss, router_loss, these two as
         means of their own."""
         assert isinstance(self.cfg.objective, NextTokenConfig)
-        model, z_loss = models.policy, self.cfg.objective.z_loss
-        x_BTD, aux, context = model.trunk(batch)
-        mask_BT = arrange(batch["mask"].astype(jnp.float32))
+        trunk = models.policy.trunk(batch)
+        normed_BTD = models.policy.norm(trunk[0])
+        mask_BT = batch["mask"].astype(jnp.float32)
+        return self._weighted(models, batch, trunk, normed_BTD, mask_BT, self.cfg.objective.z_loss)
+
+    def _weighted(
+        self,
+        models: Models,
+        batch: Batch,
+        trunk: "tuple[jax.Array, Aux, Context]",
+        normed_BTD: jax.Array,
+        weights_BT: jax.Array,
+        z_loss: float,
+        **metrics: jax.Array,
+    ) -> Loss:
+        """The loss with a weight for each target, in natural order, from what the model's trunk and
+        its norm gave; `metrics` are further ones."""
+        model, (x_BTD, aux, context) = models.policy, trunk
+        weights_BT = arrange(weights_BT)
         total, nll_BT, log_z_BT = head_losses(
-            model, model.norm(x_BTD), arrange(batch["targets"]), mask_BT, z_loss
+            model, normed_BTD, arrange(batch["targets"]), weights_BT, z_loss
         )
-        metrics = {"loss": (nll_BT * mask_BT).sum()}
+        metrics["loss"] = (nll_BT * weights_BT).sum()
         if z_loss:
-            metrics["z_loss"] = z_loss * (jnp.square(log_z_BT) * mask_BT).sum()
+            metrics["z_loss"] = z_loss * (jnp.square(log_z_BT) * weights_BT).sum()
         further = {}
         if model.cfg.mtp and model.cfg.mtp.loss:
-            further["mtp_loss"], aux["mtp"] = further_loss(model, x_BTD, batch, context)
+            further["mtp_loss"], aux["mtp"] = mtp_loss(model, x_BTD, batch, context)
         return self.whole(batch, total, metrics, aux, **further)
 
 
@@ -70,14 +87,16 @@ def head_losses(
         )
 
 
-def further_loss(
+def mtp_loss(
     model: "Decoder", x_BTD: jax.Array, batch: Batch, context: "Context"
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """model.mtp.loss times the mean over all depths of the sum of -log p of the token that lies one
-    further each time, where it is in the same document; what the blocks report."""
+    """(loss of multi-token prediction, reports of its blocks): model.mtp.loss times the mean over
+    depths of the sum of -log p of the token one position further each time, where it is in the same
+    document (DeepSeek-V3 2024, arXiv:2412.19437, eq. 24-25)."""
     assert model.cfg.mtp
-    targets_BT, mask_BT, reports = batch["targets"], batch["mask"].astype(jnp.float32), {}
+    targets_BT, mask_BT = batch["targets"], batch["mask"].astype(jnp.float32)
     segments_BT, total = batch.get("segments"), jnp.zeros((), jnp.float32)
+    reports = {}
     # Where documents see each other they are one segment, but the end of one is no input.
     same_BT = following(batch["tokens"]) == targets_BT
     if segments_BT is not None:

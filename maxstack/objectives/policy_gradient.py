@@ -136,7 +136,8 @@ class PolicyGradient(LogProbs):
 
     def beside(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Batch]:
         """The losses of entropy and value, and the metrics entropy, value_loss, value."""
-        cfg, mask_BT, shares_BT = self.section, batch["mask"], self._shares(batch)
+        cfg, mask_BT = self.section, batch["mask"]
+        shares_BT = self._shares(batch)
         total, metrics = jnp.zeros(()), {}
         if cfg.entropy or cfg.statistics:
             entropy_BT = entropies(models.policy, natural(normed_BTD), self.temperature) * mask_BT
@@ -164,7 +165,8 @@ class PolicyGradient(LogProbs):
 
     def _with_advantages(self, batch: Batch) -> Batch:
         """The whole batch with `advantages`, and with `returns` that values are held against."""
-        cfg, mask_BT, segments_BT = self.section, batch["mask"], batch["segments"]
+        cfg, mask_BT = self.section, batch["mask"]
+        segments_BT = batch["segments"]
         old_BT = self._old(batch) if cfg.by_token else jnp.zeros_like(mask_BT)
         samples = Samples(
             batch["reward"],

@@ -69,7 +69,8 @@ class Preference(LogProbs):
     def terms(self, batch: Batch) -> Terms:
         """Metrics: rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies,
         logps/chosen, logps/rejected (sums over answers)."""
-        cfg, segments_BT, mask_BT = self.section, batch["segments"], batch["mask"]
+        cfg, segments_BT = self.section, batch["segments"]
+        mask_BT = batch["mask"]
         last_BT = lasts(pairs_of(segments_BT))
         weights_BT = self._desensitized(mask_BT, segments_BT)
         if "reference" in batch:  # of whole answers
@@ -79,12 +80,14 @@ class Preference(LogProbs):
         policy = pair_sums(batch["logps"] * weights_BT, segments_BT)
         reference = pair_sums(reference_BT, segments_BT)
         tokens = pair_sums(mask_BT, segments_BT)
-        # What is no pair gets values whose losses and derivatives are finite.
-        compared = Compared(
+        # Elsewhere values whose losses and derivatives are finite: a NaN there would reach the
+        # gradient through the mask.
+        compared = Comparison(
             cfg,
             last_BT,
-            *(jnp.where(last_BT, x, -1.0) for x in (*policy, *reference)),
-            *(jnp.where(last_BT, x, 1.0) for x in tokens),
+            policy.where(last_BT, -1.0),
+            reference.where(last_BT, -1.0),
+            tokens.where(last_BT, 1.0),
         )
         likely_BT = self._likely(batch, tokens, last_BT) if cfg.weigh else 1.0
         total_BT = jnp.zeros_like(mask_BT)
@@ -96,14 +99,15 @@ class Preference(LogProbs):
             else:
                 loss_BT = jnp.where(last_BT, LOSSES[name](compared), 0.0) * likely_BT
             total_BT = total_BT + weight * loss_BT
-        chosen_BT, rejected_BT = (cfg.beta * x for x in (compared.u, compared.v))
+        ratios = compared.ratios
+        chosen_BT, rejected_BT = cfg.beta * ratios.first, cfg.beta * ratios.second
         named = {
             "rewards/chosen": chosen_BT,
             "rewards/rejected": rejected_BT,
             "rewards/margins": chosen_BT - rejected_BT,
             "rewards/accuracies": (chosen_BT > rejected_BT).astype(jnp.float32),
-            "logps/chosen": compared.c,
-            "logps/rejected": compared.r,
+            "logps/chosen": compared.policy.first,
+            "logps/rejected": compared.policy.second,
         }
         return Terms(total_BT, {name: jnp.where(last_BT, x, 0.0) for name, x in named.items()})
 
@@ -133,7 +137,8 @@ class Preference(LogProbs):
 
     @staticmethod
     def _likely(batch: Batch, tokens: Pair, last_BT: Array) -> Array:
-        """exp of the mean over tokens of log p - log sum p^2, of both answers."""
+        """Weights of WPO: exp of the mean over tokens of log p - log sum p^2, of both answers
+        (Zhou et al. 2024, arXiv:2406.11827)."""
         aligned_BT = jax.lax.stop_gradient(batch["logps"] - batch["sharpness"])
         both = pair_sums(aligned_BT * batch["mask"], batch["segments"])
         means = (x / divisor(n) for x, n in zip(both, tokens, strict=True))
@@ -141,33 +146,33 @@ class Preference(LogProbs):
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
-    """Both answers of pairs under the model and the reference."""
+class Comparison:
+    """Both answers of pairs under the model and the reference, the chosen one first."""
 
     cfg: PreferenceConfig
     last: Array
     """True where there is a pair."""
-    c: Array
-    r: Array
-    C: Array
-    R: Array
-    chosen_tokens: Array
-    rejected_tokens: Array
+    policy: Pair
+    """Log-probabilities of the answers."""
+    reference: Pair
+    """The same under the reference."""
+    tokens: Pair
+    """Tokens of the answers."""
 
     @property
-    def u(self) -> Array:
-        """Log-ratio of the chosen answer."""
-        return self.rewarded(self.c) - self.C
-
-    @property
-    def v(self) -> Array:
-        """Log-ratio of the rejected answer."""
-        return self.rewarded(self.r) - self.R
+    def ratios(self) -> Pair:
+        """Log-ratios of the model to the reference."""
+        chosen, rejected = self.policy
+        return Pair(
+            self.rewarded(chosen) - self.reference.first,
+            self.rewarded(rejected) - self.reference.second,
+        )
 
     @functools.cached_property
     def scores(self) -> Pair:
         """Derivative of the divergence at both ratios, less its constants (f-DPO)."""
-        return Pair(*(self._score(ratio) for ratio in (self.u, self.v)))
+        chosen, rejected = self.ratios
+        return Pair(self._score(chosen), self._score(rejected))
 
     @property
     def z(self) -> Array:
@@ -179,7 +184,13 @@ class Compared:
     def mean_scores(self) -> Pair:
         """Scores divided by tokens."""
         first, second = self.scores
-        return Pair(first / self.chosen_tokens, second / self.rejected_tokens)
+        return Pair(first / self.tokens.first, second / self.tokens.second)
+
+    @property
+    def mean_logps(self) -> Pair:
+        """Mean log-probability of a token."""
+        first, second = self.policy
+        return Pair(first / self.tokens.first, second / self.tokens.second)
 
     def smoothed(self, z: Array) -> Array:
         """-log sigmoid(z), the other way round with probability `smoothing`."""
@@ -213,93 +224,90 @@ class Compared:
         return ratio
 
 
-def _sigmoid(pair: Compared) -> Array:
+def _sigmoid(pair: Comparison) -> Array:
     return pair.smoothed(pair.z)
 
 
-def _hinge(pair: Compared) -> Array:
+def _hinge(pair: Comparison) -> Array:
     return jnp.maximum(0.0, 1 - pair.z)
 
 
-def _ipo(pair: Compared) -> Array:
+def _ipo(pair: Comparison) -> Array:
     first, second = pair.mean_scores
     if pair.cfg.reward_alpha:
-        first, second = (pair.rewarded(mean) for mean in _means(pair))
+        first, second = (pair.rewarded(mean) for mean in pair.mean_logps)
     return jnp.square(first - second - 1 / (2 * pair.cfg.beta))
 
 
-def _sigmoid_norm(pair: Compared) -> Array:
+def _sigmoid_norm(pair: Comparison) -> Array:
     first, second = pair.mean_scores
     return -log_sigmoid(pair.cfg.beta * (first - second))
 
 
-def _robust(pair: Compared) -> Array:
+def _robust(pair: Comparison) -> Array:
     s, z = pair.cfg.smoothing, pair.z
     return (-(1 - s) * log_sigmoid(z) + s * log_sigmoid(-z)) / (1 - 2 * s)
 
 
-def _exo_pair(pair: Compared) -> Array:
+def _exo_pair(pair: Comparison) -> Array:
     s, z = pair.cfg.smoothing, pair.z
     right = sigmoid(z) * (log_sigmoid(z) - jnp.log1p(-s))
     return right + sigmoid(-z) * (log_sigmoid(-z) - jnp.log(s))
 
 
-def _nca_pair(pair: Compared) -> Array:
+def _nca_pair(pair: Comparison) -> Array:
     a, b = (pair.cfg.beta * score for score in pair.scores)
     return -log_sigmoid(a) - 0.5 * log_sigmoid(-a) - 0.5 * log_sigmoid(-b)
 
 
-def _bco_pair(pair: Compared) -> Array:
+def _bco_pair(pair: Comparison) -> Array:
     a, b = (pair.cfg.beta * score for score in pair.scores)
     return -log_sigmoid(a) - log_sigmoid(-b)
 
 
-def _sppo_hard(pair: Compared) -> Array:
+def _sppo_hard(pair: Comparison) -> Array:
     a, b = pair.scores
     half = 0.5 / pair.cfg.beta
     return jnp.square(a - half) + jnp.square(b + half)
 
 
-def _aot(pair: Compared) -> Array:
-    return pair.by_rank(pair.sorted(pair.c - pair.r) - pair.sorted(pair.C - pair.R))
+def _aot(pair: Comparison) -> Array:
+    own = pair.sorted(pair.policy.first - pair.policy.second)
+    return pair.by_rank(own - pair.sorted(pair.reference.first - pair.reference.second))
 
 
-def _aot_unpaired(pair: Compared) -> Array:
-    return pair.by_rank(pair.sorted(pair.u) - pair.sorted(pair.v))
+def _aot_unpaired(pair: Comparison) -> Array:
+    chosen, rejected = pair.ratios
+    return pair.by_rank(pair.sorted(chosen) - pair.sorted(rejected))
 
 
-def _apo_zero(pair: Compared) -> Array:
-    beta = pair.cfg.beta
-    return 1 - sigmoid(beta * pair.u) + sigmoid(beta * pair.v)
+def _apo_zero(pair: Comparison) -> Array:
+    chosen, rejected = pair.ratios
+    return 1 - sigmoid(pair.cfg.beta * chosen) + sigmoid(pair.cfg.beta * rejected)
 
 
-def _apo_down(pair: Compared) -> Array:
-    return sigmoid(pair.cfg.beta * pair.u) + 1 - sigmoid(pair.z)
+def _apo_down(pair: Comparison) -> Array:
+    return sigmoid(pair.cfg.beta * pair.ratios.first) + 1 - sigmoid(pair.z)
 
 
-def _discopop(pair: Compared) -> Array:
+def _discopop(pair: Comparison) -> Array:
     share = sigmoid(pair.z / pair.cfg.tau)
     return -log_sigmoid(pair.z) * (1 - share) + jnp.exp(-pair.z) * share
 
 
-def _simpo(pair: Compared) -> Array:
-    first, second = _means(pair)
+def _simpo(pair: Comparison) -> Array:
+    first, second = pair.mean_logps
     beta, gamma = pair.cfg.beta, pair.cfg.gamma
     return pair.smoothed(beta * (pair.rewarded(first) - pair.rewarded(second)) - gamma)
 
 
-def _orpo(pair: Compared) -> Array:
-    odds = (mean - jnp.log(-jnp.expm1(jnp.minimum(mean, -1e-6))) for mean in _means(pair))
+def _orpo(pair: Comparison) -> Array:
+    odds = (mean - jnp.log(-jnp.expm1(jnp.minimum(mean, -1e-6))) for mean in pair.mean_logps)
     first, second = odds
     return -pair.cfg.beta * log_sigmoid(first - second)
 
 
-def _means(pair: Compared) -> Pair:
-    """Mean log-probability of a token."""
-    return Pair(pair.c / pair.chosen_tokens, pair.r / pair.rejected_tokens)
-
-
-LOSSES: Mapping[str, Callable[[Compared], Array]] = {
+LOSSES: Mapping[str, Callable[[Comparison], Array]] = {
     "sigmoid": _sigmoid,
     "hinge": _hinge,
     "ipo": _ipo,

@@ -17,6 +17,11 @@ class Pair(NamedTuple):
     first: Array
     second: Array
 
+    def where(self, counts_BT: Array, otherwise: float) -> "Pair":
+        """The sums where `counts_BT` is true, `otherwise` elsewhere."""
+        first = jnp.where(counts_BT, self.first, otherwise)
+        return Pair(first, jnp.where(counts_BT, self.second, otherwise))
+
 
 def pairs_of(segments_BT: Array) -> Array:
     """The number of the pair of each position: segments 1 and 2 are pair 1; 0 in padding."""

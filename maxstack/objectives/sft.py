@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxstack.kernels.sequences import arrange, natural
+from maxstack.kernels.sequences import natural
 from maxstack.objectives.log_probs import log_probs
-from maxstack.objectives.next_token import NextToken, further_loss, head_losses
+from maxstack.objectives.next_token import NextToken
 from maxstack.objectives.objective import Batch, Loss, Models, divisor, row_keys
 from maxstack.objectives.sequences import lasts, running_sums, spread
 from maxstack.objectives.statistics import statistics
@@ -37,26 +37,16 @@ class SFT(NextToken):
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Metrics: those of next_token, and where they are asked for entropy and token_accuracy."""
-        cfg, model, mask_BT = self.section, models.policy, batch["mask"]
+        cfg, model = self.section, models.policy
         if "neftune" in batch:
             batch = {**batch, "embedding_noise": self._noise(batch)}
-        x_BTD, aux, context = model.trunk(batch)
-        normed_BTD = model.norm(x_BTD)
-        weights_BT = self._by_sequence(batch) if cfg.weigh == "sequence" else mask_BT
+        trunk = model.trunk(batch)
+        normed_BTD = model.norm(trunk[0])
+        weights_BT = self._by_sequence(batch) if cfg.weigh == "sequence" else batch["mask"]
         if cfg.dft:
             weights_BT = weights_BT * jnp.exp(log_probs(model, normed_BTD, batch["targets"]))
-        total, nll_BT, log_z_BT = head_losses(
-            model, normed_BTD, arrange(batch["targets"]), arrange(weights_BT), cfg.z_loss
-        )
-        metrics = {"loss": (natural(nll_BT) * weights_BT).sum()}
-        if cfg.z_loss:
-            metrics["z_loss"] = cfg.z_loss * (jnp.square(natural(log_z_BT)) * weights_BT).sum()
-        if cfg.statistics:
-            metrics |= self._statistics(models, batch, normed_BTD)
-        further = {}
-        if model.cfg.mtp and model.cfg.mtp.loss:
-            further["mtp_loss"], aux["mtp"] = further_loss(model, x_BTD, batch, context)
-        return self.whole(batch, total, metrics, aux, **further)
+        more = self._statistics(models, batch, normed_BTD) if cfg.statistics else {}
+        return self._weighted(models, batch, trunk, normed_BTD, weights_BT, cfg.z_loss, **more)
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, entropy and token_accuracy."""
@@ -70,10 +60,8 @@ class SFT(NextToken):
         }
 
     def _statistics(self, models: Models, batch: Batch, normed_BTD: Array) -> dict[str, Array]:
-        found, mask_BT = (
-            statistics(models.policy, natural(normed_BTD), batch["targets"]),
-            batch["mask"],
-        )
+        found = statistics(models.policy, natural(normed_BTD), batch["targets"])
+        mask_BT = batch["mask"]
         figures = {"entropy": found.entropy, "token_accuracy": found.right}
         sums = {name: (x_BT * mask_BT).sum() for name, x_BT in figures.items()}
         return sums | {f"{name}/weight": mask_BT.sum() for name in figures}
