@@ -17,7 +17,7 @@ OP = Op(
         Backend(name, f"{__name__}.{name}", platforms)
         for name, platforms in {
             "megablox": ("tpu",),
-            "tokamax": ("gpu", "tpu"),
+            "tokamax": ("gpu",),
             "blocks": ("cpu", "gpu"),
             "ragged_dot": ALL,
             "reference": ALL,
