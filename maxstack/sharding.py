@@ -103,11 +103,9 @@ def here(axes: str) -> "PartitionSpec":
     pair = current()
     assert pair is not None, "needs a mesh"
     _, free = _free()
-
-    def left(axes: Axes) -> list[str]:
-        return [axis for axis in names(axes) if axis in free]
-
-    rules = {logical: left(axes) for logical, axes in pair[1].rules.items()}
+    rules = {}
+    for logical, rule in pair[1].rules.items():
+        rules[logical] = [axis for axis in names(rule) if axis in free]
     return spec(axes.split(), rules)
 
 

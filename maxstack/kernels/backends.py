@@ -1,7 +1,12 @@
-"""Ops with several backends, each of which says why it cannot serve a case, and the choice among
-them, which is recorded.
+"""Ops with several backends, and the choice among them.
 
-Choosing imports no backend of another platform: Pallas alone takes half a second.
+An op is one function with one meaning. Each backend is a module with `run` and, unless it serves
+every case, `supports`, which says why it cannot serve a case. The choice is made while a program is
+traced, from the very shapes that one device has, and is recorded on the way (`record_choices`), so
+that nothing has to predict those shapes; `maxstack train` traces before it touches a file, so a
+pinned backend that cannot serve is an error before anything starts.
+
+Choosing imports no backend of another platform: importing Pallas alone takes half a second.
 """
 
 import contextlib

@@ -1,11 +1,15 @@
 """Sequences that are split over devices: their mesh axes, the order of their parts, and collectives
-to whole sequences and back.
+that gather whole sequences and split them again.
 
-With `mesh.context_kind: ulysses` parts are in natural order. With `ring`, a sequence is cut into 2C
-chunks for C devices, and device i holds chunks i and 2C-1-i, so that all devices have equally many
-pairs of a query and an earlier key. Shapes: B batch  T time  N heads  K kv heads  S time
-of keys  H head dim. `axes` are the mesh axes that split sequences; functions that take them run on
-one device's part, inside `sharding.per_device`, and their shapes are that part's.
+With `mesh.context_kind: ulysses` parts are in natural order, and all-to-alls give each device whole
+sequences of some heads. With `ring`, a sequence is cut into 2C chunks for C devices, and device i
+holds chunks i and 2C-1-i, so that all devices have equally many pairs of a query and an earlier
+key. That order is made once a step, for tokens and all that follows from them (`arrange`), and
+undone where natural order counts (`natural`), by two sends a device.
+
+Shapes: B batch  T time  N heads  K kv heads  S time of keys  H head dim. `axes` are the mesh axes
+that split sequences; functions that take them run on one device's part, inside
+`sharding.per_device`, and their shapes are that part's.
 """
 
 import math
@@ -62,9 +66,11 @@ def _moved(x_BT: jax.Array, back: bool) -> jax.Array:
         return x_BT
     parts = sharding.size_of(*axes)
     holder = {chunk: i // 2 for i, chunk in enumerate(zigzag(parts))}
-    routes = [[(part, holder[2 * part + odd]) for part in range(parts)] for odd in (0, 1)]
+    even = [(part, holder[2 * part]) for part in range(parts)]
+    odd = [(part, holder[2 * part + 1]) for part in range(parts)]
     if back:
-        routes = [[(target, source) for source, target in route] for route in routes]
+        even = [(target, source) for source, target in even]
+        odd = [(target, source) for source, target in odd]
 
     def local(x_BT: jax.Array) -> jax.Array:
         first, second = jnp.split(x_BT, 2, axis=1)
@@ -75,10 +81,8 @@ def _moved(x_BT: jax.Array, back: bool) -> jax.Array:
 
         if back:
             first, second = in_order(first, second)
-        first, second = (
-            jax.lax.ppermute(x, axes, route)
-            for x, route in zip((first, second), routes, strict=True)
-        )
+        first = jax.lax.ppermute(first, axes, even)
+        second = jax.lax.ppermute(second, axes, odd)
         return jnp.concatenate((first, second) if back else in_order(first, second), axis=1)
 
     return sharding.per_device(local, place(x_BT), place(x_BT))(x_BT)

@@ -1,5 +1,5 @@
-"""Measured sizes of kernels' blocks: a JSON table by device kind, op, backend and shape class, to
-which `maxstack tune` adds.
+"""Measured block sizes of kernels: a JSON table by device kind, op, backend and shape class, to
+which `maxstack tune` adds rows.
 
 The table of the package is tuned.json beside this file; a user's own, `run.tuned`, takes
 precedence. Without a row in either, a kernel uses its default.
@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pydantic
+
 from maxstack import strict_json
 from maxstack.config import storage
 from maxstack.errors import ConfigError
@@ -25,8 +27,22 @@ _own: contextvars.ContextVar[str | None] = contextvars.ContextVar("tuned", defau
 
 
 def use(path: str | None) -> contextlib.AbstractContextManager[None]:
-    """The user's own table for kernels that are traced inside; it need not exist."""
+    """Use a user's own table for kernels that are traced inside; it need not exist."""
     return holding(_own, os.path.expanduser(path) if path else None)
+
+
+class _Row(pydantic.BaseModel):
+    """A measurement; further keys (microseconds, date) are for readers."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+    device: str
+    op: str
+    backend: str
+    shape: dict[str, int | str]
+    blocks: dict[str, pydantic.PositiveInt]
+
+
+_TABLE = pydantic.TypeAdapter(list[_Row])
 
 
 def blocks(
@@ -43,16 +59,16 @@ def blocks(
 
 
 def rows(path: str | Path) -> list[Mapping[str, Any]]:
-    """The rows of a table at a path or URL, none where there is no file; ConfigError for anything
-    but a table."""
+    """Read the rows of a table at a path or URL; none where there is no file. ConfigError for
+    anything but a table."""
     try:
         return _read(str(path), *storage.stamp(str(path)))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read as a table of block sizes: {error.strerror}; give a "
-            "file, or set run.tuned: null"
+            f"{path}: cannot read the table of block sizes: {error.strerror}; give a file, or set "
+            "run.tuned: null"
         ) from error
 
 
@@ -64,41 +80,23 @@ def _key(row: Mapping[str, Any]) -> list[Any]:
 def _read(path: str, *version: object) -> list[Mapping[str, Any]]:
     try:
         table = strict_json.parse(storage.read_whole(path))
-        problem = _table_problem(table)
+        _TABLE.validate_python(table)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        problem = f"{place}: {first['msg']}" if place else first["msg"]
     except ValueError as error:
-        problem = f"no JSON: {error}"
-    if problem:
-        raise ConfigError(
-            f"{path}: is no table of block sizes ({problem}); delete it, and maxstack tune "
-            "makes it anew"
-        )
-    return table
-
-
-def _table_problem(table: Any) -> str | None:
-    if not isinstance(table, list):
-        return "it is no list"
-    problems = ((number, _row_problem(row)) for number, row in enumerate(table, 1))
-    return next((f"row {number}: {problem}" for number, problem in problems if problem), None)
-
-
-def _row_problem(row: Any) -> str | None:
-    if not isinstance(row, dict):
-        return "no mapping"
-    for name in ("device", "op", "backend"):
-        if not isinstance(row.get(name), str):
-            return f"{name} is no text"
-    for name in ("shape", "blocks"):
-        if not isinstance(row.get(name), dict):
-            return f"{name} is no mapping"
-    for name, size in row["blocks"].items():
-        if type(size) is not int or size < 1:
-            return f"blocks.{name}={size!r} is no whole number of 1 or more"
-    return None
+        problem = f"not JSON: {error}"
+    else:
+        return table
+    raise ConfigError(
+        f"{path}: not a table of block sizes ({problem}); delete it, and run maxstack tune to "
+        "measure again"
+    )
 
 
 def check_writable(path: str) -> None:
-    """ConfigError where the file at `path` is no table, or cannot be written."""
+    """Raise ConfigError if the file at `path` is not a table or cannot be written."""
     rows(path)
     if storage.is_url(path):
         return
@@ -109,13 +107,13 @@ def check_writable(path: str) -> None:
         unfinished.unlink()
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be written: {error.strerror}; give --out FILE in a folder that can"
+            f"{path}: cannot write: {error.strerror}; give --out FILE in a writable folder"
         ) from error
 
 
 def add(path: str, new: list[dict[str, Any]]) -> None:
-    """Write rows into a table, in place of those with the same keys; other rows stay, and a reader
-    never sees half a file."""
+    """Write rows into a table, replacing those with the same keys; a reader never sees half a
+    file."""
     replaced = [_key(row) for row in new]
     table = [*(row for row in rows(path) if _key(row) not in replaced), *new]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in table)

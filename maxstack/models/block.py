@@ -30,8 +30,10 @@ class Block(nnx.Module):
     """x + mixer(x), then x + mlp(x), each with norms where the placement has them."""
 
     def __init__(self, name: str, model: StackConfig, per_layer: PerLayerConfig | None = None):
-        self.name, cfg, self.dtype = name, model.blocks[name], model.dtype
-        size, dtype, scale = model.embed, model.param_dtype, model.init_scale
+        self.name = name
+        self.dtype = model.dtype
+        cfg, size = model.blocks[name], model.embed
+        dtype, scale = model.param_dtype, model.init_scale
         stds = {"std": scale, "out_std": scale / (2 * model.layers) ** 0.5, "dtype": dtype}
         before, after = cfg.placement != "post", cfg.placement != "pre"
 
@@ -50,7 +52,7 @@ class Block(nnx.Module):
             shape, axes = (size, 6, size), "embed latent norm"
             self.modulation = weight(shape, axes, dtype=dtype, use="matmul")
             self.modulation_bias = weight((6, size), "latent norm", dtype=dtype)
-        self.condition = _own_condition(model, dtype) if cfg.modulation == "own" else None
+        self.condition = condition_of(model) if cfg.modulation == "own" else None
         self.modulated = cfg.modulation is not None
         self.out_scalar = weight((), "", dtype=dtype, fill=1.0) if cfg.out_scalar else None
         if extra := per_layer:
@@ -126,9 +128,11 @@ class Moved(NamedTuple):
 NOT_MOVED = Moved(None, None, None)
 
 
-def _own_condition(model: StackConfig, dtype: str) -> Condition:
+def condition_of(model: StackConfig) -> Condition:
+    """The layer that makes a condition of a time and a class."""
     assert isinstance(model, DiTConfig)
     section, scale = ConditionConfig(classes=model.classes), model.init_scale
+    dtype = model.param_dtype
     return Condition(section, model.embed, std=scale, out_std=scale, dtype=dtype)
 
 

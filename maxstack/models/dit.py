@@ -11,9 +11,9 @@ from maxstack.layers.condition import Condition
 from maxstack.layers.context import Context, keys_of
 from maxstack.layers.patches import patch_weight, patches, pixels, sincos2d
 from maxstack.layers.weight import project, weight
-from maxstack.models.block import Aux, Batch
+from maxstack.models.block import Aux, Batch, condition_of
 from maxstack.models.stack import Stack
-from maxstack.schema.dit import ConditionConfig, DiTConfig
+from maxstack.schema.dit import DiTConfig
 from maxstack.sharding import constrain
 
 
@@ -25,16 +25,11 @@ class DiT(Stack):
 
     def __init__(self, cfg: DiTConfig):
         super().__init__(cfg)
-        dtype, scale, size = cfg.param_dtype, cfg.init_scale, cfg.embed
+        dtype, size = cfg.param_dtype, cfg.embed
+        scale = cfg.init_scale
         self.patch = patch_weight(cfg.patch, cfg.channels, size, scale, dtype)
         self.patch_bias = weight((size,), "norm", dtype=dtype)
-        self.condition = (
-            None
-            if cfg.own_conditions
-            else Condition(
-                ConditionConfig(classes=cfg.classes), size, std=scale, out_std=scale, dtype=dtype
-            )
-        )
+        self.condition = None if cfg.own_conditions else condition_of(cfg)
         self.modulation = weight((size, 2, size), "embed latent norm", dtype=dtype, use="matmul")
         self.modulation_bias = weight((2, size), "latent norm", dtype=dtype)
         shape = cfg.patch, cfg.patch, cfg.made

@@ -30,7 +30,8 @@ class Encoder(Stack):
 
     def __init__(self, cfg: EncoderConfig):
         super().__init__(cfg)
-        dtype, std, size = cfg.param_dtype, cfg.init_scale / cfg.embed**0.5, cfg.embed
+        dtype, size = cfg.param_dtype, cfg.embed
+        std = cfg.init_scale / size**0.5
         self.patch = patch_weight(cfg.patch, cfg.channels, size, cfg.init_scale, dtype)
         self.patch_bias = weight((size,), "norm", dtype=dtype)
         if cfg.cls:

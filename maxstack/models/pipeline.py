@@ -71,19 +71,20 @@ def moves(stages: int, rounds: int) -> tuple[tuple[tuple[int, ...], ...], np.nda
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_bipartite_matching
 
-    left = [
-        {chunk: chunk % stages for chunk in range(s * rounds, (s + 1) * rounds)}
-        for s in range(stages)
-    ]
+    chunks = np.arange(stages * rounds).reshape(stages, rounds)  # of each stage
+    left = np.ones((stages, rounds), bool)
     permutations, (sent, kept) = [], np.zeros((2, stages, rounds), np.int32)
     for move in range(rounds):
-        edges = [[target in chunks.values() for target in range(stages)] for chunks in left]
+        edges = np.zeros((stages, stages), bool)
+        sources, places = np.nonzero(left)
+        edges[sources, chunks[sources, places] % stages] = True
         targets = maximum_bipartite_matching(csr_array(edges), perm_type="column").tolist()
         permutations.append(tuple(targets))
         for source, target in enumerate(targets):
-            chunk = next(chunk for chunk, to in left[source].items() if to == target)
-            sent[source, move], kept[target, chunk // stages] = chunk % rounds, move
-            del left[source][chunk]
+            place = int(np.argmax(left[source] & (chunks[source] % stages == target)))
+            sent[source, move] = place
+            kept[target, chunks[source, place] // stages] = move
+            left[source, place] = False
     return tuple(permutations), sent, kept
 
 
@@ -313,7 +314,8 @@ def _through(
     tick.
     """
     stage, busy = jax.lax.axis_index(STAGE), x_GNTD.shape[0] * stages * rounds
-    up, down = ([(s, (s + step) % stages) for s in range(stages)] for step in (1, -1))
+    up = [(s, (s + 1) % stages) for s in range(stages)]
+    down = [(s, (s - 1) % stages) for s in range(stages)]
 
     def enter(x_NTD: Array, waiting_GNTD: Array, now: Any, i: Any) -> tuple[Array, Array]:
         group, turn, _ = task(now, stages, rounds)

@@ -30,7 +30,8 @@ class Stack(Model):
 
     def __init__(self, cfg: StackConfig):
         self.cfg = cfg
-        first, period, repeats = len(cfg.prefix), cfg.stacks, cfg.repetitions
+        first, period = len(cfg.prefix), cfg.stacks
+        repeats = cfg.repetitions
         rest = cfg.order[first + repeats * len(period) :]
         self.prefix = nnx.Dict({f"{i}": self.block(name) for i, name in enumerate(cfg.prefix)})
         stacks = {key: _stack(self.block(name), repeats) for key, name in period.items() if repeats}
@@ -101,7 +102,8 @@ class Stack(Model):
     ) -> tuple[Array, Aux]:
         """The repetitions of the pattern, one after the other -> (x, reports, each with a leading
         axis of repetitions)."""
-        cfg, repeats, keys = self.cfg, self.cfg.repetitions, [*self.cfg.stacks]
+        cfg, keys = self.cfg, [*self.cfg.stacks]
+        repeats = cfg.repetitions
         graphs, stacked = zip(*(nnx.split(self.blocks[key]) for key in keys), strict=True)
         staged = size_of(pipeline.STAGE) > 1
 

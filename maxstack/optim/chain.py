@@ -195,7 +195,8 @@ def _value(item: Transform, name: str, scope: _Scope) -> Any:
 
 def _implied(item: Transform, scope: _Scope) -> dict[str, Any]:
     """The arguments that follow from the rest of the configuration or from the parameters."""
-    name, signature, implied = item.signature.name, item.signature.arguments, {}
+    name, signature = item.signature.name, item.signature.arguments
+    implied: dict[str, Any] = {}
     if "learning_rate" in signature and "learning_rate" not in item.arguments:
         implied["learning_rate"] = item_rate(scope.optimizer, item, scope.train_steps)
     for mask in DECAY_MASKS:

@@ -162,8 +162,8 @@ def as_matrices(
     embed x (heads * head_dim)."""
 
     def matrix(path: str, leaf: jax.Array) -> jax.Array:
-        info = params[path]
-        return leaf.reshape([math.prod(info.shape[axis] for axis in axes) for axes in info.factors])
+        shape, factors = params[path].shape, params[path].factors
+        return leaf.reshape([math.prod(map(shape.__getitem__, axes)) for axes in factors])
 
     def flat(tree: Any) -> Any:
         return jax.tree.map(matrix, tree_paths(tree), tree)

@@ -112,17 +112,11 @@ def test_measured_sizes_are_found_by_device_op_and_shape_class(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("{", "no JSON"),
-        ("[1]", "row 1: no mapping"),
-        ('[{"device": "cpu"}]', "row 1: op is no text"),
-        ('{"a": 1}', "it is no list"),
-        *(
-            (
-                json.dumps([ROW, ROW | {"blocks": {"rows": size}}]),
-                f"row 2: blocks.rows={size!r} is no whole number",
-            )
-            for size in (-1, 0, 1.5, "a", True)
-        ),
+        ("{", "not JSON"),
+        ('{"a": 1}', "valid list"),
+        ('[{"device": "cpu"}]', "0.op: Field required"),
+        (json.dumps([ROW, ROW | {"blocks": {"rows": 0}}]), "1.blocks.rows: Input should be"),
+        (json.dumps([ROW, ROW | {"blocks": {"rows": True}}]), "1.blocks.rows: Input should be"),
         (
             json.dumps([ROW | {"blocks": {"cows": 8, "keys": 8}}]),
             "are cows, keys, and should be rows, keys",

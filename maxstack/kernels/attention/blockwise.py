@@ -1,8 +1,15 @@
-"""Attention a tile at a time, some queries against some keys, in plain XLA: tiles that the mask
-hides are skipped, and no score outlives its tile.
+"""Attention in plain XLA, one tile of queries by keys at a time.
 
-Shapes: B batch  T query time  S key time  N heads  K kv heads  G heads / kv
-heads  H head dim  V value head dim  Q rows of a tile, G x queries.
+As in FlashAttention (Dao et al. 2022, arXiv:2205.14135), a running output and log-sum-exp are
+updated by each tile, so no score outlives its tile, and the backward pass recomputes the scores.
+`make_tiles` lists, while the program is traced, the tiles that hold a key which a query sees, and
+marks those that positions do not mask. Tiles of one size are one loop: XLA compiles its body once
+and keeps the memory of one tile. A narrow window gets one tile for each block of queries, as wide
+as its queries see. Documents and chunks are compared inside each tile. ring.py runs the same tiles
+against keys of other devices.
+
+Shapes: B batch  T query time  S key time  N heads  K kv heads  G heads / kv heads  H head dim
+V value head dim  Q rows of a tile, G x queries.
 """
 
 import functools
@@ -18,29 +25,32 @@ from maxstack.kernels.attention.request import (
     Inputs,
     Request,
     differentiable,
-    within,
+    distance_masks,
 )
 from maxstack.kernels.backends import Device, multiplied
 
-MASKED, UNSEEN = -1e30, -5e29
-"""Score of a hidden key, and log-sum-exp of a query that has seen none: between the first and every
-score, so that a query that never sees a key adds exp(MASKED - UNSEEN) = 0 of each."""
+MASKED = -1e30
+"""Score of a masked key."""
+UNSEEN = -5e29
+"""Log-sum-exp of a query before its first key: between MASKED and every real score, so that a query
+that never sees a key adds exp(MASKED - UNSEEN) = 0 for each."""
 SIZES = {"cpu": (256, 256)}
-"""Queries and keys of a tile by platform: on a CPU they stay in the cache."""
+"""Queries and keys of a tile by platform: on a CPU a tile stays in the cache."""
 OTHER_SIZES = (512, 1024)
-MANY = 3
-"""Tiles without a mask get a loop of their own if there are more than this."""
-FEW = 4
-"""As many tiles of a size need no loop: XLA then knows each one's place and mask."""
+MOST_MIXED = 3
+"""Most unmasked tiles that share the loop of masked ones; more get a loop of their own."""
+MOST_UNROLLED = 4
+"""Most tiles of a size that are unrolled instead of looped over: XLA then knows the place and the
+mask of each."""
 CANDIDATES = [(rows, keys) for rows in (64, 128, 256, 512) for keys in (rows, 2 * rows)]
-"""Further sizes worth measuring."""
+"""Further sizes to measure."""
 _cut = jax.lax.dynamic_slice_in_dim
 _put = jax.lax.dynamic_update_slice_in_dim
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
-    """Sizes of a tile, the default first, without those that are equal for a short sequence."""
+    """Tile sizes to measure, the default first, without those that a short sequence makes equal."""
     span = int(case.shape_class["span"])
     sizes: dict[tuple[int, int], dict[str, int]] = {}
     for rows, keys in (SIZES.get(case.device.platform, OTHER_SIZES), *CANDIDATES):
@@ -73,10 +83,10 @@ class Tiles(NamedTuple):
     """Index of its first key."""
     rows: int
     keys: int
-    elsewhere: bool = False
-    """Keys of another part of the sequence, which may lie outside every query's window."""
-    clear: bool = False
-    """Every query sees every key, as far as positions go."""
+    remote: bool = False
+    """The keys are of another part of the sequence and may lie outside every query's window."""
+    unmasked: bool = False
+    """Positions mask no key of these tiles."""
 
 
 Keys = tuple[jax.Array, jax.Array]
@@ -102,7 +112,7 @@ def _backward(
     call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
 ) -> list[jax.Array]:
     q_BKGTH, kv = by_head(inputs)
-    queries = with_gradient(q_BKGTH, do_BTNV, mean_BNT, log_BNT)
+    queries = backward_queries(q_BKGTH, do_BTNV, mean_BNT, log_BNT)
     before = zeros(q_BKGTH), jax.tree.map(zeros, kv)
     return as_arguments(add_gradients(before, queries, kv, *_whole(inputs, call), call[0]))
 
@@ -113,7 +123,7 @@ def _whole(inputs: Inputs, call: Call) -> "tuple[Pair, list[Tiles]]":
     t, s = inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1]
     of_q, of_k = (tuple(pair[side] for pair in inputs.same) for side in (0, 1))
     queries = Numbers(jnp.arange(t)[None] + request.offset, of_q)
-    return (queries, Numbers(jnp.arange(s)[None], of_k)), tiled(t, s, request, most)
+    return (queries, Numbers(jnp.arange(s)[None], of_k)), make_tiles(t, s, request, most)
 
 
 def tile_sizes() -> tuple[int, int]:
@@ -137,21 +147,20 @@ def corners(rows: Span, keys: Span) -> tuple[np.ndarray, np.ndarray]:
     return start.reshape(-1), first.reshape(-1)
 
 
-def tiled(t: int, s: int, request: Request, most: tuple[int, int]) -> list[Tiles]:
-    """Tiles of t queries against s keys that contain a key which a query sees."""
+def make_tiles(t: int, s: int, request: Request, most: tuple[int, int]) -> list[Tiles]:
+    """The tiles of t queries and s keys in which some query sees some key."""
     most_rows, most_keys = most
     offset, back = request.offset, request.furthest
     ahead = s + t + abs(offset) if request.nearest is None else -request.nearest
+    tiles = []
     if back is not None and back + ahead < 4 * most_keys:
-        # One tile, of as many keys as its queries see: half the rows, so that fewer of them are
-        # masked.
-        tiles = []
+        # A narrow window: one tile of as many keys as its queries see, of half the rows, so that
+        # fewer of its keys are masked.
         for span in spans(t, max(1, most_rows // 2)):
             keys, starts = min(s, span[2] + back + ahead), np.arange(*span)
             firsts = np.clip(starts + offset - back, 0, s - keys)
             tiles.append(Tiles(starts, firsts, span[2], keys))
         return tiles
-    tiles = []
     for row_span in spans(t, most_rows):
         for key_span in spans(s, most_keys):
             rows, keys = row_span[2], key_span[2]
@@ -160,16 +169,14 @@ def tiled(t: int, s: int, request: Request, most: tuple[int, int]) -> list[Tiles
             seen = first - (position + rows - 1) <= ahead
             if back is not None:
                 seen &= position - last <= back
-            clear = seen & (last - position <= ahead) & (back is None)
-            if clear.sum() > MANY:
-                split = [(seen & ~clear, False), (clear, True)]
+            unmasked = seen & (last - position <= ahead) & (back is None)
+            if unmasked.sum() > MOST_MIXED:
+                split = [(seen & ~unmasked, False), (unmasked, True)]
             else:
-                split = [(seen, bool(seen.any() and clear[seen].all()))]
-            tiles += [
-                Tiles(start[chosen], first[chosen], rows, keys, clear=whole)
-                for chosen, whole in split
-                if chosen.any()
-            ]
+                split = [(seen, bool(unmasked[seen].all()))]
+            for chosen, clear in split:
+                if chosen.any():
+                    tiles.append(Tiles(start[chosen], first[chosen], rows, keys, unmasked=clear))
     return tiles
 
 
@@ -219,7 +226,7 @@ def attend(
     tiles: list[Tiles],
     request: Request,
 ) -> Output:
-    """The output with the keys of `tiles` too."""
+    """Update an output with the keys of `tiles`."""
     k_BKSH, v_BKSV = kv
     q_BKGTH = q_BKGTH * jnp.asarray(request.scale, q_BKGTH.dtype)
 
@@ -260,7 +267,7 @@ class Queries(NamedTuple):
     log_BKGT: jax.Array
 
 
-def with_gradient(
+def backward_queries(
     q_BKGTH: jax.Array, do_BTNV: jax.Array, mean_BNT: jax.Array, log_BNT: jax.Array
 ) -> Queries:
     """Queries of the backward pass."""
@@ -319,7 +326,7 @@ def _scores(
         raw = request.soft_cap * jnp.tanh(raw / request.soft_cap)
     of_q, of_k = own
     distance = of_q.position[:, :, None] - of_k.position[:, None, :]
-    masks = [] if size.clear else within(request, distance)
+    masks = [] if size.unmasked else distance_masks(request, distance)
     masks += [
         mine[:, :, None] == theirs[:, None, :]
         for mine, theirs in zip(of_q.same, of_k.same, strict=True)
@@ -341,8 +348,8 @@ def _numbers(numbers: Pair, start: jax.Array, first: jax.Array, size: Tiles) -> 
 def _if_seen(
     own: Pair, size: Tiles, request: Request, seen: Callable[[], Any], passed: Callable[[], Any]
 ) -> Any:
-    """`seen`, or `passed` where the nearest of the keys lies outside every query's window."""
-    if not request.window or not size.elsewhere:
+    """Run `seen`, or `passed` where all keys lie outside every query's window."""
+    if not request.window or not size.remote:
         return seen()
     of_q, of_k = (numbers.position[0] for numbers in own)
     gap = jnp.maximum(of_q[0] - of_k[-1], of_k[0] - of_q[-1])
@@ -350,13 +357,13 @@ def _if_seen(
 
 
 def _over(tiles: list[Tiles], tile: Callable[..., Any], state: Any) -> Any:
-    """The state after every tile: a loop for each size that has more than a few.
+    """The state after every tile: a while loop for each size that has more than a few.
 
-    No scan: differentiating a scan over layers takes what is the same for all of them out of a scan
-    inside, and would keep the masks of all tiles.
+    Not a scan: differentiating a scan over layers hoists what all layers share out of an inner
+    scan, and would keep the masks of all tiles in memory.
     """
     for size in tiles:
-        if len(size.starts) > FEW:
+        if len(size.starts) > MOST_UNROLLED:
             state = _loop(functools.partial(tile, size), size, state)
         else:
             for start, first in zip(size.starts, size.firsts, strict=True):

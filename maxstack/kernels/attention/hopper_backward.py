@@ -56,7 +56,7 @@ def of_queries(call: Call, operands: Sequence[jax.Array]) -> jax.Array:
 
 
 def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
-    (q, k, v, do, log, delta), numbers, (dk, dv) = refs[:6], refs[6:-2], refs[-2:]
+    q, k, v, do, log, delta, *numbers, dk, dv = refs
     mine, theirs = numbers[: call.numbered], numbers[call.numbered :]
     head, row, warpgroup = parts.axes()
     start = lax.axis_index("tile") * BLOCK
@@ -153,7 +153,7 @@ def _visit_queries(
 
 
 def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
-    (q, k, v, do, log, delta), numbers, dq = refs[:6], refs[6:-1], refs[-1]
+    q, k, v, do, log, delta, *numbers, dq = refs
     mine, theirs = numbers[: call.numbered], numbers[call.numbered :]
     head, row, warpgroup = parts.axes()
     start = (call.queries // BLOCK - 1 - lax.axis_index("tile")) * BLOCK

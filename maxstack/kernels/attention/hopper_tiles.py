@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from maxstack.kernels.attention.request import Request, within
+from maxstack.kernels.attention.request import Request, distance_masks
 from maxstack.kernels.backends import size_of
 
 ROWS = 64
@@ -118,7 +118,9 @@ class Call:
                 for axis in (0, 1)
             )
             queries, keys = (columns, rows) if keys_are_rows else (rows, columns)
-            masks = within(self.request, queries - keys + (query + self.request.offset - key))
+            masks = distance_masks(
+                self.request, queries - keys + (query + self.request.offset - key)
+            )
             if self.real_keys < self.keys:
                 masks.append(keys < self.real_keys - key)
             s = jnp.where(functools.reduce(jnp.logical_and, masks), s, -jnp.inf)
@@ -152,11 +154,11 @@ class Call:
                 plgpu.ACC.init(onto)
             )
 
-        def fresh(accumulator: Any) -> jax.Array:
+        def multiply(accumulator: Any) -> jax.Array:
             plgpu.wgmma(accumulator, a, b)
             return accumulator[...]
 
-        return pl.run_scoped(fresh, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
     def full(self, shape: tuple[int, ...], value: float) -> jax.Array:
         """A constant in registers: rows, or a tile."""

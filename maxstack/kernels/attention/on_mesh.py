@@ -34,10 +34,8 @@ def on_mesh(serve: Callable[..., jax.Array], request: Request, inputs: Inputs) -
         )
         if not ulysses:
             return serve(axes, Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, same))
-        q_BTNH, k_BSKH, v_BSKV = (
-            sequences.to_heads(x, axes)
-            for x in (q_BTNH, *(sequences.repeated(x, axes) for x in (k_BSKH, v_BSKV)))
-        )
+        repeated = [sequences.repeated(x, axes) for x in (k_BSKH, v_BSKV)]
+        q_BTNH, k_BSKH, v_BSKV = (sequences.to_heads(x, axes) for x in (q_BTNH, *repeated))
         sinks_N = None if sinks_N is None else sequences.share(sinks_N, axes)
         same = jax.tree.map(lambda x_BT: sequences.whole(x_BT, axes), same)
         whole = Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, same)

@@ -89,10 +89,20 @@ class AttentionCase:
     ) -> "AttentionCase":
         """The case of a call."""
         q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
-        (_, queries, heads, head_dim), (_, keys, kv_heads, value_dim) = q_BTNH.shape, v_BSKV.shape
-        dtype, packed = q_BTNH.dtype.name, len(same) > bool(request.chunk)
-        shape = queries, keys, heads, kv_heads, head_dim, value_dim
-        return cls(request, *shape, dtype, packed, sinks_N is not None, device, ring)
+        return cls(
+            request,
+            queries=q_BTNH.shape[1],
+            keys=k_BSKH.shape[1],
+            heads=q_BTNH.shape[2],
+            kv_heads=k_BSKH.shape[2],
+            head_dim=q_BTNH.shape[3],
+            value_dim=v_BSKV.shape[3],
+            dtype=q_BTNH.dtype.name,
+            packed=len(same) > (1 if request.chunk else 0),
+            sinks=sinks_N is not None,
+            device=device,
+            ring=ring,
+        )
 
     @property
     def groups(self) -> int:
@@ -102,7 +112,7 @@ class AttentionCase:
     @property
     def numbered(self) -> int:
         """Pairs of numbers (of documents, of chunks) in `Same`."""
-        return self.packed + bool(self.request.chunk)
+        return (1 if self.packed else 0) + (1 if self.request.chunk else 0)
 
     @property
     def shape_class(self) -> Mapping[str, int | str]:
@@ -117,8 +127,9 @@ class AttentionCase:
         }
 
 
-def within(request: Request, distance: jax.Array) -> list[jax.Array]:
-    """Masks of the distances at which keys are seen, like `distance`; none where all are."""
+def distance_masks(request: Request, distance: jax.Array) -> list[jax.Array]:
+    """Masks, in the shape of `distance`, of the distances at which a query sees a key; empty where
+    it sees all."""
     masks = [] if request.nearest is None else [distance >= request.nearest]
     return masks if request.furthest is None else [*masks, distance <= request.furthest]
 
@@ -128,7 +139,7 @@ def visible(request: Request, at_T: jax.Array, at_S: jax.Array, same: Same) -> j
     theirs: the definition of which query sees which key."""
     distance_TS = at_T[:, None] + request.offset - at_S[None, :]
     seen_BTS = jnp.ones_like(distance_TS, bool)[None]
-    for mask_TS in within(request, distance_TS):
+    for mask_TS in distance_masks(request, distance_TS):
         seen_BTS = seen_BTS & mask_TS
     for mine, theirs in same:
         seen_BTS = seen_BTS & (mine[:, :, None] == theirs[:, None, :])
@@ -163,10 +174,8 @@ def differentiable(
         if inputs.sinks_N is not None:
             share_BNT = jnp.exp(inputs.sinks_N.astype(jnp.float32)[:, None] - log_BNT * unit)
             floats[3] = -(share_BNT * mean_BNT).sum(axis=(0, 2))
-        cast = (
-            None if d is None else d.astype(x.dtype)
-            for d, x in zip(floats, inputs[:4], strict=True)
-        )
+        pairs = zip(floats, inputs[:4], strict=True)
+        cast = [None if d is None else d.astype(x.dtype) for d, x in pairs]
         return (Inputs._make([*cast, None]),)
 
     attention.defvjp(save, gradients)

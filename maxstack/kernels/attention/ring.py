@@ -1,10 +1,16 @@
-"""Attention over a sequence that is split over devices: keys and values go around, queries stay
-(Liu et al. 2023, arXiv:2310.01889).
+"""Ring attention over a sequence that is split over devices (Liu et al. 2023, arXiv:2310.01889).
 
-Sequences lie in the order of kernels/sequences.py, so that every device has the same work at every
-step (after Llama 3, arXiv:2407.21783, section 3.3.2). All but `halves` and `routes` runs on one
-device's part, inside `sharding.per_device`. Shapes: B batch  T query time, of one device  S key
-time, of one device  N heads  K kv heads  G heads / kv heads  H head dim  V value head dim.
+Queries stay; keys and values go around the ring, and each device adds what its queries read of them
+(blockwise.py). Parts in natural order would leave the first devices idle under a causal mask, so a
+sequence is cut into 2C chunks for C devices, of which device i holds chunks i and 2C-1-i: each step
+then computes two pairs of chunks on every device (Llama 3, arXiv:2407.21783, section 3.3.2).
+kernels/sequences.py makes that order once a step. With a window, keys go only as far as it reaches,
+in both directions. In the backward pass, gradients of keys and values travel with them, one step
+behind, and return home at the end.
+
+All but `chunk_pairs` and `routes` runs on one device's part, inside `sharding.per_device`. Shapes:
+B batch  T query time, of one device  S key time, of one device  N heads  K kv heads  G heads / kv
+heads  H head dim  V value head dim.
 """
 
 import dataclasses
@@ -26,20 +32,26 @@ Step = Any
 _sum = functools.partial(jax.tree.map, jnp.add)
 
 
-def halves(parts: int, device: Step, shift: Step, causal: bool = True) -> list[tuple[Step, Step]]:
+def chunk_pairs(
+    parts: int, device: Step, shift: Step, causal: bool = True
+) -> list[tuple[Step, Step]]:
     """(chunk of queries, chunk of keys), 0 or 1 each, that `device` computes with the keys of the
     device `shift` != 0 before it on the ring: the two pairs whose keys are earlier, or all four
     without a causal mask."""
     if not causal:
         return [(0, 0), (0, 1), (1, 0), (1, 1)]
-    half = ((device - shift) % parts > device) * 1
-    return [(1, 0), (half, half)]
+    # Keys of a later device: of its chunks, the second is earlier than the queries' second one.
+    # An earlier device's first chunk is earlier than both.
+    later = jnp.where((device - shift) % parts > device, 1, 0)
+    return [(1, 0), (later, later)]
 
 
 def routes(parts: int, chunk: int, window: int | None) -> list[tuple[int, int]]:
     """(direction, steps) of the routes that keys take around the ring: one whole round, or as far
     as a window reaches in both directions."""
-    reach = 2 * parts if window is None else 0 if window < 2 else (window - 2) // chunk + 1
+    if window is None:
+        return [(1, parts - 1)]
+    reach = (window - 2) // chunk + 1 if window > 1 else 0
     if 2 * reach >= parts - 1:
         return [(1, parts - 1)] if reach else []
     return [(1, reach), (-1, reach)] if reach else []
@@ -64,14 +76,16 @@ class Ring:
     everyones: tuple[jax.Array, ...]
     """`Numbers.same` of all positions, in the order of the devices."""
 
-    def own(self) -> list[Tiles]:
-        """The device's queries against its own keys."""
-        return blocks.tiled(2 * self.chunk, 2 * self.chunk, self.request, blocks.tile_sizes())
+    def own_tiles(self) -> list[Tiles]:
+        """Tiles of the device's queries and its own keys."""
+        length = 2 * self.chunk
+        return blocks.make_tiles(length, length, self.request, blocks.tile_sizes())
 
-    def visited(self, shift: Step) -> list[Tiles]:
-        """The device's queries against the keys of the device `shift` before it: whole chunks, or
-        with a causal window as many of their last keys as it sees."""
-        chunk, window, causal = self.chunk, self.request.window, self.request.causal
+    def remote_tiles(self, shift: Step) -> list[Tiles]:
+        """Tiles of the device's queries and the keys of the device `shift` before it: whole chunks,
+        or with a causal window as many of their last keys as it sees."""
+        chunk, causal = self.chunk, self.request.causal
+        window = self.request.window
         width = min(chunk, max(1, window - 1)) if window and causal else chunk
         most_rows, most_keys = blocks.tile_sizes()
         tiles = []
@@ -80,7 +94,7 @@ class Ring:
                 start, first = blocks.corners(rows, keys)
                 pairs = [
                     (start + mine * chunk, first + (theirs + 1) * chunk - width)
-                    for mine, theirs in halves(self.parts, self.device, shift, causal)
+                    for mine, theirs in chunk_pairs(self.parts, self.device, shift, causal)
                 ]
                 starts, firsts = (jnp.concatenate(x) for x in zip(*pairs, strict=True))
                 tiles.append(Tiles(starts, firsts, rows[2], keys[2], bool(window), not window))
@@ -106,11 +120,12 @@ class Ring:
             x, self.axes, [(i, (i + steps) % self.parts) for i in range(self.parts)]
         )
 
-    def around(self, visit: Callable[..., Any], state: Any, own: Keys, cargo: Any) -> Any:
-        """(state after the keys of all other devices, this device's cargo with what they add).
+    def circulate(self, visit: Callable[..., Any], state: Any, own: Keys, cargo: Any) -> Any:
+        """Send keys around -> (state after the keys of all other devices, this device's cargo with
+        what the others added).
 
-        `visit(state, keys, shift)` gives (state, what to add to the cargo of these keys). It goes
-        around with them, one step behind: no device waits for it before its own work.
+        `visit(state, keys, shift)` gives (state, what to add to the cargo of these keys). The cargo
+        follows its keys one step behind, so that no device waits for it before its own work.
         """
         total, empty = cargo, jax.tree.map(jnp.zeros_like, cargo)
         ways = routes(self.parts, self.chunk, self.request.window)
@@ -149,12 +164,12 @@ def _forward(inputs: Inputs, call: Call) -> Output:
     ring, (q_BKGTH, own) = _ring(inputs, call), blocks.by_head(inputs)
 
     def visit(output: Output, kv: Keys, shift: Step) -> tuple[Output, tuple[()]]:
-        numbers, tiles = ring.numbers(shift), ring.visited(shift)
+        numbers, tiles = ring.numbers(shift), ring.remote_tiles(shift)
         return blocks.attend(output, q_BKGTH, kv, numbers, tiles, ring.request), ()
 
     before = blocks.initial(q_BKGTH, own, inputs.sinks_N)
-    output = blocks.attend(before, q_BKGTH, own, ring.numbers(0), ring.own(), ring.request)
-    output, _ = ring.around(visit, output, own, ())
+    output = blocks.attend(before, q_BKGTH, own, ring.numbers(0), ring.own_tiles(), ring.request)
+    output, _ = ring.circulate(visit, output, own, ())
     return blocks.as_output(output, inputs)
 
 
@@ -162,18 +177,18 @@ def _backward(
     call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
 ) -> list[jax.Array]:
     ring, (q_BKGTH, own) = _ring(inputs, call), blocks.by_head(inputs)
-    queries = blocks.with_gradient(q_BKGTH, do_BTNV, mean_BNT, log_BNT)
+    queries = blocks.backward_queries(q_BKGTH, do_BTNV, mean_BNT, log_BNT)
     none = jax.tree.map(zeros, own)
 
     def visit(dq: jax.Array, kv: Keys, shift: Step) -> Gradients:
         return blocks.add_gradients(
-            (dq, none), queries, kv, ring.numbers(shift), ring.visited(shift), ring.request
+            (dq, none), queries, kv, ring.numbers(shift), ring.remote_tiles(shift), ring.request
         )
 
     dq, of_own = blocks.add_gradients(
-        (zeros(q_BKGTH), none), queries, own, ring.numbers(0), ring.own(), ring.request
+        (zeros(q_BKGTH), none), queries, own, ring.numbers(0), ring.own_tiles(), ring.request
     )
-    return blocks.as_arguments(ring.around(visit, dq, own, of_own))
+    return blocks.as_arguments(ring.circulate(visit, dq, own, of_own))
 
 
 _attention = differentiable(_forward, _backward)

@@ -82,7 +82,8 @@ def run(
         sinks = jnp.maximum(sinks_N.astype(jnp.float32), NO_SINK)
     numbers = None
     if same:
-        numbers = kernels.SegmentIds(*(jnp.broadcast_to(x, (b, x.shape[1])) for x in same[0]))
+        of_q, of_k = (jnp.broadcast_to(x, (b, x.shape[1])) for x in same[0])
+        numbers = kernels.SegmentIds(of_q, of_k)
     rows = 0, 0, 0, numbers and 0, None
     return jax.vmap(attend, in_axes=rows)(q_BNTH, k_BKSH, v_BKSV, numbers, sinks).swapaxes(1, 2)
 
@@ -102,12 +103,15 @@ def _kernel(
     interpret: bool,
 ) -> Any:
     """Splash's kernels and their tables of tiles, which take long to make for long sequences."""
-    causal, window, offset = request.causal, request.window, request.offset
     mask: masks.Mask
-    if window:
-        mask = masks.LocalMask((t, s), (window - 1, 0 if causal else window - 1), offset)
+    if request.window:
+        before = request.window - 1
+        after = 0 if request.causal else before
+        mask = masks.LocalMask((t, s), (before, after), request.offset)
+    elif request.causal:
+        mask = masks.CausalMask((t, s), request.offset)
     else:
-        mask = masks.CausalMask((t, s), offset) if causal else masks.FullMask((t, s))
+        mask = masks.FullMask((t, s))
     q, k, q_dkv, k_dkv = dict(sizes).values()
     with jax.ensure_compile_time_eval():
         made = kernels.make_splash_mha(

@@ -114,7 +114,7 @@ def _call(
         outs = [jax.ShapeDtypeStruct((m, v), dtype)]
         out_specs = [pl.BlockSpec((rows, columns), lambda i, j, k: (i, j))]
     tiles_of_rows, tiles_of_columns = pl.cdiv(m, rows), pl.cdiv(v, columns)
-    moved = tiles_of_rows * d * v + m * d * tiles_of_columns + (dtype is not None) * m * v
+    moved = tiles_of_rows * d * v + m * d * tiles_of_columns + (0 if dtype is None else m * v)
     return pl.pallas_call(
         functools.partial(_tiles, kernel, request=call.request, vocab=v, per_row=len(per_row)),
         grid=(tiles_of_rows, tiles_of_columns, d // depth),
@@ -188,7 +188,8 @@ def _statistics(
 ) -> None:
     """Each lane keeps its own greatest logit, sum and target's logit until the last tile of
     columns."""
-    targets_R1, outs, lanes = refs[0][at], refs[1:4], refs[5:]
+    targets_R1 = refs[0][at]
+    outs, lanes = refs[1:4], refs[5:]
 
     @pl.when(j == 0)
     def _() -> None:

@@ -122,7 +122,8 @@ def _kernel(
     """One tile."""
     _, per_block, length = fetched.shape[:3]
     kv, tall, groups, size = q_ref.shape
-    rows, block, value_size = tall * groups, per_block * length, sums.shape[2]
+    rows, block = tall * groups, per_block * length
+    value_size = sums.shape[2]
     at = at_ref[pl.program_id(0)]
     last = at + counts_ref[pl.program_id(0)] - 1
 

@@ -118,12 +118,12 @@ def _over(call: Call, each: Tiles, tile_rows: int, together: int, o_RNV: jax.Arr
 def _weighed(call: Call, index_XT: jax.Array, blocks: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Values weighed by the shares of tiles with these rows, over blocks from the first to before
     the last: float32 [X, K, M, V]."""
-    (kv, groups), (pages, block), (together, tile_rows) = call.heads, call.block, index_XT.shape
-    at_XT, first_XT, tables_XW = (
-        call.at_R[index_XT],
-        call.first_R[index_XT],
-        call.tables_RW[index_XT[:, 0]],
-    )
+    kv, groups = call.heads
+    pages, block = call.block
+    together, tile_rows = index_XT.shape
+    at_XT = call.at_R[index_XT]
+    first_XT = call.first_R[index_XT]
+    tables_XW = call.tables_RW[index_XT[:, 0]]
     q_XKMH = call.q_RNH[index_XT].reshape(together, tile_rows, kv, groups, -1).swapaxes(1, 2)
     q_XKMH = q_XKMH.reshape(together, kv, tile_rows * groups, -1)
 

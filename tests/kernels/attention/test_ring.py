@@ -12,7 +12,7 @@ from maxstack import sharding
 from maxstack.kernels import sequences
 from maxstack.kernels.attention import attention, blockwise
 from maxstack.kernels.attention.request import Request
-from maxstack.kernels.attention.ring import halves, routes
+from maxstack.kernels.attention.ring import chunk_pairs, routes
 from maxstack.schema.mesh import MeshConfig
 
 T = 64
@@ -180,7 +180,7 @@ def visits(parts, chunk, window, causal=True):
                 other = (device - direction * step) % parts
                 found[device] += [
                     (held[device][mine], held[other][theirs])
-                    for mine, theirs in halves(parts, device, direction * step, causal)
+                    for mine, theirs in chunk_pairs(parts, device, direction * step, causal)
                 ]
     return found
 
