@@ -16,7 +16,7 @@ from maxstack import optim
 from maxstack.data.batches import Batches
 from maxstack.faults import guard
 from maxstack.hardware import compiling
-from maxstack.kernels.backends import Choice, recording
+from maxstack.kernels.backends import Choice, record_choices
 from maxstack.models.flops import Count, components, forward_pass
 from maxstack.objectives.objective import Batch, Models, Objective, objective_of
 from maxstack.schema.objective import NextTokenConfig
@@ -129,7 +129,7 @@ class Run:
     @functools.cached_property
     def _traced(self) -> tuple[Any, list[Choice]]:
         """The traced step, and the kernels chosen while it was traced."""
-        with recording() as choices:
+        with record_choices() as choices:
             return self.step.trace(*self.abstract_arguments), choices
 
     def within(self, f: Callable) -> Callable:
@@ -178,7 +178,10 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     rewrite = Rewrite(cfg)
     params, info = of_weights(rewrite.state, rewrite.replaced)
     if trains:
-        trained, changed = optim.trained(cfg.optimizer, info), optim.changed(cfg.optimizer, info)
+        trained, changed = (
+            optim.trained_mask(cfg.optimizer, info),
+            optim.changed_mask(cfg.optimizer, info),
+        )
         optimizer = optim.build(cfg.optimizer, cfg.train.steps, info)
         behind = cfg.rollout.behind if cfg.rollout else 0
     else:

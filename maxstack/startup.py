@@ -302,7 +302,11 @@ def check_steps(cfg: "Config", begin: int) -> None:
 def moved_rate(written: dict[str, Any], cfg: "Config", updates: int) -> str:
     """A line where the learning rate of the next update differs from that of the configuration that
     wrote the checkpoint; "" where it does not."""
-    text = optim.moved_rate(written, cfg.optimizer, cfg.train.steps, updates) if written else ""
+    text = (
+        optim.describe_rate_change(written, cfg.optimizer, cfg.train.steps, updates)
+        if written
+        else ""
+    )
     if not text:
         return ""
     changed = [

@@ -80,14 +80,14 @@ class TrainingStep:
 
             def update() -> tuple[Tree, Tree]:
                 updates, opt = self.tx.update(grads, state.opt, params, value=loss, grad=grads)
-                moved = rounding.moved(params, updates, cfg.optimizer.rounding, key)
+                moved = rounding.apply_updates(params, updates, cfg.optimizer.rounding, key)
                 moved = combine(moved, rest)
                 return moved if cfg.lora else self._by_rules(moved, after_step(moved)[0]), opt
 
             accepted = skipped == guard.ACCEPTED
             new_params, opt = guard.update_if(accepted, update, (state.params, state.opt))
             reported = after_step(state.params)[1]
-            reported |= rounding.still(params, select(self.trained, new_params))
+            reported |= rounding.unchanged_share(params, select(self.trained, new_params))
         scalars = _means(summed.metrics, weight) | reported
         scalars |= {
             "weight": summed.weight,

@@ -40,7 +40,7 @@ class Part:
         """Add a measurement."""
         from maxstack.kernels import measure
 
-        seconds, processor = measure.timed(self.call)
+        seconds, processor = measure.time_call(self.call)
         self.seconds.append(seconds)
         self.processor.append(processor)
 
@@ -166,7 +166,7 @@ def optimizer(run: Any, params: Any) -> Part:
     from maxstack.step import select
 
     tx = optim.build(run.cfg.optimizer, run.cfg.train.steps, run.info)
-    params = select(optim.trained(run.cfg.optimizer, run.info), params)
+    params = select(optim.trained_mask(run.cfg.optimizer, run.info), params)
 
     def update(params: Any, opt: Any, grads: Any) -> Any:
         updates, opt = tx.update(grads, opt, params)
@@ -281,7 +281,7 @@ def of_block(
             x_BTD,
         )
     of_mixer, mixer_state = nnx.split(block.mixer)
-    with backends.recording() as choices:
+    with backends.record_choices() as choices:
         mixer = both(
             f"{before}mixer without its kernel",
             times,
@@ -293,7 +293,7 @@ def of_block(
     for choice in choices:
         if choice.op == "attention":
             op = examples.OPS["attention"][0]
-            example = examples.of_attention(choice.case, batch=x_BTD.shape[0])
+            example = examples.attention_example(choice.case, batch=x_BTD.shape[0])
             run, args = measure.call(op[choice.backend], choice.blocks, example)
             part = f"{before}attention kernel, {choice.backend}"
             kernels.append(Part(part, times, functools.partial(run, *args)))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from maxstack.optim import build, trained
+from maxstack.optim import build, trained_mask
 from maxstack.schema.optimizer import OptimizerConfig
 from maxstack.schema.optimizer.paths import ParamInfo
 from maxstack.step import combine, select
@@ -84,7 +84,7 @@ def built(of=INFO, steps=100, **optimizer):
 def of_whole(cfg, steps, of):
     """A configuration's transformation, given all parameters: those that are not trained have no
     state, and their updates are zero."""
-    chosen = trained(cfg, of)
+    chosen = trained_mask(cfg, of)
     tx = build(cfg, steps, of)
 
     def update(grads, state, params, **extra):

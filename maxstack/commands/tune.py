@@ -110,10 +110,10 @@ def measure(choice: "Choice", rounds: int) -> list[Measured]:
     import tqdm
 
     from maxstack.kernels import measure as timing
-    from maxstack.kernels.examples import OPS, smaller
+    from maxstack.kernels.examples import OPS, shrink
 
     op, example = OPS[choice.op]
-    small = example(smaller(choice.case))
+    small = example(shrink(choice.case))
     whole = example(choice.case)
     most = timing.TOLERANCE[choice.case.dtype]
     results: list[Measured] = []

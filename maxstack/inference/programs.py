@@ -18,7 +18,7 @@ from maxstack.inference.layout import Layout
 from maxstack.inference.multi_step import Bounds, Made, Rules
 from maxstack.inference.page_cache import Limits
 from maxstack.inference.runner import Batch, Runner
-from maxstack.kernels.backends import Choice, recording
+from maxstack.kernels.backends import Choice, record_choices
 from maxstack.kernels.paged_attention import BITS
 from maxstack.layers.by_rows import by_rows
 from maxstack.layers.cache import Cache, Rows
@@ -127,7 +127,7 @@ class Programs(Runner):
     def kernels(self) -> list[Choice]:
         """The kernels that serve the largest step; no array is made."""
         batch, _ = self.batch([])
-        with recording() as choices:
+        with record_choices() as choices:
             params = jax.eval_shape(
                 lambda params: self.prepare(params, keep=True), self._run.abstract.params
             )

@@ -164,7 +164,7 @@ def _computed(run: "Run", top: int) -> Any:
 
     from maxstack.kernels.sequences import natural
     from maxstack.objectives.log_probs import log_probs
-    from maxstack.objectives.statistics import by_blocks
+    from maxstack.objectives.statistics import map_blocks
 
     def likeliest(logits_BtV: jax.Array) -> tuple[jax.Array, jax.Array]:
         values_BtK, tokens_BtK = jax.lax.top_k(logits_BtV, top)
@@ -179,7 +179,7 @@ def _computed(run: "Run", top: int) -> Any:
         logps_BT = jnp.where(batch["mask"] > 0, log_probs(model, normed_BTD, batch["targets"]), 0)
         made = {"sum": logps_BT.sum(axis=1)}
         if top:
-            found = by_blocks([model], likeliest, [natural(normed_BTD)])
+            found = map_blocks([model], likeliest, [natural(normed_BTD)])
             made["top_tokens"], made["top_logprobs"] = found
         return made
 

@@ -53,7 +53,7 @@ class Device:
         return cls.of(jax.devices()[0] if mesh is None else mesh.devices.flat[0])
 
 
-def multiplied(dtype: Any) -> Any:
+def product_dtype(dtype: Any) -> Any:
     """The dtype in which to multiply blocks of `dtype`: float32 on a CPU, where XLA would otherwise
     convert each block around each product."""
     return jnp.promote_types(dtype, jnp.float32) if Device.here().platform == "cpu" else dtype
@@ -204,7 +204,7 @@ _scope: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("scope"
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Choice]]:
+def record_choices() -> Iterator[list[Choice]]:
     """The distinct choices made while programs are traced inside, in their order."""
     choices: list[Choice] = []
     with sharding.holding(_choices, choices):

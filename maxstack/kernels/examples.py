@@ -29,7 +29,7 @@ class Example(NamedTuple):
     """(a backend's `run`, *floats) -> the array, or number, that is differentiated."""
 
 
-def of_attention(case: AttentionCase, batch: int = 1, seed: int = 0) -> Example:
+def attention_example(case: AttentionCase, batch: int = 1, seed: int = 0) -> Example:
     """Rows of a few documents of unequal lengths, in the chunks of the request; queries, keys and
     values of deviation 1."""
     rng = np.random.default_rng(seed)
@@ -64,7 +64,7 @@ def of_attention(case: AttentionCase, batch: int = 1, seed: int = 0) -> Example:
     return Example(tuple(floats), outputs)
 
 
-def of_cross_entropy(case: CrossEntropyCase, seed: int = 0) -> Example:
+def cross_entropy_example(case: CrossEntropyCase, seed: int = 0) -> Example:
     """Hidden states and logits of deviation 1; a tenth of the weights is 0."""
     rng = np.random.default_rng(seed)
     x = _normal(rng, (case.rows, case.embed), case.dtype)
@@ -81,7 +81,7 @@ def of_cross_entropy(case: CrossEntropyCase, seed: int = 0) -> Example:
     return Example((x, head, *bias), outputs)
 
 
-def of_grouped_matmul(case: GroupedMatmulCase, seed: int = 0) -> Example:
+def grouped_matmul_example(case: GroupedMatmulCase, seed: int = 0) -> Example:
     """Groups of unequal sizes that hold most of the rows."""
     rng = np.random.default_rng(seed)
     x = _normal(rng, (case.rows, case.contracted), case.dtype)
@@ -98,7 +98,7 @@ def _normal(
     return jnp.asarray(rng.normal(size=shape) / divisor, dtype)
 
 
-def smaller(case: Any) -> Any:
+def shrink(case: Any) -> Any:
     """A case with fewer positions or rows, but some rows for each group: the reference makes every
     score."""
     most = {"queries": LONGEST, "keys": LONGEST, "rows": LONGEST}
@@ -109,8 +109,8 @@ def smaller(case: Any) -> Any:
 
 
 OPS: dict[str, tuple[Op, Callable[..., Example]]] = {
-    attention.OP.name: (attention.OP, of_attention),
-    cross_entropy.OP.name: (cross_entropy.OP, of_cross_entropy),
-    grouped_matmul.OP.name: (grouped_matmul.OP, of_grouped_matmul),
+    attention.OP.name: (attention.OP, attention_example),
+    cross_entropy.OP.name: (cross_entropy.OP, cross_entropy_example),
+    grouped_matmul.OP.name: (grouped_matmul.OP, grouped_matmul_example),
 }
 """Op -> (its backends, an example of a case)."""

@@ -67,10 +67,10 @@ def difference(array: Any, wanted: Any) -> float:
 def seconds(run: Call, args: tuple[Any, ...]) -> float:
     """Seconds a call, after one that does not count."""
     jax.block_until_ready(run(*args))
-    return timed(run, args)[0]
+    return time_call(run, args)[0]
 
 
-def timed(run: Call, args: tuple[Any, ...] = ()) -> tuple[float, float]:
+def time_call(run: Call, args: tuple[Any, ...] = ()) -> tuple[float, float]:
     """Seconds, and seconds of this process's processor time, of a call, over as many calls as fill
     `LEAST_SECONDS`."""
     times = 1

@@ -26,32 +26,32 @@ from maxstack.schema.mesh import names
 Axes = tuple[str, ...]
 
 
-def split_over() -> Axes:
-    """The mesh axes that split sequences here; none on one device."""
+def sequence_axes() -> Axes:
+    """The mesh axes that split sequences; none on one device."""
     return sharding.split(sharding.here("batch seq")[1]) if sharding.current() else ()
 
 
-def kind() -> str | None:
+def context_kind() -> str | None:
     """ring or ulysses where sequences are split, else None."""
     current = sharding.current()
-    return current[1].context_kind if current and split_over() else None
+    return current[1].context_kind if current and sequence_axes() else None
 
 
-def place(x: jax.Array) -> PartitionSpec:
+def spec_of(x: jax.Array) -> PartitionSpec:
     """The sharding of per-position numbers [B or 1, T, ..]; a single row is replicated."""
     batch, seq = sharding.here("batch seq")
     return PartitionSpec(batch if x.shape[0] > 1 else None, seq)
 
 
 def arrange(x: Any) -> Any:
-    """Arrays [B or 1, T, ..] from natural order into the order of the devices, which differs only
-    in a ring. None stays."""
-    return jax.tree.map(lambda x_BT: _moved(x_BT, back=False), x)
+    """Move arrays [B or 1, T, ..] from natural order into the order of the devices, which differs
+    only in a ring. None stays None."""
+    return jax.tree.map(lambda x_BT: _reorder(x_BT, back=False), x)
 
 
 def natural(x: Any) -> Any:
     """The inverse of `arrange`."""
-    return jax.tree.map(lambda x_BT: _moved(x_BT, back=True), x)
+    return jax.tree.map(lambda x_BT: _reorder(x_BT, back=True), x)
 
 
 def zigzag(parts: int) -> tuple[int, ...]:
@@ -59,10 +59,10 @@ def zigzag(parts: int) -> tuple[int, ...]:
     return tuple(chunk for part in range(parts) for chunk in (part, 2 * parts - 1 - part))
 
 
-def _moved(x_BT: jax.Array, back: bool) -> jax.Array:
-    """Each device sends its even chunk to one device and its odd chunk to another."""
-    axes = split_over()
-    if kind() != "ring":
+def _reorder(x_BT: jax.Array, back: bool) -> jax.Array:
+    """Send each device's even chunk to one device and its odd chunk to another."""
+    axes = sequence_axes()
+    if context_kind() != "ring":
         return x_BT
     parts = sharding.size_of(*axes)
     holder = {chunk: i // 2 for i, chunk in enumerate(zigzag(parts))}
@@ -85,7 +85,7 @@ def _moved(x_BT: jax.Array, back: bool) -> jax.Array:
         second = jax.lax.ppermute(second, axes, odd)
         return jnp.concatenate((first, second) if back else in_order(first, second), axis=1)
 
-    return sharding.per_device(local, place(x_BT), place(x_BT))(x_BT)
+    return sharding.per_device(local, spec_of(x_BT), spec_of(x_BT))(x_BT)
 
 
 def to_heads(x_BTNH: jax.Array, axes: Axes) -> jax.Array:
@@ -99,26 +99,27 @@ def to_parts(x_BTNH: jax.Array, axes: Axes) -> jax.Array:
     return jax.lax.all_to_all(x_BTNH, axes, split_axis=1, concat_axis=2, tiled=True)
 
 
-def repeated(x_BSKH: jax.Array, axes: Axes, axis: int = 2) -> jax.Array:
-    """kv heads along `axis`, repeated until `to_heads` and `share` give each device those of its
-    queries."""
+def repeat_kv_heads(x_BSKH: jax.Array, axes: Axes, axis: int = 2) -> jax.Array:
+    """Repeat kv heads along `axis`, until `to_heads` and `slice_heads` give each device those of
+    its queries."""
     kv = x_BSKH.shape[axis]
     return jnp.repeat(x_BSKH, math.lcm(kv, jax.lax.axis_size(axes)) // kv, axis=axis)
 
 
-def share(x_N: jax.Array, axes: Axes, axis: int = 0) -> jax.Array:
+def slice_heads(x_N: jax.Array, axes: Axes, axis: int = 0) -> jax.Array:
     """The part of an array with heads along `axis` that belongs to this device after `to_heads`."""
     size = x_N.shape[axis] // jax.lax.axis_size(axes)
     return jax.lax.dynamic_slice_in_dim(x_N, jax.lax.axis_index(axes) * size, size, axis)
 
 
-def whole(x_BT: jax.Array, axes: Axes) -> jax.Array:
+def gather_sequences(x_BT: jax.Array, axes: Axes) -> jax.Array:
     """[B, T, ..] -> [B, parts T, ..]: all parts of each sequence, in the order of the devices."""
     return jax.lax.all_gather(x_BT, axes, axis=1, tiled=True)
 
 
 def head_axes(heads: int, kv: int) -> tuple[RuleAxes, RuleAxes, Axes]:
-    """(mesh axes that split query heads, those that split kv heads, those for `of_queries`)."""
+    """(mesh axes that split query heads, those that split kv heads, those that split query heads
+    alone, for `kv_heads_of_queries`)."""
     of_heads, of_kv = sharding.here("batch seq heads")[2], sharding.here("batch seq kv_heads")[2]
     if heads == kv:
         of_kv = of_heads
@@ -128,7 +129,7 @@ def head_axes(heads: int, kv: int) -> tuple[RuleAxes, RuleAxes, Axes]:
     return of_heads, of_kv, sharding.split(names(of_heads)[len(outer) :])
 
 
-def of_queries(
+def kv_heads_of_queries(
     x_BSKH: jax.Array, queries: int, groups: int, axes: Axes, axis: int = 2
 ) -> jax.Array:
     """The kv heads, along `axis`, of the `queries` query heads of this device, where `axes` split

@@ -29,7 +29,7 @@ class Attention(Layer):
     def __call__(self, x_BTD: Array, context: Context) -> Array:
         """Attention of each position over the positions of its document that it sees: [B, T, D]."""
         cfg = self.cfg
-        q_BTNH = _projected(x_BTD, self.query, self.query_bias, "heads")
+        q_BTNH = _project_heads(x_BTD, self.query, self.query_bias, "heads")
         q_BTNH = self._placed(q_BTNH, self.query_norm, context)
         if cfg.temperature:
             factor_BT = temperature(cfg.temperature, context.positions_BT)
@@ -55,7 +55,7 @@ class Attention(Layer):
             )
         o_BTNH = checkpoint_name(constrain(o_BTNH, "batch seq heads head_dim"), "context")
         if self.gate is not None:
-            o_BTNH = o_BTNH * jax.nn.sigmoid(_projected(x_BTD, self.gate, None, "heads"))
+            o_BTNH = o_BTNH * jax.nn.sigmoid(_project_heads(x_BTD, self.gate, None, "heads"))
         return checkpoint_name(project(o_BTNH, self.out, self.out_bias), "mixer_out")
 
     def _cached(
@@ -73,9 +73,9 @@ class Attention(Layer):
     def keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
         """Keys, normed and rotated, and values, normed: each [B, S, K, H]."""
         assert self.key is not None, "a block with share_kv has no keys of its own"
-        raw_BSKH = v_BSKH = _projected(x_BTD, self.key, self.key_bias, "kv_heads")
+        raw_BSKH = v_BSKH = _project_heads(x_BTD, self.key, self.key_bias, "kv_heads")
         if self.value is not None:
-            v_BSKH = _projected(x_BTD, self.value, self.value_bias, "kv_heads")
+            v_BSKH = _project_heads(x_BTD, self.value, self.value_bias, "kv_heads")
         if self.value_norm is not None:
             v_BSKH = self.value_norm(v_BSKH)
         axes = "batch seq kv_heads head_dim"
@@ -120,7 +120,7 @@ def temperature(cfg: TemperatureConfig, positions_BT: Array) -> Array:
     return 1 + cfg.scale * jnp.log1p(steps_BT)
 
 
-def _projected(x_BTD: Array, w: nnx.Param, bias: nnx.Param | None, axis: str) -> Array:
+def _project_heads(x_BTD: Array, w: nnx.Param, bias: nnx.Param | None, axis: str) -> Array:
     """Heads, pinned to the mesh before norm and rotation, which are float32: else XLA may move them
     after."""
     return constrain(project(x_BTD, w, bias), f"batch seq {axis} head_dim")

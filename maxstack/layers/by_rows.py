@@ -1,5 +1,10 @@
-"""Rows of inference, whose bits do not depend on how many rows are computed beside them: on a CPU
-XLA adds and multiplies in another order where rows are few."""
+"""Batch invariance: the bits of a row of inference do not depend on how many rows are computed
+with it.
+
+On a CPU XLA adds and multiplies in another order where rows are few, so inside `by_rows` layers
+choose operations whose order is fixed: norms sum by a product with ones (norm.py), and what has no
+such form computes a fixed number of rows at a time (`in_groups`).
+"""
 
 import contextlib
 import contextvars
@@ -19,15 +24,15 @@ _adapters: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def by_rows(group: int | None, adapters_R: jax.Array | None = None) -> Iterator[None]:
-    """Context in which layers keep the bits of a row whatever the number of rows; those that can by
-    no other means compute `group` rows at a time (0: they need not; None: layers do neither, and
-    compute as in training). `adapters_R`: numbers of the rows' adapters, 0: none."""
+    """Keep the bits of a row whatever the number of rows in the layers inside; a layer that cannot
+    otherwise computes `group` rows at a time (0: none needs to; None: compute as in training).
+    `adapters_R`: numbers of the rows' adapters, 0: none."""
     with holding(_group, group), holding(_adapters, adapters_R):
         yield
 
 
 def adapters() -> Any:
-    """Numbers of the adapters of the rows that are computed here [R], where they have some."""
+    """Numbers [R] of the adapters of the rows that are being computed; None: they have none."""
     return _adapters.get()
 
 
@@ -37,8 +42,7 @@ def active() -> bool:
 
 
 def in_groups(f: Callable[..., Any], size: int | None = None) -> Callable[..., Any]:
-    """`f` of trees of arrays [R, ..], computed for `size` rows at a time, by default as the context
-    says."""
+    """`f` of trees of arrays [R, ..], for `size` rows at a time; None: as many as `by_rows` says."""
     size = _group.get() if size is None else size
     if not size:
         return f

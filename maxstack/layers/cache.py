@@ -1,4 +1,4 @@
-"""Inference's cache, as one layer sees it while a step is traced.
+"""The KV cache, as one layer sees it while a step of inference is traced.
 
 Shapes: R rows, each a token of some request  S slots, one a request  W pages of a request at most
 P pages  L tokens of a page  N heads  K kv heads  H head dim  V value dim.
@@ -15,15 +15,15 @@ from maxstack.kernels.paged_attention import Quantized, paged_attention
 
 
 class Rows(NamedTuple):
-    """The rows of a step: on each device, those of one request stand together in the order of their
-    positions. Rows that are nobody's come last, but for those of requests that ended in a burst,
+    """The rows of a step, one token each. On each device the rows of a request are adjacent, in the
+    order of their positions. Unused rows come last, except those of requests that ended in a burst,
     whose slot is 0 too."""
 
     tokens_R: Array
     positions_R: Array
-    """-1: the row is nobody's."""
+    """-1: the row is unused."""
     slots_R: Array
-    """Number of the request among those of the device; slot 0 is nobody's."""
+    """Number of the request among those of the device; slot 0 is unused."""
     adapters_R: Array
     """Number of the request's adapter; 0: none."""
 
@@ -34,7 +34,7 @@ class LayerCache:
 
     rows: Rows
     tables_SW: Array
-    """int32: the pages of each request, in the order of its tokens; page 0 is nobody's."""
+    """int32: the pages of each request, in the order of its tokens; page 0 belongs to none."""
     arrays: dict[str, Array]
     backend: str
     """Of attention over pages."""

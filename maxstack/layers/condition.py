@@ -22,7 +22,7 @@ class Condition(Layer):
 
     def __call__(self, time_B: Array, label_B: Array, dtype: str) -> Array:
         """`time_B` float32, from 0 to 1000; `label_B` int32, `classes` for none -> [B, D]."""
-        waves = waves_of(time_B).astype(dtype)
+        waves = time_waves(time_B).astype(dtype)
         hidden = constrain(project(waves, self.time_in, self.time_in_bias), "batch embed")
         hidden = jax.nn.silu(hidden)
         time_BD = project(hidden, self.time_out, self.time_out_bias)
@@ -30,7 +30,7 @@ class Condition(Layer):
         return jax.nn.silu(constrain(summed_BD, "batch embed"))
 
 
-def waves_of(time_B: Array) -> Array:
+def time_waves(time_B: Array) -> Array:
     """Cosines, then sines, with rates from 1 to 1 / 10000, as diffusers' DiT has them: float32
     [B, FREQUENCIES]."""
     half = FREQUENCIES // 2

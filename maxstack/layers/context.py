@@ -1,4 +1,4 @@
-"""Inputs that all layers of a step share, beside the residual stream. Shapes: B batch  T
+"""Inputs that all layers of a step share besides the residual stream. Shapes: B batch  T
 time."""
 
 import contextlib
@@ -21,7 +21,7 @@ _keys: contextvars.ContextVar[Array | None] = contextvars.ContextVar("keys", def
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """Positions and documents of the tokens, and what follows from them."""
+    """Positions and documents of the tokens, and tables and keys made from them."""
 
     positions_BT: Array
     """int32 [B or 1, T]: places within the document, from 0; in the order of kernels/sequences.py,
@@ -34,7 +34,7 @@ class Context:
     kept: Mapping[str, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
     """Keys and values of earlier layers, by block, for layers that have none of their own."""
     real_BT: Array | None = None
-    """bool [B, T]: what is no padding; None: nothing depends on it, or all is real."""
+    """bool [B, T]: False for padding; None: nothing depends on it, or there is none."""
     cache: LayerCache | None = None
     """Inference's cache of the layer that is being computed; None in training."""
     keys_BT2: Array | None = None
@@ -42,22 +42,22 @@ class Context:
     in; None: nothing is drawn."""
 
     condition_BD: Array | None = None
-    """What adaptive norms read; None: there are none, or each block makes its own of a time and a
-    class."""
+    """The condition that adaptive norms read; None: there are none, or each block makes its own from
+    a time and a class."""
     time_B1: Array | None = None
     """float32: times from 0 to 1000."""
     label_B1: Array | None = None
     """int32: classes."""
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which random numbers are drawn by these keys."""
+        """Draw random numbers with these keys inside."""
         return holding(_keys, self.keys_BT2)
 
     def repeated(self, index: Array) -> "Context":
         """The context in repetition `index` of the pattern."""
         if self.keys_BT2 is None:
             return self
-        return dataclasses.replace(self, keys_BT2=_folded(self.keys_BT2, index))
+        return dataclasses.replace(self, keys_BT2=_fold_in(self.keys_BT2, index))
 
 
 def position_keys() -> Array | None:
@@ -65,12 +65,12 @@ def position_keys() -> Array | None:
     return _keys.get()
 
 
-def keys_of(rows_B2: Array, length: int) -> Array:
+def position_keys_of(rows_B2: Array, length: int) -> Array:
     """Keys of rows -> those of their positions [B, T, 2], in natural order."""
-    return _folded(rows_B2[:, None], jnp.arange(length))
+    return _fold_in(rows_B2[:, None], jnp.arange(length))
 
 
-def _folded(keys: Array, number: Array) -> Array:
+def _fold_in(keys: Array, number: Array) -> Array:
     """Raw keys [..., 2], each with a number folded in; both are broadcast."""
 
     def folded(key: Array, number: Array) -> Array:
@@ -80,7 +80,7 @@ def _folded(keys: Array, number: Array) -> Array:
     return jnp.vectorize(folded, signature="(k),()->(k)")(keys, number)
 
 
-def _flat(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _flatten(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Tables by their order: jax would sort their keys, which have none."""
     tables = context.tables
     return (
@@ -96,10 +96,10 @@ def _flat(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     ), tuple(tables)
 
 
-def _whole(keys: tuple[Any, ...], parts: tuple[Any, ...]) -> Context:
+def _unflatten(keys: tuple[Any, ...], parts: tuple[Any, ...]) -> Context:
     positions_BT, segments_BT, tables, kept, real_BT, *others = parts
     named = dict(zip(keys, tables, strict=True))
     return Context(positions_BT, segments_BT, named, kept, real_BT, None, *others)
 
 
-jax.tree_util.register_pytree_node(Context, _flat, _whole)
+jax.tree_util.register_pytree_node(Context, _flatten, _unflatten)

@@ -1,9 +1,14 @@
-"""Travel of tokens to their experts and back; run by each device on its own tokens, inside
+"""Dispatch of tokens to their experts and back; run by each device on its own tokens, inside
 `sharding.per_device` where there is a mesh.
 
-The experts lie over P peers, L on each. A device lists its tokens' choices by expert, and so by
-peer, and sends each peer a window of R rows of that peer's list: P x R = S slots. What does not fit
-follows in smaller windows, so that memory does not depend on where the tokens go.
+The experts are split over P peers, L on each. A device sorts its tokens' choices by expert, and so
+by peer, and sends each peer a window of R rows of that peer's list, by one all-to-all of P x R = S
+slots. The receiver sorts what arrived by expert, multiplies, and sends the rows back. Choices that
+do not fit follow in smaller windows, so that memory does not depend on where the tokens go: buffers
+for the worst case would be P times as large. All devices take as many windows as the fullest list
+of any, because a collective that only some enter never ends. The first window is differentiated as
+it stands; the further ones run in a loop that the backward pass computes again. With a capacity,
+the first window always holds everything.
 
 Shapes: N tokens  C chosen experts of a token  M tokens x chosen  D embed  E experts  P peers  L
 experts of a peer  S slots.
@@ -23,24 +28,25 @@ from maxstack import sharding
 Run = Callable[[Any, Array, Array], Array]
 """(weights of the experts that are here, rows sorted by expert [S, D], rows of each [L]) -> [S, D];
 rows of no expert give zeros."""
-FURTHER = 4  # a window after the first is this many times smaller
+FURTHER = 4
+"""A window after the first is this many times smaller."""
 TILE = 8
 FURTHER_SCOPE = "further_windows"
-"""Scope of operations of a compiled program that an even load does not run."""
+"""Named scope of the operations that a compiled program skips under an even load."""
 
 
 class Travel(NamedTuple):
-    """Sizes that are fixed when a program is compiled."""
+    """Sizes of a dispatch, fixed when a program is compiled."""
 
     experts: int
     axes: tuple[str, ...]
-    """Mesh axes over which the experts lie; empty: all are here."""
+    """Mesh axes that split the experts; empty: this device has all."""
     first: int
     """Rows for each peer in the first window."""
     further: int
-    """Rows for each peer in those after it; 0: the first one always holds everything."""
+    """Rows for each peer in later windows; 0: the first always holds everything."""
     scale_input: bool
-    """Weights multiply what an expert reads, not what it gives."""
+    """Router weights multiply an expert's input, not its output."""
 
 
 class Lists(NamedTuple):
@@ -55,11 +61,11 @@ class Lists(NamedTuple):
     """Start of each peer's list in `sorted_M`."""
     length_P: Array
     coming_PL: Array
-    """Number of rows that each peer has for each expert that is here."""
+    """Number of rows that each peer has for each expert of this device."""
 
 
 class Slots(NamedTuple):
-    """Choice that each slot of a window holds, and the slot of each choice."""
+    """The choice in each slot of a window, and the slot of each choice."""
 
     choice_S: Array
     filled_S: Array
@@ -67,7 +73,7 @@ class Slots(NamedTuple):
     here_NC: Array
 
 
-def travel(
+def plan_travel(
     experts: int,
     axes: tuple[str, ...],
     tokens: int,
@@ -93,22 +99,21 @@ def _tiles(rows: float) -> int:
     return math.ceil(rows / TILE) * TILE
 
 
-def mixture(
+def mix_experts(
     run: Run, how: Travel, weights: Any, x_ND: Array, weight_NC: Array, expert_NC: Array
 ) -> tuple[Array, Array]:
-    """-> (float32 [N, D], the sum over each token's experts by weight; how many windows it took,
-    the same on all devices).
+    """Send tokens to their experts and sum the results -> (the weighted sum over each token's
+    experts, float32 [N, D]; the number of windows, the same on all devices).
 
-    A choice of expert E is of none.
+    A choice of expert number E is of none.
     """
-    lists = _listed(expert_NC, how)
+    lists = _list_by_peer(expert_NC, how)
     window = functools.partial(_window, run, how)
     if not how.further:
         return window(how.first, 0, weights, x_ND, weight_NC, lists), jnp.ones((), jnp.int32)
     more = jnp.maximum(-(-(lists.length_P.max() - how.first) // how.further), 0)
-    more = jax.lax.pmax(
-        more, tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    )  # no device may wait for another's window alone
+    # The most of all devices: one that entered a window alone would wait for the others for ever.
+    more = jax.lax.pmax(more, tuple(jax.sharding.get_abstract_mesh().manual_axes))
     return _windows(window, how, weights, x_ND, weight_NC, lists, more), 1 + more
 
 
@@ -174,7 +179,7 @@ def _window(
 ) -> Array:
     """Sum of the entries `begin` to `begin + rows` of the lists, float32 [N, D]."""
     slots = _slots(lists, begin, rows)
-    x_SD = _spread(x_ND, weight_NC if how.scale_input else None, slots)
+    x_SD = _fill_slots(x_ND, weight_NC if how.scale_input else None, slots)
     sizes_L, order_S = lists.coming_PL.sum(axis=0), None
     if how.axes:
         expert_S, sizes_L = _arrivals(lists, begin, rows)
@@ -192,7 +197,7 @@ def _exchange(x: Array, axes: tuple[str, ...]) -> Array:
     return jax.lax.all_to_all(x, axes, 0, 0, tiled=True) if axes else x
 
 
-def _listed(expert_NC: Array, how: Travel) -> Lists:
+def _list_by_peer(expert_NC: Array, how: Travel) -> Lists:
     peers = sharding.size_of(*how.axes)
     expert_M = expert_NC.reshape(-1)
     sorted_M = jnp.argsort(expert_M)
@@ -238,10 +243,10 @@ def _arrivals(lists: Lists, begin: Array | int, rows: int) -> tuple[Array, Array
     return expert_PR.reshape(-1), inside_PL.sum(axis=0)
 
 
-# The two below are each other's gradient, and a gather each way: a scatter is slow, and not the
-# same in every order.
+# The two below are each other's gradient, and each is a gather: a scatter is slow, and adds in an
+# order that is not fixed.
 @jax.custom_vjp
-def _spread(x_ND: Array, weight_NC: Array | None, slots: Slots) -> Array:
+def _fill_slots(x_ND: Array, weight_NC: Array | None, slots: Slots) -> Array:
     """The token of each slot's choice, times its weight if there is one [S, D]; zeros in free
     slots."""
     x_SD = x_ND[slots.choice_S // slots.slot_NC.shape[1]]
@@ -251,7 +256,7 @@ def _spread(x_ND: Array, weight_NC: Array | None, slots: Slots) -> Array:
 
 
 def _spread_forward(x_ND, weight_NC, slots):
-    return _spread(x_ND, weight_NC, slots), (x_ND, weight_NC, slots)
+    return _fill_slots(x_ND, weight_NC, slots), (x_ND, weight_NC, slots)
 
 
 def _spread_backward(saved, dx_SD):
@@ -275,12 +280,12 @@ def _combine_forward(y_SD, weight_NC, slots):
 def _combine_backward(saved, dout_ND):
     y_SD, weight_NC, slots = saved
     dweight_NC = None if weight_NC is None else _products(dout_ND, y_SD, slots)
-    return _spread(dout_ND.astype(y_SD.dtype), weight_NC, slots), dweight_NC, None
+    return _fill_slots(dout_ND.astype(y_SD.dtype), weight_NC, slots), dweight_NC, None
 
 
 def _rows(y_SD: Array, slots: Slots) -> Array:
-    """The row of each choice, zeros where it is not here; float32 [C, N, D], because a TPU pads the
-    last two dimensions."""
+    """The row of each choice, zeros where it is not in this window; float32 [C, N, D]: C comes first
+    because a TPU pads the last two dimensions."""
     return jnp.where(slots.here_NC.T[:, :, None], y_SD[slots.slot_NC.T], 0).astype(jnp.float32)
 
 
@@ -295,7 +300,7 @@ def _reorder(x_SD: Array, order_S: Array, inverse_S: Array) -> Array:
     return x_SD[order_S]
 
 
-_spread.defvjp(_spread_forward, _spread_backward)
+_fill_slots.defvjp(_spread_forward, _spread_backward)
 _combine.defvjp(_combine_forward, _combine_backward)
 _reorder.defvjp(
     lambda x_SD, order_S, inverse_S: (x_SD[order_S], inverse_S),

@@ -60,7 +60,7 @@ class GatedDelta(Layer):
         if context.cache is None:
             o_BTNV = _on_own_heads(self.cfg, of_keys, of_values, context.segments_BT)
         else:
-            o_BTNV = _cached(self.cfg, of_keys, of_values, context.cache)
+            o_BTNV = _step_rows(self.cfg, of_keys, of_values, context.cache)
         o_BTNV = checkpoint_name(constrain(o_BTNV, "batch seq heads head_dim"), "context")
         gate_BTNV = constrain(project(x_BTD, self.gate), "batch seq heads head_dim")
         o_BTNV = self.norm(o_BTNV) * jax.nn.silu(gate_BTNV.astype(jnp.float32))
@@ -68,7 +68,7 @@ class GatedDelta(Layer):
         return checkpoint_name(project(o_BTNV, self.out), "mixer_out")
 
 
-def _mix(
+def _convolve_and_recur(
     cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: Array | None
 ) -> Array:
     """Convolutions and the recurrence over whole sequences: [B, T, N, V]."""
@@ -86,41 +86,43 @@ def _mix(
 def _on_own_heads(
     cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: Array | None
 ) -> Array:
-    """`_mix` by each device for its own rows and heads. Parts of sequences become whole ones of
-    some of the heads, and parts again."""
+    """`_convolve_and_recur` on each device for its own rows and heads; where sequences are split,
+    for whole sequences of some of its heads."""
     if sharding.current() is None:
-        return _mix(cfg, of_keys, of_values, segments_BT)
+        return _convolve_and_recur(cfg, of_keys, of_values, segments_BT)
     batch, seq = sharding.here("batch seq")
     heads, kv, inner = sequences.head_axes(cfg.value_heads, cfg.key_heads)
-    axes = sequences.split_over()
-    assert sequences.kind() != "ring", "a recurrence needs whole sequences, in order"
+    axes = sequences.sequence_axes()
+    assert sequences.context_kind() != "ring", "a recurrence needs whole sequences, in order"
 
     def local(of_keys: Arrays, of_values: Arrays, segments_BT: Array | None) -> Array:
         queries, groups = of_values[0].shape[2], cfg.value_heads // cfg.key_heads
         of_keys = tuple(
-            sequences.of_queries(x, queries, groups, inner, x.ndim - 2) for x in of_keys
+            sequences.kv_heads_of_queries(x, queries, groups, inner, x.ndim - 2) for x in of_keys
         )
         if not axes:
-            return _mix(cfg, of_keys, of_values, segments_BT)
-        of_keys = tuple(sequences.repeated(x, axes, x.ndim - 2) for x in of_keys)
+            return _convolve_and_recur(cfg, of_keys, of_values, segments_BT)
+        of_keys = tuple(sequences.repeat_kv_heads(x, axes, x.ndim - 2) for x in of_keys)
 
         def of_own_heads(x: Array, taps: bool) -> Array:
-            return sequences.share(x, axes, 1) if taps else sequences.to_heads(x, axes)
+            return sequences.slice_heads(x, axes, 1) if taps else sequences.to_heads(x, axes)
 
         of_keys = tuple(map(of_own_heads, of_keys, (False, False, True, True)))
         of_values = tuple(map(of_own_heads, of_values, (False, False, False, True)))
         if segments_BT is not None:
-            segments_BT = sequences.whole(segments_BT, axes)
-        return sequences.to_parts(_mix(cfg, of_keys, of_values, segments_BT), axes)
+            segments_BT = sequences.gather_sequences(segments_BT, axes)
+        return sequences.to_parts(_convolve_and_recur(cfg, of_keys, of_values, segments_BT), axes)
 
     own, shared = PartitionSpec(batch, seq, heads), PartitionSpec(batch, seq, kv)
     taps, taps_v = PartitionSpec(None, kv), PartitionSpec(None, heads)
-    documents = PartitionSpec() if segments_BT is None else sequences.place(segments_BT)
+    documents = PartitionSpec() if segments_BT is None else sequences.spec_of(segments_BT)
     specs = (shared, shared, taps, taps), (own, own, own, taps_v), documents
     return sharding.per_device(local, specs, own)(of_keys, of_values, segments_BT)
 
 
-def _cached(cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, cache: LayerCache) -> Array:
+def _step_rows(
+    cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, cache: LayerCache
+) -> Array:
     """Convolutions and the recurrence of rows [R, 1, ..], one row after the other, from the states
     of their requests: [R, 1, N, V]. What a row gives does not depend on how its request was cut
     into steps."""

@@ -1,4 +1,4 @@
-"""The base of every layer: it is built of the parts that its configuration declares."""
+"""Base class of layers: a layer is built from the parts that its configuration declares."""
 
 import pkgutil
 from typing import TYPE_CHECKING, Any

@@ -23,9 +23,9 @@ HEADS = "batch seq heads head_dim"
 
 
 class MLA(Layer):
-    """Self-attention whose keys and values are projections of one normed latent, but for a
+    """Self-attention whose keys and values are projections of one normalised latent, except for a
     rotated part of the key that all heads share (DeepSeek-V2 2024, arXiv:2405.04434, section 2.1).
-    Keys and values are made in full, as training wants them."""
+    Training makes keys and values in full; inference attends in the space of the latents."""
 
     cfg: MLAConfig
 

@@ -38,7 +38,7 @@ class GatedMLP(Layer):
     def _hidden(self, x_BTD: Array) -> Array:
         gate_BTF = checkpoint_name(project(x_BTD, self.gate, self.gate_bias), "mlp_gate")
         up_BTF = checkpoint_name(project(x_BTD, self.up, self.up_bias), "mlp_up")
-        return gated(ACTIVATIONS[self.cfg.activation], gate_BTF, up_BTF)
+        return gate(ACTIVATIONS[self.cfg.activation], gate_BTF, up_BTF)
 
 
 class DenseMLP(GatedMLP):
@@ -50,9 +50,9 @@ class DenseMLP(GatedMLP):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gated(act: Callable[[Array], Array], gate_BTF: Array, up_BTF: Array) -> Array:
-    """act(gate) * up. Its backward pass keeps gate and up alone and does the activation again,
-    which costs less than to keep what it went through."""
+def gate(act: Callable[[Array], Array], gate_BTF: Array, up_BTF: Array) -> Array:
+    """act(gate) * up. The backward pass keeps gate and up alone and computes the activation again,
+    which costs less than keeping its intermediate values."""
     return act(gate_BTF) * up_BTF
 
 
@@ -61,10 +61,9 @@ def _forward(act, gate_BTF, up_BTF):
 
 
 def _backward(act, saved, dh_BTF):
-    saved, dh_BTF = jax.lax.optimization_barrier(
-        (saved, dh_BTF)
-    )  # else XLA finds the first activation again, and keeps it
+    # Without the barrier XLA merges this activation with the first one, and keeps its values.
+    saved, dh_BTF = jax.lax.optimization_barrier((saved, dh_BTF))
     return jax.vjp(lambda gate_BTF, up_BTF: act(gate_BTF) * up_BTF, *saved)[1](dh_BTF)
 
 
-gated.defvjp(_forward, _backward)
+gate.defvjp(_forward, _backward)

@@ -1,5 +1,11 @@
-"""Mixture of experts: tokens are sorted by expert, so that each expert is one matmul over the
-tokens that chose it.
+"""Mixture of experts.
+
+Tokens are sorted by expert, and each expert is one matmul over the tokens that chose it
+(kernels/grouped_matmul/), so nothing is dropped unless a capacity is set. On a mesh each device
+routes its own tokens; where experts are split over devices, tokens travel to them and back in
+windows of bounded size (dispatch.py), as many as the fullest expert needs. Balance losses are sums
+over rows, so they add up over microbatches and devices; the selection bias is a weight that the
+step moves by a rule of its own and the optimizer does not see (`carried`).
 
 Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  F mlp hidden  N tokens  S
 rows sorted by expert.
@@ -28,7 +34,7 @@ from maxstack.schema.mlps import MoEConfig, ParallelMLPConfig
 
 Report = dict[str, Array]
 Weights = dict[str, Any]
-"""Arrays, and what `experts` makes of the matrices, by name."""
+"""Arrays by name; matrices as `experts` gives them."""
 Mixed = tuple[Array, Array, Array]
 HIDDEN = {
     "gate": 2,
@@ -41,7 +47,7 @@ SIGMOID_SLOPE = 1.702  # gpt-oss: x sigmoid(1.702 x), a GELU nearly
 
 
 class MoE(Layer):
-    """A token's chosen experts, weighted, and the shared one (Shazeer 2017, arXiv:1701.06538;
+    """Weighted sum of a token's chosen experts, and the shared expert (Shazeer 2017, arXiv:1701.06538;
     shared: Dai 2024, arXiv:2401.06066)."""
 
     cfg: MoEConfig
@@ -49,11 +55,11 @@ class MoE(Layer):
     def __call__(self, x_BTD: Array, residual_BTD: Array, context: Context) -> tuple[Array, Report]:
         """-> ([B, T, D], report).
 
-        `load`, float32 [E], is how many real tokens chose each expert; `dropped`, float32, how many
-        of these choices were beyond the capacity, and there where there is one; `rounds`, int32, in
-        how many rounds tokens travelled, and there where they travel and all of them must;
-        `router_loss` is a sum over real tokens, and there where it has a weight. A token is real
-        unless its segment is 0; no expert sees the others.
+        The report holds `load`, float32 [E]: the number of real tokens that chose each expert; with
+        a capacity, `dropped`, float32: the number of choices beyond it; where tokens travel and
+        none may be dropped, `rounds`, int32: the number of windows that they took; and where the
+        router has a loss, `router_loss`: its sum over real tokens. A token is real unless its
+        segment is 0; no expert sees the others.
         """
         if not by_rows.active():
             return self._mixed(x_BTD, residual_BTD, context)
@@ -67,7 +73,7 @@ class MoE(Layer):
     def _mixed(self, x_BTD: Array, residual_BTD: Array, context: Context) -> tuple[Array, Report]:
         cfg, rules = self.cfg, self.cfg.router
         read_BTD = (
-            router.normed(residual_BTD, self.router_scale[...], rules.norm_eps)
+            router.normalize_input(residual_BTD, self.router_scale[...], rules.norm_eps)
             if rules.normed
             else x_BTD
         )
@@ -169,12 +175,12 @@ def _on_own_tokens(
     logits_BTE: Array,
     real_BT: Array,
 ) -> Mixed:
-    """`_mixture` of each device's own tokens. Weights are gathered for it, but for experts and
-    hidden units over axes of their own.
+    """`_mix_own_tokens` on each device for its own tokens. Weights are gathered for it, except along
+    axes that split experts or hidden units.
 
-    Left to itself, XLA would gather all tokens on every device, to sort them.
+    By hand, because XLA would gather all tokens on every device in order to sort them.
     """
-    mixture = functools.partial(_mixture, cfg, cfg.limit(x_BTD.shape[1]), split)
+    mixture = functools.partial(_mix_own_tokens, cfg, cfg.limit(x_BTD.shape[1]), split)
     if sharding.current() is None:
         return mixture(weights, x_BTD, logits_BTE, real_BT)
     specs = {
@@ -190,7 +196,7 @@ def _on_own_tokens(
 
 
 def _part(name: str, split: ExpertSharding, value: Array) -> PartitionSpec:
-    """Share of a weight that a device works with: its experts, and of those its hidden units."""
+    """The part of a weight that a device needs: its experts, and of those its hidden units."""
     parts = {HIDDEN[name]: split.hidden, 0: split.experts} if name in HIDDEN else {}
     for i, axes in parts.items():
         if value.shape[i] > 1 and value.shape[i] % sharding.size_of(*axes):
@@ -204,7 +210,7 @@ def _part(name: str, split: ExpertSharding, value: Array) -> PartitionSpec:
     )
 
 
-def _mixture(
+def _mix_own_tokens(
     cfg: MoEConfig,
     limit: int | None,
     split: ExpertSharding,
@@ -213,8 +219,8 @@ def _mixture(
     logits_BTE: Array,
     real_BT: Array,
 ) -> Mixed:
-    """-> (the weighted sum over the chosen experts; the chosen; how many windows the dispatch
-    took)."""
+    """-> (the weighted sum over the chosen experts, the chosen experts, the number of windows that
+    the dispatch took)."""
     experts_BTC, weights_BTC = router.route(
         cfg.router,
         cfg.top_k,
@@ -222,13 +228,13 @@ def _mixture(
         weights.get("selection_bias"),
         weights.get("expert_scale"),
     )
-    counted_BTC = router.within(experts_BTC, cfg.experts, real_BT, limit)
+    counted_BTC = router.within_capacity(experts_BTC, cfg.experts, real_BT, limit)
     x_ND, weight_NC = (
         x_BTD.reshape(-1, x_BTD.shape[-1]),
         jnp.where(counted_BTC, weights_BTC, 0).reshape(-1, cfg.top_k),
     )
     expert_NC = jnp.where(counted_BTC, experts_BTC, cfg.experts).reshape(weight_NC.shape)
-    how = dispatch.travel(
+    how = dispatch.plan_travel(
         cfg.experts,
         split.experts,
         x_ND.shape[0],
@@ -238,7 +244,7 @@ def _mixture(
         cfg.router.scale_input,
     )
     own = {name: weights[name] for name in HIDDEN if name in weights}
-    out_ND, rounds = dispatch.mixture(
+    out_ND, rounds = dispatch.mix_experts(
         functools.partial(_experts, cfg), how, own, x_ND, weight_NC, expert_NC
     )
     if cfg.bias:
@@ -262,7 +268,7 @@ def _mixture(
 
 
 def _experts(cfg: MoEConfig, weights: Weights, x_SD: Array, sizes_E: Array) -> Array:
-    """Each expert of its own rows, without the bias of its output."""
+    """Apply each expert to its own rows, without the bias of its output."""
     ends_E = jnp.cumsum(sizes_E)
 
     def times(x: Array, name: str) -> Array:
@@ -282,10 +288,10 @@ def _experts(cfg: MoEConfig, weights: Weights, x_SD: Array, sizes_E: Array) -> A
         checkpoint_name(times(x_SD, "gate"), "mlp_gate"),
         checkpoint_name(times(x_SD, "up"), "mlp_up"),
     )
-    return times(_gated(cfg, gate_SF, up_SF), "down")
+    return times(_gate(cfg, gate_SF, up_SF), "down")
 
 
-def _gated(cfg: MoEConfig, gate_MF: Array, up_MF: Array) -> Array:
+def _gate(cfg: MoEConfig, gate_MF: Array, up_MF: Array) -> Array:
     if cfg.clamp is None:
         return ACTIVATIONS[cfg.activation](gate_MF) * up_MF
     gate_MF, up_MF = jnp.minimum(gate_MF, cfg.clamp), jnp.clip(up_MF, -cfg.clamp, cfg.clamp)

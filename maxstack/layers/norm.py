@@ -11,7 +11,7 @@ from maxstack.layers.layer import Layer
 from maxstack.schema.mixers import NormConfig
 
 COLUMNS = 64
-"""Of the product that adds up rows: with one, it is another kernel on a CPU."""
+"""Columns of the product that sums rows: with one column, XLA on a CPU takes another kernel."""
 
 
 class Norm(Layer):
@@ -26,16 +26,16 @@ class Norm(Layer):
         scale = None
         if self.cfg.scale:
             scale = self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered)
-        y = normed(x, scale, self.cfg.kind == "layer", self.cfg.eps)
+        y = normalize(x, scale, self.cfg.kind == "layer", self.cfg.eps)
         if self.cfg.bias:
             y = y + self.bias[...].astype(jnp.float32)
         return y.astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def normed(x: Array, scale: Array | None, centered: bool, eps: float) -> Array:
-    """float32 [..., size]. Its backward pass keeps x and one number a row, not the normed x in
-    float32 that automatic differentiation keeps."""
+def normalize(x: Array, scale: Array | None, centered: bool, eps: float) -> Array:
+    """Normalise -> float32 [..., size]. The backward pass keeps x and one number a row, not the
+    normalised x in float32, which automatic differentiation would keep."""
     return _forward(x, scale, centered, eps)[0]
 
 
@@ -73,4 +73,4 @@ def _backward(centered, eps, saved, dy):
     )
 
 
-normed.defvjp(_forward, _backward)
+normalize.defvjp(_forward, _backward)

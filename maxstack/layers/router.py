@@ -18,10 +18,10 @@ SCORES = {
 LEAST_SUM = 1e-20
 
 
-def normed(x_BTD: Array, scale_D: Array, eps: float) -> Array:
+def normalize_input(x_BTD: Array, scale_D: Array, eps: float) -> Array:
     """x / rms(x) * scale / sqrt(D), float32: what Gemma 4's router reads."""
     scale_D = scale_D.astype(jnp.float32) * x_BTD.shape[-1] ** -0.5
-    return norm.normed(x_BTD, scale_D, False, eps)
+    return norm.normalize(x_BTD, scale_D, False, eps)
 
 
 def logits(x_BTD: Array, router_DE: Array, bias_E: Array | None) -> Array:
@@ -87,7 +87,7 @@ def counts(experts_BTC: Array, experts: int, real_BT: Array) -> Array:
     return (jax.nn.one_hot(experts_BTC, experts) * real_BT[:, :, None, None]).sum(axis=(1, 2))
 
 
-def within(experts_BTC: Array, experts: int, real_BT: Array, limit: int | None) -> Array:
+def within_capacity(experts_BTC: Array, experts: int, real_BT: Array, limit: int | None) -> Array:
     """Mask of the choices that count, bool [B, T, C]: those of real tokens, and of each row the
     first `limit` of an expert, if that is not None."""
     real_BT1 = real_BT[:, :, None]

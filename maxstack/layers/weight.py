@@ -1,5 +1,11 @@
-"""A weight says its shape, logical axes, use and initial values once; `draw` makes the values,
-`project` and `lookup` read them."""
+"""Weights: a layer declares shape, logical axes, use and initial values once.
+
+`draw` makes the initial values from a hash of (seed, path), so that they depend on neither the mesh
+nor on what else the model holds. Layers multiply by a weight only through `project`, `lookup`,
+`product` and `experts`, and a `Substitute` (a quantized weight, or one with an adapter) answers
+these calls in its own way. Intercepting `dot_general` from outside, as Qwix does, took 2 to 4 times
+as long to trace, finds weights by the shape of tracers, and reaches neither experts nor the head.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -53,8 +59,8 @@ def weight(
 
 
 class Substitute:
-    """Replacement for a weight that is stored, or multiplied by, in a way of its own. A layer need
-    not know that it holds one."""
+    """Replacement for a weight that is stored or multiplied in a way of its own. A layer need not
+    know that it holds one."""
 
     def project(self, x: Array) -> Array:
         """See `project`."""
@@ -69,7 +75,7 @@ class Substitute:
         raise NotImplementedError
 
     def values(self, dtype: Any) -> Array:
-        """All of it as an array, for what multiplies in full precision."""
+        """The whole weight as an array, for products in full precision."""
         raise NotImplementedError
 
     def experts(self, dtype: Any) -> Any:
@@ -77,7 +83,7 @@ class Substitute:
         raise NotImplementedError
 
     def read(self, x: Array) -> Array:
-        """Rows as what multiplies them by `values` is to read them."""
+        """Prepare rows for a product with `values`."""
         return x
 
     def scores(self, x: Array, tied: bool, dtype: Any) -> Array:
@@ -113,7 +119,7 @@ def draw(param: nnx.Param, path: Sequence[object], seed: int) -> Array:
 
 
 def values(w: Weight, dtype: Any) -> Array:
-    """All of a weight."""
+    """The whole weight."""
     return w.values(dtype) if isinstance(w, Substitute) else w[...].astype(dtype)
 
 
@@ -163,7 +169,7 @@ def _product(x: Array, w: nnx.Param) -> Array:
     contract = w.get_metadata()["contract"]
     rows, out = x.shape[: x.ndim - contract], w.shape[contract:]
     if current():
-        axes = whole(axes_of(w))
+        axes = gathered_axes(axes_of(w))
 
         def product(x: Array, w: Array) -> Array:
             used = constrain(w.astype(x.dtype), axes)
@@ -186,8 +192,8 @@ def multiply(x: Array, w: Array) -> Array:
 
 @jax.custom_vjp
 def _multiply_here(x: Array, matrix: Array) -> Array:
-    """[rows, in] x [in, out] on a CPU, where the time that XLA takes for the gradient of a matrix
-    depends on how it is asked for."""
+    """[rows, in] x [in, out] on a CPU, where the speed of the gradient of a matrix depends on how XLA
+    is asked for it (measured in EXPERIMENTS.md)."""
     return x @ matrix
 
 
@@ -214,6 +220,6 @@ def axes_of(w: nnx.Param) -> tuple[str, ...]:
     return axes[-w.ndim :] if w.ndim else ()
 
 
-def whole(axes: Sequence[str]) -> str:
+def gathered_axes(axes: Sequence[str]) -> str:
     """Axes of a weight that is gathered along `embed`."""
     return " ".join("norm" if axis == "embed" else axis for axis in axes)

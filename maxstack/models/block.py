@@ -68,14 +68,14 @@ class Block(nnx.Module):
     ) -> tuple[Array, Aux]:
         """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
         x_BTD, scope = checkpoint_name(x_BTD, "input"), f"model.blocks.{self.name}"
-        before, after = self._moved(context) if self.modulated else (NOT_MOVED, NOT_MOVED)
+        before, after = self._moved(context) if self.modulated else (UNMODULATED, UNMODULATED)
         with context.drawing(), config_scope(f"{scope}.mixer"):
             mixed_BTD = self.mixer(before.into(_apply(self.mixer_norm, x_BTD)), context)
-        mixed_BTD = before.out(_scaled(_apply(self.mixer_out_norm, mixed_BTD), self.mixer_scale))
+        mixed_BTD = before.out(_scale(_apply(self.mixer_out_norm, mixed_BTD), self.mixer_scale))
         x_BTD = constrain(x_BTD + mixed_BTD, "batch residual embed")
         with context.drawing(), config_scope(f"{scope}.mlp"):
             out_BTD, aux = self.mlp(after.into(_apply(self.mlp_norm, x_BTD)), x_BTD, context)
-        out_BTD = after.out(_scaled(_apply(self.mlp_out_norm, out_BTD), self.mlp_scale))
+        out_BTD = after.out(_scale(_apply(self.mlp_out_norm, out_BTD), self.mlp_scale))
         x_BTD = constrain(x_BTD + out_BTD, "batch residual embed")
         if extra_BTP is not None:
             with context.drawing():
@@ -86,7 +86,7 @@ class Block(nnx.Module):
             x_BTD = x_BTD * self.out_scalar[...].astype(x_BTD.dtype)
         return x_BTD, {"mlp": aux} if aux else {}
 
-    def _moved(self, context: Context) -> tuple["Moved", "Moved"]:
+    def _moved(self, context: Context) -> tuple["Modulation", "Modulation"]:
         """How the condition moves what mixer and MLP read, and scales what they add."""
         condition_BD = context.condition_BD
         if self.condition is not None:
@@ -97,7 +97,7 @@ class Block(nnx.Module):
         with context.drawing():
             all_B6D = project(condition_BD, self.modulation, self.modulation_bias)
         parts = [all_B6D[:, i : i + 1] for i in range(6)]
-        return Moved(*parts[:3]), Moved(*parts[3:])
+        return Modulation(*parts[:3]), Modulation(*parts[3:])
 
     def keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
         """Keys and values for later layers that have none of their own."""
@@ -106,7 +106,7 @@ class Block(nnx.Module):
             return self.mixer.keys_values(_apply(self.mixer_norm, x_BTD), context)
 
 
-class Moved(NamedTuple):
+class Modulation(NamedTuple):
     """Shift and scale of what a part reads, and a gate on what it adds, each [B, 1, D]; None:
     nothing is changed."""
 
@@ -125,7 +125,7 @@ class Moved(NamedTuple):
         return x_BTD if self.gate is None else x_BTD * self.gate
 
 
-NOT_MOVED = Moved(None, None, None)
+UNMODULATED = Modulation(None, None, None)
 
 
 def condition_of(model: StackConfig) -> Condition:
@@ -140,5 +140,5 @@ def _apply(norm: Norm | None, x: Array) -> Array:
     return norm(x) if norm is not None else x
 
 
-def _scaled(x: Array, factors: nnx.Param | None) -> Array:
+def _scale(x: Array, factors: nnx.Param | None) -> Array:
     return x if factors is None else x * factors[...].astype(x.dtype)

@@ -11,12 +11,12 @@ from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.cache import Cache, Rows
-from maxstack.layers.context import Context, Table, keys_of
+from maxstack.layers.context import Context, Table, position_keys_of
 from maxstack.layers.norm import Norm
 from maxstack.layers.rope import rope_table
 from maxstack.layers.weight import Substitute, Weight, lookup, multiply, project, values, weight
 from maxstack.models.block import Aux, Batch, Block
-from maxstack.models.stack import Stack, of_layer
+from maxstack.models.stack import Stack, layer_slice
 from maxstack.schema.decoder import DecoderConfig
 from maxstack.schema.mixers import LongRopeScaling, RopeConfig
 from maxstack.sharding import constrain
@@ -43,7 +43,7 @@ class Decoder(Stack):
             self.per_layer_norm = Norm(cfg.norm, extra.size, dtype=dtype)
 
         self.mtp = nnx.Dict(
-            {f"{i}": FurtherToken(cfg) for i in range(cfg.mtp.depth)} if cfg.mtp else {}
+            {f"{i}": MTPModule(cfg) for i in range(cfg.mtp.depth)} if cfg.mtp else {}
         )
         for _, param in nnx.iter_graph(self.mtp) if cfg.mtp and not cfg.mtp.loss else ():
             if isinstance(param, nnx.Param):
@@ -111,7 +111,7 @@ class Decoder(Stack):
         for i, block in enumerate(self.unrolled()):
             layer = cache.layer(i, rows)
             here = dataclasses.replace(context, cache=layer)
-            x_R1D, _ = block(x_R1D, here, of_layer(extra_LR1P, i))
+            x_R1D, _ = block(x_R1D, here, layer_slice(extra_LR1P, i))
             cache.replace(i, layer.arrays)
         return x_R1D
 
@@ -192,7 +192,7 @@ class Decoder(Stack):
         return jnp.moveaxis((own_BTLP + self.per_layer_norm(seen_BTLP)) * 0.5**0.5, 2, 0)
 
 
-class FurtherToken(nnx.Module):
+class MTPModule(nnx.Module):
     """A step of multi-token prediction: from position t's state and the embedding of the next token
     to a state that predicts the one after (DeepSeek-V3 2024, arXiv:2412.19437, eq. 21-23)."""
 
@@ -233,6 +233,6 @@ def _context(cfg: DecoderConfig, batch: Batch, length: int, longest: int | None 
         return rope_table(rope, places_BT, documents_BT, size)
 
     ropes = [rope for block in cfg.blocks.values() for rope in block.mixer.ropes]
-    keys_BT2 = arrange(keys_of(batch["keys"], length)) if "keys" in batch else None
+    keys_BT2 = arrange(position_keys_of(batch["keys"], length)) if "keys" in batch else None
     tables = {key: table(*key) for key in ropes}
     return Context(places_BT, documents_BT, tables, real_BT=real_BT, keys_BT2=keys_BT2)

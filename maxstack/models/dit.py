@@ -8,7 +8,7 @@ from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
 from maxstack.layers.condition import Condition
-from maxstack.layers.context import Context, keys_of
+from maxstack.layers.context import Context, position_keys_of
 from maxstack.layers.patches import patch_weight, patches, pixels, sincos2d
 from maxstack.layers.weight import project, weight
 from maxstack.models.block import Aux, Batch, condition_of
@@ -67,7 +67,7 @@ class DiT(Stack):
 
     def _context(self, batch: Batch) -> Context:
         cfg = self.cfg
-        keys_BT2 = arrange(keys_of(batch["keys"], cfg.tokens)) if "keys" in batch else None
+        keys_BT2 = arrange(position_keys_of(batch["keys"], cfg.tokens)) if "keys" in batch else None
         places_1T = arrange(jnp.arange(cfg.tokens)[None])
         time_B, label_B = batch["time"], batch["label"]
         if self.condition is None:

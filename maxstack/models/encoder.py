@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
-from maxstack.layers.context import Context, Table, keys_of
+from maxstack.layers.context import Context, Table, position_keys_of
 from maxstack.layers.patches import patch_weight, patches, sincos2d
 from maxstack.layers.pool import MapPool
 from maxstack.layers.rope import frequencies
@@ -97,7 +97,7 @@ class Encoder(Stack):
             for block in cfg.blocks.values()
             for rope, size in block.mixer.ropes
         }
-        keys_BT2 = arrange(keys_of(batch["keys"], cfg.tokens)) if "keys" in batch else None
+        keys_BT2 = arrange(position_keys_of(batch["keys"], cfg.tokens)) if "keys" in batch else None
         places_1T = arrange(jnp.arange(cfg.tokens)[None])
         return Context(places_1T, tables=tables, keys_BT2=keys_BT2)
 

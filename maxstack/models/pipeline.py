@@ -49,7 +49,7 @@ def bubble(stages: int, rounds: int, microbatches: int) -> float:
     return (stages - 1) / ticks(stages, rounds, microbatches)
 
 
-def task(tick: Any, stages: int, rounds: int) -> tuple[Any, Any, Any]:
+def work_at(tick: Any, stages: int, rounds: int) -> tuple[Any, Any, Any]:
     """Work of a stage, `tick` ticks after its first: the microbatch of (group, member) in a
     round, which is chunk round * stages + stage.
 
@@ -147,13 +147,13 @@ class Rows:
         return jnp.moveaxis(x_GN.reshape(groups, one, *rest), (0, 1), (len(self.sizes), self.stage))
 
 
-def computed(primitive: Any, *_: Any, **__: Any) -> bool:
+def save_computed(primitive: Any, *_: Any, **__: Any) -> bool:
     """The checkpoint policy that keeps all results of arithmetic, and so no copies of weights,
     which would be one a tick."""
     return primitive.name not in MOVING
 
 
-def pipelined(
+def run_pipeline(
     period: Period,
     x_BTD: Array,
     stacked: Tree,
@@ -179,7 +179,7 @@ def pipelined(
     def inside(
         x: Array, stacked: Tree, context: Context, extra: Array | None
     ) -> tuple[Array, Tree]:
-        stacked = _moved(jax.tree.map(lambda w: w[0], stacked), stages, cfg.rounds)
+        stacked = _move_chunks(jax.tree.map(lambda w: w[0], stacked), stages, cfg.rounds)
         context = jax.tree.map(
             lambda leaf, own: rows.by_microbatch(_of_all_stages(leaf, rows.stage)) if own else leaf,
             context,
@@ -216,7 +216,7 @@ def pipelined(
 
             return period(sharding.constrain(x_NTD, "batch residual embed"), read)
 
-        out_GNTD, reports = _through(
+        out_GNTD, reports = _run_schedule(
             work, rows.by_microbatch(x)[:, 0], stages, cfg.rounds, length, unroll
         )
         return rows.of_device(out_GNTD, x), jax.tree.map(
@@ -271,7 +271,7 @@ def _gather_backward(dim, like, dy):
 _of_all_stages.defvjp(_gather_forward, _gather_backward)
 
 
-def _moved(stacked: Tree, stages: int, rounds: int) -> Tree:
+def _move_chunks(stacked: Tree, stages: int, rounds: int) -> Tree:
     """The chunks that this stage works on, in the order of their coming: [periods on a stage,
     ...]."""
     if rounds == 1:
@@ -294,7 +294,7 @@ def _moved(stacked: Tree, stages: int, rounds: int) -> Tree:
     return jax.tree.map(moved, stacked)
 
 
-def _through(
+def _run_schedule(
     work: Callable[..., tuple[Array, Tree]],
     x_GNTD: Array,
     stages: int,
@@ -318,7 +318,7 @@ def _through(
     down = [(s, (s - 1) % stages) for s in range(stages)]
 
     def enter(x_NTD: Array, waiting_GNTD: Array, now: Any, i: Any) -> tuple[Array, Array]:
-        group, turn, _ = task(now, stages, rounds)
+        group, turn, _ = work_at(now, stages, rounds)
 
         def exchanged(x_NTD: Array, own_NTD: Array) -> tuple[Array, Array]:
             x_NTD, here = jax.lax.ppermute(x_NTD, STAGE, up), (stage == 0) & (turn == 0)
@@ -337,7 +337,9 @@ def _through(
     def step(carry: tuple[Array, Array], n: Array) -> tuple[tuple[Array, Array], Tree]:
         now, i = n // length, n % length
         x_NTD, waiting_GNTD = enter(*carry, now, i)
-        x_NTD, reports = work(x_NTD, *task(jnp.clip(now - stage, 0, busy - 1), stages, rounds), i)
+        x_NTD, reports = work(
+            x_NTD, *work_at(jnp.clip(now - stage, 0, busy - 1), stages, rounds), i
+        )
         return (x_NTD, waiting_GNTD), reports
 
     start, total = (x_GNTD[0], jnp.concatenate([x_GNTD, x_GNTD[:1]])), busy + stages - 1

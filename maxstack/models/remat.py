@@ -16,7 +16,7 @@ def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Call
         return f
     of_jax = jax.checkpoint_policies
     policies = {
-        "none": pipeline.computed,
+        "none": pipeline.save_computed,
         "full": of_jax.nothing_saveable,
         "dots": of_jax.dots_saveable,
         "dots_no_batch": of_jax.dots_with_no_batch_dims_saveable,

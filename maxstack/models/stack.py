@@ -84,17 +84,17 @@ class Stack(Model):
                 cfg.remat, lambda state, x, extra: nnx.merge(graph, state)(x, context, extra)
             )(state, x_BTD, extra_BTP)
 
-        for i, (key, block) in enumerate(numbered(self.prefix)):
+        for i, (key, block) in enumerate(in_order(self.prefix)):
             if cfg.prefix[i] in kept_names:
                 context = dataclasses.replace(
                     context, kept={**context.kept, cfg.prefix[i]: block.keys_values(x_BTD, context)}
                 )
-            x_BTD, aux["prefix"][key] = run(block, x_BTD, of_layer(extra_LBTP, i))
+            x_BTD, aux["prefix"][key] = run(block, x_BTD, layer_slice(extra_LBTP, i))
         if cfg.repetitions:
             x_BTD, aux["blocks"] = self._repeated(x_BTD, context, extra_LBTP)
         done = cfg.layers - len(self.rest)
-        for i, (key, block) in enumerate(numbered(self.rest)):
-            x_BTD, aux["rest"][key] = run(block, x_BTD, of_layer(extra_LBTP, done + i))
+        for i, (key, block) in enumerate(in_order(self.rest)):
+            x_BTD, aux["rest"][key] = run(block, x_BTD, layer_slice(extra_LBTP, done + i))
         return x_BTD, aux, context
 
     def _repeated(
@@ -123,14 +123,14 @@ class Stack(Model):
             extra = extra[len(self.prefix) :][: repeats * len(keys)]
             extra = extra.reshape(repeats, len(keys), *extra.shape[1:])
         if staged:
-            return pipeline.pipelined(period, x_BTD, stacked, context, extra, cfg.unroll)
+            return pipeline.run_pipeline(period, x_BTD, stacked, context, extra, cfg.unroll)
 
         def repetition(
             x_BTD: Array, xs: tuple[Any, Array | None, Array | None]
         ) -> tuple[Array, Aux]:
             states, extra, number = xs
             here = context if number is None else context.repeated(number)
-            return period(x_BTD, lambda place: (states[place], here, of_layer(extra, place)))
+            return period(x_BTD, lambda place: (states[place], here, layer_slice(extra, place)))
 
         numbers = None if context.keys_BT2 is None else jnp.arange(repeats)
         return jax.lax.scan(
@@ -139,7 +139,7 @@ class Stack(Model):
 
     def unrolled(self) -> Iterator[Block]:
         """All blocks in their order."""
-        yield from (block for _, block in numbered(self.prefix))
+        yield from (block for _, block in in_order(self.prefix))
         keys = self.cfg.stacks if self.cfg.repetitions else ()
         parts = [nnx.split(self.blocks[key]) for key in keys]
         for repetition in range(self.cfg.repetitions):
@@ -150,7 +150,7 @@ class Stack(Model):
                     is_leaf=lambda leaf: isinstance(leaf, tuple),
                 )
                 yield nnx.merge(graph, nnx.State(own))
-        yield from (block for _, block in numbered(self.rest))
+        yield from (block for _, block in in_order(self.rest))
 
 
 def losses_and_reports(aux: Aux) -> tuple[dict[str, Array], dict[tuple[str, ...], Array]]:
@@ -176,12 +176,12 @@ def mixture(cfg: StackConfig, path: tuple[str, ...]) -> MoEConfig:
     return moe
 
 
-def numbered(blocks: nnx.Dict) -> list[tuple[str, Any]]:
+def in_order(blocks: nnx.Dict) -> list[tuple[str, Any]]:
     """Blocks in the order of their numbers, in which a merged graph need not hold them."""
     return sorted(blocks.items(), key=lambda item: int(item[0]))
 
 
-def of_layer(extra: Array | None, index: int) -> Array | None:
+def layer_slice(extra: Array | None, index: int) -> Array | None:
     """The embedding of one layer."""
     return None if extra is None else extra[index]
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxstack.objectives.sequences import lasts, running_sums, spread
+from maxstack.objectives.sequences import broadcast_last, is_last, running_sums
 from maxstack.schema.policy import AdvantageConfig
 
 TINY = 1e-8
@@ -32,7 +32,7 @@ class Samples(NamedTuple):
     @property
     def last(self) -> Array:
         """True at the last position of each sample that counts."""
-        return lasts(self.segments) & (self.groups > 0)
+        return is_last(self.segments) & (self.groups > 0)
 
     def by_group(self, x_BT: Array) -> Array:
         """At every position, the sum of x over the last positions of its group."""
@@ -52,7 +52,7 @@ class Samples(NamedTuple):
         return jnp.where(self.last, self.rewards - lowest_G[self.groups], 0.0)
 
 
-def by_sample(cfg: AdvantageConfig, samples: Samples) -> Array:
+def sample_advantages(cfg: AdvantageConfig, samples: Samples) -> Array:
     """Advantage of each sample, at all of its positions [B, T]: rewards less a baseline, over their
     standard deviation (ddof 1) plus epsilon."""
     last_BT = samples.last
@@ -77,20 +77,20 @@ def by_sample(cfg: AdvantageConfig, samples: Samples) -> Array:
         advantages_BT = advantages_BT / (
             jnp.sqrt(squares / jnp.maximum(count - 1, 1)) + cfg.epsilon
         )
-    return spread(jnp.where(last_BT, advantages_BT, 0.0), samples.segments)
+    return broadcast_last(jnp.where(last_BT, advantages_BT, 0.0), samples.segments)
 
 
-def to_come(x_BT: Array, segments_BT: Array) -> Array:
+def suffix_sums(x_BT: Array, segments_BT: Array) -> Array:
     """Sum of x over a sample from each position on."""
     return jnp.flip(running_sums(jnp.flip(x_BT, 1), jnp.flip(segments_BT, 1)), 1)
 
 
-def generalized(
+def generalized_advantages(
     cfg: AdvantageConfig, rewards_BT: Array, values_BT: Array, samples: Samples
 ) -> Array:
     """Generalized advantage estimates over the tokens that the model chose, 0 elsewhere (Schulman
     et al. 2016, arXiv:1506.02438, eq. 16): what is read between them takes no time."""
-    ends_BT = lasts(samples.segments)
+    ends_BT = is_last(samples.segments)
 
     def back(
         carry: tuple[Array, Array], at: tuple[Array, ...]
@@ -109,7 +109,7 @@ def generalized(
     return made_TB.T
 
 
-def whitened(x_BT: Array, mask_BT: Array) -> Array:
+def whiten(x_BT: Array, mask_BT: Array) -> Array:
     """0 in mean and 1 in deviation (ddof 1) over the tokens of the mask."""
     count = mask_BT.sum()
     mean = (x_BT * mask_BT).sum() / jnp.maximum(count, 1)

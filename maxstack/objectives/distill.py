@@ -7,7 +7,7 @@ from jax import Array
 
 from maxstack.kernels.sequences import natural
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
-from maxstack.objectives.statistics import by_blocks
+from maxstack.objectives.statistics import map_blocks
 from maxstack.schema.objective import DistillConfig
 
 TINY = 1e-7
@@ -43,7 +43,7 @@ class Distill(Objective):
         x_BTD, aux, _ = model.trunk(batch)
         student_BTD = natural(model.norm(x_BTD))
         if cfg.top:
-            divergence_BT, nll_BT, agrees_BT = by_blocks(
+            divergence_BT, nll_BT, agrees_BT = map_blocks(
                 [model],
                 self._from_stored,
                 [student_BTD],
@@ -55,7 +55,7 @@ class Distill(Objective):
             teacher = models.frozen["teacher"]
             plain = {name: x for name, x in batch.items() if name != "keys"}
             teacher_BTD = natural(teacher.norm(teacher.trunk(plain)[0]))
-            divergence_BT, nll_BT, agrees_BT = by_blocks(
+            divergence_BT, nll_BT, agrees_BT = map_blocks(
                 [model, teacher],
                 self._from_logits,
                 [student_BTD, jax.lax.stop_gradient(teacher_BTD)],

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.sequences import arrange
-from maxstack.objectives.next_token import following, head_losses
+from maxstack.objectives.next_token import head_losses, shift_left
 from maxstack.objectives.objective import (
     Batch,
     Loss,
@@ -119,7 +119,7 @@ class MaskedDiffusion(Objective):
     def _counted(self, batch: Batch) -> jax.Array:
         """Positions whose state predicts a token of the sequence, float32 [B, T]."""
         known_BT = self._known(batch)
-        return following(known_BT) if self.section.shift else known_BT
+        return shift_left(known_BT) if self.section.shift else known_BT
 
     def _corrupted(self, batch: Batch, hidden_BT: jax.Array) -> Batch:
         clean_BT = batch["tokens" if self.section.shift else "targets"]
@@ -128,7 +128,7 @@ class MaskedDiffusion(Objective):
     def _predicted(self, batch: Batch, hidden_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Target of each position, and 1 where it is hidden, float32."""
         hidden_BT = hidden_BT.astype(jnp.float32)
-        return batch["targets"], following(hidden_BT) if self.section.shift else hidden_BT
+        return batch["targets"], shift_left(hidden_BT) if self.section.shift else hidden_BT
 
     def _excluded(self) -> jax.Array:
         return jnp.zeros(self.cfg.decoder.vocab).at[self.mask_token].set(EXCLUDED)

@@ -98,18 +98,18 @@ def mtp_loss(
     segments_BT, total = batch.get("segments"), jnp.zeros((), jnp.float32)
     reports = {}
     # Where documents see each other they are one segment, but the end of one is no input.
-    same_BT = following(batch["tokens"]) == targets_BT
+    same_BT = shift_left(batch["tokens"]) == targets_BT
     if segments_BT is not None:
-        same_BT &= following(segments_BT) == segments_BT
+        same_BT &= shift_left(segments_BT) == segments_BT
     for key, further in sorted(model.mtp.items(), key=lambda item: int(item[0])):
         x_BTD, aux = further(x_BTD, model.embedded(arrange(targets_BT)), context)
         reports[key] = {"block": aux}
-        targets_BT, mask_BT = following(targets_BT), mask_BT * following(mask_BT) * same_BT
+        targets_BT, mask_BT = shift_left(targets_BT), mask_BT * shift_left(mask_BT) * same_BT
         losses = head_losses(model, further.norm(x_BTD), arrange(targets_BT), arrange(mask_BT))
         total = total + losses.total
     return model.cfg.mtp.loss / model.cfg.mtp.depth * total, reports
 
 
-def following(x_BT: jax.Array) -> jax.Array:
+def shift_left(x_BT: jax.Array) -> jax.Array:
     """The number one position further, in natural order; zero at the end."""
     return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))

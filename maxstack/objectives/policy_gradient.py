@@ -10,10 +10,16 @@ from jax import Array
 from jax.lax import stop_gradient
 
 from maxstack.kernels.sequences import natural
-from maxstack.objectives.advantages import Samples, by_sample, generalized, to_come, whitened
+from maxstack.objectives.advantages import (
+    Samples,
+    generalized_advantages,
+    sample_advantages,
+    suffix_sums,
+    whiten,
+)
 from maxstack.objectives.log_probs import LogProbs, Terms, log_probs_of
 from maxstack.objectives.objective import Batch, Field, Models, token_fields
-from maxstack.objectives.sequences import lasts, running_sums, spread
+from maxstack.objectives.sequences import broadcast_last, is_last, running_sums
 from maxstack.objectives.statistics import entropies
 from maxstack.schema.policy import PolicyGradientConfig
 from maxstack.schema.rollout import RolloutConfig
@@ -125,9 +131,9 @@ class PolicyGradient(LogProbs):
         }
         if cfg.compares:
             distance_BT = batch["reference_logps"] - logps_BT
-            figures["kl"] = estimated("k3", distance_BT)
+            figures["kl"] = estimate_kl("k3", distance_BT)
             if cfg.kl.where == "loss":
-                kl_BT = estimated(cfg.kl.estimate, distance_BT)
+                kl_BT = estimate_kl(cfg.kl.estimate, distance_BT)
                 kl_BT = kl_BT * jnp.exp(logps_BT - old_BT) if cfg.kl.corrected else kl_BT
                 loss_BT = loss_BT + cfg.kl.weight * kl_BT
         metrics = {name: jnp.where(mask_BT > 0, x, 0.0) for name, x in figures.items()}
@@ -177,7 +183,7 @@ class PolicyGradient(LogProbs):
         )
         penalty_BT = jnp.zeros_like(mask_BT)
         if cfg.compares and cfg.kl.where != "loss":
-            kl_BT = estimated(cfg.kl.estimate, batch["reference_logps"] - old_BT)
+            kl_BT = estimate_kl(cfg.kl.estimate, batch["reference_logps"] - old_BT)
             penalty_BT = cfg.kl.weight * kl_BT * mask_BT
         if cfg.kl.where == "return":
             spent_BT = running_sums(penalty_BT, segments_BT)
@@ -187,24 +193,24 @@ class PolicyGradient(LogProbs):
         if cfg.has_values:
             rewards_BT = self._at_last_token(samples) - penalty_BT
             values_BT = batch["old_values"] * mask_BT
-            advantages_BT = generalized(cfg.advantage, rewards_BT, values_BT, samples)
+            advantages_BT = generalized_advantages(cfg.advantage, rewards_BT, values_BT, samples)
             made["returns"] = advantages_BT + values_BT
         else:
-            advantages_BT = by_sample(cfg.advantage, samples)
+            advantages_BT = sample_advantages(cfg.advantage, samples)
             if cfg.compares and cfg.kl.where == "reward":
-                advantages_BT = advantages_BT - to_come(penalty_BT, segments_BT)
+                advantages_BT = advantages_BT - suffix_sums(penalty_BT, segments_BT)
         if cfg.distil:
             advantages_BT = advantages_BT + cfg.distil * (batch["teacher_logps"] - old_BT)
         if cfg.advantage.whiten:
-            advantages_BT = whitened(advantages_BT, mask_BT)
+            advantages_BT = whiten(advantages_BT, mask_BT)
         made["advantages"] = jnp.where(mask_BT > 0, advantages_BT, 0.0)
         return {**batch, **stop_gradient(made)}
 
     def _at_last_token(self, samples: Samples) -> Array:
         """Rewards of samples, at the last token of each that the model chose."""
-        left_BT = to_come(samples.mask, samples.segments)
+        left_BT = suffix_sums(samples.mask, samples.segments)
         is_last_BT = (left_BT == 1) & (samples.mask > 0)
-        rewards_BT = spread(jnp.where(samples.last, samples.rewards, 0.0), samples.segments)
+        rewards_BT = broadcast_last(jnp.where(samples.last, samples.rewards, 0.0), samples.segments)
         return jnp.where(is_last_BT, rewards_BT, 0.0)
 
     def _old(self, batch: Batch) -> Array:
@@ -217,7 +223,7 @@ class PolicyGradient(LogProbs):
         if kind == "sequence":
             difference_BT = self._means(difference_BT, batch)
         elif kind == "product":
-            difference_BT = _of_sequence(difference_BT, batch["segments"])
+            difference_BT = _sequence_sums(difference_BT, batch["segments"])
         return jnp.exp(difference_BT)
 
     def _surrogate(
@@ -245,7 +251,7 @@ class PolicyGradient(LogProbs):
         cfg = self.section.correction
         assert cfg
         by_sequence = cfg.level == "sequence"
-        weights_BT = jnp.exp(_of_sequence(gap_BT, segments_BT) if by_sequence else gap_BT)
+        weights_BT = jnp.exp(_sequence_sums(gap_BT, segments_BT) if by_sequence else gap_BT)
         if cfg.form == "truncate":
             return jnp.clip(weights_BT, cfg.low, cfg.high)
         inside_BT = (weights_BT >= cfg.low) & (weights_BT <= cfg.high)
@@ -263,7 +269,7 @@ class PolicyGradient(LogProbs):
         """Weights of tokens, by objective.aggregate."""
         kind, mask_BT = self.section.aggregate, batch["mask"]
         if kind == "sequence":
-            counts_BT = _of_sequence(mask_BT, batch["segments"])
+            counts_BT = _sequence_sums(mask_BT, batch["segments"])
             return mask_BT / jnp.maximum(counts_BT, 1.0)
         if kind == "fixed":
             turns = self.rollout.environment.turns if self.rollout.environment else 1
@@ -273,17 +279,18 @@ class PolicyGradient(LogProbs):
     def _means(self, x_BT: Array, batch: Batch) -> Array:
         """Mean over the counted tokens of each sample."""
         sums_BT, counts_BT = (
-            _of_sequence(y_BT, batch["segments"]) for y_BT in (x_BT * batch["mask"], batch["mask"])
+            _sequence_sums(y_BT, batch["segments"])
+            for y_BT in (x_BT * batch["mask"], batch["mask"])
         )
         return sums_BT / jnp.maximum(counts_BT, 1.0)
 
     def _counted(self, batch: Batch) -> Array:
         """True at the last position of each sample of which a token counts."""
         counts_BT = running_sums(batch["mask"], batch["segments"])
-        return lasts(batch["segments"]) & (counts_BT > 0)
+        return is_last(batch["segments"]) & (counts_BT > 0)
 
 
-def estimated(kind: str, distance_BT: Array) -> Array:
+def estimate_kl(kind: str, distance_BT: Array) -> Array:
     """Estimates of KL(p | ref) by d = log ref - log p of samples of p: k1 -d, k2 d^2 / 2, k3
     e^d - d - 1 (Schulman 2020, joschu.net/blog/kl-approx.html)."""
     if kind == "k1":
@@ -293,6 +300,6 @@ def estimated(kind: str, distance_BT: Array) -> Array:
     return jnp.expm1(distance_BT) - distance_BT
 
 
-def _of_sequence(x_BT: Array, segments_BT: Array) -> Array:
+def _sequence_sums(x_BT: Array, segments_BT: Array) -> Array:
     """At every position, the sum over its sequence."""
-    return spread(running_sums(x_BT, segments_BT), segments_BT)
+    return broadcast_last(running_sums(x_BT, segments_BT), segments_BT)

@@ -17,13 +17,13 @@ from maxstack.objectives.log_probs import LogProbs, Terms
 from maxstack.objectives.objective import Batch, Models, divisor
 from maxstack.objectives.sequences import (
     Pair,
+    broadcast_last,
     count_pairs,
+    is_last,
     is_second,
-    lasts,
     pair_sums,
     pairs_of,
     running_sums,
-    spread,
 )
 from maxstack.schema.objective import PreferenceConfig
 
@@ -71,7 +71,7 @@ class Preference(LogProbs):
         logps/chosen, logps/rejected (sums over answers)."""
         cfg, segments_BT = self.section, batch["segments"]
         mask_BT = batch["mask"]
-        last_BT = lasts(pairs_of(segments_BT))
+        last_BT = is_last(pairs_of(segments_BT))
         weights_BT = self._desensitized(mask_BT, segments_BT)
         if "reference" in batch:  # of whole answers
             reference_BT = jnp.where(batch["positions"] == 0, batch["reference"], 0.0)
@@ -131,7 +131,9 @@ class Preference(LogProbs):
         """The mask, with the weight of LD-DPO beyond the length of the shorter answer."""
         if self.section.desensitize is None:
             return mask_BT
-        shorter_BT = spread(jnp.minimum(*pair_sums(mask_BT, segments_BT)), pairs_of(segments_BT))
+        shorter_BT = broadcast_last(
+            jnp.minimum(*pair_sums(mask_BT, segments_BT)), pairs_of(segments_BT)
+        )
         beyond_BT = running_sums(mask_BT, segments_BT) > shorter_BT
         return mask_BT * jnp.where(beyond_BT, self.section.desensitize, 1.0)
 

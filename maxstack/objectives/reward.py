@@ -5,7 +5,7 @@ from jax import Array
 from jax.nn import log_sigmoid
 
 from maxstack.objectives.objective import Batch, Loss, Models, Objective
-from maxstack.objectives.sequences import count_pairs, lasts, pair_sums, pairs_of
+from maxstack.objectives.sequences import count_pairs, is_last, pair_sums, pairs_of
 from maxstack.schema.objective import RewardConfig
 
 
@@ -30,7 +30,7 @@ class Reward(Objective):
         """The loss and the figures of a batch, by the score of each position."""
         cfg, segments_BT = self.cfg.objective, batch["segments"]
         assert isinstance(cfg, RewardConfig)
-        last_BT = lasts(pairs_of(segments_BT))
+        last_BT = is_last(pairs_of(segments_BT))
         chosen_BT, rejected_BT = (
             jnp.where(last_BT, x, 0.0) for x in pair_sums(scores_BT * batch["ends"], segments_BT)
         )

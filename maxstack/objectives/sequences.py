@@ -30,7 +30,7 @@ def pairs_of(segments_BT: Array) -> Array:
 
 def count_pairs(segments_BT: Array) -> Array:
     """Number of pairs of all rows, float32."""
-    return lasts(pairs_of(segments_BT)).sum().astype(jnp.float32)
+    return is_last(pairs_of(segments_BT)).sum().astype(jnp.float32)
 
 
 def is_second(segments_BT: Array) -> Array:
@@ -38,7 +38,7 @@ def is_second(segments_BT: Array) -> Array:
     return (segments_BT > 0) & (segments_BT % 2 == 0)
 
 
-def lasts(groups_BT: Array) -> Array:
+def is_last(groups_BT: Array) -> Array:
     """True at the last position of each group of equal numbers that are not 0."""
     after_BT = jnp.pad(groups_BT[:, 1:], ((0, 0), (0, 1)))
     return (groups_BT > 0) & (groups_BT != after_BT)
@@ -57,9 +57,9 @@ def running_sums(x_BT: Array, groups_BT: Array) -> Array:
     return jax.lax.associative_scan(add, (groups_BT != before_BT, x_BT), axis=1)[1]
 
 
-def spread(x_BT: Array, groups_BT: Array) -> Array:
+def broadcast_last(x_BT: Array, groups_BT: Array) -> Array:
     """At every position what stands at the last one of its group."""
-    at_last_BT = jnp.where(lasts(groups_BT), x_BT, 0)
+    at_last_BT = jnp.where(is_last(groups_BT), x_BT, 0)
     return jnp.flip(running_sums(jnp.flip(at_last_BT, 1), jnp.flip(groups_BT, 1)), 1)
 
 

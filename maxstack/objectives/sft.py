@@ -8,7 +8,7 @@ from maxstack.kernels.sequences import natural
 from maxstack.objectives.log_probs import log_probs
 from maxstack.objectives.next_token import NextToken
 from maxstack.objectives.objective import Batch, Loss, Models, divisor, row_keys
-from maxstack.objectives.sequences import lasts, running_sums, spread
+from maxstack.objectives.sequences import broadcast_last, is_last, running_sums
 from maxstack.objectives.statistics import statistics
 from maxstack.schema.objective import SFTConfig
 
@@ -33,7 +33,7 @@ class SFT(NextToken):
         if self.section.weigh != "sequence":
             return super().weight(batch)
         counts_BT, segments_BT = _counts(batch)
-        return (lasts(segments_BT) & (counts_BT > 0)).sum().astype(jnp.float32)
+        return (is_last(segments_BT) & (counts_BT > 0)).sum().astype(jnp.float32)
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Metrics: those of next_token, and where they are asked for entropy and token_accuracy."""
@@ -70,13 +70,15 @@ class SFT(NextToken):
     def _by_sequence(batch: Batch) -> Array:
         """Weights of targets that make each sequence's loss a mean [B, T]."""
         counts_BT, segments_BT = _counts(batch)
-        return batch["mask"] / divisor(spread(counts_BT, segments_BT))
+        return batch["mask"] / divisor(broadcast_last(counts_BT, segments_BT))
 
     def _noise(self, batch: Batch) -> Array:
         """Noise of embeddings [B, T, D]."""
         embed, length = self.cfg.model.embed, batch["tokens"].shape[1]
         segments_BT = batch.get("segments", jnp.ones_like(batch["tokens"]))
-        sizes_BT = spread(running_sums(jnp.ones_like(batch["mask"]), segments_BT), segments_BT)
+        sizes_BT = broadcast_last(
+            running_sums(jnp.ones_like(batch["mask"]), segments_BT), segments_BT
+        )
         keys_B = jax.random.wrap_key_data(batch["neftune"], impl="threefry2x32")
         noise_BTD = jax.vmap(
             lambda key: jax.random.uniform(key, (length, embed), minval=-1.0, maxval=1.0)

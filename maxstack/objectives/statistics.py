@@ -38,7 +38,7 @@ def statistics(model: "Decoder", x_BTD: Array, targets_BT: Array) -> Statistics:
         )
 
     x_BTD, targets_BT = jax.lax.stop_gradient((x_BTD, targets_BT))
-    return jax.lax.stop_gradient(by_blocks([model], block, [x_BTD], targets_BT))
+    return jax.lax.stop_gradient(map_blocks([model], block, [x_BTD], targets_BT))
 
 
 def entropies(model: "Decoder", x_BTD: Array, temperature: float = 1.0) -> Array:
@@ -49,10 +49,10 @@ def entropies(model: "Decoder", x_BTD: Array, temperature: float = 1.0) -> Array
         logp_BtV = jax.nn.log_softmax(logits_BtV / temperature)
         return -(jnp.exp(logp_BtV) * logp_BtV).sum(-1)
 
-    return by_blocks([model], block, [x_BTD])
+    return map_blocks([model], block, [x_BTD])
 
 
-def by_blocks(
+def map_blocks(
     models: "list[Decoder]", f: Callable[..., Any], streams: list[Array], *others: Array
 ) -> Any:
     """`f(logits [B, t, V] of each model, others [B, t, ...])` of blocks of positions -> its results

@@ -10,7 +10,7 @@ from jax.nn import log_sigmoid, sigmoid
 
 from maxstack.objectives.log_probs import LogProbs, Terms
 from maxstack.objectives.objective import Batch, Models
-from maxstack.objectives.sequences import lasts, running_sums
+from maxstack.objectives.sequences import is_last, running_sums
 from maxstack.schema.objective import UnpairedConfig
 
 
@@ -76,19 +76,19 @@ class Unpaired(LogProbs):
 
     def _answers(self, batch: Batch) -> Array:
         """True at the last position of each answer that has a label."""
-        return lasts(batch["segments"]) & (batch["label"] != 0)
+        return is_last(batch["segments"]) & (batch["label"] != 0)
 
     def _shift(self, batch: Batch, ratio_BT: Array, answers_BT: Array, wanted_BT: Array) -> Array:
         """What rewards are compared with."""
         beta = self.section.beta
         if self.section.loss == "kto":
-            others_BT = lasts(batch["segments"]) & (batch["mismatched"] > 0)
-            return beta * jnp.maximum(_mean(ratio_BT, others_BT), 0.0)
+            others_BT = is_last(batch["segments"]) & (batch["mismatched"] > 0)
+            return beta * jnp.maximum(_mean_where(ratio_BT, others_BT), 0.0)
         if self.section.loss == "apo_zero":
             return jnp.zeros(())
-        wanted = _mean(beta * ratio_BT, answers_BT & wanted_BT)
-        return (wanted + _mean(beta * ratio_BT, answers_BT & ~wanted_BT)) / 2
+        wanted = _mean_where(beta * ratio_BT, answers_BT & wanted_BT)
+        return (wanted + _mean_where(beta * ratio_BT, answers_BT & ~wanted_BT)) / 2
 
 
-def _mean(x_BT: Array, where_BT: Array) -> Array:
+def _mean_where(x_BT: Array, where_BT: Array) -> Array:
     return jnp.where(where_BT, x_BT, 0.0).sum() / jnp.maximum(where_BT.sum(), 1)

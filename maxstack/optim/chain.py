@@ -11,7 +11,7 @@ from optax import GradientTransformation
 
 from maxstack.errors import ConfigError
 from maxstack.optim import wrappers
-from maxstack.optim.rates import item_rate, shaped_rate
+from maxstack.optim.rates import item_rate, scheduled_rate
 from maxstack.schema.optimizer import (
     Optimizer,
     OptimizerConfig,
@@ -45,8 +45,8 @@ def build(
     """
     for key, message in schedule_faults(cfg, train_steps):
         raise ConfigError(f"optimizer.{key}: {message}")
-    optimizer, params = cfg.parsed, wrappers.by_path(params_info)
-    chosen = wrappers.by_path(trained(cfg, params_info))
+    optimizer, params = cfg.parsed, wrappers.leaves_by_path(params_info)
+    chosen = wrappers.leaves_by_path(trained_mask(cfg, params_info))
     for i, (selectors, _) in enumerate(optimizer.groups):
         check_matches(selectors, params, f"groups.{i}.match")
     untrained = {path: info for path, info in params.items() if not chosen[path]}
@@ -54,7 +54,7 @@ def build(
     scope = _Scope(optimizer, params, untrained, train_steps)
     parts = [_chain(optimizer.chain, scope)] if optimizer.chain else []
     if optimizer.groups:
-        parts.append(_grouped(scope))
+        parts.append(_partition(scope))
     parts = [wrappers.in_float32(part) for part in parts]
     if cfg.ema:
         parts.append(wrappers.weight_ema(cfg.ema.decay, steps_of(cfg.ema.start, train_steps)))
@@ -77,17 +77,17 @@ class _Scope(NamedTuple):
             info = self.params[path]
             return info.matrix is not None if selectors is None else selected(selectors, path, info)
 
-        return wrappers.of_paths(flag)
+        return wrappers.map_paths(flag)
 
 
-def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
+def trained_mask(cfg: OptimizerConfig, params_info: Any) -> Any:
     """A tree of flags: True for a parameter that the optimizer updates. A pattern that matches no
     parameter, or none that is left to train, is a ConfigError."""
-    optimizer, params = cfg.parsed, wrappers.by_path(params_info)
+    optimizer, params = cfg.parsed, wrappers.leaves_by_path(params_info)
     for name, selectors in (("trainable", optimizer.trainable), ("frozen", optimizer.frozen)):
         if selectors is not None:
             check_matches(selectors, params, name)
-    moving = _moving(optimizer, params)
+    moving = _trainable_paths(optimizer, params)
     chosen = {path for path in moving if not params[path].carried}
     if optimizer.decay is not None:
         check_matches(optimizer.decay, params, "decay")
@@ -102,17 +102,17 @@ def trained(cfg: OptimizerConfig, params_info: Any) -> Any:
             "optimizer.frozen: no parameter is left to train; freeze fewer, or make "
             "optimizer.trainable wider"
         )
-    return wrappers.of_paths(chosen.__contains__)(params_info)
+    return wrappers.map_paths(chosen.__contains__)(params_info)
 
 
-def changed(cfg: OptimizerConfig, params_info: Any) -> Any:
+def changed_mask(cfg: OptimizerConfig, params_info: Any) -> Any:
     """A tree of flags: True for a parameter that a step changes, by the optimizer or, as a
     selection bias, by a rule of the model."""
-    moving = _moving(cfg.parsed, wrappers.by_path(params_info))
-    return wrappers.of_paths(moving.__contains__)(params_info)
+    moving = _trainable_paths(cfg.parsed, wrappers.leaves_by_path(params_info))
+    return wrappers.map_paths(moving.__contains__)(params_info)
 
 
-def _moving(optimizer: Optimizer, params: Params) -> set[str]:
+def _trainable_paths(optimizer: Optimizer, params: Params) -> set[str]:
     """Paths of parameters that are not frozen, by nature or by a pattern."""
     return {
         path
@@ -123,7 +123,7 @@ def _moving(optimizer: Optimizer, params: Params) -> set[str]:
     }
 
 
-def _grouped(scope: _Scope) -> GradientTransformation:
+def _partition(scope: _Scope) -> GradientTransformation:
     rest = scope.params
     chains: dict[str, GradientTransformation] = {}
     labels: dict[str, str] = {}
@@ -175,7 +175,7 @@ def _value(item: Transform, name: str, scope: _Scope) -> Any:
     if sort == "transform":
         return _chain(value, scope)
     if sort == "rate" and name.endswith("learning_rate"):
-        return shaped_rate(scope.optimizer, value, updates)
+        return scheduled_rate(scope.optimizer, value, updates)
     if isinstance(value, Schedule):
         return build_schedule(value, updates, None)
     if sort == "mask" and not isinstance(value, bool):
@@ -229,7 +229,7 @@ def _sam(**arguments: Any) -> GradientTransformation:
 
 def _selective(optimizer: GradientTransformation, freeze_mask: Any) -> GradientTransformation:
     def labels(tree: Any) -> Any:
-        flags = freeze_mask if callable(freeze_mask) else wrappers.of_paths(lambda _: freeze_mask)
+        flags = freeze_mask if callable(freeze_mask) else wrappers.map_paths(lambda _: freeze_mask)
         return jax.tree.map(lambda frozen: "frozen" if frozen else "trained", flags(tree))
 
     return optax.partition(

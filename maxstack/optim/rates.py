@@ -32,7 +32,9 @@ def rates_at(cfg: OptimizerConfig, train_steps: int, updates: int) -> dict[str, 
     return rates
 
 
-def moved_rate(saved: dict[str, Any], cfg: OptimizerConfig, train_steps: int, updates: int) -> str:
+def describe_rate_change(
+    saved: dict[str, Any], cfg: OptimizerConfig, train_steps: int, updates: int
+) -> str:
     """A sentence on the next update's learning rate where it differs from that of a saved
     configuration, else ""."""
     try:
@@ -58,10 +60,10 @@ def item_rate(optimizer: Optimizer, item: Transform, train_steps: int) -> Any:
     rate = item.arguments.get("learning_rate", optimizer.learning_rate)
     if item.constant_rate:
         return rate
-    return shaped_rate(optimizer, rate, updates_in(train_steps, item.every))
+    return scheduled_rate(optimizer, rate, updates_in(train_steps, item.every))
 
 
-def shaped_rate(optimizer: Optimizer, rate: Any, updates: int) -> Any:
+def scheduled_rate(optimizer: Optimizer, rate: Any, updates: int) -> Any:
     """A learning rate as Optax takes it: a number is the peak of optimizer.schedule, or constant
     where there is none."""
     if isinstance(rate, Schedule):

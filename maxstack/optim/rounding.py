@@ -14,7 +14,7 @@ STILL = "weights_still"
 """Metric: the share of trained weights of fewer bits than float32 that a step left as they were."""
 
 
-def moved(params: Any, updates: Any, rounding: Rounding, key: jax.Array) -> Any:
+def apply_updates(params: Any, updates: Any, rounding: Rounding, key: jax.Array) -> Any:
     """The weights after their updates. `stochastic` rounds those of bfloat16 up or down with the
     probability of the other's distance (Gupta et al. 2015, arXiv:1502.02551), drawn for each weight
     from `key` and its path, the same on any mesh."""
@@ -37,7 +37,7 @@ def to_bfloat16(wide: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(wide), rounded, wide).astype(jnp.bfloat16)
 
 
-def still(old: Any, new: Any) -> dict[str, jax.Array]:
+def unchanged_share(old: Any, new: Any) -> dict[str, jax.Array]:
     """STILL, of weights before a step and after it; nothing where all are float32."""
     pairs = [
         (before, after)

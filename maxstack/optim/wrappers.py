@@ -38,12 +38,12 @@ def tree_paths(tree: Any) -> Any:
     )
 
 
-def by_path(tree: Any) -> dict[str, Any]:
+def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of a tree by path."""
     return dict(zip(jax.tree.leaves(tree_paths(tree)), jax.tree.leaves(tree), strict=True))
 
 
-def of_paths(leaf: Callable[[str], Any]) -> Callable[[Any], Any]:
+def map_paths(leaf: Callable[[str], Any]) -> Callable[[Any], Any]:
     """A function from a tree to one of its structure with `leaf(path)` for each leaf."""
     return lambda tree: jax.tree.map(leaf, tree_paths(tree))
 
@@ -53,7 +53,7 @@ def partition(
 ) -> GradientTransformationExtraArgs:
     """Applies to each parameter the transform of its path's label."""
     return optax.partition(
-        transforms, of_paths(labels.__getitem__), mask_compatible_extra_args=True
+        transforms, map_paths(labels.__getitem__), mask_compatible_extra_args=True
     )
 
 
@@ -127,7 +127,7 @@ def in_float32(inner: GradientTransformation) -> GradientTransformationExtraArgs
             lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree
         )
 
-    return _viewed(inner, wide)
+    return _transform_views(inner, wide)
 
 
 def per_layer(
@@ -168,7 +168,7 @@ def as_matrices(
     def flat(tree: Any) -> Any:
         return jax.tree.map(matrix, tree_paths(tree), tree)
 
-    return _viewed(inner, flat)
+    return _transform_views(inner, flat)
 
 
 def muon_dimensions(params: dict[str, ParamInfo]) -> Callable[[Any], Any]:
@@ -179,7 +179,7 @@ def muon_dimensions(params: dict[str, ParamInfo]) -> Callable[[Any], Any]:
         matrix = params[path].matrix
         return None if matrix is None else optax.contrib.MuonDimensionNumbers(*matrix)
 
-    return of_paths(dimensions)
+    return map_paths(dimensions)
 
 
 def eval_params(cfg: OptimizerConfig, opt_state: Any, params: Any) -> Any:
@@ -190,9 +190,9 @@ def eval_params(cfg: OptimizerConfig, opt_state: Any, params: Any) -> Any:
         return average
     for state in _states(opt_state, optax.contrib.ScheduleFreeState, LookaheadState):
         if isinstance(state, LookaheadState):
-            params = _overlaid(params, state.slow)
+            params = _overlay(params, state.slow)
         else:
-            params = _overlaid(params, state.z, functools.partial(_schedule_free_mean, state.b1))
+            params = _overlay(params, state.z, functools.partial(_schedule_free_mean, state.b1))
     return params
 
 
@@ -200,7 +200,7 @@ def ema_params(opt_state: Any, params: Any) -> Any | None:
     """The averaged weights in the state, with the present value of those that have no average; None
     when there is no average."""
     states = _states(opt_state, WeightEmaState)
-    return _overlaid(params, states[0].average) if states else None
+    return _overlay(params, states[0].average) if states else None
 
 
 def _schedule_free_mean(b1: Any, y: Any, z: Any) -> Any:
@@ -212,11 +212,11 @@ def _states(opt_state: Any, *kinds: type) -> list[Any]:
     return [leaf for leaf in leaves if isinstance(leaf, kinds)]
 
 
-def _overlaid(
+def _overlay(
     params: Any, part: Any, combine: Callable[[Any, Any], Any] = lambda _, new: new
 ) -> Any:
     """The parameters, combined with those in `part`, a tree with holes."""
-    parts = by_path(part)
+    parts = leaves_by_path(part)
 
     def overlay(path: str, old: Any) -> Any:
         return combine(old, parts[path]).astype(old.dtype) if path in parts else old
@@ -224,7 +224,7 @@ def _overlaid(
     return jax.tree.map(overlay, tree_paths(params), params)
 
 
-def _viewed(
+def _transform_views(
     inner: GradientTransformation, view: Callable[[Any], Any]
 ) -> GradientTransformationExtraArgs:
     """Applies a transform to views of gradients and parameters; its updates get the shapes of the

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from maxstack import config
 from maxstack.hf.writer import new_folder
 from maxstack.inference.package_engine import CONFIG
-from maxstack.kernels.backends import recording
+from maxstack.kernels.backends import record_choices
 from maxstack.package import loader
 from maxstack.package.contents import Contents, Text
 from maxstack.package.signature import Arrays, Program, Signature, programs
@@ -46,7 +46,7 @@ def write(
         (folder / "programs").mkdir()
         said = {}
         with (
-            recording() as kernels,
+            record_choices() as kernels,
             progress(len(signatures), "exporting", "signatures") as bar,
         ):
             for signature in signatures:

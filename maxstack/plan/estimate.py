@@ -58,7 +58,7 @@ class Shapes:
 
         rewrite = Rewrite(cfg)
         params, info = state.of_weights(rewrite.state, rewrite.replaced)
-        trained = optim.trained(cfg.optimizer, info)
+        trained = optim.trained_mask(cfg.optimizer, info)
         weights = tuple(
             (i.axes, leaf.size, leaf.size * leaf.dtype.itemsize, updated)
             for i, leaf, updated in zip(*map(jax.tree.leaves, (info, params, trained)), strict=True)

@@ -15,7 +15,7 @@ from jax import Array
 from qwix import QArray
 
 from maxstack.kernels.grouped_matmul import grouped_matmul
-from maxstack.kernels.grouped_matmul.case import grouped
+from maxstack.kernels.grouped_matmul.case import group_mask
 from maxstack.layers.weight import Experts
 from maxstack.schema.kernels import GroupedMatmul
 from maxstack.weights.arithmetic import (
@@ -123,7 +123,7 @@ def _forward(
 ) -> tuple[Array, Any]:
     codes_EKN, scale_EKN, sizes_E = rest
     assert quant.act
-    grouped_S1 = grouped(x_SK.shape[0], sizes_E)
+    grouped_S1 = group_mask(x_SK.shape[0], sizes_E)
     x_SK = jnp.where(grouped_S1, x_SK, 0)
     qtype = quant.weight.qtype
     w = QArray(codes_EKN.astype(_stored_dtype(qtype)), scale_EKN, None, qtype)

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 from qwix import QArray
 
-from maxstack.layers.weight import Experts, Substitute, weight, whole
+from maxstack.layers.weight import Experts, Substitute, gathered_axes, weight
 from maxstack.sharding import current
 from maxstack.weights.arithmetic import (
     BITS,
@@ -188,7 +188,7 @@ def _project(
     # Tiles of positions lie along a sequence, so rows keep their dimensions.
     apart = current() or (quant.weight_grad and quant.weight_grad.tile)
     x = x.reshape(*(rows if apart else (math.prod(rows),)), -1)
-    axes = whole(spec.matrix_axes)
+    axes = gathered_axes(spec.matrix_axes)
 
     def run(x: Array, kept: Any) -> Array:
         return product(quant, axes, x, matrix(kept))

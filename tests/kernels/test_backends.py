@@ -14,7 +14,7 @@ from maxstack import cli, train
 from maxstack.errors import ConfigError
 from maxstack.kernels import attention, cross_entropy, gated_delta, grouped_matmul, tuning
 from maxstack.kernels.attention.request import AttentionCase, Request
-from maxstack.kernels.backends import Device, config_scope, describe, recording
+from maxstack.kernels.backends import Device, config_scope, describe, record_choices
 from maxstack.schema import kernels as names
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def test_what_is_chosen_while_a_program_is_traced_is_recorded_once():
                 x = attention.attention(x, x, x, None, Request(0.5, window))
         return x
 
-    with recording() as choices:
+    with record_choices() as choices:
         jax.make_jaxpr(layers)(jnp.zeros((1, 8, 2, 4)))
     assert [describe(choice.case).split(", queries")[0] for choice in choices] == [
         "scale=0.5, causal",

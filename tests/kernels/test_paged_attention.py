@@ -14,7 +14,7 @@ from topologies import needs
 from maxstack import sharding
 from maxstack.kernels.attention import attention
 from maxstack.kernels.attention.request import Request
-from maxstack.kernels.backends import Device, recording
+from maxstack.kernels.backends import Device, record_choices
 from maxstack.kernels.paged_attention import (
     BITS,
     OP,
@@ -22,7 +22,7 @@ from maxstack.kernels.paged_attention import (
     PagedCase,
     Quantized,
     paged_attention,
-    quantized,
+    quantize,
 )
 from maxstack.kernels.paged_attention.runs import long_and_short_tiles
 from maxstack.plan.topology import parse
@@ -121,7 +121,7 @@ def test_pieces_of_prompts_are_computed_in_long_tiles_and_their_rest_in_short_on
 
 def in_low_precision(pages, dtype):
     """Pages as the cache keeps them, and the numbers that they stand for."""
-    numbers, scales = quantized(pages, jnp.dtype(dtype))
+    numbers, scales = quantize(pages, jnp.dtype(dtype))
     kept = numbers.view(BITS[dtype]) if dtype in BITS else numbers
     return Quantized(kept, scales), numbers.astype(jnp.float32) * scales[..., None]
 
@@ -276,7 +276,7 @@ def test_it_compiles_for_hardware_that_is_not_here_and_copies_no_cache(name):
     floats = (rows, heads, size), (rows, arrays, size), (pages, 16, arrays, size)
     given = [shape(*sizes, dtype=dtype) for sizes in floats]
     given += [shape(9, 64), shape(rows), shape(rows), shape(heads, dtype="float32")]
-    with sharding.use(mesh, cfg), recording() as choices:
+    with sharding.use(mesh, cfg), record_choices() as choices:
         compiled = jax.jit(step, donate_argnums=2).lower(*given).compile()
     tpu = parse(name).chip.platform == "tpu"
     assert [choice.backend for choice in choices] == ["pallas_tpu" if tpu else "blockwise"]

@@ -175,8 +175,8 @@ def test_memory_is_that_of_one_round_whatever_the_routing_may_be():
 
     def temporaries(slack):
         def mixed(w, x, weight, expert):
-            how = dispatch.travel(EXPERTS, ("expert",), tokens, chosen, slack, None, False)
-            return dispatch.mixture(wide, how, w, x, weight, expert)[0]
+            how = dispatch.plan_travel(EXPERTS, ("expert",), tokens, chosen, slack, None, False)
+            return dispatch.mix_experts(wide, how, w, x, weight, expert)[0]
 
         def loss(*given):
             return jnp.square(sharding.per_device(mixed, (own, own, own, own), own)(*given)).sum()
@@ -210,7 +210,7 @@ def test_a_window_is_no_larger_than_what_can_come():
     def travel(slack=1.25, taken=None, tokens=64):
         mesh_cfg = MeshConfig(data=1, expert=8)
         with sharding.use(sharding.make_mesh(mesh_cfg, jax.devices()), mesh_cfg):
-            return dispatch.travel(32, ("expert",), tokens, 6, slack, taken, False)
+            return dispatch.plan_travel(32, ("expert",), tokens, 6, slack, taken, False)
 
     assert travel()[2:4] == (64, 16)  # 1.25 x 64 x 6 / 8 = 60, in tiles of 8; then a quarter
     assert travel(slack=100.0)[2:4] == (64 * 4, 0)  # a token has four experts on a peer at most

@@ -124,7 +124,9 @@ def choices(cfg, state, x, residual):
     """The experts that the layer's own router takes; test_router.py compares them with a loop."""
     w = nnx.to_pure_dict(state)
     read = (
-        router.normed(residual, w["router_scale"], cfg.router.norm_eps) if cfg.router.normed else x
+        router.normalize_input(residual, w["router_scale"], cfg.router.norm_eps)
+        if cfg.router.normed
+        else x
     )
     return router.route(
         cfg.router,

@@ -88,11 +88,12 @@ def test_an_expert_takes_the_first_real_tokens_of_each_row():
         [[[0, 1], [0, 2], [1, 0], [0, 1], [1, 2]], [[0, 1], [1, 0], [2, 0], [2, 1], [0, 2]]]
     )
     real = np.bool_([[True, False, True, True, True], [True] * 5])
-    kept = router.within(experts, 3, real, 2).astype(int).tolist()
+    kept = router.within_capacity(experts, 3, real, 2).astype(int).tolist()
     assert kept == [
         [[1, 1], [0, 0], [1, 1], [0, 0], [0, 1]],
         [[1, 1], [1, 1], [1, 0], [1, 0], [0, 0]],
     ]
     np.testing.assert_array_equal(
-        router.within(experts, 3, real, None), np.broadcast_to(real[:, :, None], experts.shape)
+        router.within_capacity(experts, 3, real, None),
+        np.broadcast_to(real[:, :, None], experts.shape),
     )

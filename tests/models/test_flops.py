@@ -9,7 +9,7 @@ import tiny
 from flax import nnx
 
 from maxstack.hf.contents import Contents
-from maxstack.kernels.attention.request import visible
+from maxstack.kernels.attention.request import visibility_mask
 from maxstack.layers.attention import request
 from maxstack.models.flops import components, flops_per_token
 from maxstack.models.model import abstract
@@ -26,7 +26,7 @@ def test_attention_counts_the_scores_that_its_mask_leaves(limit, causal):
     asked = request(model.blocks["block"].mixer)
     at = jnp.arange(13)
     chunks = ((at[None] // asked.chunk,) * 2,) if asked.chunk else ()
-    seen = int(visible(asked, at, at, chunks).sum())
+    seen = int(visibility_mask(asked, at, at, chunks).sum())
     assert components(model, 13)["attention"] == pytest.approx(
         (12 * 4 * 8 * seen / 13, 12 * 4 * 8 * 13)
     )

@@ -156,7 +156,7 @@ def test_the_loss_depends_on_every_weight(name):
 def test_further_tokens_without_a_loss_are_not_trained():
     cfg = tiny.config(model=model(mtp={"block": "block", "loss": 0.0}))
     _, info = of_weights(abstract(cfg.model)[1])
-    moved = nnx.traversals.flatten_mapping(optim.trained(cfg.optimizer, info))
+    moved = nnx.traversals.flatten_mapping(optim.trained_mask(cfg.optimizer, info))
     assert (
         {path for path, trained in moved.items() if not trained}
         == {path for path in moved if path[0] == "mtp"}

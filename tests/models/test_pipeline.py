@@ -174,7 +174,7 @@ def test_the_bubble_is_that_of_a_simulated_schedule(stages, rounds, groups):
     for step in range(
         work
     ):  # each stage takes its tasks in order, as soon as it and the microbatch are free
-        group, turn, member = pipeline.task(step, stages, rounds)
+        group, turn, member = pipeline.work_at(step, stages, rounds)
         for stage in range(stages):
             chunk = turn * stages + stage
             begin = max(free[stage], done.get((group, member, chunk - 1), 0))

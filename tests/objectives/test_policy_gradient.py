@@ -155,7 +155,7 @@ def test_generalized_advantages_pass_over_what_the_model_did_not_say():
     segments = np.array([[1, 1, 1, 1, 1, 1, 2, 2, 2]])
     draw = np.random.default_rng(0)
     rewards, values = (draw.normal(size=mask.shape).astype(np.float32) for _ in range(2))
-    made = advantages.generalized(
+    made = advantages.generalized_advantages(
         cfg,
         jnp.asarray(rewards * mask),
         jnp.asarray(values),

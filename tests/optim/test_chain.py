@@ -10,8 +10,8 @@ import pytest
 from optimizer_trees import EMBED, INFO, MLP, SMALL, built, first, info, train, tree
 
 from maxstack.errors import ConfigError
-from maxstack.optim import build, trained
-from maxstack.optim.wrappers import by_path
+from maxstack.optim import build, trained_mask
+from maxstack.optim.wrappers import leaves_by_path
 from maxstack.schema.optimizer import OptimizerConfig
 from maxstack.schema.optimizer.arguments import transform_kinds
 from maxstack.schema.optimizer.paths import ParamInfo
@@ -21,8 +21,8 @@ ALL = [{"path": "*", "ndim": 2}]
 
 
 def same(left, right, **tolerance):
-    right = by_path(right)
-    for path, a in by_path(left).items():
+    right = leaves_by_path(right)
+    for path, a in leaves_by_path(left).items():
         tolerances = {"rtol": 1e-6, "atol": 1e-7} | tolerance
         np.testing.assert_allclose(a, right[path], **tolerances, err_msg=path)
 
@@ -113,7 +113,7 @@ def test_the_default_is_clipped_adamw_that_decays_matrices_under_a_warm_up_and_a
 def test_decay_patterns_replace_the_default_mask():
     chain = [{"kind": "adamw", "weight_decay": 0.5}]
     tx = built(learning_rate=0.1, chain=chain, decay=["blocks/*", "!*_bias"])
-    updates = by_path(first(tx, jax.tree.map(jnp.zeros_like, tree(INFO)), tree(INFO)))
+    updates = leaves_by_path(first(tx, jax.tree.map(jnp.zeros_like, tree(INFO)), tree(INFO)))
     assert {path for path, leaf in updates.items() if np.any(leaf)} == {
         path for path in updates if path.startswith("blocks/") and not path.endswith("_bias")
     }
@@ -185,7 +185,7 @@ def test_a_pattern_may_be_allowed_to_match_nothing():
 def test_frozen_parameters_never_change_and_have_no_state(optimizer):
     params, _, state = train(built(learning_rate=0.1, ema={"decay": 0.9}, **optimizer), INFO)
     for leaf in ("embed", "query_bias"):
-        assert not [path for path in by_path(state) if leaf in path.split("/")]
+        assert not [path for path in leaves_by_path(state) if leaf in path.split("/")]
     assert np.array_equal(params["embed"], tree(INFO)["embed"]) and not np.allclose(
         params["head"], tree(INFO)["head"]
     )
@@ -218,7 +218,7 @@ def test_patterns_name_weights_by_their_path_in_the_model_and_those_that_are_not
         and np.any(updates["gate"]["lora_b"])
     )
     assert [
-        *jax.tree.leaves(trained(OptimizerConfig(frozen=["gate"]), of | {"head": SMALL["w"]}))
+        *jax.tree.leaves(trained_mask(OptimizerConfig(frozen=["gate"]), of | {"head": SMALL["w"]}))
     ] == [False, False, False, False, True]
 
 

@@ -31,7 +31,7 @@ def test_small_updates_add_up_by_chance_alone():
     for kind in ("nearest", "stochastic"):
         moved = weights
         for step in range(200):
-            moved = rounding.moved(moved, updates, kind, jax.random.fold_in(KEY, step))
+            moved = rounding.apply_updates(moved, updates, kind, jax.random.fold_in(KEY, step))
         means[kind] = float(moved["w"].astype(jnp.float32).mean())
     assert means["nearest"] == 1
     assert means["stochastic"] == pytest.approx(1.02, abs=2e-3)

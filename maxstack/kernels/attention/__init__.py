@@ -65,8 +65,8 @@ def attention(
     [B, S] of the keys where they differ from the queries'. ConfigError if a backend is asked for
     that cannot serve.
     """
-    request = request.narrowed
-    same = _same(segments_BT, positions_BT, q_BTNH.shape[1], keys, request)
+    request = request.with_narrow_window
+    same = _match_numbers(segments_BT, positions_BT, q_BTNH.shape[1], keys, request)
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
     with jax.named_scope("attention"):
         serve = functools.partial(_serve, backend, request)
@@ -75,7 +75,7 @@ def attention(
         return on_mesh(serve, request, inputs)
 
 
-def _same(
+def _match_numbers(
     segments_BT: jax.Array | None,
     positions_BT: jax.Array | None,
     queries: int,
@@ -90,7 +90,7 @@ def _same(
     if not request.chunk:
         return same
     if positions_BT is None or key_positions is None:
-        assert not sequences.split_over(), "parts of a sequence cannot count its positions"
+        assert not sequences.sequence_axes(), "parts of a sequence cannot count its positions"
         assert keys is None and not request.offset, "keys of their own come with positions"
         positions_BT = key_positions = _positions(segments_BT, queries)
     return *same, (positions_BT // request.chunk, key_positions // request.chunk)

@@ -27,7 +27,7 @@ from maxstack.kernels.attention.request import (
     differentiable,
     distance_masks,
 )
-from maxstack.kernels.backends import Device, multiplied
+from maxstack.kernels.backends import Device, product_dtype
 
 MASKED = -1e30
 """Score of a masked key."""
@@ -62,7 +62,7 @@ def run(inputs: Inputs, request: Request, blocks: Mapping[str, int] | None = Non
     """softmax(scores) v -> [B, T, N, V] in q's dtype, by tiles of at most blocks["rows"] queries
     and blocks["keys"] keys. No score array has more than one tile a head, whatever T."""
     most = (blocks["rows"], blocks["keys"]) if blocks else tile_sizes()
-    return _attention(inputs, (request.narrowed, most))
+    return _attention(inputs, (request.with_narrow_window, most))
 
 
 class Numbers(NamedTuple):
@@ -103,7 +103,7 @@ Call = tuple[Request, tuple[int, int]]
 
 
 def _forward(inputs: Inputs, call: Call) -> Output:
-    q_BKGTH, kv = by_head(inputs)
+    q_BKGTH, kv = group_heads(inputs)
     before = initial(q_BKGTH, kv, inputs.sinks_N)
     return as_output(attend(before, q_BKGTH, kv, *_whole(inputs, call), call[0]), inputs)
 
@@ -111,7 +111,7 @@ def _forward(inputs: Inputs, call: Call) -> Output:
 def _backward(
     call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
 ) -> list[jax.Array]:
-    q_BKGTH, kv = by_head(inputs)
+    q_BKGTH, kv = group_heads(inputs)
     queries = backward_queries(q_BKGTH, do_BTNV, mean_BNT, log_BNT)
     before = zeros(q_BKGTH), jax.tree.map(zeros, kv)
     return as_arguments(add_gradients(before, queries, kv, *_whole(inputs, call), call[0]))
@@ -150,8 +150,8 @@ def corners(rows: Span, keys: Span) -> tuple[np.ndarray, np.ndarray]:
 def make_tiles(t: int, s: int, request: Request, most: tuple[int, int]) -> list[Tiles]:
     """The tiles of t queries and s keys in which some query sees some key."""
     most_rows, most_keys = most
-    offset, back = request.offset, request.furthest
-    ahead = s + t + abs(offset) if request.nearest is None else -request.nearest
+    offset, back = request.offset, request.max_distance
+    ahead = s + t + abs(offset) if request.min_distance is None else -request.min_distance
     tiles = []
     if back is not None and back + ahead < 4 * most_keys:
         # A narrow window: one tile of as many keys as its queries see, of half the rows, so that
@@ -180,13 +180,13 @@ def make_tiles(t: int, s: int, request: Request, most: tuple[int, int]) -> list[
     return tiles
 
 
-def by_head(inputs: Inputs) -> tuple[jax.Array, Keys]:
+def group_heads(inputs: Inputs) -> tuple[jax.Array, Keys]:
     """[B, K, G, T, H] and keys and values, in the dtype of products."""
-    q_BTNH, k_BSKH, v_BSKV = (x.astype(multiplied(x.dtype)) for x in inputs[:3])
+    q_BTNH, k_BSKH, v_BSKV = (x.astype(product_dtype(x.dtype)) for x in inputs[:3])
     return _grouped(q_BTNH, k_BSKH.shape[2]), (k_BSKH.swapaxes(1, 2), v_BSKV.swapaxes(1, 2))
 
 
-def by_time(x_BKGTH: jax.Array) -> jax.Array:
+def merge_heads(x_BKGTH: jax.Array) -> jax.Array:
     """[B, T, N, H]."""
     b, k, g, t, h = x_BKGTH.shape
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
@@ -195,7 +195,7 @@ def by_time(x_BKGTH: jax.Array) -> jax.Array:
 def as_output(output: Output, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """The output [B, T, N, V] in q's dtype, and the log-sum-exp [B, N, T]."""
     (b, t, n, _), (o_BKGTV, log_BKGT) = inputs.q_BTNH.shape, output
-    return by_time(o_BKGTV).astype(inputs.q_BTNH.dtype), log_BKGT.reshape(b, n, t)
+    return merge_heads(o_BKGTV).astype(inputs.q_BTNH.dtype), log_BKGT.reshape(b, n, t)
 
 
 def _grouped(x_BTNH: jax.Array, kv: int) -> jax.Array:
@@ -314,7 +314,7 @@ def add_gradients(
 def as_arguments(gradients: Gradients) -> list[jax.Array]:
     """Gradients of q, k and v, each [B, T or S, heads, ..]."""
     dq_BKGTH, dkv = gradients
-    return [by_time(dq_BKGTH), *(x_BKSH.swapaxes(1, 2) for x_BKSH in dkv)]
+    return [merge_heads(dq_BKGTH), *(x_BKSH.swapaxes(1, 2) for x_BKSH in dkv)]
 
 
 def _scores(

@@ -77,14 +77,15 @@ class Call:
     def keys_of(self, start: Index, rows: int, block: int) -> Bounds:
         """The key tiles that queries start..start + rows - 1 visit."""
         request = self.request
-        limits = request.nearest, request.furthest
+        limits = request.min_distance, request.max_distance
         return _bounds(start + request.offset, rows, *limits, self.real_keys, block)
 
     def queries_of(self, start: Index, rows: int, block: int) -> Bounds:
         """The query tiles that visit keys start..start + rows - 1."""
         request = self.request
         low, high = (
-            None if limit is None else -limit for limit in (request.furthest, request.nearest)
+            None if limit is None else -limit
+            for limit in (request.max_distance, request.min_distance)
         )
         first = start - request.offset
         lo, whole, cut, end = _bounds(first, rows, low, high, self.queries, block)

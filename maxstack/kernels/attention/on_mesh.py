@@ -20,28 +20,29 @@ def on_mesh(serve: Callable[..., jax.Array], request: Request, inputs: Inputs) -
     q_BTNH, k_BSKH, *_ = inputs
     batch, seq = sharding.here("batch seq")
     heads, keys, inner = sequences.head_axes(q_BTNH.shape[2], k_BSKH.shape[2])
-    groups, axes = q_BTNH.shape[2] // k_BSKH.shape[2], sequences.split_over()
+    groups, axes = q_BTNH.shape[2] // k_BSKH.shape[2], sequences.sequence_axes()
     assert not axes or not request.offset and q_BTNH.shape[1] == k_BSKH.shape[1], (
         "sequences are split for self-attention alone"
     )
 
-    ulysses = sequences.kind() == "ulysses"
+    ulysses = sequences.context_kind() == "ulysses"
 
     def local(inputs: Inputs) -> jax.Array:
         q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
         k_BSKH, v_BSKV = (
-            sequences.of_queries(x, q_BTNH.shape[2], groups, inner) for x in (k_BSKH, v_BSKV)
+            sequences.kv_heads_of_queries(x, q_BTNH.shape[2], groups, inner)
+            for x in (k_BSKH, v_BSKV)
         )
         if not ulysses:
             return serve(axes, Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, same))
-        repeated = [sequences.repeated(x, axes) for x in (k_BSKH, v_BSKV)]
+        repeated = [sequences.repeat_kv_heads(x, axes) for x in (k_BSKH, v_BSKV)]
         q_BTNH, k_BSKH, v_BSKV = (sequences.to_heads(x, axes) for x in (q_BTNH, *repeated))
-        sinks_N = None if sinks_N is None else sequences.share(sinks_N, axes)
-        same = jax.tree.map(lambda x_BT: sequences.whole(x_BT, axes), same)
+        sinks_N = None if sinks_N is None else sequences.slice_heads(sinks_N, axes)
+        same = jax.tree.map(lambda x_BT: sequences.gather_sequences(x_BT, axes), same)
         whole = Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
         return sequences.to_parts(serve((), whole), axes)
 
     of_q, of_k = PartitionSpec(batch, seq, heads), PartitionSpec(batch, seq, keys)
-    numbers = jax.tree.map(sequences.place, inputs.same)
+    numbers = jax.tree.map(sequences.spec_of, inputs.same)
     specs = Inputs._make([of_q, of_k, of_k, PartitionSpec(heads), numbers])
     return sharding.per_device(local, (specs,), of_q)(inputs)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels.attention.request import Inputs, Request, visible
+from maxstack.kernels.attention.request import Inputs, Request, visibility_mask
 
 MASKED = -1e30
 
@@ -27,7 +27,7 @@ def run(inputs: Inputs, request: Request, blocks: Mapping[str, int] | None = Non
     )
     if request.soft_cap:
         s_BKGTS = request.soft_cap * jnp.tanh(s_BKGTS / request.soft_cap)
-    seen_BTS = visible(request, jnp.arange(t), jnp.arange(s), same)[:, None, None]
+    seen_BTS = visibility_mask(request, jnp.arange(t), jnp.arange(s), same)[:, None, None]
     s_BKGTS = jnp.where(seen_BTS, s_BKGTS, MASKED)
     if sinks_N is not None:
         sinks = jnp.broadcast_to(

@@ -43,14 +43,14 @@ class Request:
     offset: int = 0
 
     @property
-    def narrowed(self) -> "Request":
+    def with_narrow_window(self) -> "Request":
         """The same request with a window no wider than a chunk, so that backends skip keys beyond
         it."""
         limits = [limit for limit in (self.window, self.chunk) if limit]
         return dataclasses.replace(self, window=min(limits, default=None))
 
     @property
-    def nearest(self) -> int | None:
+    def min_distance(self) -> int | None:
         """Least distance (position of a query minus that of a key) at which the key is seen; None:
         no limit."""
         if self.causal:
@@ -58,7 +58,7 @@ class Request:
         return 1 - self.window if self.window else None
 
     @property
-    def furthest(self) -> int | None:
+    def max_distance(self) -> int | None:
         """Greatest distance at which a key is seen; None: no limit."""
         return self.window - 1 if self.window else None
 
@@ -117,7 +117,7 @@ class AttentionCase:
     @property
     def shape_class(self) -> Mapping[str, int | str]:
         """Properties by which measured block sizes are stored."""
-        span = min(self.keys, self.request.narrowed.window or self.keys)
+        span = min(self.keys, self.request.with_narrow_window.window or self.keys)
         return {
             "dtype": self.dtype,
             "head_dim": self.head_dim,
@@ -130,11 +130,11 @@ class AttentionCase:
 def distance_masks(request: Request, distance: jax.Array) -> list[jax.Array]:
     """Masks, in the shape of `distance`, of the distances at which a query sees a key; empty where
     it sees all."""
-    masks = [] if request.nearest is None else [distance >= request.nearest]
-    return masks if request.furthest is None else [*masks, distance <= request.furthest]
+    masks = [] if request.min_distance is None else [distance >= request.min_distance]
+    return masks if request.max_distance is None else [*masks, distance <= request.max_distance]
 
 
-def visible(request: Request, at_T: jax.Array, at_S: jax.Array, same: Same) -> jax.Array:
+def visibility_mask(request: Request, at_T: jax.Array, at_S: jax.Array, same: Same) -> jax.Array:
     """bool [B or 1, T, S] for queries with these indices and keys at these positions, `same` being
     theirs: the definition of which query sees which key."""
     distance_TS = at_T[:, None] + request.offset - at_S[None, :]

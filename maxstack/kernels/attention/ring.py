@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from maxstack.kernels.attention import blockwise as blocks
 from maxstack.kernels.attention.blockwise import Gradients, Keys, Numbers, Output, Tiles, zeros
 from maxstack.kernels.attention.request import Inputs, Request, differentiable
-from maxstack.kernels.sequences import Axes, whole
+from maxstack.kernels.sequences import Axes, gather_sequences
 
 Call = tuple[Request, Axes]
 Step = Any
@@ -156,12 +156,12 @@ def _ring(inputs: Inputs, call: Call) -> Ring:
         jax.lax.axis_index(axes),
         inputs.q_BTNH.shape[1] // 2,
         request,
-        tuple(whole(x, axes) for x in inputs.same),
+        tuple(gather_sequences(x, axes) for x in inputs.same),
     )
 
 
 def _forward(inputs: Inputs, call: Call) -> Output:
-    ring, (q_BKGTH, own) = _ring(inputs, call), blocks.by_head(inputs)
+    ring, (q_BKGTH, own) = _ring(inputs, call), blocks.group_heads(inputs)
 
     def visit(output: Output, kv: Keys, shift: Step) -> tuple[Output, tuple[()]]:
         numbers, tiles = ring.numbers(shift), ring.remote_tiles(shift)
@@ -176,7 +176,7 @@ def _forward(inputs: Inputs, call: Call) -> Output:
 def _backward(
     call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
 ) -> list[jax.Array]:
-    ring, (q_BKGTH, own) = _ring(inputs, call), blocks.by_head(inputs)
+    ring, (q_BKGTH, own) = _ring(inputs, call), blocks.group_heads(inputs)
     queries = blocks.backward_queries(q_BKGTH, do_BTNV, mean_BNT, log_BNT)
     none = jax.tree.map(zeros, own)
 

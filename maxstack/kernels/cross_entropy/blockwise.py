@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels.backends import multiplied
-from maxstack.kernels.cross_entropy.by_rows import graded_by_rows, scores_by_rows, sizes
+from maxstack.kernels.backends import product_dtype
+from maxstack.kernels.cross_entropy.by_rows import map_rows, map_rows_with_gradients, sizes
 from maxstack.kernels.cross_entropy.differentiable import differentiable
 from maxstack.kernels.cross_entropy.request import (
     Call,
@@ -16,7 +16,7 @@ from maxstack.kernels.cross_entropy.request import (
     Inputs,
     Scores,
 )
-from maxstack.kernels.cross_entropy.softmax import gradient, scores, statistics, together
+from maxstack.kernels.cross_entropy.softmax import combine, gradient, scores, statistics
 
 
 def candidates(case: CrossEntropyCase) -> list[dict[str, int]]:
@@ -26,33 +26,33 @@ def candidates(case: CrossEntropyCase) -> list[dict[str, int]]:
 
 def forward(inputs: Inputs, call: Call) -> Scores:
     """(nll [M], log Z [M])."""
-    inputs = _multiplied(inputs)
+    inputs = _cast_inputs(inputs)
 
     def step(x_RD: jax.Array, targets_R: jax.Array) -> Scores:
         logits_RV = scores(x_RD, inputs.head_DV, inputs.bias_V, call.request.soft_cap)
-        return together(statistics(logits_RV, targets_R), call.axes)
+        return combine(statistics(logits_RV, targets_R), call.axes)
 
-    return scores_by_rows(step, inputs, call)
+    return map_rows(step, inputs, call)
 
 
-def graded(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
+def forward_with_gradients(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
     """`forward` and the gradients of the total."""
-    inputs = _multiplied(inputs)
+    inputs = _cast_inputs(inputs)
 
     def step(x_RD: jax.Array, targets_R: jax.Array, weights_R: jax.Array) -> Any:
         logits_RV = scores(x_RD, inputs.head_DV, inputs.bias_V, call.request.soft_cap)
-        nll_R, log_z_R = together(statistics(logits_RV, targets_R), call.axes)
+        nll_R, log_z_R = combine(statistics(logits_RV, targets_R), call.axes)
         is_target_RV = jnp.arange(logits_RV.shape[1]) == targets_R[:, None]
         return (nll_R, log_z_R), gradient(
             logits_RV, is_target_RV, weights_R[:, None], log_z_R[:, None], call.request
         )
 
-    return graded_by_rows(step, inputs, call, (inputs.targets_M, inputs.weights_M))
+    return map_rows_with_gradients(step, inputs, call, (inputs.targets_M, inputs.weights_M))
 
 
-def _multiplied(inputs: Inputs) -> Inputs:
-    dtype = multiplied(inputs.x_MD.dtype)
+def _cast_inputs(inputs: Inputs) -> Inputs:
+    dtype = product_dtype(inputs.x_MD.dtype)
     return inputs._replace(x_MD=inputs.x_MD.astype(dtype), head_DV=inputs.head_DV.astype(dtype))
 
 
-run = differentiable(forward, graded)
+run = differentiable(forward, forward_with_gradients)

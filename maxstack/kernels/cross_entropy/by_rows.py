@@ -34,14 +34,14 @@ def sizes(case: CrossEntropyCase) -> list[int]:
     return [default, *(rows for rows in others if 64 <= rows < 2 * case.rows)]
 
 
-def scores_by_rows(step: Callable[..., Any], inputs: Inputs, call: Call) -> Any:
+def map_rows(step: Callable[..., Any], inputs: Inputs, call: Call) -> Any:
     """`step` of each block of x and targets, for all rows."""
     return _loop(
         lambda _, block: (None, step(*block)), None, (inputs.x_MD, inputs.targets_M), inputs, call
     )[1]
 
 
-def graded_by_rows(
+def map_rows_with_gradients(
     step: Callable[..., Any], inputs: Inputs, call: Call, per_row: tuple[jax.Array, ...]
 ) -> tuple[Any, Gradients]:
     """`step` maps a block of x and of `per_row` arrays [M] to (results, gradient of the logits

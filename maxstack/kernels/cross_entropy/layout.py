@@ -77,7 +77,7 @@ class Layout:
         weights: jax.Array,
     ) -> Inputs:
         """The inputs of one device, its slice of the head gathered."""
-        gathered = _gathered(_gathered(head.astype(x.dtype), self.embed, 0), self.columns, 1)
+        gathered = _gather(_gather(head.astype(x.dtype), self.embed, 0), self.columns, 1)
         first = jax.lax.axis_index(self.vocab) * gathered.shape[1] if self.vocab else 0
         rows, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1) - first
         return Inputs(rows, gathered, bias, targets, weights.reshape(-1))
@@ -92,8 +92,8 @@ class Layout:
         weights are."""
         d_x, d_head, d_bias = gradients
         d_x = d_x.reshape(x.shape)
-        d_x = _scattered(d_x, self.vocab, 1) if self.scatter else _sum(d_x, self.vocab)
-        d_head = _scattered(_scattered(d_head.astype(x.dtype), self.embed, 0), self.columns, 1)
+        d_x = _scatter(d_x, self.vocab, 1) if self.scatter else _sum(d_x, self.vocab)
+        d_head = _scatter(_scatter(d_head.astype(x.dtype), self.embed, 0), self.columns, 1)
         scattered = (*self.embed, *self.columns)
         d_head = _sum(d_head, tuple(axis for axis in self.rows if axis not in scattered))
         return Gradients(d_x, d_head, None if d_bias is None else _sum(d_bias, self.rows))
@@ -105,11 +105,11 @@ def total(nll: jax.Array, log_z: jax.Array, weights: jax.Array, request: Request
     return (weights.astype(loss.dtype) * loss).sum()
 
 
-def _gathered(x: jax.Array, axes: Names, dim: int) -> jax.Array:
+def _gather(x: jax.Array, axes: Names, dim: int) -> jax.Array:
     return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
-def _scattered(x: jax.Array, axes: Names, dim: int) -> jax.Array:
+def _scatter(x: jax.Array, axes: Names, dim: int) -> jax.Array:
     return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from maxstack.kernels.backends import Device
-from maxstack.kernels.cross_entropy.by_rows import graded_by_rows, sizes
+from maxstack.kernels.cross_entropy.by_rows import map_rows_with_gradients, sizes
 from maxstack.kernels.cross_entropy.differentiable import differentiable
 from maxstack.kernels.cross_entropy.request import (
     Call,
@@ -26,7 +26,13 @@ from maxstack.kernels.cross_entropy.request import (
     Request,
     Scores,
 )
-from maxstack.kernels.cross_entropy.softmax import LOWEST, Statistics, capped, gradient, together
+from maxstack.kernels.cross_entropy.softmax import (
+    LOWEST,
+    Statistics,
+    apply_soft_cap,
+    combine,
+    gradient,
+)
 
 LANES, ROWS = 128, 64
 DEPTHS = (512, 256, 128)
@@ -58,10 +64,10 @@ def candidates(case: CrossEntropyCase) -> list[dict[str, int]]:
 def forward(inputs: Inputs, call: Call) -> Scores:
     """(nll [M], log Z [M])."""
     columns = _call(_statistics, inputs, (inputs.targets_M,), call)
-    return together(Statistics(*(a[:, 0] for a in columns)), call.axes)
+    return combine(Statistics(*(a[:, 0] for a in columns)), call.axes)
 
 
-def graded(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
+def forward_with_gradients(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
     """`forward` and the gradients of the total."""
     nll_M, log_z_M = forward(inputs, call)
 
@@ -69,10 +75,10 @@ def graded(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
         return None, _call(_gradient, inputs._replace(x_MD=x_RD), per_row, call, x_RD.dtype)[0]
 
     per_row = inputs.targets_M, inputs.weights_M.astype(jnp.float32), log_z_M
-    return (nll_M, log_z_M), graded_by_rows(step, inputs, call, per_row)[1]
+    return (nll_M, log_z_M), map_rows_with_gradients(step, inputs, call, per_row)[1]
 
 
-run = differentiable(forward, graded)
+run = differentiable(forward, forward_with_gradients)
 
 
 def _depth(embed: int, most: int) -> int:
@@ -171,7 +177,7 @@ def _tiles(
     def piece(at: Any, start: int) -> tuple[jax.Array, jax.Array]:
         """(columns, logits) [R, L]."""
         columns_RL = j * width + start + jax.lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
-        return columns_RL, capped(
+        return columns_RL, apply_soft_cap(
             acc_ref[at, pl.ds(start, LANES)] + bias_ref[:, pl.ds(start, LANES)], request.soft_cap
         )
 

@@ -27,7 +27,7 @@ def forward(inputs: Inputs, call: Call) -> Scores:
     return log_z_M - jnp.where(is_target_MV, logits_MV, 0).sum(axis=1), log_z_M
 
 
-def graded(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
+def forward_with_gradients(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
     """`forward` and the gradients of the total."""
 
     def of_total(*floats: Any) -> tuple[jax.Array, Scores]:
@@ -38,4 +38,4 @@ def graded(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
     return result, Gradients(*gradients)
 
 
-run = differentiable(forward, graded)
+run = differentiable(forward, forward_with_gradients)

@@ -43,7 +43,7 @@ class Statistics(NamedTuple):
         return Statistics(top, total, self.picked.sum(**axis))
 
 
-def capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
+def apply_soft_cap(logits: jax.Array, soft_cap: float | None) -> jax.Array:
     """soft_cap * tanh(logits / soft_cap)."""
     return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
 
@@ -66,7 +66,7 @@ def scores(
     logits_RV = multiply(x_RD, head_DV)
     if bias_V is not None:
         logits_RV = logits_RV + bias_V.astype(logits_RV.dtype)
-    return capped(logits_RV, soft_cap)
+    return apply_soft_cap(logits_RV, soft_cap)
 
 
 def statistics(logits_RV: jax.Array, targets_R: jax.Array) -> Statistics:
@@ -82,7 +82,7 @@ def statistics(logits_RV: jax.Array, targets_R: jax.Array) -> Statistics:
     )
 
 
-def together(part: Statistics, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
+def combine(part: Statistics, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
     """(-log p(target), log Z) over all slices, which lie along the mesh axes; without axes this
     slice is the whole vocabulary."""
     top_R, sum_R, picked_R = part

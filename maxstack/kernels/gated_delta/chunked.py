@@ -7,7 +7,7 @@ position in a chunk  S another position in it.
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels.gated_delta.reference import EXACT, runs
+from maxstack.kernels.gated_delta.reference import EXACT, document_numbers
 
 LOWEST = -1e30
 
@@ -33,7 +33,7 @@ def run(
         for x in (v_BTNV, decay_BTN, beta_BTN)
     )
     within_XBKGCS, since_XBKGC = _decays(
-        jnp.maximum(decay_XBKGC, LOWEST), _chunks(runs(segments_BT, t), chunk, 0)
+        jnp.maximum(decay_XBKGC, LOWEST), _chunks(document_numbers(segments_BT, t), chunk, 0)
     )
 
     likeness_XBKCS = jnp.tril(_product("XBKCH,XBKSH->XBKCS", k_XBKCH, k_XBKCH), -1)

@@ -21,7 +21,7 @@ def run(
     """A step a token; `chunk` has no effect."""
     k, n = k_BTKH.shape[2], v_BTNV.shape[2]
     q, key = (jnp.repeat(x.astype(jnp.float32), n // k, axis=2) for x in (q_BTKH, k_BTKH))
-    runs_BT = jnp.broadcast_to(runs(segments_BT, v_BTNV.shape[1]), v_BTNV.shape[:2])
+    runs_BT = jnp.broadcast_to(document_numbers(segments_BT, v_BTNV.shape[1]), v_BTNV.shape[:2])
     fresh_BT = jnp.diff(runs_BT, axis=1, prepend=-1) != 0
 
     def scanned(s_BNHV: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
@@ -50,7 +50,7 @@ def step(
     return s_NHV, (s_NHV * q_NH[:, :, None]).sum(axis=1)
 
 
-def runs(segments_BT: jax.Array | None, length: int) -> jax.Array:
+def document_numbers(segments_BT: jax.Array | None, length: int) -> jax.Array:
     """The number of the document of each position, from 0, counted by their boundaries; [1, T] of
     zeros for None."""
     if segments_BT is None:

@@ -7,8 +7,8 @@ On CPUs and GPUs XLA computes a ragged_dot as one dense matmul for every group.
 import jax
 import jax.numpy as jnp
 
-from maxstack.kernels.backends import Device, multiplied
-from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, differentiable, grouped
+from maxstack.kernels.backends import Device, product_dtype
+from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, differentiable, group_mask
 
 LEAST_ROWS, MOST_ROWS = 8, {"cpu": 128, "gpu": 1024}
 
@@ -25,7 +25,7 @@ def _rows(m: int, groups: int) -> tuple[int, str]:
     return rows, f"turns_{-(-m // (groups * rows))}"
 
 
-def _by_blocks(
+def _multiply_blocks(
     x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array, transposed: bool
 ) -> jax.Array:
     """`case.Rows`. The last block of a group runs over into the next group, whose own blocks then
@@ -33,7 +33,7 @@ def _by_blocks(
 
     On a CPU a matrix is cast to float32 once a group instead of once a block.
     """
-    (rows, expected), dtype = _rows(x_MK.shape[0], w_EKN.shape[0]), multiplied(x_MK.dtype)
+    (rows, expected), dtype = _rows(x_MK.shape[0], w_EKN.shape[0]), product_dtype(x_MK.dtype)
     padded = jnp.pad(x_MK.astype(dtype), ((0, rows), (0, 0)))
     equation = "RK,NK->RN" if transposed else "RK,KN->RN"
 
@@ -52,12 +52,12 @@ def _by_blocks(
     out_MN = jnp.zeros((padded.shape[0], w_EKN.shape[1 if transposed else 2]), dtype)
     out_MN, _ = jax.lax.scan(group, out_MN, (w_EKN, jnp.cumsum(sizes_E) - sizes_E, sizes_E))
     m = x_MK.shape[0]
-    return jnp.where(grouped(m, sizes_E), out_MN[:m], 0).astype(x_MK.dtype)
+    return jnp.where(group_mask(m, sizes_E), out_MN[:m], 0).astype(x_MK.dtype)
 
 
-def _outer_by_blocks(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
+def _sum_outer_products(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """The sum over each group's rows of outer(x, y), float32 [E, K, N]."""
-    (rows, expected), dtype = _rows(x_MK.shape[0], sizes_E.shape[0]), multiplied(x_MK.dtype)
+    (rows, expected), dtype = _rows(x_MK.shape[0], sizes_E.shape[0]), product_dtype(x_MK.dtype)
     padded = [jnp.pad(a.astype(dtype), ((0, rows), (0, 0))) for a in (x_MK, y_MN)]
 
     def group(_, inputs):
@@ -79,4 +79,4 @@ def _outer_by_blocks(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> ja
     return jax.lax.scan(group, None, (jnp.cumsum(sizes_E) - sizes_E, sizes_E))[1]
 
 
-run = differentiable(_by_blocks, _outer_by_blocks)
+run = differentiable(_multiply_blocks, _sum_outer_products)

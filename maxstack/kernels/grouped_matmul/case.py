@@ -45,7 +45,7 @@ class GroupedMatmulCase:
         }
 
     @property
-    def unusual(self) -> str | None:
+    def unsupported(self) -> str | None:
         """Why no kernel takes it; None if it has something to multiply, in a supported dtype."""
         if self.dtype not in ("bfloat16", "float32"):
             return f"takes bfloat16 and float32, not {self.dtype}"
@@ -89,6 +89,6 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def grouped(rows: int, sizes_E: jax.Array) -> jax.Array:
+def group_mask(rows: int, sizes_E: jax.Array) -> jax.Array:
     """True for the rows that belong to a group [rows, 1]."""
     return jnp.arange(rows)[:, None] < sizes_E.sum()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from maxstack.kernels.backends import Device
-from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, differentiable, grouped
+from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, differentiable, group_mask
 
 LANES = 128
 MOST_TILES = 1024
@@ -39,7 +39,7 @@ def supports(case: GroupedMatmulCase) -> str | None:
             f"{case.rows} rows are more than the {most} that megablox is sure to count right; "
             "split them over more devices or microbatches"
         )
-    return case.unusual
+    return case.unsupported
 
 
 def candidates(case: GroupedMatmulCase) -> list[dict[str, int]]:
@@ -62,7 +62,7 @@ def run(
     """[M, N], summed in float32; `blocks` are one of `candidates`."""
     blocks = blocks or candidates(GroupedMatmulCase.of(x_MK, w_EKN, Device.here()))[0]
     m = x_MK.shape[0]
-    tile = countable(Blocks(**blocks), m)
+    tile = limit_tiles(Blocks(**blocks), m)
     padded = jnp.pad(x_MK, ((0, -m % tile.rows), (0, 0)))
 
     def rows(x_MK, w_EKN, sizes_E, transposed):
@@ -78,7 +78,7 @@ def run(
             interpret=interpret,
         )
         # megablox does not write tiles without a row of a group
-        return jnp.where(grouped(x_MK.shape[0], sizes_E), out_MN, 0)
+        return jnp.where(group_mask(x_MK.shape[0], sizes_E), out_MN, 0)
 
     def matrices(x_MK, dy_MN, sizes_E):
         tiling = tile.fit(*w_EKN.shape[1:])
@@ -87,7 +87,7 @@ def run(
     return differentiable(rows, matrices)(padded, w_EKN, sizes_E)[:m]
 
 
-def countable(blocks: Blocks, rows: int) -> Blocks:
+def limit_tiles(blocks: Blocks, rows: int) -> Blocks:
     """Blocks tall enough for at most `MOST_TILES` tiles."""
     while rows > MOST_TILES * blocks.rows:
         blocks = blocks._replace(rows=2 * blocks.rows)

@@ -1,4 +1,4 @@
-"""The grouped matmul by the Hopper kernel of tokamax, an optional package; selected by name, so that
+"""The grouped matmul by the Hopper kernel of tokamax, an optional package, chosen by name so that
 tokamax cannot substitute another kernel. Shapes as in the package."""
 
 import importlib.util
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.backends import Device
-from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, grouped
+from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, group_mask
 
 STEP = 512
 """The kernel steps over the contracted dimension by 128, 256 or 512, as its table of tuned sizes
@@ -18,7 +18,7 @@ says, and silently ignores a remainder."""
 def supports(case: GroupedMatmulCase) -> str | None:
     """Why the kernel cannot serve `case`, or may compute it wrongly, forward and backward; None if
     it can."""
-    return _absent() or _elsewhere(case.device) or case.unusual or _unsupported(case)
+    return _absent() or _elsewhere(case.device) or case.unsupported or _unsupported(case)
 
 
 def _absent() -> str | None:
@@ -66,7 +66,7 @@ def _unsupported(case: GroupedMatmulCase) -> str | None:
 
 def run(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """[M, N]. Rows of no group are masked on both sides: the kernel leaves them undefined."""
-    grouped_M1 = grouped(x_MK.shape[0], sizes_E)
+    grouped_M1 = group_mask(x_MK.shape[0], sizes_E)
     out_MN = _package().ragged_dot(
         jnp.where(grouped_M1, x_MK, 0), w_EKN, sizes_E, implementation="mosaic_gpu"
     )

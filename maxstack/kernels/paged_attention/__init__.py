@@ -120,7 +120,7 @@ def paged_attention(
     """
 
     def local(q, new, pages, tables, slots, positions, sinks, kv_heads=None):
-        pages = pages if new is None else _written(new, pages, tables, slots, positions)
+        pages = pages if new is None else _write(new, pages, tables, slots, positions)
         kv = kv_heads.shape[0] if kv_heads is not None else -(-pages.shape[2] // 2)
         latent = value_dim is not None
         kept, scales = pages if isinstance(pages, Quantized) else (pages, None)
@@ -174,7 +174,7 @@ def paged_attention(
         )
 
 
-def _written(
+def _write(
     new_RCH: jax.Array,
     pages_PLCH: jax.Array | Quantized,
     tables_SW: jax.Array,
@@ -193,11 +193,11 @@ def _written(
         return jnp.where(real_R[:, None, None] & jnp.isfinite(x_RCH), x_RCH, 0)
 
     if not isinstance(pages_PLCH, Quantized):
-        new_RCH = _as_kept(finite(new_RCH.astype(number_type(pages_PLCH))), pages_PLCH)
+        new_RCH = _bitcast_as_kept(finite(new_RCH.astype(number_type(pages_PLCH))), pages_PLCH)
         return pages_PLCH.at[where].set(new_RCH)
     numbers_PLCH, scales_PLC = pages_PLCH
-    numbers_RCH, scales_RC = quantized(finite(new_RCH), number_type(numbers_PLCH))
-    numbers_PLCH = numbers_PLCH.at[where].set(_as_kept(numbers_RCH, numbers_PLCH))
+    numbers_RCH, scales_RC = quantize(finite(new_RCH), number_type(numbers_PLCH))
+    numbers_PLCH = numbers_PLCH.at[where].set(_bitcast_as_kept(numbers_RCH, numbers_PLCH))
     return Quantized(numbers_PLCH, scales_PLC.at[where].set(scales_RC))
 
 
@@ -207,12 +207,12 @@ def number_type(pages_PLCH: jax.Array) -> Any:
     return jnp.dtype({bits: number for number, bits in BITS.items()}.get(name, name))
 
 
-def _as_kept(x: jax.Array, pages_PLCH: jax.Array) -> jax.Array:
+def _bitcast_as_kept(x: jax.Array, pages_PLCH: jax.Array) -> jax.Array:
     same = x.dtype == pages_PLCH.dtype
     return x if same else jax.lax.bitcast_convert_type(x, pages_PLCH.dtype)
 
 
-def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Numbers of `dtype` [.., H] and float32 scales [..], whose products are nearly `x`: the
     largest number of each row becomes that of the type."""
     x, whole = x.astype(jnp.float32), jnp.issubdtype(dtype, jnp.integer)
@@ -231,7 +231,7 @@ def read_pages(inputs: Inputs, ids: jax.Array, dtype: Any) -> jax.Array:
     return kept.astype(dtype)
 
 
-def keys_and_values(
+def split_keys_values(
     kept: jax.Array, value_dim: int | None, kv_heads: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Cached arrays [.., C, H] -> keys [.., K, H] and values [.., K, V]; of the kv heads with these

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.attention.request import Request
-from maxstack.kernels.backends import multiplied
-from maxstack.kernels.paged_attention import Inputs, keys_and_values, read_pages
+from maxstack.kernels.backends import product_dtype
+from maxstack.kernels.paged_attention import Inputs, read_pages, split_keys_values
 
 BLOCK = 128
 """Keys of a block. Blocks lie at fixed positions of a request and one that a row does not see
@@ -25,33 +25,35 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     rows, heads, size = q_RNH.shape
     length = pages_PLCH.shape[1]
     pages = max(1, BLOCK // length)
-    block, dtype = pages * length, multiplied(q_RNH.dtype)
+    block, dtype = pages * length, product_dtype(q_RNH.dtype)
     tables_RW = jnp.pad(tables_RW, ((0, 0), (0, -tables_RW.shape[1] % pages)))
-    real_R, first_R = positions_R >= 0, first_seen(request, positions_R)
+    real_R, first_R = positions_R >= 0, first_visible(request, positions_R)
     last = jnp.max(positions_R // block)
     first = jnp.min(jnp.where(real_R, first_R // block, last))
-    sample = jax.eval_shape(lambda: keys_and_values(pages_PLCH[0], value_dim, kv_heads))
+    sample = jax.eval_shape(lambda: split_keys_values(pages_PLCH[0], value_dim, kv_heads))
     kv, value_size = sample[1].shape[1:]
     q_RKGH = q_RNH.astype(dtype).reshape(rows, kv, heads // kv, size)
 
     def step(j: jax.Array, carry: Softmax) -> Softmax:
         ids = jax.lax.dynamic_slice_in_dim(tables_RW, j * pages, pages, axis=1)
         kept = read_pages(inputs, ids, dtype).reshape(rows, block, *pages_PLCH.shape[2:])
-        k_RBKH, v_RBKV = keys_and_values(kept, value_dim, kv_heads)
+        k_RBKH, v_RBKV = split_keys_values(kept, value_dim, kv_heads)
         scores = jnp.einsum("RKGH,RBKH->RKGB", q_RKGH, k_RBKH, preferred_element_type=jnp.float32)
-        scores = capped(scores * request.scale, request)
+        scores = apply_soft_cap(scores * request.scale, request)
         at_B = j * block + jnp.arange(block)
         seen = (at_B <= positions_R[:, None]) & (at_B >= first_R[:, None])
-        return absorbed(carry, scores, seen[:, None, None], v_RBKV, "RKGB,RBKV->RKGV")
+        return update_softmax(carry, scores, seen[:, None, None], v_RBKV, "RKGB,RBKV->RKGV")
 
     groups = (rows, kv, heads // kv)
-    start = begun(groups, value_size, sinks_N if sinks_N is None else sinks_N.reshape(groups[1:]))
-    o_RKGV = mean(jax.lax.fori_loop(first, last + 1, step, start))
+    start = init_softmax(
+        groups, value_size, sinks_N if sinks_N is None else sinks_N.reshape(groups[1:])
+    )
+    o_RKGV = finish_softmax(jax.lax.fori_loop(first, last + 1, step, start))
     o_RKGV = jnp.where(real_R[:, None, None, None], o_RKGV, 0.0)
     return o_RKGV.reshape(rows, heads, value_size).astype(q_RNH.dtype)
 
 
-def first_seen(request: Request, positions: jax.Array) -> jax.Array:
+def first_visible(request: Request, positions: jax.Array) -> jax.Array:
     """The earliest position that each row sees."""
     first = jnp.zeros_like(positions)
     if request.window:
@@ -61,13 +63,13 @@ def first_seen(request: Request, positions: jax.Array) -> jax.Array:
     return first
 
 
-def capped(scores: jax.Array, request: Request) -> jax.Array:
+def apply_soft_cap(scores: jax.Array, request: Request) -> jax.Array:
     """Scores with the soft cap, if there is one."""
     cap = request.soft_cap
     return cap * jnp.tanh(scores / cap) if cap else scores
 
 
-def begun(groups: tuple[int, ...], value_size: int, sinks: jax.Array | None) -> Softmax:
+def init_softmax(groups: tuple[int, ...], value_size: int, sinks: jax.Array | None) -> Softmax:
     """An online softmax before any key, for each of `groups`; `sinks` are broadcast to them."""
     none = jnp.zeros((*groups, value_size))
     if sinks is None:
@@ -75,7 +77,7 @@ def begun(groups: tuple[int, ...], value_size: int, sinks: jax.Array | None) -> 
     return jnp.broadcast_to(sinks.astype(jnp.float32), groups), jnp.ones(groups), none
 
 
-def absorbed(
+def update_softmax(
     softmax: Softmax, scores: jax.Array, seen: jax.Array, v: jax.Array, equation: str
 ) -> Softmax:
     """An online softmax after a block of keys with these scores [.., B], of which some are seen;
@@ -88,7 +90,7 @@ def absorbed(
     return higher, total * left + share.sum(-1), o * left[..., None] + added
 
 
-def mean(softmax: Softmax) -> jax.Array:
+def finish_softmax(softmax: Softmax) -> jax.Array:
     """The weighed values; zeros where no key was seen."""
     _, total, o = softmax
     return o / jnp.where(total == 0, 1.0, total)[..., None]

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from maxstack.kernels.attention.request import Request
 from maxstack.kernels.paged_attention import Inputs, PagedCase
-from maxstack.kernels.paged_attention.blockwise import BLOCK, LOWEST, capped, first_seen
+from maxstack.kernels.paged_attention.blockwise import BLOCK, LOWEST, apply_soft_cap, first_visible
 from maxstack.kernels.paged_attention.runs import tiles
 
 MEMORY = 48 << 20
@@ -151,7 +151,7 @@ def _kernel(
         for head in range(kv):
             k_BH, v_BV = _of_head(fetched, jax.lax.rem(j, 2), head, value_size)
             q_MH = q_ref[head].reshape(rows, size).astype(dtype)
-            scores = capped(_product(q_MH, k_BH, 1) * request.scale, request)
+            scores = apply_soft_cap(_product(q_MH, k_BH, 1) * request.scale, request)
             scores = jnp.where(seen, scores, 2 * LOWEST)
             higher = jnp.maximum(most[head], scores.max(1, keepdims=True))
             share, left = jnp.exp(scores - higher), jnp.exp(most[head] - higher)
@@ -161,8 +161,8 @@ def _kernel(
 
     index = jax.lax.broadcasted_iota(jnp.int32, (tall, groups, block), 0)
     at_MB = at + index.reshape(rows, block)
-    first_MB = first_seen(request, at_MB)
-    first = jax.lax.div(first_seen(request, at), block)
+    first_MB = first_visible(request, at_MB)
+    first = jax.lax.div(first_visible(request, at), block)
     most[...] = begin_ref[...]
     total[...] = jnp.full(total.shape, float(sinks))
     sums[...] = jnp.zeros(sums.shape)

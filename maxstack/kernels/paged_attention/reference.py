@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.attention.request import Request
-from maxstack.kernels.paged_attention import Inputs, keys_and_values, read_pages
-from maxstack.kernels.paged_attention.blockwise import capped, first_seen
+from maxstack.kernels.paged_attention import Inputs, read_pages, split_keys_values
+from maxstack.kernels.paged_attention.blockwise import apply_soft_cap, first_visible
 
 
 def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
@@ -13,14 +13,14 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     q_RNH, pages_PLCH, tables_RW, positions_R, sinks_N, kv_heads, _ = inputs
     rows, heads, size = q_RNH.shape
     kept = read_pages(inputs, tables_RW, jnp.float32).reshape(rows, -1, *pages_PLCH.shape[2:])
-    k_RSKH, v_RSKV = keys_and_values(kept, value_dim, kv_heads)
+    k_RSKH, v_RSKV = split_keys_values(kept, value_dim, kv_heads)
     q_RKGH = q_RNH.astype(jnp.float32).reshape(rows, k_RSKH.shape[2], -1, size)
     exact = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("RKGH,RSKH->RKGS", q_RKGH, k_RSKH, precision=exact) * request.scale
     at_S = jnp.arange(kept.shape[1])
-    first_R = first_seen(request, positions_R)
+    first_R = first_visible(request, positions_R)
     seen_RS = (at_S <= positions_R[:, None]) & (at_S >= first_R[:, None])
-    scores = jnp.where(seen_RS[:, None, None], capped(scores, request), -jnp.inf)
+    scores = jnp.where(seen_RS[:, None, None], apply_soft_cap(scores, request), -jnp.inf)
     sinks = jnp.full(scores.shape[:3], -jnp.inf)
     if sinks_N is not None:
         sinks = jnp.broadcast_to(sinks_N.astype(jnp.float32).reshape(sinks.shape[1:]), sinks.shape)

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.attention.request import Request
-from maxstack.kernels.backends import multiplied
-from maxstack.kernels.paged_attention import Inputs, keys_and_values, read_pages
+from maxstack.kernels.backends import product_dtype
+from maxstack.kernels.paged_attention import Inputs, read_pages, split_keys_values
 from maxstack.kernels.paged_attention.blockwise import (
     BLOCK,
     Softmax,
-    absorbed,
-    begun,
-    capped,
-    first_seen,
-    mean,
+    apply_soft_cap,
+    finish_softmax,
+    first_visible,
+    init_softmax,
+    update_softmax,
 )
 from maxstack.kernels.paged_attention.runs import Tiles, long_and_short_tiles, tiles
 
@@ -57,7 +57,7 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     whatever stands beside it."""
     q_RNH, pages_PLCH, tables_RW, positions_R, _, kv_heads, _ = inputs
     rows, heads, _ = q_RNH.shape
-    sample = jax.eval_shape(lambda: keys_and_values(pages_PLCH[0], value_dim, kv_heads))
+    sample = jax.eval_shape(lambda: split_keys_values(pages_PLCH[0], value_dim, kv_heads))
     kv, value_size = sample[1].shape[1:]
     short_rows, long_rows = _tile_rows(heads, heads // kv, value_size)
 
@@ -70,9 +70,9 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
         value_dim,
         (kv, heads // kv),
         value_size,
-        padded(q_RNH.astype(multiplied(q_RNH.dtype)), 0),
+        padded(q_RNH.astype(product_dtype(q_RNH.dtype)), 0),
         padded(positions_R, -1),
-        padded(first_seen(request, positions_R), 0),
+        padded(first_visible(request, positions_R), 0),
         tables_RW,
     )
     width = -tables_RW.shape[1] % call.block[0]
@@ -86,14 +86,16 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
         short = tiles(tables_RW, positions_R, short_rows)
     else:
         long, short = long_and_short_tiles(tables_RW, positions_R, long_rows, short_rows)
-        o_RNV = _over(call, long, long_rows, 1, o_RNV)
-    return _over(call, short, short_rows, together, o_RNV)[:rows]
+        o_RNV = _attend_rows(call, long, long_rows, 1, o_RNV)
+    return _attend_rows(call, short, short_rows, together, o_RNV)[:rows]
 
 
-def _over(call: Call, each: Tiles, tile_rows: int, together: int, o_RNV: jax.Array) -> jax.Array:
+def _attend_rows(
+    call: Call, each: Tiles, tile_rows: int, together: int, o_RNV: jax.Array
+) -> jax.Array:
     """The rows of these tiles written."""
     (kv, groups), (_, block) = call.heads, call.block
-    starts_R, counts_R = _by_length(each, call.at_R, together)
+    starts_R, counts_R = _sort_by_length(each, call.at_R, together)
 
     def compute(i: jax.Array, o_RNV: jax.Array) -> jax.Array:
         start_X, count_X = (
@@ -103,7 +105,7 @@ def _over(call: Call, each: Tiles, tile_rows: int, together: int, o_RNV: jax.Arr
         mine_XT = jnp.arange(tile_rows) < count_X[:, None]
         last = jnp.where(mine_XT, call.at_R[index_XT], 0).max() // block
         lowest = jnp.where(mine_XT, call.first_R[index_XT], call.at_R.max()).min() // block
-        o_XKMV = _weighed(call, index_XT, (lowest, last + 1))
+        o_XKMV = _attend_tiles(call, index_XT, (lowest, last + 1))
         o_XTNV = o_XKMV.reshape(together, kv, tile_rows, groups, -1).swapaxes(1, 2)
         o_XTNV = o_XTNV.reshape(together, tile_rows, kv * groups, -1).astype(o_RNV.dtype)
         for x in range(together):
@@ -115,7 +117,9 @@ def _over(call: Call, each: Tiles, tile_rows: int, together: int, o_RNV: jax.Arr
     return jax.lax.fori_loop(0, -(-each.number // together), compute, o_RNV)
 
 
-def _weighed(call: Call, index_XT: jax.Array, blocks: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _attend_tiles(
+    call: Call, index_XT: jax.Array, blocks: tuple[jax.Array, jax.Array]
+) -> jax.Array:
     """Values weighed by the shares of tiles with these rows, over blocks from the first to before
     the last: float32 [X, K, M, V]."""
     kv, groups = call.heads
@@ -133,23 +137,23 @@ def _weighed(call: Call, index_XT: jax.Array, blocks: tuple[jax.Array, jax.Array
         kept = kept.reshape(together, block, *kept.shape[-2:])
         # XLA on a CPU is twice as fast where heads come first in memory already
         k_XKBH, v_XKBV = (
-            x.swapaxes(1, 2) for x in keys_and_values(kept, call.value_dim, call.inputs.kv_heads)
+            x.swapaxes(1, 2) for x in split_keys_values(kept, call.value_dim, call.inputs.kv_heads)
         )
         key_B = j * block + jnp.arange(block)
         scores = jnp.einsum("XKMH,XKBH->XKMB", q_XKMH, k_XKBH, preferred_element_type=jnp.float32)
-        scores = capped(scores * call.request.scale, call.request)
+        scores = apply_soft_cap(scores * call.request.scale, call.request)
         seen_XTB = (key_B <= at_XT[..., None]) & (key_B >= first_XT[..., None])
         seen = jnp.repeat(seen_XTB, groups, axis=1)[:, None]
-        return absorbed(carry, scores, seen, v_XKBV, "XKMB,XKBV->XKMV")
+        return update_softmax(carry, scores, seen, v_XKBV, "XKMB,XKBV->XKMV")
 
     sinks_KM = None
     if call.inputs.sinks_N is not None:
         sinks_KM = jnp.tile(call.inputs.sinks_N.reshape(kv, groups), (1, tile_rows))
-    begin = begun(q_XKMH.shape[:-1], call.value_size, sinks_KM)
-    return mean(jax.lax.fori_loop(*blocks, step, begin))
+    begin = init_softmax(q_XKMH.shape[:-1], call.value_size, sinks_KM)
+    return finish_softmax(jax.lax.fori_loop(*blocks, step, begin))
 
 
-def _by_length(each: Tiles, at: jax.Array, together: int) -> tuple[jax.Array, jax.Array]:
+def _sort_by_length(each: Tiles, at: jax.Array, together: int) -> tuple[jax.Array, jax.Array]:
     """First rows and rows of the tiles, those with few keys first, since tiles that are computed
     together walk as many blocks as the longest; as many as a multiple of `together`."""
     starts_R, counts_R = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxstack.kernels.attention import OP, attention, blockwise
-from maxstack.kernels.attention.request import Inputs, Request, visible
+from maxstack.kernels.attention.request import Inputs, Request, visibility_mask
 
 BACKENDS = ["reference", "blockwise"]
 compiled = jax.jit(attention, static_argnums=(4, 5))
@@ -113,7 +113,7 @@ def test_blockwise_serves_queries_anywhere_among_other_keys(name):
         )
         for rows in (1, 2)
     )
-    blind = ~np.asarray(visible(asked, jnp.arange(t), jnp.arange(s), same)).any(axis=2)
+    blind = ~np.asarray(visibility_mask(asked, jnp.arange(t), jnp.arange(s), same)).any(axis=2)
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(backend, do):

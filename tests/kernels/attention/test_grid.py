@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from maxstack.kernels.attention import OP
 from maxstack.kernels.attention.request import AttentionCase, Inputs, Request
 from maxstack.kernels.backends import Device
-from maxstack.kernels.examples import of_attention
+from maxstack.kernels.examples import attention_example
 
 DEVICES = {
     "blockwise": Device("cpu", "cpu"),
@@ -89,7 +89,7 @@ def test_values_and_gradients_are_those_of_the_reference_in_float64(name):
     @given(cases(DEVICES[name]))
     def check(case):
         assume(backend.supports(case) is None)
-        example = of_attention(case, batch=2, seed=case.queries)
+        example = attention_example(case, batch=2, seed=case.queries)
         with jax.enable_x64(True):
             wanted = outputs(OP["reference"].run, example, jnp.float64)
         for got, want in zip(outputs(run, example, case.dtype), wanted, strict=True):
@@ -107,7 +107,7 @@ def test_changing_one_document_never_changes_another(name):
     case = AttentionCase(Request(0.1), 384, 384, 4, 2, 128, 128, "bfloat16", True, False, device)
     assert OP[name].supports(case) is None
     run = functools.partial(OP[name].run, **HOW.get(name, {}))
-    floats = of_attention(case).floats
+    floats = attention_example(case).floats
     first = np.asarray(jnp.arange(384) < 170)
     numbers = jnp.where(first, 7, 3)[None].astype(jnp.int32)
 

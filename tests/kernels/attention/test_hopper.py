@@ -12,7 +12,7 @@ from topologies import needs
 
 from maxstack.kernels.attention import hopper, reference
 from maxstack.kernels.attention.hopper_tiles import BLOCK, Call
-from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, visible
+from maxstack.kernels.attention.request import AttentionCase, Inputs, Request, visibility_mask
 from maxstack.kernels.backends import Device
 from maxstack.plan.topology import parse
 
@@ -62,7 +62,7 @@ def test_tiles_without_a_mask_are_seen_whole_and_tiles_left_out_not_at_all(
         64,
         2,
     )
-    seen = np.array(visible(request_, jnp.arange(queries), jnp.arange(keys), ())[0]) & (
+    seen = np.array(visibility_mask(request_, jnp.arange(queries), jnp.arange(keys), ())[0]) & (
         np.arange(keys) < real
     )
     for spans, size, seen_by in ((call.keys_of, queries, seen), (call.queries_of, keys, seen.T)):

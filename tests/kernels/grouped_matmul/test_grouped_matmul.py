@@ -118,8 +118,8 @@ def test_a_backend_says_why_it_cannot_serve(given, backend, reason):
 def test_megablox_never_has_more_tiles_than_it_counts_right():
     tuned = megablox.Blocks(rows=128)
     for rows in (1, 1024 * 128, 1024 * 128 + 1, 1024 * 512):
-        assert -(-rows // megablox.countable(tuned, rows).rows) <= megablox.MOST_TILES
-    assert megablox.countable(tuned, 1024 * 128) == tuned
+        assert -(-rows // megablox.limit_tiles(tuned, rows).rows) <= megablox.MOST_TILES
+    assert megablox.limit_tiles(tuned, 1024 * 128) == tuned
 
 
 def test_a_call_takes_the_backend_that_is_asked_for():
