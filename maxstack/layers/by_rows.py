@@ -42,7 +42,8 @@ def active() -> bool:
 
 
 def in_groups(f: Callable[..., Any], size: int | None = None) -> Callable[..., Any]:
-    """`f` of trees of arrays [R, ..], for `size` rows at a time; None: as many as `by_rows` says."""
+    """`f` of trees of arrays [R, ..], for `size` rows at a time; None: as many as `by_rows`
+    says."""
     size = _group.get() if size is None else size
     if not size:
         return f

@@ -42,8 +42,8 @@ class Context:
     in; None: nothing is drawn."""
 
     condition_BD: Array | None = None
-    """The condition that adaptive norms read; None: there are none, or each block makes its own from
-    a time and a class."""
+    """The condition that adaptive norms read; None: there are none, or each block makes its own
+    from a time and a class."""
     time_B1: Array | None = None
     """float32: times from 0 to 1000."""
     label_B1: Array | None = None

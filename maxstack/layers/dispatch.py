@@ -284,8 +284,8 @@ def _combine_backward(saved, dout_ND):
 
 
 def _rows(y_SD: Array, slots: Slots) -> Array:
-    """The row of each choice, zeros where it is not in this window; float32 [C, N, D]: C comes first
-    because a TPU pads the last two dimensions."""
+    """The row of each choice, zeros where it is not in this window; float32 [C, N, D]: C comes
+    first because a TPU pads the last two dimensions."""
     return jnp.where(slots.here_NC.T[:, :, None], y_SD[slots.slot_NC.T], 0).astype(jnp.float32)
 
 

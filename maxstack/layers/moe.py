@@ -47,8 +47,8 @@ SIGMOID_SLOPE = 1.702  # gpt-oss: x sigmoid(1.702 x), a GELU nearly
 
 
 class MoE(Layer):
-    """Weighted sum of a token's chosen experts, and the shared expert (Shazeer 2017, arXiv:1701.06538;
-    shared: Dai 2024, arXiv:2401.06066)."""
+    """Weighted sum of a token's chosen experts, and the shared expert (Shazeer 2017,
+    arXiv:1701.06538; shared: Dai 2024, arXiv:2401.06066)."""
 
     cfg: MoEConfig
 
@@ -175,8 +175,8 @@ def _on_own_tokens(
     logits_BTE: Array,
     real_BT: Array,
 ) -> Mixed:
-    """`_mix_own_tokens` on each device for its own tokens. Weights are gathered for it, except along
-    axes that split experts or hidden units.
+    """`_mix_own_tokens` on each device for its own tokens. Weights are gathered for it, except
+    along axes that split experts or hidden units.
 
     By hand, because XLA would gather all tokens on every device in order to sort them.
     """

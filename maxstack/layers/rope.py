@@ -50,8 +50,8 @@ def rope_table(
 
 
 def _once(x: Array) -> Array:
-    """x, whose values are at most 1, behind a remainder. XLA computes a cosine again in every fusion
-    that reads it (on a CPU, most of the fusion's time), but not a remainder."""
+    """x, whose values are at most 1, behind a remainder. XLA computes a cosine again in every
+    fusion that reads it (on a CPU, most of the fusion's time), but not a remainder."""
     return jax.lax.rem(x, jnp.full_like(x, 2))
 
 

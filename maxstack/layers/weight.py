@@ -192,8 +192,8 @@ def multiply(x: Array, w: Array) -> Array:
 
 @jax.custom_vjp
 def _multiply_here(x: Array, matrix: Array) -> Array:
-    """[rows, in] x [in, out] on a CPU, where the speed of the gradient of a matrix depends on how XLA
-    is asked for it (measured in EXPERIMENTS.md)."""
+    """[rows, in] x [in, out] on a CPU, where the speed of the gradient of a matrix depends on how
+    XLA is asked for it (measured in EXPERIMENTS.md)."""
     return x @ matrix
 
 
