@@ -41,7 +41,7 @@ class Device:
 
     @classmethod
     def of(cls, device: Any) -> "Device":
-        """The device that a jax device, or a description of one, stands for."""
+        """The device of a jax device or a description of one."""
         match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", None)))
         capability = (int(match[1]), int(match[2])) if match else (0, 0)
         return cls(device.platform, device.device_kind, capability)
@@ -102,7 +102,7 @@ class Backend:
         return self._of_module("supports", lambda case: None)(case)
 
     def candidates(self, case: Any) -> list[dict[str, int]]:
-        """Block sizes worth measuring, the default first; none if the backend has no blocks."""
+        """Block sizes to measure, the default first; none if the backend has no blocks."""
         return self._of_module("candidates", lambda case: [])(case)
 
     @property
@@ -205,7 +205,7 @@ _scope: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("scope"
 
 @contextlib.contextmanager
 def record_choices() -> Iterator[list[Choice]]:
-    """The distinct choices made while programs are traced inside, in their order."""
+    """Record the distinct choices made while programs are traced inside, in order."""
     choices: list[Choice] = []
     with sharding.holding(_choices, choices):
         yield choices
@@ -213,14 +213,14 @@ def record_choices() -> Iterator[list[Choice]]:
 
 @contextlib.contextmanager
 def config_scope(part: str) -> Iterator[None]:
-    """What is traced inside is for the part of the configuration that `part` names, within that of
-    the `config_scope` around it: choices say so, and so do operations in profiles."""
+    """Attribute what is traced inside to a part of the configuration, relative to the surrounding
+    `config_scope`, in recorded choices and in profiles. A named scope costs nothing at run time."""
     with sharding.holding(_scope, (*_scope.get(), part)), jax.named_scope(part):
         yield
 
 
 def _add(choices: list[Choice], choice: Choice) -> None:
-    """Append a choice, or add its parts to the equal choice that is there."""
+    """Append a choice, or add its parts to an equal one."""
     if choice not in choices:
         choices.append(choice)
         return
@@ -230,7 +230,7 @@ def _add(choices: list[Choice], choice: Choice) -> None:
 
 
 def describe(case: Any) -> str:
-    """The request and shapes of a case, without the device and whatever is off:
+    """The request and shapes of a case, without the device and what is off:
     `queries=512, heads=4, ..`."""
     values = dict(vars(case))
     del values["device"]

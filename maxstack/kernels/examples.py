@@ -99,8 +99,8 @@ def _normal(
 
 
 def shrink(case: Any) -> Any:
-    """A case with fewer positions or rows, but some rows for each group: the reference makes every
-    score."""
+    """Reduce the positions or rows of a case, but leave some rows for each group: the reference
+    computes every score."""
     most = {"queries": LONGEST, "keys": LONGEST, "rows": LONGEST}
     if isinstance(case, GroupedMatmulCase):
         most["rows"] = max(LONGEST, 8 * case.groups)

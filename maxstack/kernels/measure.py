@@ -13,7 +13,7 @@ from maxstack.kernels.backends import Backend
 from maxstack.kernels.examples import Example
 
 TOLERANCE = {"bfloat16": 4e-2, "float32": 1e-2}
-"""Deviation from the reference that rounding can explain, as a share of the largest value: float32
+"""Deviation from the reference that rounding explains, as a share of the largest value: float32
 matmuls may run as tf32 or bfloat16 passes."""
 LEAST_SECONDS = 0.02
 """A timing repeats a call until it takes this long."""
@@ -24,15 +24,15 @@ Call = Callable[..., Any]
 def call(
     backend: Backend, blocks: Mapping[str, int] | None, example: Example
 ) -> tuple[Call, tuple[Any, ...]]:
-    """A compiled function and its arguments; it computes the result and the gradients of the
-    result's sum with fixed weights."""
+    """A compiled function, which computes an example's result and its gradients, and its
+    arguments."""
     run = functools.partial(backend.run, **({} if blocks is None else {"blocks": blocks}))
     return with_gradients(functools.partial(example.outputs, run), *example.floats), example.floats
 
 
 def with_gradients(f: Call, *args: Any) -> Call:
-    """`f` and the gradients, by all arguments, of the sum of its result with fixed weights;
-    compiled. The weights are made beforehand: their cosines took longer than a norm."""
+    """Compile `f` with the gradients, by all arguments, of the sum of its result with fixed
+    weights. The weights are made beforehand, because their cosines took longer than a norm."""
     weights = jax.tree.map(_weights, jax.eval_shape(f, *args))
 
     def both(weights: Any, *args: Any) -> Any:
@@ -71,7 +71,7 @@ def seconds(run: Call, args: tuple[Any, ...]) -> float:
 
 
 def time_call(run: Call, args: tuple[Any, ...] = ()) -> tuple[float, float]:
-    """Seconds, and seconds of this process's processor time, of a call, over as many calls as fill
+    """Seconds, and processor seconds of this process, of a call: means over as many calls as fill
     `LEAST_SECONDS`."""
     times = 1
     while True:

@@ -30,14 +30,14 @@ class Attention(Layer):
         """Attention of each position over the positions of its document that it sees: [B, T, D]."""
         cfg = self.cfg
         q_BTNH = _project_heads(x_BTD, self.query, self.query_bias, "heads")
-        q_BTNH = self._placed(q_BTNH, self.query_norm, context)
+        q_BTNH = self._norm_and_rotate(q_BTNH, self.query_norm, context)
         if cfg.temperature:
             factor_BT = temperature(cfg.temperature, context.positions_BT)
             q_BTNH = (q_BTNH * factor_BT[:, :, None, None]).astype(x_BTD.dtype)
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
         sinks_N = None if self.sinks is None else self.sinks[...]
         if context.cache is not None:
-            o_BTNH = self._cached(q_BTNH, x_BTD, context, sinks_N)
+            o_BTNH = self._attend_cached(q_BTNH, x_BTD, context, sinks_N)
         else:
             if cfg.share_kv is None:
                 k_BSKH, v_BSKH = self.keys_values(x_BTD, context)
@@ -58,7 +58,7 @@ class Attention(Layer):
             o_BTNH = o_BTNH * jax.nn.sigmoid(_project_heads(x_BTD, self.gate, None, "heads"))
         return checkpoint_name(project(o_BTNH, self.out, self.out_bias), "mixer_out")
 
-    def _cached(
+    def _attend_cached(
         self, q_BTNH: Array, x_BTD: Array, context: Context, sinks_N: Array | None
     ) -> Array:
         """Attention of rows [R, 1, ..] over their requests' pages."""
@@ -79,10 +79,10 @@ class Attention(Layer):
         if self.value_norm is not None:
             v_BSKH = self.value_norm(v_BSKH)
         axes = "batch seq kv_heads head_dim"
-        k_BSKH = constrain(self._placed(raw_BSKH, self.key_norm, context), axes)
+        k_BSKH = constrain(self._norm_and_rotate(raw_BSKH, self.key_norm, context), axes)
         return checkpoint_name(k_BSKH, "key"), checkpoint_name(constrain(v_BSKH, axes), "value")
 
-    def _placed(self, x_BTNH: Array, norm: Norm | None, context: Context) -> Array:
+    def _norm_and_rotate(self, x_BTNH: Array, norm: Norm | None, context: Context) -> Array:
         """Queries or keys with their norm and rotation, in the order that the configuration
         says."""
         cfg = self.cfg

@@ -49,11 +49,11 @@ class Context:
     label_B1: Array | None = None
     """int32: classes."""
 
-    def drawing(self) -> contextlib.AbstractContextManager[None]:
+    def draw_with_keys(self) -> contextlib.AbstractContextManager[None]:
         """Draw random numbers with these keys inside."""
         return holding(_keys, self.keys_BT2)
 
-    def repeated(self, index: Array) -> "Context":
+    def in_repetition(self, index: Array) -> "Context":
         """The context in repetition `index` of the pattern."""
         if self.keys_BT2 is None:
             return self

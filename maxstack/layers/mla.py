@@ -33,14 +33,14 @@ class MLA(Layer):
         """Attention of each position over the positions of its document that it sees: [B, T, D]."""
         q_BTNH, ask = self._queries(x_BTD, context), request(self.cfg)
         if context.cache is not None:
-            o_BTNV = self._cached(q_BTNH, x_BTD, context, ask)
+            o_BTNV = self._attend_cached(q_BTNH, x_BTD, context, ask)
         else:
             k_BSNH, v_BSNV = self._keys_values(x_BTD, context)
             o_BTNV = attention(q_BTNH, k_BSNH, v_BSNV, context.segments_BT, ask, self.cfg.backend)
         o_BTNV = checkpoint_name(constrain(o_BTNV, HEADS), "context")
         return checkpoint_name(project(o_BTNV, self.out, self.out_bias), "mixer_out")
 
-    def _cached(self, q_BTNH: Array, x_BTD: Array, context: Context, ask: Request) -> Array:
+    def _attend_cached(self, q_BTNH: Array, x_BTD: Array, context: Context, ask: Request) -> Array:
         """Attention of rows [R, 1, ..] in the space of latents, which are all that is cached: keys'
         projection goes into the queries, values' comes after (arXiv:2405.04434, section 2.1.2)."""
         assert context.cache is not None
@@ -62,7 +62,7 @@ class MLA(Layer):
             q_BTNH = project(x_BTD, self.query)
         q_BTNH = constrain(q_BTNH, HEADS)
         nope, rope = q_BTNH[..., : self.cfg.nope_dim], q_BTNH[..., self.cfg.nope_dim :]
-        q_BTNH = jnp.concatenate([nope, self._rotated(rope, context)], axis=-1)
+        q_BTNH = jnp.concatenate([nope, self._rotate(rope, context)], axis=-1)
         return checkpoint_name(constrain(q_BTNH, HEADS), "query")
 
     def _latents(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
@@ -70,7 +70,7 @@ class MLA(Layer):
         latent_BSL = self.kv_norm(project(x_BTD, self.kv_down, self.kv_down_bias))
         shared_BSR = project(x_BTD, self.key_rope, self.key_rope_bias)
         shared_BSR = constrain(shared_BSR, "batch seq head_dim")
-        shared_BSR = self._rotated(shared_BSR[:, :, None], context)[:, :, 0]
+        shared_BSR = self._rotate(shared_BSR[:, :, None], context)[:, :, 0]
         return constrain(latent_BSL, "batch seq latent"), shared_BSR
 
     def _keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
@@ -83,7 +83,7 @@ class MLA(Layer):
         v_BSNV = constrain(project(latent_BSL, self.value_up), HEADS)
         return checkpoint_name(k_BSNH, "key"), checkpoint_name(v_BSNV, "value")
 
-    def _rotated(self, x_BTNR: Array, context: Context) -> Array:
+    def _rotate(self, x_BTNR: Array, context: Context) -> Array:
         return rotate(x_BTNR, context.tables[self.cfg.rope, self.cfg.rope_dim], self.cfg.rope)
 
 

@@ -62,15 +62,15 @@ class MoE(Layer):
         segment is 0; no expert sees the others.
         """
         if not by_rows.active():
-            return self._mixed(x_BTD, residual_BTD, context)
+            return self._mix(x_BTD, residual_BTD, context)
 
         def own(x_BTD: Array, residual_BTD: Array, real_BT: Array) -> Array:
             here = dataclasses.replace(context, real_BT=real_BT)
-            return self._mixed(x_BTD, residual_BTD, here)[0]
+            return self._mix(x_BTD, residual_BTD, here)[0]
 
         return by_rows.in_groups(own)(x_BTD, residual_BTD, context.real_BT), {}
 
-    def _mixed(self, x_BTD: Array, residual_BTD: Array, context: Context) -> tuple[Array, Report]:
+    def _mix(self, x_BTD: Array, residual_BTD: Array, context: Context) -> tuple[Array, Report]:
         cfg, rules = self.cfg, self.cfg.router
         read_BTD = (
             router.normalize_input(residual_BTD, self.router_scale[...], rules.norm_eps)

@@ -1,4 +1,4 @@
-"""A block: a mixer and an MLP with norms and residuals."""
+"""A block: a mixer and an MLP with norms and residual connections."""
 
 import functools
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ Aux = dict[str, Any]
 
 
 class Block(nnx.Module):
-    """x + mixer(x), then x + mlp(x), each with norms where the placement has them."""
+    """x + mixer(x), then x + mlp(x), with norms where the placement has them."""
 
     def __init__(self, name: str, model: StackConfig, per_layer: PerLayerConfig | None = None):
         self.name = name
@@ -53,7 +53,7 @@ class Block(nnx.Module):
             self.modulation = weight(shape, axes, dtype=dtype, use="matmul")
             self.modulation_bias = weight((6, size), "latent norm", dtype=dtype)
         self.condition = condition_of(model) if cfg.modulation == "own" else None
-        self.modulated = cfg.modulation is not None
+        self.is_modulated = cfg.modulation is not None
         self.out_scalar = weight((), "", dtype=dtype, fill=1.0) if cfg.out_scalar else None
         if extra := per_layer:
             self.act = ACTIVATIONS[extra.activation]
@@ -66,19 +66,22 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: Array, context: Context, extra_BTP: Array | None = None
     ) -> tuple[Array, Aux]:
-        """-> (x, what the MLP reports); `extra_BTP` is the layer's own embedding of the tokens."""
+        """-> (x, the MLP's report); `extra_BTP` is the layer's own embedding of the tokens."""
         x_BTD, scope = checkpoint_name(x_BTD, "input"), f"model.blocks.{self.name}"
-        before, after = self._moved(context) if self.modulated else (UNMODULATED, UNMODULATED)
-        with context.drawing(), config_scope(f"{scope}.mixer"):
-            mixed_BTD = self.mixer(before.into(_apply(self.mixer_norm, x_BTD)), context)
-        mixed_BTD = before.out(_scale(_apply(self.mixer_out_norm, mixed_BTD), self.mixer_scale))
+        before = after = UNMODULATED
+        if self.is_modulated:
+            before, after = self._modulations(context)
+        with context.draw_with_keys(), config_scope(f"{scope}.mixer"):
+            mixed_BTD = self.mixer(before.modulate(_apply(self.mixer_norm, x_BTD)), context)
+        mixed_BTD = _scale(_apply(self.mixer_out_norm, mixed_BTD), self.mixer_scale)
+        mixed_BTD = before.gate_output(mixed_BTD)
         x_BTD = constrain(x_BTD + mixed_BTD, "batch residual embed")
-        with context.drawing(), config_scope(f"{scope}.mlp"):
-            out_BTD, aux = self.mlp(after.into(_apply(self.mlp_norm, x_BTD)), x_BTD, context)
-        out_BTD = after.out(_scale(_apply(self.mlp_out_norm, out_BTD), self.mlp_scale))
+        with context.draw_with_keys(), config_scope(f"{scope}.mlp"):
+            out_BTD, aux = self.mlp(after.modulate(_apply(self.mlp_norm, x_BTD)), x_BTD, context)
+        out_BTD = after.gate_output(_scale(_apply(self.mlp_out_norm, out_BTD), self.mlp_scale))
         x_BTD = constrain(x_BTD + out_BTD, "batch residual embed")
         if extra_BTP is not None:
-            with context.drawing():
+            with context.draw_with_keys():
                 gated_BTP = self.act(project(x_BTD, self.per_layer_gate)) * extra_BTP
                 out_BTD = project(gated_BTP, self.per_layer_out)
             x_BTD = x_BTD + self.per_layer_norm(out_BTD)
@@ -86,15 +89,15 @@ class Block(nnx.Module):
             x_BTD = x_BTD * self.out_scalar[...].astype(x_BTD.dtype)
         return x_BTD, {"mlp": aux} if aux else {}
 
-    def _moved(self, context: Context) -> tuple["Modulation", "Modulation"]:
-        """How the condition moves what mixer and MLP read, and scales what they add."""
+    def _modulations(self, context: Context) -> tuple["Modulation", "Modulation"]:
+        """The modulations of mixer and MLP by the condition."""
         condition_BD = context.condition_BD
         if self.condition is not None:
             assert context.time_B1 is not None and context.label_B1 is not None
             time_B, label_B = context.time_B1[:, 0], context.label_B1[:, 0]
             condition_BD = self.condition(time_B, label_B, self.dtype)
         assert condition_BD is not None
-        with context.drawing():
+        with context.draw_with_keys():
             all_B6D = project(condition_BD, self.modulation, self.modulation_bias)
         parts = [all_B6D[:, i : i + 1] for i in range(6)]
         return Modulation(*parts[:3]), Modulation(*parts[3:])
@@ -102,26 +105,26 @@ class Block(nnx.Module):
     def keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
         """Keys and values for later layers that have none of their own."""
         assert isinstance(self.mixer, Attention)
-        with context.drawing():
+        with context.draw_with_keys():
             return self.mixer.keys_values(_apply(self.mixer_norm, x_BTD), context)
 
 
 class Modulation(NamedTuple):
-    """Shift and scale of what a part reads, and a gate on what it adds, each [B, 1, D]; None:
-    nothing is changed."""
+    """Shift and scale of a part's input and a gate on its output, each [B, 1, D], as adaptive norms
+    have them (Peebles & Xie 2023, arXiv:2212.09748); None: no change."""
 
     shift: Array | None
     scale: Array | None
     gate: Array | None
 
-    def into(self, x_BTD: Array) -> Array:
-        """What the part reads."""
+    def modulate(self, x_BTD: Array) -> Array:
+        """The input of the part."""
         if self.shift is None or self.scale is None:
             return x_BTD
         return x_BTD * (1 + self.scale) + self.shift
 
-    def out(self, x_BTD: Array) -> Array:
-        """What is added."""
+    def gate_output(self, x_BTD: Array) -> Array:
+        """The output of the part."""
         return x_BTD if self.gate is None else x_BTD * self.gate
 
 

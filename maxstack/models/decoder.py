@@ -1,5 +1,8 @@
-"""One decoder-only model, composed of block kinds by a pattern. Shapes: B batch  T time  D embed  V
-vocab  P per-layer embedding  L layers."""
+"""The decoder-only language model, composed of kinds of blocks by a pattern.
+
+There is one decoder for all families: a scalar difference between them is a field of the
+configuration, a structural one a kind of mixer, MLP or norm; names of families occur in
+hf/families/ alone. Shapes: B batch  T time  D embed  V vocab  P per-layer embedding  L layers."""
 
 import dataclasses
 import functools
@@ -45,10 +48,11 @@ class Decoder(Stack):
         self.mtp = nnx.Dict(
             {f"{i}": MTPModule(cfg) for i in range(cfg.mtp.depth)} if cfg.mtp else {}
         )
-        for _, param in nnx.iter_graph(self.mtp) if cfg.mtp and not cfg.mtp.loss else ():
-            if isinstance(param, nnx.Param):
-                # no gradient reaches it, and weight decay alone would shrink it
-                param.set_metadata(frozen=True)
+        if cfg.mtp and not cfg.mtp.loss:
+            for _, param in nnx.iter_graph(self.mtp):
+                if isinstance(param, nnx.Param):
+                    # No gradient reaches it, and weight decay alone would shrink it.
+                    param.set_metadata(frozen=True)
         if cfg.head.scores:
             self.score = weight(
                 (cfg.embed, 1),
@@ -76,38 +80,38 @@ class Decoder(Stack):
         return Block(name, self.cfg, self.cfg.per_layer)
 
     def trunk(self, batch: Batch) -> tuple[Array, Aux, Context]:
-        """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks
-        report by their paths, and the context.
+        """-> (the residual stream after the last block [B, T, D] in the compute dtype, reports of
+        the blocks by path, the context); all in the order of kernels/sequences.py, `arrange`.
 
         `batch` holds tokens [B, T] and, where rows hold several documents, positions and segments
-        [B, T]; where they hold one and padding, and that counts, `real`, bool [B, T]; in training
-        with dropout `keys`, uint32 [B, 2], random keys of rows; `embedding_noise` [B, T, D], added
-        to the embeddings. What comes back lies in the order of kernels/sequences.py, `arrange`.
+        [B, T]; for mixtures of experts on rows of one document with padding, `real`, bool [B, T];
+        in training with dropout, `keys`, uint32 [B, 2], random keys of rows; and optionally
+        `embedding_noise` [B, T, D], added to the embeddings.
         """
         cfg, tokens_BT = self.cfg, arrange(batch["tokens"])
         context = _context(cfg, batch, tokens_BT.shape[1])
-        x_BTD, extra_LBTP = self._entered(tokens_BT, context)
+        x_BTD, extra_LBTP = self._embed_inputs(tokens_BT, context)
         if "embedding_noise" in batch:
             x_BTD = x_BTD + arrange(batch["embedding_noise"]).astype(x_BTD.dtype)
-        return self.through(x_BTD, context, extra_LBTP)
+        return self.run_blocks(x_BTD, context, extra_LBTP)
 
-    def _entered(self, tokens_BT: Array, context: Context) -> tuple[Array, Array | None]:
+    def _embed_inputs(self, tokens_BT: Array, context: Context) -> tuple[Array, Array | None]:
         """The residual stream before the first block, and the layers' own embeddings."""
-        x_BTD = self.embedded(tokens_BT)
+        x_BTD = self.embed_tokens(tokens_BT)
         if self.cfg.positions:
             x_BTD = x_BTD + self.positions[...].astype(self.cfg.dtype)[context.positions_BT]
-        with context.drawing():
+        with context.draw_with_keys():
             return x_BTD, self._per_layer(tokens_BT, x_BTD) if self.cfg.per_layer else None
 
     def decode(self, rows: Rows, cache: Cache, length: int) -> Array:
-        """The residual stream [R, 1, D] after the last block of a step of inference; its rows read
-        and write `cache`; `length` is the most tokens that a request may have.
+        """Run a step of inference -> the residual stream [R, 1, D] after the last block. Rows read
+        and write `cache`; `length` is the largest number of tokens of a request.
 
-        Weights of the pattern's blocks are tuples by repetition in place of stacks: each layer
-        reads arrays of its own.
+        Layers are unrolled, and the weights of the pattern's blocks are tuples by repetition
+        instead of stacks: a scan over stacked weights would copy them.
         """
-        context = self._decoding(rows, length)
-        x_R1D, extra_LR1P = self._entered(rows.tokens_R[:, None], context)
+        context = self._decode_context(rows, length)
+        x_R1D, extra_LR1P = self._embed_inputs(rows.tokens_R[:, None], context)
         for i, block in enumerate(self.unrolled()):
             layer = cache.layer(i, rows)
             here = dataclasses.replace(context, cache=layer)
@@ -118,17 +122,17 @@ class Decoder(Stack):
     def decode_further(
         self, module: int, x_R1D: Array, rows: Rows, cache: Cache, length: int
     ) -> Array:
-        """The state [R, 1, D] of a module of multi-token prediction, from what `decode`, or the
-        module before, gave for these rows; `rows` holds the tokens of which the module reads the
-        embeddings: module 0 that after each row's own, and so on."""
+        """Run a module of multi-token prediction on the output of `decode`, or of the module before
+        -> its state [R, 1, D]. `rows` holds the tokens whose embeddings the module reads: for
+        module 0 the token after each row's own, and so on."""
         layer = cache.layer(self.cfg.layers + module, rows)
-        context = dataclasses.replace(self._decoding(rows, length), cache=layer)
-        next_R1D = self.embedded(rows.tokens_R[:, None])
+        context = dataclasses.replace(self._decode_context(rows, length), cache=layer)
+        next_R1D = self.embed_tokens(rows.tokens_R[:, None])
         x_R1D, _ = self.mtp[f"{module}"](x_R1D, next_R1D, context)
         cache.replace(self.cfg.layers + module, layer.arrays)
         return x_R1D
 
-    def _decoding(self, rows: Rows, length: int) -> Context:
+    def _decode_context(self, rows: Rows, length: int) -> Context:
         batch = {
             "positions": jnp.maximum(rows.positions_R, 0)[:, None],
             "real": (rows.positions_R >= 0)[:, None],
@@ -136,18 +140,18 @@ class Decoder(Stack):
         return _context(self.cfg, batch, 1, length)
 
     def hidden(self, batch: Batch) -> Array:
-        """The normed residual stream that the head reads [B, T, D], in natural order."""
+        """The normalised residual stream that the head reads [B, T, D], in natural order."""
         return natural(self.norm(self.trunk(batch)[0]))
 
     @jax.named_scope("model.embed")
-    def embedded(self, tokens_BT: Array) -> Array:
+    def embed_tokens(self, tokens_BT: Array) -> Array:
         """Tokens -> [B, T, D] in the compute dtype."""
         x_BTD = constrain(lookup(self.embed, tokens_BT, self.cfg.dtype), "batch residual embed")
         return x_BTD * self.cfg.embed_scale if self.cfg.embed_scale else x_BTD
 
     def readout(self, x_BTD: Array) -> tuple[Array, Array, Array | None, str]:
-        """The normed residual stream as the head reads it, its matrix [D, V], its bias [V], and the
-        logical axes by which the matrix is kept."""
+        """The normalised residual stream as the head reads it, the head's matrix [D, V] and bias
+        [V], and the logical axes of the matrix as it is stored."""
         head = self.cfg.head
         kept: Weight = self.embed if head.tied else self.head
         table = values(kept, self.cfg.param_dtype)
@@ -159,7 +163,7 @@ class Decoder(Stack):
         return x_BTD, table, bias_V, "embed vocab"
 
     def logits(self, x_BTD: Array) -> Array:
-        """Normed residual stream -> float32 logits [B, T, V]."""
+        """Normalised residual stream -> float32 logits [B, T, V]."""
         kept: Weight = self.embed if self.cfg.head.tied else self.head
         if isinstance(kept, Substitute):
             logits_BTV = kept.scores(x_BTD, self.cfg.head.tied, self.cfg.param_dtype)
@@ -172,13 +176,12 @@ class Decoder(Stack):
         return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 
     def scores(self, x_BTD: Array) -> Array:
-        """Normed residual stream -> float32 scores [B, T], in natural order."""
+        """Normalised residual stream -> float32 scores [B, T], in natural order."""
         scores_BT1 = project(x_BTD, self.score)
         return natural(scores_BT1[:, :, 0].astype(jnp.float32))
 
     def values(self, x_BTD: Array) -> Array:
-        """Normed residual stream -> float32 estimates of the reward to come [B, T], in natural
-        order."""
+        """Normalised residual stream -> float32 value estimates [B, T], in natural order."""
         values_BT1 = project(x_BTD, self.value)
         return natural(values_BT1[:, :, 0].astype(jnp.float32))
 
@@ -210,24 +213,26 @@ class MTPModule(nnx.Module):
             use="matmul",
             contract=2,
         )
-        self.block = Block(cfg.mtp.block, cfg)  # its token is in no layer's table
+        # Without embeddings per layer: its token has none.
+        self.block = Block(cfg.mtp.block, cfg)
 
     def __call__(self, x_BTD: Array, next_BTD: Array, context: Context) -> tuple[Array, Aux]:
         """(state, embedding of the next token) -> (state one token further, the block's report)."""
         both_BT2D = jnp.stack([self.embed_norm(next_BTD), self.hidden_norm(x_BTD)], axis=2)
-        with context.drawing():
+        with context.draw_with_keys():
             return self.block(project(both_BT2D, self.project), context)
 
 
 def _context(cfg: DecoderConfig, batch: Batch, length: int, longest: int | None = None) -> Context:
-    """Context of a batch in natural order; what it holds is arranged. `longest`: see rope_table."""
+    """The context of a batch that is in natural order, arranged for the devices. `longest`: the
+    `length` of rope_table."""
     positions_BT = batch.get("positions", jnp.arange(length)[None])
     segments_BT = batch.get("segments")
     places_BT, documents_BT = arrange(positions_BT), arrange(segments_BT)
     real_BT = arrange(batch.get("real")) if documents_BT is None else documents_BT > 0
 
     def table(rope: RopeConfig, size: int) -> Table:
-        # it depends on where documents end, which only the natural order shows
+        # LongRoPE depends on where documents end, which only the natural order shows.
         if isinstance(rope.scaling, LongRopeScaling):
             return arrange(rope_table(rope, positions_BT, segments_BT, size, longest))
         return rope_table(rope, places_BT, documents_BT, size)

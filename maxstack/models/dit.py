@@ -18,8 +18,8 @@ from maxstack.sharding import constrain
 
 
 class DiT(Stack):
-    """Patches and fixed positions, blocks and a last norm that a condition shifts and scales, a
-    projection back to pixels, which begins at zero."""
+    """Patches with fixed positions, blocks and a last norm that a condition modulates, and a
+    projection back to pixels, which starts at zero."""
 
     cfg: DiTConfig
 
@@ -38,12 +38,12 @@ class DiT(Stack):
         self.out_bias = weight(shape, axes, dtype=dtype)
 
     def __call__(self, batch: Batch) -> tuple[Array, Aux]:
-        """What the objective asks for of each pixel, float32 [B, S, S, made], and what the blocks
-        report. `batch` holds `pixels`, float [B, S, S, C], `time`, float32 [B], from 0 to 1000,
-        `label`, int32 [B], `classes` for none, and in training with dropout `keys`."""
+        """-> (the prediction for each pixel, float32 [B, S, S, made], reports of the blocks).
+        `batch` holds `pixels`, float [B, S, S, C], `time`, float32 [B], from 0 to 1000, `label`,
+        int32 [B], `classes` for none, and in training with dropout `keys`."""
         cfg, context = self.cfg, self._context(batch)
-        x_BTD = constrain(arrange(self.embedded(batch["pixels"])), "batch residual embed")
-        x_BTD, aux, _ = self.through(x_BTD, context)
+        x_BTD = constrain(arrange(self.embed_patches(batch["pixels"])), "batch residual embed")
+        x_BTD, aux, _ = self.run_blocks(x_BTD, context)
         condition_BD = context.condition_BD
         if condition_BD is None:
             assert context.time_B1 is not None and context.label_B1 is not None
@@ -58,7 +58,7 @@ class DiT(Stack):
         return pixels(made.astype(jnp.float32)), aux
 
     @jax.named_scope("model.embed")
-    def embedded(self, pixels_BSSC: Array) -> Array:
+    def embed_patches(self, pixels_BSSC: Array) -> Array:
         """Pixels -> [B, T, D] in the compute dtype, with positions."""
         cfg, side = self.cfg, self.cfg.image_size // self.cfg.patch
         cells = patches(pixels_BSSC.astype(cfg.dtype), cfg.patch)
@@ -78,7 +78,7 @@ class DiT(Stack):
         return Context(places_1T, keys_BT2=keys_BT2, condition_BD=condition_BD)
 
     def _first_condition(self) -> Condition:
-        """That of the first block, which the last norm reads too, as diffusers has it."""
+        """The condition of the first block, which the last norm reads too, as in diffusers."""
         if self.cfg.prefix:
             first = self.prefix["0"].condition
             assert first is not None

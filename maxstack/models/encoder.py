@@ -61,16 +61,16 @@ class Encoder(Stack):
             self.head_bias = weight((cfg.classes,), "latent", dtype=dtype, beside_adapters=True)
 
     def trunk(self, batch: Batch) -> tuple[Array, Aux, Context]:
-        """The residual stream after the last block [B, T, D] in the compute dtype, what the blocks
-        report, and the context. `batch` holds `pixels`, float [B, S, S, C], and in training with
-        dropout `keys`, uint32 [B, 2], random keys of rows. What comes back lies in the order of
-        kernels/sequences.py, `arrange`."""
-        x_BTD = arrange(self.embedded(batch["pixels"]))
+        """-> (the residual stream after the last block [B, T, D] in the compute dtype, reports of
+        the blocks, the context), in the order of kernels/sequences.py, `arrange`. `batch` holds
+        `pixels`, float [B, S, S, C], and in training with dropout `keys`, uint32 [B, 2], random
+        keys of rows."""
+        x_BTD = arrange(self.embed_patches(batch["pixels"]))
         x_BTD = constrain(x_BTD, "batch residual embed")
-        return self.through(x_BTD, self._context(batch))
+        return self.run_blocks(x_BTD, self._context(batch))
 
     @jax.named_scope("model.embed")
-    def embedded(self, pixels_BSSC: Array) -> Array:
+    def embed_patches(self, pixels_BSSC: Array) -> Array:
         """Pixels -> tokens [B, T, D] with their positions, in natural order."""
         cfg, rows = self.cfg, pixels_BSSC.shape[0]
         side, dtype = cfg.image_size // cfg.patch, jnp.dtype(cfg.dtype)

@@ -1,6 +1,6 @@
-"""FLOPs of a training step by a token and component, for MFU and plan. Multiplications by weights
-and inside mixers; norms, softmax, embedding lookups and the choice of experts are not counted, nor
-is what the backward pass computes again."""
+"""FLOPs of a training step by token and component, for MFU and plan. Products with weights and
+inside mixers count; norms, softmax, embedding lookups, the choice of experts and rematerialised
+work do not."""
 
 import collections
 from collections.abc import Iterator
@@ -23,13 +23,12 @@ def forward_pass(model: StackConfig, seq_len: int) -> Count:
 def components(
     model: StackConfig, seq_len: int, adapters: int = 0, frozen: int = 0
 ) -> dict[str, Count]:
-    """6 per weight that multiplies a token (forward 2, backward 4), and what attention does with
-    the keys that it sees, by component.
+    """FLOPs a token by component: 6 per weight that multiplies it (forward 2, backward 4), and
+    those of attention over the keys that it sees (Kaplan et al. 2020, arXiv:2001.08361, section
+    2.1, with the mean number of visible keys in place of the context).
 
-    With `adapters`, parameters of low-rank adapters, these count so, and other weights, which are
-    frozen and have no gradient of their own, 4. Source: Kaplan et al. 2020, arXiv:2001.08361,
-    section 2.1, with the mean number of visible keys in place of the context. Each of the `frozen`
-    second sets of weights is a forward pass more.
+    With `adapters`, the number of parameters of low-rank adapters, those count 6 and the other
+    weights, which are frozen, 4. Each of the `frozen` second sets of weights adds a forward pass.
     """
     total: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     parts = [

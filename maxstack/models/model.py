@@ -24,8 +24,8 @@ class Model(nnx.Module):
     def after_step(
         cfg: Any, params: dict[str, Any], reports: Reports
     ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        """The weights after the optimizer's update, with those moved that a rule of the model
-        moves, and scalars for the metrics."""
+        """The weights after the optimizer's update, changed by the model's own rules, and scalars
+        for the metrics."""
         return params, {}
 
 
@@ -46,6 +46,6 @@ def weights_of(cfg: ModelPart) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def initial(cfg: ModelPart, seed: int) -> dict[str, Any]:
-    """Fresh weights by path, as nested dicts."""
+    """Initial weights by path, as nested dicts."""
     drawn = {path: draw(param, path, seed) for path, param in nnx.to_flat_state(abstract(cfg)[1])}
     return nnx.traversals.unflatten_mapping(drawn)

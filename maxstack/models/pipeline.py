@@ -1,5 +1,13 @@
-"""A pipeline over the scanned periods of a decoder: each stage of the mesh holds a share of them,
-and microbatches follow each other through.
+"""A pipeline over the repetitions of the pattern ("periods"): a scan by hand.
+
+Each stage of the mesh holds a share of the periods. In each tick every stage runs one chunk of its
+periods on one microbatch and sends the result to the next stage; with `rounds` > 1 shares are
+interleaved (Narayanan 2021, arXiv:2104.04473), so a microbatch goes around several times and the
+bubble shrinks. Interleaving needs chunk c on stage c % stages, while weights are stored in natural
+order: they change places once a step (`moves`). Embedding, prefix, remainder and head run outside
+of the pipeline with the batch split over the stages, so no stage idles there. A stage that has
+nothing to do computes on rows that it has had or will have and drops the result: skipping would not
+be faster, and collectives that only some stages enter stall some backends.
 
 Shapes: B batch  T time  D embed  P periods  A batch over the axes of the mesh  G groups of
 microbatches  N rows of a microbatch  R rounds.
@@ -39,21 +47,21 @@ MOVING = frozenset(
 
 
 def ticks(stages: int, rounds: int, microbatches: int) -> int:
-    """Number of runs of a stage's layers, one after the other, in a forward pass."""
+    """Number of ticks of a forward pass."""
     return microbatches * rounds + stages - 1
 
 
 def bubble(stages: int, rounds: int, microbatches: int) -> float:
-    """The share of its time that a stage waits: (S - 1) / (microbatches * rounds + S - 1)
+    """The share of its time that a stage idles: (S - 1) / (microbatches * rounds + S - 1)
     (Narayanan 2021, arXiv:2104.04473, section 2.2)."""
     return (stages - 1) / ticks(stages, rounds, microbatches)
 
 
 def work_at(tick: Any, stages: int, rounds: int) -> tuple[Any, Any, Any]:
-    """Work of a stage, `tick` ticks after its first: the microbatch of (group, member) in a
-    round, which is chunk round * stages + stage.
+    """The work of a stage, `tick` ticks after its first -> (group, round, member): microbatch
+    `member` of `group`, on chunk round * stages + stage.
 
-    As many microbatches as stages make a group; it goes around `rounds` times before the next one
+    A group is as many microbatches as stages; it goes around `rounds` times before the next one
     enters. Numbers or arrays of them.
     """
     return tick // (stages * rounds), tick // stages % rounds, tick % stages
@@ -61,8 +69,8 @@ def work_at(tick: Any, stages: int, rounds: int) -> tuple[Any, Any, Any]:
 
 @functools.cache
 def moves(stages: int, rounds: int) -> tuple[tuple[tuple[int, ...], ...], np.ndarray, np.ndarray]:
-    """Moves of chunks of weights, of which each stage holds `rounds` in order, to where they are
-    used: chunk c to stage c % stages.
+    """Moves of chunks of weights, of which each stage stores `rounds` in order, to the stages that
+    use them: chunk c to stage c % stages.
 
     -> (permutations, sent, kept): move i takes chunk sent[s, i] of those on stage s to stage
     permutations[i][s]; what stage s uses in round v came with move kept[s, v]. A bipartite graph
@@ -91,13 +99,13 @@ def moves(stages: int, rounds: int) -> tuple[tuple[tuple[int, ...], ...], np.nda
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Layout of the rows of a batch on the mesh. A microbatch is the rows of one stage and group,
-    so none is moved on the way in and out."""
+    so no row moves on the way in and out."""
 
     sizes: dict[str, int]
     """The mesh axes that split the batch, in order, the stages among them."""
     by_hand: frozenset[str]
-    """The stages, and axes that split nothing but the batch: the gradients of the weights are
-    summed over those once a step, not once a tick."""
+    """The stages, and axes that split the batch alone: gradients of weights are summed over those
+    once a step, not once a tick."""
     groups: int
 
     @classmethod
@@ -140,7 +148,7 @@ class Rows:
             *x.shape[: dim + 2], math.prod(x.shape[dim + 2 : end + 2]), *x.shape[end + 2 :]
         )
 
-    def of_device(self, x_GN: Array, like: Array) -> Array:
+    def to_device_layout(self, x_GN: Array, like: Array) -> Array:
         """[G, N, ...], a stage's own rows, in the shape of `like`, as which they came in."""
         rest = [*like.shape]
         groups, one = rest.pop(len(self.sizes)), rest.pop(self.stage)
@@ -148,8 +156,8 @@ class Rows:
 
 
 def save_computed(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The checkpoint policy that keeps all results of arithmetic, and so no copies of weights,
-    which would be one a tick."""
+    """The checkpoint policy that keeps all results of arithmetic, but no copies of weights, of
+    which there would be one a tick."""
     return primitive.name not in MOVING
 
 
@@ -210,7 +218,7 @@ def run_pipeline(
                         lambda w: jax.lax.dynamic_index_in_dim(w, mine, keepdims=False),
                         stacked[place],
                     ),
-                    here.repeated(period_of_all),
+                    here.in_repetition(period_of_all),
                     None if extra is None else extra[turn, 0, i, place, group, member],
                 )
 
@@ -219,7 +227,7 @@ def run_pipeline(
         out_GNTD, reports = _run_schedule(
             work, rows.by_microbatch(x)[:, 0], stages, cfg.rounds, length, unroll
         )
-        return rows.of_device(out_GNTD, x), jax.tree.map(
+        return rows.to_device_layout(out_GNTD, x), jax.tree.map(
             lambda report: report[:, None, None], reports
         )
 
@@ -272,7 +280,7 @@ _of_all_stages.defvjp(_gather_forward, _gather_backward)
 
 
 def _move_chunks(stacked: Tree, stages: int, rounds: int) -> Tree:
-    """The chunks that this stage works on, in the order of their coming: [periods on a stage,
+    """Move the chunks that this stage works on here, in the order of arrival: [periods on a stage,
     ...]."""
     if rounds == 1:
         return stacked
@@ -305,13 +313,11 @@ def _run_schedule(
     """All microbatches through all stages, in ticks of `length` periods -> (x, in the places where
     it was; reports [rounds, length, ...]).
 
-    A group's microbatches, one on each stage, go down one stage a tick, so that each reaches the
-    first stage when its turn comes; what has been through all stages takes its place and goes down
-    to where it came from. A stage that has to wait works all the same, on rows that it has had or
-    will have, and the result is dropped: nothing would be faster without, and collectives that only
-    some stages enter stall some backends. There is one loop over periods, not one in another:
-    within a second one, gradients as large as all weights of a stage would be made and added every
-    tick.
+    A group's microbatches wait one on each stage and move down one stage a tick, so that each
+    reaches the first stage in its turn; a microbatch that has been through all stages takes the
+    place of the one that enters, and moves down to where it came from. There is one loop over
+    periods and not a nested one: with a loop inside each tick, gradients as large as all weights of
+    a stage would be made and added every tick.
     """
     stage, busy = jax.lax.axis_index(STAGE), x_GNTD.shape[0] * stages * rounds
     up = [(s, (s + 1) % stages) for s in range(stages)]

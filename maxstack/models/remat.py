@@ -10,8 +10,8 @@ from maxstack.schema.stack import RematConfig
 
 
 def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Callable[..., Any]:
-    """`f`, keeping for its backward pass what the policy names; `staged` inside a pipeline, where
-    `f` takes its weights out of a stack."""
+    """`f`, whose backward pass keeps what the policy names and recomputes the rest; `staged` inside
+    a pipeline, where `f` slices its weights out of a stack."""
     if cfg.policy == "none" and not staged:
         return f
     of_jax = jax.checkpoint_policies

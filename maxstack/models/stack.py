@@ -1,4 +1,8 @@
-"""Blocks in a repeated pattern, of which every kind of model is made. Shapes: B batch  T time  D
+"""Blocks in a repeated pattern, the body of every kind of model.
+
+The blocks of the pattern are stacked over its repetitions along a leading axis `layers` and
+scanned, so that compile time does not grow with depth; the prefix, and the remainder of the pattern
+after its last whole repetition, are unrolled. Shapes: B batch  T time  D
 embed  P per-layer embedding  L layers."""
 
 import dataclasses
@@ -47,10 +51,10 @@ class Stack(Model):
     def after_step(
         cfg: StackConfig, params: dict[str, Any], reports: Reports
     ) -> tuple[dict[str, Any], dict[str, Array]]:
-        """Each selection bias one step nearer to balance: up where fewer tokens than the mean chose
-        the expert, down where more (Wang et al. 2024, arXiv:2408.15664, algorithm 1). Scalars:
-        expert_load, the fullest expert's tokens over the mean; dropped, the share of choices beyond
-        a capacity."""
+        """Move each selection bias one step towards balance: up where fewer tokens than the mean
+        chose the expert, down where more (Wang et al. 2024, arXiv:2408.15664, algorithm 1).
+        Scalars: expert_load, the fullest expert's tokens over the mean; dropped, the share of
+        choices beyond a capacity."""
         flat = nnx.traversals.flatten_mapping(params)
         scalars: dict[str, Any] = {}
         loads = {path[:-1]: load for path, load in reports.items() if path[-1] == "load"}
@@ -68,12 +72,12 @@ class Stack(Model):
         return nnx.traversals.unflatten_mapping(flat), scalars
 
     @jax.named_scope("model.blocks")
-    def through(
+    def run_blocks(
         self, x_BTD: Array, context: Context, extra_LBTP: Array | None = None
     ) -> tuple[Array, Aux, Context]:
-        """The residual stream after the last block, what the blocks report by their paths, and the
-        context with what was kept of layers for later ones. `extra_LBTP`: the layers' own
-        embeddings of the tokens."""
+        """-> (the residual stream after the last block, reports of the blocks by path, the context
+        with keys and values that later layers share). `extra_LBTP`: the layers' own embeddings of
+        the tokens."""
         cfg = self.cfg
         aux: Aux = {"prefix": {}, "blocks": {}, "rest": {}}
         kept_names = {block.mixer.keys_of for block in cfg.blocks.values()}
@@ -100,8 +104,8 @@ class Stack(Model):
     def _repeated(
         self, x_BTD: Array, context: Context, extra_LBTP: Array | None
     ) -> tuple[Array, Aux]:
-        """The repetitions of the pattern, one after the other -> (x, reports, each with a leading
-        axis of repetitions)."""
+        """Run the repetitions of the pattern -> (x, reports, each with a leading axis of
+        repetitions)."""
         cfg, keys = self.cfg, [*self.cfg.stacks]
         repeats = cfg.repetitions
         graphs, stacked = zip(*(nnx.split(self.blocks[key]) for key in keys), strict=True)
@@ -129,7 +133,7 @@ class Stack(Model):
             x_BTD: Array, xs: tuple[Any, Array | None, Array | None]
         ) -> tuple[Array, Aux]:
             states, extra, number = xs
-            here = context if number is None else context.repeated(number)
+            here = context if number is None else context.in_repetition(number)
             return period(x_BTD, lambda place: (states[place], here, layer_slice(extra, place)))
 
         numbers = None if context.keys_BT2 is None else jnp.arange(repeats)
@@ -154,7 +158,8 @@ class Stack(Model):
 
 
 def losses_and_reports(aux: Aux) -> tuple[dict[str, Array], dict[tuple[str, ...], Array]]:
-    """Reports of the blocks: summands of the loss by name, and those that `after_step` reads."""
+    """Split the reports of the blocks: terms of the loss by name, and those that `after_step`
+    reads."""
     flat = nnx.traversals.flatten_mapping(aux)
     router = [value.sum() for path, value in flat.items() if path[-1] == "router_loss"]
     reports = {path: value for path, value in flat.items() if path[-1] in ("load", "dropped")}
@@ -162,7 +167,7 @@ def losses_and_reports(aux: Aux) -> tuple[dict[str, Array], dict[tuple[str, ...]
 
 
 def mixture(cfg: StackConfig, path: tuple[str, ...]) -> MoEConfig:
-    """The mixture of experts that holds the weight, or is, at a path."""
+    """The configuration of the mixture of experts at a path, or that holds the weight there."""
     part, key = path[:2]
     if f"{part}.block" in cfg.apart:
         (name,) = cfg.apart[f"{part}.block"]
@@ -177,7 +182,7 @@ def mixture(cfg: StackConfig, path: tuple[str, ...]) -> MoEConfig:
 
 
 def in_order(blocks: nnx.Dict) -> list[tuple[str, Any]]:
-    """Blocks in the order of their numbers, in which a merged graph need not hold them."""
+    """Blocks by number; a merged graph need not keep that order."""
     return sorted(blocks.items(), key=lambda item: int(item[0]))
 
 

@@ -45,7 +45,7 @@ class Classify(ImageObjective):
             losses_B = batch["share"] * losses_B + (1.0 - batch["share"]) * others_B
         real_B = batch["real"]
         nll, right = (losses_B * real_B).sum(), self._right(logits_BK, batch, 1)
-        return self.whole(batch, nll, {"loss": nll, "accuracy": right}, aux)
+        return self.make_loss(batch, nll, {"loss": nll, "accuracy": right}, aux)
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
         """Cross-entropy without smoothing, accuracy, and with more than five classes top5, the

@@ -69,11 +69,11 @@ class Distill(Objective):
                 ("agreement", agrees_BT),
             )
         }
-        return self.whole(batch, sums["loss"], sums, aux)
+        return self.make_loss(batch, sums["loss"], sums, aux)
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, and agreement."""
-        return self.evaluated(models, batch, agreement="agreement")
+        return self.evaluate_loss(models, batch, agreement="agreement")
 
     def _from_logits(
         self, student_BtV: Array, teacher_BtV: Array, targets_Bt: Array

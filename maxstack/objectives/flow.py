@@ -92,7 +92,7 @@ class Flow(ImageObjective):
         """Metrics: loss."""
         errors_B, aux = self._errors(models, batch)
         total = (errors_B * batch["real"]).sum()
-        return self.whole(batch, total, {"loss": total}, aux)
+        return self.make_loss(batch, total, {"loss": total}, aux)
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
         """The mean of the loss over eval_times fixed times; noise follows from an image alone."""

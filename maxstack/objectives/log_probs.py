@@ -47,20 +47,20 @@ class LogProbs(Objective):
         """The reference, where it is the weights that the run begins with."""
         section = self.cfg.objective
         assert isinstance(section, WithReferenceConfig)
-        return ("reference",) if self.refers and section.reference == "start" else ()
+        return ("reference",) if self.needs_reference and section.reference == "start" else ()
 
     @property
     def forward_passes(self) -> int:
         """That of the reference; that of the head alone is not counted."""
-        return int(self.refers)
+        return int(self.needs_reference)
 
     @property
-    def refers(self) -> bool:
+    def needs_reference(self) -> bool:
         """True where the loss needs the log-probabilities of a reference, of tokens."""
         return False
 
     @property
-    def sharpens(self) -> bool:
+    def needs_sharpness(self) -> bool:
         """True where the loss needs log sum p^2."""
         return False
 
@@ -69,7 +69,7 @@ class LogProbs(Objective):
         """Divides the logits of model and reference."""
         return 1.0
 
-    def beside(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Batch]:
+    def extra_loss(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Batch]:
         """A summand of the loss that is no function of log-probabilities, and metrics of it; the
         batch is weighed."""
         return jnp.zeros(()), {}
@@ -110,19 +110,19 @@ class LogProbs(Objective):
             for name, x in batch.items()
             if name.startswith("sum/")
         }
-        beside, more = self.beside(models, batch, normed_BTD)
+        beside, more = self.extra_loss(models, batch, normed_BTD)
         # The value is the loss's, the gradient that of the weighed log-probabilities.
         total = metrics["loss"] + beside + pulled - jax.lax.stop_gradient(pulled)
-        return self.whole(batch, total, {**metrics, **more}, aux)
+        return self.make_loss(batch, total, {**metrics, **more}, aux)
 
     def _measured(self, models: Models, batch: Batch, normed_BTD: Array) -> Batch:
         model, real_BT = models.policy, batch["segments"] > 0
         logps_BT = log_probs(model, normed_BTD, batch["targets"], self.temperature)
         measured = {"logps": logps_BT * real_BT}
-        if self.sharpens:
+        if self.needs_sharpness:
             found = statistics(model, natural(normed_BTD), batch["targets"])
             measured["sharpness"] = found.sharpness
-        if self.refers and "reference_logps" not in batch:
+        if self.needs_reference and "reference_logps" not in batch:
             measured["reference_logps"] = self._reference(models, batch)
         return {**batch, **jax.lax.stop_gradient(measured)}
 
@@ -141,7 +141,7 @@ def log_probs(
     targets_BT = arrange(targets_BT)
     unweighed_BT = jnp.zeros(targets_BT.shape, jnp.float32)
     losses = head_losses(
-        model, normed_BTD, targets_BT, unweighed_BT, still=True, temperature=temperature
+        model, normed_BTD, targets_BT, unweighed_BT, without_gradient=True, temperature=temperature
     )
     return -natural(losses.nll)
 

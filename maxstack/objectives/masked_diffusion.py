@@ -58,20 +58,20 @@ class MaskedDiffusion(Objective):
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Metrics: loss, and router_loss where the model has one."""
         model, time_B1 = models.policy, batch["time"][:, None]
-        hidden_BT = (batch["draw"] < time_B1) & (self._known(batch) > 0)
-        x_BTD, aux, _ = model.trunk(self._corrupted(batch, hidden_BT))
-        targets_BT, predicted_BT = self._predicted(batch, hidden_BT)
+        hidden_BT = (batch["draw"] < time_B1) & (self._maskable(batch) > 0)
+        x_BTD, aux, _ = model.trunk(self._corrupt(batch, hidden_BT))
+        targets_BT, predicted_BT = self._targets(batch, hidden_BT)
         losses = head_losses(
             model,
             model.norm(x_BTD),
             arrange(targets_BT),
             arrange(predicted_BT / time_B1),
-            bias_V=self._excluded(),
+            bias_V=self._exclusion_bias(),
         )
-        return self.whole(batch, losses.total, {"loss": losses.total}, aux)
+        return self.make_loss(batch, losses.total, {"loss": losses.total}, aux)
 
     def weight(self, batch: Batch) -> jax.Array:
-        return self._counted(batch).sum()
+        return self._predicting(batch).sum()
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
         """The bound, its mean over eval_times fixed t, and hidden_accuracy: how many of 15 % hidden
@@ -85,8 +85,8 @@ class MaskedDiffusion(Objective):
             time = (part + 0.5) / times
             at = {**batch, "time": jnp.full((rows,), time), "draw": (draw_BT + part / times) % 1.0}
             total += self.loss(models, at).metrics["loss"] / times
-        counted_BT = self._counted(batch)
-        right, hidden = self._filled_right(models, batch, draw_BT)
+        counted_BT = self._predicting(batch)
+        right, hidden = self._infilling_accuracy(models, batch, draw_BT)
         return {
             "nll": total,
             "weight": counted_BT.sum(),
@@ -95,18 +95,18 @@ class MaskedDiffusion(Objective):
             "hidden_accuracy/weight": hidden,
         }
 
-    def _filled_right(
+    def _infilling_accuracy(
         self, models: Models, batch: Batch, draw_BT: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         model = models.policy
-        hidden_BT = (draw_BT < ACCURACY_AT) & (self._known(batch) > 0)
-        logits_BTV = model.logits(model.hidden(self._corrupted(batch, hidden_BT)))
-        best_BT = (logits_BTV + self._excluded()).argmax(-1)
-        targets_BT, predicted_BT = self._predicted(batch, hidden_BT)
+        hidden_BT = (draw_BT < ACCURACY_AT) & (self._maskable(batch) > 0)
+        logits_BTV = model.logits(model.hidden(self._corrupt(batch, hidden_BT)))
+        best_BT = (logits_BTV + self._exclusion_bias()).argmax(-1)
+        targets_BT, predicted_BT = self._targets(batch, hidden_BT)
         right_BT = jnp.where(best_BT == targets_BT, predicted_BT, 0.0)
         return right_BT.sum(), predicted_BT.sum()
 
-    def _known(self, batch: Batch) -> jax.Array:
+    def _maskable(self, batch: Batch) -> jax.Array:
         """Positions of the sequence that may be hidden, float32 [B, T]."""
         mask_BT = batch["mask"].astype(jnp.float32)
         if not self.section.shift:
@@ -116,19 +116,19 @@ class MaskedDiffusion(Objective):
         # The first token of a document has no state before it.
         return jnp.where(before_BT == segments_BT, mask_BT, 0.0)
 
-    def _counted(self, batch: Batch) -> jax.Array:
+    def _predicting(self, batch: Batch) -> jax.Array:
         """Positions whose state predicts a token of the sequence, float32 [B, T]."""
-        known_BT = self._known(batch)
+        known_BT = self._maskable(batch)
         return shift_left(known_BT) if self.section.shift else known_BT
 
-    def _corrupted(self, batch: Batch, hidden_BT: jax.Array) -> Batch:
+    def _corrupt(self, batch: Batch, hidden_BT: jax.Array) -> Batch:
         clean_BT = batch["tokens" if self.section.shift else "targets"]
         return {**batch, "tokens": jnp.where(hidden_BT, self.mask_token, clean_BT)}
 
-    def _predicted(self, batch: Batch, hidden_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _targets(self, batch: Batch, hidden_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Target of each position, and 1 where it is hidden, float32."""
         hidden_BT = hidden_BT.astype(jnp.float32)
         return batch["targets"], shift_left(hidden_BT) if self.section.shift else hidden_BT
 
-    def _excluded(self) -> jax.Array:
+    def _exclusion_bias(self) -> jax.Array:
         return jnp.zeros(self.cfg.decoder.vocab).at[self.mask_token].set(EXCLUDED)

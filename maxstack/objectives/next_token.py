@@ -53,7 +53,7 @@ class NextToken(Objective):
         further = {}
         if model.cfg.mtp and model.cfg.mtp.loss:
             further["mtp_loss"], aux["mtp"] = mtp_loss(model, x_BTD, batch, context)
-        return self.whole(batch, total, metrics, aux, **further)
+        return self.make_loss(batch, total, metrics, aux, **further)
 
 
 def head_losses(
@@ -63,16 +63,15 @@ def head_losses(
     weights_BT: jax.Array,
     z_loss: float = 0.0,
     bias_V: jax.Array | None = None,
-    still: bool = False,
+    without_gradient: bool = False,
     temperature: float = 1.0,
 ) -> Losses:
-    """Weighted cross-entropy of a normed residual stream by the model's head, with `bias_V` added
-    to its logits, and these divided by `temperature`; `still`: without gradient, which spares its
-    making."""
+    """Weighted cross-entropy of a normalised residual stream by the model's head, whose logits get
+    `bias_V` and are divided by `temperature`. `without_gradient`: gradients are not even made."""
     x_BTD, head_DV, own_V, kept = model.readout(x_BTD)
     if bias_V is not None:
         own_V = bias_V if own_V is None else own_V + bias_V
-    if still:
+    if without_gradient:
         x_BTD, head_DV, own_V = jax.lax.stop_gradient((x_BTD, head_DV, own_V))
     cap = model.cfg.head.soft_cap
     if temperature != 1:
@@ -102,7 +101,7 @@ def mtp_loss(
     if segments_BT is not None:
         same_BT &= shift_left(segments_BT) == segments_BT
     for key, further in sorted(model.mtp.items(), key=lambda item: int(item[0])):
-        x_BTD, aux = further(x_BTD, model.embedded(arrange(targets_BT)), context)
+        x_BTD, aux = further(x_BTD, model.embed_tokens(arrange(targets_BT)), context)
         reports[key] = {"block": aux}
         targets_BT, mask_BT = shift_left(targets_BT), mask_BT * shift_left(mask_BT) * same_BT
         losses = head_losses(model, further.norm(x_BTD), arrange(targets_BT), arrange(mask_BT))
@@ -111,5 +110,5 @@ def mtp_loss(
 
 
 def shift_left(x_BT: jax.Array) -> jax.Array:
-    """The number one position further, in natural order; zero at the end."""
+    """The value one position further, in natural order; zero at the end."""
     return jnp.pad(x_BT[:, 1:], ((0, 0), (0, 1)))

@@ -119,7 +119,7 @@ class Objective:
         """The loss of a microbatch."""
         raise NotImplementedError
 
-    def whole(
+    def make_loss(
         self, batch: Batch, total: jax.Array, metrics: Batch, aux: Aux, **added: jax.Array
     ) -> Loss:
         """The objective's own sum with the sums that the model's parts add: `added`, and by the
@@ -135,9 +135,9 @@ class Objective:
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
         """Sums over a held-out batch: `nll` and its `weight`, `bytes` of text; of any other figure
         x, `x` and `x/weight`. Here: the loss, with the same random numbers each time."""
-        return self.evaluated(models, batch) | {"bytes": batch["bytes"].sum()}
+        return self.evaluate_loss(models, batch) | {"bytes": batch["bytes"].sum()}
 
-    def evaluated(self, models: Models, batch: Batch, **figures: str) -> dict[str, jax.Array]:
+    def evaluate_loss(self, models: Models, batch: Batch, **figures: str) -> dict[str, jax.Array]:
         """The loss of a held-out batch with the same random numbers each time, and metrics of it by
         the names of `figures`."""
         result = self.loss(models, self.prepare(batch, jax.random.key(0, impl="threefry2x32")))

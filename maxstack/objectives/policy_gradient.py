@@ -51,13 +51,13 @@ class PolicyGradient(LogProbs):
         return (*super().frozen, *(("teacher",) if self.section.distil else ()))
 
     @property
-    def refers(self) -> bool:
+    def needs_reference(self) -> bool:
         return self.section.compares
 
     @property
     def forward_passes(self) -> int:
         """None where the reference's log-probabilities come with the batch."""
-        return int(self.refers and not self.annotations)
+        return int(self.needs_reference and not self.annotations)
 
     @property
     def temperature(self) -> float:
@@ -140,7 +140,7 @@ class PolicyGradient(LogProbs):
         metrics |= {f"{name}/weight": mask_BT for name in figures}
         return Terms(jnp.where(mask_BT > 0, loss_BT, 0.0) * shares_BT, metrics)
 
-    def beside(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Batch]:
+    def extra_loss(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Batch]:
         """The losses of entropy and value, and the metrics entropy, value_loss, value."""
         cfg, mask_BT = self.section, batch["mask"]
         shares_BT = self._shares(batch)

@@ -48,11 +48,11 @@ class Preference(LogProbs):
         return any(name.startswith("aot") for name in self.section.losses)
 
     @property
-    def refers(self) -> bool:
+    def needs_reference(self) -> bool:
         return self.section.compares and self.section.reference != "stored"
 
     @property
-    def sharpens(self) -> bool:
+    def needs_sharpness(self) -> bool:
         return self.section.weigh
 
     def prepare(self, batch: Batch, key: Array) -> Batch:
@@ -60,7 +60,7 @@ class Preference(LogProbs):
         return {
             **batch,
             "pairs": count_pairs(batch["segments"]),
-            "chosen_tokens": self._learnt(batch).sum(),
+            "chosen_tokens": self._sft_targets(batch).sum(),
         }
 
     def weight(self, batch: Batch) -> Array:
@@ -72,7 +72,7 @@ class Preference(LogProbs):
         cfg, segments_BT = self.section, batch["segments"]
         mask_BT = batch["mask"]
         last_BT = is_last(pairs_of(segments_BT))
-        weights_BT = self._desensitized(mask_BT, segments_BT)
+        weights_BT = self._desensitize(mask_BT, segments_BT)
         if "reference" in batch:  # of whole answers
             reference_BT = jnp.where(batch["positions"] == 0, batch["reference"], 0.0)
         else:
@@ -89,11 +89,11 @@ class Preference(LogProbs):
             reference.where(last_BT, -1.0),
             tokens.where(last_BT, 1.0),
         )
-        likely_BT = self._likely(batch, tokens, last_BT) if cfg.weigh else 1.0
+        likely_BT = self._likelihood_weights(batch, tokens, last_BT) if cfg.weigh else 1.0
         total_BT = jnp.zeros_like(mask_BT)
         for name, weight in cfg.losses.items():
             if name == "sft":
-                learnt_BT = self._learnt(batch)
+                learnt_BT = self._sft_targets(batch)
                 share = batch["pairs"] / divisor(batch["chosen_tokens"])
                 loss_BT = -batch["logps"] * learnt_BT * share
             else:
@@ -113,21 +113,21 @@ class Preference(LogProbs):
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, and rewards/accuracies and rewards/margins."""
-        return self.evaluated(
+        return self.evaluate_loss(
             models,
             batch,
             rewards_accuracies="rewards/accuracies",
             rewards_margins="rewards/margins",
         )
 
-    def _learnt(self, batch: Batch) -> Array:
+    def _sft_targets(self, batch: Batch) -> Array:
         """1 at the targets of the loss sft."""
         chosen_BT = (batch["segments"] > 0) & ~is_second(batch["segments"])
         if self.section.sft_on == "sequence":
             return chosen_BT.astype(jnp.float32)
         return chosen_BT * batch["mask"]
 
-    def _desensitized(self, mask_BT: Array, segments_BT: Array) -> Array:
+    def _desensitize(self, mask_BT: Array, segments_BT: Array) -> Array:
         """The mask, with the weight of LD-DPO beyond the length of the shorter answer."""
         if self.section.desensitize is None:
             return mask_BT
@@ -138,7 +138,7 @@ class Preference(LogProbs):
         return mask_BT * jnp.where(beyond_BT, self.section.desensitize, 1.0)
 
     @staticmethod
-    def _likely(batch: Batch, tokens: Pair, last_BT: Array) -> Array:
+    def _likelihood_weights(batch: Batch, tokens: Pair, last_BT: Array) -> Array:
         """Weights of WPO: exp of the mean over tokens of log p - log sum p^2, of both answers
         (Zhou et al. 2024, arXiv:2406.11827)."""
         aligned_BT = jax.lax.stop_gradient(batch["logps"] - batch["sharpness"])
@@ -166,8 +166,8 @@ class Comparison:
         """Log-ratios of the model to the reference."""
         chosen, rejected = self.policy
         return Pair(
-            self.rewarded(chosen) - self.reference.first,
-            self.rewarded(rejected) - self.reference.second,
+            self.transform_reward(chosen) - self.reference.first,
+            self.transform_reward(rejected) - self.reference.second,
         )
 
     @functools.cached_property
@@ -194,12 +194,12 @@ class Comparison:
         first, second = self.policy
         return Pair(first / self.tokens.first, second / self.tokens.second)
 
-    def smoothed(self, z: Array) -> Array:
+    def smooth(self, z: Array) -> Array:
         """-log sigmoid(z), the other way round with probability `smoothing`."""
         s = self.cfg.smoothing
         return -(1 - s) * log_sigmoid(z) - s * log_sigmoid(-z)
 
-    def rewarded(self, logp: Array) -> Array:
+    def transform_reward(self, logp: Array) -> Array:
         """AlphaPO's transformation of log-probabilities."""
         alpha = self.cfg.reward_alpha
         return (1 - jnp.exp(-alpha * logp)) / alpha if alpha else logp
@@ -212,7 +212,7 @@ class Comparison:
         """Smoothed loss of differences of sorted values, each at one of the pairs."""
         ranks = jnp.cumsum(self.last.reshape(-1)) - 1
         own = differences[jnp.maximum(ranks, 0)].reshape(self.last.shape)
-        return self.smoothed(self.cfg.beta * own)
+        return self.smooth(self.cfg.beta * own)
 
     def _score(self, ratio: Array) -> Array:
         alpha = self.cfg.divergence_alpha
@@ -227,7 +227,7 @@ class Comparison:
 
 
 def _sigmoid(pair: Comparison) -> Array:
-    return pair.smoothed(pair.z)
+    return pair.smooth(pair.z)
 
 
 def _hinge(pair: Comparison) -> Array:
@@ -237,7 +237,7 @@ def _hinge(pair: Comparison) -> Array:
 def _ipo(pair: Comparison) -> Array:
     first, second = pair.mean_scores
     if pair.cfg.reward_alpha:
-        first, second = (pair.rewarded(mean) for mean in pair.mean_logps)
+        first, second = (pair.transform_reward(mean) for mean in pair.mean_logps)
     return jnp.square(first - second - 1 / (2 * pair.cfg.beta))
 
 
@@ -298,9 +298,8 @@ def _discopop(pair: Comparison) -> Array:
 
 
 def _simpo(pair: Comparison) -> Array:
-    first, second = pair.mean_logps
-    beta, gamma = pair.cfg.beta, pair.cfg.gamma
-    return pair.smoothed(beta * (pair.rewarded(first) - pair.rewarded(second)) - gamma)
+    first, second = pair.mean_logps beta, gamma = pair.cfg.beta, pair.cfg.gamma return
+    pair.smooth(beta * (pair.transform_reward(first) - pair.transform_reward(second)) - gamma)
 
 
 def _orpo(pair: Comparison) -> Array:

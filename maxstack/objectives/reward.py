@@ -21,7 +21,7 @@ class Reward(Objective):
         model = models.policy
         x_BTD, aux, _ = model.trunk(batch)
         sums = self.sums(batch, model.scores(model.norm(x_BTD)))
-        return self.whole(batch, sums["loss"], sums, aux)
+        return self.make_loss(batch, sums["loss"], sums, aux)
 
     def weight(self, batch: Batch) -> Array:
         return count_pairs(batch["segments"])
@@ -48,4 +48,4 @@ class Reward(Objective):
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, and the share of pairs whose chosen answer has the higher score."""
-        return self.evaluated(models, batch, accuracy="rewards/accuracies")
+        return self.evaluate_loss(models, batch, accuracy="rewards/accuracies")

@@ -33,7 +33,7 @@ class Unpaired(LogProbs):
         return self.section.loss != "apo_zero"
 
     @property
-    def refers(self) -> bool:
+    def needs_reference(self) -> bool:
         return self.section.reference != "stored"
 
     def weight(self, batch: Batch) -> Array:
@@ -70,7 +70,7 @@ class Unpaired(LogProbs):
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, and the mean rewards of both kinds."""
-        return self.evaluated(
+        return self.evaluate_loss(
             models, batch, rewards_chosen="rewards/chosen", rewards_rejected="rewards/rejected"
         )
 

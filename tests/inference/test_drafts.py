@@ -88,7 +88,7 @@ def test_a_guess_is_what_training_predicts_from_the_same_tokens(mixer):
         """The likeliest token after the next, at a place that sees nothing behind it."""
         model = nnx.merge(graph, weights)
         x, _, context = model.trunk({"tokens": tokens[:, :-1]})
-        x, _ = model.mtp["0"](x, model.embedded(tokens[:, 1:]), context)
+        x, _ = model.mtp["0"](x, model.embed_tokens(tokens[:, 1:]), context)
         return model.logits(model.mtp["0"].norm(x))[0, last].argmax()
 
     number, compared = engine.add(PROMPTS[0], GREEDY), 0

@@ -1,5 +1,9 @@
 """Attention: its definition (reference.py), and the backends that compute it.
 
+On a mesh each device attends over its own rows and heads (on_mesh.py); where sequences are split,
+keys and values go around a ring (ring.py) or all-to-alls give each device whole sequences of some
+heads. What XLA would have to guess runs in `sharding.per_device`.
+
 Shapes: B batch  T query time  S key time  N heads  K kv heads  G heads / kv heads  H head dim  V
 value head dim.
 """
@@ -41,8 +45,8 @@ OP = Op(
         }.items()
     ),
 )
-"""Preferred first: a library that others have measured before our own kernel, which no hardware has
-run yet."""
+"""Preferred first: a library whose speed others have published before our own kernel, which no
+hardware has run yet."""
 
 
 def attention(

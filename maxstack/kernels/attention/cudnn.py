@@ -1,10 +1,10 @@
-"""cuDNN's flash attention, through jax.nn.dot_product_attention, for requests that it serves
-right.
+"""cuDNN's flash attention, through jax.nn.dot_product_attention, for requests that it computes
+correctly.
 
 jax hands cuDNN a kind of mask (none, or causal from the first query and the first key) and the
 length of a window to the left, but no numbers of documents: its custom call has no operand for them
 (jax/_src/cudnn/fused_attention_stablehlo.py in 0.10 and 0.12 alike). `supports` refuses the rest,
-because cuDNN does not:
+because cuDNN computes something else without an error:
 - a window without a causal mask bounds the left alone, and queries see all that follows (jax pull
   request 39576);
 - key lengths that end within a tile of 128 can make gradients NaN (pytorch issue 196678,
@@ -32,7 +32,7 @@ PLUGINS, PACKAGES = (
 
 
 def supports(case: AttentionCase) -> str | None:
-    """The reason why cuDNN cannot serve right; None: it can."""
+    """Why cuDNN cannot serve `case` correctly; None if it can."""
     return _device(case) or _request(case) or _shape(case) or missing()
 
 
@@ -41,8 +41,7 @@ def _device(case: AttentionCase) -> str | None:
         return None
     return (
         f"{case.device.kind} has compute capability "
-        f"{'.'.join(map(str, case.device.capability))}; it was compiled for 8.0 (A100) to 10.0 "
-        "(B200)"
+        f"{'.'.join(map(str, case.device.capability))}; supported are 8.0 (A100) to 10.0 (B200)"
     )
 
 
@@ -70,8 +69,8 @@ def _shape(case: AttentionCase) -> str | None:
     if case.request.causal and (case.request.offset or case.queries != case.keys):
         return (
             f"{case.queries} causal queries of {case.keys} keys from position "
-            f"{case.request.offset}: cuDNN's causal mask is relied on only where query 0 stands at "
-            "key 0 and there are as many of both"
+            f"{case.request.offset}: cuDNN's causal mask is used only where query 0 is at key 0 "
+            "and there are as many queries as keys"
         )
     for name, length in (("queries", case.queries), ("keys", case.keys)):
         if length % TILE:
@@ -93,7 +92,7 @@ def _shape(case: AttentionCase) -> str | None:
 
 @functools.cache
 def missing() -> str | None:
-    """The part of cuDNN that is not installed; needs no GPU."""
+    """Why cuDNN cannot be loaded; None if it is installed. Needs no GPU."""
     if not any(map(importlib.util.find_spec, PLUGINS)):
         return "jax's CUDA plugin is not installed; pip install jax[cuda13]"
     if any(map(_version, PACKAGES)) or ctypes.util.find_library("cudnn"):

@@ -1,5 +1,7 @@
-"""Attention by our own kernels for Hopper GPUs, in Pallas on Mosaic; the backward ones are in
-hopper_backward.py.
+"""Attention by our own kernels for Hopper GPUs, in Pallas on Mosaic: the forward pass
+(hopper_backward.py has the backward pass, hopper_tiles.py what both share). cuDNN comes first, but
+takes no documents, caps or sinks; kernels on Pallas's Triton backend, which jax 0.12 deprecates,
+are gone.
 
 The forward kernel gives softmax(scores) v and the log-sum-exp (after FlashAttention-3, Shah et al.
 2024, arXiv:2407.08608). A block of threads has 128 queries of one head, 64 for each computing
@@ -32,7 +34,7 @@ DEFAULT = {"keys": 128, "stages": 2}
 
 
 def supports(case: AttentionCase) -> str | None:
-    """The reason why the kernels cannot serve `case`; None: they can."""
+    """Why the kernels cannot serve `case`; None if they can."""
     device, request = case.device, case.request
     if device.capability[0] != 9:
         return (
@@ -43,7 +45,7 @@ def supports(case: AttentionCase) -> str | None:
         "jax_plugins.xla_cuda12"
     ):
         return (
-            "the assembler of CUDA 12.8 compiles masks wrongly; replace jax-cuda12-plugin by "
+            "the assembler of CUDA 12.8 compiles masks wrongly; replace jax-cuda12-plugin with "
             "jax[cuda13]"
         )
     if case.dtype != "bfloat16":
@@ -59,7 +61,7 @@ def supports(case: AttentionCase) -> str | None:
 
 
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
-    """Block sizes worth measuring, the default first."""
+    """Block sizes to measure, the default first."""
     return [
         DEFAULT,
         {"keys": 64, "stages": 2},

@@ -1,5 +1,5 @@
 """Attention on TPUs by jax's splash kernels (jax.experimental.pallas.ops.tpu.splash_attention), for
-requests that they serve exactly.
+requests that they compute exactly.
 
 Shapes: B batch  T query time  S key time  N heads  K kv heads  H head dim  V value head dim.
 """
@@ -27,12 +27,13 @@ MOST_POSITIONS = 1 << 32
 
 
 def supports(case: AttentionCase) -> str | None:
-    """Multiples of 128 in bfloat16, of which some query sees some key."""
+    """Why splash cannot serve `case`; None if it can: bfloat16, lengths in multiples of 128, and
+    some query sees some key."""
     request = case.request
     if case.dtype != "bfloat16":
-        return f"rounds {case.dtype} to bfloat16 before it multiplies; bfloat16 would do"
+        return f"rounds {case.dtype} to bfloat16 before it multiplies; use bfloat16"
     if case.numbered > 1:
-        return "takes one number for each position, and documents and chunks are two"
+        return "takes one number a position, and documents and chunks need two"
     if case.sinks and jax.__version_info__ < (0, 12):
         return f"jax {jax.__version__} rounds the gradient of sinks to bfloat16; 0.12 does not"
     if max(case.head_dim, case.value_dim) > 256:
@@ -42,8 +43,8 @@ def supports(case: AttentionCase) -> str | None:
             return f"{length} {what} are not a multiple of {LANES}"
     if case.queries * case.keys > MOST_POSITIONS:
         return (
-            f"jax goes over all of {case.queries} x {case.keys} positions while it traces; up "
-            f"to {MOST_POSITIONS} would do"
+            f"jax visits all of {case.queries} x {case.keys} positions while it traces; at most "
+            f"{MOST_POSITIONS} are supported"
         )
     nearest, furthest = request.offset - case.keys + 1, request.offset + case.queries - 1
     window = request.window or case.queries + case.keys + abs(request.offset)
@@ -53,8 +54,8 @@ def supports(case: AttentionCase) -> str | None:
 
 
 def candidates(case: AttentionCase) -> list[dict[str, int]]:
-    """Sizes worth measuring, the default first: whole blocks alone, and each of the others differs
-    from it in one pass."""
+    """Sizes to measure, the default first: whole blocks alone, each different from the default in
+    one pass."""
     sizes = [_default(case.queries, case.keys)]
     for suffix, most in ("", 2048), ("_dkv", 1024):
         for q, k in itertools.product((256, 512, 1024), (512, 1024, 2048)):
@@ -102,7 +103,8 @@ def _kernel(
     sizes: tuple[tuple[str, int], ...],
     interpret: bool,
 ) -> Any:
-    """Splash's kernels and their tables of tiles, which take long to make for long sequences."""
+    """Splash's kernels with their tables of tiles; cached, because making them takes long for long
+    sequences."""
     mask: masks.Mask
     if request.window:
         before = request.window - 1

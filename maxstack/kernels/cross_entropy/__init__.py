@@ -1,6 +1,13 @@
 """Cross-entropy of a linear head without its logits in memory, by several backends, and
 `cross_entropy` of logits.
 
+A token's loss is weighted by a number that is known before, so the sum of weighted losses fixes all
+gradients but for a factor, and they can be made in the forward pass, while a block's logits are
+there (the trick of Liger-Kernel, Hsu et al. 2024, arXiv:2410.10989): no logits are kept, and none
+are made twice. The backward pass multiplies the waiting gradients by the cotangent of the total
+(differentiable.py). Only `Losses.total` is differentiable. layout.py splits the call over a mesh,
+by_rows.py is the loop over blocks of rows, softmax.py what a slice of the vocabulary contributes.
+
 Shapes: B batch  T time  D embed  V vocab.
 """
 
@@ -40,8 +47,8 @@ def linear_cross_entropy(
     bias_V: jax.Array | None = None,
     kept: str = "embed vocab",
 ) -> Losses:
-    """Losses, in nats and float32, of tokens whose logits are x head + bias; the total is their sum
-    weighted by `weights_BT`.
+    """Losses, in nats and float32, of tokens whose logits are x head + bias, and their sum weighted
+    by `weights_BT`.
 
     The head is multiplied in x's dtype, accumulated in float32. `total` is differentiable by x,
     head and bias; nll and log_z [B, T] are not, and targets and weights have no gradient. `kept`

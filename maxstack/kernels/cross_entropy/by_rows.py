@@ -1,9 +1,5 @@
-"""A loop over blocks of rows, shared by every backend but the reference.
-
-The loss is linear in known weights, so a block's gradients can be made while its logits are there
-(Hsu et al. 2024, arXiv:2410.10989): no logits are kept or made twice. Shapes: M rows  R rows of a
-block  D embed  V vocab.
-"""
+"""The loop over blocks of rows, shared by all backends but the reference. Shapes: M rows  R rows of
+a block  D embed  V vocab."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +24,7 @@ def rows_of(vocab: int, platform: str) -> int:
 
 
 def sizes(case: CrossEntropyCase) -> list[int]:
-    """Rows of a block worth measuring, the default first."""
+    """Rows of a block to measure, the default first."""
     default = rows_of(case.vocab, case.device.platform)
     others = (default // 2, default * 2)
     return [default, *(rows for rows in others if 64 <= rows < 2 * case.rows)]

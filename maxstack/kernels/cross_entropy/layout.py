@@ -87,7 +87,7 @@ class Layout:
         nll, log_z = (rows.reshape(weights.shape) for rows in scores)
         return Losses(_sum(total(nll, log_z, weights, request), self.rows), nll, log_z)
 
-    def reduced(self, gradients: Gradients, x: jax.Array) -> Gradients:
+    def reduce_gradients(self, gradients: Gradients, x: jax.Array) -> Gradients:
         """Gradients over all devices; the head's is added up in x's dtype, as those of other
         weights are."""
         d_x, d_head, d_bias = gradients

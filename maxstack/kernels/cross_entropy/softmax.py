@@ -1,5 +1,5 @@
-"""The softmax over a vocabulary of which a device may hold a slice: statistics of a slice, their
-combination, and the gradient of the logits.
+"""The softmax over a vocabulary of which a device may hold a slice: statistics of a slice,
+their combination over slices, and the gradient of the logits.
 
 Shapes: R rows  D embed  V vocab.
 """

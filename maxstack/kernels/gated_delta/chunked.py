@@ -1,4 +1,10 @@
-"""The gated delta rule by chunks: matrix products instead of a step a token.
+"""The gated delta rule by chunks: matrix products instead of one step a token.
+
+Within a chunk the values that positions write depend on each other by a triangular system, which
+the UT transform solves for all of them at once (Yang et al. 2024, arXiv:2406.06484, section 3.2;
+with decay arXiv:2412.06464, section 3.3); a scan passes one state from chunk to chunk. Decays are
+multiplied by adding exponents for each pair of positions, and the system is solved by doubling
+blocks: shorter forms of both lose digits (`_decays`, `_unit_inverse`).
 
 Shapes: B batch  T time  K key heads  G value heads / key heads  H key dim  V value dim  X chunks  C
 position in a chunk  S another position in it.
@@ -21,10 +27,7 @@ def run(
     segments_BT: jax.Array | None,
     chunk: int = 64,
 ) -> jax.Array:
-    """Solves a triangular system for the positions of a chunk (the UT transform of Yang et al.
-    2024, arXiv:2406.06484, section 3.2, with decay as in arXiv:2412.06464, section 3.3); only
-    states go from chunk to chunk.
-    """
+    """[B, T, N, V] in v's dtype, computed in float32, in chunks of `chunk` positions."""
     b, t, n, v = v_BTNV.shape
     heads, chunk = (k_BTKH.shape[2], n // k_BTKH.shape[2]), min(chunk, t)
     q_XBKCH, k_XBKCH = (_chunks(x.astype(jnp.float32), chunk, 1) for x in (q_BTKH, k_BTKH))
@@ -78,11 +81,11 @@ def _states(
 
 
 def _decays(decay_XBKGC: jax.Array, runs_XBC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Share of the write of position s <= c that is left at position c, and of the state before the
-    chunk; 0 where a document began in between.
+    """The share of the write of position s <= c that is left at position c, and the share of the
+    state before the chunk; 0 where a document began in between.
 
-    The exponents after s up to c are added up for each pair: a difference of two sums from the
-    start would lose digits, and would let one document round the sums of the next.
+    The exponents after s up to c are added for each pair: the difference of two sums from the start
+    would lose digits, and would let one document change the rounding of the next.
     """
     chunk = decay_XBKGC.shape[-1]
     sums_XBKGCS = jnp.einsum(
@@ -103,9 +106,9 @@ def _decays(decay_XBKGC: jax.Array, runs_XBC: jax.Array) -> tuple[jax.Array, jax
 def _unit_inverse(a: jax.Array) -> jax.Array:
     """(1 + a)^-1 for strictly lower triangular a [.., C, C].
 
-    Inverts blocks on the diagonal and joins pairs of them to blocks of twice the size. Every factor
-    is itself a part of an inverse: powers of `a`, as in a Neumann product, grow like binomials
-    where keys repeat, and lose all digits.
+    Inverts blocks on the diagonal and joins pairs of them into blocks of twice the size, so that
+    every factor is itself a part of an inverse. Powers of `a`, as in a Neumann product, grow like
+    binomial coefficients where keys repeat, and lose all digits.
     """
     size, width = a.shape[-1], 1
     inverse = jnp.broadcast_to(jnp.eye(size), a.shape)

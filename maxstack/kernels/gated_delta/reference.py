@@ -22,15 +22,15 @@ def run(
     k, n = k_BTKH.shape[2], v_BTNV.shape[2]
     q, key = (jnp.repeat(x.astype(jnp.float32), n // k, axis=2) for x in (q_BTKH, k_BTKH))
     runs_BT = jnp.broadcast_to(document_numbers(segments_BT, v_BTNV.shape[1]), v_BTNV.shape[:2])
-    fresh_BT = jnp.diff(runs_BT, axis=1, prepend=-1) != 0
+    begins_BT = jnp.diff(runs_BT, axis=1, prepend=-1) != 0
 
-    def scanned(s_BNHV: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        *position, fresh_B = now
-        return jax.vmap(step)(jnp.where(fresh_B[:, None, None, None], 0.0, s_BNHV), *position)
+    def next_position(s_BNHV: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        *position, begins_B = now
+        return jax.vmap(step)(jnp.where(begins_B[:, None, None, None], 0.0, s_BNHV), *position)
 
-    inputs = [q, key, *(x.astype(jnp.float32) for x in (v_BTNV, decay_BTN, beta_BTN)), fresh_BT]
+    inputs = [q, key, *(x.astype(jnp.float32) for x in (v_BTNV, decay_BTN, beta_BTN)), begins_BT]
     start = jnp.zeros((v_BTNV.shape[0], n, k_BTKH.shape[3], v_BTNV.shape[3]))
-    _, o_TBNV = jax.lax.scan(scanned, start, tuple(jnp.moveaxis(x, 1, 0) for x in inputs))
+    _, o_TBNV = jax.lax.scan(next_position, start, tuple(jnp.moveaxis(x, 1, 0) for x in inputs))
     return jnp.moveaxis(o_TBNV, 0, 1).astype(v_BTNV.dtype)
 
 

@@ -1,5 +1,4 @@
-"""Matmul of rows that are sorted by group, each group with a matrix of its own, as in a mixture of
-experts.
+"""The matmul of a mixture of experts: rows are sorted by group, and each group has its own matrix.
 
 Shapes: M rows  E groups  K contracted  N columns.
 """

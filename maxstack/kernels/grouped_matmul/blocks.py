@@ -1,8 +1,6 @@
 """The grouped matmul and its gradients as a loop over groups and, inside, over blocks of a group's
-rows. Shapes as in the package, and R rows of a block.
-
-On CPUs and GPUs XLA computes a ragged_dot as one dense matmul for every group.
-"""
+rows: on CPUs and GPUs XLA multiplies every row by every group's matrix in a ragged_dot. Shapes as
+in the package, and R rows of a block."""
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +17,8 @@ def supports(case: GroupedMatmulCase) -> str | None:
 
 
 def _rows(m: int, groups: int) -> tuple[int, str]:
-    """Rows of a block: about those of a group, as a power of two; and what tells `plan` the blocks
-    of a group where all have as many rows."""
+    """Rows of a block: about those of a group, as a power of two; and the name of a scope that
+    tells `plan` the number of blocks of a group under an even load."""
     rows = min(MOST_ROWS[Device.here().platform], max(LEAST_ROWS, 1 << (m // groups).bit_length()))
     return rows, f"turns_{-(-m // (groups * rows))}"
 

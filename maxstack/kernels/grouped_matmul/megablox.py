@@ -13,9 +13,9 @@ from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, differentiab
 
 LANES = 128
 MOST_TILES = 1024
-"""Tiles of rows. megablox counts visits to them with a histogram in float32, whose edges blur: on a
-CPU counts were right up to 4,096 tiles and wrong at 6,000. A wrong count gives rows another group's
-matrix, without an error."""
+"""Most tiles of rows. megablox counts visits to tiles with a histogram in float32, whose edges
+blur: on a CPU counts were right up to 4,096 tiles and wrong at 6,000. A wrong count silently
+multiplies rows by another group's matrix."""
 TALLEST = 512
 
 
@@ -43,7 +43,7 @@ def supports(case: GroupedMatmulCase) -> str | None:
 
 
 def candidates(case: GroupedMatmulCase) -> list[dict[str, int]]:
-    """Sizes worth measuring, the default first. Tiles of float32 are half as deep and wide, to fit
+    """Sizes to measure, the default first. Tiles of float32 are half as deep and wide, to fit into
     the smallest VMEM of a TPU."""
     rows = min(TALLEST, max(LANES, case.rows_of_a_group))
     part = 1 if case.dtype == "bfloat16" else 2

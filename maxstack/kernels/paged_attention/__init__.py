@@ -1,4 +1,8 @@
-"""Attention of single tokens over the keys and values of their requests, which lie in pages.
+"""Paged attention: single tokens attend over the keys and values of their requests, which lie in
+pages of a cache (Kwon et al. 2023, arXiv:2309.06180).
+
+A row's bits do not depend on other requests, nor on how many rows a step has: each backend walks a
+request's keys in blocks at fixed positions, and blocks that a row does not see change nothing.
 
 Shapes: R rows  S slots  W pages of a request at most  P pages  L tokens of a page  N heads  K kv
 heads  C arrays of a token (2K: keys and values in turn; 1: a key whose first V numbers are the
@@ -30,12 +34,12 @@ OP = Op(
 
 
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
-"""Type of numbers -> integers that pages on CPUs hold in their place: XLA would convert the whole
-cache, there and back, around each gather and scatter of such numbers."""
+"""Types whose numbers pages on CPUs hold as integers of the same bits: XLA on a CPU would convert
+the whole cache, there and back, around each gather and scatter of such numbers."""
 
 
 class Quantized(NamedTuple):
-    """Pages in low precision: the numbers times the scales are what is kept."""
+    """Pages in low precision: numbers and their scales."""
 
     numbers_PLCH: jax.Array
     """int8 or float8_e4m3fn, that on CPUs by `BITS`."""
@@ -112,7 +116,7 @@ def paged_attention(
 ) -> tuple[jax.Array, Any]:
     """(softmax(scores) v [R, N, V] in q's dtype, the pages with `new_RCH` at its places).
 
-    Row r is the token at `positions_R[r]` (-1: nobody's, gives zeros) of the request whose pages
+    Row r is the token at `positions_R[r]` (-1: unused, gives zeros) of the request whose pages
     are `tables_SW[slots_R[r]]`: position p lies in the page at p // L. It sees the keys of its
     request that `Request` lets it see, those of other rows of this call too; None for `new_RCH`
     writes nothing. What a row gives does not depend on other requests. `sinks_N` as in `attention`.
@@ -181,10 +185,10 @@ def _write(
     slots_R: jax.Array,
     positions_R: jax.Array,
 ) -> jax.Array | Quantized:
-    """The pages with the rows' arrays; those of rows that are nobody's go to page 0 as zeros.
+    """Write the rows' arrays into pages; those of unused rows go to page 0 as zeros.
 
-    What is not finite becomes 0: a page may be read by its next owner, masked, before it is written
-    anew, and 0 times infinity is not 0. The row itself has it in its residual stream."""
+    What is not finite becomes 0: the next owner of a page may read it, masked, before it is written
+    again, and 0 times infinity is not 0. The row itself keeps it in its residual stream."""
     length, real_R = pages_PLCH.shape[1], positions_R >= 0
     at_R = jnp.maximum(positions_R, 0)
     where = jnp.where(real_R, tables_SW[slots_R, at_R // length], 0), at_R % length

@@ -1,4 +1,4 @@
-"""Tiles of rows of one request, which backends compute together."""
+"""Tiles: rows at consecutive positions of one request, which backends compute together."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(tables_RW: jax.Array, positions_R: jax.Array, size: int) -> Tiles:
-    """Tiles of up to `size` rows; none has rows that are nobody's (position -1)."""
+    """Tiles of up to `size` rows; none has unused rows (position -1)."""
     inside_R, _ = _runs(tables_RW, positions_R)
     return _tiles(inside_R % size == 0, positions_R >= 0)
 

@@ -1,5 +1,9 @@
 """Paged attention for CPUs: a few rows of one request at a time, each tile over its own keys alone.
 
+Prompts are computed in long tiles, which read their keys less often, single tokens in short ones,
+several of which are computed together. A row must have the same bits in all of them, which decides
+the numbers of rows below: XLA on a CPU sums differently below certain numbers (`_tile_rows`).
+
 Shapes as in the package, and T rows of a tile, X tiles that are computed together, B keys of a
 block, G query heads of a kv head, M = T * G.
 """
@@ -30,7 +34,7 @@ MANY, MANY_TOGETHER = 128, 64
 
 
 class Call(NamedTuple):
-    """Rows with what is beyond the last, where a long tile may end."""
+    """Arguments, whose rows are padded so that a long tile may reach beyond the last."""
 
     inputs: Inputs
     request: Request

@@ -23,7 +23,7 @@ DEVICES = {
     "blockwise": Device("cpu", "cpu"),
     "splash": Device("tpu", "TPU v5p"),
 }
-HOW = {"blockwise": {"blocks": {"rows": 32, "keys": 16}}, "splash": {"interpret": True}}
+HOW = {"blockwise": {"blocks": {"rows": 64, "keys": 32}}, "splash": {"interpret": True}}
 """Tiles so small that rows of at most 150 positions are loops over several sizes of them."""
 EXAMPLES = {"blockwise": 16, "splash": 6}
 DIMS = [16, 24, 64, 128]

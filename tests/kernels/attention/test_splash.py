@@ -74,12 +74,12 @@ def test_values_and_gradients_are_the_reference_also_where_documents_hide_all_ke
     "change, reason",
     [
         ({"dtype": "float32"}, "rounds float32"),
-        ({"request": Request(0.2, chunk=64)}, "one number"),
+        ({"request": Request(0.2, chunk=64)}, "one number a position"),
         ({"queries": 300}, "300 queries"),
         ({"keys": 300}, "300 keys"),
         ({"head_dim": 320}, "head_dim 320"),
         ({"request": Request(0.2, offset=-256)}, "offset -256"),
-        ({"queries": 1 << 17, "keys": 1 << 17}, "traces"),
+        ({"queries": 1 << 17, "keys": 1 << 17}, "while it traces"),
         ({"request": Request(0.2, window=10, offset=300)}, "offset 300"),
     ],
 )
