@@ -1,5 +1,10 @@
-"""The device mesh, and the rules from logical axes to mesh axes. Code below run.py names logical
-axes only."""
+"""The device mesh, and the rules from logical axes to mesh axes.
+
+There are seven mesh axes, outermost first: slices, stage, data, fsdp, expert, context, tensor.
+Rules map logical axes to them, for weights and activations alike, so code below run.py names
+logical axes only. `constrain` tells XLA where an activation lies; what XLA would have to guess
+(attention, experts, the pipeline) runs in `per_device`, with collectives by hand.
+"""
 
 import contextlib
 import contextvars
@@ -23,7 +28,7 @@ _current: contextvars.ContextVar[tuple["Mesh", MeshConfig] | None] = contextvars
 
 @contextlib.contextmanager
 def holding(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    """Sets a context variable inside."""
+    """Set a context variable inside."""
     token = variable.set(value)
     try:
         yield
@@ -32,7 +37,7 @@ def holding(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]
 
 
 def use(mesh: "Mesh", cfg: MeshConfig) -> contextlib.AbstractContextManager[None]:
-    """Sets the mesh, and its configuration, for `constrain` and `per_device` inside."""
+    """Set the mesh and its configuration for `constrain` and `per_device` inside."""
     return holding(_current, (mesh, cfg))
 
 

@@ -21,8 +21,8 @@ from maxstack.sharding import constrain
 
 
 class Attention(Layer):
-    """Self-attention (Vaswani 2017; grouped queries: Ainslie 2023, arXiv:2305.13245) with
-    the parts that its configuration asks for."""
+    """Self-attention (Vaswani 2017; grouped queries: Ainslie 2023, arXiv:2305.13245) with the parts
+    that its configuration has."""
 
     cfg: AttentionConfig
 
@@ -71,7 +71,7 @@ class Attention(Layer):
         return o_RNH[:, None]
 
     def keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
-        """Keys, normed and rotated, and values, normed: each [B, S, K, H]."""
+        """Normalised and rotated keys, and normalised values: each [B, S, K, H]."""
         assert self.key is not None, "a block with share_kv has no keys of its own"
         raw_BSKH = v_BSKH = _project_heads(x_BTD, self.key, self.key_bias, "kv_heads")
         if self.value is not None:
@@ -83,8 +83,7 @@ class Attention(Layer):
         return checkpoint_name(k_BSKH, "key"), checkpoint_name(constrain(v_BSKH, axes), "value")
 
     def _norm_and_rotate(self, x_BTNH: Array, norm: Norm | None, context: Context) -> Array:
-        """Queries or keys with their norm and rotation, in the order that the configuration
-        says."""
+        """Normalise and rotate queries or keys, in the order of the configuration."""
         cfg = self.cfg
 
         def normed(x_BTNH: Array) -> Array:
@@ -121,6 +120,6 @@ def temperature(cfg: TemperatureConfig, positions_BT: Array) -> Array:
 
 
 def _project_heads(x_BTD: Array, w: nnx.Param, bias: nnx.Param | None, axis: str) -> Array:
-    """Heads, pinned to the mesh before norm and rotation, which are float32: else XLA may move them
-    after."""
+    """Project to heads, pinned to the mesh before norm and rotation, which are float32: otherwise
+    XLA may reshard them afterwards, in float32."""
     return constrain(project(x_BTD, w, bias), f"batch seq {axis} head_dim")

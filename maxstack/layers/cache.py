@@ -37,7 +37,7 @@ class LayerCache:
     """int32: the pages of each request, in the order of its tokens; page 0 belongs to none."""
     arrays: dict[str, Array]
     backend: str
-    """Of attention over pages."""
+    """Backend of paged attention."""
 
     def attend(
         self,

@@ -66,7 +66,7 @@ def position_keys() -> Array | None:
 
 
 def position_keys_of(rows_B2: Array, length: int) -> Array:
-    """Keys of rows -> those of their positions [B, T, 2], in natural order."""
+    """Random keys of rows -> random keys of their positions [B, T, 2], in natural order."""
     return _fold_in(rows_B2[:, None], jnp.arange(length))
 
 

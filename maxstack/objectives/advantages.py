@@ -1,7 +1,6 @@
 """Advantages of samples, over the whole batch of a step. Shapes: B batch  T time.
 
-What belongs to a sample stands at its last position [B, T]; `mask` is 1 on the tokens that the
-model chose.
+Values of a sample are at its last position [B, T]; `mask` is 1 on the tokens that the model chose.
 """
 
 from typing import NamedTuple
@@ -89,7 +88,7 @@ def generalized_advantages(
     cfg: AdvantageConfig, rewards_BT: Array, values_BT: Array, samples: Samples
 ) -> Array:
     """Generalized advantage estimates over the tokens that the model chose, 0 elsewhere (Schulman
-    et al. 2016, arXiv:1506.02438, eq. 16): what is read between them takes no time."""
+    et al. 2016, arXiv:1506.02438, eq. 16); tokens of an environment between them take no time."""
     ends_BT = is_last(samples.segments)
 
     def back(

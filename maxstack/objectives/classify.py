@@ -26,8 +26,8 @@ class Classify(ImageObjective):
             )
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
-        """With mixup: `image` float32, mixed with that of another row, `other`, int32 [B], the
-        class of that one, and `share`, that of the row's own."""
+        """Add mixup (Zhang et al. 2017, arXiv:1710.09412): `image` float32, mixed with another
+        row's, that row's class `other`, int32 [B], and `share`, the weight of the row's own."""
         if not self.section.mixup:
             return batch
         share = jax.random.beta(key, self.section.mixup, self.section.mixup)
@@ -76,7 +76,7 @@ class Classify(ImageObjective):
 
     @staticmethod
     def _right(logits_BK: jax.Array, batch: Batch, most: int) -> jax.Array:
-        """Images whose class is among the likeliest; of equal ones none."""
+        """The number of images whose class is among the `most` likeliest; ties count as wrong."""
         own_B1 = jnp.take_along_axis(logits_BK, batch["label"][:, None], axis=1)
         above_B = (logits_BK >= own_B1).sum(axis=1)
         return jnp.where(above_B <= most, batch["real"], 0.0).sum()

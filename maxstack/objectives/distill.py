@@ -32,7 +32,7 @@ class Distill(Objective):
 
     @property
     def forward_passes(self) -> int:
-        """None of this model; the teacher's is counted by its own size."""
+        """0: the teacher's is counted by its own size."""
         return 0
 
     def loss(self, models: Models, batch: Batch) -> Loss:
@@ -94,7 +94,7 @@ class Distill(Objective):
     def _from_stored(
         self, student_BtV: Array, targets_Bt: Array, tokens_BtK: Array, logps_BtK: Array
     ) -> tuple[Array, Array, Array]:
-        """As `_from_logits`, with all tokens that are not stored as one."""
+        """The same from stored log-probabilities, where all other tokens count as one."""
         log_z_Bt = jax.nn.logsumexp(student_BtV, axis=-1, keepdims=True)
         own_BtK = jnp.take_along_axis(student_BtV, tokens_BtK, axis=-1) - log_z_Bt
         # Where nothing is stored all is the rest, of which the divergence is 0.

@@ -1,4 +1,9 @@
-"""Flow matching. Shapes: B batch  S side of an image  C channels."""
+"""Flow matching (Lipman et al. 2022, arXiv:2210.02747) and diffusion of images.
+
+A time from 0 (the image) to 1 (noise) mixes the two along a path; the model predicts velocity,
+image or noise. `path=line` mixes linearly; `path=vp` has the variances of DDPM's 1,000 steps (Ho et
+al. 2020, arXiv:2006.11239). Shapes: B batch  S side of an image  C channels.
+"""
 
 import functools
 
@@ -13,7 +18,7 @@ from maxstack.schema.dit import DiTConfig
 from maxstack.schema.objective import FlowConfig
 
 UNITS = 1000
-"""Times of the model between clean and noise."""
+"""The model's time at pure noise; 0 is the image."""
 BETAS = 1e-4, 0.02
 """The first and last variance of noise that a step of path=vp adds."""
 LEAST = 1e-3
@@ -21,7 +26,7 @@ LEAST = 1e-3
 
 
 class Flow(ImageObjective):
-    """Sum over images of the mean squared error, over their pixels, of what is predicted."""
+    """Sum over images of the mean squared error of the prediction over their pixels."""
 
     @property
     def section(self) -> FlowConfig:
@@ -36,8 +41,8 @@ class Flow(ImageObjective):
         return self.cfg.model
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
-        """With `time` float32 [B], `noise` float32 [B, S, S, C], and in `label` the number of
-        classes where an image's is hidden; all of the row alone."""
+        """Draw `time` float32 [B] and `noise` float32 [B, S, S, C], and hide some classes: `label`
+        is then the number of classes. Each depends on the row alone."""
         section, shape = self.section, batch["image"].shape
         keys_B = jax.random.wrap_key_data(row_keys(key, shape[0]), impl="threefry2x32")
 
@@ -54,13 +59,12 @@ class Flow(ImageObjective):
         return {**batch, "time": self.shifted(time_B), "noise": noise, "label": label_B}
 
     def shifted(self, time: jax.Array) -> jax.Array:
-        """Times moved by objective.shift."""
+        """Shift times by objective.shift."""
         shift = self.section.shift
         return shift * time / (1.0 + (shift - 1.0) * time)
 
     def shares(self, time: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """How much of the image and of the noise there is at times from 0, where all is image, to
-        1."""
+        """The shares of image and noise at times from 0 (all image) to 1."""
         if self.section.path == "line":
             return 1.0 - time, time
         betas = np.linspace(*BETAS, UNITS)
@@ -80,7 +84,7 @@ class Flow(ImageObjective):
         return jnp.ceil(jnp.maximum(UNITS * time - 1e-3, 0))
 
     def ends(self, made: jax.Array, x: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The image and the noise that a prediction at x and a time says."""
+        """The image and the noise that follow from a prediction at x and a time."""
         image, noise = self.shares(time)
         if self.section.prediction == "velocity":
             return x - noise * made, x + image * made

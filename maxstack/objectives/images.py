@@ -1,4 +1,4 @@
-"""What objectives of images have in common. Shapes: B batch  S side of an image  C channels."""
+"""Base class of objectives of images. Shapes: B batch  S side of an image  C channels."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +17,8 @@ class ImageObjective(Objective):
 
     @property
     def fields(self) -> Mapping[str, Field]:
-        """`image` uint8 [B, S, S, C], of latents float16, `label` int32 [B], `real` float32 [B]: 0
-        for what is none."""
+        """`image` uint8 [B, S, S, C], float16 for latents; `label` int32 [B]; `real` float32 [B], 0
+        for padding."""
         model: Any = self.cfg.model
         side, dtype = model.image_size, "float16" if self.cfg.data.has_latents else "uint8"
         return {
@@ -31,7 +31,7 @@ class ImageObjective(Objective):
         return batch["real"].sum()
 
     def tokens(self, batch: Batch) -> jax.Array:
-        """All of a row's, since the layers do not know of rows that are none."""
+        """All tokens of all rows, since the layers do not tell padding rows apart."""
         assert self.cfg.model.tokens
         return jnp.asarray(batch["real"].shape[0] * self.cfg.model.tokens, jnp.float32)
 

@@ -1,8 +1,9 @@
-"""Losses of the log-probabilities of tokens. Shapes: B batch  T time  D embed.
+"""Losses that are functions of the log-probabilities of tokens. Shapes: B batch  T time  D embed.
 
-A loss of log-probabilities L(l) has the gradient sum_t (dL/dl_t) dl_t: its derivatives are the
-weights of a linear cross-entropy, whose logits are not kept either. That costs one more forward
-pass of the head.
+Such a loss L(l) has the gradient sum_t (dL/dl_t) dl_t: its derivatives are the weights of a linear
+cross-entropy, so that no logits are kept here either. First `measure` computes the
+log-probabilities, `weigh` differentiates the loss by them, and `loss` runs the weighted
+cross-entropy; that costs one more forward pass of the head.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,7 +52,7 @@ class LogProbs(Objective):
 
     @property
     def forward_passes(self) -> int:
-        """That of the reference; that of the head alone is not counted."""
+        """1 for the reference; the second pass of the head is not counted."""
         return int(self.needs_reference)
 
     @property
@@ -70,18 +71,18 @@ class LogProbs(Objective):
         return 1.0
 
     def extra_loss(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Batch]:
-        """A summand of the loss that is no function of log-probabilities, and metrics of it; the
-        batch is weighed."""
+        """A term of the loss that is not a function of log-probabilities, and its metrics, of a
+        batch that `weigh` has completed."""
         return jnp.zeros(()), {}
 
     def measure(self, models: Models, batch: Batch) -> Batch:
-        """The batch with what `terms` reads."""
+        """Add what `terms` reads."""
         x_BTD, _, _ = models.policy.trunk(batch)
         return self._measured(models, batch, models.policy.norm(x_BTD))
 
     def weigh(self, batch: Batch) -> Batch:
-        """The batch with `coefficients`, the derivatives of the loss by `logps`, and the summands
-        of loss and metrics."""
+        """Add `coefficients`, the derivatives of the loss by `logps`, and the terms of loss and
+        metrics."""
 
         def loss(logps_BT: Array) -> tuple[Array, Terms]:
             terms = self.terms({**batch, "logps": logps_BT})

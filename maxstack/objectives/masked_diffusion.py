@@ -45,8 +45,8 @@ class MaskedDiffusion(Objective):
         return self.cfg.decoder.vocab - 1 if given is None else given
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
-        """With `time` float32 [B] and `draw` float32 [B, T], uniform in [0, 1): what is below its
-        row's time is hidden."""
+        """Draw `time` float32 [B] and `draw` float32 [B, T], uniform in [0, 1): a token whose draw
+        is below its row's time is hidden."""
         rows, length = batch["tokens"].shape
         offset = jax.random.uniform(jax.random.fold_in(key, rows))
         strata = (offset + jnp.arange(rows) / rows) % 1.0
@@ -74,8 +74,9 @@ class MaskedDiffusion(Objective):
         return self._predicting(batch).sum()
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
-        """The bound, its mean over eval_times fixed t, and hidden_accuracy: how many of 15 % hidden
-        tokens are the likeliest. What is hidden follows from a row's tokens alone."""
+        """The mean of the bound over eval_times fixed t, and hidden_accuracy: the share of 15 %
+        hidden tokens that are the likeliest. Which tokens are hidden depends on the row's tokens
+        alone."""
         targets_BT = batch["targets"]
         uniform = functools.partial(jax.random.uniform, shape=targets_BT.shape[1:])
         draw_BT = jax.vmap(uniform)(content_keys(targets_BT))

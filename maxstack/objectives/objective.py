@@ -1,5 +1,13 @@
-"""The protocol of objectives: the fields of a batch that one needs, and the loss that it makes of
-them."""
+"""The protocol of objectives: the fields of a batch that an objective needs, and the loss that it
+computes from them.
+
+A loss is sums and a weight, never means (`Loss`): microbatches and devices add sums, and a step
+divides once, so padding, masks and accumulation are exact. Terms of the model's own parts (routers,
+multi-token prediction) are means by counts of their own; their sums are multiplied by `factors` of
+the global batch before that one division. A step calls `prepare` on the global batch, then, where
+rows depend on each other (`coupled`), `measure` on each microbatch and `weigh` on all of them
+together, then `loss` on each microbatch.
+"""
 
 import dataclasses
 import pkgutil
@@ -23,19 +31,19 @@ class Loss(NamedTuple):
     """Sums and a weight, never means: accumulation, padding and devices stay exact. All float32."""
 
     total: jax.Array
-    """Value that is differentiated."""
+    """The value that is differentiated."""
     weight: jax.Array
-    """Divisor of the sums: counted tokens."""
+    """Divisor of the sums: the number of counted tokens."""
     metrics: dict[str, jax.Array]
-    """The summands of `total` and other sums to report, by name; the log shows `loss`. Those of `x`
-    are divided by `x/weight` where there is one."""
+    """Terms of `total` and other sums to report, by name; the log shows `loss`. The sum `x` is
+    divided by `x/weight` where there is one."""
     reports: Reports
     """Reports of the model's layers, for Model.after_step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The model that is trained, and those beside it that are not."""
+    """The model that is trained, and frozen models beside it."""
 
     policy: Any
     frozen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -51,7 +59,7 @@ class Objective:
     """True where the loss of a row depends on other rows: `measure` then comes before the batch is
     cut into microbatches."""
     counted: ClassVar[str] = "tokens"
-    """What `Loss.weight` counts."""
+    """The unit that `Loss.weight` counts."""
     annotations: tuple[str, ...] = ()
     """Fields of a batch, float32 [B, T], that `annotate` makes when its rollout is first learned
     from."""
@@ -60,7 +68,7 @@ class Objective:
         self.cfg = cfg
 
     def check_trains(self) -> None:
-        """ConfigError where the model cannot be trained so."""
+        """Raise ConfigError if this objective cannot train the model."""
 
     @property
     def forward_passes(self) -> int:
@@ -73,9 +81,9 @@ class Objective:
         return token_fields(self.cfg)
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
-        """The whole global batch of a step with what is drawn or counted over all of it, before it
-        is cut into microbatches: arrays [B, ...], and scalars that every microbatch gets. `key` is
-        of seed and step; fold in the row for what belongs to one."""
+        """Add to the global batch of a step what is drawn or counted over all of it, before it is
+        cut into microbatches: arrays [B, ...], and scalars that every microbatch gets. `key`
+        depends on seed and step; fold in the row for what belongs to one."""
         return batch
 
     def annotate(self, models: Models, batch: Batch) -> Batch:
@@ -83,11 +91,11 @@ class Objective:
         raise NotImplementedError
 
     def measure(self, models: Models, batch: Batch) -> Batch:
-        """A microbatch with what `weigh` reads of all of them, where `coupled`; no gradient."""
+        """Add to a microbatch what `weigh` reads, where `coupled`; without gradient."""
         return batch
 
     def weigh(self, batch: Batch) -> Batch:
-        """The global batch, measured, with what `loss` reads of it, where `coupled`."""
+        """Add to the measured global batch what `loss` reads, where `coupled`."""
         return batch
 
     def weight(self, batch: Batch) -> jax.Array:
@@ -96,17 +104,16 @@ class Objective:
         return batch["mask"].astype(jax.numpy.float32).sum()
 
     def tokens(self, batch: Batch) -> jax.Array:
-        """Tokens that the layers see, float32: the divisor of what experts' routers add to the
-        loss."""
+        """The number of tokens that the layers see, float32: the divisor of the routers' loss."""
         if "segments" in batch:
             return (batch["segments"] > 0).sum().astype(jax.numpy.float32)
         real = batch.get("real", jax.numpy.ones(batch["tokens"].shape, bool))
         return real.sum().astype(jax.numpy.float32)
 
     def factors(self, batch: Batch) -> Batch:
-        """Factors of the global batch for what the model's parts add to the loss. Each is a mean
-        by its own count of tokens, whatever the objective counts, while a step divides all sums by
-        `Loss.weight` alone."""
+        """Factors of the global batch for terms of the model's own parts. Each term is a mean by
+        its own count of tokens, whatever the objective counts, while a step divides all sums by
+        `Loss.weight`."""
         weight, factors = self.weight(batch), {}
         if any(block.experts for block in self.cfg.model.blocks.values()):
             factors["factor/router_loss"] = weight / jax.numpy.maximum(self.tokens(batch), 1.0)
@@ -122,8 +129,8 @@ class Objective:
     def make_loss(
         self, batch: Batch, total: jax.Array, metrics: Batch, aux: Aux, **added: jax.Array
     ) -> Loss:
-        """The objective's own sum with the sums that the model's parts add: `added`, and by the
-        reports of its blocks, `aux`, router_loss."""
+        """The loss with terms of the model's own parts: `added`, and router_loss from the reports
+        of its blocks, `aux`."""
         routers, reports = losses_and_reports(aux)
         metrics = {**metrics}
         for name, value in (added | routers).items():
@@ -133,8 +140,8 @@ class Objective:
         return Loss(total, self.weight(batch), metrics, reports)
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:
-        """Sums over a held-out batch: `nll` and its `weight`, `bytes` of text; of any other figure
-        x, `x` and `x/weight`. Here: the loss, with the same random numbers each time."""
+        """Sums over a held-out batch: `nll` and its `weight`, `bytes` of text; for any other metric
+        x, `x` and `x/weight`. By default the loss, with the same random numbers each time."""
         return self.evaluate_loss(models, batch) | {"bytes": batch["bytes"].sum()}
 
     def evaluate_loss(self, models: Models, batch: Batch, **figures: str) -> dict[str, jax.Array]:
@@ -149,8 +156,7 @@ class Objective:
 
 
 def objective_of(cfg: "Config", trains: bool = False) -> Objective:
-    """The objective of a configuration. ConfigError where a model that `trains` cannot be trained
-    so."""
+    """The objective of a configuration. ConfigError if it `trains` and cannot train the model."""
     objective: Objective = pkgutil.resolve_name(cfg.objective.OBJECTIVE)(cfg)
     if trains:
         objective.check_trains()
@@ -172,7 +178,7 @@ def token_fields(cfg: "Config") -> dict[str, Field]:
 
 
 def divisor(weight: jax.Array) -> jax.Array:
-    """What sums of this weight are divided by: 1 where it is 0, as the sums then are."""
+    """The divisor of sums of this weight: 1 where it is 0, since the sums are then 0 too."""
     return jax.numpy.where(weight > 0, weight, 1.0)
 
 

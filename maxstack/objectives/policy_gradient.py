@@ -1,7 +1,13 @@
-"""Policy gradients of the model's own samples. Shapes: B batch  T time  D embed.
+"""Policy gradients of the model's own samples: GRPO and its family, PPO.
 
-`l` is the log-probability of a token now, `old` what it was when its rollout was first learned
-from, `sampler` by the engine that sampled it; r = exp(l - old).
+`l` is the log-probability of a token now, `old` that when its rollout was first trained on,
+`sampler` that of the engine that sampled it; r = exp(l - old). Where a rollout is trained on for
+several steps, the first of them measures `old` and what else the weights at that time say
+(`annotate`); with one step r is 1 but for its gradient, and nothing is measured. Advantages are
+computed over the whole batch before it is cut into microbatches (advantages.py). Samples are
+sequences of packed rows; their values are at their last position.
+
+Shapes: B batch  T time  D embed.
 """
 
 import jax
@@ -26,8 +32,8 @@ from maxstack.schema.rollout import RolloutConfig
 
 
 class PolicyGradient(LogProbs):
-    """Sum over tokens of a surrogate of the expected reward, and of what is added to it; the
-    denominator is that of objective.aggregate."""
+    """Sum over tokens of a surrogate of the expected reward and of the other terms; the denominator
+    is that of objective.aggregate."""
 
     @property
     def section(self) -> PolicyGradientConfig:
@@ -56,7 +62,7 @@ class PolicyGradient(LogProbs):
 
     @property
     def forward_passes(self) -> int:
-        """None where the reference's log-probabilities come with the batch."""
+        """1 for the reference, 0 where its log-probabilities come with the batch."""
         return int(self.needs_reference and not self.annotations)
 
     @property
@@ -65,12 +71,12 @@ class PolicyGradient(LogProbs):
 
     @property
     def coupled(self) -> bool:  # type: ignore[override]
-        """True where advantages of the whole batch need the model first."""
+        """True where advantages of the whole batch need measurements of the model."""
         return self.section.by_token and not self.annotations
 
     @property
     def annotations(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What the weights at the first of several steps of a rollout say of it."""
+        """Measurements by the weights at the first of several steps of a rollout."""
         if self.rollout.steps == 1:
             return ()
         section = self.section
@@ -95,7 +101,7 @@ class PolicyGradient(LogProbs):
         }
 
     def prepare(self, batch: Batch, key: Array) -> Batch:
-        """With `advantages` and `returns`, unless they need the model."""
+        """Add `advantages` and `returns`, unless they need the model."""
         return batch if self.coupled else self._with_advantages(batch)
 
     def weigh(self, batch: Batch) -> Batch:
@@ -170,7 +176,7 @@ class PolicyGradient(LogProbs):
         return measured
 
     def _with_advantages(self, batch: Batch) -> Batch:
-        """The whole batch with `advantages`, and with `returns` that values are held against."""
+        """The whole batch with `advantages`, and with `returns`, the targets of the values."""
         cfg, mask_BT = self.section, batch["mask"]
         segments_BT = batch["segments"]
         old_BT = self._old(batch) if cfg.by_token else jnp.zeros_like(mask_BT)
@@ -229,7 +235,7 @@ class PolicyGradient(LogProbs):
     def _surrogate(
         self, logps_BT: Array, ratio_BT: Array, advantages_BT: Array
     ) -> tuple[Array, Array, Array]:
-        """The loss of each token, and where it was held from below and from above."""
+        """The loss of each token, and whether it was clipped from below and from above."""
         cfg, positive_BT = self.section.loss, advantages_BT > 0
         if cfg.form == "sapo":
             tau_BT = jnp.where(positive_BT, cfg.tau_positive, cfg.tau_negative)
@@ -301,5 +307,5 @@ def estimate_kl(kind: str, distance_BT: Array) -> Array:
 
 
 def _sequence_sums(x_BT: Array, segments_BT: Array) -> Array:
-    """At every position, the sum over its sequence."""
+    """The sum over its sequence, at every position."""
     return broadcast_last(running_sums(x_BT, segments_BT), segments_BT)

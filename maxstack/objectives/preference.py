@@ -1,7 +1,8 @@
-"""Preference optimization. Shapes: B batch  T time.
+"""Preference optimization: DPO and its family, against TRL's numbers. Shapes: B batch  T time.
 
-Values of a pair stand at its last position [B, T]; `c` and `r` are sums of log-probabilities of the
-chosen and the rejected answer, `C` and `R` those of the reference.
+Answers of a pair are two sequences of a packed row, the chosen one first. Their log-probabilities
+are summed within the row (sequences.py), so values of a pair are at its last position [B, T], and a
+loss is a function of two Pairs: the answers under the model and under the reference.
 """
 
 import dataclasses
@@ -28,11 +29,11 @@ from maxstack.objectives.sequences import (
 from maxstack.schema.objective import PreferenceConfig
 
 FAR = 1e9
-"""What sorts behind every pair."""
+"""Sorts behind every pair."""
 
 
 class Preference(LogProbs):
-    """Sum over pairs of the losses that are asked for, each with its weight."""
+    """Sum over pairs of the configured losses, each with its weight."""
 
     counted = "pairs"
 
@@ -44,7 +45,7 @@ class Preference(LogProbs):
 
     @property
     def coupled(self) -> bool:  # type: ignore[override]
-        """aot and aot_unpaired sort the whole batch."""
+        """True for aot and aot_unpaired, which sort the whole batch."""
         return any(name.startswith("aot") for name in self.section.losses)
 
     @property
@@ -56,7 +57,7 @@ class Preference(LogProbs):
         return self.section.weigh
 
     def prepare(self, batch: Batch, key: Array) -> Batch:
-        """With `pairs` and `chosen_tokens`, how many there are in the whole batch."""
+        """Add `pairs` and `chosen_tokens`, their numbers in the whole batch."""
         return {
             **batch,
             "pairs": count_pairs(batch["segments"]),
@@ -121,14 +122,14 @@ class Preference(LogProbs):
         )
 
     def _sft_targets(self, batch: Batch) -> Array:
-        """1 at the targets of the loss sft."""
+        """1 at targets of the loss sft, 0 elsewhere."""
         chosen_BT = (batch["segments"] > 0) & ~is_second(batch["segments"])
         if self.section.sft_on == "sequence":
             return chosen_BT.astype(jnp.float32)
         return chosen_BT * batch["mask"]
 
     def _desensitize(self, mask_BT: Array, segments_BT: Array) -> Array:
-        """The mask, with the weight of LD-DPO beyond the length of the shorter answer."""
+        """The mask, reduced by LD-DPO's weight beyond the length of the shorter answer."""
         if self.section.desensitize is None:
             return mask_BT
         shorter_BT = broadcast_last(
@@ -195,7 +196,7 @@ class Comparison:
         return Pair(first / self.tokens.first, second / self.tokens.second)
 
     def smooth(self, z: Array) -> Array:
-        """-log sigmoid(z), the other way round with probability `smoothing`."""
+        """-log sigmoid(z), with labels flipped with probability `smoothing`."""
         s = self.cfg.smoothing
         return -(1 - s) * log_sigmoid(z) - s * log_sigmoid(-z)
 
@@ -205,11 +206,11 @@ class Comparison:
         return (1 - jnp.exp(-alpha * logp)) / alpha if alpha else logp
 
     def sorted(self, x: Array) -> Array:
-        """The pairs' values in order, what is no pair after them."""
+        """The pairs' values in ascending order, before those of other positions."""
         return jnp.sort(jnp.where(self.last, x, FAR).reshape(-1))
 
     def by_rank(self, differences: Array) -> Array:
-        """Smoothed loss of differences of sorted values, each at one of the pairs."""
+        """The smoothed loss of differences of sorted values, one at each pair."""
         ranks = jnp.cumsum(self.last.reshape(-1)) - 1
         own = differences[jnp.maximum(ranks, 0)].reshape(self.last.shape)
         return self.smooth(self.cfg.beta * own)
@@ -298,8 +299,8 @@ def _discopop(pair: Comparison) -> Array:
 
 
 def _simpo(pair: Comparison) -> Array:
-    first, second = pair.mean_logps beta, gamma = pair.cfg.beta, pair.cfg.gamma return
-    pair.smooth(beta * (pair.transform_reward(first) - pair.transform_reward(second)) - gamma)
+    first, second = (pair.transform_reward(mean) for mean in pair.mean_logps)
+    return pair.smooth(pair.cfg.beta * (first - second) - pair.cfg.gamma)
 
 
 def _orpo(pair: Comparison) -> Array:

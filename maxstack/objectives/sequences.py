@@ -1,7 +1,7 @@
-"""Sums over the sequences of packed rows, without leaving the rows. Shapes: B batch  T time.
+"""Sums over the sequences of packed rows, within the rows. Shapes: B batch  T time.
 
-Every array is in natural order; what belongs to a sequence, or to a pair of them, stands at its
-last position.
+Every array is in natural order; values of a sequence, or of a pair of them, are at its last
+position.
 """
 
 from typing import NamedTuple
@@ -58,7 +58,7 @@ def running_sums(x_BT: Array, groups_BT: Array) -> Array:
 
 
 def broadcast_last(x_BT: Array, groups_BT: Array) -> Array:
-    """At every position what stands at the last one of its group."""
+    """At every position, the value at the last position of its group."""
     at_last_BT = jnp.where(is_last(groups_BT), x_BT, 0)
     return jnp.flip(running_sums(jnp.flip(at_last_BT, 1), jnp.flip(groups_BT, 1)), 1)
 

@@ -23,7 +23,7 @@ class SFT(NextToken):
         return self.cfg.objective
 
     def prepare(self, batch: Batch, key: Array) -> Batch:
-        """With random keys of rows for NEFTune."""
+        """Add random keys of rows for NEFTune (Jain et al. 2023, arXiv:2310.05914)."""
         if not self.section.neftune:
             return batch
         return {**batch, "neftune": row_keys(key, batch["tokens"].shape[0])}
@@ -88,6 +88,7 @@ class SFT(NextToken):
 
 
 def _counts(batch: Batch) -> tuple[Array, Array]:
-    """Of each position the targets that count in its sequence so far, and its segment [B, T]."""
+    """For each position [B, T] the number of counted targets of its sequence so far, and its
+    segment."""
     segments_BT = batch.get("segments", jnp.ones_like(batch["tokens"]))
     return running_sums(batch["mask"], segments_BT), segments_BT

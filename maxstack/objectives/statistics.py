@@ -1,4 +1,4 @@
-"""Figures of each position's distribution over the vocabulary, a block of positions at a time.
+"""Statistics of each position's distribution over the vocabulary, a block of positions at a time.
 Shapes: B batch  T time  D embed  V vocab."""
 
 from collections.abc import Callable

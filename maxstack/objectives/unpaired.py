@@ -1,4 +1,5 @@
-"""Optimization of answers that are wanted or not. Shapes: B batch  T time.
+"""Preference optimization of single answers that are wanted or not: KTO, BCO. Shapes: B batch  T
+time.
 
 Values of an answer stand at its last position [B, T].
 """
@@ -29,7 +30,7 @@ class Unpaired(LogProbs):
 
     @property
     def coupled(self) -> bool:  # type: ignore[override]
-        """k and d are means over the batch."""
+        """True where the reference point is a mean over the batch."""
         return self.section.loss != "apo_zero"
 
     @property
@@ -79,7 +80,7 @@ class Unpaired(LogProbs):
         return is_last(batch["segments"]) & (batch["label"] != 0)
 
     def _shift(self, batch: Batch, ratio_BT: Array, answers_BT: Array, wanted_BT: Array) -> Array:
-        """What rewards are compared with."""
+        """The reference point that rewards are compared with."""
         beta = self.section.beta
         if self.section.loss == "kto":
             others_BT = is_last(batch["segments"]) & (batch["mismatched"] > 0)

@@ -1,4 +1,11 @@
-"""From a checked optimizer configuration and the parameters' shapes to one Optax transformation."""
+"""Build one Optax transformation from a validated optimizer configuration and the parameters'
+shapes.
+
+Names and arguments of Optax's transforms were validated before by a table
+(schema/optimizer/signatures.json), because a mistake must be reported without importing Optax,
+which imports jax; here an item is bound to the installed Optax. Stacked weights [layers, ...] are
+shown to transforms that look at whole matrices or whole layers one layer at a time (wrappers.py).
+"""
 
 import functools
 from collections.abc import Callable
@@ -37,11 +44,10 @@ Params = dict[str, ParamInfo]
 def build(
     cfg: OptimizerConfig, train_steps: int, params_info: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation that the configuration describes, of the parameters that it trains among
-    those of a tree of ParamInfo.
+    """The configured transformation of the trained parameters among those of a tree of ParamInfo.
 
-    Its update takes these, None in place of the others, and value=loss and grad=gradients as extra
-    arguments. A pattern that matches no parameter, trained or not, is a ConfigError.
+    Its update takes the trained parameters, None in place of the others, and value=loss and
+    grad=gradients as extra arguments. A pattern that matches no parameter is a ConfigError.
     """
     for key, message in schedule_faults(cfg, train_steps):
         raise ConfigError(f"optimizer.{key}: {message}")
@@ -67,7 +73,7 @@ class _Scope(NamedTuple):
     optimizer: Optimizer
     params: Params
     untrained: Params
-    """The model's other parameters that are not trained: patterns may name them too."""
+    """The model's other parameters, which patterns may name too."""
     train_steps: int
 
     def mask(self, selectors: Selectors | None) -> Callable[[Any], Any]:
@@ -113,7 +119,7 @@ def changed_mask(cfg: OptimizerConfig, params_info: Any) -> Any:
 
 
 def _trainable_paths(optimizer: Optimizer, params: Params) -> set[str]:
-    """Paths of parameters that are not frozen, by nature or by a pattern."""
+    """Paths of parameters that are not frozen, by the model or by a pattern."""
     return {
         path
         for path, info in params.items()
@@ -194,7 +200,7 @@ def _value(item: Transform, name: str, scope: _Scope) -> Any:
 
 
 def _implied(item: Transform, scope: _Scope) -> dict[str, Any]:
-    """The arguments that follow from the rest of the configuration or from the parameters."""
+    """Arguments that follow from the rest of the configuration or from the parameters."""
     name, signature = item.signature.name, item.signature.arguments
     implied: dict[str, Any] = {}
     if "learning_rate" in signature and "learning_rate" not in item.arguments:

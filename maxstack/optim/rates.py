@@ -35,7 +35,7 @@ def rates_at(cfg: OptimizerConfig, train_steps: int, updates: int) -> dict[str, 
 def describe_rate_change(
     saved: dict[str, Any], cfg: OptimizerConfig, train_steps: int, updates: int
 ) -> str:
-    """A sentence on the next update's learning rate where it differs from that of a saved
+    """A sentence on the next update's learning rate if it differs from that of a saved
     configuration, else ""."""
     try:
         old = rates_at(

@@ -1,5 +1,5 @@
-"""Updates of weights in few bits. A weight of bfloat16 has 8 significant bits, so an update of less
-than about a thousandth of it is rounded away; rounded at random it moves as far on average."""
+"""Updates of bfloat16 weights. A bfloat16 weight has 8 significant bits, so an update of less than
+about a thousandth of it is rounded away; stochastic rounding keeps it on average."""
 
 import zlib
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from maxstack.optim.wrappers import tree_paths
 
 Rounding = Literal["nearest", "stochastic"]
 STILL = "weights_still"
-"""Metric: the share of trained weights of fewer bits than float32 that a step left as they were."""
+"""Metric: the share of trained weights of fewer bits than float32 that a step did not change."""
 
 
 def apply_updates(params: Any, updates: Any, rounding: Rounding, key: jax.Array) -> Any:

@@ -1,5 +1,5 @@
-"""Gradient transformations of our own, and wrappers that show Optax's each layer and each matrix of
-stacked, many-dimensional weights by itself."""
+"""Our own gradient transformations, and wrappers that apply Optax's to each layer and each matrix
+of stacked weights."""
 
 import functools
 import math
@@ -119,8 +119,8 @@ def weight_ema(decay: float, start: int) -> GradientTransformation:
 
 
 def in_float32(inner: GradientTransformation) -> GradientTransformationExtraArgs:
-    """Shows a transform weights and gradients in float32 at least, so that its state and updates
-    are in float32 at least."""
+    """Apply a transform to weights and gradients in float32 at least, so that its state and updates
+    are float32 at least."""
 
     def wide(tree: Any) -> Any:
         return jax.tree.map(
@@ -158,7 +158,7 @@ def per_layer(
 def as_matrices(
     inner: GradientTransformation, params: dict[str, ParamInfo]
 ) -> GradientTransformationExtraArgs:
-    """Shows a transform each tensor (of one layer) as a matrix or vector: query weights as
+    """Apply a transform to each tensor (of one layer) as a matrix or vector: to query weights as
     embed x (heads * head_dim)."""
 
     def matrix(path: str, leaf: jax.Array) -> jax.Array:

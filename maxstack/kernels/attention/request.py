@@ -75,7 +75,7 @@ class AttentionCase:
     head_dim: int
     value_dim: int
     dtype: str
-    """Of queries, keys and values: bfloat16 or float32."""
+    """The dtype of queries, keys and values: bfloat16 or float32."""
     packed: bool
     """Rows hold several documents."""
     sinks: bool

@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
     kv_heads: jax.Array | None
     """Numbers of the kv heads that the queries read; None: all in their order."""
     scales_PLC: jax.Array | None = None
-    """Those of `Quantized`; None: the pages are as they are."""
+    """Scales of `Quantized` pages; None: pages are not quantized."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PagedCase:
     request: Request
     rows: int
     keys: int
-    """Keys of a request at most."""
+    """Most keys of a request."""
     page: int
     heads: int
     kv_heads: int
