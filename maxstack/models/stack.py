@@ -6,7 +6,7 @@ after its last whole repetition, are unrolled. Shapes: B batch  T time  D
 embed  P per-layer embedding  L layers."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,9 +19,8 @@ from maxstack.layers.norm import Norm
 from maxstack.models import pipeline
 from maxstack.models.block import Aux, Block
 from maxstack.models.model import Model, Reports
-from maxstack.models.remat import remat
 from maxstack.schema.mlps import MoEConfig
-from maxstack.schema.stack import StackConfig
+from maxstack.schema.stack import RematConfig, StackConfig
 from maxstack.sharding import size_of
 
 
@@ -194,3 +193,25 @@ def layer_slice(extra: Array | None, index: int) -> Array | None:
 def _stack(block: Block, repeats: int) -> Block:
     graph, state = nnx.split(block)
     return nnx.merge(graph, jax.tree.map(lambda x: jnp.broadcast_to(x, (repeats, *x.shape)), state))
+
+
+def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Callable[..., Any]:
+    """`f`, whose backward pass keeps what the policy names and recomputes the rest; `staged` inside
+    a pipeline, where `f` slices its weights out of a stack."""
+    if cfg.policy == "none" and not staged:
+        return f
+    of_jax = jax.checkpoint_policies
+    policies = {
+        "none": pipeline.save_computed,
+        "full": of_jax.nothing_saveable,
+        "dots": of_jax.dots_saveable,
+        "dots_no_batch": of_jax.dots_with_no_batch_dims_saveable,
+        "save": of_jax.save_only_these_names(*cfg.names),
+        "offload": of_jax.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=list(cfg.names),
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    }
+    return jax.checkpoint(f, policy=policies[cfg.policy], prevent_cse=False)

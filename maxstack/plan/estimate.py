@@ -145,7 +145,7 @@ def _parts(axes: tuple[str | None, ...], rules: Mapping[str, Any], sizes: Mappin
 def _memory(
     shapes: Shapes, cfg: "Config", sizes: Mapping[str, int], here: float, platform: str
 ) -> float:
-    from maxstack.kernels.cross_entropy.by_rows import rows_of
+    from maxstack.kernels.cross_entropy.row_blocks import rows_of
 
     mesh = cfg.mesh
     model = cfg.model

@@ -6,7 +6,7 @@ gradients but for a factor, and they can be made in the forward pass, while a bl
 there (the trick of Liger-Kernel, Hsu et al. 2024, arXiv:2410.10989): no logits are kept, and none
 are made twice. The backward pass multiplies the waiting gradients by the cotangent of the total
 (differentiable.py). Only `Losses.total` is differentiable. layout.py splits the call over a mesh,
-by_rows.py is the loop over blocks of rows, softmax.py what a slice of the vocabulary contributes.
+row_blocks.py loops over blocks of rows, softmax.py handles slices of the vocabulary.
 
 Shapes: B batch  T time  D embed  V vocab.
 """
@@ -16,8 +16,8 @@ import jax
 from maxstack import sharding
 from maxstack.kernels.backends import Backend, Device, Op
 from maxstack.kernels.cross_entropy.layout import Layout
-from maxstack.kernels.cross_entropy.logits import cross_entropy
 from maxstack.kernels.cross_entropy.request import CrossEntropyCase, Losses, Request
+from maxstack.kernels.cross_entropy.softmax import cross_entropy
 
 __all__ = [
     "OP",

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from maxstack.kernels.backends import product_dtype
-from maxstack.kernels.cross_entropy.by_rows import map_rows, map_rows_with_gradients, sizes
 from maxstack.kernels.cross_entropy.differentiable import differentiable
 from maxstack.kernels.cross_entropy.request import (
     Call,
@@ -16,6 +15,7 @@ from maxstack.kernels.cross_entropy.request import (
     Inputs,
     Scores,
 )
+from maxstack.kernels.cross_entropy.row_blocks import map_rows, map_rows_with_gradients, sizes
 from maxstack.kernels.cross_entropy.softmax import combine, gradient, scores, statistics
 
 

@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from maxstack.kernels.backends import Device
-from maxstack.kernels.cross_entropy.by_rows import map_rows_with_gradients, sizes
 from maxstack.kernels.cross_entropy.differentiable import differentiable
 from maxstack.kernels.cross_entropy.request import (
     Call,
@@ -26,6 +25,7 @@ from maxstack.kernels.cross_entropy.request import (
     Request,
     Scores,
 )
+from maxstack.kernels.cross_entropy.row_blocks import map_rows_with_gradients, sizes
 from maxstack.kernels.cross_entropy.softmax import (
     LOWEST,
     Statistics,
