@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack.errors import ConfigError
 from maxstack.hardware.devices import arrange
-from maxstack.schema.mesh import AXES, Axes, MeshConfig, names
+from maxstack.schema.mesh import AXES, MeshConfig, names
 
 if TYPE_CHECKING:
     import jax

@@ -53,7 +53,7 @@ def of_attention(
     pairs = length * keys / 2 if span == length else span * (span + 1) / 2 + (length - span) * span
     forward = 4.0 * batch * heads * pairs * head_dim
     return Call(
-        attention.OP, case, examples.of_attention(case, batch), row, (forward, 2.5 * forward),
+        attention.OP, case, examples.attention_example(case, batch), row, (forward, 2.5 * forward),
         ("jax.nn xla", _xla_attention),
         f"the whole score matrix of {length} positions is not tried" if length > 4096 else None,
     )  # fmt: skip
@@ -68,7 +68,7 @@ def of_cross_entropy(
         CrossEntropy(soft_cap=soft_cap), rows, embed, vocab, dtype, False, False, Device.here()
     )
     flops = 2.0 * rows * embed * vocab
-    example = examples.of_cross_entropy(case)
+    example = examples.cross_entropy_example(case)
     return Call(
         cross_entropy.OP, case, example, row, (flops, 2 * flops), ("whole logits", _whole_logits)
     )
@@ -82,7 +82,7 @@ def of_grouped_matmul(
     case = GroupedMatmulCase(rows, groups, contracted, columns, dtype, Device.here())
     flops, size = 2.0 * rows * contracted * columns, 4 * rows * groups * columns
     return Call(
-        grouped_matmul.OP, case, examples.of_grouped_matmul(case), row, (flops, 2 * flops),
+        grouped_matmul.OP, case, examples.grouped_matmul_example(case), row, (flops, 2 * flops),
         ("one dense matmul", lambda x_MD, w_EDN, sizes_E: x_MD @ w_EDN[0]),
         f"its [rows, groups, columns] would take {size / 2**30:.0f} GiB" if size > 2**32 else None,
     )  # fmt: skip

@@ -191,7 +191,7 @@ def speed(call: Call, run: Callable[..., Any]) -> Figures:
 def typical(run: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
     """Seconds of a call, after one that does not count."""
     jax.block_until_ready(run(*arguments))
-    seconds = [measure.timed(run, arguments)[0] for _ in range(5)]
+    seconds = [measure.time_call(run, arguments)[0] for _ in range(5)]
     return min(seconds) if jax.default_backend() == "cpu" else statistics.median(seconds)
 
 

@@ -13,9 +13,9 @@ from maxstack.kernels.cross_entropy.request import Call, Gradients, Inputs, Loss
 
 def differentiable(
     forward: Callable[[Inputs, Call], Scores],
-    graded: Callable[[Inputs, Call], tuple[Scores, Gradients]],
+    forward_with_gradients: Callable[[Inputs, Call], tuple[Scores, Gradients]],
 ) -> Callable[..., Losses]:
-    """The `run` of a backend, from its `forward` and `graded`."""
+    """The `run` of a backend, from its `forward` and `forward_with_gradients`."""
 
     def run(
         x: jax.Array,
@@ -39,7 +39,9 @@ def differentiable(
             return part.losses(scores, weights, request)
 
         def with_gradients(x, head, bias, targets, weights):
-            scores, gradients = graded(part.inputs(x, head, bias, targets, weights), call)
+            scores, gradients = forward_with_gradients(
+                part.inputs(x, head, bias, targets, weights), call
+            )
             if layout:
                 gradients = layout.reduce_gradients(gradients, x)
             floats = zip(gradients, (x, head, bias), strict=True)
