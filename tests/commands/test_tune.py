@@ -65,8 +65,8 @@ def test_a_kernel_with_wrong_values_is_told_and_not_kept(file, tmp_path, capsys,
         (["--ops", "atention"], "this run has no op atention to tune; it has attention"),
         (["--rounds", "0"], "0 is no number above 0"),
         (["run.tuned=null"], "so there is no table to write"),
-        (["--out", "/proc/nowhere/tuned.json"], "/proc/nowhere/tuned.json: cannot be written"),
-        (["--out", "/proc"], "/proc: cannot be read as a table"),
+        (["--out", "/proc/nowhere/tuned.json"], "/proc/nowhere/tuned.json: cannot write"),
+        (["--out", "/proc"], "/proc: cannot read the table"),
     ],
 )
 def test_what_cannot_be_done_is_told(file, words, told, capsys):
