@@ -130,6 +130,13 @@ ALL, TABLES, NORMS = (
 )
 
 
+def introduced(run, begins=False):
+    """The lines that describe a run."""
+    said = []
+    startup.introduce(run, [], SimpleNamespace(say=said.append), begins)
+    return said
+
+
 @pytest.mark.slow
 def test_a_reference_without_the_adapter_that_the_run_begins_with_is_told():
     objective = {"kind": "preference", "reference": "adapter_off"}
@@ -137,9 +144,8 @@ def test_a_reference_without_the_adapter_that_the_run_begins_with_is_told():
         tiny.config(model=tiny.model(**tiny.ONE_KIND), lora={"rank": 2}, objective=objective)
     )
     for adapter, told in ((None, False), ("mine", True)):
-        cfg, said = run.cfg, []
-        cfg = cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"adapter": adapter})})
-        startup.introduce(dataclasses.replace(run, cfg=cfg), [], SimpleNamespace(say=said.append))
+        lora = run.cfg.lora.model_copy(update={"adapter": adapter})
+        said = introduced(dataclasses.replace(run, cfg=run.cfg.model_copy(update={"lora": lora})))
         assert any("lora.adapter=mine, with which the run begins" in line for line in said) == told
 
 
@@ -178,11 +184,10 @@ def test_a_reference_without_the_adapter_that_the_run_begins_with_is_told():
 def test_parameters_are_those_of_the_model_and_its_adapters_however_they_are_kept(
     sections, parameters, says
 ):
-    run, said = tiny.make_run(tiny.config(**sections)), []
-    startup.introduce(run, [], type("Said", (), {"say": lambda self, text: said.append(text)})())
+    run = tiny.make_run(tiny.config(**sections))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in run.weights.shapes.values()) / 2**20
     types = "float32, nf4" if "quantization" in sections else "float32"
-    assert said[0].startswith(
+    assert introduced(run)[0].startswith(
         f"{run.cfg.run.name}: {parameters:,}{says}{size:,.1f} MiB in {types}; optimizer state "
     )
     refused = Step(run, None, 0.0, 0.0, TooLarge(0, 0, ()))
@@ -201,11 +206,8 @@ def test_a_rank_beyond_every_target_is_refused():
 @pytest.mark.parametrize(("weights", "begins"), [(None, True), (None, False), (str(LLAMA), True)])
 @pytest.mark.slow
 def test_adapters_on_a_random_base_are_told(weights, begins):
-    said = []
     run = tiny.make_run(tiny.config(lora={"rank": 4}, model=tiny.model(weights=weights)))
-    startup.introduce(
-        run, [], type("Said", (), {"say": lambda self, text: said.append(text)})(), begins
-    )
+    said = introduced(run, begins)
     assert any("lora: the base is random" in line for line in said) == (weights is None and begins)
 
 
@@ -222,19 +224,11 @@ def test_adapters_on_a_random_base_are_told(weights, begins):
 def test_a_run_with_metrics_that_no_checkpoint_holds_is_told_to_begin_again(
     tmp_path, rows, begins, told
 ):
-    said, run = [], tiny.make_run(tiny.config(run={"output_dir": str(tmp_path)}))
+    run = tiny.make_run(tiny.config(run={"output_dir": str(tmp_path)}))
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text(rows)
-    startup.introduce(
-        run, [], type("Said", (), {"say": lambda self, text: said.append(text)})(), begins
-    )
-    assert (
-        any(
-            line.startswith("found metrics to step 4 but no checkpoint; restarting from step 0")
-            for line in said
-        )
-        == told
-    )
+    line = "found metrics to step 4 but no checkpoint; restarting from step 0"
+    assert any(each.startswith(line) for each in introduced(run, begins)) == told
 
 
 def of_length(seq_len):
@@ -293,11 +287,3 @@ def test_a_change_that_moves_the_learning_rate_of_the_next_update_is_told_with_b
         f"would be {before:.4g} (optimizer.chain.1); "
     )
     assert startup.moved_rate(written.model_dump(mode="json"), written, update) == ""
-
-
-def test_more_steps_of_a_constant_learning_rate_say_nothing():
-    written, now = (
-        tiny.config(train={"batch_size": 8, "steps": steps}, optimizer={"schedule": None})
-        for steps in (20, 40)
-    )
-    assert startup.moved_rate(written.model_dump(mode="json"), now, 17) == ""

@@ -161,23 +161,6 @@ def test_what_cannot_be_forced_is_told(base, forced, said):
 
 
 @pytest.mark.slow
-def test_changed_documents_are_refused_on_resume(base, tmp_path):
-    config, folder, _ = base
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(name * 500)
-    sources = f"data.sources=[{{kind: text, files: ['{tmp_path}/*.txt']}}]"
-    quick = (
-        "run.name=corpus",
-        sources,
-        "eval.every=0",
-        "optimizer.learning_rate={kind: constant, value: 0.01}",
-    )
-    train(config, *quick, "train.steps=4")
-    (tmp_path / "c.txt").write_text("c" * 500)
-    assert "text-0: has more files (1)" in train(config, *quick, "train.steps=8", code=1)
-
-
-@pytest.mark.slow
 def test_restore_none_refuses_to_run_over_a_finished_run(base):
     config, folder, _ = base
     assert "step 24 is already in" in train(
