@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.profiler import TraceAnnotation
 
 from maxstack import startup
@@ -29,7 +30,6 @@ from maxstack.faults.preemption import CutShort, Preemption
 from maxstack.faults.replicas import Recompute
 from maxstack.hardware import memory
 from maxstack.meter import Meter
-from maxstack.objectives.objective import Batch
 from maxstack.profile.tracer import Tracer
 from maxstack.report import goodput, run_folder
 from maxstack.report.ledger import Ledger
@@ -191,6 +191,7 @@ class Loop:
         self._tracer.before(self._step)
         batch = self._next_batch()
         passes_over = self._policy.skips(self._step)
+        back: Rewind | Recompute | None
         back = self._pass_over() if passes_over else self._update(batch)
         self._position = self._feed.state()
         due = self._due(ends_trace=self._tracer.after(self._step, not passes_over))
@@ -229,7 +230,7 @@ class Loop:
         """The notes of the checkpoint that was restored last."""
         return self._saves.notes if self._saves else {}
 
-    def _next_batch(self) -> Batch:
+    def _next_batch(self) -> dict[str, np.ndarray]:
         before, saves = self._step - 1, self._saves
         try:
             rolls_out = self._cfg.rollout is not None
@@ -248,7 +249,7 @@ class Loop:
             self._log.warn(line)
         return batch
 
-    def _update(self, batch: Batch) -> Rewind | None:
+    def _update(self, batch: dict[str, np.ndarray]) -> Rewind | None:
         """Start the step on a batch, and report the step before."""
         with TraceAnnotation("place batch, start step"):
             placed = self._run.batches.place(batch, self._shaped.rows)

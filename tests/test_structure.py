@@ -130,6 +130,34 @@ def test_files_and_functions_are_short(path):
     assert {name: n for name, n in lengths.items() if n > LONGEST_FUNCTION} == {}
 
 
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+STILL_DENSE: set[str] = set()
+"""Rooms that may still nest comprehensions and assign three values at once."""
+
+
+def dense_lines(path: Path) -> Iterator[int]:
+    """Lines with a comprehension inside a comprehension, or with three values assigned at once."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, COMPREHENSIONS):
+            inside = (inner for inner in ast.walk(node) if inner is not node)
+            if any(isinstance(inner, COMPREHENSIONS) for inner in inside):
+                yield node.lineno
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+            if isinstance(node.value, ast.Tuple) and len(node.value.elts) > 2:
+                yield node.lineno
+
+
+def test_code_is_not_dense():
+    """A name for a step of a thought costs nothing."""
+    dense = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in MODULES.values()
+        if path.relative_to(ROOT / "maxstack").parts[0] not in STILL_DENSE
+        for line in dense_lines(path)
+    ]
+    assert dense == []
+
+
 def test_the_readme_states_the_size_that_is_measured():
     """`python scripts/measure_size.py --write` states it anew."""
     stated = int(SIZE["STATED"].search((ROOT / "README.md").read_text())[1].replace(",", ""))
