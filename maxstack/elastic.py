@@ -38,20 +38,20 @@ def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for attempt in range(elastic.attempts + 1 if elastic else 1):
         try:
-            return once(*on_slices(cfg, lost))
+            return once(*restrict(cfg, lost))
         except Exception as error:
-            loss = None if elastic is None or attempt == elastic.attempts else loss_in(error)
+            loss = None if elastic is None or attempt == elastic.attempts else find_loss(error)
             if loss is None:
                 raise
         assert elastic
         for number, handler in handlers.items():  # the attempt that set others has ended
             signal.signal(number, handler)
         clear()
-        lost = gone(slices(cfg.mesh.slices))  # some may be back
+        lost = find_lost(devices_by_slice(cfg.mesh.slices))  # some may be back
         print(
             f"elastic: {loss}; lost of {cfg.mesh.slices} slices: "
             f"{', '.join(map(str, sorted(lost))) or 'none'}; "
-            f"attempt {attempt + 1} of at most {elastic.attempts} to go on",
+            f"attempt {attempt + 1} of at most {elastic.attempts} to continue",
             file=sys.stderr,
         )
     raise AssertionError("the last attempt returns or raises")
@@ -71,7 +71,7 @@ def clear() -> None:
     gc.collect()
 
 
-def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[Any] | None]:
+def restrict(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[Any] | None]:
     """The configuration on the largest number of remaining slices that everything divides over, and
     their devices. TooFew where there are not enough."""
     if not lost:
@@ -79,7 +79,11 @@ def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[A
     from maxstack.schema import rules
 
     assert cfg.faults.elastic
-    left = [devices for number, devices in slices(cfg.mesh.slices).items() if number not in lost]
+    left = [
+        devices
+        for number, devices in devices_by_slice(cfg.mesh.slices).items()
+        if number not in lost
+    ]
     least = cfg.faults.elastic.least
     for count in range(len(left), least - 1, -1):
         smaller = cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"slices": count})})
@@ -94,7 +98,7 @@ def on_slices(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[A
     )
 
 
-def slices(count: int) -> dict[int, list[Any]]:
+def devices_by_slice(count: int) -> dict[int, list[Any]]:
     """Number -> devices, by the devices' own slice numbers; without them, equal parts in order."""
     import jax
 
@@ -108,7 +112,7 @@ def slices(count: int) -> dict[int, list[Any]]:
     return parts
 
 
-def loss_in(error: BaseException | None) -> str | None:
+def find_loss(error: BaseException | None) -> str | None:
     """Text of a jax error that a lost slice may have caused, in an error or in those that it was
     raised from, as where a save then failed too. It returns text because the error's frames hold
     the state on the devices."""
@@ -121,12 +125,12 @@ def loss_in(error: BaseException | None) -> str | None:
     return str(error).splitlines()[0][:200] if error else None
 
 
-def gone(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:
+def find_lost(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:
     """Numbers of the slices that do not answer in time."""
     answers: dict[int, bool] = {}
 
     def ask(number: int) -> None:
-        answers[number] = answer(asked[number])
+        answers[number] = responds(asked[number])
 
     threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in asked]
     for thread in threads:
@@ -137,7 +141,7 @@ def gone(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:
     return frozenset(number for number in asked if not answers.get(number))
 
 
-def answer(devices: Sequence[Any]) -> bool:
+def responds(devices: Sequence[Any]) -> bool:
     """Whether all devices of a slice compute a sum."""
     import jax
     import numpy as np

@@ -45,38 +45,38 @@ def load(path: config.Source, overrides: Sequence[str] = ()) -> Config:
     """Load the configuration of a run from a file, a preset's name or a mapping, with `a.b.c=value`
     overrides. ConfigError names the place of every problem, and code named by the record of a
     run."""
-    return _trusted(path, overrides)
+    return _load_trusted(path, overrides)
 
 
 def load_alone(path: config.Source, overrides: Sequence[str] = ()) -> Config:
     """The same without the rules between sections, for callers that use one section."""
-    return _trusted(path, overrides, faults=lambda _: [])
+    return _load_trusted(path, overrides, faults=lambda _: [])
 
 
 def load_record(own: Path, overrides: Sequence[str] = (), runs_code: bool = False) -> Config:
     """Load the configuration that a run left in its folder. Untrusted code in it is a ConfigError
     where the caller runs it (`runs_code`); else it is replaced by the default, or by a function
     that fails, with a line in the log."""
-    return _trusted(own / "config.yml", overrides, record=True, refuses=runs_code)
+    return _load_trusted(own / "config.yml", overrides, record=True, refuses=runs_code)
 
 
 def load_tree(
     path: config.Source,
     overrides: Sequence[str] = (),
     faults: Callable[[Config], Sequence[Fault]] = rules.faults,
-    sifted: Callable[[Node], Node] = lambda tree: tree,
+    sift: Callable[[Node], Node] = lambda tree: tree,
 ) -> tuple[Config, Node]:
-    """The configuration, and the merged tree that knows where each value came from; `sifted`
+    """The configuration, and the merged tree that knows where each value came from; `sift`
     removes from the tree what must not be used."""
     cfg, tree = config.load_tree(
         Config,
         path,
         overrides,
         readers={"model": model_of_folder, "teacher": model_of_folder},
-        completed=lambda tree: _completed(sifted(tree)),
+        completed=lambda tree: _complete(sift(tree)),
         faults=faults,
     )
-    return _in_run(cfg, tree), tree
+    return _place_in_run(cfg, tree), tree
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def _warn(line: str) -> None:
     log.warning("left out: %s", line)
 
 
-def _trusted(
+def _load_trusted(
     path: config.Source,
     overrides: Sequence[str],
     *,
@@ -103,12 +103,12 @@ def _trusted(
             return False
         return (record or trust.is_record(file)) and not trust.is_trusted(file)
 
-    def sifted(node: Node, *path: str) -> Node:
+    def sift(node: Node, *path: str) -> Node:
         entries = node.mapping or {}
         if isinstance(node.value, list):
             entries = {f"{index}": item for index, item in enumerate(node.value)}
         if not path or path[-1] not in INSTEAD:
-            inside = {key: sifted(item, *path, key) for key, item in entries.items()}
+            inside = {key: sift(item, *path, key) for key, item in entries.items()}
             value = [*inside.values()] if isinstance(node.value, list) else inside or node.value
             return dataclasses.replace(node, value=value)
         places = node.where, *(each.where for each in entries.values())
@@ -117,7 +117,7 @@ def _trusted(
         found.append(f"{node.where}: {'.'.join(path)}: {trust.ADVICE}")
         return Node(INSTEAD[path[-1]], node.where)
 
-    cfg, _ = load_tree(path, overrides, faults, sifted)
+    cfg, _ = load_tree(path, overrides, faults, sift)
     if found and refuses:
         raise ConfigError("\n".join(found))
     for line in found:
@@ -125,7 +125,7 @@ def _trusted(
     return cfg
 
 
-def _in_run(cfg: Config, tree: Node) -> Config:
+def _place_in_run(cfg: Config, tree: Node) -> Config:
     """The configuration with the run's folder in place of {run} in tokenizer paths. A tokenizer
     that the run has learned lies beside its config.yml, wherever that is read from."""
     said = tree.at("data", "tokenizer", "path")
@@ -214,7 +214,7 @@ def parse_model(section: Any) -> StackConfig:
     return TypeAdapter[StackConfig](Model).validate_python({"kind": "decoder"} | section)
 
 
-def _completed(tree: Node) -> Node:
+def _complete(tree: Node) -> Node:
     """The tree with the tokenizer of the folder that the weights come from, unless the same file or
     the command line gives another, also for eval.data. ConfigError where there is text and the
     folder has no readable tokenizer: the token ids of another one would mean nothing to the

@@ -106,7 +106,8 @@ def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
     _check_shapes(run, folder, cfg)
     source, wanted = _source(run, cfg), run.weights.original
     leaves = load_newest(folder, source, run.cfg.checkpoint.weights)
-    (fresh, _), longer = run.cfg.model.exchanged(cfg.model), run.cfg.model.lengthened(cfg.model)
+    fresh, _ = run.cfg.model.head_changes(cfg.model)
+    longer = run.cfg.model.extended_tables(cfg.model)
     for path in (wanted.keys() & source.weights.original.keys()) - fresh:
         of_path = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{path}/")}
         make = functools.partial(_merged, source, path, wanted[path], longer.get(path))
@@ -130,8 +131,8 @@ def _source(run: "Run", cfg: "Config") -> "Run":
 def _check_shapes(run: "Run", folder: str, source: "Config") -> None:
     wanted = {path: tuple(leaf.shape) for path, leaf in run.weights.original.items()}
     shapes = {path: tuple(leaf.shape) for path, leaf in weights_of(source.model).items()}
-    fresh, left = run.cfg.model.exchanged(source.model)
-    longer = run.cfg.model.lengthened(source.model)
+    fresh, left = run.cfg.model.head_changes(source.model)
+    longer = run.cfg.model.extended_tables(source.model)
     wanted |= {path: longer[path].shape_before(wanted[path]) for path in longer.keys() & wanted}
     wanted = {path: shape for path, shape in wanted.items() if path not in fresh}
     shapes = {path: shape for path, shape in shapes.items() if path not in left}

@@ -45,7 +45,7 @@ class Losing:
 @pytest.fixture
 def losing(monkeypatch):
     """A step that loses slices, and devices of theirs that do not answer."""
-    plain, answer = CompiledSteps.at, elastic.answer
+    plain, responds = CompiledSteps.at, elastic.responds
 
     def at(steps, step):
         shaped = plain(steps, step)
@@ -54,9 +54,9 @@ def losing(monkeypatch):
     monkeypatch.setattr(CompiledSteps, "at", at)
     monkeypatch.setattr(
         elastic,
-        "answer",
+        "responds",
         lambda devices: (
-            not Losing.lost & {device.id // 2 for device in devices} and answer(devices)
+            not Losing.lost & {device.id // 2 for device in devices} and responds(devices)
         ),
     )
     Losing.lost, Losing.ran, Losing.losses = set(), [], {}
@@ -121,7 +121,7 @@ def test_a_run_continues_without_lost_slices_on_the_same_batches(tmp_path, losin
     said = capfd.readouterr().err
     assert (
         "elastic: DATA_LOSS: slices [0, 1] went away; lost of 4 slices: 0, 1; attempt 1 "
-        "of at most 10 to go on" in said
+        "of at most 10 to continue" in said
     )
     assert "lost of 4 slices: 2; attempt 2 of at most 10" in said
 

@@ -243,7 +243,7 @@ def _configuration(
     for key, message in model_rules.unsaid(cfg):
         raise ConfigError(f"{key}: {message}")
     source = contents.model
-    if cfg.model.lengthened(source):
+    if cfg.model.extended_tables(source):
         source = source.model_copy(update={"vocab": cfg.decoder.vocab})
     if canonical_form(cfg.model) != canonical_form(source):
         raise ConfigError(

@@ -139,14 +139,14 @@ class _InOrder(GenerateJsonSchema):
 
 def describe(annotation: Any) -> str:
     """Describe in words which values an annotation allows, with their bounds."""
-    return _described(pydantic.TypeAdapter(annotation).json_schema(schema_generator=_InOrder))
+    return _describe(pydantic.TypeAdapter(annotation).json_schema(schema_generator=_InOrder))
 
 
-def _described(schema: dict[str, Any]) -> str:
+def _describe(schema: dict[str, Any]) -> str:
     if "discriminator" in schema:
         return f"a mapping whose kind is one of {listed([*schema['discriminator']['mapping']])}"
     if "anyOf" in schema:
-        parts = dict.fromkeys(map(_described, schema["anyOf"]))
+        parts = dict.fromkeys(map(_describe, schema["anyOf"]))
         return ", or ".join(sorted(parts, key=lambda part: part == "null"))
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
@@ -161,10 +161,10 @@ def _described(schema: dict[str, Any]) -> str:
     ).replace(" of at least 1", " that is not empty")
     words = _WORDS.get(schema.get("type", ""), "anything") + bounds
     if "items" in schema:
-        return f"{words}, each item {_described(schema['items'])}"
+        return f"{words}, each item {_describe(schema['items'])}"
     values = [schema.get("additionalProperties"), *schema.get("patternProperties", {}).values()]
     if isinstance(values[-1], dict):
-        return f"{words}, each value {_described(values[-1])}"
+        return f"{words}, each value {_describe(values[-1])}"
     if "required" in schema and values == [None]:
         return f"{words} with {' and '.join(schema['required'])}"
     return words

@@ -83,16 +83,16 @@ def merged_tree(
     if isinstance(path, Node):
         tree = path
     elif isinstance(path, Mapping):
-        tree = composer.own(_sourced(path, "arguments"), "")
+        tree = composer.own(_with_origin(path, "arguments"), "")
     else:
         tree = composer.file(composer.find(str(path), "", ""), "")
     for keys, node, text in sorted(
         parsed, key=lambda o: (len(o[0]), o[0][-1] not in ("kind", "preset", "from"))
     ):
         if len(keys) == 1:
-            node = composer.expanded(Node({keys[0]: node}, "override"), "").at(keys[0]) or node
+            node = composer.expand(Node({keys[0]: node}, "override"), "").at(keys[0]) or node
         tree = _assign(tree, keys, node, text, 0, defaults)
-    return _inherited(tree, "", {})
+    return _resolve_likes(tree, "", {})
 
 
 def plain(node: Node) -> Any:
@@ -133,14 +133,14 @@ def underlay(tree: Node, path: Sequence[str], below: Mapping[str, Any]) -> Node:
     if above is None or above.mapping is None or ("kind" in above.mapping and "kind" in below):
         return tree
     above = dataclasses.replace(above, replaces=False)
-    return _put(tree, path, merge(_sourced(below, "default"), above))
+    return _put(tree, path, merge(_with_origin(below, "default"), above))
 
 
 def supply(tree: Node, path: Sequence[str], value: Any, where: str) -> Node:
     """The tree with a value added at `path`, if the mapping around it exists."""
     above = tree.at(*path[:-1])
     is_inside = above is not None and above.mapping is not None
-    return _put(tree, path, _sourced(value, where)) if is_inside else tree
+    return _put(tree, path, _with_origin(value, where)) if is_inside else tree
 
 
 def _put(tree: Node | None, path: Sequence[str], node: Node) -> Node:
@@ -203,7 +203,7 @@ class _Composer:
             if is_named and keys and entries and not entries.keys() & {*keys, *_WORDS}:
                 raise no_configuration(next(iter(entries.values())).where)
             self._open.append(real)
-            self._trees[real, section] = self._extended(node, os.path.dirname(path), section)
+            self._trees[real, section] = self._extend(node, os.path.dirname(path), section)
             self._open.pop()
         return self._trees[real, section]
 
@@ -274,14 +274,14 @@ class _Composer:
         return ""
 
     def own(self, node: Node, folder: str) -> Node:
-        """The tree of a file with sections expanded, except those that overrides replace: what
+        """The tree of a file with sections expand, except those that overrides replace: what
         these name need not exist."""
         entries = dict(node.mapping or {})
         left = {key: entries.pop(key) for key in self._replaced if key in entries}
-        node = self.expanded(dataclasses.replace(node, value=entries), folder)
+        node = self.expand(dataclasses.replace(node, value=entries), folder)
         return dataclasses.replace(node, value=(node.mapping or {}) | left)
 
-    def expanded(self, node: Node, folder: str) -> Node:
+    def expand(self, node: Node, folder: str) -> Node:
         """The tree with the presets that top-level keys name in their place."""
         entries = dict(node.mapping or {})
         for key in self._presets:
@@ -289,7 +289,7 @@ class _Composer:
                 entries[key] = self._preset(entries[key], key, folder)
         return dataclasses.replace(node, value=entries)
 
-    def _extended(self, node: Node, folder: str, section: str) -> Node:
+    def _extend(self, node: Node, folder: str, section: str) -> Node:
         entries = dict(node.mapping or {})
         extends = entries.pop("extends", Node([], ""))
         below: Node | None = None
@@ -337,7 +337,7 @@ class _Composer:
             raise ConfigError(f"{name.where}: {section}.from: {error}") from error
         return Node(
             {
-                key: _sourced(value, name.where if value == source else source)
+                key: _with_origin(value, name.where if value == source else source)
                 for key, value in content.items()
             },
             source,
@@ -405,15 +405,15 @@ def _override(text: str) -> tuple[list[str], Node]:
         )
     value = text[at + 1 :] if text[at + 1 :].strip() else "null"
     node = read_yaml(value, f"override {shortened(text)}", lines=False)
-    return keys, _sourced(plain(node), "override")
+    return keys, _with_origin(plain(node), "override")
 
 
-def _sourced(value: Any, where: str) -> Node:
+def _with_origin(value: Any, where: str) -> Node:
     """Plain data as a tree whose nodes all have one origin."""
     if isinstance(value, Mapping):
-        return Node({key: _sourced(item, where) for key, item in value.items()}, where)
+        return Node({key: _with_origin(item, where) for key, item in value.items()}, where)
     if isinstance(value, list | tuple):
-        return Node([_sourced(item, where) for item in value], where)
+        return Node([_with_origin(item, where) for item in value], where)
     return Node(value, where)
 
 
@@ -423,7 +423,7 @@ def _assign(
     if depth == len(keys):
         return merge(tree, node)
     if tree is None and isinstance(default, list | tuple):
-        tree = _sourced(default, "default")
+        tree = _with_origin(default, "default")
     tree = tree or Node(None, "override")
     key, inside = keys[depth], tree.value
     problem = f"override {quoted(text)}: {shortened('.'.join(keys[:depth]))} is"
@@ -446,7 +446,7 @@ def _assign(
     return dataclasses.replace(tree, value=entries | {key: child})
 
 
-def _inherited(node: Node, path: str, done: dict[int, tuple[Node, Node]]) -> Node:
+def _resolve_likes(node: Node, path: str, done: dict[int, tuple[Node, Node]]) -> Node:
     """Replace every `like: name` by the sibling of that name, merged below the entry's other keys.
     `done` keeps each node with its replacement, so that a node in many places is processed once."""
     if not isinstance(node.value, dict | list):
@@ -454,17 +454,17 @@ def _inherited(node: Node, path: str, done: dict[int, tuple[Node, Node]]) -> Nod
     if id(node) not in done:
         value: dict[str, Node] | list[Node]
         if isinstance(node.value, list):
-            value = [_inherited(item, f"{path}{i}.", done) for i, item in enumerate(node.value)]
+            value = [_resolve_likes(item, f"{path}{i}.", done) for i, item in enumerate(node.value)]
         else:
             value = {
-                key: _inherited(_liked(key, node.value, (), path), f"{path}{key}.", done)
+                key: _resolve_likes(_resolve_like(key, node.value, (), path), f"{path}{key}.", done)
                 for key in node.value
             }
         done[id(node)] = node, dataclasses.replace(node, value=value)
     return done[id(node)][1]
 
 
-def _liked(name: str, siblings: dict[str, Node], seen: tuple[str, ...], path: str) -> Node:
+def _resolve_like(name: str, siblings: dict[str, Node], seen: tuple[str, ...], path: str) -> Node:
     node = siblings[name]
     entries = node.mapping or {}
     if "like" not in entries:
@@ -483,4 +483,4 @@ def _liked(name: str, siblings: dict[str, Node], seen: tuple[str, ...], path: st
             "are like one another in a row"
         )
     own = Node({key: item for key, item in entries.items() if key != "like"}, node.where)
-    return merge(_liked(f"{like.value}", siblings, (*seen, name), path), own)
+    return merge(_resolve_like(f"{like.value}", siblings, (*seen, name), path), own)

@@ -31,7 +31,7 @@ def json_schema(schema: type[Section]) -> dict[str, Any]:
         "anyOf": [_NAME, {"type": "array", "items": _NAME}],
         "description": "What this file is merged over.",
     }
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_relaxed(whole)}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **_relax(whole)}
 
 
 def _accept_presets(whole: dict[str, Any], key: str, folders: Any) -> None:
@@ -69,10 +69,10 @@ def _named_items(node: Any) -> set[str]:
     return names
 
 
-def _relaxed(node: Any) -> Any:
+def _relax(node: Any) -> Any:
     """A schema without required keys, with tagged unions as plain ones."""
     if isinstance(node, list):
-        return [_relaxed(item) for item in node]
+        return [_relax(item) for item in node]
     if not isinstance(node, dict):
         return node
     relaxed = {}
@@ -81,5 +81,5 @@ def _relaxed(node: Any) -> Any:
         if is_mapping_of_kinds and "propertyName" in item:
             continue
         if key != "required" or not isinstance(item, list):
-            relaxed["anyOf" if key == "oneOf" else key] = _relaxed(item)
+            relaxed["anyOf" if key == "oneOf" else key] = _relax(item)
     return relaxed

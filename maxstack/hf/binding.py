@@ -112,7 +112,7 @@ def _of_block(row: Row, block: _Block, shapes: Mapping[str, Shape]) -> Iterator[
 
 def _blocks(row: Row, family: Family, model: StackConfig) -> Iterator[_Block]:
     """The blocks that a row may apply to; one without a name for tensors outside of blocks."""
-    depth = model.depth if family.further else 0
+    depth = model.mtp_depth if family.further else 0
     first = model.layers if family.further_after else 0
     further = [family.further.format(first + i) for i in range(depth)]
     if "{further}" in row.name:

@@ -96,7 +96,7 @@ class Family:
             sink |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         named = {"architectures": [architecture], "model_type": self.model_type}
         config = {**(named if self.model_type else {CLASS_NAME: architecture}), **sink}
-        mtp = model.depth if self.further else 0
+        mtp = model.mtp_depth if self.further else 0
         again = canonical_form(self.schema.model_validate(self.read(config, architecture, mtp)))
         if different := sorted(_different(wanted, again, "")):
             more = " and more" if len(different) > 5 else ""
@@ -159,7 +159,11 @@ def canonical_form(model: StackConfig) -> dict[str, Any]:
             layers.append(blocks[name] | {"mixer": mixer | {"share_kv": owner}})
         else:
             layers.append(blocks[name])
-    further = {"depth": model.depth, "block": blocks[data["mtp"]["block"]]} if model.depth else None
+    further = (
+        {"depth": model.mtp_depth, "block": blocks[data["mtp"]["block"]]}
+        if model.mtp_depth
+        else None
+    )
     head = {"head": _without(data["head"], ["backend"])} if "head" in data else {}
     return _without(data, NO_MEANING) | {"layers": layers, "mtp": further} | head
 

@@ -125,13 +125,13 @@ def pieces_of(
     anew where it starts from that of the folder has none; positions of images of another size are
     resized."""
     model = model or contents.model
-    fresh, left = model.exchanged(contents.model)
+    fresh, left = model.head_changes(contents.model)
     shapes = {path: shape for path, shape in shapes.items() if path not in fresh}
-    places = contents.model.places
+    places = contents.model.position_rows
     own = dict(shapes)
     if places and "positions" in own:
         own["positions"] = sum(places), *own["positions"][1:]
-    longer = model.lengthened(contents.model)
+    longer = model.extended_tables(contents.model)
     own |= {path: longer[path].shape_before(own[path]) for path in longer.keys() & own.keys()}
     try:
         bound = bind(contents.family, contents.model, own)

@@ -32,7 +32,7 @@ class DiT(Stack):
         self.condition = None if cfg.own_conditions else condition_of(cfg)
         self.modulation = weight((size, 2, size), "embed latent norm", dtype=dtype, use="matmul")
         self.modulation_bias = weight((2, size), "latent norm", dtype=dtype)
-        shape = cfg.patch, cfg.patch, cfg.made
+        shape = cfg.patch, cfg.patch, cfg.output_channels
         axes = "latent latent latent"
         self.out = weight((size, *shape), f"embed {axes}", dtype=dtype, use="matmul")
         self.out_bias = weight(shape, axes, dtype=dtype)

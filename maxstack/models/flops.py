@@ -50,11 +50,11 @@ def _parts(
     model: StackConfig, seq_len: int, each: float, share: float = 1.0
 ) -> Iterator[tuple[str, Count]]:
     """Counts by component: `each` for a weight, and a share of what mixers add."""
-    for component, products in model.outside(seq_len):
+    for component, products in model.products_outside_blocks(seq_len):
         yield component, _weights(products, each)
     for name in model.order:
         yield from _block(model.blocks[name], model.embed, seq_len, each, share)
-    for name in model.further:
+    for name in model.mtp_blocks:
         for _, count in _block(model.blocks[name], model.embed, seq_len, each, share):
             yield "further tokens", count
 

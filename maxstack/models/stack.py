@@ -168,8 +168,8 @@ def losses_and_reports(aux: Aux) -> tuple[dict[str, Array], dict[tuple[str, ...]
 def mixture(cfg: StackConfig, path: tuple[str, ...]) -> MoEConfig:
     """The configuration of the mixture of experts at a path, or that holds the weight there."""
     part, key = path[:2]
-    if f"{part}.block" in cfg.apart:
-        (name,) = cfg.apart[f"{part}.block"]
+    if f"{part}.block" in cfg.extra_blocks:
+        (name,) = cfg.extra_blocks[f"{part}.block"]
     elif part == "blocks":
         name = cfg.stacks[key]
     else:

@@ -117,7 +117,7 @@ class Objective:
         weight, factors = self.weight(batch), {}
         if any(block.experts for block in self.cfg.model.blocks.values()):
             factors["factor/router_loss"] = weight / jax.numpy.maximum(self.tokens(batch), 1.0)
-        if self.cfg.model.depth:
+        if self.cfg.model.mtp_depth:
             targets = Objective.weight(self, batch)
             factors["factor/mtp_loss"] = weight / divisor(targets)
         return factors

@@ -89,18 +89,18 @@ class DecoderConfig(StackConfig):
     """Multi-token prediction in training; null: none."""
 
     @property
-    def apart(self) -> dict[str, tuple[str, ...]]:
+    def extra_blocks(self) -> dict[str, tuple[str, ...]]:
         return {"mtp.block": (self.mtp.block,)} if self.mtp else {}
 
     @property
-    def further(self) -> tuple[str, ...]:
+    def mtp_blocks(self) -> tuple[str, ...]:
         return (self.mtp.block,) * self.mtp.depth if self.mtp and self.mtp.loss else ()
 
     @property
     def as_exported(self) -> Self:
         return self.model_copy(update={"head": self.head.model_copy(update={"value": False})})
 
-    def lengthened(self, source: StackConfig) -> dict[str, NewRows]:
+    def extended_tables(self, source: StackConfig) -> dict[str, NewRows]:
         if not isinstance(source, DecoderConfig) or self.vocab <= source.vocab:
             return {}
         if self.new_tokens != "mean" and self.new_tokens >= source.vocab:
@@ -111,7 +111,7 @@ class DecoderConfig(StackConfig):
         dims = {"embed": 0, "head": 1, "head_bias": 0}
         return {path: NewRows(dim, source.vocab, self.new_tokens) for path, dim in dims.items()}
 
-    def exchanged(self, source: StackConfig) -> tuple[set[str], set[str]]:
+    def head_changes(self, source: StackConfig) -> tuple[set[str], set[str]]:
         if not isinstance(source, DecoderConfig):
             return set(), set()
         fresh, left = set[str](), set[str]()
@@ -126,7 +126,7 @@ class DecoderConfig(StackConfig):
         return {"sources": [source], "seq_len": self.positions or length}
 
     @property
-    def depth(self) -> int:
+    def mtp_depth(self) -> int:
         return self.mtp.depth if self.mtp else 0
 
     @property
@@ -141,7 +141,7 @@ class DecoderConfig(StackConfig):
     def outputs(self) -> int:
         return (1 if self.head.scores else self.vocab) + self.head.value
 
-    def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:
+    def products_outside_blocks(self, seq_len: int) -> Iterator[tuple[str, float]]:
         yield "head", self.embed * self.outputs
         if self.per_layer:
             yield "per-layer embeddings", self.layers * 3 * self.embed * self.per_layer.size

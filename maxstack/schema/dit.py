@@ -63,15 +63,15 @@ class DiTConfig(ImageStackConfig):
         return self.model_copy(update={"blocks": blocks})
 
     @property
-    def made(self) -> int:
+    def output_channels(self) -> int:
         """Numbers per pixel in the output."""
         return self.out_channels or self.channels
 
     @property
     def outputs(self) -> int:
-        return self.patch**2 * self.made
+        return self.patch**2 * self.output_channels
 
-    def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:
+    def products_outside_blocks(self, seq_len: int) -> Iterator[tuple[str, float]]:
         size, images = self.embed, 1 / seq_len
         yield "patches", self.patch**2 * self.channels * size
         conditions = self.layers if self.own_conditions else 1
@@ -86,7 +86,7 @@ class DiTConfig(ImageStackConfig):
         yield from super().own_faults()
         if self.embed % 4:
             yield "embed", f"embed={self.embed} must be a multiple of 4, for positions in two ways"
-        if self.made < self.channels:
+        if self.output_channels < self.channels:
             yield "out_channels", f"must be at least channels={self.channels}"
         if len({block.modulation for block in self.blocks.values()}) > 1:
             yield "blocks", "modulation must be the same in all"

@@ -112,7 +112,7 @@ class EncoderConfig(ImageStackConfig):
         """Dimension of an image's features."""
         return self.embed * (2 if self.pool.kind == "cls_mean" else 1)
 
-    def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:
+    def products_outside_blocks(self, seq_len: int) -> Iterator[tuple[str, float]]:
         patches = (seq_len - self.before) / seq_len
         yield "patches", patches * self.patch**2 * self.channels * self.embed
         if isinstance(self.pool, MapPool):  # keys and values of patches; the rest once an image
@@ -121,7 +121,7 @@ class EncoderConfig(ImageStackConfig):
         if self.classes:
             yield "head", self.features * self.classes / seq_len
 
-    def exchanged(self, source: StackConfig) -> tuple[set[str], set[str]]:
+    def head_changes(self, source: StackConfig) -> tuple[set[str], set[str]]:
         if not isinstance(source, EncoderConfig):
             return set(), set()
         if (self.classes, self.features) == (source.classes, source.features):
@@ -130,7 +130,7 @@ class EncoderConfig(ImageStackConfig):
         return head if self.classes else set(), head if source.classes else set()
 
     @property
-    def places(self) -> tuple[int, int] | None:
+    def position_rows(self) -> tuple[int, int] | None:
         patches = (self.image_size // self.patch) ** 2
         return (int(self.cls), patches) if self.positions == "learned" else None
 

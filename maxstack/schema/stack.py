@@ -172,8 +172,8 @@ class StackConfig(ModelPart):
     """Periods of the pattern per iteration of the scan: more compile time, less copying."""
 
     def own_faults(self) -> Iterator[Fault]:
-        named = {"pattern": self.pattern, "prefix": self.prefix} | self.apart
-        apart = {name for names in self.apart.values() for name in names}
+        named = {"pattern": self.pattern, "prefix": self.prefix} | self.extra_blocks
+        apart = {name for names in self.extra_blocks.values() for name in names}
         if not self.pattern and len(self.blocks.keys() - {*self.prefix, *apart}) > 1:
             yield (
                 "pattern",
@@ -220,18 +220,18 @@ class StackConfig(ModelPart):
         """The model without the parts that transformers cannot hold."""
         return self
 
-    def lengthened(self, source: "StackConfig") -> "dict[str, NewRows]":
+    def extended_tables(self, source: "StackConfig") -> "dict[str, NewRows]":
         """Tables with more rows than in `source`, whose weights the model starts from, by path.
         ConfigError where the new rows cannot be made."""
         return {}
 
-    def exchanged(self, source: "StackConfig") -> tuple[set[str], set[str]]:
+    def head_changes(self, source: "StackConfig") -> tuple[set[str], set[str]]:
         """Heads, by path: those of this model that are initialized anew where it starts from the
         weights of `source`, and those of `source` that it drops."""
         return set(), set()
 
     @property
-    def places(self) -> tuple[int, int] | None:
+    def position_rows(self) -> tuple[int, int] | None:
         """Rows of a position table: those of no patch, and those of patches, which change with the
         image size; None where there is no table."""
         return None
@@ -241,7 +241,7 @@ class StackConfig(ModelPart):
         raise NotImplementedError
 
     @property
-    def depth(self) -> int:
+    def mtp_depth(self) -> int:
         """Number of modules that predict further tokens."""
         return 0
 
@@ -270,17 +270,17 @@ class StackConfig(ModelPart):
         """Number of token ids; for other models, the outputs."""
         return self.vocabulary.size if self.vocabulary else self.outputs
 
-    def outside(self, seq_len: int) -> Iterator[tuple[str, float]]:
+    def products_outside_blocks(self, seq_len: int) -> Iterator[tuple[str, float]]:
         """(component, multiplications by weights per token) of what lies outside the blocks."""
         raise NotImplementedError
 
     @property
-    def further(self) -> tuple[str, ...]:
+    def mtp_blocks(self) -> tuple[str, ...]:
         """Names of blocks that are computed beside the layers."""
         return ()
 
     @property
-    def apart(self) -> dict[str, tuple[str, ...]]:
+    def extra_blocks(self) -> dict[str, tuple[str, ...]]:
         """Names of blocks outside of prefix and pattern, by the key that names them."""
         return {}
 
@@ -308,6 +308,6 @@ class StackConfig(ModelPart):
     @property
     def period(self) -> tuple[str, ...]:
         """The pattern; where none is given, the first block without another use."""
-        used = {*self.prefix, *(name for names in self.apart.values() for name in names)}
+        used = {*self.prefix, *(name for names in self.extra_blocks.values() for name in names)}
         unused = (name for name in self.blocks if name not in used)
         return self.pattern or (next(unused, next(iter(self.blocks))),)

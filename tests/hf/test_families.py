@@ -98,7 +98,7 @@ def test_an_export_that_would_be_infinite_in_float16_is_refused_by_name(tmp_path
 def test_a_config_survives_both_translations(name):
     contents = Contents(GOLDENS[name])
     family, config = choose_family(contents.model, contents.family.architecture, True)
-    again = family.read(config, "", contents.model.depth)
+    again = family.read(config, "", contents.model.mtp_depth)
     assert canonical_form(family.schema.model_validate(again)) == canonical_form(contents.model)
     given = json.loads((GOLDENS[name] / "config.json").read_text())
     spelt_anew = {"rope_parameters", "num_nextn_predict_layers", "head_dim"}
