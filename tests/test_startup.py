@@ -79,11 +79,11 @@ def test_processes_that_do_not_see_one_run_folder_are_refused(tmp_path):
     assert [process.returncode for process in started] == [1, 1], outputs
     assert (
         "error: run.output_dir: process 1 on " in outputs[1]
-        and " does not see in runs/run what process 0 writes there" in outputs[1]
+        and " does not see the files that process 0 writes to runs/run" in outputs[1]
     )
     assert (
         "process 1" in outputs[0]
-        and "does not see in runs/run" in outputs[0]
+        and "does not see the files" in outputs[0]
         and "Traceback" not in outputs[0] + outputs[1]
     )
 

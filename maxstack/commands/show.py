@@ -1,4 +1,4 @@
-"""Printing what a configuration feeds the model."""
+"""Prints or draws the model's input, for `maxstack data show`."""
 
 import itertools
 import sys
@@ -17,19 +17,24 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 SHOWN = 240
-"""Characters at the beginning and at the end of a document that is not printed in full."""
-HEAD, MARK, FAINT, COUNTED = "\033[1m", "\033[36m", "\033[2m", "\033[32m"
+"""Characters that are printed of the beginning and of the end of a long document."""
+BOLD = "\033[1m"
+CYAN = "\033[36m"
+FAINT = "\033[2m"
+GREEN = "\033[32m"
 OF_TOKENS = "ends", "teacher_tokens", "teacher_logps"
-"""Extras that are not the same on a whole document."""
+"""Extras that vary within a document."""
 
 
 def show(cfg: "Config", batches: int, rows: int, out: str, *, full: bool, evaluation: bool) -> None:
-    """Print the first rows of the first batches: each document of a row decoded, where it begins,
-    which targets count, the padding; of images their classes, and draw them into the PNG file
-    `out`. `evaluation`: of the batches that evaluation reads."""
-    data, batch_size = cfg.data, cfg.train.batch_size
+    """Print the first rows of the first batches: decoded documents, their boundaries, which targets
+    count, and padding. For images, print the classes and draw them into the PNG file `out`.
+    `evaluation`: show the batches of evaluation."""
+    data = cfg.data
+    batch_size = cfg.train.batch_size
     if evaluation:
-        data, batch_size = cfg.eval.data or data, cfg.eval.batch_size or batch_size
+        data = cfg.eval.data or data
+        batch_size = cfg.eval.batch_size or batch_size
     feed = Feed(
         data,
         range(min(rows, batch_size)),
@@ -44,7 +49,7 @@ def show(cfg: "Config", batches: int, rows: int, out: str, *, full: bool, evalua
     print("\n".join(feed.describe()))
     print(_ends(tokenizer))
     if cfg.train.epochs and not evaluation:
-        print("train.epochs: a run also exchanges documents between rows, to end them together")
+        print("train.epochs: training also moves documents between rows, so that all end together")
     try:
         for number in range(batches):
             batch = next(feed)
@@ -53,14 +58,14 @@ def show(cfg: "Config", batches: int, rows: int, out: str, *, full: bool, evalua
             for i in range(len(batch["tokens"])):
                 row = {key: array[i] for key, array in batch.items()}
                 title = f"\nbatch {number}, row {i} of {batch_size}"
-                print(_styled(HEAD, title), _summary(row))
+                print(_style(BOLD, title), _summary(row))
                 _print_row(row, tokenizer, full)
     finally:
         feed.close()
 
 
 def _ends(tokenizer: Tokenizer) -> str:
-    """A line about the tokens that begin and end documents."""
+    """Describe the tokens that begin and end documents."""
     begins, ends = (
         " ".join(map(tokenizer.text_of, ids)) or "nothing" for ids in (tokenizer.bos, tokenizer.eos)
     )
@@ -68,7 +73,7 @@ def _ends(tokenizer: Tokenizer) -> str:
 
 
 def _fields(cfg: "Config") -> Mapping[str, RowField]:
-    """Arrays of rows beside those of tokens; of prompts there are none yet."""
+    """Return the arrays of rows beside tokens; rollouts have none before sampling."""
     if cfg.model.tokens is None:
         return {} if cfg.rollout else cfg.objective.row_fields
     from maxstack.objectives.objective import objective_of
@@ -77,7 +82,7 @@ def _fields(cfg: "Config") -> Mapping[str, RowField]:
 
 
 def _draw(feed: Feed, batches: int, out: str) -> None:
-    """Pictures as a grid, a batch in each row of it, and their classes."""
+    """Draw pictures as a grid with a batch per row, and print their classes."""
     from maxstack.data.images import image_grid
 
     print("\n".join(feed.describe()))
@@ -97,7 +102,8 @@ def _draw(feed: Feed, batches: int, out: str) -> None:
 
 
 def _summary(row: Batch) -> str:
-    length, used = len(row["tokens"]), int((row["segments"] > 0).sum())
+    length = len(row["tokens"])
+    used = int((row["segments"] > 0).sum())
     return (
         f"({length} tokens: {used} in {row['segments'].max()} documents, {length - used} padding; "
         f"{int(row['mask'].sum())} targets)"
@@ -107,7 +113,8 @@ def _summary(row: Batch) -> str:
 def _print_row(row: Batch, tokenizer: Tokenizer, full: bool) -> None:
     for segment in range(1, int(row["segments"].max()) + 1):
         columns = np.flatnonzero(row["segments"] == segment)
-        first, last = columns[0], columns[-1]
+        first = columns[0]
+        last = columns[-1]
         line = (
             f"-- document {segment}: columns {first}..{last}, positions "
             f"{row['positions'][first]}..{row['positions'][last]}, "
@@ -119,7 +126,7 @@ def _print_row(row: Batch, tokenizer: Tokenizer, full: bool) -> None:
             )
             + " --"
         )
-        print(_styled(MARK, line))
+        print(_style(CYAN, line))
         ids = np.append(row["tokens"][columns], row["targets"][last])
         counted = np.append(False, row["mask"][columns] > 0)
         if ids.max() >= tokenizer.vocab_size:
@@ -130,15 +137,15 @@ def _print_row(row: Batch, tokenizer: Tokenizer, full: bool) -> None:
             print(_marked(ids, counted, tokenizer))
             continue
         if not full and (left_out := len(text) - 2 * SHOWN) > 0:
-            gap = _styled(FAINT, f" [... {left_out} characters ...] ")
+            gap = _style(FAINT, f" [... {left_out} characters ...] ")
             print(_visible(text[:SHOWN]) + gap + _visible(text[-SHOWN:]))
         else:
             print(_visible(text))
 
 
 def _marked(ids: np.ndarray, counted: np.ndarray, tokenizer: Tokenizer) -> str:
-    """The text of the ids with special tokens, and with what counts marked: [[so]], or on a
-    terminal in another colour."""
+    """Decode ids with their special tokens, and mark what counts: [[so]], or in green on a
+    terminal."""
     parts = []
     for counts, group in itertools.groupby(range(len(ids)), key=lambda i: bool(counted[i])):
         text = ""
@@ -152,17 +159,17 @@ def _marked(ids: np.ndarray, counted: np.ndarray, tokenizer: Tokenizer) -> str:
                 text += tokenizer.decode(own).decode(errors="replace")
         text = _visible(text)
         if counts:
-            text = _styled(COUNTED, text) if sys.stdout.isatty() else f"[[{text}]]"
+            text = _style(GREEN, text) if sys.stdout.isatty() else f"[[{text}]]"
         parts.append(text)
     return "".join(parts)
 
 
 def _visible(text: str) -> str:
-    """The text with escapes for control characters, which never reach the terminal."""
+    """Escape control characters, so that none reaches the terminal."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text
     )
 
 
-def _styled(style: str, text: str) -> str:
+def _style(style: str, text: str) -> str:
     return f"{style}{text}\033[0m" if sys.stdout.isatty() else text

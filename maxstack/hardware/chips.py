@@ -1,5 +1,5 @@
-"""Table of chips, chips.yml: peaks, memory, bandwidths, each with its source. For MFU in training
-and for `maxstack plan`."""
+"""The table of chips in chips.yml: peaks, memory and bandwidths, each with its source, for MFU and
+`maxstack plan`."""
 
 import functools
 import os
@@ -19,12 +19,11 @@ PEAK_OF = {
     **dict.fromkeys(("int8", "uint8", "int4", "uint4", "s8", "u8", "s4", "u4"), "int8"),
     **dict.fromkeys(("float32", "f32"), "tf32"),
 }
-"""Name of a dtype in jax or XLA -> the figure in `peak` at which products of it run; bf16 for all
-others."""
+"""dtype in jax or XLA -> key in `peak` of its matrix products; bf16 for all others."""
 
 
 class Torus(Section):
-    """A TPU slice's network: links of one direction in bytes/s, and the slices on offer."""
+    """A TPU slice's network: bytes/s of a link in one direction, and the slices on offer."""
 
     dims: int
     link: float
@@ -35,7 +34,7 @@ class Torus(Section):
 
 
 class NVLink(Section):
-    """The switch that joins the GPUs of a domain: bytes/s of one GPU, one way."""
+    """The switch between the GPUs of a domain: bytes/s of one GPU, one way."""
 
     bandwidth: float
     domain: int
@@ -44,8 +43,8 @@ class NVLink(Section):
 
 
 class Chip(Section):
-    """One row of chips.yml. Figures are for a chip, dense, one way, in FLOP/s, bytes and bytes/s,
-    unless the name says `per device`."""
+    """One row of chips.yml, in FLOP/s, bytes and bytes/s: per chip, dense, one way, unless the name
+    says `per device`."""
 
     name: str
     kinds: Items[str] = pydantic.Field(min_length=1)
@@ -54,8 +53,8 @@ class Chip(Section):
     peak: dict[str, float]
     memory: int
     usable: int
-    """Bytes that a program may use on one device: what the compiler allows on a TPU, what the
-    driver shows on a GPU."""
+    """Bytes that a program may use on one device: the compiler's limit on a TPU, the driver's total
+    on a GPU."""
     memory_bandwidth: float
     network: float
     chips_per_host: int
@@ -67,19 +66,19 @@ class Chip(Section):
 
     @property
     def peak_flops(self) -> float:
-        """bfloat16 FLOP/s of one device, the reference of MFU."""
+        """bfloat16 FLOP/s of one device, the reference for MFU."""
         return self.flops("bfloat16")
 
     def flops(self, dtype: str) -> float:
-        """Peak FLOP/s of one device for matmuls on a dtype by jax's or XLA's name; a format without
-        units of its own runs as bfloat16."""
+        """Return the peak FLOP/s of one device for matmuls of a dtype by jax's or XLA's name;
+        formats without hardware support run as bfloat16."""
         unit = "fp8" if dtype.startswith(("float8", "f8")) else PEAK_OF.get(dtype, "bf16")
         return self.peak.get(unit, self.peak["bf16"]) / self.devices
 
     @property
     def for_programs(self) -> int:
-        """Bytes of one device that jax gives to programs: on a GPU a share of them, as
-        `devices.environment` sets it."""
+        """Bytes of one device that jax gives to programs: on a GPU the share that
+        `devices.environment` sets."""
         if not self.nvlink:
             return self.usable
         return round(
@@ -98,7 +97,7 @@ class Chip(Section):
 
 
 def chip(name: str) -> Chip:
-    """The chip of that name; ConfigError with the nearest name where there is none."""
+    """Return the chip of a name; ConfigError with the nearest name if there is none."""
     table = chips()
     if name not in table:
         raise ConfigError(
@@ -109,19 +108,19 @@ def chip(name: str) -> Chip:
 
 
 def by_kind(device_kind: str) -> Chip | None:
-    """The chip that jax calls `device_kind`, None where the table has none."""
+    """Return the chip that jax calls `device_kind`; None if the table does not have it."""
     return next((chip for chip in chips().values() if device_kind in chip.kinds), None)
 
 
 @functools.cache
 def chips() -> dict[str, Chip]:
-    """All chips by name, in the order of chips.yml."""
+    """Return all chips by name, in the order of chips.yml."""
     path = Path(__file__).with_suffix(".yml")
     rows = plain(read_yaml(path.read_text(encoding="utf-8"), path.name))["chips"]
     return {name: Chip.model_validate({"name": name, **row}) for name, row in rows.items()}
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a device, None where chips.yml does not have it."""
+    """Return the dense bfloat16 FLOP/s of a device; None if chips.yml does not have it."""
     chip = by_kind(device_kind)
     return chip.peak_flops if chip else None

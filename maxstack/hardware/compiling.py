@@ -1,4 +1,5 @@
-"""Compiler options of a run's programs, and XLA's errors for flags that it does not know."""
+"""Compiler options of a run's programs, its cache of compiled programs, and errors for unknown
+flags."""
 
 import contextlib
 import functools
@@ -26,12 +27,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _EFFORT = "xla_backend_optimization_level"
 QUICK = {_EFFORT: 2}
-"""On a CPU: a step runs as fast as at the default, 3, and compiles sooner, initial weights in a
-third of the time."""
+"""On a CPU, a step runs as fast as at the default 3 and compiles sooner; the program of initial
+weights compiles in a third of the time."""
 IN_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
-"""XLA's flag by which CPU devices may begin independent collectives at once. Each then holds a
-thread of a pool that all devices share; where threads run out, all wait until XLA aborts the
-process."""
+"""XLA's flag that lets CPU devices start independent collectives at once. Each then holds a thread
+of a pool that all devices share; when threads run out, all wait until XLA aborts the process."""
 SCHEDULER = "xla_cpu_scheduler_type"
 _REFUSED = re.compile(
     r"No such compile option: '(\w+)'|While setting option (\w+), ('.*?') is not a valid (\w+)"
@@ -39,14 +39,14 @@ _REFUSED = re.compile(
 
 
 def keep_programs(folder: str | None, named: bool = False) -> None:
-    """Keep compiled programs in `folder`, for the next start. `named`: a program is taken from
-    there only where the names and lines of its source are the same too, which a profile shows.
-    ConfigError where the default folder is not this user's alone; another is the user's word."""
+    """Cache compiled programs in `folder` for the next start. `named`: reuse a program only if the
+    names and lines of its source, which a profile shows, are the same too. ConfigError if others
+    may write to the default folder; any other folder is the user's choice."""
     if folder and folder == RunConfig.model_fields["compilation_cache"].default:
         try:
             trust.private(Path(folder).expanduser())
         except OSError as error:
-            log.warning("%s: cannot be made: %s; programs are not kept", folder, error.strerror)
+            log.warning("%s: cannot be created: %s; programs are not kept", folder, error.strerror)
             return
     if folder:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", named)
@@ -57,8 +57,8 @@ def keep_programs(folder: str | None, named: bool = False) -> None:
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Compile what is compiled inside; do not read it from the folder of `keep_programs`. A CPU
-    program that was read cannot be saved again, and the compiler says nothing of it."""
+    """Compile inside without the cache of `keep_programs`. A CPU program that was read from the
+    cache cannot be saved again, and the compiler does not say so."""
     before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     try:
         jax.config.update("jax_enable_compilation_cache", False)
@@ -70,20 +70,19 @@ def without_cache() -> Iterator[None]:
 
 
 def flags_for(cfg: "Config", platform: str) -> dict[str, Any]:
-    """The configuration's flags for the compiler; none where they are meant for another
-    platform."""
+    """Return the configuration's compiler flags; none if they are for another platform."""
     return dict(cfg.xla.flags) if cfg.xla.platform in (None, platform) else {}
 
 
 def options_for(cfg: "Config", mesh: Mesh) -> dict[str, Any]:
-    """Compiler options of the step: `in_order` and on a CPU `QUICK`, unless the configuration or
-    $XLA_FLAGS says otherwise."""
+    """Return the step's compiler options: `in_order` and on a CPU `QUICK`, unless the configuration
+    or $XLA_FLAGS says otherwise."""
     ours = in_order(mesh) if _EFFORT in os.environ.get("XLA_FLAGS", "") else quickly(mesh)
     return ours | flags_for(cfg, mesh.devices.flat[0].platform)
 
 
 def in_order(mesh: Mesh) -> dict[str, Any]:
-    """Options by which the devices of a CPU mesh run one collective after the other; else none."""
+    """Return options that make the devices of a CPU mesh run one collective after the other."""
     several = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
     told = (
         "several collectives at once on CPU devices may wait for each other until XLA ends the "
@@ -93,22 +92,23 @@ def in_order(mesh: Mesh) -> dict[str, Any]:
 
 
 def quickly(mesh: Mesh) -> dict[str, Any]:
-    """`in_order`, and on a CPU `QUICK`."""
+    """Return `in_order`, and on a CPU `QUICK`."""
     here = mesh.devices.flat[0].platform == "cpu"
     return in_order(mesh) | (QUICK if here else {})
 
 
 def sparing(mesh: Mesh) -> dict[str, Any]:
-    """Options by which a CPU makes each intermediate array just before it is needed, while it is in
-    its caches, and not as early as it can; else none."""
-    value, told = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "long prompts take more time and memory"
+    """Return options that make a CPU compute each intermediate array just before it is used, while
+    it is in the caches, instead of as early as possible."""
+    value = "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    told = "long prompts take more time and memory"
     here = mesh.devices.flat[0].platform == "cpu"
     return {SCHEDULER: value} if here and _knows(SCHEDULER, value, told) else {}
 
 
 @functools.cache
 def _knows(option: str, value: Any, told: str) -> bool:
-    """False, and a warning with what comes of it, where the compiler lacks an option."""
+    """Return False and warn of the consequence if the compiler lacks an option."""
     try:
         jax.jit(lambda: 0, compiler_options={option: value}).lower().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -120,8 +120,7 @@ def _knows(option: str, value: Any, told: str) -> bool:
 
 
 def check_flags(cfg: "Config", mesh: Mesh) -> None:
-    """ConfigError for a flag that the compiler does not know, told by a program that compiles in no
-    time."""
+    """ConfigError for a flag that the compiler does not know, found by compiling a tiny program."""
     if flags := flags_for(cfg, mesh.devices.flat[0].platform):
         number = jax.ShapeDtypeStruct(
             (), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec())
@@ -130,7 +129,7 @@ def check_flags(cfg: "Config", mesh: Mesh) -> None:
 
 
 def compiled(lowered: Any, mesh: Mesh, options: Mapping[str, Any] | None = None) -> Any:
-    """A lowered program compiled with `options` beside its own. ConfigError for a flag that the
+    """Compile a lowered program with `options` beside its own. ConfigError for a flag that the
     compiler does not know."""
     try:
         return lowered.compile(compiler_options={**options} if options else None)

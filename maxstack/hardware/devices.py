@@ -1,5 +1,5 @@
-"""Order of devices in a mesh: neighbours along the inner axes are joined by the fastest links. The
-rule is the same for devices that are here and for those of a topology that is not."""
+"""Arranges devices in a mesh so that neighbors along the inner axes have the fastest links. The
+same rule holds for real devices and for those of a topology that `maxstack plan` compiles for."""
 
 import glob
 import itertools
@@ -13,45 +13,44 @@ if TYPE_CHECKING:
     import numpy as np
 
 GPU_SHARE = 0.92
-"""Share of a GPU's memory that jax takes for its programs, where XLA_PYTHON_CLIENT_MEM_FRACTION
-does not say otherwise; jax's own default is 0.75."""
+"""Share of a GPU's memory for jax's programs unless XLA_PYTHON_CLIENT_MEM_FRACTION is set; jax's
+own default is 0.75."""
 
 GPUS = "/dev/nvidia[0-9]*"
 ACCELERATORS = (GPUS, "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/dxg", "/dev/kfd")
-"""Files by which Linux shows GPUs and TPUs."""
+"""Device files of GPUs and TPUs on Linux."""
 
 
 def environment(virtual_devices: int | None) -> None:
-    """Set the environment variables that jax reads as it is imported. `virtual_devices`: parts of
-    the CPU that count as devices; None: the real ones."""
+    """Set the environment variables that jax reads at import. `virtual_devices`: number of devices
+    to split the CPU into; None: use the real ones."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))
     if virtual_devices:
         os.environ |= cpu_devices(virtual_devices)
-    elif sys.platform == "linux" and not any(
-        map(glob.glob, ACCELERATORS)
-    ):  # where plan's compilers are installed, jax would complain of each
+    elif sys.platform == "linux" and not any(map(glob.glob, ACCELERATORS)):
+        # Otherwise jax warns of every compiler plugin of plan that is installed.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def cpu_devices(count: int) -> dict[str, str]:
-    """Environment variables by which the CPU counts as so many devices."""
+    """Return environment variables that split the CPU into `count` devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process is shown, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs visible to this process, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return [str(i) for i in range(len(glob.glob(GPUS)))]
     names = map(str.strip, visible.split(","))
-    # CUDA too ends the list at the first name that is none
+    # CUDA also ends the list at the first invalid name.
     return [*itertools.takewhile(lambda name: name and not name.startswith("-"), names)]
 
 
 def host_memory() -> int | None:
-    """Bytes of this machine's memory; None where the system does not say."""
+    """Return the bytes of this machine's memory; None if the system does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
@@ -59,14 +58,14 @@ def host_memory() -> int | None:
 
 
 def arrange(devices: Sequence[Any], shape: Sequence[int]) -> "np.ndarray":
-    """`devices` as an array of `shape`, whose axes are ordered outermost (slowest links) first.
+    """Arrange `devices` in an array of `shape`, whose axes go from the slowest links to the
+    fastest.
 
-    TPU: the slices are laid over the outermost axes that can hold them (`over_slices`), and inside
-    each slice mesh axes are assigned to axes of the torus, innermost first: by jax where the
-    slice's sides are powers of two, by prime factors otherwise, since jax fails on some of those.
-    Devices that fill no cuboid of each slice are taken by slice, coordinates and core, row by row.
-    GPU: by id, which counts through a host before the next. CPU: as given.
-    """
+    TPU: slices are laid over the outermost axes that can hold them (`over_slices`); inside each
+    slice, mesh axes are assigned to axes of the torus, innermost first: by jax if the slice's sides
+    are powers of two, otherwise by prime factors, since jax fails on some of those. Devices that do
+    not fill a cuboid of each slice are taken by slice, coordinates and core. GPU: by id, which
+    numbers the GPUs of a host consecutively. CPU: as given."""
     import numpy as np
 
     assert math.prod(shape) == len(devices), (
@@ -90,9 +89,10 @@ def arrange(devices: Sequence[Any], shape: Sequence[int]) -> "np.ndarray":
 
 
 def over_slices(shape: Sequence[int], slices: int) -> list[int]:
-    """Number of slices that each mesh axis spans, outermost axes first; ConfigError where the axes
-    cannot share them out."""
-    left, outer = slices, []
+    """Return the number of slices that each mesh axis spans, outermost axes first; ConfigError if
+    the axes cannot divide them."""
+    left = slices
+    outer = []
     for size in shape:
         outer.append(math.gcd(size, left))
         left //= outer[-1]
@@ -107,12 +107,12 @@ def over_slices(shape: Sequence[int], slices: int) -> list[int]:
 
 
 def slice_of(device: Any) -> int:
-    """The slice of a device: 0 where jax knows of none."""
+    """Return the slice of a device; 0 if jax knows none."""
     return getattr(device, "slice_index", None) or 0
 
 
 def box(coords: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Sides of the smallest cuboid around coordinates."""
+    """Return the sides of the smallest cuboid around coordinates."""
     return tuple(max(axis) - min(axis) + 1 for axis in zip(*coords, strict=True))
 
 
@@ -121,8 +121,8 @@ def _position(device: Any) -> tuple[int, ...]:
 
 
 def _sides(ordered: Sequence[Any], slices: int) -> tuple[int, ...] | None:
-    """Sides z, y, x and cores of the cuboid that each slice is; None where a slice is none, or they
-    differ."""
+    """Return the sides z, y, x and cores of the cuboid that each slice is; None if a slice is not a
+    cuboid, or if they differ."""
     by_slice: dict[int, list[tuple[int, ...]]] = {}
     for device in ordered:
         by_slice.setdefault(slice_of(device), []).append(_position(device)[1:])
@@ -134,7 +134,7 @@ def _sides(ordered: Sequence[Any], slices: int) -> tuple[int, ...] | None:
 
 
 def _within(ordered: Sequence[Any], sides: Sequence[int], shape: Sequence[int]) -> "np.ndarray":
-    """The devices of one slice, given row by row, as an array of `shape`."""
+    """Arrange the devices of one slice, given row by row, in an array of `shape`."""
     if all(side & (side - 1) == 0 for side in sides):
         from jax.experimental import mesh_utils
 
@@ -146,9 +146,9 @@ def _within(ordered: Sequence[Any], sides: Sequence[int], shape: Sequence[int]) 
 
 
 def _shares(sides: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
-    """Part of each side that each mesh axis takes, [side][axis]: innermost axes first, one prime
-    factor after the other, from a side that the axis already has a part of, else from the last that
-    no axis has broken into, else from any."""
+    """Return the part of each side that each mesh axis takes, [side][axis]: innermost axes first,
+    one prime factor after the other, from a side that the axis already has a part of, otherwise
+    from the last untouched side, otherwise from any."""
     left = list(sides)
     parts = [[1] * len(shape) for _ in sides]
     for axis in reversed(range(len(shape))):
@@ -163,8 +163,9 @@ def _shares(sides: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
 
 
 def _primes(number: int) -> list[int]:
-    """Prime factors, largest first."""
-    factors, prime = [], 2
+    """Return the prime factors, largest first."""
+    factors = []
+    prime = 2
     while number > 1:
         while number % prime == 0:
             factors.append(prime)
@@ -174,7 +175,7 @@ def _primes(number: int) -> list[int]:
 
 
 def _array(devices: Sequence[Any]) -> "np.ndarray":
-    """One dimension of objects, whatever the devices look like to numpy."""
+    """Make a one-dimensional array of objects."""
     import numpy as np
 
     out = np.empty(len(devices), dtype=object)

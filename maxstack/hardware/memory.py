@@ -1,9 +1,9 @@
-"""Memory of a process that trains on one CPU device, under glibc's allocator.
+"""Settings of glibc's allocator for a process that trains on one CPU device.
 
-XLA takes its temporaries anew at every step, and the system clears each page that it gives again: a
-tenth of a step in huge pages, a quarter in small ones (EXPERIMENTS.md). GLIBC_TUNABLES in the
-environment, even empty, leaves the allocator as it is.
-"""
+XLA allocates its temporaries anew in every step, and the kernel clears every page that it hands out
+again: a tenth of a step with huge pages, a quarter with small ones (EXPERIMENTS.md). So `train`
+restarts itself with huge pages, runs programs in its main thread, and keeps what that thread frees.
+GLIBC_TUNABLES in the environment, even empty, disables all of it."""
 
 import ctypes
 import os
@@ -12,23 +12,25 @@ from pathlib import Path
 
 from maxstack.hardware.devices import host_memory
 
-_TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
-_MMAP_MAX, _TRIM_THRESHOLD = -4, -1
+_TUNABLES = "GLIBC_TUNABLES"
+_HUGE = "glibc.malloc.hugetlb=1"
+_MMAP_MAX = -4
+_TRIM_THRESHOLD = -1
 """Parameters of mallopt, as malloc.h numbers them."""
 
 
 def use_huge_pages() -> None:
-    """Start over with the allocator in huge pages, where Linux leaves that choice to programs; the
-    process stays the same one."""
+    """Execute this program again with huge pages, in the same process, if Linux leaves that choice
+    to programs."""
     choice = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if _TUNABLES not in os.environ and choice.exists() and "[madvise]" in choice.read_text():
         os.execve(sys.executable, sys.orig_argv, os.environ | {_TUNABLES: _HUGE})
 
 
 def run_in_this_thread() -> bool:
-    """Let the thread that calls a program of the CPU run it, so that its temporaries are that
-    thread's -> whether it does: under glibc, unless the environment has chosen for its allocator.
-    To be called before jax sees its devices."""
+    """Run CPU programs in the thread that calls them, so that their temporaries belong to it;
+    return whether this is so: under glibc, unless the environment configures its allocator. Call it
+    before jax sees its devices."""
     chosen = os.environ.get(_TUNABLES, _HUGE) != _HUGE
     if chosen or not _is_glibc():
         return False
@@ -39,16 +41,16 @@ def run_in_this_thread() -> bool:
 
 
 def give_back() -> None:
-    """Return what is free to the system, where glibc holds it."""
+    """Return free memory that glibc holds to the system."""
     if _is_glibc():
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_freed(temporaries: int) -> None:
-    """Keep what the main thread frees for what it takes next, from here on; large blocks of other
-    threads still go back to the system, so `run_in_this_thread` comes before. Small blocks between
-    may cost `temporaries`, in bytes, a second or third time, so nothing is kept where they are more
-    than a sixteenth of the memory."""
+    """Keep what the main thread frees for its next allocations. Large blocks of other threads still
+    go back to the system, so `run_in_this_thread` must come before. Fragmentation may cost
+    `temporaries`, in bytes, a second or third time, so nothing is kept if they exceed a sixteenth
+    of the memory."""
     if 16 * temporaries <= (host_memory() or 0):
         libc = ctypes.CDLL(None)
         libc.malloc_trim(0)

@@ -1,4 +1,10 @@
-"""The profile of a run: figures of a trace, for people and programs."""
+"""Computes the profile of a run from a trace.
+
+The trace says which instruction ran when on which device (planes.py); the program's text says what
+an instruction is and which source line it comes from (origins.py). Whole steps are cut out of the
+trace (timeline.py). At every moment of a step, the time goes in equal parts to the operations that
+run then, matrix products before collectives and copies, and these before the loops around them; so
+the tables add up to the busy time, and a collective's share is its exposed time."""
 
 import collections
 import dataclasses
@@ -15,12 +21,21 @@ from maxstack.plan.buffers import Buffer, largest
 from maxstack.plan.program import parse
 from maxstack.profile import planes, trace_files
 from maxstack.profile.origins import Origin, Origins
-from maxstack.profile.timeline import BESIDE, OUTER, OWN, Run, Timeline, covered, shared, timeline
+from maxstack.profile.timeline import (
+    BESIDE,
+    OUTER,
+    OWN,
+    Run,
+    Timeline,
+    exclusive_times,
+    timeline,
+    total_and_exposed,
+)
 from maxstack.regular_file import open_regular
 
 BUFFERS = 8
 SMALL = 0.01
-"""Share of the host's time below which a part of it has no row."""
+"""Share of the host's time below which an activity counts as `other`."""
 NONE = "(no layer)"
 
 
@@ -39,7 +54,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Seconds of the operations that come from a line of source, called by another."""
+    """Seconds of the operations that come from a source line, called from another."""
 
     source: str
     caller: str
@@ -48,7 +63,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One instruction of the program, `times` in a step. FLOPs and bytes are those of plan."""
+    """One instruction of the program, run `times` per step. FLOPs and bytes are those of plan."""
 
     name: str
     opcode: str
@@ -58,21 +73,21 @@ class Operation:
     times: float
     seconds: float
     elapsed: float
-    """Seconds from its beginnings to its ends, whatever else ran then."""
+    """Seconds between its starts and ends, including those shared with others."""
     shown: float
-    """Seconds that a viewer of the trace adds up for it."""
+    """Seconds that a trace viewer shows for it."""
     flops: float
     bytes: float
     bound: float | None
-    """The least seconds on this chip; None where chips.yml has no such chip."""
+    """Minimum seconds on this chip; None if chips.yml does not have it."""
     limit: str
-    """compute or memory: what that bound is of."""
+    """The resource behind that bound: compute or memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Collectives of one kind over the same axes: how many in a step, bytes that a device sends,
-    seconds that they take, and those of them in which the device does nothing else."""
+    """Collectives of one kind over the same axes: runs per step, bytes that a device sends,
+    seconds, and exposed seconds, in which the device does nothing else."""
 
     kind: str
     axes: tuple[str, ...]
@@ -84,34 +99,32 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Seconds are of one step, and of a device their mean over the devices of the trace. Each
-    moment in which a device works belongs to the operations that run then, in equal parts; a
-    collective, a copy beside the work and a loop have those in which nothing else runs."""
+    """A profile. Seconds are per step, averaged over the devices of the trace."""
 
     run: str
     steps: tuple[int, ...]
     dropped: int
-    """Runs of the step that the trace holds in part, or that nobody asked for."""
+    """Steps that the trace holds in part, or that were not requested."""
     platform: str
     device_kind: str
     devices: int
-    """Devices in this trace, which are those of `process`, of `processes`."""
+    """Devices in this trace, which are those of one process."""
     process: int
     processes: int
     unproven: bool
-    """True where traces of this platform were read by their documented form alone."""
+    """True if reading traces of this platform has not been checked on hardware."""
     step_seconds: float
     busy: float
     waiting: float | None
-    """Idle seconds for want of a batch; None where metrics.jsonl does not say."""
+    """Idle seconds spent waiting for a batch; None if metrics.jsonl does not say."""
     attributed: float
-    """Share of the busy time of which the program's text says where it comes from."""
+    """Share of the busy time whose origin the program's text tells."""
     layers: tuple[Layer, ...]
     lines: tuple[Line, ...]
     operations: tuple[Operation, ...]
     collectives: tuple[Collective, ...]
     host: dict[str, float]
-    """Seconds of a step of the loop's thread, by what it does."""
+    """Seconds per step of the training loop's thread, by activity."""
     tokens: int
     flops: float
     """FLOPs of a step on all devices, as MFU counts them."""
@@ -126,7 +139,7 @@ class Summary:
 
     @property
     def idle(self) -> float:
-        """Seconds in which the device does nothing."""
+        """Seconds in which the device is idle."""
         return max(0.0, self.step_seconds - self.busy)
 
     @property
@@ -139,16 +152,17 @@ class Summary:
         return dict(sums)
 
     def json(self) -> dict[str, Any]:
-        """All figures as plain data."""
+        """Return everything as plain data."""
         return dataclasses.asdict(self) | {"idle": self.idle, "directions": self.directions}
 
 
 def summary(run: Path, trace: int | None = None, process: int = 0) -> Summary:
-    """The profile of a run from the trace that begins at step `trace`, or its newest. ConfigError
-    where there is none, DataError where it is damaged or holds no whole step."""
+    """Compute the profile of a run from the trace that starts at step `trace`, or from its newest.
+    ConfigError if there is none, DataError if it is damaged or holds no whole step."""
     folder = trace_files.choose(run, trace)
     text, facts = trace_files.read(folder)
-    program, recorded = parse(text), planes.read(trace_files.planes(folder, process))
+    program = parse(text)
+    recorded = planes.read(trace_files.planes(folder, process))
     origins = Origins(program, facts.mesh)
     steps = timeline(recorded, [*program.entry.instructions], origins.names, facts.steps)
     spent = _Spent(steps, origins)
@@ -157,9 +171,10 @@ def summary(run: Path, trace: int | None = None, process: int = 0) -> Summary:
     bounds = [row.bound for row in operations if row.bound is not None]
     seconds = spent.mean(run.end - run.begin for run in steps.runs)
     peak = chip.peak_flops * facts.devices * seconds if chip else None
-    waiting, remarks = _waiting(run, steps), [*_remarks(facts, spent, chip)]
+    waiting = _waiting(run, steps)
+    remarks = [*_remarks(facts, spent, chip)]
     if waiting is None:
-        remarks.append("metrics.jsonl has no rows of these steps: waiting for input is not known")
+        remarks.append("metrics.jsonl has no rows of these steps, so waiting for input is unknown")
     return Summary(
         run=str(run),
         steps=tuple(steps.steps),
@@ -191,42 +206,44 @@ def summary(run: Path, trace: int | None = None, process: int = 0) -> Summary:
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Row:
     """Sums over all events of one instruction, in ns."""
 
     origin: Origin
-    times: int
-    own: float
-    elapsed: float
-    shown: float
+    times: int = 0
+    own: float = 0.0
+    elapsed: float = 0.0
+    shown: float = 0.0
 
 
 class _Spent:
     """The time of whole steps by instruction."""
 
     def __init__(self, steps: Timeline, origins: Origins):
-        self.runs, self.program, self.origins = steps.runs, steps.program, origins
-        sums: dict[str, list[float]] = collections.defaultdict(lambda: [0.0] * 4)
+        self.runs = steps.runs
+        self.program = steps.program
+        self.origins = origins
+        sums: dict[str, _Row] = {}
         for _, runs in self.by_device():
             events = [event for run in runs for event in run.events]
-            begins, ends = (np.array([getattr(e, at) for e in events]) for at in ("begin", "end"))
-            own = shared(begins, ends, np.array([self.level(event) for event in events]))
+            begins = np.array([event.begin for event in events])
+            ends = np.array([event.end for event in events])
+            own = exclusive_times(begins, ends, np.array([self.level(event) for event in events]))
             for event, mine in zip(events, own.tolist(), strict=True):
-                row = sums[self.origin(event).name]
-                for i, x in enumerate((1, mine, event.end - event.begin, event.shown)):
-                    row[i] += x
-        self._named = {origin.name: origin for origin in self._others.values()}
-        self.rows = [
-            _Row(self._named.get(name) or origins.of(name), int(times), *rest)
-            for name, (times, *rest) in sums.items()
-        ]
+                origin = self.origin(event)
+                row = sums.setdefault(origin.name, _Row(origin))
+                row.times += 1
+                row.own += mine
+                row.elapsed += event.end - event.begin
+                row.shown += event.shown
+        self.rows = [*sums.values()]
         self.busy = self.mean(row.own for row in self.rows)
         self.known = self.mean(row.own for row in self.rows if row.origin.known)
 
     @functools.cached_property
     def _others(self) -> dict[planes.Program, Origin]:
-        """Origins of what belongs to other programs, one each."""
+        """Origins of the events of other programs, one each."""
         found = {event.program for run in self.runs for event in run.events} - {self.program}
         return {
             program: Origin(
@@ -236,22 +253,22 @@ class _Spent:
         }
 
     def by_device(self) -> Iterator[tuple[int, list[Run]]]:
-        """Devices and their runs."""
+        """Yield devices and their runs."""
         for device in sorted({run.device for run in self.runs}):
             yield device, [run for run in self.runs if run.device == device]
 
     def origin(self, event: planes.Event) -> Origin:
-        """Where an event comes from."""
+        """Return the origin of an event."""
         if event.program != self.program:
             return self._others[event.program]
         return self.origins.of(event.name)
 
     def level(self, event: planes.Event) -> int:
-        """Its level in the sense of timeline.py."""
+        """Return the level of an event, as in timeline.py."""
         return min(self.origin(event).level, BESIDE if event.beside else OWN)
 
     def mean(self, ns: Iterable[float]) -> float:
-        """Seconds of a step of a device, from the ns of all."""
+        """Return seconds per step and device, from the ns of all."""
         return float(sum(ns)) * 1e-9 / len(self.runs)
 
 
@@ -269,17 +286,20 @@ def _layers(spent: _Spent) -> list[Layer]:
 def _lines(spent: _Spent) -> list[Line]:
     sums: dict[tuple[str, str], float] = collections.defaultdict(float)
     for row in spent.rows:
-        source, caller, *_ = (*row.origin.sources, "", "")
-        sums[source, caller] += spent.mean([row.own])
+        sources = (*row.origin.sources, "", "")
+        sums[sources[0], sources[1]] += spent.mean([row.own])
     return sorted((Line(*key, seconds) for key, seconds in sums.items()), key=lambda x: -x.seconds)
 
 
 def _operations(spent: _Spent, chip: Chip | None) -> list[Operation]:
     rows = []
     for row in spent.rows:
-        origin, done = row.origin, row.origin.cost
-        flops, moved = (done.flops, done.bytes) if done else (0.0, 0.0)
-        bound, limit = None, ""
+        origin = row.origin
+        done = origin.cost
+        flops = done.flops if done else 0.0
+        moved = done.bytes if done else 0.0
+        bound = None
+        limit = ""
         if chip and done:
             by_flops = flops / chip.flops(done.dtype)
             by_bytes = moved / chip.memory_bandwidth_per_device
@@ -305,7 +325,7 @@ def _operations(spent: _Spent, chip: Chip | None) -> list[Operation]:
 
 
 def _collectives(spent: _Spent) -> list[Collective]:
-    """Rows by kind and axes, those that take longest first."""
+    """Sum collectives by kind and axes, the longest first."""
     sums: dict[tuple[str, tuple[str, ...]], list[float]] = collections.defaultdict(lambda: [0, 0])
     parts: dict[tuple[str, tuple[str, ...]], dict[str, Any]] = collections.defaultdict(dict)
     for _, runs in spent.by_device():
@@ -320,23 +340,19 @@ def _collectives(spent: _Spent) -> list[Collective]:
                 parts[sent.kind, sent.axes][sent.instruction] = sent
                 intervals[sent.kind, sent.axes] += [*_stretches(spent, events)]
         for key, stretches in intervals.items():
-            for i, ns in enumerate(covered(stretches, works)):
+            for i, ns in enumerate(total_and_exposed(stretches, works)):
                 sums[key][i] += ns
-    rows = [
-        Collective(
-            *key,
-            times=sum(each.times for each in parts[key].values()),
-            bytes=sum(each.sent for each in parts[key].values()),
-            seconds=spent.mean([whole]),
-            exposed=spent.mean([exposed]),
-        )
-        for key, (whole, exposed) in sums.items()
-    ]
+    rows = []
+    for key, (whole, exposed) in sums.items():
+        times = sum(each.times for each in parts[key].values())
+        sent = sum(each.sent for each in parts[key].values())
+        seconds = spent.mean([whole])
+        rows.append(Collective(*key, times, sent, seconds, spent.mean([exposed])))
     return sorted(rows, key=lambda row: -row.seconds)
 
 
 def _by_collective(spent: _Spent, events: Iterable[planes.Event]) -> dict[str, list[planes.Event]]:
-    """Events of each collective, by the instruction that begins it."""
+    """Group the events of collectives by the instruction that starts each."""
     found = collections.defaultdict(list)
     for event in events:
         if sent := spent.origin(event).collective:
@@ -345,29 +361,29 @@ def _by_collective(spent: _Spent, events: Iterable[planes.Event]) -> dict[str, l
 
 
 def _stretches(spent: _Spent, events: list[planes.Event]) -> Iterator[tuple[float, float]]:
-    """The time of a collective: that of its events, and between its beginning and its end where
-    these are two."""
-    begun = None
+    """Yield the intervals of a collective: its events, and the time between the -start and -done of
+    an asynchronous one."""
+    started = None
     for event in sorted(events, key=lambda event: event.begin):
         yield event.begin, event.end
         opcode = spent.origin(event).opcode
         if opcode.endswith("-start"):
-            begun = event.begin if begun is None else begun
-        elif opcode.endswith("-done") and begun is not None:
-            yield begun, event.end
-            begun = None
+            started = event.begin if started is None else started
+        elif opcode.endswith("-done") and started is not None:
+            yield started, event.end
+            started = None
 
 
 def _host(spans: list[planes.Span], steps: list[int]) -> dict[str, float]:
-    """Seconds of a step of the loop's thread: the outermost stretches that have a name, and the
-    rest."""
+    """Sum the seconds per step of the loop's thread by outermost named span, and the rest."""
     sums: dict[str, float] = collections.defaultdict(float)
     whole = [span for span in spans if span.name == planes.STEP and span.step in steps]
     for step in whole:
         until = step.begin
         for span in spans:
             if step.begin <= span.begin < step.end and span is not step and span.begin >= until:
-                sums[span.name], until = sums[span.name] + span.end - span.begin, span.end
+                sums[span.name] += span.end - span.begin
+                until = span.end
     if not whole:
         return {}
     every = sum(step.end - step.begin for step in whole)
@@ -378,8 +394,8 @@ def _host(spans: list[planes.Span], steps: list[int]) -> dict[str, float]:
 
 
 def _waiting(run: Path, steps: Timeline) -> float | None:
-    """Idle seconds of a step for want of a batch: as metrics.jsonl says, and no more than the
-    device was idle before it."""
+    """Return the idle seconds per step spent waiting for a batch: what metrics.jsonl says, but no
+    more than the device was idle before the step."""
     starved = {
         row["step"]: row["data_wait"] * row["step_seconds"]
         for row in _metrics(run / "metrics.jsonl")
@@ -392,7 +408,7 @@ def _waiting(run: Path, steps: Timeline) -> float | None:
 
 
 def _metrics(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of metrics.jsonl, without a last one that is still being written."""
+    """Yield the rows of metrics.jsonl, without an unfinished last one."""
     if path.is_file():
         with open_regular(path) as file:
             yield from filter(None, map(strict_json.read, strict_json.lines(file, str(path))))
@@ -403,21 +419,22 @@ def _remarks(facts: trace_files.Facts, spent: _Spent, chip: Chip | None) -> Iter
         yield f"chips.yml has no {facts.device_kind}, so there are no bounds and no MFU"
     if facts.device_kind == "cpu" and facts.devices > 1:
         yield (
-            "CPU devices of one machine share its cores: the time of an operation holds what it "
-            "waits for one"
+            "CPU devices share the machine's cores: the time of an operation includes waiting for "
+            "a "
+            "core"
         )
     named = spent.mean(row.own for row in spent.rows if row.origin.layer)
     if named < spent.busy / 2:
         yield (
-            "the program's text names few layers: it was compiled before maxstack named them, or "
-            "its metadata is stripped"
+            "the program's text names few layers: it was compiled by an older maxstack, or its "
+            "metadata is stripped"
         )
     if facts.kept:
         yield (
-            "the step may come from a file or folder of compiled programs (run.executable, "
-            "run.compilation_cache): names and lines are those of the source that it was first "
-            "compiled from; train.profile compiles anew where they changed"
+            "the step may come from a file or cache of compiled programs (run.executable, "
+            "run.compilation_cache), with the names and lines of the source at that time; "
+            "train.profile recompiles if they changed"
         )
     outer = spent.mean(row.own for row in spent.rows if row.origin.level == OUTER)
     if outer > 0.1 * spent.busy:
-        yield f"{outer / spent.busy:.0%} of the busy time is that of loops and calls themselves"
+        yield f"{outer / spent.busy:.0%} of the busy time belongs to loops and calls themselves"

@@ -1,4 +1,4 @@
-"""A trace of a job that runs, from outside of it."""
+"""Has a running job take a trace, and waits for it."""
 
 import contextlib
 import time
@@ -16,13 +16,13 @@ from maxstack.report.trace_requests import STEPS
 
 __all__ = ["STEPS", "take"]
 SILENT = 90.0
-"""Seconds without a sign of life after which a job counts as gone; it gives one every 30 s."""
+"""Seconds without a sign of life after which a job counts as dead; it gives one every 30 s."""
 PAUSE = 0.2
 
 
 def take(run: Path, steps: int) -> int:
-    """Ask a running job for a trace of its next steps, and wait for it -> its first step.
-    ConfigError where no job runs, ends, or refuses."""
+    """Have a running job trace its next steps; return the first. ConfigError if no job runs, or if
+    it ends or refuses."""
     _check_alive(run)
     try:
         name = trace_requests.ask(run, steps, waits=True)
@@ -35,7 +35,8 @@ def take(run: Path, steps: int) -> int:
 
 
 def _wait(run: Path, name: str, steps: int) -> int:
-    seen, told = time.monotonic(), ""
+    seen = time.monotonic()
+    told = ""
     stamp = _stamp(run)
     with progress(steps, "trace", "steps") as bar:
         while True:
@@ -55,16 +56,16 @@ def _wait(run: Path, name: str, steps: int) -> int:
             if (now_stamp := _stamp(run)) != stamp:
                 seen, stamp = time.monotonic(), now_stamp
             if time.monotonic() - seen > SILENT:
-                raise ConfigError(f"{run}: the job gives no sign of life any more ({FILE})")
+                raise ConfigError(f"{run}: the job gives no more signs of life ({FILE})")
             if next(newest(run / FILE), {}).get("event") == "end":
-                time.sleep(2 * PAUSE)  # its last answer may just have come
+                time.sleep(2 * PAUSE)  # its last answer may have just arrived
                 if trace_requests.answered(run, name)["state"] != "done":
                     raise ConfigError(f"{run}: the job ended before the trace was taken")
             time.sleep(PAUSE)
 
 
 def _words(answer: Mapping[str, Any]) -> str:
-    """State of a request."""
+    """Describe the state of a request."""
     if answer["state"] == "waiting":
         return f"trace from step {answer['first']} on"
     if answer["state"] == "tracing":
@@ -78,8 +79,8 @@ def _check_alive(run: Path) -> None:
     if row is None or row.get("event") == "end" or silent > SILENT:
         ago = f"; its last sign of life is {silent:,.0f} s old" if row else ""
         raise ConfigError(
-            f"{run}: no job trains this run now{ago}; start it, or leave out --live to read a "
-            "trace that is there"
+            f"{run}: no job is training this run{ago}; start it, or leave out --live to read an "
+            "existing trace"
         )
 
 

@@ -1,5 +1,9 @@
-"""Where the operations of a compiled step come from: layer, direction and line of source, as the
-metadata of the program's text says."""
+"""Finds where the operations of a compiled step come from: layer, direction and source line.
+
+Layers are `jax.named_scope`s by the keys of the configuration, which jax writes into an
+instruction's op_name among its own transformations:
+`jit(step)/transpose(jvp(model.blocks.mlp))/dot_general` is a product of the MLP's backward pass.
+"""
 
 import dataclasses
 import functools
@@ -12,24 +16,24 @@ from maxstack.plan.hlo import CALLS, WRAPPERS, Instruction, Program
 from maxstack.profile import timeline
 
 DIRECTIONS = ("forward", "backward", "recomputed", "optimizer", "other")
-"""In which pass of the step an operation runs; `recomputed` is the forward pass again, within the
-backward pass, for remat."""
-OPTIMIZER, SEVERAL = "optimizer", "(several layers)"
+"""The pass of the step that an operation belongs to; `recomputed` is the forward pass that remat
+repeats during the backward pass."""
+OPTIMIZER = "optimizer"
+SEVERAL = "(several layers)"
 CONTAINERS = {*CALLS} - {*WRAPPERS}
 STRUCTURE = re.compile(
     r"(jit|pjit)\(.*|closed_call|checkpoint|rematted_computation|remat\d*|while|body|cond|scan|"
     r"branch_\d+_fun|custom_[jv][vj]p_call(_jaxpr)?|shard_map|shmap_body|pallas_call|.*->.*"
 )
-"""Parts of an op_name that jax adds by itself: they name no layer."""
+"""Parts of an op_name that jax adds by itself and that name no layer."""
 _TRANSFORM = re.compile(r"(?!p?jit\()\w+\((.*)\)")
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
     """An instruction of the program. `layer`: the scopes that it was traced in, such as
-    model.blocks.block.mixer/attention; empty where there were none. `sources`: the line of the
-    program that it comes from, then the line in another file that called that; empty where XLA kept
-    none."""
+    model.blocks.block.mixer/attention, or empty. `sources`: its source line, then the line in
+    another file that called it; empty if XLA kept none."""
 
     name: str
     opcode: str
@@ -39,13 +43,13 @@ class Origin:
     level: int
     op_name: str
     collective: traffic.Collective | None = None
-    """None where it sends nothing."""
+    """None if it sends nothing."""
     cost: work.Operation | None = None
-    """FLOPs and bytes; None where it computes nothing."""
+    """FLOPs and bytes; None if it computes nothing."""
 
     @property
     def known(self) -> bool:
-        """True where the text says where it comes from."""
+        """True if the text tells its origin."""
         return bool(self.op_name or self.sources)
 
 
@@ -54,11 +58,7 @@ class Origins:
 
     def __init__(self, program: Program, mesh: Mapping[str, int]):
         self._program = program
-        self._made = {
-            instruction.name: instruction
-            for computation in program.computations.values()
-            for instruction in computation.instructions.values()
-        }
+        self._made = {instruction.name: instruction for instruction in program.instructions()}
         self._work = {row.name: row for row in work.operations(program)}
         self._sent = {row.instruction: row for row in traffic.collectives(program, mesh)}
         self._of = functools.cache(self._origin)
@@ -72,14 +72,15 @@ class Origins:
         return {*self._made}
 
     def of(self, name: str) -> Origin:
-        """The origin of an instruction. One that the text does not hold has no layer."""
+        """Return the origin of an instruction; one that the text does not hold has no layer."""
         return self._of(name)
 
     def _origin(self, name: str) -> Origin:
         made = self._made.get(name)
         if made is None:
             return Origin(name, "", "", "other", (), timeline.OWN, "")
-        maker, collective = work.origin(made), self._collective(made)
+        maker = work.origin(made)
+        collective = self._collective(made)
         level = timeline.OUTER if made.opcode in CONTAINERS else timeline.OWN
         return Origin(
             name=name,
@@ -94,7 +95,7 @@ class Origins:
         )
 
     def _collective(self, made: Instruction) -> traffic.Collective | None:
-        """The collective that an instruction is, starts, or waits for."""
+        """Return the collective that an instruction is, starts, or waits for."""
         while made.opcode.endswith(("-done", "-update")) and made.operands:
             made = made.inputs[0]
         within = made.inside
@@ -103,7 +104,7 @@ class Origins:
 
 
 def _two(sources: Iterable[str]) -> Iterator[str]:
-    """The innermost line, and the innermost in another file."""
+    """Yield the innermost line, and the innermost one in another file."""
     innermost = ""
     for source in sources:
         if not innermost:
@@ -115,9 +116,9 @@ def _two(sources: Iterable[str]) -> Iterator[str]:
 
 
 def layer_of(op_name: str) -> str:
-    """The named scopes in an op_name, outermost first and each once, without what jax adds by
-    itself; of operations that XLA merged the scopes that all share, or SEVERAL."""
-    all_scopes = [_scopes(name) for name in merged(op_name)]
+    """Return the named scopes in an op_name, outermost first and each once, without those that jax
+    adds; for operations that XLA merged, the scopes that all share, or SEVERAL."""
+    all_scopes = [_scopes(name) for name in split_merged(op_name)]
     first, *others = [scopes for scopes in all_scopes if scopes] or [[]]
     if not all(scopes[:1] == first[:1] for scopes in others):
         return SEVERAL
@@ -125,8 +126,9 @@ def layer_of(op_name: str) -> str:
 
 
 def direction_of(op_name: str) -> str:
-    """One of DIRECTIONS; of operations that XLA merged that of the first."""
-    layer, first = layer_of(op_name), merged(op_name)[0]
+    """Return one of DIRECTIONS; for operations that XLA merged, that of the first."""
+    layer = layer_of(op_name)
+    first = split_merged(op_name)[0]
     if layer.partition("/")[0] == OPTIMIZER:
         return "optimizer"
     if "rematted_computation" in first:
@@ -136,8 +138,9 @@ def direction_of(op_name: str) -> str:
     return "forward" if "/" in first and (layer or "jvp(" in first) else "other"
 
 
-def merged(op_name: str) -> list[str]:
-    """The op_names of the operations that XLA made one of, which it writes as a/(b/c:d)."""
+def split_merged(op_name: str) -> list[str]:
+    """Split the op_name of an operation that XLA merged from several, which it writes as
+    a/(b/c:d)."""
     shared, bracket, rest = f"/{op_name}".partition("/(")
     if not bracket or not rest.endswith(")"):
         return [op_name]
@@ -145,7 +148,7 @@ def merged(op_name: str) -> list[str]:
 
 
 def _scopes(op_name: str) -> list[str]:
-    """The scopes of one operation; of what only copies an argument, the tree that it is in."""
+    """Return the scopes of one operation; for a copy of an argument, the tree that it is in."""
     if "/" not in op_name:
         return [op_name.partition("[")[0]] if "[" in op_name else []
     scopes: list[str] = []

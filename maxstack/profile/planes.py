@@ -1,4 +1,4 @@
-"""Traces of jax's profiler: what ran on the devices of a process, and what its host did.
+"""Reads traces of jax's profiler: what ran on the devices of a process, and what its host did.
 
 Planes, lines and statistics are named as XLA's xplane_schema.cc names them. A CPU's operations run
 in threads of the plane /host:CPU; a GPU's plane has a line for each of its streams, a TPU's the
@@ -17,22 +17,21 @@ from maxstack.errors import DataError
 _DEVICE = re.compile(r"/device:(GPU|TPU):(\d+)")
 _TPU_OP = re.compile(r"%?([\w.-]+)")
 _SKIPPED = ("ThreadpoolListener::", "$")
-"""Beginnings of names in a host's threads: of its pools, and calls of Python."""
+"""Prefixes of names in a host's threads that are skipped: thread pools, and Python calls."""
 HIDDEN = (
-    "on a GPU, XLA's command buffers hide them: xla.flags={xla_gpu_enable_command_buffer: ''} runs "
-    "without"
+    "on a GPU, XLA's command buffers hide them; disable these with "
+    "xla.flags={xla_gpu_enable_command_buffer: ''}"
 )
 _SUCCESSORS = "ThunkExecutor::Execute"
-"""What waited for an operation, run by the thread that did its last part."""
+"""Runs what waited for an operation, in the thread that did its last part."""
 _SLACK = 20_000
-"""ns from the end of those to the event that says that the operation ended."""
+"""ns from the end of these to the event that marks the end of the operation."""
 STEP = "train step"
-"""Name of the annotation of a step, whose number is its `step_num`."""
+"""Name of a step's annotation, whose `step_num` is the step."""
 
 
 class Program(NamedTuple):
-    """A program that ran: XLA's name of its module, and the number that tells programs of one name
-    apart."""
+    """A program: XLA's name of its module, and a number that distinguishes programs of one name."""
 
     module: str
     number: int | None
@@ -45,21 +44,21 @@ class Event:
     device: int
     program: Program
     name: str
-    """That of its instruction; of what belongs to no program, such as a copy, the event's own."""
+    """Name of the instruction, or of the event itself if it belongs to no program, as a copy."""
     begin: float
     end: float
     run: int | None
-    """Number of its run of the program; None where the trace does not say."""
+    """Number of the program's run; None if the trace does not say."""
     shown: float
-    """ns that a viewer of the trace shows for it. On a CPU that is the call alone, of an operation
-    that goes on in other threads after it."""
+    """ns that a trace viewer shows for it. On a CPU that is only the call, even if the operation
+    continues in other threads."""
     beside: bool = False
-    """True of what runs beside a device's operations: copies, and a TPU's asynchronous
+    """True for what overlaps with a device's operations: copies, and a TPU's asynchronous
     operations."""
 
 
 class Span(NamedTuple):
-    """A stretch of the thread of the loop, in ns, and the number of a step."""
+    """A span of the loop's thread, in ns, and the number of a step."""
 
     name: str
     begin: float
@@ -77,14 +76,14 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """The trace in an xplane.pb file. DataError where it is none, or holds no operation of a
-    device."""
+    """Read the trace in an xplane.pb file. DataError for another file, or one without operations of
+    a device."""
     from jax.profiler import ProfileData
 
     try:
         planes = [*ProfileData.from_file(str(path)).planes]
     except Exception as error:  # jaxlib has no class of its own for this
-        raise DataError(f"{path}: is no trace that jax's profiler wrote: {error}") from error
+        raise DataError(f"{path}: is not a trace of jax's profiler: {error}") from error
     events: list[Event] = []
     spans: list[Span] = []
     platform = "cpu"
@@ -97,17 +96,16 @@ def read(path: Path) -> Trace:
             of_host = [*_of_host(plane, spans)]
             events += of_host if platform == "cpu" else []
     if not events:
-        raise DataError(f"{path}: no operation of a device is in this trace; {HIDDEN}")
+        raise DataError(f"{path}: this trace holds no operations of a device; {HIDDEN}")
     return Trace(platform, events, sorted(spans, key=lambda span: span.begin))
 
 
 def _of_host(plane: Any, spans: list[Span]) -> Iterator[Event]:
-    """Operations of CPU devices; adds the spans of the loop's thread to `spans`.
+    """Yield operations of CPU devices; add the spans of the loop's thread to `spans`.
 
-    An operation that goes on in other threads after its call has returned ends with an event of the
-    same context, which the pair _p and _c numbers. The thread that does its last part first runs
-    what waited for it, and then writes that event: so it ended where those began.
-    """
+    An operation that continues in other threads after its call returned ends with an `end:` event
+    of the same context, which _p and _c number. The thread that does its last part first runs what
+    waited for it and only then writes that event, so the operation ended when these began."""
     calls: dict[int, Event] = {}
     ends: dict[int, list[float]] = {}
     for line in plane.lines:
@@ -143,7 +141,7 @@ def _of_host(plane: Any, spans: list[Span]) -> Iterator[Event]:
 
 
 def _of_gpu(plane: Any, device: int) -> Iterator[Event]:
-    """Kernels and copies on the streams of a GPU."""
+    """Yield kernels and copies on the streams of a GPU."""
     for line in plane.lines:
         if line.name.startswith("Stream"):
             for event in line.events:
@@ -155,7 +153,7 @@ def _of_gpu(plane: Any, device: int) -> Iterator[Event]:
 
 
 def _of_tpu(plane: Any, device: int) -> Iterator[Event]:
-    """Operations on a TPU's core, and those that run beside it; their program and its run are those
+    """Yield operations on a TPU's core, and asynchronous ones; their program and its run are those
     of the module that runs at the time."""
     lines = {line.name: line for line in plane.lines}
     modules = sorted(
@@ -166,15 +164,16 @@ def _of_tpu(plane: Any, device: int) -> Iterator[Event]:
     for name in ("XLA Ops", "Async XLA Ops"):
         for event in lines[name].events if name in lines else ():
             at = bisect.bisect(begins, event.start_ns) - 1
-            program, run = Program("", None), None
+            program = Program("", None)
+            run = None
             if at >= 0 and event.start_ns < modules[at][1]:
                 _, _, title, stats = modules[at]
                 module, _, fingerprint = title.rstrip(")").partition("(")
                 program = Program(module, int(fingerprint) if fingerprint.isdecimal() else None)
                 run = stats.get("run_id", at)
             found = _TPU_OP.match(event.name)
-            instruction, beside = found[1] if found else event.name, name != "XLA Ops"
-            yield _event(device, program, instruction, event, run, beside)
+            instruction = found[1] if found else event.name
+            yield _event(device, program, instruction, event, run, beside=name != "XLA Ops")
 
 
 def _event(

@@ -1,4 +1,4 @@
-"""Text of a profile, and of two side by side."""
+"""Formats a profile, or two side by side."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ LEAST = 0.001
 
 
 def text(profile: Summary) -> str:
-    """One profile, a table for each question."""
+    """Format one profile, a table for each question."""
     sections = (
         _head(profile),
         _layers(profile),
@@ -30,12 +30,12 @@ def text(profile: Summary) -> str:
 
 
 def comparison(before: Summary, after: Summary) -> str:
-    """Two profiles side by side, the rows that changed most first."""
+    """Format two profiles side by side, the rows that changed most first."""
     sections: dict[str, Callable[[Summary], Mapping[str, float]]] = {
         "": _parts,
         "direction": lambda profile: profile.directions,
         "layer": lambda profile: {row.name: row.total for row in profile.layers},
-        "line of source": _by_line,
+        "source line": _by_line,
         "collective": _by_collective,
     }
     heads = [f"{name}: {_title(each)}" for name, each in (("A", before), ("B", after))]
@@ -61,22 +61,23 @@ def _title(profile: Summary) -> str:
 def _head(profile: Summary) -> Iterator[str]:
     yield _title(profile)
     if profile.unproven:
-        yield f"unproven: no {profile.platform.upper()} has been at hand to check this reading with"
+        platform = profile.platform.upper()
+        yield f"unproven: reading {platform} traces has not been checked on hardware"
     if profile.dropped:
-        yield f"left out: {profile.dropped} in the trace in part, or before those asked for"
+        yield f"left out: {profile.dropped} steps that are incomplete or were not requested"
     yield ""
     rows = [(name, _ms(s), _share(s, profile)) for name, s in _parts(profile).items()]
-    yield table("lrr", rows, ("", "ms a step", ""))
+    yield table("lrr", rows, ("", "ms/step", ""))
     rate = f"{profile.tokens / profile.step_seconds:,.0f} tokens/s"
     mfu = f", MFU {profile.mfu:.1%}" if profile.mfu else ""
     flops = profile.flops / profile.step_seconds / 1e9
     yield f"  {rate}, {flops:,.1f} GFLOP/s on all devices{mfu}"
     if profile.bound:
         yield (
-            f"  roofline: the operations need {_ms(profile.bound)} ms at the least, "
+            f"  roofline: the operations need at least {_ms(profile.bound)} ms, "
             f"{profile.bound / profile.busy:.0%} of the busy time"
         )
-    yield f"  {profile.attributed:.2%} of the busy time is attributed by the step's text"
+    yield f"  {profile.attributed:.2%} of the busy time is attributed to source"
 
 
 def _parts(profile: Summary) -> dict[str, float]:
@@ -102,16 +103,11 @@ def _layers(profile: Summary) -> Iterator[str]:
         if row.total >= LEAST * profile.step_seconds
     ]
     rows.append(("all", total, sum(total.values())))
-    cells = [
-        (
-            name,
-            *(_ms(of[way]) if of.get(way) else "-" for way in shown),
-            _ms(every),
-            _share(every, profile),
-        )
-        for name, of, every in rows
-    ]
-    yield table(f"l{'r' * len(shown)}rr", cells, ("layer, ms a step", *shown, "all", ""))
+    cells = []
+    for name, of, every in rows:
+        ways = [_ms(of[way]) if of.get(way) else "-" for way in shown]
+        cells.append((name, *ways, _ms(every), _share(every, profile)))
+    yield table(f"l{'r' * len(shown)}rr", cells, ("layer, ms/step", *shown, "all", ""))
 
 
 def _lines(profile: Summary) -> Iterator[str]:
@@ -125,30 +121,33 @@ def _lines(profile: Summary) -> Iterator[str]:
         for row in profile.lines[:SHOWN]
         if row.seconds >= LEAST * profile.step_seconds
     ]
-    yield table("rrll", rows, ("ms a step", "", "line of source", "called from"))
+    yield table("rrll", rows, ("ms/step", "", "source line", "called from"))
 
 
 def _operations(profile: Summary) -> Iterator[str]:
-    bounded = profile.bound is not None
     rows = [
-        (
+        [
             _ms(row.seconds),
             _share(row.seconds, profile),
             row.name,
             f"{row.times:,.0f}",
             *_speeds(row),
-            *([_of_bound(row)] if bounded else []),
+            _of_bound(row),
             " ".join(dict.fromkeys(filter(None, (row.layer, row.direction)))),
-        )
+        ]
         for row in profile.operations[:SHOWN]
     ]
-    header = ["ms a step", "", "operation", "times", "GFLOP/s", "GB/s"]
-    header += ["of its bound"] * bounded + ["layer"]
-    yield table(f"rrlrrr{'r' * bounded}l", rows, header)
+    header = ["ms/step", "", "operation", "times", "GFLOP/s", "GB/s", "of its bound", "layer"]
+    sides = "rrlrrrrl"
+    if profile.bound is None:
+        for cells in (header, *rows):
+            cells.pop(6)
+        sides = "rrlrrrl"
+    yield table(sides, rows, header)
 
 
 def _speeds(row: Operation) -> tuple[str, str]:
-    """Of the seconds that are its own."""
+    """Return GFLOP/s and GB/s in the seconds that are its own."""
     flops = f"{row.flops / row.seconds / 1e9:,.1f}" if row.flops and row.seconds else "-"
     moved = f"{row.bytes / row.seconds / 1e9:,.1f}" if row.bytes and row.seconds else "-"
     return flops, moved
@@ -174,21 +173,21 @@ def _collectives(profile: Summary) -> Iterator[str]:
         for row in profile.collectives[:SHOWN]
     ]
     if rows:
-        header = ("collective", "over", "times", "sent by a device", "ms a step", "exposed", "")
+        header = ("collective", "over", "times", "sent by a device", "ms/step", "exposed", "")
         yield table("llrrrrr", rows, header)
 
 
 def _host(profile: Summary) -> Iterator[str]:
     if profile.host:
         rows = [(name, _ms(seconds)) for name, seconds in profile.host.items()]
-        yield table("lr", rows, ("the host's loop", "ms a step"))
+        yield table("lr", rows, ("the host's loop", "ms/step"))
 
 
 def _memory(profile: Summary) -> Iterator[str]:
     if not profile.memory:
         return
     of = f" of {bytes_text(profile.usable)}" if profile.usable else ""
-    peak = f"; the device says {bytes_text(profile.peak)}" if profile.peak else ""
+    peak = f"; the device reports {bytes_text(profile.peak)}" if profile.peak else ""
     yield f"memory of one device: a step needs {bytes_text(profile.memory['needed'])}{of}{peak}"
     parts = ((name, size) for name, size in profile.memory.items() if name != "needed" and size)
     yield "  " + ", ".join(f"{name} {bytes_text(size)}" for name, size in parts)
@@ -222,13 +221,13 @@ def _by_collective(profile: Summary) -> Mapping[str, float]:
 
 
 def _side_by_side(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """A table of both, what changed most first; the first one in its own order."""
+    """Format a table of both, with the largest changes first unless it has no name."""
     names = dict.fromkeys([*before, *after])
     order: Iterable[str] = names
     if name:
         order = sorted(names, key=lambda key: -abs(after.get(key, 0.0) - before.get(key, 0.0)))
     rows = [_both(key, before.get(key), after.get(key)) for key in [*order][:SHOWN]]
-    return table("lrrrr", rows, (name or "ms a step", "A", "B", "B - A", ""))
+    return table("lrrrr", rows, (name or "ms/step", "A", "B", "B - A", ""))
 
 
 def _both(name: str, before: float | None, after: float | None) -> Sequence[str]:
@@ -240,4 +239,4 @@ def _both(name: str, before: float | None, after: float | None) -> Sequence[str]
 
 def _memories(before: Summary, after: Summary) -> str:
     needed = [bytes_text(each.memory["needed"]) if each.memory else "?" for each in (before, after)]
-    return f"memory of a device: {needed[0]} and {needed[1]}"
+    return f"memory of one device: {needed[0]} and {needed[1]}"

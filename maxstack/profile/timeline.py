@@ -1,4 +1,4 @@
-"""Whole steps of a trace, and the time of each operation in them, where several run at once."""
+"""Whole steps of a trace, and the exclusive time of operations that overlap."""
 
 import collections
 import dataclasses
@@ -10,29 +10,29 @@ from maxstack.errors import DataError
 from maxstack.profile.planes import HIDDEN, Event, Program, Trace
 
 OUTER, BESIDE, OWN = range(3)
-"""Levels of operations: a loop or call around others; what runs beside the device's work, such as a
-collective or a copy; that work."""
+"""Levels of operations: a loop or call around others; what overlaps with the device's work, such as
+a collective or a copy; the work itself."""
 
 
 @dataclasses.dataclass
 class Run:
-    """A whole step on one device: it begins where the run before ended, and ends with its last
+    """A whole step on one device: from the end of the previous step to the end of its last
     operation. Times in ns."""
 
     device: int
     step: int
     begin: float
     started: float
-    """Begin of its first operation."""
+    """Start of its first operation."""
     end: float
     events: list[Event]
-    """Those of the step's program, then those of other programs at the time."""
+    """Those of the step's program, then those of other programs meanwhile."""
 
 
 @dataclasses.dataclass
 class Timeline:
-    """Whole steps of a trace, by device and time; `dropped`: runs of the program that the trace
-    holds in part, or that belong to no step that was asked for."""
+    """Whole steps of a trace, by device and time. `dropped`: steps that the trace holds in part, or
+    that were not requested."""
 
     program: Program
     runs: list[Run]
@@ -47,13 +47,12 @@ class Timeline:
 def timeline(
     trace: Trace, entry: Sequence[str], known: Collection[str], steps: Sequence[int]
 ) -> Timeline:
-    """The whole steps among `steps`, the numbers of those that ran while the trace was taken, the
-    last of which ended before it did.
+    """Find the whole steps among `steps`, the numbers of those that ran during the trace.
 
-    `entry`: instructions of the program's entry computation in their order, `known`: of all its
-    computations. A run is whole where it has every instruction of the entry that any run has.
-    DataError where none is.
-    """
+    `entry`: instructions of the program's entry computation in order; `known`: of all its
+    computations. A step is whole if it has every instruction of the entry that any step has. The
+    numbers are assigned from the end, since the trace ends after the last step. DataError if no
+    step is whole."""
     program = _program(trace.events, known)
     own: dict[int, list[Event]] = collections.defaultdict(list)
     others: dict[int, list[Event]] = collections.defaultdict(list)
@@ -62,12 +61,11 @@ def timeline(
     places = {name: place for place, name in enumerate(entry)}
     runs = {device: _runs(events, places) for device, events in own.items()}
     needed = {event.name for events in own.values() for event in events} & places.keys()
-    broken = {
-        number
-        for by_number in runs.values()
-        for number, events in by_number.items()
-        if not needed <= {event.name for event in events}
-    }
+    broken = set()
+    for by_number in runs.values():
+        for number, events in by_number.items():
+            if not needed.issubset(event.name for event in events):
+                broken.add(number)
     numbers = _by_time(runs)
     asked = dict(zip(reversed(numbers), reversed(steps), strict=False))
     whole = [
@@ -77,35 +75,37 @@ def timeline(
     ]
     if not whole:
         raise DataError(
-            "no whole step is in this trace: take it over more steps (train.profile.steps, --steps)"
+            "this trace holds no whole step: trace more steps (train.profile.steps, --steps)"
         )
     return Timeline(program, whole, len({*numbers} - (asked.keys() - broken)))
 
 
 def _program(events: Iterable[Event], known: Collection[str]) -> Program:
-    """The program that spends most time in instructions that are known."""
+    """Return the program that spends most time in known instructions."""
     spent: dict[Program, float] = collections.defaultdict(float)
     for event in events:
         if event.name in known and event.program.module:
             spent[event.program] += event.end - event.begin
     if not spent:
         raise DataError(
-            f"the trace holds no operation of the step whose text lies beside it; {HIDDEN}"
+            f"the trace holds no operation of the step whose text is saved with it; {HIDDEN}"
         )
     return max(spent, key=lambda program: spent[program])
 
 
 def _runs(events: list[Event], places: dict[str, int]) -> dict[int, list[Event]]:
-    """Runs of a program on one device by number. Where the trace does not number them, a run begins
-    with the first instruction of the entry that is in the trace, and the last is 0, the one before
-    it -1."""
+    """Split a program's events on one device into runs by number. If the trace has no numbers, a
+    run starts with the first instruction of the entry that occurs; the last run is 0, the one
+    before -1."""
     runs: dict[int, list[Event]] = collections.defaultdict(list)
     if all(event.run is not None for event in events):
         for event in events:
             runs[event.run or 0].append(event)
         return runs
     there = {event.name for event in events} & places.keys()
-    first, number, before = min(there, key=places.__getitem__, default=""), 0, ""
+    first = min(there, key=places.__getitem__, default="")
+    number = 0
+    before = ""
     for event in sorted(events, key=lambda event: event.begin):
         if event.name == first and before not in ("", first):
             number += 1
@@ -115,7 +115,7 @@ def _runs(events: list[Event], places: dict[str, int]) -> dict[int, list[Event]]
 
 
 def _by_time(runs: dict[int, dict[int, list[Event]]]) -> list[int]:
-    """Numbers of all runs, in the order in which they began."""
+    """Return the numbers of all runs, in the order of their starts."""
     begins: dict[int, float] = {}
     for by_number in runs.values():
         for number, events in by_number.items():
@@ -134,7 +134,8 @@ def _of_device(
     before = None
     for number in sorted(runs, key=lambda number: min(event.begin for event in runs[number])):
         events = runs[number]
-        started, end = min(e.begin for e in events), max(e.end for e in events)
+        started = min(event.begin for event in events)
+        end = max(event.end for event in events)
         begin = started if before is None else min(before, started)
         if number in asked and number not in broken:
             between = [e for e in others if begin <= (e.begin + e.end) / 2 <= end]
@@ -142,9 +143,9 @@ def _of_device(
         before = end
 
 
-def shared(begins: np.ndarray, ends: np.ndarray, levels: np.ndarray) -> np.ndarray:
-    """Time that each interval has to itself: at any moment the highest level that runs has all of
-    it, in equal parts. They add up to the time in which anything runs."""
+def exclusive_times(begins: np.ndarray, ends: np.ndarray, levels: np.ndarray) -> np.ndarray:
+    """Return each interval's own time: every moment goes in equal parts to the running intervals of
+    the highest level. The sum is the time in which anything runs."""
     times, running = _running(begins, ends, levels)
     above = running[::-1].cumsum(0)[::-1] - running
     rate = np.where((running > 0) & (above == 0), 1.0 / np.maximum(running, 1), 0.0)
@@ -153,20 +154,24 @@ def shared(begins: np.ndarray, ends: np.ndarray, levels: np.ndarray) -> np.ndarr
     return done[levels, last] - done[levels, first]
 
 
-def covered(intervals: Iterable[tuple[float, float]], by: np.ndarray) -> tuple[float, float]:
-    """(length of the union of intervals, the part of it in which none of `by`, [n, 2], runs)."""
+def total_and_exposed(
+    intervals: Iterable[tuple[float, float]], work: np.ndarray
+) -> tuple[float, float]:
+    """Return the length of the union of intervals, and of the part in which no `work`, [n, 2],
+    runs."""
     rows = np.array([*intervals]).reshape(-1, 2)
-    both = np.concatenate([rows, by.reshape(-1, 2)])
+    both = np.concatenate([rows, work.reshape(-1, 2)])
     levels = np.repeat([BESIDE, OWN], [len(rows), len(both) - len(rows)])
     times, running = _running(both[:, 0], both[:, 1], levels)
-    lengths, inside = np.diff(times), running[BESIDE] > 0
+    lengths = np.diff(times)
+    inside = running[BESIDE] > 0
     return lengths[inside].sum(), lengths[inside & (running[OWN] == 0)].sum()
 
 
 def _running(
     begins: np.ndarray, ends: np.ndarray, levels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """All moments at which anything begins or ends, and how many of each level run after each."""
+    """Return all start and end times, and how many intervals of each level run after each."""
     times = np.unique(np.concatenate([begins, ends]))
     change = np.zeros((3, len(times)))
     np.add.at(change, (levels, np.searchsorted(times, begins)), 1)

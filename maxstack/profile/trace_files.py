@@ -1,5 +1,5 @@
-"""What lies beside a trace: the text of the step's program and facts about the run, so that a
-profile needs neither the model nor a compiler."""
+"""Files of a trace. Beside jax's own, each trace has the text of the step's program and facts about
+the run, so that a profile needs neither the model nor a compiler."""
 
 import dataclasses
 import gzip
@@ -15,17 +15,18 @@ from maxstack.errors import ConfigError, DataError
 from maxstack.plan.buffers import Allocation
 from maxstack.report.trace_requests import FOLDER
 
-FACTS, TEXT = "trace.json", "step.hlo.txt.gz"
+FACTS = "trace.json"
+TEXT = "step.hlo.txt.gz"
 SESSIONS = "plugins/profile"
-"""Folder of jax's profiler below a trace's; in it each process has a session of its own."""
+"""Folder of jax's profiler in a trace's folder; each process has a session in it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Facts about a trace and the run that it is of. Bytes are of one device."""
+    """Facts about a trace and its run. Bytes are per device."""
 
     steps: list[int]
-    """Numbers of the steps that ran while the trace was taken."""
+    """Steps that ran during the trace."""
     device_kind: str
     devices: int
     """Devices of the whole mesh."""
@@ -36,24 +37,23 @@ class Facts:
     flops: float
     """FLOPs of a step on all devices, as MFU counts them."""
     memory: dict[str, int]
-    """Bytes by part, as the compiler counts them; `needed`: those of the whole step."""
+    """Bytes by part, as the compiler counts them; `needed`: of the whole step."""
     usable: int | None
     peak: int | None
-    """The most that was in use at once, as the device says; None where it does not."""
+    """Peak memory in use, as the device reports it; None if it does not."""
     allocations: list[Allocation]
-    """The compiler's assignment of memory, without registers."""
+    """The compiler's buffer assignment, without registers."""
     kept: bool = False
-    """True where the program may have come from a folder of compiled programs, whose names and
-    lines are those of the source that it was first compiled from."""
+    """True if the program may come from a cache, with the names and lines of an older source."""
 
 
 def session(process: int) -> str:
-    """Name of a process's session."""
+    """Return the name of a process's session."""
     return f"process-{process}"
 
 
 def write(folder: Path, text: str, facts: Facts) -> None:
-    """Write text and facts into the folder of a trace; the facts come last."""
+    """Write text and facts to the folder of a trace, the facts last."""
     with atomic.writing(folder / TEXT) as unfinished:
         unfinished.write_bytes(gzip.compress(text.encode(), 6, mtime=0))
     with atomic.writing(folder / FACTS) as unfinished:
@@ -61,9 +61,9 @@ def write(folder: Path, text: str, facts: Facts) -> None:
 
 
 def read(folder: Path) -> tuple[str, Facts]:
-    """Text and facts of a trace. DataError where they are damaged."""
+    """Read text and facts of a trace. DataError if they are damaged."""
     if missing := [name for name in (TEXT, FACTS) if not (folder / name).is_file()]:
-        raise DataError(f"{folder}: {', '.join(missing)} was not saved, or was deleted")
+        raise DataError(f"{folder}: {', '.join(missing)} is missing")
     try:
         text = copies.read_file(File(str(folder / TEXT), TEXT)).decode()
         row = strict_json.read_object(folder / FACTS)
@@ -74,45 +74,47 @@ def read(folder: Path) -> tuple[str, Facts]:
 
 
 def traces(run: Path) -> dict[int, Path]:
-    """Traces of a run by their first step, the newest last."""
+    """Return the traces of a run by their first step, the newest last."""
     found = [path.parent for path in (run / FOLDER).glob(f"*/{FACTS}")]
     found.sort(key=lambda folder: (folder / FACTS).stat().st_mtime_ns)
     return {int(folder.name): folder for folder in found if folder.name.isdecimal()}
 
 
 def choose(run: Path, step: int | None) -> Path:
-    """The folder of the trace that begins at `step`, or of the newest. ConfigError where there is
-    none, with those that there are."""
+    """Return the folder of the trace that starts at `step`, or of the newest. ConfigError if there
+    is none, with those that exist."""
     found = traces(run)
     if not found:
         raise ConfigError(
-            f"{run}: has no trace; train it with train.profile={{start: 10, steps: 3}}, or while "
-            f"it runs: maxstack profile {run} --live"
+            f"{run}: has no trace; train it with train.profile={{start: 10, steps: 3}}, or trace "
+            "the "
+            f"running job with maxstack profile {run} --live"
         )
     if step is None:
         return [*found.values()][-1]
     if step not in found:
         raise ConfigError(
-            f"--trace {step}: {run} has no trace that begins there; those of it begin at "
+            f"--trace {step}: {run} has no trace from that step; its traces start at "
             f"{', '.join(map(str, sorted(found)))}"
         )
     return found[step]
 
 
 def planes(folder: Path, process: int) -> Path:
-    """The file that a process's profiler wrote. ConfigError where there is none."""
+    """Return the file that a process's profiler wrote. ConfigError if there is none."""
     found = sorted((folder / SESSIONS / session(process)).glob("*.xplane.pb"))
     if not found:
         others = sorted(path.name for path in (folder / SESSIONS).glob("*"))
         raise ConfigError(
-            f"{folder}: holds no trace of process {process}; there is {', '.join(others) or 'none'}"
+            f"{folder}: has no trace of process {process}; it has {', '.join(others) or 'none'}"
         )
     return max(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def allocations(assignment: bytes, module: bytes) -> list[Allocation]:
-    """The assignment of memory in XLA's BufferAssignmentProto, with the names of a HloModuleProto
-    (xla/service/hlo.proto): as plan/buffers.allocations reads it from a dump."""
+    """Read the buffer assignment from XLA's BufferAssignmentProto, with the names of a
+    HloModuleProto (xla/service/hlo.proto); plan/buffers.allocations reads the same from a dump. The
+    fields are decoded here because jax ships no Python classes for these messages."""
     names = {
         _number(instruction, 35): _text(instruction, 1)
         for computation in _messages(_fields(module), 3)
@@ -141,16 +143,19 @@ Message = Mapping[int, Sequence[int | bytes]]
 
 
 def _fields(data: bytes) -> Message:
-    """Fields of a message in protobuf's wire format, by number."""
+    """Decode the fields of a message in protobuf's wire format, by number."""
     fields: dict[int, list[int | bytes]] = {}
     at = 0
 
     def varint() -> int:
         nonlocal at
-        number = shift = 0
+        number = 0
+        shift = 0
         while True:
             byte = data[at]
-            at, number, shift = at + 1, number | (byte & 127) << shift, shift + 7
+            at += 1
+            number |= (byte & 127) << shift
+            shift += 7
             if byte < 128:
                 return number
 
@@ -161,7 +166,8 @@ def _fields(data: bytes) -> Message:
             value: int | bytes = varint()
         else:
             size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
-            value, at = data[at : at + size], at + size
+            value = data[at : at + size]
+            at += size
         fields.setdefault(key >> 3, []).append(value)
     return fields
 

@@ -1,5 +1,5 @@
-"""Traces of a run's steps by jax's profiler, in the run's folder: those that train.profile names,
-and those that are asked for while it runs."""
+"""Takes traces of a run's steps with jax's profiler: those that train.profile names, and those that
+are requested while the run goes on."""
 
 import collections
 import contextlib
@@ -24,19 +24,19 @@ from maxstack.report import trace_requests
 from maxstack.report.log import Log
 
 EVERY = 1.0
-"""Seconds between looks for a request, by a thread: no step waits for a file."""
+"""Seconds between checks for a request, in a thread so that no step waits for a file."""
 AHEAD = 3.0
-"""Seconds until the first step of a trace of several processes, so that all hear of it before."""
+"""Seconds until the first step of a trace of several processes, so that all know of it in time."""
 FEW = 10
-"""Steps that have begun before several processes take a request: the first ones are dispatched
-faster than they run, and say nothing of the speed."""
+"""Steps before several processes take a request: the first ones are dispatched faster than they
+run, so their times do not tell the speed."""
 VALUES = 300
-"""Values of a block of memory that are kept, the largest."""
+"""Values kept per block of memory, the largest."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A trace to take: its first step, None for the next one, and how many."""
+    """A trace to take: its first step, or None for the next, and the number of steps."""
 
     first: int | None
     steps: int
@@ -49,8 +49,11 @@ class Tracer:
     def __init__(self, shaped: CompiledStep, folder: Path, log: Log):
         self.shaped = shaped
         """The program that the next steps run."""
-        self._folder, self._log = folder, log
-        self._peers, self._step, self._requests = Peers(), 0, 0
+        self._folder = folder
+        self._log = log
+        self._peers = Peers()
+        self._step = 0
+        self._requests = 0
         self._begins: collections.deque[float] = collections.deque(maxlen=32)
         profile = shaped.run.cfg.train.profile
         self._planned = Wanted(profile.start, profile.steps) if profile else None
@@ -63,7 +66,7 @@ class Tracer:
         threading.Thread(target=self._listen, daemon=True, name="trace requests").start()
 
     def before(self, step: int) -> None:
-        """Begin a step, and where one is wanted from it on, a trace."""
+        """Start a step, and a trace if one is wanted from this step on."""
         self._step = step
         self._begins.append(time.monotonic())
         for wanted in (self._planned, self._wanted):
@@ -74,8 +77,8 @@ class Tracer:
             self._annotation.__enter__()
 
     def after(self, step: int, ran: bool) -> bool:
-        """End a step, which ran the program or passed its batch over. True where a trace ends with
-        it, once its results are there."""
+        """End a step that ran the program or skipped its batch. Return True if a trace ends with
+        it, once its results have arrived."""
         if not self._taking:
             return False
         self._annotation.__exit__(None, None, None)
@@ -85,13 +88,14 @@ class Tracer:
 
     @property
     def tracing(self) -> bool:
-        """True while a trace is being taken."""
+        """True during a trace."""
         return self._taking is not None
 
     def end(self) -> None:
         """End the trace, and write it with what is needed to read it."""
         assert self._taking
-        taken, ran = self._taking, self._ran
+        taken = self._taking
+        ran = self._ran
         self._clear()
         try:
             jax.profiler.stop_trace()
@@ -99,26 +103,26 @@ class Tracer:
             self._refuse(taken, f"jax's profiler could not write it: {error}")
             return
         if not ran:
-            self._refuse(taken, "all its batches were passed over")
+            self._refuse(taken, "all its batches were skipped")
         elif self._peers.number == 0:
             self.wait()
             self._writing = threading.Thread(target=self._write, args=(taken, ran), name="trace")
             self._writing.start()
 
     def drop(self) -> None:
-        """End a trace whose steps are undone, without its text in the run's folder."""
+        """Discard a trace whose steps are undone."""
         if self._taking:
             jax.profiler.stop_trace()
-            self._refuse(self._taking, "the run went back before its steps")
+            self._refuse(self._taking, "the run was rewound to a step before it")
             self._clear()
 
     def wait(self) -> None:
-        """Wait for a trace that is being written."""
+        """Wait until the last trace is written."""
         if self._writing:
             self._writing.join()
 
     def close(self) -> None:
-        """Listen no more, and leave no trace under way."""
+        """Stop listening, and end a trace in progress."""
         self._stop.set()
         if self._taking:
             jax.profiler.stop_trace()
@@ -126,13 +130,15 @@ class Tracer:
         self.wait()
 
     def _clear(self) -> None:
-        self._taking, self._ran, self._annotation = None, [], contextlib.nullcontext()
+        self._taking = None
+        self._ran = []
+        self._annotation = contextlib.nullcontext()
 
     def _begin(self, wanted: Wanted, step: int) -> None:
         if wanted is self._wanted:
             self._wanted = None
         if self._taking:
-            self._refuse(wanted, f"one that began at step {self._taking.first} is under way")
+            self._refuse(wanted, f"another one, from step {self._taking.first}, is in progress")
             return
         steps = min(wanted.steps, self.shaped.run.cfg.train.steps - step + 1)
         self._taking = Wanted(step, steps, wanted.request)
@@ -143,12 +149,12 @@ class Tracer:
             jax.profiler.start_trace(str(folder), profiler_options=options)
         except (OSError, RuntimeError) as error:
             self._clear()
-            self._refuse(wanted, f"jax's profiler does not begin: {error}")
+            self._refuse(wanted, f"jax's profiler does not start: {error}")
             return
         self._answer(wanted.request, "tracing", first=step, last=step + steps - 1)
 
     def _refuse(self, wanted: Wanted, why: str) -> None:
-        """Say that a trace is not there."""
+        """Report that a trace was not taken."""
         self._log.warn(f"no trace from step {wanted.first or self._step} on: {why}")
         self._answer(wanted.request, "refused", why=why)
 
@@ -160,14 +166,20 @@ class Tracer:
         trace = self._folder / trace_requests.FOLDER / str(taken.first)
         try:
             trace_files.write(trace, self.shaped.step.as_text(), self._facts(ran))
-        except (OSError, RuntimeError, ValueError) as error:  # of a disk, or of what XLA tells
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # the disk is full, or XLA gives no text
             self._refuse(taken, f"{trace}: {error}")
             return
         self._log.say(f"trace of steps {ran[0]} to {ran[-1]}: maxstack profile {self._folder}")
         self._answer(taken.request, "done", first=taken.first)
 
     def _facts(self, ran: list[int]) -> trace_files.Facts:
-        run, cfg, stats = self.shaped.run, self.shaped.run.cfg, self.shaped.step.memory_analysis()
+        run = self.shaped.run
+        cfg = run.cfg
+        stats = self.shaped.step.memory_analysis()
         device = run.mesh.local_devices[0]
         tokens = cfg.train.batch_size * cfg.data.seq_len
         used = (device.memory_stats() or {}).get("peak_bytes_in_use")
@@ -198,7 +210,7 @@ class Tracer:
         }
 
     def _allocations(self, stats: Any) -> list[buffers.Allocation]:
-        """The compiler's assignment of memory, where it gives one."""
+        """Return the compiler's buffer assignment, if it gives one."""
         assignment = getattr(stats, "serialized_buffer_assignment_proto", b"")
         if not assignment:
             return []
@@ -209,31 +221,32 @@ class Tracer:
         return rows
 
     def _listen(self) -> None:
-        """Look for requests until the run ends. Process 0 takes one, and with several processes
-        says from which step on."""
+        """Check for requests until the run ends. Process 0 takes them, and tells the others from
+        which step on to trace."""
         while not self._stop.wait(EVERY):
             if trace_requests.signalled():
                 try:
                     trace_requests.ask(self._folder, trace_requests.STEPS)
                 except OSError as error:
-                    self._log.warn(f"{self._folder}: no trace can be asked for: {error.strerror}")
+                    self._log.warn(f"{self._folder}: cannot request a trace: {error.strerror}")
             if len(self._begins) < (FEW if self._peers.count > 1 else 1):
                 continue
             if self._peers.number:
                 try:
-                    self._hear()
+                    self._follow()
                 except jax.errors.JaxRuntimeError:
                     return  # process 0 is gone, and the run with it
             elif request := trace_requests.take(self._folder):
                 self._take(request)
 
     def _take(self, request: dict[str, Any]) -> None:
-        name, steps = str(request.get("request")), request.get("steps")
+        name = str(request.get("request"))
+        steps = request.get("steps")
         busy = self._taking or self._wanted
         if busy:
-            why = f"a trace from step {busy.first} on is under way" if busy.first else "one waits"
+            why = f"a trace from step {busy.first or 'the next'} on is in progress"
         elif not isinstance(steps, int) or steps < 1:
-            why = f"{json.dumps(steps)} is no number of steps"
+            why = f"{json.dumps(steps)} is not a number of steps"
         else:
             why = ""
         if why:
@@ -246,22 +259,24 @@ class Tracer:
             seconds = statistics.median(map(operator.sub, begins[1:], begins))
             first = self._step + 2 + math.ceil(AHEAD / max(seconds, 1e-3))
             if first > self.shaped.run.cfg.train.steps:
-                self._answer(name, "refused", why="the run ends before all processes could begin")
+                self._answer(
+                    name, "refused", why="the run ends before all processes could start it"
+                )
                 return
             self._peers.post("trace", self._requests, [first, steps])
             self._requests += 1
             self._answer(name, "waiting", first=first)
         self._wanted = Wanted(first, steps, name)
 
-    def _hear(self) -> None:
-        """What process 0 said."""
+    def _follow(self) -> None:
+        """Take the trace that process 0 announced."""
         if (said := self._peers.read_post("trace", self._requests)) is None:
             return
         self._requests += 1
         first, steps = said
         if first <= self._step:
             self._log.warn(
-                f"process {self._peers.number} heard too late of a trace at step {first}"
+                f"process {self._peers.number} learned too late of a trace at step {first}"
             )
         else:
             self._wanted = Wanted(int(first), int(steps))

@@ -1,5 +1,5 @@
-"""Files that grow by whole lines or records, on disks that may be full: what cannot be written is
-reported once, kept, and written later."""
+"""Appends whole lines or records to files. What a full disk refuses is reported once, kept in
+memory, and written later."""
 
 import errno
 import os
@@ -13,38 +13,39 @@ from maxstack import strict_json
 from maxstack.regular_file import open_regular
 
 TAIL = 1 << 16
-"""Bytes at the end of a file that hold a row."""
+"""Bytes at the end of a file that hold at least one row."""
 
 
 class Appender:
-    """Appends lines to a file, or records of any bytes. An unfinished line at its end is ended
-    first."""
+    """Appends lines or binary records to a file. An unfinished line at its end is ended first."""
 
     def __init__(self, path: Path, *, lines: bool = True):
-        self._path, self._lines, self._lock = path, lines, threading.Lock()
-        self._waiting, self._failing = b"", False
+        self._path = path
+        self._lines = lines
+        self._lock = threading.Lock()
+        self._waiting = b""
+        self._failing = False
 
     def add(self, data: str | bytes) -> None:
-        """Write whole lines or records, after those that still wait. Safe from any thread."""
+        """Write whole lines or records after those that are still waiting. Thread-safe."""
         with self._lock:
             self._waiting += data.encode() if isinstance(data, str) else data
             try:
                 _append(self._path, self._waiting, self._lines)
-                self._waiting, self._failing = b"", False
+                self._waiting = b""
+                self._failing = False
             except OSError as error:
                 if not self._failing:
                     print(
-                        f"{self._path}: {error.strerror}; the run goes on, and writes "
-                        "there when it can",
+                        f"{self._path}: {error.strerror}; the run continues and retries later",
                         file=sys.stderr,
                     )
                 self._failing = True
 
 
 def newest(path: Path, tail: int = TAIL) -> Iterator[dict[str, Any]]:
-    """The last rows of a file of JSON objects, one a line, the newest first, as far as its last
-    `tail` bytes hold them; none where it cannot be read. Lines that are no objects are passed
-    over."""
+    """Yield the JSON objects in the last `tail` bytes of a file, the newest first; none if it
+    cannot be read. Other lines are skipped."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
@@ -55,7 +56,7 @@ def newest(path: Path, tail: int = TAIL) -> Iterator[dict[str, Any]]:
 
 
 def _append(path: Path, data: bytes, lines: bool) -> None:
-    """Append all of the data or nothing, lines from a new one on; OSError where it fails."""
+    """Append all data or nothing, lines on a new line; OSError if that fails."""
     with path.open("ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         if lines and size and os.pread(file.fileno(), 1, size - 1) != b"\n":

@@ -1,4 +1,4 @@
-"""Output to streams whose reader, at the end of a pipe, may be gone."""
+"""Output to streams whose reader may be gone."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ def tell(text: str) -> None:
 
 
 class Lasting:
-    """A stream that ignores a broken pipe; the text is lost there, and log.txt has it."""
+    """A stream that ignores a broken pipe; the text is in log.txt."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

@@ -16,12 +16,12 @@ FILES = {
     "uplot": "uPlot.iife.min.js",
     "licence": "uPlot.LICENSE",
 }
-"""By their names in page.html."""
+"""Placeholder in page.html -> file."""
 
 
 def page(data: Mapping[str, Any], live: bool = False) -> str:
-    """The page with the data. Its policy lets it run its own scripts alone and load nothing, or,
-    where it is `live`, ask its own server."""
+    """Return the page with the data. Its policy allows only its own scripts and no requests, except
+    to its own server if it is `live`."""
     parts = {name: read(file) for name, file in FILES.items()}
     text = string.Template(read("page.html"))
     title = "maxstack: " + ", ".join(run["name"] for run in data["runs"])
@@ -29,7 +29,7 @@ def page(data: Mapping[str, Any], live: bool = False) -> str:
 
 
 def plain(title: str, body: str) -> str:
-    """A page without scripts, of a body in HTML."""
+    """Return a page without scripts around an HTML body."""
     css = read(FILES["css"])
     rules = f"default-src 'none'; style-src {source(css)}; base-uri 'none'; form-action 'none'"
     return (
@@ -41,13 +41,14 @@ def plain(title: str, body: str) -> str:
 
 
 def encoded(data: Mapping[str, Any]) -> str:
-    """The data as JSON that may stand inside HTML."""
+    """Encode the data as JSON that is safe inside HTML."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def policy(live: bool) -> str:
-    """The content security policy of the page."""
-    scripts, styles = ("uplot", "script"), ("uplot_css", "css")
+    """Return the content security policy of the page."""
+    scripts = ("uplot", "script")
+    styles = ("uplot_css", "css")
     rules = [
         "default-src 'none'",
         f"script-src {' '.join(source(read(FILES[name])) for name in scripts)}",
@@ -58,15 +59,18 @@ def policy(live: bool) -> str:
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     ]
-    return "; ".join(rules + ["connect-src 'self'"] * live)
+    if live:
+        rules.append("connect-src 'self'")
+    return "; ".join(rules)
 
 
 def source(content: str) -> str:
-    """The source expression of an inline element (Content Security Policy Level 3, 2.3.1)."""
+    """Return the source expression of an inline element (Content Security Policy Level 3,
+    2.3.1)."""
     digest = hashlib.sha256(content.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
 def read(name: str) -> str:
-    """A file of the folder page/."""
+    """Read a file of the folder page/."""
     return resources.files(__package__).joinpath("page", name).read_text(encoding="utf-8")

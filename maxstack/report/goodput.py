@@ -1,14 +1,13 @@
 """Goodput of a run over all its restarts, read from goodput.jsonl, which ledger.py writes.
 
-Goodput is the seconds of steps that count over those since the run first began. A row has an
-`event` and its `time`: unix seconds by the clock at the process's beginning, counted steadily
-since. `begin`: a process, with `monotonic`, that moment by the machine's steady clock, and the
-`boot` that this clock belongs to. `resume`: the run goes on from `step`, later ones are undone.
-`spent`, `end`. Each but `begin` may hold what was spent since the row before: `seconds` by cause;
-`steps` [first, last] that count, their seconds (`stepping`) and those idle for want of a batch
-(`waited`); how many did not count (`refused`) and their seconds (`refusing`). The file imports only
-the standard library, for the supervisor.
-"""
+Goodput is the seconds of steps that count over those since the run first started. A row has an
+`event` and its `time`: unix seconds by the clock at the process's start, counted by the monotonic
+clock since. `begin` starts a process, with that moment by the machine's `monotonic` clock, and the
+`boot` that this clock belongs to. `resume`: the run continues from `step`, and later steps are
+undone. `spent` and `end` have no fields of their own. All but `begin` may hold what was spent since
+the row before: `seconds` by cause; `steps` [first, last] that count, their seconds (`stepping`) and
+those spent waiting for a batch (`waited`); the number of steps that did not count (`refused`) and
+their seconds (`refusing`). The file imports only the standard library, for the supervisor."""
 
 import contextlib
 import dataclasses
@@ -44,32 +43,30 @@ CAUSES = {
     "other": "unaccounted time: a hang, or a step cut short by a kill",
 }
 MOVED = 60.0
-"""Seconds that two clocks may disagree by without a remark."""
+"""Seconds by which two clocks may differ without a remark."""
 FAR = 1e11
-"""Bound on seconds and steps; a line beyond it is damaged."""
+"""Bound on seconds and steps; a line with more is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Seconds of a run by cause, for all of CAUSES; they add up to `wall`."""
+    """Seconds of a run by cause, for all of CAUSES; their sum is `wall`."""
 
     began: float
     seen: float
-    """Unix seconds of the first beginning and of the last sign of life."""
+    """Unix seconds of the first start and of the last sign of life."""
     wall: float
     seconds: dict[str, float]
     restarts: int
-    """Processes with steps to do, without the first; a process that ended before its first step
-    does not count."""
+    """Processes after the first that had steps to do."""
     steps: int
     lost_steps: int
     ended: bool
-    """The last process ended its ledger: it was not killed, and is not running."""
+    """True if the last process closed its ledger, so it was not killed and is not running."""
     lived: float
-    """Seconds that the last process lived."""
+    """Lifetime of the last process in seconds."""
     resumes: tuple[tuple[float, int, str], ...]
-    """Unix seconds, step and `resume` or `rewind`, for each time that the run went on from a
-    checkpoint or began anew."""
+    """(unix seconds, step, `resume` or `rewind`) for each restart and rewind."""
     remarks: tuple[str, ...]
 
     @property
@@ -78,28 +75,42 @@ class Goodput:
         return self.seconds["useful"] / self.wall if self.wall else 0.0
 
     def json(self) -> dict[str, Any]:
-        """All fields and `goodput`, as plain data."""
+        """Return all fields and `goodput` as plain data."""
         return {"goodput": self.share, **dataclasses.asdict(self)}
 
 
 class Account:
     """Sums over the rows read so far. A process lives from its first row to its last, or as long as
-    the seconds that it reports, if those are more."""
+    the seconds that it reports if they are more."""
 
     def __init__(self) -> None:
         self._seconds = dict.fromkeys(CAUSES, 0.0)
         self._steps: list[tuple[int, int, float, float]] = []
-        self._done = self._lost = self._processes = self._restarts = self.damaged = 0
-        self._resumed = self._ended = False
+        self.damaged = 0
+        self._done = 0
+        self._lost = 0
+        self._processes = 0
+        self._restarts = 0
+        self._resumed = False
+        self._ended = False
         self._resumes: list[tuple[float, int, str]] = []
-        self._first = self._begin = self._last = self._monotonic = self._claimed = self._past = 0.0
+        self._first = 0.0
+        """Start of the first process."""
+        self._begin = 0.0
+        self._last = 0.0
+        """Start and last row of the current process."""
+        self._monotonic = 0.0
         self._boot = ""
+        self._claimed = 0.0
+        """Seconds that the current process has reported."""
+        self._past = 0.0
+        """Seconds until the current process."""
         self._moved: list[float] = []
         self._back: list[float] = []
 
     def read_file(self, path: Path) -> None:
-        """Read all rows of a file. A line that is no row is skipped and gives a remark, except a
-        last one that a kill cut short."""
+        """Read all rows of a file. Damaged lines are skipped with a remark, except an unfinished
+        last one."""
         with open_regular(path) as file:
             for line in strict_json.lines(file, str(path)):
                 if (row := _row(line)) is not None:
@@ -111,14 +122,16 @@ class Account:
         """Add the next row."""
         if row["event"] == "begin" or not self._processes:
             self._begin_process(row)
-        self._last, self._ended = max(self._last, row["time"]), row["event"] == "end"
+        self._last = max(self._last, row["time"])
+        self._ended = row["event"] == "end"
         for cause, seconds in row.get("seconds", {}).items():
             self._spend(cause, seconds)
         self._spend("lost work", row.get("refusing", 0.0))
         self._lost += row.get("refused", 0)
         if "steps" in row:
             first, last = row["steps"]
-            stepping, waited = row.get("stepping", 0.0), row.get("waited", 0.0)
+            stepping = row.get("stepping", 0.0)
+            waited = row.get("waited", 0.0)
             self._undo(first - 1)
             self._steps.append((first, last, stepping, waited))
             self._done += last - first + 1
@@ -128,19 +141,20 @@ class Account:
             if self._restarts:
                 kind = "rewind" if self._resumed else "resume"
                 self._resumes.append((row["time"], int(row.get("step", 0)), kind))
-            self._restarts += not self._resumed
+            if not self._resumed:
+                self._restarts += 1
             self._resumed = True
             self._undo(row.get("step", math.inf))
 
     def seen_on(self, boot: str) -> float:
-        """Time of the last sign of life on the steady clock of `boot`; -inf where that was another
-        boot, or is not known."""
+        """Return the time of the last sign of life on the monotonic clock of `boot`; -inf if it
+        came from another boot."""
         if not boot or boot != self._boot:
             return -math.inf
         return self._monotonic + self._last - self._begin
 
     def goodput(self) -> Goodput:
-        """The sums; zero seconds where there are no rows."""
+        """Return the sums; zero seconds if there are no rows."""
         lived = self._lived()
         seconds = self._seconds | {"other": self._seconds["other"] + lived - self._claimed}
         return Goodput(
@@ -158,7 +172,7 @@ class Account:
         )
 
     def _lived(self) -> float:
-        """Seconds that the current process has lived."""
+        """Return the lifetime of the current process in seconds."""
         return max(self._last - self._begin, self._claimed)
 
     def _spend(self, cause: str, seconds: float) -> None:
@@ -167,7 +181,8 @@ class Account:
 
     def _begin_process(self, row: dict[str, Any]) -> None:
         if self._processes:
-            lived, gap = self._lived(), self._gap(row)
+            lived = self._lived()
+            gap = self._gap(row)
             self._seconds["other"] += lived - self._claimed
             self._seconds["idle"] += gap
             self._past += lived + gap
@@ -176,12 +191,13 @@ class Account:
         self._processes += 1
         self._resumed = False
         self._begin = self._last = row["time"]
-        self._boot, self._monotonic = row.get("boot", ""), row.get("monotonic", 0.0)
+        self._boot = row.get("boot", "")
+        self._monotonic = row.get("monotonic", 0.0)
         self._claimed = 0.0
 
     def _gap(self, row: dict[str, Any]) -> float:
-        """Seconds without a process before that of `row`: by the steady clock of a machine that
-        both processes ran on, else by the calendar; never less than 0."""
+        """Return the seconds without a process before that of `row`, 0 or more: by the monotonic
+        clock if both ran on one machine, otherwise by the calendar."""
         by_calendar = row["time"] - self._last
         by_machine = row.get("monotonic", 0.0) - self.seen_on(row.get("boot", ""))
         if -1e-3 < by_machine < math.inf:
@@ -193,8 +209,8 @@ class Account:
         return max(0.0, by_calendar)
 
     def _undo(self, step: float) -> None:
-        """Count the steps after `step` as lost work, with the seconds that they waited; the steps
-        of a row are taken to be equally long."""
+        """Move the steps after `step`, with their waiting time, to lost work. The steps of a row
+        count as equally long."""
         while self._steps and self._steps[-1][1] > step:
             first, last, stepping, waited = self._steps.pop()
             share = max(0, step - first + 1) / (last - first + 1)
@@ -215,25 +231,26 @@ class Account:
         remarks = []
         if moved := self._moved:
             remarks.append(
-                f"the clock was moved between processes ({len(moved)} x, by "
-                f"{max(moved, key=abs):+,.0f} s at most); idle seconds there are "
-                "by the machine's own clock"
+                f"the clock was changed between processes ({len(moved)} times, by up to "
+                f"{max(moved, key=abs):+,.0f} s); idle time there is by the machine's monotonic "
+                "clock"
             )
         if back := self._back:
             remarks.append(
-                f"the clock went back between processes ({len(back)} x, by {max(back):,.0f} s or "
-                "more); for how long no process ran there is not known, and counts as 0"
+                f"the clock went back between processes ({len(back)} times, by {max(back):,.0f} s "
+                "or "
+                "more); idle time there is unknown and counts as 0"
             )
         if self.damaged:
             remarks.append(
-                f"{self.damaged} damaged line{'s' * (self.damaged > 1)} of {FILE} "
-                "passed over; what stood there counts as other or idle"
+                f"damaged lines of {FILE}, skipped: {self.damaged}; their time counts as other or "
+                "idle"
             )
         return tuple(remarks)
 
 
 def so_far(folder: Path) -> Goodput:
-    """Goodput of the run in `folder`; zero seconds where its file cannot be read."""
+    """Return the goodput of the run in `folder`; zero seconds if its file cannot be read."""
     account = Account()
     with contextlib.suppress(OSError):  # not there yet, or on another host's disk
         account.read_file(folder / FILE)
@@ -241,44 +258,42 @@ def so_far(folder: Path) -> Goodput:
 
 
 def summary(folder: Path) -> Goodput:
-    """Goodput of the run in `folder`, up to its last sign of life; ConfigError where its file
-    cannot be read or holds no row."""
-    account, path = Account(), folder / FILE
+    """Return the goodput of the run in `folder`, up to its last sign of life. ConfigError if its
+    file cannot be read or holds no row."""
+    account = Account()
+    path = folder / FILE
     try:
         account.read_file(path)
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}; make it readable for you"
-        ) from error
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; make it readable") from error
     goodput = account.goodput()
     if not goodput.began and not account.damaged:  # no file, or its first line is being written
         raise ConfigError(
-            f"{folder}: no {FILE} yet; it is written from the moment that `maxstack "
-            "train` holds the folder"
+            f"{folder}: no {FILE} yet; `maxstack train` writes it once it has locked the folder"
         )
     if not goodput.began:
         raise ConfigError(
-            f"{path}: no line of it can be read; move it away, and the next start of the "
-            "run begins a new one"
+            f"{path}: no line of it can be read; move it away, and the run's next start writes a "
+            "new one"
         )
     return goodput
 
 
 def sentence(goodput: Goodput) -> str:
-    """Goodput, steps and restarts of a run."""
+    """Describe goodput, steps and restarts of a run."""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(goodput.began))
     wall = datetime.timedelta(seconds=round(goodput.wall))
     return (
         f"goodput {goodput.share:.1%} of {wall} since {since}: {goodput.steps:,} steps that count, "
-        f"{goodput.lost_steps:,} lost, {goodput.restarts:,} restart{'s' * (goodput.restarts != 1)}"
+        f"{goodput.lost_steps:,} lost, {goodput.restarts:,} "
+        f"{'restart' if goodput.restarts == 1 else 'restarts'}"
     )
 
 
 def text(goodput: Goodput) -> str:
-    """The sentence, a table of each cause with its seconds, its share and a bar, and the
-    remarks."""
+    """Format the sentence, a table of causes with seconds, shares and bars, and the remarks."""
     rows = []
     for cause, seconds in goodput.seconds.items():
         share = seconds / goodput.wall if goodput.wall else 0.0
@@ -288,11 +303,12 @@ def text(goodput: Goodput) -> str:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """The row of a line, None for a damaged line."""
+    """Parse a row; None for a damaged line."""
     row = strict_json.read(line)
     if row is None or row.get("event") not in EVENTS:
         return None
-    seconds, steps = row.get("seconds", {}), row.get("steps", [0, 0])
+    seconds = row.get("seconds", {})
+    steps = row.get("steps", [0, 0])
     if not isinstance(seconds, dict) or not seconds.keys() <= SPENT.keys():
         return None
     if not isinstance(steps, list) or len(steps) != 2:

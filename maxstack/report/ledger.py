@@ -1,5 +1,4 @@
-"""Ledger of a process: the time that it spends by cause, written to goodput.jsonl. goodput.py adds
-the rows up and describes them."""
+"""Records the time of a process by cause in goodput.jsonl, whose rows goodput.py adds up."""
 
 import contextlib
 import json
@@ -17,11 +16,9 @@ from maxstack.report.goodput import FILE, SPENT, Account, Goodput
 class Ledger:
     """A stopwatch over causes, and sums of steps. Processes other than the first write nothing.
 
-    A thread writes at most once a second, and less often as the process ages (after 1 % more of its
-    age, but at least every 30 s), so that no step and no save waits for a disk. Its rows are also
-    signs of life, during a long compilation for instance. A file that cannot be written is reported
-    once and tried again.
-    """
+    A thread writes rows, so that no step and no save waits for a disk: once a second at first, and
+    less often as the process ages (each 1 % of its age, but at least every 30 s). The rows are also
+    signs of life, for example during a long compilation."""
 
     def __init__(
         self,
@@ -31,28 +28,37 @@ class Ledger:
         every: float = 1.0,
         doing: Callable[..., None] | None = None,
     ):
-        """Begin the process, in start-up. `started`: time.monotonic() when it began, by default
-        now. `every`: seconds between rows, at first. `doing`: called as heartbeat.Heartbeat.doing
-        with each cause that begins and each step that is done."""
-        self._path, self._every, self._doing = folder / FILE, every, doing or (lambda *_: None)
-        self._account, self._rows, self._file = Account(), "", Appender(folder / FILE)
-        self._lock, self._stop = threading.Lock(), threading.Event()
-        self._stack, self._spent, self._steps = ["start-up"], dict[str, float](), dict[str, Any]()
+        """Start with the cause start-up. `started`: time.monotonic() at the process's start, by
+        default now. `every`: seconds between rows at first. `doing`: called like
+        heartbeat.Heartbeat.doing with each cause that begins and each finished step."""
+        self._path = folder / FILE
+        self._every = every
+        self._doing = doing or (lambda *_: None)
+        self._account = Account()
+        self._rows = ""
+        self._file = Appender(folder / FILE)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._stack = ["start-up"]
+        self._spent: dict[str, float] = {}
+        self._steps: dict[str, Any] = {}
         self._share: float | None = None
         self._thread: threading.Thread | None = None
-        now, boot = time.monotonic(), _boot()
+        now = time.monotonic()
+        boot = _boot()
         if first and self._path.exists():
             try:
                 self._account.read_file(self._path)
             except OSError as error:
                 print(
-                    f"{self._path}: {error.strerror}; what was spent before is not counted",
+                    f"{self._path}: {error.strerror}; earlier time is not counted",
                     file=sys.stderr,
                 )
         self._began = now if started is None else started
         if self._began < (seen := self._account.seen_on(boot)) <= now:
             self._began = seen
-        self._mark, self._clock = self._began, time.time() - now
+        self._mark = self._began
+        self._clock = time.time() - now
         if first:
             self._thread = threading.Thread(target=self._keep_writing, daemon=True, name="ledger")
             self._note(
@@ -68,7 +74,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def spent(self, cause: str) -> Iterator[None]:
-        """Charge the time inside to `cause`; where causes are nested, to the innermost."""
+        """Charge the time inside to `cause`; of nested causes, to the innermost."""
         assert cause in SPENT, cause
         with self._lock:
             self._charge()
@@ -83,8 +89,8 @@ class Ledger:
             self._doing(self._stack[-1] if self._stack else "steps")
 
     def resume(self, step: int) -> None:
-        """Continue from `step` after a restore or a rewind, or from 0: steps done after it become
-        lost work."""
+        """Resume from `step` after a restore or a rewind, or from 0; later steps become lost
+        work."""
         with self._lock:
             self._cut("resume", step=step)
 
@@ -97,7 +103,7 @@ class Ledger:
         self._doing("first step")
 
     def step(self, step: int, seconds: float, waited: float, counts: bool = True) -> None:
-        """Add a finished step, its seconds, and the seconds that devices waited for its batch. A
+        """Add a finished step with its seconds and those in which devices waited for its batch. A
         refused step does not count."""
         self._doing("steps", step, seconds)
         with self._lock:
@@ -116,22 +122,23 @@ class Ledger:
             }
 
     def passed_over(self, step: int) -> None:
-        """Note a sign of life: a step whose batch was read and not trained on."""
+        """Note a sign of life: a step whose batch was skipped."""
         self._doing("steps", step)
 
     def news(self) -> float | None:
         """Goodput over all processes of the run so far, once after each write; None in between."""
         with self._lock:
-            share, self._share = self._share, None
+            share = self._share
+            self._share = None
             return share
 
     def stop(self) -> None:
-        """Write no more rows, where the run ended in an error."""
+        """Stop writing rows, after an error has ended the run."""
         self._stop.set()
 
     def close(self) -> Goodput | None:
-        """End the ledger, and return the goodput of the whole run; None in processes other than
-        the first."""
+        """End the ledger, and return the goodput of the whole run; None in processes other than the
+        first."""
         if self._thread is None:
             return None
         if not self._stop.is_set():
@@ -145,7 +152,7 @@ class Ledger:
         return self._account.goodput()
 
     def _keep_writing(self) -> None:
-        """Write a row now and then, until the ledger ends."""
+        """Write rows until the ledger ends."""
         while not self._stop.wait(
             max(self._every, min(30.0, (time.monotonic() - self._began) / 100))
         ):
@@ -168,7 +175,8 @@ class Ledger:
             | self._steps
             | more
         )
-        self._spent, self._steps = {}, {}
+        self._spent = {}
+        self._steps = {}
 
     def _note(self, row: dict[str, Any]) -> None:
         if self._thread:
@@ -177,11 +185,13 @@ class Ledger:
 
     def _write_rows(self) -> None:
         with self._lock:
-            data, self._rows = self._rows, ""
+            data = self._rows
+            self._rows = ""
         self._file.add(data)
 
 
 def _boot() -> str:
-    """Id of the machine's boot, whose processes share a steady clock; empty where it is unknown."""
+    """Return the id of the machine's boot, whose processes share a monotonic clock; empty if
+    unknown."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""The report of a run that goes on: its page and data by HTTP, on this machine alone."""
+"""Serves the report of a running job over HTTP, on this machine only."""
 
 import contextlib
 import signal
@@ -21,10 +21,11 @@ HEADERS = {
 
 
 def serve(page: Callable[[], str], data: Callable[[], str], port: int) -> None:
-    """Answer with the page at / and its data at /data, until SIGTERM or Ctrl-C. Requests by another
-    name than this machine's are refused, so that no other site's page can ask by a name that leads
-    here. ConfigError where the port cannot be had."""
-    lock, names = threading.Lock(), set[str | None]()
+    """Serve the page at / and its data at /data until SIGTERM or Ctrl-C. Requests for another host
+    name are refused, so that no other site can reach the server through a name that resolves to
+    this machine. ConfigError if the port is not available."""
+    lock = threading.Lock()
+    names = set[str | None]()
     kinds = {"/": ("text/html", page), "/data": ("application/json", data)}
 
     class Handler(BaseHTTPRequestHandler):
@@ -32,7 +33,7 @@ def serve(page: Callable[[], str], data: Callable[[], str], port: int) -> None:
 
         def do_GET(self) -> None:
             if self.headers.get("Host") not in names:
-                return self.send_error(421, "This server answers to 127.0.0.1 and localhost alone")
+                return self.send_error(421, "This server answers only to 127.0.0.1 and localhost")
             if self.path not in kinds:
                 return self.send_error(404)
             kind, content = kinds[self.path]
@@ -46,7 +47,7 @@ def serve(page: Callable[[], str], data: Callable[[], str], port: int) -> None:
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nothing: a browser asks every few seconds."""
+            """Log nothing: a browser polls every few seconds."""
 
     try:
         server = ThreadingHTTPServer((ADDRESS, port), Handler)

@@ -1,4 +1,4 @@
-"""Messages and progress of a run, on the console and in log.txt."""
+"""Writes messages and progress of a run to the console and log.txt."""
 
 import logging
 import math
@@ -12,7 +12,7 @@ from maxstack.report.append import Appender
 
 
 class _Warnings(logging.Handler):
-    """Warnings of any part of the package, which may come from threads, as lines of the log."""
+    """Writes warnings of any part of the package, also from threads, to the log."""
 
     def __init__(self, log: "Log"):
         super().__init__(logging.WARNING)
@@ -23,12 +23,14 @@ class _Warnings(logging.Handler):
 
 
 class Log:
-    """Writes log.txt and the console: a live line on a terminal, plain lines elsewhere. Processes
-    other than the first write nothing."""
+    """Writes to log.txt and the console: a live line on a terminal, plain lines elsewhere.
+    Processes other than the first write nothing."""
 
     def __init__(self, folder: Path, steps: int, first: bool, seconds: float = 10.0):
         self._file = Appender(folder / "log.txt") if first else None
-        self._steps, self._seconds, self._last = steps, seconds, -math.inf
+        self._steps = steps
+        self._seconds = seconds
+        self._last = -math.inf
         self._out: TextIO | None = sys.stdout if first else None
         self._live = False
         self._warnings = _Warnings(self)
@@ -42,17 +44,18 @@ class Log:
         self._note(text)
 
     def warn(self, text: str) -> None:
-        """`say` from any process; processes other than the first write to stderr."""
+        """`say` from any process; those other than the first write to stderr."""
         if self._out is None:
             print(text, file=sys.stderr)
         self.say(text)
 
     def step(self, row: dict[str, Any], left: float) -> None:
-        """Show a step's metrics, and the seconds left: on a terminal in the live line; elsewhere in
-        a line every few seconds, and for the first and last step."""
+        """Show a step's metrics and the seconds left: on a terminal in the live line, elsewhere in
+        a line every few seconds and for the first and last step."""
         if not self._out:
             return
-        number, now = row["step"], time.monotonic()
+        number = row["step"]
+        now = time.monotonic()
         mfu = f"  mfu {row['mfu']:.1%}" if "mfu" in row else ""
         wait = f"  data wait {row['data_wait']:.0%}" if row["data_wait"] >= 0.005 else ""
         shown = [name for name in ("reward", "accuracy") if name in row]
@@ -80,8 +83,7 @@ class Log:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Write the error that ended the run to log.txt, as the exit of a context; the console gets
-        it elsewhere."""
+        """Write the error that ended the run to log.txt, as a context's exit; cli prints it."""
         self.close()
         logging.getLogger("maxstack").removeHandler(self._warnings)
         if error is not None:
@@ -94,7 +96,7 @@ class Log:
             self._live = False
 
     def _note(self, text: str) -> None:
-        """Add lines to log.txt, with the time."""
+        """Add lines with the time to log.txt."""
         if self._file:
             stamp = time.strftime("%Y-%m-%d %H:%M:%S")
             self._file.add("".join(f"{stamp} {line}\n" for line in text.splitlines()))

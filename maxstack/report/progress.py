@@ -1,4 +1,4 @@
-"""Progress bars of long work."""
+"""Progress bars."""
 
 import sys
 
@@ -6,8 +6,8 @@ import tqdm
 
 
 def progress(total: int, description: str, unit: str, done: int = 0, delay: float = 0) -> tqdm.tqdm:
-    """A bar of `total` units on a terminal; elsewhere a line every ten seconds, and at the end.
-    Nothing is shown of work that ends within `delay` seconds."""
+    """Make a bar of `total` units: live on a terminal, elsewhere a line every ten seconds and at
+    the end. Work that ends within `delay` seconds shows nothing."""
     return tqdm.tqdm(
         total=total,
         unit=unit if unit == "B" else f" {unit}",

@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 
 SEEN = 30.0
-"""Seconds that a file may take until other hosts see it."""
+"""Seconds until other hosts must see a file."""
 OWNER = ".owner"
 _tokens: dict[Path, Any] = {}
-"""Folder -> the token of this process's claim."""
+"""Folder -> token of this process's claim."""
 GIT = 10.0
 """Seconds in which git must name the commit."""
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 def folder_of(cfg: "Config") -> Path:
-    """Folder of a run."""
+    """Return the folder of a run."""
     return Path(cfg.run.output_dir) / cfg.run.name
 
 
 def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
-    """Make the run's folder if needed, and lock it until `ending` is closed; ConfigError if another
-    process, or another run of this process, holds it."""
+    """Create the run's folder if needed, and lock it until `ending` is closed; ConfigError if
+    another process, or another run of this process, holds it."""
     folder = folder_of(cfg)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,31 +66,33 @@ def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
 
 
 def _own(folder: Path) -> None:
-    """Note in the folder that it is this process's: locks of hosts that mount it may not see each
-    other."""
+    """Write this process's claim into the folder, since hosts that mount it may not see each
+    other's locks."""
     note = {"token": secrets.token_hex(8), "host": platform.node(), "pid": os.getpid()}
     _tokens[folder.absolute()] = note["token"]
     (folder / OWNER).write_text(json.dumps(note), encoding="utf-8")
 
 
 def check_owner(folder: Path) -> None:
-    """ConfigError where another process has claimed the folder since; the later one goes on."""
+    """ConfigError if another process has claimed the folder since; the later one continues."""
     mine = _tokens.get(folder.absolute())
     try:
         note = strict_json.read_object(folder / OWNER)
-    except DataError:  # nobody claims it
+    except DataError:  # there is no claim
         return
     if mine and note.get("token") != mine:
         raise ConfigError(
-            f"run.name: process {note.get('pid')} on {note.get('host')} has begun to write "
-            f"{folder} too, and its lock does not see this process's; this one ends, and saves no "
-            "more. Give each run a run.name of its own"
+            f"run.name: process {note.get('pid')} on {note.get('host')} has started writing to "
+            f"{folder} "
+            "too, because it does not see this process's lock; this process ends without saving. "
+            "Give "
+            "each run its own run.name"
         )
 
 
 def _check_seen_by_all(folder: Path) -> None:
-    """ConfigError in a process that cannot read a file that process 0 has written and closed in the
-    folder; a mounted bucket shows files once they are closed."""
+    """ConfigError in a process that cannot read a file that process 0 wrote to the folder and
+    closed; a mounted bucket shows files once they are closed."""
     if (peers := Peers()).count == 1:
         return
     token, file = peers.exchange("folder", secrets.token_hex(8))[0], folder / ".seen"
@@ -101,15 +103,15 @@ def _check_seen_by_all(folder: Path) -> None:
     while not (file.exists() and file.read_text() == token):
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"run.output_dir: process {peers.number} on {platform.node()} does "
-                f"not see in {folder} what process 0 writes "
-                "there; with several hosts, give a folder that all of them see"
+                f"run.output_dir: process {peers.number} on {platform.node()} does not see the "
+                "files that "
+                f"process 0 writes to {folder}; with several hosts, use a shared folder"
             )
         time.sleep(0.2)
 
 
 def write_records(cfg: "Config", kernels: Iterable[object], folder: Path) -> None:
-    """Write config.yml, resolved and with the chosen kernels as comments, and versions.json."""
+    """Write the resolved config.yml, with the chosen kernels as comments, and versions.json."""
     comments = "".join(f"# kernel: {choice}\n" for choice in kernels)
     (folder / "config.yml").write_text(comments + config.dump(cfg))
     trust.vouch(folder / "config.yml")
@@ -124,13 +126,13 @@ def write_records(cfg: "Config", kernels: Iterable[object], folder: Path) -> Non
 
 
 def _git_revision() -> str | None:
-    """The commit of the checkout that maxstack runs from; None for an installed package."""
+    """Return the commit of the checkout that maxstack runs from; None for an installed package."""
     root = Path(maxstack.__file__).parent.parent
     if not (root / ".git").exists():
         return None
     words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=GIT)
-    except subprocess.TimeoutExpired:  # a slow disk, or a hook of the user's
+    except subprocess.TimeoutExpired:  # a slow disk, or a git hook
         return None
     return done.stdout.strip() or None

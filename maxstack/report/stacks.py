@@ -1,4 +1,4 @@
-"""Stacks on demand: SIGUSR2 makes a process append the stacks of all its threads to a file that the
+"""Stacks on demand: on SIGUSR2, a process appends the stacks of all its threads to a file that the
 processes of a run share."""
 
 import faulthandler
@@ -12,7 +12,7 @@ FILE = "MAXSTACK_STACKS"
 
 
 def new_file() -> Path:
-    """Make an empty file for this process and its children."""
+    """Create an empty file for this process and its children."""
     handle, path = tempfile.mkstemp(prefix="maxstack-stacks-")
     os.close(handle)
     os.environ[FILE] = path
@@ -20,7 +20,7 @@ def new_file() -> Path:
 
 
 def show() -> None:
-    """Register the signal handler, if there is a file."""
+    """Register the signal handler if there is a file."""
     if os.path.exists(os.environ.get(FILE, "")):
         faulthandler.register(
             signal.SIGUSR2,

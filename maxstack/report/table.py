@@ -1,4 +1,4 @@
-"""Tables as text, for people and for scripts that split lines into words."""
+"""Formats tables as text that people and scripts can read."""
 
 import itertools
 import sys
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 
 def table(sides: str, rows: Iterable[Sequence[str]], header: Sequence[str] = ()) -> str:
-    """Rows of cells as lines of aligned columns, two spaces before each.
+    """Format rows of cells as aligned columns, two spaces before each.
 
-    `sides` has a letter for each column, l or r: the side to which it is aligned. No cell is cut or
-    folded. On a terminal the header is bold; elsewhere all is plain.
+    `sides`: a letter per column, l or r, for its alignment. No cell is cut or folded. The header is
+    bold on a terminal; elsewhere everything is plain.
     """
     from rich.console import Console
     from rich.table import Table

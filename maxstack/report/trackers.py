@@ -1,9 +1,9 @@
-"""Experiment trackers, which get a run's metrics beside metrics.jsonl: a class each, under its name
-in run.trackers.
+"""Experiment trackers: a class each, under its name in run.trackers.
 
-trackers.json of the run's folder keeps their ids, so that a resumed run goes on in the same run of
-each. Steps that are done again after a restart or a rewind are written again.
-"""
+Each tracker is fed by a thread through a queue, so that neither a step nor another tracker waits
+for it. A call that fails is reported once; a tracker that takes no more calls is dropped.
+trackers.json in the run's folder keeps their ids, so that a resumed run continues in the same run
+of each tracker. Steps that are repeated after a restart or a rewind are written again."""
 
 import contextlib
 import functools
@@ -38,44 +38,44 @@ if TYPE_CHECKING:
 KEPT = "trackers.json"
 PROJECT = "maxstack"
 _UNUSED = ("boto3", "google.cloud.storage")
-"""What tensorboardX imports where it is installed, for URLs: 0.8 s."""
+"""Packages that tensorboardX imports for URLs if they are installed, which takes 0.8 s."""
 WAITING = 10_000
-"""Calls that may wait for a slow tracker."""
+"""Calls that may be queued for a slow tracker."""
 STARTING = 30.0
-"""Seconds in which a tracker must start; a run that had it before goes on meanwhile."""
+"""Seconds in which a tracker must start; a run that had it before does not wait."""
 PATIENCE = 3.0
-"""Seconds that a run waits for a tracker that takes no call, and at its end for all."""
+"""Seconds that a run waits for a tracker that takes no calls, and for all at its end."""
 FAULTY: set[str] = set()
-"""Trackers of this process that failed or were dropped: their packages may hold its end."""
+"""Trackers of this process that failed or were dropped: their packages may block its exit."""
 _KEPT_LOCK = threading.Lock()
 
 
 class Tracker(Protocol):
-    """A run of a tracker; a step that is below the one before it begins a piece that replaces what
-    was written from there on."""
+    """A run in a tracker. A step below the previous one replaces what was written from that step
+    on."""
 
     def __init__(self, folder: Path, cfg: "Config") -> None: ...
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Figures of a step, by name."""
+        """Log metrics of a step by name."""
 
     def texts(self, step: int, name: str, texts: Sequence[str]) -> None:
-        """Texts of a step."""
+        """Log texts of a step."""
 
     def image(self, step: int, name: str, picture: "Image") -> None:
-        """A picture of a step."""
+        """Log a picture of a step."""
 
     def close(self) -> None:
-        """Write what is still kept back, and end."""
+        """Write what is still buffered, and end."""
 
 
 class TensorBoard:
-    """Event files in tensorboard/ of the run's folder. A mark before a step that is done again lets
-    TensorBoard drop what older files hold from there on.
+    """Event files in tensorboard/ of the run's folder. A mark before a repeated step makes
+    TensorBoard drop what older files hold from that step on.
 
-    It reads them in the order of their names, so a new one's comes last, wherever the clock is.
-    tensorboardX makes the events; its own writer keeps them from a thread that ends at a full disk.
-    """
+    TensorBoard reads files in the order of their names, so a new file's name comes last, even if
+    the clock was set back. tensorboardX encodes the events; its own writer is not used, because its
+    thread ends at a full disk."""
 
     def __init__(self, folder: Path, cfg: "Config"):
         stores = {name: None for name in _UNUSED if name not in sys.modules}
@@ -112,29 +112,29 @@ class TensorBoard:
         self._add(step, self._summary.image(name, pixels, dataformats="HWC"))
 
     def close(self) -> None:
-        """Nothing is kept back."""
+        """Nothing is buffered."""
 
     def _mark(self, step: int) -> None:
-        """Note that events of this step and later ones, written before, do not count."""
+        """Mark earlier events of this step and later ones as obsolete."""
         if self._last is None or step < self._last:
             log = self._proto.SessionLog
             self._add(step, session_log=log(status=log.START))
         self._last = step
 
     def _add(self, step: int, *summaries: Any, **fields: Any) -> None:
-        """Append an event: its length and itself, each with a checksum."""
+        """Append an event: its length and data, each with a checksum."""
         event = self._proto.Event(step=step, wall_time=time.time(), **fields)
         for each in summaries:
             event.summary.MergeFrom(each)
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
-        sums = (struct.pack("<I", self._checksum(part)) for part in (length, data))
-        self._file.add(b"".join((length, next(sums), data, next(sums))))
+        parts = [part + struct.pack("<I", self._checksum(part)) for part in (length, data)]
+        self._file.add(b"".join(parts))
 
 
 class Trackio:
-    """A run of Trackio, in trackio/ of the run's folder unless TRACKIO_DIR names another; it keeps
-    both rows of a step that is done again."""
+    """A run in Trackio, in trackio/ of the run's folder unless TRACKIO_DIR names another; it keeps
+    both rows of a repeated step."""
 
     def __init__(self, folder: Path, cfg: "Config"):
         os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))
@@ -161,8 +161,8 @@ class Trackio:
 
 
 class WandB:
-    """A run of Weights & Biases: offline, in wandb/ of the run's folder, unless WANDB_MODE says
-    otherwise. Its own counter cannot go back, so rows carry `step`, the axis of every chart."""
+    """A run in Weights & Biases: offline, in wandb/ of the run's folder, unless WANDB_MODE says
+    otherwise. Its own counter cannot go back, so rows hold `step`, the axis of every chart."""
 
     def __init__(self, folder: Path, cfg: "Config"):
         import wandb
@@ -200,24 +200,25 @@ class WandB:
 
 
 class MLflow:
-    """A run of MLflow, in mlflow/ of the run's folder unless MLFLOW_TRACKING_URI names a server or
-    another database; it keeps both values of a step that is done again."""
+    """A run in MLflow, in mlflow/ of the run's folder unless MLFLOW_TRACKING_URI names a server or
+    another database; it keeps both values of a repeated step."""
 
     REFUSED = re.compile(r"[^\w\-. :/]")
-    """Characters that no name may have."""
+    """Characters that names may not contain."""
     BATCH = 1000
-    """Figures that MLflow takes at once."""
+    """Metrics that MLflow accepts per call."""
 
     def __init__(self, folder: Path, cfg: "Config"):
         import mlflow
 
-        uri, place = os.environ.get("MLFLOW_TRACKING_URI"), None
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        place = None
         if uri is None:
             own = (folder / "mlflow").resolve()
             own.mkdir(exist_ok=True)
             uri, place = f"sqlite:///{own / 'mlflow.db'}", own.as_uri()
             if (own / "mlflow.db").exists():
-                _correct_places(own / "mlflow.db", place)
+                _relocate_artifacts(own / "mlflow.db", place)
         client = self._client = mlflow.MlflowClient(uri)
         self._metric = mlflow.entities.Metric
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -255,8 +256,9 @@ class MLflow:
         self._client.update_run(self._id, "FINISHED")
 
     def _write(self) -> None:
-        """Hand on the figures of a second together: 15 ms of a database, however many they are."""
-        metrics, self._metrics = self._metrics, []
+        """Write the metrics of a second together: a call takes 15 ms, however many they are."""
+        metrics = self._metrics
+        self._metrics = []
         for at in range(0, len(metrics), self.BATCH):
             self._client.log_batch(self._id, metrics[at : at + self.BATCH])
         self._written = time.monotonic()
@@ -268,50 +270,53 @@ TRACKERS: dict[str, tuple[str, type[Tracker]]] = {
     "wandb": ("wandb", WandB),
     "mlflow": ("mlflow", MLflow),
 }
-"""By their names in run.trackers: the package that each imports, and its class."""
+"""Name in run.trackers -> the package that it needs, and its class."""
 
 
 class _Feeder(threading.Thread):
-    """The thread of a tracker: makes it, hands it its calls, and closes it."""
+    """The thread of a tracker, which creates it, passes calls on to it, and closes it."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], known: bool):
-        """`known`: the run had it before, and goes on without it."""
+        """`known`: the run had it before, and continues without it if it fails."""
         super().__init__(daemon=True, name=name)
-        self._make, self._known, self._ready = make, known, threading.Event()
+        self._make = make
+        self._known = known
+        self._ready = threading.Event()
         self._calls: queue.Queue[tuple[Any, ...] | None] = queue.Queue()
         self._latest = 0.0
-        """When it took its last call."""
+        """Time of its last call."""
         self.error: Exception | str | None = f"no answer in {STARTING:.0f} s"
-        """Why it has not started, or what failed first."""
+        """Why it has not started, or its first failure."""
         self.lost = False
-        """It is dropped."""
+        """True if it was dropped."""
         self._until = time.monotonic() + STARTING
         self.start()
 
     def begin(self) -> None:
-        """Wait until it is there, or should be."""
+        """Wait until it has started, or should have."""
         self._ready.wait(max(0.0, self._until - time.monotonic()))
 
     def add(self, *call: Any) -> None:
-        """Hand on a call of Tracker."""
+        """Queue a call of Tracker."""
         began = time.monotonic()
         while self._calls.qsize() >= WAITING and not self.lost:
             if time.monotonic() > max(began, self._latest) + PATIENCE:
-                self._drop(f"takes no calls, and {WAITING:,} wait")
+                self._drop(f"takes no calls, and {WAITING:,} are queued")
             time.sleep(0.01)
         if not self.lost:
             self._calls.put(call)
 
     def end(self) -> None:
-        """Let it end after the calls that wait."""
+        """Let it end after the queued calls."""
         self._calls.put(None)
 
     def wait(self, until: float) -> None:
-        """Wait for its end until a moment of the steady clock."""
+        """Wait for its end until a time of the monotonic clock."""
         if not self.lost:
             self.join(max(0.0, until - time.monotonic()))
         if self.is_alive() and not self.lost:
-            self._drop(f"has not ended in {PATIENCE:.0f} s, and {self._calls.qsize():,} calls wait")
+            queued = self._calls.qsize()
+            self._drop(f"has not ended in {PATIENCE:.0f} s, and {queued:,} calls are queued")
 
     def run(self) -> None:
         try:
@@ -339,21 +344,21 @@ class _Feeder(threading.Thread):
     def _drop(self, why: str) -> None:
         self.lost = True
         self.end()
-        _tell(self.name, f"dropped, as it {why}")
+        _tell(self.name, f"dropped because it {why}")
 
 
 class Trackers:
-    """The trackers of a run, each fed by a thread, so that neither a step nor another waits for it.
-    One that fails is reported once, and goes on with what comes next; one that takes no calls any
-    more is dropped."""
+    """The trackers of a run."""
 
     def __init__(self, folder: Path, cfg: "Config"):
-        """ConfigError where one cannot start that the run did not have before."""
-        self._folder, self._feeders = folder, list[_Feeder]()
+        """ConfigError if a tracker cannot start that the run did not have before."""
+        self._folder = folder
+        self._feeders: list[_Feeder] = []
         _claim(folder)
         kept = _kept(folder)
         self.cut_short = bool(kept.get("open"))
-        """Those of the process before were not closed, and may have lost what they kept back."""
+        """True if those of the previous process were not closed, and may have lost what they
+        buffered."""
         for name in dict.fromkeys(cfg.run.trackers):
             known = name in kept.get("started", ())
             feeder = _Feeder(name, functools.partial(TRACKERS[name][1], folder, cfg), known)
@@ -363,41 +368,42 @@ class Trackers:
                 self.close()
                 _keep(folder, open=self.cut_short)
                 raise ConfigError(
-                    f"run.trackers: {name} cannot start: {shortened(str(feeder.error), 500)}; mend "
+                    f"run.trackers: {name} cannot start: {shortened(str(feeder.error), 500)}; fix "
                     "that, or leave it out"
                 )
             self._feeders.append(feeder)
         _keep(folder, started=cfg.run.trackers, open=True)
 
     def add(self, call: str, *arguments: Any) -> None:
-        """Hand a call of Tracker to all of them."""
+        """Queue a call of Tracker for all of them."""
         for feeder in self._feeders:
             feeder.add(call, *arguments)
 
     def close(self) -> None:
-        """Wait until they have all and have ended, PATIENCE seconds in all, or STARTING from their
-        beginning."""
+        """Wait until all have ended, PATIENCE seconds in total, or STARTING from their start."""
         for feeder in self._feeders:
             feeder.begin()
             feeder.end()
         until = time.monotonic() + PATIENCE
         for feeder in self._feeders:
             feeder.wait(until)
-        with contextlib.suppress(OSError):  # a full disk: the next process hands on the last rows
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk; the next process writes the last rows again
             _keep(self._folder, open=any(feeder.lost for feeder in self._feeders))
 
 
 def _tell(name: str, why: Exception | str) -> None:
     FAULTY.add(name)
     print(
-        f"run.trackers: {name}: {shortened(str(why), 500)}; the run goes on, and metrics.jsonl has "
-        "everything",
+        f"run.trackers: {name}: {shortened(str(why), 500)}; the run continues, and metrics.jsonl "
+        "has everything",
         file=sys.stderr,
     )
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """ConfigError where the package of a tracker is not installed."""
+    """ConfigError if the package of a tracker is not installed."""
     for name in names:
         package = TRACKERS[name][0]
         if importlib.util.find_spec(package) is None:
@@ -407,35 +413,37 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def _id(folder: Path, name: str, make: Callable[[], str] = lambda: secrets.token_hex(4)) -> str:
-    """The id of the run in a tracker, made once."""
+    """Return the run's id in a tracker, created once."""
     if name not in _kept(folder):
         _keep(folder, **{name: make()})
     return _kept(folder)[name]
 
 
 def _claim(folder: Path) -> None:
-    """Note whose the ids are. A copy of a folder that still has them gets new ones; a folder that
-    was moved takes them along."""
-    kept, own = _kept(folder), folder.resolve()
-    other, ids = Path(kept.get("run", own)), kept.keys() & TRACKERS
+    """Record which folder the ids belong to. A copy of a folder that still has them gets new ids; a
+    folder that was moved keeps them."""
+    kept = _kept(folder)
+    own = folder.resolve()
+    other = Path(kept.get("run", own))
+    ids = kept.keys() & TRACKERS
     try:
         is_copy = not other.samefile(own) and any(_kept(other).get(n) == kept[n] for n in ids)
     except (FileNotFoundError, NotADirectoryError):
         is_copy = False
-    except OSError:  # somebody else's
+    except OSError:  # it belongs to someone else
         is_copy = True
     if is_copy:
         print(
-            f"run.trackers: {folder} is a copy of {other}, which goes on in its runs of "
-            f"{', '.join(sorted(ids))}; this one begins its own",
+            f"run.trackers: {folder} is a copy of {other}, which keeps its runs in "
+            f"{', '.join(sorted(ids))}; this one starts its own",
             file=sys.stderr,
         )
         (folder / KEPT).unlink()
     _keep(folder, run=str(own))
 
 
-def _correct_places(database: Path, place: str) -> None:
-    """Let MLflow's database name the files that lie beside it, in a folder moved or copied."""
+def _relocate_artifacts(database: Path, place: str) -> None:
+    """Point MLflow's database at the files beside it, in a folder that was moved or copied."""
     beside = "artifact_location LIKE 'file://%/mlflow'"
     with contextlib.closing(sqlite3.connect(database, timeout=PATIENCE)) as opened, opened:
         opened.execute(

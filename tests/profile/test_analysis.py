@@ -20,7 +20,7 @@ from maxstack.plan.traffic import collectives
 from maxstack.profile import trace_files
 from maxstack.profile.analysis import NONE, summary
 from maxstack.profile.origins import Origins
-from maxstack.profile.timeline import BESIDE, OUTER, OWN, covered, shared
+from maxstack.profile.timeline import BESIDE, OUTER, OWN, exclusive_times, total_and_exposed
 
 QUIET = ("checkpoint.every=0", "train.steps=9", "train.profile={start: 5, steps: 3}")
 EIGHT = ("run.virtual_devices=8", "mesh={data: 2, fsdp: 2, tensor: 2}", "model.unroll=1")
@@ -187,8 +187,8 @@ def test_a_text_without_its_metadata_is_told(runs, capsys):
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["one", "--trace", "6"], "those of it begin at 5"),
-        (["one", "--process", "3"], "there is process-0"),
+        (["one", "--trace", "6"], "its traces start at 5"),
+        (["one", "--process", "3"], "it has process-0"),
         (["one", "--steps", "3"], "--steps 3: needs --live"),
         (["one", "eight", "one"], "give one run, or two to compare"),
         (["one", "eight", "--live"], "traces one run"),
@@ -211,12 +211,15 @@ def test_damaged_files_are_named(runs, tmp_path, capsys):
 def test_time_is_shared_by_what_runs_at_once_below_the_highest_level():
     rows = [(0, 10, OWN), (5, 10, OWN), (0, 20, BESIDE), (0, 30, OUTER), (40, 41, OUTER)]
     begins, ends, levels = np.array(rows).T
-    own = shared(begins, ends, levels.astype(int))
+    own = exclusive_times(begins, ends, levels.astype(int))
     assert own.tolist() == [7.5, 2.5, 10, 10, 1]
 
 
 def test_exposed_time_is_what_no_work_covers():
-    assert covered([(0, 10), (5, 20), (30, 31)], np.array([[8, 12], [11, 15]])) == (21, 14)
+    assert total_and_exposed([(0, 10), (5, 20), (30, 31)], np.array([[8, 12], [11, 15]])) == (
+        21,
+        14,
+    )
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_an_operation_of_a_cpu_ends_where_what_waited_for_it_begins(tmp_path):
 def test_a_file_that_is_no_trace_is_refused(tmp_path):
     path = tmp_path / "x.xplane.pb"
     path.write_bytes(b"\xff\xff no trace")
-    with pytest.raises(DataError, match="no trace that jax's profiler wrote"):
+    with pytest.raises(DataError, match="not a trace of jax's profiler"):
         read(path)
 
 

@@ -58,13 +58,13 @@ def test_a_running_job_traces_when_it_is_asked_and_only_one_at_a_time(job, capsy
     name = trace_requests.ask(run, 100_000, waits=True)
     until(lambda: state_of(run, name) == "tracing")
     assert cli.main(["profile", str(run), "--live"]) == 1
-    assert "is under way" in capsys.readouterr().err
+    assert "is in progress" in capsys.readouterr().err
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 42
     third = trace_requests.answered(run, name)["first"]
     assert summary(run, third).steps[-1] == rows(run)[-1]["step"]
     assert cli.main(["profile", str(run), "--live"]) == 1
-    assert "no job trains this run now" in capsys.readouterr().err
+    assert "no job is training this run" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_trace_of_steps_that_are_undone_is_dropped(tracer, tmp_path):
     assert tracer.tracing and not tracer.after(3, True)
     tracer.drop()
     told = (tmp_path / "run" / "log.txt").read_text()
-    assert not tracer.tracing and "the run went back before its steps" in told
+    assert not tracer.tracing and "the run was rewound to a step before it" in told
     assert trace_files.traces(tmp_path / "run") == {}
     tracer.before(3)  # and taken when the steps are done again
     assert tracer.tracing
@@ -149,7 +149,7 @@ def test_a_job_that_ends_or_dies_while_it_is_asked_is_told(tmp_path, monkeypatch
     ledger.write_text(json.dumps({"event": "begin", "time": 1.0}) + "\n")
     monkeypatch.setattr("maxstack.profile.live.SILENT", 0.5)
     assert cli.main(["profile", str(run), "--live"]) == 1
-    assert "no sign of life any more" in capsys.readouterr().err
+    assert "no more signs of life" in capsys.readouterr().err
     assert not [*(run / "profile").glob("*.json")]
     time.sleep(0.1)
     assert cli.main(["profile", str(run), "--live"]) == 1
@@ -189,4 +189,4 @@ def test_processes_agree_on_the_step_from_which_on_they_trace(tmp_path, capsys):
     finally:
         submitted.terminate()
         assert submitted.wait(120) == 42
-    assert "heard too late" not in Path(run / "log.txt").read_text()
+    assert "learned too late" not in Path(run / "log.txt").read_text()

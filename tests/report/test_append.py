@@ -44,6 +44,6 @@ def test_what_a_full_disk_refused_is_told_once_and_written_whole_when_there_is_r
     )
     assert done.returncode == 0, done.stderr
     assert (
-        done.stderr == f"{tmp_path / 'rows'}: No space left on device; the run goes on, and writes "
-        "there when it can\n"
+        done.stderr == f"{tmp_path / 'rows'}: No space left on device; the run continues and "
+        "retries later\n"
     )

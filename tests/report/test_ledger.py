@@ -219,7 +219,7 @@ def test_a_file_that_cannot_grow_for_a_while_loses_no_row_and_is_told_once(tmp_p
     assert (
         int(done.stdout) <= 300
         and done.stderr.count("goodput.jsonl") == 1
-        and "the run goes on" in done.stderr
+        and "the run continues" in done.stderr
     )
     found = summary(tmp_path)
     assert found.steps == 60 and found.seconds["useful"] == pytest.approx(0.6) and not found.remarks

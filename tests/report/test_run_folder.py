@@ -29,7 +29,7 @@ def test_the_older_of_two_processes_that_write_a_folder_is_refused(tmp_path):
         # another host, which does not see the lock
         note = {"token": "its own", "host": "other", "pid": 7}
         (folder / run_folder.OWNER).write_text(json.dumps(note))
-        with pytest.raises(ConfigError, match="process 7 on other has begun to write"):
+        with pytest.raises(ConfigError, match="process 7 on other has started writing"):
             run_folder.check_owner(folder)
     with contextlib.ExitStack() as ending:
         run_folder.check_owner(run_folder.claim(cfg, True, ending))

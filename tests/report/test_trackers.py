@@ -245,8 +245,8 @@ def test_a_tracker_that_takes_no_calls_is_dropped_and_the_others_go_on(tmp_path,
     writer.close()
     assert [step for step, _ in Failing.got[:-1]] == [*range(1, 11)]
     assert capsys.readouterr().err == (
-        "run.trackers: mlflow: dropped, as it takes no calls, and 3 wait; the run goes on, and "
-        "metrics.jsonl has everything\n"
+        "run.trackers: mlflow: dropped because it takes no calls, and 3 are queued; the run "
+        "continues, and metrics.jsonl has everything\n"
     )
 
 
@@ -259,13 +259,13 @@ def test_the_end_of_a_run_waits_only_so_long_for_all_trackers(tmp_path, stuck, c
     writer.close()
     assert 0.2 <= time.monotonic() - began < 2
     assert Failing.got == [(1, {"train/loss": 0.5}), "closed"]
-    assert "mlflow: dropped, as it has not ended in 0 s" in capsys.readouterr().err
+    assert "mlflow: dropped because it has not ended in 0 s" in capsys.readouterr().err
     assert Trackers(tmp_path, configured()).cut_short
 
 
 def test_a_tracker_that_does_not_answer_at_a_resume_is_dropped(tmp_path, stuck, capsys):
     stuck.setattr(Stuck, "at", "start")
-    with pytest.raises(ConfigError, match="mlflow cannot start: no answer in 0 s; mend that"):
+    with pytest.raises(ConfigError, match="mlflow cannot start: no answer in 0 s; fix that"):
         Trackers(tmp_path, configured("mlflow"))
     stuck.setattr(Stuck, "at", "")
     Trackers(tmp_path, configured("mlflow")).close()
@@ -273,7 +273,7 @@ def test_a_tracker_that_does_not_answer_at_a_resume_is_dropped(tmp_path, stuck, 
     for _ in range(2):
         Trackers(tmp_path, configured("mlflow", "wandb")).close()
         assert Failing.got == ["closed"]
-    assert capsys.readouterr().err.count("mlflow: dropped, as it has not ended in 0 s") == 2
+    assert capsys.readouterr().err.count("mlflow: dropped because it has not ended in 0 s") == 2
 
 
 def test_a_tracker_that_refuses_at_a_resume_is_dropped(tmp_path, stuck, capsys):
@@ -284,7 +284,7 @@ def test_a_tracker_that_refuses_at_a_resume_is_dropped(tmp_path, stuck, capsys):
     for step in range(10):
         writer.write({"step": step, "loss": 0.5})
     writer.close()
-    assert capsys.readouterr().err.count("mlflow: dropped, as it cannot start: division") == 1
+    assert capsys.readouterr().err.count("mlflow: dropped because it cannot start: division") == 1
     assert Trackers(tmp_path, configured()).cut_short
 
 
@@ -405,7 +405,7 @@ def test_tensorboard_has_all_steps_of_a_run_whose_disk_was_full(tmp_path):
     (file,) = (tmp_path / "tensorboard").iterdir()
     found = [(event.step, v.simple_value) for event in events(file) for v in event.summary.value]
     assert found == [(step, step / 2) for step in range(1, 201)]
-    assert done.stderr.count(f"{file}: ") == 1 and "the run goes on" in done.stderr
+    assert done.stderr.count(f"{file}: ") == 1 and "the run continues" in done.stderr
 
 
 def test_an_event_files_name_follows_those_before_wherever_the_clock_is(tmp_path, monkeypatch):
@@ -451,8 +451,8 @@ def test_a_copied_folder_begins_runs_of_its_own_and_says_so(tmp_path, stuck, cap
         Trackers(folder, configured("mlflow")).close()
     assert ids(first) == before and ids(copy)["mlflow"] not in (None, before["mlflow"])
     assert capsys.readouterr().err == (
-        f"run.trackers: {copy} is a copy of {first}, which goes on in its runs of mlflow; this one "
-        "begins its own\n"
+        f"run.trackers: {copy} is a copy of {first}, which keeps its runs in mlflow; this one "
+        "starts its own\n"
     )
 
 
