@@ -72,7 +72,7 @@ def test_weights_are_treated_in_order(monkeypatch):
     monkeypatch.setattr(compiling, "in_order", lambda mesh: {"xla_nonsense": 1})
     run = tiny.make_run(tiny.config(mesh={"data": 1, "fsdp": 8}), 8)
     with pytest.raises(jax.errors.JaxRuntimeError, match=NO_FLAG):
-        run.weights._made(lambda x: {"embed": x}, jnp.zeros(run.weights.shapes["embed"].shape))
+        run.weights._make(lambda x: {"embed": x}, jnp.zeros(run.weights.shapes["embed"].shape))
 
 
 @pytest.mark.release
