@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 
 def count_steps(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, EpochPlan | None]":
-    """The configuration with the train.steps that train.epochs take, and how documents are dealt to
-    rows for that, the same in every process."""
+    """Return the configuration with the train.steps that train.epochs take, and the plan by which
+    lanes exchange documents, the same in every process."""
     if cfg.train.epochs is None:
         return cfg, None
     prepare_tokenizer(cfg)  # how many rows the documents fill depends on it
@@ -129,11 +129,11 @@ def open_feed(
     run: Run,
     folder: Path,
     ending: contextlib.ExitStack,
-    dealt: "EpochPlan | None" = None,
+    plan: "EpochPlan | None" = None,
 ) -> "tuple[BatchFeed, Maker | None]":
     """Open the feed of a run's batches, which `ending` closes, and the maker of rollouts where it
     learns from samples. ConfigError or DataError where a part of it cannot be used."""
-    from maxstack.data.fed import Fed
+    from maxstack.data.batches import BatchMetrics
     from maxstack.data.feed import Feed
 
     cfg, size = run.cfg, run.cfg.train.batch_size
@@ -145,8 +145,8 @@ def open_feed(
             size,
             fields=fields,
             stages=cfg.stages,
-            figures=Fed(cfg.data, run.batches, fields),
-            dealt=dealt,
+            metrics=BatchMetrics(cfg.data, run.batches, fields),
+            plan=plan,
             may_end=cfg.train.epochs is not None,
         )
         ending.callback(feed.close)

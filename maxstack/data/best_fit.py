@@ -1,7 +1,19 @@
-"""Best-fit packing: of some rows' worth of documents each goes to the row that it fills best (Ding
-et al. 2024, arXiv:2404.10830)."""
+"""Best-fit packing: each document goes to the row that it fills best (Ding et al. 2024,
+arXiv:2404.10830).
+
+A lane draws documents until they fill `data.window` rows. Documents longer than a row are cut into
+pieces of a row's length; records are never cut. Pieces are placed from the longest to the shortest,
+each into the row with the least room that still holds it (best-fit decreasing), so most rows are
+full and few documents are cut. Rows are then given in the order of their first documents, which
+keeps the order of the data.
+
+A window would be a large state, so a position inside of one is the position before it and how many
+of its rows were given; restoring draws and packs the window again and leaves these out. Where the
+length of rows changes inside of a window, the pieces that are left are joined and packed anew.
+"""
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +27,7 @@ from maxstack.data.quarantine import Quarantine
 
 
 class Piece(NamedTuple):
-    """What stands in one row of a document."""
+    """A part of a document that stands in one row."""
 
     unit: Unit
     start: int
@@ -27,23 +39,24 @@ class Piece(NamedTuple):
 
 
 class BestFitLane(Lane):
-    """Rows of a window of documents, packed together. A position inside of a window is that before
-    it and the number of rows that were given, so restoring reads the window again, and packs what
-    is left anew wherever rows became longer or shorter."""
+    """A lane whose rows are packed by window."""
 
     def __init__(self, mixture: Mixture, lane: int, quarantine: Quarantine):
         super().__init__(mixture, lane, quarantine)
         self._rows: list[list[Piece]] = []
-        """Those that are left of the window, the next one last."""
+        """The rows that are left of the window, the next one last."""
         self._packed = 0
-        """The length by which they were packed."""
-        self._before, self._given = self._at.copy(), 0
-        """The position before the window, and how many of its rows were given."""
+        """The row length by which they were packed."""
+        self._before = self._at.copy()
+        """The position before the window."""
+        self._given = 0
+        """How many rows of the window were given."""
         self._resumes = 0
+        """How many rows of the window to leave out after restoring."""
 
     def state(self) -> np.ndarray:
-        """int64 [K]: the packed position before the window and the rows given, or after its last
-        row that after it."""
+        """Return the position before the window with the number of rows given, or after the last
+        row of a window the position after it: int64 [K]."""
         if self._resumes or self._rows:
             before = self._before.copy()
             before.current = WINDOW - before.step
@@ -53,14 +66,20 @@ class BestFitLane(Lane):
         return self._at.packed()
 
     def restore(self, state: np.ndarray) -> None:
-        self._at, self._units, self._rows = Position.unpacked(state), [], []
-        begun, given = self._at.current, self._at.offset
-        self._at.current, self._at.offset, self._resumes = -1, 0, 0
-        if begun >= 0 and given:  # packed otherwise before: the rest of the document is passed over
+        self._at = Position.unpacked(state)
+        self._units = []
+        self._rows = []
+        self._resumes = 0
+        begun = self._at.current
+        given = self._at.offset
+        self._at.current = -1
+        self._at.offset = 0
+        if begun >= 0 and given:  # another packing began the document: its rest is passed over
             self._at.finished[begun] += 1
         self._before = self._at.copy()
         if begun <= WINDOW:
-            self._before.step, self._resumes = WINDOW - begun, given
+            self._before.step = WINDOW - begun
+            self._resumes = given
 
     def fill(self, row: Batch) -> None:
         """Write the next row of the window into zeroed arrays of shape [seq_len, ...]."""
@@ -76,31 +95,35 @@ class BestFitLane(Lane):
         self._given += 1
 
     def _next_row(self) -> bool:
-        """True with the next row, of the length of its step, at the end of `_rows`; False where the
-        data ended."""
+        """Make the last of `_rows` the next one, of the length of its step. Return False at the
+        end of the data."""
         if not self._rows:
             self._draw()
         elif self._packed != self.length:
-            left = [piece for row in self._rows for piece in row]
-            self._pack(_join_parts(left))
+            self._pack(_join_parts([*itertools.chain(*self._rows)]))
         return bool(self._rows)
 
     def _replay(self) -> None:
-        """Come to where the window stood: it is drawn again, and the rows that were given left
-        out."""
-        now, self._at.step, stages = self._at.step, self._before.step, self._mixture.stages
+        """Draw and pack the window again, and leave out the rows that were given. Each row is
+        replayed at its own step, since stages change the length by which a window is packed."""
+        now = self._at.step
+        self._at.step = self._before.step
         for _ in range(self._resumes):
-            while not stages.takes(self._at.step + 1, self._lane):
+            while not self._mixture.stages.takes(self._at.step + 1, self._lane):
                 self._at.step += 1
             if self._next_row():
                 self._rows.pop()
             self._at.step += 1
-        self._at.step, self._given, self._resumes = now, self._resumes, 0
+        self._at.step = now
+        self._given = self._resumes
+        self._resumes = 0
 
     def _draw(self) -> None:
         """Draw the documents of the next window, and pack them."""
-        self._before, self._given = self._at.copy(), 0
-        pieces, tokens = list[Piece](), 0
+        self._before = self._at.copy()
+        self._given = 0
+        pieces = list[Piece]()
+        tokens = 0
         while tokens < self._mixture.cfg.window * self.length and self._current():
             source = self._at.current
             for unit in self._units:
@@ -110,8 +133,9 @@ class BestFitLane(Lane):
         self._pack(pieces)
 
     def _pack(self, pieces: Sequence[Piece]) -> None:
-        """Cut and pack what is left of documents into rows."""
-        length, cut = self.length, list[Piece]()
+        """Cut pieces that are longer than a row, and pack all into rows."""
+        length = self.length
+        cut = list[Piece]()
         for piece in pieces:
             end = piece.start + piece.length
             step = piece.length if piece.unit.whole else length
@@ -119,12 +143,12 @@ class BestFitLane(Lane):
                 piece._replace(start=start, length=min(step, end - start))
                 for start in range(piece.start, end, step)
             ]
-        self._rows, self._packed = pack_rows(cut, length)[::-1], length
+        self._rows = pack_rows(cut, length)[::-1]
+        self._packed = length
 
 
 def _join_parts(pieces: Sequence[Piece]) -> list[Piece]:
-    """In the order of their documents, with the parts of a document that follow each other as
-    one."""
+    """Return pieces in the order of their documents, joining neighbours of the same document."""
     joined = list[Piece]()
     for piece in sorted(pieces, key=lambda piece: (piece.place, piece.start)):
         last = joined[-1] if joined else None
@@ -136,10 +160,10 @@ def _join_parts(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def pack_rows(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
-    """Rows of at most `length` tokens: the pieces from the longest to the shortest, each in the row
-    that has the least room for it; rows and what is in them in the order of the documents."""
+    """Return rows of at most `length` tokens. Rows, and pieces in a row, are in the order of the
+    documents."""
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for i in sorted(range(len(pieces)), key=lambda i: -pieces[i].length):
         at = bisect.bisect_left(room, (pieces[i].length, -1))
         left, row = room.pop(at) if at < len(room) else (length, len(rows))
@@ -147,4 +171,7 @@ def pack_rows(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
             rows.append([])
         rows[row].append(i)
         bisect.insort(room, (left - pieces[i].length, row))
-    return [[pieces[i] for i in row] for row in sorted(map(sorted, rows))]
+    packed = []
+    for row in sorted(map(sorted, rows)):
+        packed.append([pieces[i] for i in row])
+    return packed

@@ -21,7 +21,9 @@ from maxstack.schema.data import DataConfig
 from maxstack.schema.data import Tokenizer as TokenizerConfig
 from maxstack.strict_json import SMALL, parse
 
-CONFIG, JINJA, JSON = "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
+CONFIG = "tokenizer_config.json"
+JINJA = "chat_template.jinja"
+JSON = "chat_template.json"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names of templates where a model has several."""
 NAMED_TEMPLATES = Path(__file__).parent / "templates"

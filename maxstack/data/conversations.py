@@ -188,8 +188,8 @@ def _split_where_they_part(chosen: str, rejected: str) -> tuple[Completion, Comp
     space = max(chosen.rfind(" ", 0, shared), chosen.rfind("\n", 0, shared))
     if space < 0 or chosen == rejected:
         raise DataError("chosen and rejected share no prompt, or are equal; give the prompt itself")
-    # The space begins the answers, as tokenizers would have it.
-    cut = space + (chosen[space] == "\n")
+    # A space begins the answers, as tokenizers have it; a line end ends the prompt.
+    cut = space if chosen[space] == " " else space + 1
     return tuple(Completion(text[:cut], text[cut:]) for text in (chosen, rejected))  # type: ignore[return-value]
 
 

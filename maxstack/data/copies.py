@@ -1,4 +1,11 @@
-"""Plain bytes of files that are compressed or at URLs, and copies of them in the cache folder."""
+"""Plain bytes of files that are compressed or at URLs, and copies of them in the cache folder.
+
+Documents are asked for in any order, so a file that cannot be read from any position (compressed,
+or Parquet, whose rows are decoded by group) or whose every read would be a request (at a URL) is
+copied once, in plain form, to $MAXSTACK_CACHE/data, under a hash of path, size, version and form.
+Files come from others, so what they become is counted piece by piece while it is decompressed, and
+a file or a cache that grows beyond its limit is refused before the disk or memory is full.
+"""
 
 import bz2
 import contextlib
@@ -32,18 +39,19 @@ _COMPRESSED = {
     ".bz2": b"BZh",
     ".xz": b"\xfd7zXZ\0",
 }
-"""Endings of compressed files and what they begin with, which alone decides where it is there."""
+"""Endings of compressed files and their first bytes, which decide where they are known."""
 _READERS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".gz": lambda file: gzip.GzipFile(fileobj=file),
     ".bz2": bz2.BZ2File,
     ".xz": lzma.LZMAFile,
 }
 _PATIENCE = 5
-"""Seconds of copying after which it is shown."""
+"""Seconds of copying after which a bar is shown."""
 _FEED = 1 << 12
-"""Compressed bytes that are given to zstd at once, which makes 32,000 times as many at most."""
+"""Compressed bytes that zstd gets at once, of which it makes at most 32,000 times as many."""
 RATIO, _LEAST = 100, 1 << 30
-"""What a file may become by default: so many times its size, and so many bytes if that is less."""
+"""The default limit of a file's plain size: so many times its own, or so many bytes if that is
+less."""
 _UNUSED, _STEP = 7 * 24 * 3600, 1 << 28
 """Seconds after which an unused copy may go, and bytes after which the cache is measured again."""
 Told = Callable[[float], object]
@@ -53,9 +61,10 @@ Form = tuple[Callable[[str, storage.Stamp, Told], Iterator[bytes]], str]
 
 
 def read_file(file: File, most: int | None = None) -> bytes:
-    """A whole file, decompressed if it is compressed. DataError if it cannot be read or is longer
-    than a record, StoreError if it is at a URL and not as it was listed."""
-    pieces, size = list[bytes](), 0
+    """Read a whole file, decompressed if it is compressed. DataError if it cannot be read or is
+    longer than a record, StoreError if it is at a URL and not as it was listed."""
+    pieces = list[bytes]()
+    size = 0
     for piece in limit_growth(read_pieces(file.path, file.version), file, most):
         pieces.append(piece)
         check_length(size := size + len(piece), file.path)
@@ -66,13 +75,14 @@ def limit_growth(pieces: Iterator[bytes], file: File, most: int | None) -> Itera
     """Pieces of what a file becomes. DataError as of `check_growth`."""
     size = compressed = 0
     for piece in pieces:
-        size, compressed = size + len(piece), compressed or int(file.pin()[0])
+        size += len(piece)
+        compressed = compressed or int(file.pin()[0])
         check_growth(file.path, compressed, size, most)
         yield piece
 
 
 def check_growth(path: str, compressed: int, size: int, most: int | None) -> None:
-    """DataError where a file becomes more than `most` bytes; None: more than any honest one."""
+    """DataError if a file becomes more than `most` bytes; None: more than any honest file."""
     limit = max(RATIO * compressed, _LEAST) if most is None else most
     if size > limit:
         raise DataError(
@@ -99,7 +109,8 @@ def _check_room(folder: Path) -> None:
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # finished, or deleted, meanwhile
             states[path] = path.stat()
-    used, disk = sum(state.st_size for state in states.values()), shutil.disk_usage(folder)
+    used = sum(state.st_size for state in states.values())
+    disk = shutil.disk_usage(folder)
     try:
         given = float(os.environ.get("MAXSTACK_CACHE_BYTES", "inf"))
     except ValueError as error:
@@ -178,7 +189,7 @@ def local_folder(path: str, patterns: Sequence[str] = ("*",), depth: int | None 
         found = storage.stamps_below(path, depth)
         if not found:
             raise ConfigError(f"{path}: no such folder, or no file is in it")
-        names = [name for name in found if any(fnmatch.fnmatch(name, p) for p in patterns)]
+        names = [*dict.fromkeys(n for p in patterns for n in fnmatch.filter(found, p))]
         versions = repr([path, *((name, found[name]) for name in names)])
         key, name = digest(versions.encode()), posixpath.basename(path.rstrip("/"))
         folder = storage.cache_folder() / "folders" / key / name

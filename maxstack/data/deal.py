@@ -1,11 +1,10 @@
-"""How a source's documents are dealt to the lanes of a batch: in turn, but for those that make the
-lanes equally long.
+"""The deal: which documents of a source each lane of a batch takes.
 
 Lane i of B takes the places i, B + i, 2B + i, ... of a source's order. Documents differ in length,
 so lanes that only take turns come to the end of a pass far apart, and a run of so many epochs would
 spend its last steps on rows that are mostly padding (EXPERIMENTS.md). Where all lengths are known,
-`level` therefore moves documents at the end of each pass: every lane gives its last ones to a pool,
-and from there each, the longest first, goes to the lane that has the least so far (longest
+`level_lanes` therefore moves documents at the end of each pass: every lane gives its last ones to a
+pool, and from there each, the longest first, goes to the lane that has the least so far (longest
 processing time first; Graham 1969, doi:10.1137/0117039). A Deal keeps those moves alone; all else
 is arithmetic. The order of a lane's documents stays that of their places.
 """
@@ -20,21 +19,21 @@ import numpy as np
 from maxstack.data.files import digest
 
 POOLED = 8
-"""Documents of mean length that a lane of mean length gives to the pool at first."""
+"""Documents of mean length that a lane gives to the pool at first."""
 LEVEL = 0.01
-"""What a lane may have more than the mean; where one has, the pool is doubled."""
+"""The share by which a lane may exceed the mean; if one does, the pool is doubled."""
 
 
 class EpochPlan(NamedTuple):
-    """What is known of a run by train.epochs before its first batch."""
+    """The plan of a run by train.epochs, made before its first batch."""
 
     steps: int
     """Batches until no lane has anything left."""
     moves: list[np.ndarray]
-    """By source, as of `level`."""
+    """By source, as `level_lanes` returns them."""
 
     def mark(self, source: int) -> str:
-        """What tells how a source's documents are dealt from any other way."""
+        """Return what tells this deal of a source's documents from any other."""
         return f"{self.steps} {digest(self.moves[source].tobytes())}"
 
 
@@ -49,18 +48,21 @@ class Pass(NamedTuple):
 
 
 def level_lanes(passes: Iterable[Pass], sources: int, lanes: int) -> list[np.ndarray]:
-    """Moves of each source, int64 [moves, 2] of (place, lane that takes it), by which the lanes'
-    totals are level after each of the passes, which follow each other."""
+    """Return the moves of each source, int64 [moves, 2] of (place, lane that takes it), that make
+    the lanes' totals level after each of the passes, which follow each other."""
     moves: list[list[np.ndarray]] = [[np.zeros((0, 2), np.int64)] for _ in range(sources)]
     totals = np.zeros(lanes)
     for source, first, lengths in passes:
         in_turn = (first + np.arange(len(lengths))) % lanes
-        taker, pooled = in_turn, 0
-        levelled = before = totals + np.bincount(in_turn, lengths, lanes)
+        taker = in_turn
+        pooled = 0
+        before = totals + np.bincount(in_turn, lengths, lanes)
+        levelled = before
         while levelled.max() > (1 + LEVEL) * levelled.mean() and pooled * lanes < len(lengths):
             pooled = 2 * pooled or POOLED
             taker, levelled = _exchange(before, lengths, in_turn, pooled)
-        totals, moved = levelled, np.flatnonzero(taker != in_turn)
+        totals = levelled
+        moved = np.flatnonzero(taker != in_turn)
         moves[source].append(np.stack([first + moved, taker[moved]], 1))
     return [np.concatenate(pairs) for pairs in moves]
 
@@ -68,10 +70,12 @@ def level_lanes(passes: Iterable[Pass], sources: int, lanes: int) -> list[np.nda
 def _exchange(
     totals: np.ndarray, lengths: np.ndarray, in_turn: np.ndarray, pooled: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The lane that takes each document of a pass, and the lanes' totals after it; `totals`: those
-    where lanes take turns."""
-    taker, totals = in_turn.copy(), totals.copy()
-    floor, pool = totals.mean() - pooled * lengths.mean(), list[int]()
+    """Move documents through the pool. Return the lane that takes each document of a pass, and the
+    lanes' totals after it; `totals` are those of lanes that take turns."""
+    taker = in_turn.copy()
+    totals = totals.copy()
+    floor = totals.mean() - pooled * lengths.mean()
+    pool = list[int]()
     for lane in range(len(totals)):
         own = np.arange((lane - in_turn[0]) % len(totals), len(lengths), len(totals))[::-1]
         left = totals[lane] - np.cumsum(lengths[own]) + lengths[own]
@@ -92,28 +96,30 @@ class Deal:
     """The places of a source's order that each of `lanes` lanes takes, of `limit` in all."""
 
     def __init__(self, lanes: int, limit: float, moves: np.ndarray | None = None):
-        self._lanes, self._limit, self._moves = lanes, limit, moves
+        self._lanes = lanes
+        self._limit = limit
+        self._moves = moves
         self._known: dict[int, tuple[Sequence[int], Sequence[int], Sequence[int]]] = {}
 
     def count(self, lane: int) -> float:
-        """Documents that a lane takes in all."""
+        """Return how many documents a lane takes in all."""
         in_turn = max(0.0, np.ceil((self._limit - lane) / self._lanes))
         _, added, gone = self._exceptions(lane)
         return in_turn + len(added) - len(gone)
 
     def place(self, lane: int, number: int) -> int:
-        """The place of a lane's document, which are numbered from 0."""
+        """Return the place of a lane's document; a lane's documents are numbered from 0."""
         numbers, added, gone = self._exceptions(lane)
         before = bisect.bisect_left(numbers, number)
         if before < len(numbers) and numbers[before] == number:
             return added[before]
-        number -= before
+        number -= before  # numbers of its own turns alone
         number += bisect.bisect_right(gone, number)
         return number * self._lanes + lane
 
     def _exceptions(self, lane: int) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-        """(Numbers that documents from other lanes have, their places; of each that another lane
-        took, how many of its turn that nobody took come before it)."""
+        """Return the numbers of the documents that a lane takes from others and their places, and
+        for each document that another lane takes from it, how many that it keeps come before."""
         if self._moves is None:
             return (), (), ()
         if lane not in self._known:

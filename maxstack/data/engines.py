@@ -1,16 +1,21 @@
-"""Engines: tasks over many processes, of this machine or of a Ray cluster."""
+"""Engines: tasks over many processes, of this machine or of a Ray cluster, and the check that these
+see the same files."""
 
 import contextlib
+import functools
 import os
+import secrets
 import socket
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from typing import Any, TypeVar, cast
 
-from maxstack.data.signals import settle
+from maxstack.config import storage
+from maxstack.data.workers import set_worker_signals
 from maxstack.errors import ConfigError, DataError, installing, shortened
 
 Task = TypeVar("Task")
@@ -26,8 +31,8 @@ class Engine(ABC):
     def map(
         self, function: Function[Task], context: Any, tasks: Sequence[Task]
     ) -> Iterator[tuple[Task, Any]]:
-        """(task, value) for each value that `function(context, task)` yields, as they come: those
-        of a task in order, those of several in any.
+        """Yield (task, value) for each value that `function(context, task)` yields, as they come:
+        those of a task in order, those of several in any.
 
         The function is at a module's top level, and its values are small plain data. A task may
         run again after a failure, and then yields the same values, which are not given twice; what
@@ -133,8 +138,8 @@ class Ray(Engine):
             ) from error
 
     def _most(self) -> int:
-        """Tasks that are handed to the cluster at once: two for each of its CPUs, so that none
-        waits for this process."""
+        """Return how many tasks the cluster gets at once: two for each CPU, so that none waits for
+        this process."""
         cpus = self._ray.cluster_resources().get("CPU", 1)
         return self._workers or max(1, 2 * int(cpus))
 
@@ -167,7 +172,7 @@ def _run_there(shared: tuple[Function[Task], Any, str], task: Task) -> Iterator[
 
 
 def _values(function: Function[Task], context: Any, task: Task) -> Iterator[tuple[str, Any]]:
-    """The values of a task, then its end or error."""
+    """Yield the values of a task, then its end or error."""
     try:
         for value in function(context, task):
             yield "value", value
@@ -179,9 +184,60 @@ def _values(function: Function[Task], context: Any, task: Task) -> Iterator[tupl
 
 
 def _serve(own: connection.Connection, function: Function[Task], context: Any) -> None:
-    """Main function of a process of this machine."""
-    settle()
+    """Run the tasks of a process of this machine."""
+    set_worker_signals()
     with contextlib.suppress(EOFError, ConnectionError):  # the main process has ended
         while True:
             for message in _values(function, context, own.recv()):
                 own.send(message)
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """Files to read, and a note in the folder to write to, as the main process sees them; every
+    process, which may be on another machine, must see the same."""
+
+    sizes: tuple[tuple[str, int], ...]
+    """Path and size of each local file that is read."""
+    note: str
+    """Path of the note, whose text is unique to this call."""
+    text: str
+
+
+def shared_files(read: Iterable[str], note: str) -> SharedFiles:
+    """Write the note, and record the sizes of the local files that are read."""
+    text = secrets.token_hex(8)
+    with storage.replacing(note) as unfinished:
+        unfinished.write_text(text)
+    local = sorted({path for path in read if not storage.is_url(path)})
+    return SharedFiles(tuple((path, os.path.getsize(path)) for path in local), note, text)
+
+
+@functools.lru_cache(maxsize=4)
+def check_shared(files: SharedFiles) -> None:
+    """ConfigError if this process sees other files than the main process. Checked once."""
+    for path, size in files.sizes:
+        if not os.path.isfile(path) or os.path.getsize(path) != size:
+            raise ConfigError(
+                f"{_where()}: {path}: missing, or of another size than on the main machine; "
+                f"{_ADVICE}"
+            )
+    try:
+        text = storage.read_whole(files.note).decode()
+    except FileNotFoundError:
+        text = ""
+    if text != files.text:
+        folder = files.note.rpartition("/")[0]
+        raise ConfigError(
+            f"{_where()}: {folder}: not the folder to which the main machine writes; {_ADVICE}"
+        )
+
+
+_ADVICE = (
+    "sources and --out must be the same files on every node: put them in a folder that all nodes "
+    "mount, or give URLs"
+)
+
+
+def _where() -> str:
+    return f"a worker on {socket.gethostname()} in {os.getcwd()}"

@@ -1,5 +1,11 @@
-"""The steps of a run that is to see its data some times, and the documents that each lane takes for
-all to come to the end together: documents are measured once, dealt, and packed as blanks."""
+"""Runs by train.epochs: how many steps they take, and which documents each lane takes.
+
+How many steps an epoch takes depends on how documents pack into rows, so it can only be counted by
+packing them. The documents are tokenized once for their lengths, each process measuring its share;
+deal.py exchanges documents among lanes so that all lanes end together; and the lanes are run on
+blank documents of these lengths (`_Blanks`), which costs no reading, until they are empty. The
+result is kept in $MAXSTACK_CACHE by a hash of all that it depends on.
+"""
 
 import itertools
 import json
@@ -30,16 +36,17 @@ BLANK = np.zeros(1, np.int32)
 
 
 class Lengths(NamedTuple):
-    """Documents of a source, or its places where what is drawn changes with the place."""
+    """Lengths of a source's documents, or of its places if a document's length depends on them, as
+    with fill-in-the-middle."""
 
     tokens: np.ndarray
-    """int32: of each of their units, one after the other."""
+    """int32: the length of each unit, document after document."""
     ends: np.ndarray
-    """int64 [documents + 1]: where those of each begin and end."""
+    """int64 [documents + 1]: where the units of each document begin and end."""
 
 
 class _Blanks(Mixture):
-    """Documents of which nothing but their lengths is known."""
+    """A mixture of blank documents of given lengths."""
 
     def __init__(self, lengths: Sequence[Lengths], *given: Any):
         super().__init__(*given)
@@ -48,31 +55,31 @@ class _Blanks(Mixture):
     def units(self, source: int, index: int, place: int, quarantine: Quarantine) -> list[Unit]:
         tokens, ends = self._lengths[source]
         at = place if self.infills(source) else index
-        return [
-            Unit(
-                [Segment(np.broadcast_to(BLANK, count + 1), {})], bool(self.sources[source].record)
-            )
-            for count in tokens[ends[at] : ends[at + 1]].tolist()
-        ]
+        whole = bool(self.sources[source].record)
+        units = []
+        for count in tokens[ends[at] : ends[at + 1]].tolist():
+            units.append(Unit([Segment(np.broadcast_to(BLANK, count + 1), {})], whole))
+        return units
 
 
 def set_epochs(cfg: "Config") -> "Config":
-    """The configuration with train.epochs as the most passes over each source that says none."""
+    """Return the configuration with train.epochs for each source without `epochs` of its own."""
+    update = {"epochs": cfg.train.epochs}
     sources = tuple(
-        source if source.epochs else source.model_copy(update={"epochs": cfg.train.epochs})
-        for source in cfg.data.sources
+        source if source.epochs else source.model_copy(update=update) for source in cfg.data.sources
     )
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"sources": sources})})
 
 
 def plan_epochs(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field"]) -> EpochPlan:
-    """The steps and moves of a configuration by `with_epochs`, the same in every process, each of
-    which measures a part of the documents and packs its `lanes`. They are kept in $MAXSTACK_CACHE.
-    DataError where there is nothing to learn from. Lanes take turns where every row is a document.
-    """
-    data, size = cfg.data, cfg.train.batch_size
+    """Return the steps and moves of a configuration by `set_epochs`, the same in every process.
+    Each process measures a part of the documents and packs its `lanes`. Lanes take turns if every
+    row is a document. DataError if there is nothing to learn from."""
+    data = cfg.data
+    size = cfg.train.batch_size
     given: Any = data, open_sources(data), size, False, "data", fields, cfg.stages
-    mixture, peers = Mixture(*given), Peers()
+    mixture = Mixture(*given)
+    peers = Peers()
     described = [mixture.described(), data.model_dump(mode="json"), size, [*lanes]]
     stages = [stage.model_dump() for stage in cfg.train.stages]
     key = digest(json.dumps(["epochs", *described, stages, sorted(fields)]).encode())
@@ -96,11 +103,15 @@ def plan_epochs(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field
 
 
 def _measure(mixture: Mixture, source: int, peers: Peers) -> Lengths:
-    """The lengths of a source's documents, of which each process reads every so-manieth. DataError
-    in all of them where one has a document that cannot be read and may not be passed over."""
-    documents, infills = mixture.sources[source], mixture.infills(source)
+    """Return the lengths of a source's documents, of which N processes read every N-th each.
+    DataError in all of them if one has a document that cannot be read and may not be passed over.
+    """
+    documents = mixture.sources[source]
+    infills = mixture.infills(source)
     count = mixture.limit(source) if infills else len(documents)
-    quarantine, own, fault = mixture.quarantine(), list[list[int]](), None
+    quarantine = mixture.quarantine()
+    own = list[list[int]]()
+    fault = None
     places = range(peers.number, count, peers.count)
     with progress(len(places), f"train.epochs: measuring {documents.name}", "documents") as bar:
         try:
@@ -111,7 +122,7 @@ def _measure(mixture: Mixture, source: int, peers: Peers) -> Lengths:
                 bar.update()
         except DataError as error:
             fault = str(error)
-    tokens = np.array([length for lengths in own for length in lengths], np.int32)
+    tokens = np.array([*itertools.chain(*own)], np.int32)
     told = peers.exchange("measured", [len(tokens), fault])
     if faults := [fault for _, fault in told if fault]:
         raise DataError(faults[0])
@@ -126,8 +137,8 @@ def _measure(mixture: Mixture, source: int, peers: Peers) -> Lengths:
 
 
 def join_lengths(counts_PN: np.ndarray, tokens_PM: np.ndarray, documents: int) -> Lengths:
-    """The lengths of all documents, of which P processes took turns to measure one. `counts`: units
-    of the documents of each process, `tokens`: theirs, both padded with zeros."""
+    """Join the lengths that P processes measured in turns. `counts_PN`: units of the documents of
+    each process, `tokens_PM`: lengths of these, both padded with zeros."""
     ends = np.concatenate([[0], np.cumsum(counts_PN.T.reshape(-1)[:documents])])
     tokens = np.zeros(ends[-1], np.int32)
     for process, own in enumerate(tokens_PM):
@@ -139,7 +150,7 @@ def join_lengths(counts_PN: np.ndarray, tokens_PM: np.ndarray, documents: int) -
 
 
 def _passes(mixture: Mixture, lengths: Sequence[Lengths]) -> Iterator[Pass]:
-    """Every pass over every source: the first over all, the second over all, and so on."""
+    """Yield the passes: the first over each source, the second over each, and so on."""
     rows = mixture.cfg.packing == "none"
     costs = []
     for tokens, ends in lengths:
@@ -159,14 +170,18 @@ def _passes(mixture: Mixture, lengths: Sequence[Lengths]) -> Iterator[Pass]:
 
 
 def _count_steps(mixture: Mixture, lanes: Sequence[int]) -> int:
-    """Batches until the lanes have nothing left."""
+    """Count the batches until the lanes have nothing left. The end is known once as many batches
+    are empty as it takes for each lane to have its turn in the smallest batch."""
     size = mixture.batch_size
-    rows, steps = Rows(mixture, [*lanes], mixture.start(size)[[*lanes]]), 0
-    turns, last = max(size // stage.rows for stage in mixture.stages.all), 0
+    rows = Rows(mixture, [*lanes], mixture.start(size)[[*lanes]])
+    turns = max(size // stage.rows for stage in mixture.stages.all)
+    steps = 0
+    last = 0
     passes = sum(mixture.limit(source) for source in range(len(mixture.sources)))
     with progress(int(passes * len(lanes) / size), "train.epochs: counting", "documents") as bar:
         while steps < last + turns:
-            counts, steps = rows.next()[FED], steps + 1
+            counts = rows.next()[FED]
+            steps += 1
             bar.update(int(counts[:, -2].sum()))
             if counts[:, :-2].any():
                 last = steps

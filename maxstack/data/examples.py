@@ -1,4 +1,13 @@
-"""Examples of records as tokens: which of them count, and what else is known of them."""
+"""Records as examples: the tokens of a conversation, a pair, an answer or a prompt, and which
+count.
+
+What a record holds is read by conversations.py into one of two forms. A completion is a text and
+its continuation, of which the continuation and EOS count. A conversation is rendered by the chat
+template, and what counts are the answers of the assistant up to the token that ends a turn: by the
+template's `{% generation %}` markers, or else by rendering the prompt before each answer and the
+conversation up to it, both of which must be beginnings of the whole text. A token that would hold
+the end of a prompt and the beginning of an answer is split there, as a model that generates has it.
+"""
 
 import functools
 import itertools
@@ -61,10 +70,10 @@ READ = {
     "labelled": _ASKED | _REFERENCES | {"completion", "label"},
     "pairs": _ASKED | _REFERENCES | {"chosen", "rejected", "completions", "scores", "margin"},
 }
-"""Keys of records by their kind, of those whose other keys nothing reads."""
+"""Keys of records that are read, by kind; of kinds that are not here any key may be used."""
 TRIES, MORE = 8, 64
-"""Other records that are looked at for an answer to another prompt: first 8, and where all of them
-repeat the prompt 64 more."""
+"""Other records that are tried for an answer to another prompt: 8, and 64 more if all of these
+repeat the prompt."""
 
 
 class Segment(NamedTuple):
@@ -78,7 +87,7 @@ class Segment(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Segments that stand one after the other, `whole`ly in one row or split where one ends."""
+    """Consecutive segments, kept `whole` in one row or split where a row ends."""
 
     segments: list[Segment]
     whole: bool
@@ -91,17 +100,16 @@ class Unit(NamedTuple):
         return sum(len(segment.ids) - 1 for segment in self.segments)
 
     def cut(self, most: int) -> "Unit | None":
-        """The beginnings of the segments, of at most so many tokens of a row; of two, each has half
-        and what the other leaves. None where nothing is left that counts."""
+        """Return the beginnings of the segments, at most so many tokens of a row; of two segments
+        each gets half and what the other leaves. None if nothing that counts is left of one."""
         sizes = [len(segment.ids) - 1 for segment in self.segments]
         share = most // len(sizes)
         spare = sum(max(0, share - size) for size in sizes)
-        parts = [
-            Segment(
-                ids[: share + spare + 1], {k: v[: share + spare + 1] for k, v in values.items()}
-            )
-            for ids, values in self.segments
-        ]
+        end = share + spare + 1
+        parts = []
+        for ids, values in self.segments:
+            kept = {name: each[:end] for name, each in values.items()}
+            parts.append(Segment(ids[:end], kept))
         counted = all(part.values["mask"][1:].any() for part in parts)
         return Unit(parts, self.whole) if counted else None
 
@@ -116,7 +124,10 @@ class Examples:
         train: str = "assistant",
         joined: bool = False,
     ):
-        self._cfg, self._fields, self._train, self._joined = cfg, fields, train, joined
+        self._cfg = cfg
+        self._fields = fields
+        self._train = train
+        self._joined = joined
         self._tokenizer = open_tokenizer(cfg.tokenizer)
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
@@ -135,20 +146,11 @@ class Examples:
             segments = self._conversation(given, self._train)
         if "ends" in self._fields:
             segments = [add_end_token(segment) for segment in segments]
-        return [
-            Segment(
-                segment.ids,
-                {
-                    **segment.values,
-                    **{
-                        name: np.full(len(segment.ids), value, np.float32)
-                        for name, value in values.items()
-                        if name in self._fields
-                    },
-                },
-            )
-            for segment in segments
-        ]
+        wanted = values.keys() & self._fields.keys()
+        for i, (ids, arrays) in enumerate(segments):
+            constant = {name: np.full(len(ids), values[name], np.float32) for name in wanted}
+            segments[i] = Segment(ids, {**arrays, **constant})
+        return segments
 
     def _completion(self, given: Completion) -> Segment:
         """Prompt and completion, of which the completion and EOS count."""

@@ -1,5 +1,5 @@
-"""The feed: batches made ahead by a thread or by worker processes, in an order that neither
-changes."""
+"""The feed: batches made ahead by a thread or by worker processes, neither of which changes their
+order."""
 
 import codecs
 import contextlib
@@ -28,28 +28,28 @@ from maxstack.schema.data import DataConfig
 from maxstack.schema.stages import Stages
 
 if TYPE_CHECKING:
-    from maxstack.data.fed import Fed
+    from maxstack.data.batches import BatchMetrics
     from maxstack.schema.objective import RowField as Field
 
 SAMPLED = 16
-"""At most so many documents of a source are looked at when a run begins."""
+"""Most documents of a source that are looked at when a run begins."""
 PATIENCE = 5.0
 """Seconds that closing a feed waits for the batch being made."""
 
 
 class BatchFeed(Protocol):
-    """What the loop asks of a feed of a run's batches."""
+    """The feed of a run's batches as the training loop uses it."""
 
     waited: float
-    """Seconds that devices waited for batches in all."""
+    """Seconds that devices have waited for batches in all."""
     mixture: Mixture
-    """Sources that it reads, whose positions a checkpoint keeps."""
+    """The sources, whose positions a checkpoint keeps."""
 
     def __next__(self) -> Batch:
-        """The next batch: arrays [lanes, ...]."""
+        """Return the next batch: arrays [lanes, ...]."""
 
     def state(self) -> np.ndarray:
-        """int64 [lanes, K]: where it stands after that batch."""
+        """Return the position after that batch: int64 [lanes, K]."""
 
     def restore(self, state: np.ndarray) -> None:
         """Continue after the batch that `state` was taken after."""
@@ -58,17 +58,17 @@ class BatchFeed(Protocol):
         """Begin to make batches."""
 
     def refresh(self, state: Any, frozen: Any = ()) -> None:
-        """Take note of the training state before the step of the next batch, and of what the step
+        """Use the training state before the step of the next batch, and `frozen`, which the step
         takes beside state and batch."""
 
     def metrics(self) -> dict[str, float]:
-        """Figures of that batch beside those of the step."""
+        """Return metrics of that batch beside those of the step."""
 
     def damaged(self) -> list[str]:
-        """Lines about what was passed over since the last call."""
+        """Return lines about what was passed over since the last call."""
 
     def describe(self) -> list[str]:
-        """Lines about where batches come from."""
+        """Return lines about the sources of batches."""
 
     def close(self) -> None:
         """Stop making batches. The feed may be used again."""
@@ -84,7 +84,7 @@ class Feed(BatchFeed):
     `eval.data`). DataError if a source or tokenizer cannot be used.
 
     `stages` are the shapes of batches by step: all rows of `lanes` are held, and a batch has those
-    that its stage takes, [rows, its length, ...]. `figures` makes `metrics` of counts.
+    that its stage takes, [rows, its length, ...]. `metrics` computes metrics of counts.
     A batch without anything in it, since every source gave its epochs, is a DataError unless the
     data `may_end`. `plan`: that of train.epochs.
 
@@ -102,13 +102,14 @@ class Feed(BatchFeed):
         whole: bool = False,
         fields: Mapping[str, "Field"] | None = None,
         stages: Stages | None = None,
-        figures: "Fed | None" = None,
-        dealt: EpochPlan | None = None,
+        metrics: "BatchMetrics | None" = None,
+        plan: EpochPlan | None = None,
         may_end: bool = False,
     ):
         if not lanes or min(lanes) < 0 or max(lanes) >= batch_size:
             raise ValueError(f"lanes {list(lanes)} are not rows of a batch of {batch_size}")
-        self._cfg, self._lanes = cfg, list(lanes)
+        self._cfg = cfg
+        self._lanes = list(lanes)
         section = "eval.data" if whole else "data"
         self.mixture = Mixture(
             cfg,
@@ -118,12 +119,15 @@ class Feed(BatchFeed):
             section,
             fields or {},
             stages,
-            dealt,
+            plan,
         )
         lane_class(self.mixture.fields, cfg)
-        self._quarantine, self._notices = self.mixture.quarantine(), self.mixture.notices()
+        self._quarantine = self.mixture.quarantine()
+        self._notices = self.mixture.notices()
         self._may_end = may_end
-        self._batch_size, self._figures, self._fed = batch_size, figures, np.zeros((0, 0))
+        self._batch_size = batch_size
+        self._metrics = metrics
+        self._counts = np.zeros((0, 0))
         self._state = self.mixture.start(len(self._lanes))
         self._batches: Any = None
         self._closing: threading.Thread | None = None
@@ -133,8 +137,8 @@ class Feed(BatchFeed):
         return self
 
     def __next__(self) -> Batch:
-        """The next batch. DataError, with file and record, if a document cannot be read and may not
-        be passed over; RuntimeError if a worker process died."""
+        """Return the next batch. DataError, with file and record, if a document cannot be read and
+        may not be passed over; RuntimeError if a worker process died."""
         start = time.perf_counter()
         self.start()
         batch, news, error = next(self._batches)
@@ -166,11 +170,13 @@ class Feed(BatchFeed):
         return self._cut(batch)
 
     def _cut(self, batch: Batch) -> Batch:
-        """What belongs to the stage of a batch that was just made."""
-        stages, step = self.mixture.stages, int(self._state[0, -1])
+        """Cut a batch that was just made to the rows and length of its stage."""
+        stages = self.mixture.stages
+        step = int(self._state[0, -1])
         taken = [i for i, lane in enumerate(self._lanes) if stages.takes(step, lane)]
-        length, whole = stages.at(step).length, stages.length
-        self._fed = batch.pop(FED)[taken]
+        length = stages.at(step).length
+        whole = stages.length
+        self._counts = batch.pop(FED)[taken]
         if len(taken) == len(self._lanes) and length == whole:
             return batch
         return {
@@ -179,12 +185,13 @@ class Feed(BatchFeed):
         }
 
     def state(self) -> np.ndarray:
-        """int64 [lanes, K]: where each lane stands after the batch that next() returned last."""
+        """Return the lanes' positions after the batch that next() returned last: int64
+        [lanes, K]."""
         return self._state.copy()
 
     def damaged(self) -> list[str]:
-        """Lines about documents passed over since the last call, each once in the life of this
-        feed: for every record that cannot be read, for each source's first document without
+        """Return lines about documents that were passed over since the last call, each once in the
+        life of this feed: every record that cannot be read, each source's first document without
         anything to predict, and its 1st, 10th, 100th, ... that is too long for a row."""
         return self._notices.lines(self._quarantine.news())
 
@@ -201,13 +208,14 @@ class Feed(BatchFeed):
         self._state = np.array(state, np.int64)
 
     def start(self) -> None:
-        """Begin to make batches in the background; next() does it too. It waits for a thread that
+        """Begin to make batches in the background, as next() does too. Waits for a thread that
         close() left behind, since two must not read the same files."""
         if self._batches is not None:
             return
         if self._closing:
             self._closing.join()
-        workers, ahead = min(self._cfg.workers, len(self._lanes)), self._cfg.prefetch
+        workers = min(self._cfg.workers, len(self._lanes))
+        ahead = self._cfg.prefetch
         if workers:
             parts = [slice(worker, None, workers) for worker in range(workers)]
             self._batches = Workers([self._maker(part) for part in parts], ahead)
@@ -217,20 +225,20 @@ class Feed(BatchFeed):
             self._batches = iter(prefetched(batches, prefetch_buffer_size=ahead))
 
     def refresh(self, state: Any, frozen: Any = ()) -> None:
-        """Nothing: rows of documents do not depend on the state."""
+        """Do nothing: rows of documents do not depend on the state."""
 
     def metrics(self) -> dict[str, Any]:
-        """Figures of what was fed in that batch, where they are not the same in every batch."""
-        if self._figures is None or not self._figures.varies:
+        """Return metrics of that batch, unless they are the same in every batch."""
+        if self._metrics is None or not self._metrics.varies:
             return {}
         _, rows, length = self.mixture.stages.at(int(self._state[0, -1]))
-        return self._figures(self._fed, rows, length)
+        return self._metrics(self._counts, rows, length)
 
     def close(self) -> None:
         """Stop the thread or the workers. The feed may be used again.
 
-        Workers are killed at once. If a source does not answer a thread in PATIENCE seconds, a line
-        says so, and the thread is left behind.
+        Workers are killed at once. A thread whose source does not answer in PATIENCE seconds is
+        left behind, and a line says so.
         """
         batches, self._batches = self._batches, None
         if batches is None:
@@ -251,12 +259,14 @@ class Feed(BatchFeed):
             )
 
     def describe(self) -> list[str]:
-        """A line for each source: its name, number of documents, share of the next step, byte order
-        marks and CRLF in them, their classes, and keys of records that nothing reads; and one where
-        documents run together."""
-        mixture, shares = self.mixture, [""]
+        """Return a line for each source: its name, number of documents, share of the next step,
+        byte order marks and CRLF in them, their classes, and keys of records that nothing reads;
+        and a warning if documents run together."""
+        mixture = self.mixture
+        shares = [""]
         if len(mixture.sources) > 1 and not mixture.evaluation:
-            step, by = int(self._state[0, -1]) + 1, mixture.cfg.mixture.by
+            step = int(self._state[0, -1]) + 1
+            by = mixture.cfg.mixture.by
             shares = [f", {share:.2%} of step {step}'s {by}" for share in mixture.shares(step)]
         lines = [
             f"{source.name}: {len(source)} documents{share}{_describe_marks(source)}"
@@ -278,27 +288,28 @@ class Feed(BatchFeed):
         return self.mixture.sources
 
     def _maker(self, part: slice) -> Rows:
-        """The maker of the rows of some of the lanes, from the feed's position on."""
-        lanes, state = self._lanes[part], self._state[part]
+        """Return the rows of some of the lanes, from the feed's position on."""
+        lanes = self._lanes[part]
+        state = self._state[part]
         if self.mixture.evaluation:
             return EvaluationRows(self.mixture, lanes, self._batch_size, state)
         return Rows(self.mixture, lanes, state)
 
 
 def _describe_classes(source: Documents) -> str:
-    """The first classes with their numbers."""
+    """Describe the first classes and their numbers."""
     shown = [f"{i} {name}" for i, name in enumerate(source.classes[:10])]
     more = ", ..." if len(source.classes) > len(shown) else ""
     return f"; {len(source.classes)} classes: {', '.join(shown)}{more}" if shown else ""
 
 
 def _describe_unread_keys(source: Documents) -> str:
-    """Keys that nothing reads in a few records, spread over a source."""
+    """Describe keys that nothing reads, in a few records spread over a source."""
     if not source.record or source.record.kind not in READ:
         return ""
     keys: dict[str, None] = {}
     for _, document in _sample_texts(source):
-        with contextlib.suppress(ValueError):  # told when the record is due
+        with contextlib.suppress(ValueError):  # reported when the record is due
             record = strict_json.parse(document, strict=False)
             keys |= dict.fromkeys(record if isinstance(record, dict) else ())
     read = READ[source.record.kind] | keys_read(source.record)
@@ -307,7 +318,7 @@ def _describe_unread_keys(source: Documents) -> str:
 
 
 def _describe_marks(source: Documents) -> str:
-    """Byte order marks and CRLF in a few documents, spread over a source, with advice."""
+    """Describe byte order marks and CRLF in a few documents spread over a source, with advice."""
     marks: dict[str, str] = {}
     for index, document in _sample_texts(source):
         if document.startswith(codecs.BOM_UTF8):
@@ -320,11 +331,11 @@ def _describe_marks(source: Documents) -> str:
 
 
 def _sample_texts(source: Documents) -> Iterator[tuple[int, bytes]]:
-    """A few documents, spread over a source, with their numbers; none where they are no texts."""
+    """Yield a few documents spread over a source, with their numbers; none if they are no texts."""
     for index in range(0, len(source), max(1, -(-len(source) // SAMPLED))):
         try:
             document = source[index]
-        except DataError:  # which is told when the document is due
+        except DataError:  # reported when the document is due
             continue
         if not isinstance(document, bytes):
             return

@@ -80,14 +80,15 @@ def refuse_absent(cfg: Files, beside: File, paths: Iterable[str], named_by: str)
     them does: `files` match them, `exclude` does not, and it is not `partial`."""
     asked, excluded = [_matches_path(pattern) for pattern in cfg.files], _exclusion(cfg)
     root = beside.path.removesuffix(beside.key)
-    lost = [
-        path
-        for path in paths
-        if any(holds(path) for holds in asked) and not excluded(File(path, path.removeprefix(root)))
-    ]
+    lost = []
+    for path in paths:
+        wanted = any(holds(path) for holds in asked)
+        if wanted and not excluded(File(path, path.removeprefix(root))):
+            lost.append(path)
     if lost and not cfg.partial:
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise DataError(
-            f"{', '.join(lost[:3])}{f' and {len(lost) - 3} more' * (len(lost) > 3)}: no such file, "
+            f"{', '.join(lost[:3])}{more}: no such file, "
             f"and {named_by} names it; finish what writes or copies them, or read what is there by "
             "`partial: true` of this source"
         )

@@ -1,8 +1,12 @@
-"""Lanes: row i of every global batch is a deterministic stream of its own, the same in any process
-or worker.
+"""Lanes: row i of every global batch is a deterministic stream of its own.
 
-Lane i of B draws, from each source's global order, the documents at positions i, B + i, 2B + i, ...
-and packs them into its rows. Its state is a few integers (position.Position).
+Lane i of B draws, from each source's global order (order.py), the documents at positions i, B + i,
+2B + i, ... (or those that deal.py exchanges), chooses among sources by what each is owed
+(mixture.py), and packs them into its rows. It reads nothing of other lanes, so any process, worker
+or restart makes the same rows, whatever the number of hosts and devices: a process makes the lanes
+whose rows its devices hold. A lane's state is a few integers (position.py): the documents finished
+of each source and how far the current one is read. Each row carries the state after it, so rows
+that were made ahead and not used do not count. A smaller batch of a stage takes every k-th lane.
 """
 
 import pkgutil
@@ -25,38 +29,45 @@ if TYPE_CHECKING:
 Batch = dict[str, np.ndarray]
 TOKENS = "tokens", "targets", "positions", "segments"
 FED = "fed"
-"""Array of a row, int32 [sources + 2]: tokens of each source, documents that begin in it, and those
-of them that its end cuts."""
+"""Name of the array with counts of a row, int32 [sources + 2]: tokens of each source, documents
+that begin in the row, and those of them that its end cuts."""
 
 
 class RowWriter:
-    """Segments that are written into a row one after the other."""
+    """Writes segments into a row one after the other."""
 
     def __init__(self, mixture: Mixture, row: Batch):
-        self._row, self._across = row, mixture.cfg.across_documents
+        self._row = row
+        self._across = mixture.cfg.across_documents
         self._source_of = mixture.source_of
-        self._segments = self.at = 0
+        self._segments = 0
+        self.at = 0
         """Tokens written."""
 
     def write(self, segment: Segment, start: int, count: int, source: int) -> None:
         """Write `count` pairs of an input and its target of a segment of a source."""
-        row, at, span = self._row, self.at, slice(self.at, self.at + count)
+        row = self._row
+        span = slice(self.at, self.at + count)
+        first = self.at if self._across else 0  # positions count on, or restart with a segment
         self._segments += 1
         row["tokens"][span] = segment.ids[start : start + count]
         row["targets"][span] = segment.ids[start + 1 : start + count + 1]
-        row["positions"][span] = np.arange(at if self._across else 0, count + at * self._across)
+        row["positions"][span] = np.arange(first, first + count)
         row["segments"][span] = 1 if self._across else self._segments
         row["mask"][span] = 1
         for name in segment.values.keys() & row.keys():
             row[name][span] = segment.values[name][start + 1 : start + count + 1]
         if FED in row:
             row[FED][self._source_of[source]] += count
-            row[FED][-2:] += start == 0, start == 0 and count < len(segment.ids) - 1
+            if start == 0:
+                row[FED][-2] += 1
+                if count < len(segment.ids) - 1:
+                    row[FED][-1] += 1
         self.at += count
 
 
 class Lane:
-    """One row of the global batch: draws documents and packs them. Other row makers derive from
+    """One row of the global batch: draws documents and packs them. Other kinds of rows derive from
     it and are listed in LANE_CLASSES."""
 
     packs = True
@@ -64,36 +75,40 @@ class Lane:
 
     @classmethod
     def arrays(cls, cfg: DataConfig, fields: Mapping[str, "Field"]) -> dict[str, np.dtype]:
-        """Arrays of a row, by name, with their shapes."""
+        """Return the arrays of a row by name, with their shapes."""
         kinds: dict[str, Any] = dict.fromkeys(TOKENS, np.int32) | {"mask": np.float32}
-        own = {name: fields[name] for name in EXTRAS if name in fields}
-        return {name: np.dtype((kind, (cfg.seq_len,))) for name, kind in kinds.items()} | {
-            name: np.dtype((field.dtype, (cfg.seq_len, *field.size))) for name, field in own.items()
-        }
+        arrays = {name: np.dtype((kind, (cfg.seq_len,))) for name, kind in kinds.items()}
+        for name in EXTRAS:
+            if field := fields.get(name):
+                arrays[name] = np.dtype((field.dtype, (cfg.seq_len, *field.size)))
+        return arrays
 
     def __init__(self, mixture: Mixture, lane: int, quarantine: Quarantine):
-        self._mixture, self._lane, self._quarantine = mixture, lane, quarantine
+        self._mixture = mixture
+        self._lane = lane
+        self._quarantine = quarantine
         self._packing = mixture.cfg.packing
         self._phase = mixture.phase(lane)
         self._at = Position.start(mixture.counters)
         self._units: list[Unit] = []
 
     def state(self) -> np.ndarray:
-        """int64 [K]: the packed position after the last row."""
+        """Return the position after the last row: int64 [K]."""
         return self._at.packed()
 
     def restore(self, state: np.ndarray) -> None:
         """Continue after the row that `state` was taken after; the current document is read again
         when needed."""
-        self._at, self._units = Position.unpacked(state), []
+        self._at = Position.unpacked(state)
+        self._units = []
 
     def begin(self, step: int) -> None:
-        """Set the batches that come before the next row's."""
+        """Set the number of batches before that of the next row."""
         self._at.step = step
 
     @property
     def length(self) -> int:
-        """Tokens of the next row."""
+        """The length of the next row in tokens."""
         return self._mixture.stages.at(self._at.step + 1).length
 
     def fill(self, row: Batch) -> None:
@@ -102,7 +117,9 @@ class Lane:
         A document of n tokens is n - 1 pairs of an input and its target, so each target counts
         once, in this row or the next. A record's units are written whole.
         """
-        writer, place, length = RowWriter(self._mixture, row), self._at, self.length
+        writer = RowWriter(self._mixture, row)
+        place = self._at
+        length = self.length
         while writer.at < length and (unit := self._current()):
             start = 0 if unit.whole else place.offset
             left, room = unit.length - start, length - writer.at
@@ -119,20 +136,29 @@ class Lane:
 
     def _finish(self) -> None:
         """Count the current document as finished."""
-        place, units = self._at, self._units
+        place = self._at
+        units = self._units
         used = sum(unit.length for unit in units)
         if self._packing == "none" and units and not units[0].whole:
             used = place.offset
         self._mixture.count(place, place.current, used, self._lane)
-        place.offset, place.current, self._units = 0, -1, []
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave the current document."""
+        self._at.offset = 0
+        self._at.current = -1
+        self._units = []
 
     def _current(self) -> Unit | None:
-        """The unit to read on in; documents without a target, or that cannot be read, are passed
-        over. None at the end of an evaluation, or of every source."""
-        mixture, place, passed = self._mixture, self._at, 0
+        """Return the unit to read on in, or None at the end of an evaluation or of all sources.
+        Documents without a target, or that cannot be read, are passed over."""
+        mixture = self._mixture
+        place = self._at
+        passed = 0
         if place.current >= 0 and not mixture.gives(place.current, place.step + 1):
             place.finished[place.current] += 1
-            place.offset, place.current, self._units = 0, -1, []
+            self._leave()
         while not self._units:
             if place.current < 0:
                 picked = mixture.pick(place, self._phase, self._lane)
@@ -165,7 +191,7 @@ class Lane:
 
 
 def nothing_to_predict(mixture: Mixture) -> str:
-    """What to say where no document has anything to learn from."""
+    """Return the message for sources of which no document has a target."""
     names = "; ".join(f"{source.name} (such as {source.where(0)})" for source in mixture.sources)
     long = "" if mixture.cfg.overlong == "error" else f" or longer than {mixture.room_of}"
     return (
@@ -175,21 +201,22 @@ def nothing_to_predict(mixture: Mixture) -> str:
 
 
 def _size(units: list[Unit]) -> int:
-    """Units of a record, or pairs of input and target in a document that may be split; 0 where
-    there is nothing to predict."""
+    """Return the units of a record, or the pairs of input and target of a document that may be
+    split."""
     return len(units) if units[0].whole else units[0].length
 
 
 class Rows:
-    """The rows of some lanes, batch after batch, each with its lane's state after it. Lanes that a
-    batch takes no row of, and what is beyond the length of its rows, are zero."""
+    """The rows of some lanes, batch after batch, each with its lane's state after it. Rows of lanes
+    that a stage's batch does not take, and positions beyond its length, are zero."""
 
     def __init__(self, mixture: Mixture, lanes: list[int], state: np.ndarray):
-        self.quarantine, self._stages = mixture.quarantine(), mixture.stages
-        maker = lane_class(mixture.fields, mixture.cfg)
-        self.arrays = maker.arrays(mixture.cfg, mixture.fields)
+        self.quarantine = mixture.quarantine()
+        self._stages = mixture.stages
+        kind = lane_class(mixture.fields, mixture.cfg)
+        self.arrays = kind.arrays(mixture.cfg, mixture.fields)
         self._numbers, self._state_size = lanes, state.shape[1]
-        self._lanes = [maker(mixture, lane, self.quarantine) for lane in lanes]
+        self._lanes = [kind(mixture, lane, self.quarantine) for lane in lanes]
         self._step = int(state[0, -1])
         for lane, after in zip(self._lanes, state, strict=True):
             lane.restore(after)
@@ -201,11 +228,11 @@ class Rows:
 
     @property
     def row_type(self) -> np.dtype:
-        """A row and the state after it, as one record."""
+        """The record type of a row with the state after it."""
         return np.dtype([*self.arrays.items(), ("state", np.int64, (self._state_size,))])
 
     def next(self) -> Batch:
-        """Arrays [lanes, ...] by name, and `state` int64 [lanes, K]."""
+        """Return arrays [lanes, ...] by name, and `state` int64 [lanes, K]."""
         for lane in self._lanes:
             lane.begin(self._step)
         self._step += 1
@@ -213,13 +240,13 @@ class Rows:
             lane if self._stages.takes(self._step, number) else None
             for number, lane in zip(self._numbers, self._lanes, strict=True)
         ]
-        batch = self._filled(taken)
+        batch = self._fill(taken)
         for lane in self._lanes:
             lane.begin(self._step)
         return batch | {"state": np.stack([lane.state() for lane in self._lanes])}
 
-    def _filled(self, lanes: Sequence[Lane | None]) -> Batch:
-        """Arrays with the next row of each of `lanes`."""
+    def _fill(self, lanes: Sequence[Lane | None]) -> Batch:
+        """Return arrays with the next row of each lane; zero for None."""
         batch = {name: np.zeros(len(lanes), kind) for name, kind in self.arrays.items()}
         for i, lane in enumerate(lanes):
             if lane is not None:
@@ -228,8 +255,8 @@ class Rows:
 
 
 class EvaluationRows(Rows):
-    """A single pass over the documents by one lane; a batch is the lane's next rows, so that long
-    documents spread over all rows.
+    """A single pass over the documents by one lane. A batch is the lane's next rows, so that a long
+    document spreads over all rows instead of filling one lane while the others are padding.
 
     Every process packs all rows and keeps those numbered `rows`. The state is that of the pass, the
     same for each row.
@@ -244,28 +271,29 @@ class EvaluationRows(Rows):
         return len(self._rows)
 
     def next(self) -> Batch:
-        """Arrays as of Rows.next, and `bytes` float32: bytes of text that each target stands
-        for."""
-        batch = self._filled(self._lanes * self._batch_size)
+        """Return arrays as Rows.next does, and `bytes` float32: the bytes of text that each target
+        stands for."""
+        batch = self._fill(self._lanes * self._batch_size)
         state = np.tile(self._lanes[0].state(), (len(self), 1))
         return {name: array[self._rows] for name, array in batch.items()} | {"state": state}
 
 
 LANE_CLASSES = ["maxstack.data.lanes:Lane", "maxstack.data.images:ImageLane"]
-"""module:class of the row makers that there are."""
+"""Kinds of lanes as module:class."""
 
 
 def lane_class(fields: Mapping[str, "Field"], cfg: DataConfig) -> type[Lane]:
-    """The first row maker that gives all fields of an objective; ConfigError where none does."""
+    """Return the first kind of lane that gives all fields of an objective. ConfigError if none
+    does."""
     best = ["maxstack.data.best_fit:BestFitLane"] if cfg.packing == "best" else []
-    for maker in map(pkgutil.resolve_name, [*best, *LANE_CLASSES]):
-        arrays = maker.arrays(cfg, fields)
+    for kind in map(pkgutil.resolve_name, [*best, *LANE_CLASSES]):
+        arrays = kind.arrays(cfg, fields)
         if {*fields} <= {*arrays, "real"}:
             for name in fields.keys() & arrays.keys():
                 made = np.dtype(arrays[name]).base
                 wanted = fields[name].dtype
-                assert made == wanted, f"field {name}: {wanted}, but {maker.__name__} gives {made}"
-            return maker
+                assert made == wanted, f"field {name}: {wanted}, but {kind.__name__} gives {made}"
+            return kind
     missing = sorted({*fields} - {*Lane.arrays(cfg, fields), "real"})
     raise ConfigError(
         f"objective.kind: a batch must hold {', '.join(missing)}, which no kind of data gives"

@@ -78,7 +78,9 @@ def widest_token(spec: dict[str, Any]) -> tuple[int | None, bytes]:
     """Bytes of a text that an id of a tokenizer.json stands for at most, and those that may have
     none. None for all but byte-level BPE without a normalizer, and for added tokens that take in
     the blanks beside them, any number."""
-    model, step, added = spec["model"], spec.get("pre_tokenizer"), spec.get("added_tokens") or ()
+    model = spec["model"]
+    step = spec.get("pre_tokenizer")
+    added = spec.get("added_tokens") or ()
     steps = step.get("pretokenizers", [step]) if step else []
     if (
         model.get("type") != "BPE"

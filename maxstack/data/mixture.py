@@ -1,11 +1,24 @@
 """The mixture of a run's sources: which document a lane reads next, by weights that may change with
-the step."""
+the step.
+
+Drawing sources at random would need a generator's state in every checkpoint and would keep shares
+only on average. Instead each lane remembers what it owes each source: with every document (or
+token, by data.mixture.by) that it reads, all sources are owed their shares of it, and the one that
+gave it pays it back. The next document comes from the source that is owed most, so shares hold in
+each lane from the first document on, to within a document. Debts are whole numbers (UNIT), so
+adding them up in another process gives the same bits. A phase by lane and source shifts where lanes
+begin in the cycle; without it all lanes would draw from the same source at once.
+
+Debts and finished documents are kept by source (position.py), so weights may change from any step
+on, and sources may come, go or grow: what is new begins at zero. A source that gave its epochs, or
+whose weight is 0, has no share, and the others share what it would have.
+"""
 
 import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,15 +40,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 UNIT = 1 << 20
-"""What a document, or a token, counts in Position.owed."""
+"""The value of a document, or of a token, in Position.owed."""
 MOST_FILES = 10_000
-"""Files of a source that a checkpoint tells of; a source of more is all that it is."""
+"""Most files of a source of which a checkpoint keeps marks; a source of more begins anew where it
+grew."""
 SAMPLED = 64
 """Documents of a source from which its number of tokens is estimated."""
 
 
 class TooLong(DataError):
-    """A record does not fit in a row, and data.overlong is error."""
+    """A record that does not fit in a row where data.overlong is error."""
 
 
 class Mixture:
@@ -54,83 +68,96 @@ class Mixture:
         section: str,
         fields: Mapping[str, "Field"],
         stages: Stages | None = None,
-        dealt: EpochPlan | None = None,
+        plan: EpochPlan | None = None,
     ):
-        """`dealt`: of train.epochs; then lanes do not only take turns."""
+        """`plan`: that of train.epochs, by which lanes exchange documents."""
         self.fields = fields
         self.stages = stages or Stages((), batch_size, cfg.seq_len)
         """Shapes of the batches, by step."""
-        self.cfg, self.sources, self.batch_size = cfg, sources, batch_size
-        """`sources`: documents that have an order of their own, which are parts of cfg.sources
-        where files were added in mid-run."""
-        self.evaluation, self.section = evaluation, section
-        self.room, self.room_of = cfg.seq_len, f"data.seq_len={cfg.seq_len}"
+        self.cfg = cfg
+        self.sources = sources
+        """Documents that have an order of their own: parts of cfg.sources where files were added in
+        mid-run."""
+        self.batch_size = batch_size
+        self.evaluation = evaluation
+        self.section = section
+        self.room = cfg.seq_len
+        """The most tokens of a record; `room_of` names what sets it."""
+        self.room_of = f"data.seq_len={cfg.seq_len}"
         self._ends = np.cumsum([len(source) for source in sources])
         self.documents = int(self._ends[-1])
         """Number of documents in all sources."""
         self._unit = UNIT * (cfg.seq_len if cfg.mixture.by == "tokens" else 1)
         self.source_of = [*range(len(sources))]
         """The place in cfg.sources of each of `sources`."""
-        self._parts, self._dealt = Sources(), dealt
-        self._deals, self._counts = [Deal(batch_size, np.inf)], dict[int, np.ndarray]()
+        self._parts = Sources()
+        self._plan = plan
+        self._deals = [Deal(batch_size, np.inf)]
+        self._counts = dict[int, np.ndarray]()
+        self._orders = list[Order]()
         if not evaluation:
-            self._whole, self._factors = sources, size_factors(cfg, sources)
+            self._whole = sources
+            self._factors = size_factors(cfg, sources)
             self._set(self._described)
             check_marks(cfg)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_orders"}
-
     def start(self, lanes: int) -> np.ndarray:
-        """Packed positions [lanes, K] before the first batch."""
+        """Return the positions before the first batch: int64 [lanes, K]."""
         return np.tile(Position.start(self.counters).packed(), (lanes, 1))
 
     @property
     def counters(self) -> int:
-        """Sources, or one, of which positions are counted."""
+        """The number of sources whose positions are counted; one in an evaluation."""
         return 1 if self.evaluation else len(self.sources)
 
     def described(self) -> Sources:
-        """The sources, or their parts, as a checkpoint tells of them."""
+        """Return the sources, or their parts, as a checkpoint records them."""
         return self._parts
 
     @functools.cached_property
     def _described(self) -> Sources:
-        """All sources as they are, whole. Each file is looked at once."""
-        described, named = Sources(), zip(self.cfg.named, self.cfg.sources, strict=True)
-        for number, (name, source) in enumerate(named):
+        """All sources as they are now, whole. Each file is looked at once."""
+        described = Sources()
+        for number, (name, source) in enumerate(zip(self.cfg.named, self.cfg.sources, strict=True)):
             documents = self._whole[number]
             files = documents.by_file() if len(documents.files) <= MOST_FILES else None
             known = files[0] if files else []
-            key = (source.name or f"{number}") + EVEN * (len(documents) > SMALL)
-            dealt = self._dealt.mark(number) if self._dealt else ""
+            key = source.name or f"{number}"
+            if len(documents) > SMALL:
+                key += EVEN
+            dealt = self._plan.mark(number) if self._plan else ""
             described.append(Part(name, name, key, documents.identity(), known, dealt=dealt))
         return described
 
     def _set(self, parts: Sources) -> None:
         """Read these parts of the sources."""
         places = {name: place for place, name in enumerate(self.cfg.named)}
-        self._parts, self.source_of = parts, [places[part.source] for part in parts]
+        self._parts = parts
+        self.source_of = [places[part.source] for part in parts]
         self.sources = [
             self._whole[place] if part.whole else _files_of(self._whole[place], part)
             for place, part in zip(self.source_of, parts, strict=True)
         ]
-        self.__dict__.pop("_orders", None)
-        self.__dict__.pop("_constant", None)
+        self._orders = [
+            Order(f"{self.cfg.seed} shuffle {part.key}", len(source))
+            for part, source in zip(parts, self.sources, strict=True)
+        ]
         sizes = np.array([len(documents) for documents in self.sources], np.float64)
         every = np.array([len(self._whole[place]) for place in self.source_of])
         self._portions = sizes / every
         epochs = [self.cfg.sources[place].epochs or np.inf for place in self.source_of]
         self._limits = np.array(epochs) * sizes
         self._counts = {}
-        self._deals = [
-            Deal(self.batch_size, limit, self._dealt.moves[number] if self._dealt else None)
-            for number, limit in enumerate(self._limits)
-        ]
+        self._deals = []
+        for number, limit in enumerate(self._limits):
+            moves = self._plan.moves[number] if self._plan else None
+            self._deals.append(Deal(self.batch_size, limit, moves))
+        scheduled = any(isinstance(source.weight, tuple) for source in self.cfg.sources)
+        self._constant_shares = None if scheduled else self.shares(1)
 
     def changes(self, saved: Sources) -> list[str]:
-        """A line for each source that is new or has other documents than in a checkpoint, and for
-        those that are gone."""
+        """Return a line for each source that is new, gone, or has other documents than in a
+        checkpoint."""
         now = self._described
         lines = saved.changes(now)
         for part, documents in zip(now, self._whole, strict=True):
@@ -145,17 +172,17 @@ class Mixture:
     def adopt(
         self, saved: Sources, states: np.ndarray, step: int, changed: bool = False
     ) -> np.ndarray:
-        """Packed positions [rows, K] in the sources of a checkpoint of a step -> those in these
-        sources, whose orders go on by the keys that they have there. `changed`: the configuration
-        of the data is another one."""
+        """Convert positions [rows, K] in the sources of a checkpoint of a step to positions in
+        these sources, whose orders go on by the keys that they have there. `changed`: the
+        configuration of the data changed."""
         self._set(saved.carried(self._described, step))
         if states.shape[1] == len(saved) + 1:  # of an older version
             states = self._upgraded(saved, states, step)
         return saved.moved(states, self._parts, changed)
 
     def check_deal(self, saved: Sources) -> None:
-        """ConfigError where a run by train.epochs is not the one that the sources of a checkpoint
-        tell of, so that some documents would come twice and others never."""
+        """ConfigError if the plan of train.epochs is not the one by which a checkpoint's run began,
+        so that some documents would come twice and others never."""
         before = {part.source: part.dealt for part in saved}
         now = {part.source: part.dealt for part in self._described}
         if not any([*before.values(), *now.values()]):
@@ -179,8 +206,8 @@ class Mixture:
         )
 
     def _upgraded(self, saved: Sources, states: np.ndarray, step: int) -> np.ndarray:
-        """Positions of documents finished and an offset alone, of a mixture by constant weights,
-        in which a source was owed what it was behind its share of all documents."""
+        """Convert positions of an older version, documents finished and an offset: a source is owed
+        what it is behind its share of all documents."""
         names = [part.name for part in self._parts]
         given = dict(zip(names, self.shares(1), strict=True))
         shares = np.array([given.get(part.name, 0.0) for part in saved])
@@ -193,36 +220,31 @@ class Mixture:
         return np.stack(upgraded)
 
     def shares(self, step: int) -> np.ndarray:
-        """float64 [sources]: the shares of the sources in the batch of a step, from 1. Parts of a
-        source share its weight by their documents."""
+        """Return the shares of the sources in the batch of a step, from 1: float64 [sources]. Parts
+        of a source share its weight by their documents."""
         weights = [weight_at(source.weight, step) for source in self.cfg.sources]
         weighted = (np.array(weights, np.float64) * self._factors)[self.source_of] * self._portions
         return weighted / weighted.sum()
 
-    @functools.cached_property
-    def _constant(self) -> np.ndarray | None:
-        """The shares where they are the same at every step."""
-        scheduled = any(isinstance(source.weight, tuple) for source in self.cfg.sources)
-        return None if scheduled else self.shares(1)
-
     def _open_shares(self, position: Position, lane: int) -> np.ndarray:
-        """Shares of the sources that still give documents; all 0 where none does."""
-        shares = self._constant if self._constant is not None else self.shares(position.step + 1)
+        """Return the shares of the sources that still give documents; all 0 if none does."""
+        shares = self._constant_shares
+        if shares is None:
+            shares = self.shares(position.step + 1)
         if lane not in self._counts:
             self._counts[lane] = np.array([deal.count(lane) for deal in self._deals])
         given = np.where(position.finished < self._counts[lane], shares, 0.0)
         return given / (given.sum() or 1.0)
 
     def phase(self, lane: int) -> np.ndarray:
-        """float64 per source in [0, 1): a lane's start in the mixture's cycle, so that lanes do not
-        all draw from the same source at once."""
+        """Return a lane's start in the cycle of the mixture: float64 in [0, 1) for each source."""
         keys = ["0"] if self.evaluation else [part.key for part in self._parts]
         seeds = [f"{self.cfg.seed} mixture {lane} {key}" for key in keys]
         return np.array([text_hash(seed) * 2.0**-64 for seed in seeds])
 
     def pick(self, position: Position, phase: np.ndarray, lane: int) -> int | None:
-        """The source of a lane's next document: the one that is owed most; None where no source
-        gives any more."""
+        """Return the source of a lane's next document, the one that is owed most, or None if no
+        source gives any more."""
         if self.evaluation:
             return 0
         shares = self._open_shares(position, lane)
@@ -233,22 +255,23 @@ class Mixture:
         return int(np.argmax(np.where(given, owed, -np.inf)))
 
     def limit(self, source: int) -> int:
-        """Documents that a source with epochs gives in all."""
+        """Return how many documents a source with epochs gives in all."""
         return math.ceil(self._limits[source])
 
     def infills(self, source: int) -> bool:
-        """True where a document's tokens change with its place."""
+        """Return True if a document's tokens depend on its place in the order."""
         return bool(self._config(source).fill_in_the_middle)
 
     def gives(self, source: int, step: int) -> bool:
-        """True where a source has a weight above 0 in the batch of a step."""
+        """Return True if a source has a weight above 0 in the batch of a step."""
         return self.evaluation or weight_at(self._config(source).weight, step) > 0
 
     def _config(self, source: int) -> AnySource:
         return self.cfg.sources[self.source_of[source]]
 
     def count(self, position: Position, source: int, tokens: int, lane: int) -> None:
-        """Count a finished document of so many tokens in a lane's position."""
+        """Count a finished document in a lane's position: pay its source and owe all their
+        shares."""
         if not self.evaluation:
             size = tokens if self.cfg.mixture.by == "tokens" else 1
             shares = self._open_shares(position, lane)
@@ -257,20 +280,20 @@ class Mixture:
         position.finished[source] += 1
 
     def quarantine(self) -> Quarantine:
-        """A new, empty quarantine."""
+        """Return a new, empty quarantine."""
         return Quarantine(self.cfg.quarantine, f"{self.section}.quarantine")
 
     def notices(self) -> Notices:
-        """New lines about what a quarantine passes over."""
+        """Return what makes log lines of a quarantine's news."""
         return Notices(self.section, self.cfg.overlong, self.room_of)
 
     def place(self, position: Position, counter: int, lane: int) -> int:
-        """The place of a lane's next document in a source's global order."""
+        """Return the place of a lane's next document in a source's global order."""
         return self._deals[counter].place(lane, int(position.finished[counter]))
 
     def locate(self, counter: int, place: int) -> tuple[int, int] | None:
-        """(source, index) of the document at a place of a source's global order; None past the
-        end of an evaluation's only pass."""
+        """Return (source, index) of the document at a place of a source's global order, or None
+        past the end of an evaluation."""
         if self.evaluation:
             if place >= self.documents:
                 return None
@@ -278,14 +301,14 @@ class Mixture:
         return counter, self.drawn(counter, place)
 
     def drawn(self, source: int, place: int) -> int:
-        """The document at a place of a training source's order."""
+        """Return the index of the document at a place of a training source's order."""
         if self.cfg.shuffle:
             return self._orders[source][place]
         return place % len(self.sources[source])
 
     def units(self, source: int, index: int, place: int, quarantine: Quarantine) -> list[Unit]:
-        """A document, at a place of its source's global order, as units of rows; in an evaluation
-        with `bytes`, of text, that each token stands for.
+        """Return a document, at a place of its source's global order, as units of rows; in an
+        evaluation with `bytes`, the bytes of text that each token stands for.
 
         Empty if it cannot be read and is passed over. DataError if it may not be passed over.
         """
@@ -296,20 +319,18 @@ class Mixture:
                 return self._fitting(units, documents, index, quarantine)
             tokenizer = open_tokenizer(self.cfg.tokenizer)
             limit = self.cfg.longest, self.cfg.beyond
+            values = {}
             if self.evaluation:
-                ids, sizes = tokenize_with_sizes(documents, index, tokenizer, *limit)
-                if len(apart := self._parting(ids, tokenizer)):
-                    ids = np.concatenate([apart, ids])
-                    sizes = np.concatenate([np.zeros(len(apart), np.float32), sizes])
-                return [Unit([Segment(ids, {"bytes": sizes.astype(np.float32)})], whole=False)]
-            if cut := self._config(source).fill_in_the_middle:
+                ids, values["bytes"] = tokenize_with_sizes(documents, index, tokenizer, *limit)
+            elif cut := self._config(source).fill_in_the_middle:
                 seed = f"{self.cfg.seed} middle {self._parts[source].key} {place}"
                 ids = infill(documents, index, tokenizer, cut, seed, *limit)
             else:
                 ids = tokenize(documents, index, tokenizer, *limit)
-            if len(apart := self._parting(ids, tokenizer)):
-                ids = np.concatenate([apart, ids])
-            return [Unit([Segment(ids, {})], whole=False)]
+            before = self._end_before(ids, tokenizer)
+            ids = np.concatenate([before, ids])
+            values = {name: np.pad(each, (len(before), 0)) for name, each in values.items()}
+            return [Unit([Segment(ids, values)], whole=False)]
         except (TooLong, StoreError):
             raise
         except DataError as error:
@@ -317,9 +338,8 @@ class Mixture:
             return []
 
     def check(self) -> None:
-        """DataError where a source's first document is not of its kind, columns or shape, unless
-        such may be passed over, and ConfigError where none could be read: so that it is told before
-        anything is compiled."""
+        """Read the first document of each source, so that a wrong kind, column or shape is an error
+        before anything is compiled: a DataError, unless such documents may be passed over."""
         for number, source in enumerate(self.sources):
             try:
                 if source.record and source.record.kind not in PICTURED:
@@ -330,19 +350,22 @@ class Mixture:
                 if not self.cfg.quarantine:
                     raise
 
-    def _parting(self, ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-        """int32 ids before a document: its end's, where rows go across documents that none begins
-        with BOS. Else EOS would be a target alone, and documents would run together."""
-        ends = self.cfg.across_documents and not tokenizer.bos and len(ids)
-        return np.array([*tokenizer.eos] if ends and ids[-1] in tokenizer.eos else [], np.int32)
+    def _end_before(self, ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+        """Return the ids to put before a document, int32: EOS if rows go across documents that end
+        in EOS and begin without BOS. Without it EOS would be a target alone, never an input, and
+        the model could not see where a document begins."""
+        if self.cfg.across_documents and not tokenizer.bos and len(ids):
+            if ids[-1] in tokenizer.eos:
+                return np.array(tokenizer.eos, np.int32)
+        return np.zeros(0, np.int32)
 
     def _fitting(
         self, units: list[Unit], documents: Documents, index: int, quarantine: Quarantine
     ) -> list[Unit]:
-        """The units that fit in a row, the others dropped or cut."""
-        fitting, most = [], self.room
+        """Return the units that fit in a row, and the others cut if data.overlong says so."""
+        fitting = []
         for unit in units:
-            if unit.length <= most:
+            if unit.length <= self.room:
                 fitting.append(unit)
                 continue
             where = documents.where(index)
@@ -353,21 +376,13 @@ class Mixture:
                     "drop or cut"
                 )
             quarantine.long(documents.name, text)
-            if self.cfg.overlong == "cut" and (short := unit.cut(most)):
+            if self.cfg.overlong == "cut" and (short := unit.cut(self.room)):
                 fitting.append(short)
         return fitting
 
-    @functools.cached_property
-    def _orders(self) -> list[Order]:
-        """The global order of each source, which no pickle holds."""
-        return [
-            Order(f"{self.cfg.seed} shuffle {part.key}", len(source))
-            for part, source in zip(self._parts, self.sources, strict=True)
-        ]
-
 
 def _files_of(documents: Documents, part: Part) -> Documents:
-    """The documents of the files of a part of a source."""
+    """Return the documents of the files of a part of a source."""
     found = documents.by_file()
     assert found
     marks, file_of = found
@@ -379,7 +394,7 @@ def _files_of(documents: Documents, part: Part) -> Documents:
 
 
 def size_factors(cfg: DataConfig, sources: Sequence[Documents]) -> np.ndarray:
-    """float64 [sources]: what data.mixture multiplies the weights by."""
+    """Return the factors of the sources' weights by data.mixture: float64 [sources]."""
     mixture = cfg.mixture
     if not mixture.temperature and not mixture.unimax:
         return np.ones(len(sources))
@@ -407,10 +422,11 @@ def size_factors(cfg: DataConfig, sources: Sequence[Documents]) -> np.ndarray:
 
 
 def unimax(sizes: np.ndarray, epochs: float, budget: float) -> np.ndarray:
-    """Shares of sources of so many documents or tokens: the budget in equal parts, from the
-    smallest source on, but of none more than `epochs` times its size (Chung et al. 2023,
+    """Return shares of sources of so many documents or tokens by UniMax: the budget in equal parts,
+    from the smallest source on, but of none more than `epochs` times its size (Chung et al. 2023,
     arXiv:2304.09151, algorithm 1)."""
-    given, left = np.zeros(len(sizes)), float(budget)
+    given = np.zeros(len(sizes))
+    left = float(budget)
     for i, source in enumerate(np.argsort(sizes, kind="stable")):
         given[source] = min(left / (len(sizes) - i), epochs * sizes[source])
         left -= given[source]
@@ -418,15 +434,16 @@ def unimax(sizes: np.ndarray, epochs: float, budget: float) -> np.ndarray:
 
 
 def _mean_tokens(cfg: DataConfig, source: Documents) -> float:
-    """Tokens of a document on average, from some that are spread over the source."""
-    tokenizer, counts = open_tokenizer(cfg.tokenizer), []
+    """Return the mean tokens of a document, estimated from some that are spread over the source."""
+    tokenizer = open_tokenizer(cfg.tokenizer)
+    counts = []
     for index in range(0, len(source), max(1, len(source) // SAMPLED)):
         try:
             if source.record:
                 counts.append(sum(unit.length for unit in units_of(source, index, cfg, {})))
             else:
                 counts.append(len(tokenize(source, index, tokenizer)))
-        except DataError:  # which is reported when the document is due
+        except DataError:  # reported when the document is due
             continue
     if not sum(counts):
         raise DataError(f"source {source.name}: none of {SAMPLED} documents has a token to count")

@@ -36,7 +36,9 @@ def prompts(index: int) -> dict[str, Any]:
 
 def _question(index: int) -> tuple[list[dict[str, str]], str, str, random.Random]:
     draw = random.Random(index)
-    name, age, city = draw.choice(NAMES), draw.randrange(18, 99), draw.choice(CITIES)
+    name = draw.choice(NAMES)
+    age = draw.randrange(18, 99)
+    city = draw.choice(CITIES)
     field = draw.choice(("name", "age", "city"))
     value = {"name": name, "age": age, "city": city}[field]
     quoted = value if field == "age" else f'"{value}"'

@@ -1,5 +1,15 @@
-"""Where lanes stand in the data, as a checkpoint keeps it, and how that is carried over where the
-sources of a run changed."""
+"""Positions of lanes in the data, as checkpoints keep them.
+
+A position is all that a lane remembers: for each source the documents finished and what it is owed,
+the document under way, and the step. Which document has a number follows from the source's order,
+so no list of documents seen is needed, and any process makes any lane from its position.
+
+Sources are matched by name where a run goes on, so they may change. A source whose documents are
+the same goes on in its order, by the key from which that is drawn. A source that has more files is
+read as parts: its old files go on in their order, and the new ones have an order of their own from
+zero. A source whose documents changed otherwise gets a new key, since numbers in its old order mean
+nothing. New sources begin at zero.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,74 +22,74 @@ from maxstack.data.order import EVEN
 
 WINDOW = -2
 REORDERED = "reordered"
-"""Identity of documents that were chosen or put in order in another way."""
+"""The identity of documents that were chosen or ordered differently."""
 
 
 @dataclasses.dataclass
 class Position:
-    """Where a lane stands after a row."""
+    """A lane's position after a row."""
 
     finished: np.ndarray
-    """int64 [sources]: documents that it has finished."""
+    """int64 [sources]: documents finished."""
     owed: np.ndarray
-    """int64 [sources]: what each source is behind its share, in units of mixture.UNIT."""
+    """int64 [sources]: how far each source is behind its share, in units of mixture.UNIT."""
     current: int = -1
-    """The source of the document that is being read; -1: none, or as `owed` says. Less: with
-    packing=best, WINDOW less the step at which the rows that are left were packed."""
+    """The source of the document under way; -1: none, so the next one is chosen by `owed`. Less,
+    with packing=best: WINDOW less the step at which the window was packed."""
     offset: int = 0
-    """Tokens used of that document, units of that record, or with packing=best rows given."""
+    """Tokens used of that document, units of that record, or rows given of that window."""
     step: int = 0
     """Batches before."""
 
     @classmethod
     def start(cls, sources: int) -> "Position":
-        """That of a lane before the first row."""
+        """Return the position before the first row."""
         return cls(np.zeros(sources, np.int64), np.zeros(sources, np.int64))
 
     @classmethod
     def unpacked(cls, state: np.ndarray) -> "Position":
-        """The position that `packed` gave."""
+        """Return the position that `packed` made an array of."""
         finished, owed = state[:-3].astype(np.int64).reshape(2, -1)
         return cls(finished.copy(), owed.copy(), *map(int, state[-3:]))
 
     def packed(self) -> np.ndarray:
-        """int64 [2 * sources + 3]."""
+        """Return the position as an array, int64 [2 * sources + 3]."""
         return np.array([*self.finished, *self.owed, self.current, self.offset, self.step])
 
     def copy(self) -> "Position":
-        """One that changes by itself."""
+        """Return a copy with arrays of its own."""
         return dataclasses.replace(self, finished=self.finished.copy(), owed=self.owed.copy())
 
 
 class Part(NamedTuple):
-    """Documents of a source that have an order of their own: all, or those of the files that it had
-    at some time."""
+    """Documents of a source with an order of their own: all, or those of the files that it had at
+    some time."""
 
     source: str
     """The source's name."""
     name: str
-    """The source's, or for files that were added that and the step."""
+    """The source's name, with the step at which its files were added."""
     key: str
-    """By which the order is drawn."""
+    """The seed of the order."""
     identity: str
-    """Of the documents."""
+    """A hash that changes with the documents."""
     files: list[str]
-    """A mark of each file; none where they are not known."""
+    """A mark of each file; none if they are not known."""
     whole: bool = True
     """All documents of the source."""
     dealt: str = ""
-    """deal.Dealt.mark of a run by train.epochs."""
+    """deal.EpochPlan.mark of a run by train.epochs."""
 
 
 class Sources(list[Part]):
-    """Parts whose positions a checkpoint keeps, in the order of the positions."""
+    """The parts of the sources, in the order of their positions in a checkpoint."""
 
     @classmethod
     def of_meta(cls, meta: Mapping[str, Any], now: "Sources", data: Mapping[str, Any]) -> "Sources":
-        """Those that a checkpoint's notes tell of; their documents are others where they were
-        chosen or put in order in another way than by the section `data`. Older versions drew orders
-        by places in the list, and kept the identities of all as one, which is compared with that of
-        `now` unless it holds the configuration of a source, as those of made-up documents did."""
+        """Read the parts from a checkpoint's metadata. A part counts as other documents if these
+        were chosen or ordered by other keys than the section `data` has. Older versions seeded
+        orders by places in the list, and kept the identities of all sources as one text, which is
+        compared with that of `now`; with made-up documents it held the configuration instead."""
         before = meta["config"]["data"]
         if not isinstance(meta["sources"], str):
             known = {name for name, _ in _ordered(before).items() & _ordered(data).items()}
@@ -99,8 +109,8 @@ class Sources(list[Part]):
         )
 
     def changes(self, now: "Sources") -> list[str]:
-        """A line for each source of `now`, all whole, that is new or has other documents than here,
-        and for those that are gone."""
+        """Return a line for each source of `now`, all whole, that is new or has other documents
+        than here, and for each that is gone."""
         names = [part.name for part in now]
         gone = dict.fromkeys(part.source for part in self if part.source not in names)
         lines = [f"{name}: is gone" for name in gone]
@@ -119,8 +129,8 @@ class Sources(list[Part]):
         return lines
 
     def _added(self, part: Part) -> list[str] | None:
-        """Files of a whole source that are not here; None where documents that are here are not
-        in it any more, or cannot be told apart from others."""
+        """Return the files that a whole source has in addition to those here, or None if it lacks
+        documents that are here, or they cannot be told from others."""
         before = [old for old in self if old.source == part.name]
         if [old.identity for old in before] == [part.identity]:
             return []
@@ -130,8 +140,8 @@ class Sources(list[Part]):
         return [file for file in part.files if file not in known]
 
     def exchanged(self, part: Part) -> list[int]:
-        """Numbers of the files of a whole source that have another size or version than here, where
-        its documents have the same numbers."""
+        """Return the numbers of the files of a whole source that have another size or version than
+        here, if its documents have the same numbers."""
         (old, *more) = [old for old in self if old.source == part.name] or [part]
         if more or old.identity != part.identity or len(old.files) != len(part.files):
             return []
@@ -139,12 +149,12 @@ class Sources(list[Part]):
         return [number for number, (before, now) in files if before != now]
 
     def carried(self, now: "Sources", step: int) -> "Sources":
-        """The parts of `now`, all whole, that go on from here at a step: as they are here, and of
-        their own what is new. A source whose documents changed gets another key, since its old
-        order means nothing."""
+        """Return the parts with which a run goes on from here at a step, given the whole sources
+        that there are now."""
         parts = []
         for part in now:
-            before, added = [old for old in self if old.source == part.name], self._added(part)
+            before = [old for old in self if old.source == part.name]
+            added = self._added(part)
             if not before:
                 parts.append(part)
             elif added is None:
@@ -160,10 +170,10 @@ class Sources(list[Part]):
         return Sources(parts)
 
     def moved(self, states: np.ndarray, now: "Sources", changed: bool) -> np.ndarray:
-        """Packed positions [rows, K] in these parts as positions in `now`: zero in what is new. The
-        rest of a document of a source that is gone is passed over. `changed`: windows of
-        packing=best are packed anew, from their first document on, since by what they were packed
-        has changed."""
+        """Convert positions [rows, K] in these parts to positions in `now`, zero in parts that are
+        new. The rest of a document of a source that is gone is passed over. `changed`: the
+        configuration by which windows of packing=best were packed changed, so they are packed anew
+        from their first document on."""
         before = {(part.name, part.identity): place for place, part in enumerate(self)}
         same = [before.get((part.name, part.identity)) for part in now]
         moved = []
@@ -171,12 +181,15 @@ class Sources(list[Part]):
             new = Position.start(len(now))
             new.step = old.step
             if old.current == -1 or (old.current <= WINDOW and not changed):
-                new.current, new.offset = old.current, old.offset
+                new.current = old.current
+                new.offset = old.offset
             for place, earlier in enumerate(same):
                 if earlier is not None:
-                    new.finished[place], new.owed[place] = old.finished[earlier], old.owed[earlier]
+                    new.finished[place] = old.finished[earlier]
+                    new.owed[place] = old.owed[earlier]
                     if old.current == earlier:
-                        new.current, new.offset = place, old.offset
+                        new.current = place
+                        new.offset = old.offset
             moved.append(new.packed())
         return np.stack(moved)
 
@@ -186,7 +199,7 @@ def _names(sources: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _ordered(data: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """What chooses a source's documents and their order, by its name."""
+    """Return the values of the keys that choose a source's documents and their order, by name."""
     sources = data["sources"]
     chosen = [(source.get("holdout", 0), source.get("holdout_by", "place")) for source in sources]
     named = zip(_names(sources), chosen, strict=True)
@@ -194,5 +207,5 @@ def _ordered(data: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 def files_digest(files: Sequence[str]) -> str:
-    """The identity of the documents of some files."""
+    """Return the identity of the documents of some files."""
     return digest("\0".join(files).encode())

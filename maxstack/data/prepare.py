@@ -17,14 +17,13 @@ from maxstack import strict_json
 from maxstack.config import atomic, storage
 from maxstack.config.writer import inline
 from maxstack.data.documents import Documents, Split, Tokens, content_hash
-from maxstack.data.engines import Engine, Processes
+from maxstack.data.engines import Engine, Processes, SharedFiles, check_shared, shared_files
 from maxstack.data.files import digest
 from maxstack.data.filters import summary
 from maxstack.data.filters.pipeline import filter_sources
 from maxstack.data.infilling import check_marks
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.shards import MANIFEST, pack
-from maxstack.data.shared_files import SharedFiles, check_shared, shared_files
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer, tokenize_with_sizes
 from maxstack.errors import ConfigError, DataError, StoreError
@@ -85,7 +84,9 @@ def prepare(
     """
     _check_folder(out)
     check_marks(cfg)
-    tokenizer, splits, steps = open_tokenizer(cfg.tokenizer), _open_splits(cfg), None
+    tokenizer = open_tokenizer(cfg.tokenizer)
+    splits = _open_splits(cfg)
+    steps = None
     engine = engine or Processes(1)
     if cfg.steps:
         splits, steps = filter_sources(cfg, splits, out, engine, task_texts or {})
@@ -127,11 +128,11 @@ def prepare(
             "holdout_by: content of their source keeps copies together"
         )
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
-    manifest["files"] = {
-        source: [[file.path, *file.pin()] for file in documents.files]
-        for (source, split), documents in splits.items()
-        if split == "train"
-    }
+    manifest["files"] = {}
+    for (source, split), documents in splits.items():
+        if split == "train":
+            pins = [[file.path, *file.pin()] for file in documents.files]
+            manifest["files"][source] = pins
     if steps:
         manifest["steps"] = steps["steps"]
     _write_json(storage.join(out, MANIFEST), manifest, indent=1)
@@ -338,6 +339,7 @@ def _manifest(
     shards: list[Shard],
     made: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
+    counts = [made[shard.name] for shard in shards]
     return {
         "format": _FORMAT,
         "plan": plan,
@@ -348,8 +350,9 @@ def _manifest(
         },
         "sources": [source.model_dump(mode="json") for source in cfg.sources],
         "totals": {
-            key: sum(made[shard.name][key] for shard in shards)
-            for key in ("documents", "tokens", "bytes")
+            "documents": sum(each["documents"] for each in counts),
+            "tokens": sum(each["tokens"] for each in counts),
+            "bytes": sum(each["bytes"] for each in counts),
         },
         "shards": {
             shard.name: {"source": shard.source, "split": shard.split} | made[shard.name]

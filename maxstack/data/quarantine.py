@@ -76,7 +76,9 @@ class Notices:
     what becomes of those longer than `room`."""
 
     def __init__(self, section: str, overlong: str, room: str):
-        self._section, self._overlong, self._room = section, overlong, room
+        self._section = section
+        self._overlong = overlong
+        self._room = room
         self._long: dict[str, int] = {}
 
     def lines(self, news: News) -> list[str]:

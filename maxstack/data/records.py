@@ -313,7 +313,9 @@ class Parquet(Spans):
 
     def _pieces(self, path: str, version: storage.Stamp, told: Told) -> Iterator[bytes]:
         """The copy of a file."""
-        opened, spans, at = self._open_parquet(path, version), array.array("q"), 0
+        opened = self._open_parquet(path, version)
+        spans = array.array("q")
+        at = 0
         share = version[0] / max(opened.metadata.num_rows, 1)
         for group in range(opened.num_row_groups):
             for content in self._contents(opened, path, group):

@@ -38,7 +38,9 @@ def pack(tokens: Tokens) -> bytes:
 def unpack(record: bytes, where: str) -> Tokens:
     """The tokens of a record. DataError, naming `where`, if it is no record of tokens."""
     kind = record[0] if record else 0
-    width, at, sizes = kind & ~_SIZED, 1, None
+    width = kind & ~_SIZED
+    at = 1
+    sizes = None
     if kind & _SIZED and len(record) >= 5:
         at = 5 + 8 * int.from_bytes(record[1:5], "little")
         sizes = np.frombuffer(record[5:at], np.uint8)

@@ -22,7 +22,9 @@ _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS, _LINES = r"[^\r\n\p{L}\p{N}]?", r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-KIMI_RESERVED, LLAMA_RESERVED, QWEN_RESERVED = 256, 256, 205
+KIMI_RESERVED = 256
+LLAMA_RESERVED = 256
+QWEN_RESERVED = 205
 
 
 class Known(NamedTuple):

@@ -141,7 +141,9 @@ class Tokenizer(ABC):
         text in which special tokens, where they are spelt out, stand for themselves; without
         beginning and end. The texts between them are encoded each by itself."""
         names = {name: token for token, name in self.special.items()}
-        ids, spans, done = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int64)], 0
+        ids = [np.zeros(0, np.int32)]
+        spans = [np.zeros((0, 2), np.int64)]
+        done = 0
         for part in self._marks.split(text):
             encoded = part.encode()
             if part in names:
@@ -366,7 +368,9 @@ class HuggingFace(Tokenizer):
         return bytes.fromhex(byte[1]) if byte else None
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        document, ids, spans = text.encode(), [], []
+        document = text.encode()
+        ids = []
+        spans = []
         for start, stop in self._parts(document, len(document), self._marked_ids):
             part = document[start:stop]
             encode = self._marked.encode

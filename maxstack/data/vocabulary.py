@@ -30,10 +30,15 @@ def learn_vocabulary(cfg: "Config") -> None:
         return
     begun = Path(cfg.run.output_dir, cfg.run.name, "checkpoints").exists()
     if storage.kind(tokenizer.path) is None and not begun:
-        key, out, most = "data.tokenizer.learn", tokenizer.path, tokenizer.learn
-        data = cfg.data.model_copy(update={"steps": []})
-        size = train_vocabulary(data, out, vocab=most, megabytes=_MEGABYTES, most=True, key=key)
-        print(f"{out}: {size} tokens, learnt from the training documents", flush=True)
+        size = train_vocabulary(
+            cfg.data.model_copy(update={"steps": []}),
+            tokenizer.path,
+            vocab=tokenizer.learn,
+            megabytes=_MEGABYTES,
+            most=True,
+            key="data.tokenizer.learn",
+        )
+        print(f"{tokenizer.path}: {size} tokens, learnt from the training documents", flush=True)
 
 
 def train_vocabulary(

@@ -1,30 +1,38 @@
-"""Worker processes that make a feed's batches."""
+"""Worker processes that make a feed's batches.
+
+A worker writes its rows into shared memory without a name that it gets as it starts, so closing a
+feed is SIGKILL, at once, whatever a source does. Grain's mp_prefetch hands each batch over as named
+shared memory: a worker that ended between making a batch and handing it over left the memory
+behind, and closing waited for the batch being made.
+"""
 
 import contextlib
 import itertools
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context, util
+from multiprocessing import get_context, parent_process, util
 from typing import Any
 
 import numpy as np
 
 from maxstack.data.lanes import Batch, Rows
 from maxstack.data.quarantine import News, empty_news
-from maxstack.data.signals import settle
 from maxstack.errors import DataError
+from maxstack.report import stacks
+
+_GRACE_SECONDS = 30
 
 Made = tuple[Batch, News, DataError | None]
 """A batch, documents passed over for it, and the error that prevented it."""
 
 
 class Workers:
-    """Iterates over the batches of several makers of rows, each in a process of its own.
-
-    A process writes its rows, `ahead` batches before they are used, into shared memory that has no
-    name and that it gets as it starts, so it can be killed at any moment and leaves nothing behind.
-    With n makers, row i of the whole batch is row i // n of maker i % n.
-    """
+    """Iterates over batches whose rows several `Rows` make, each in a process of its own, `ahead`
+    batches before they are used. With n processes, row i of the whole batch is row i // n of
+    process i % n."""
 
     def __init__(self, makers: Sequence[Rows], ahead: int):
         context = get_context("spawn")
@@ -91,8 +99,8 @@ class Workers:
 
 
 def next_batch(rows: Rows) -> Made:
-    """The next batch of a maker. A DataError is returned, so that it is raised where the batch is
-    wanted, by whatever thread or process it was made."""
+    """Make the next batch. A DataError is returned, so that it is raised where the batch is used,
+    in whatever thread or process it was made."""
     try:
         batch = rows.next()
     except DataError as error:
@@ -101,9 +109,9 @@ def next_batch(rows: Rows) -> Made:
 
 
 def _serve(connection: Any, memory: Any, maker: Rows) -> None:
-    """Main function of a process: fill the slots in turn, each after it was read, and send a note
-    for each."""
-    settle()
+    """Run a worker process: fill the slots in turn, each after it was read, and send a note for
+    each."""
+    set_worker_signals()
     slots = _slots(maker, memory)
     try:
         for n in itertools.count():
@@ -118,13 +126,33 @@ def _serve(connection: Any, memory: Any, maker: Rows) -> None:
 
 
 def _slots(maker: Rows, memory: Any) -> np.ndarray:
-    """Batches in shared memory: records of the maker's row_type, [slots, rows]."""
+    """Return the batches in shared memory: records of row_type, [slots, rows]."""
     return np.frombuffer(memory, maker.row_type).reshape(-1, len(maker))
 
 
 def _kill(processes: list[Any]) -> None:
-    """SIGKILL, which stopped processes obey too."""
+    """Send SIGKILL, which ends stopped processes too."""
     for process in processes:
         if process.pid is not None:
             process.kill()
             process.join()
+
+
+def set_worker_signals() -> None:
+    """Set the signals of a worker process of any kind as it starts.
+
+    A terminal or a scheduler signals the whole process group; the main process may still want
+    batches while it saves, so a worker ignores an interrupt and ends 30 seconds after a request to
+    end. If the main process is killed, the worker ends at once.
+    """
+    stacks.show()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_SECONDS))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

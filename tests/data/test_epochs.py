@@ -65,7 +65,7 @@ def begun(batches):
 def feed_of(cfg, dealt, lanes=None, **options):
     size = cfg.train.batch_size
     lanes = range(size) if lanes is None else lanes
-    return Feed(cfg.data, lanes, size, dealt=dealt, may_end=True, **options)
+    return Feed(cfg.data, lanes, size, plan=dealt, may_end=True, **options)
 
 
 SHAPES = [(5000, 64, 128, 1), (5000, 64, 128, 3), (20000, 256, 128, 1), (3000, 32, 64, 1.5)]
@@ -143,7 +143,7 @@ def test_a_run_by_epochs_goes_on_with_the_same_epochs_of_the_same_data_alone(mad
     def mixture(passes, *overrides, documents=200, shared=True):
         cfg, _ = made(documents, 4, 64, passes, *overrides)
         found = dealt(cfg) if shared else None
-        return Mixture(cfg.data, open_sources(cfg.data), 4, False, "data", {}, dealt=found)
+        return Mixture(cfg.data, open_sources(cfg.data), 4, False, "data", {}, plan=found)
 
     one, by_steps = mixture(1), mixture(1, shared=False)
     saved = one.described()
@@ -163,10 +163,10 @@ def test_a_run_by_epochs_goes_on_with_the_same_epochs_of_the_same_data_alone(mad
 
 def test_pictures_and_equal_documents_are_bound_to_their_epochs_too(made, monkeypatch):
     monkeypatch.setattr(
-        epochs, "level", lambda passes, sources, lanes: level_lanes((), sources, lanes)
+        epochs, "level_lanes", lambda passes, sources, lanes: level_lanes((), sources, lanes)
     )
     one, two = (
-        Mixture(cfg.data, open_sources(cfg.data), 4, False, "data", {}, dealt=dealt(cfg))
+        Mixture(cfg.data, open_sources(cfg.data), 4, False, "data", {}, plan=dealt(cfg))
         for cfg in (made(10, 4, 64, 1)[0], made(10, 4, 64, 2)[0])
     )
     with pytest.raises(ConfigError, match="put train.epochs"):

@@ -22,10 +22,10 @@ import zstandard
 
 from maxstack.config import storage
 from maxstack.data.documents import Documents, Split
+from maxstack.data.engines import SharedFiles, check_shared
 from maxstack.data.filters import duplicates
 from maxstack.data.filters.chain import FilterData, change, open_filters
 from maxstack.data.filters.filter import Filter, Removed
-from maxstack.data.shared_files import SharedFiles, check_shared
 from maxstack.errors import ConfigError, DataError
 from maxstack.schema.filters import CHANGING, GLOBAL, AnyFilter
 

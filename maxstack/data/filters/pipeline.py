@@ -19,13 +19,12 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.data.documents import Documents, Selection, Split
-from maxstack.data.engines import Engine
+from maxstack.data.engines import Engine, shared_files
 from maxstack.data.files import digest
 from maxstack.data.filters import duplicates, summary
 from maxstack.data.filters.chain import FilterData, change, open_filters, read_data
 from maxstack.data.filters.filter import Filter
 from maxstack.data.filters.passes import REMOVED, Job, Range, read_note, run
-from maxstack.data.shared_files import shared_files
 from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig
