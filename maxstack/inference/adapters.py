@@ -1,4 +1,4 @@
-"""Adapters that an engine serves beside its model, read out of folders in PEFT's format."""
+"""Adapters that an engine serves beside its model, read from folders in PEFT's format."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -32,16 +32,17 @@ class Adapters(NamedTuple):
 
 
 def read_adapters(run: "Run", params: Any, folders: Mapping[str, str]) -> Adapters:
-    """The adapters in folders, by name, for the weights `params` of a run. ConfigError for a folder
-    that holds none of this model's, or one that cannot be served."""
+    """Read the adapters in folders, by name, for the weights `params` of a run. ConfigError for a
+    folder without an adapter of this model, and for one that cannot be served."""
     specs: dict[str, WeightSpec] = {}
     read = [_leaves(run, params, folder, specs) for folder in folders.values()]
     everywhere = NamedSharding(run.mesh, PartitionSpec())
-    weights = {
-        f"{path}/{name}": jax.device_put(leaf.astype(run.cfg.model.dtype), everywhere)
-        for path, spec in specs.items()
-        for name, leaf in _stacked([own.get(path) for own in read], spec.contract).items()
-    }
+    weights = {}
+    for path, spec in specs.items():
+        stacked = _stack([own.get(path) for own in read], spec.contract)
+        for name, leaf in stacked.items():
+            cast = leaf.astype(run.cfg.model.dtype)
+            weights[f"{path}/{name}"] = jax.device_put(cast, everywhere)
     return Adapters(tuple(folders), specs, weights)
 
 
@@ -70,8 +71,8 @@ def _leaves(
     return leaves
 
 
-def _stacked(leaves: Sequence[Leaves | None], contract: int) -> Leaves:
-    """Leaves of one weight with a dimension of adapters; those that are None change nothing. Ranks
+def _stack(leaves: Sequence[Leaves | None], contract: int) -> Leaves:
+    """Stack the leaves of one weight along a new dimension of adapters; None changes nothing. Ranks
     are padded to the largest."""
     present = [own for own in leaves if own]
     rank = max(own["a"].shape[-1] for own in present)

@@ -1,5 +1,5 @@
-"""Capacity of an engine on hardware that need not be here: memory, requests that fit and the most
-tokens a second, by sums over shapes that take no compiler."""
+"""Capacity of an engine on hardware that need not be here: memory, requests that fit and a bound on
+tokens per second, computed from shapes without a compiler."""
 
 import dataclasses
 import math
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 Configured = Callable[[Sequence[str]], "Config"]
 """The configuration of an engine with overrides."""
 LENGTHS = 1024, 4096, 16384
-"""Tokens of a request, prompt and answer together, where the command line says none."""
+"""Default lengths of a request in tokens, prompt and answer together."""
 COUNTS = 1, 8, 32, 128
-"""Requests at a time on each replica whose speed is said, as far as they fit."""
+"""Concurrent requests of a replica whose speed is reported, as far as they fit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +46,10 @@ class Memory:
     step: float
     cache: float
     fixed: float
-    """Of the cache: snapshots of recurrent states, and nobody's."""
+    """Of the cache: snapshots of recurrent states, and slot 0, which is nobody's."""
 
     def requests(self, each: float) -> int:
-        """Requests that fit the cache."""
+        """Return how many requests fit in the cache."""
         return max(0, int((self.cache - self.fixed) / each))
 
 
@@ -59,19 +59,19 @@ class Row:
 
     length: int
     prompt: int
-    """Tokens of it that are given; the others are generated."""
+    """Tokens of the prompt; the others are generated."""
     bytes: float
-    """What a device keeps of one request."""
+    """Cache of one request on a device."""
     fit: int
-    """Requests at a time on each replica."""
+    """Concurrent requests of a replica."""
     decode: dict[int, Speed]
-    """By requests at a time on each replica, as far as they fit."""
+    """By concurrent requests of a replica, as far as they fit."""
     prefill: Speed | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """Figures of one device unless the name says otherwise, in bytes."""
+    """Sizes are bytes of one device unless the name says otherwise."""
 
     model: str
     topology: str
@@ -80,37 +80,36 @@ class Capacity:
     mesh: dict[str, int]
     replicas: int
     rows: int
-    """serve.rows: tokens that a step of a replica computes."""
+    """serve.rows: batched tokens of a replica."""
     requests: int
     """serve.max_requests."""
     parameters: int
     memory: Memory
     token: float
-    """A token in the cache, as long as all layers keep it."""
+    """Cache of a token that all layers keep."""
     state: float
-    """States of a request in recurrent layers."""
+    """Recurrent states of a request."""
     lengths: tuple[Row, ...]
     balance: float | None
-    """Rows whose products take as long as reading the weights: fewer cost as much."""
+    """Batched tokens whose matmuls take as long as reading the weights; fewer take as long."""
 
     def json(self) -> dict[str, Any]:
-        """Every figure, as JSON takes it."""
+        """Return all fields for JSON."""
         return dataclasses.asdict(self)
 
 
 def read_bytes(layout: Layout, cache: Kept, start: int, end: int) -> float:
-    """Bytes of the cache that a row reads, on average over positions `start` to `end - 1`; states
-    are read and written."""
-    positions = range(start, end)
-    keys = (
-        sum(position - reach.first(position) + 1 for position in positions) / len(positions)
-        for reach in layout.reaches
-    )
-    return sum(map(math.prod, zip(keys, cache.reads, strict=True))) + 2 * cache.request
+    """Return bytes of the cache that a token reads, on average over positions `start` to `end - 1`;
+    states are read and written."""
+    total = 0.0
+    for reach, size in zip(layout.reaches, cache.reads, strict=True):
+        keys = sum(position - reach.first(position) + 1 for position in range(start, end))
+        total += keys / (end - start) * size
+    return total + 2 * cache.request
 
 
 def cache_bytes(cache: Kept, limits: Limits) -> int:
-    """Bytes of the cache on a device, pages and slots of nobody included."""
+    """Return bytes of the cache on a device, with page 0 and slot 0, which are nobody's."""
     pages = sum(
         (1 + count) * limits.page * size
         for count, size in zip(limits.pages, cache.tokens, strict=True)
@@ -119,7 +118,7 @@ def cache_bytes(cache: Kept, limits: Limits) -> int:
 
 
 def request_bytes(cfg: "Config", layout: Layout, cache: Kept, length: int) -> float:
-    """Bytes of a device that a request of `length` tokens takes."""
+    """Return bytes of a device that a request of `length` tokens takes."""
     page = cfg.serve.page
     pages = layout.pages(length, page, cfg.serve.rows)
     tokens = sum(count * size for count, size in zip(pages, cache.tokens, strict=True))
@@ -127,23 +126,20 @@ def request_bytes(cfg: "Config", layout: Layout, cache: Kept, length: int) -> fl
 
 
 def step_bytes(cfg: "Config", sizes: Mapping[str, int]) -> float:
-    """Bytes of a step's arrays at the least: logits of as many rows as are looked at at a time, and
-    the products of the widest layer."""
+    """Return a lower bound of the bytes of a step's arrays: logits of the rows that are computed at
+    a time, and the outputs of the widest layer."""
     model, rows = cfg.model, cfg.serve.rows
-    widest = max(
-        sum(
-            weight.outputs
-            for part in (block.mixer, block.mlp)
-            for _, weight, _ in weights(part, Dim("embed", model.embed))
-        )
-        for block in model.blocks.values()
-    )
+    widest = 0.0
+    for block in model.blocks.values():
+        outputs = [*weights(block.mixer, Dim("embed", model.embed))]
+        outputs += weights(block.mlp, Dim("embed", model.embed))
+        widest = max(widest, sum(weight.outputs for _, weight, _ in outputs))
     width = 4 if model.dtype == "float32" else 2
     return min(rows, OUTPUTS) * 4 * model.ids + rows * widest * width / sizes["tensor"]
 
 
 def usable_bytes(topology: Topology) -> int:
-    """Bytes that programs may use on a device. ConfigError where they are not known."""
+    """Return bytes that programs may use on a device. ConfigError where they are unknown."""
     from maxstack.plan.fit import usable
 
     if topology.chip:
@@ -151,7 +147,7 @@ def usable_bytes(topology: Topology) -> int:
     size = usable(topology.devices()[0], topology.size)
     if size is None:
         raise ConfigError(
-            "--serve: how much memory a device here has is not known; give --topology, such as "
+            "--serve: the memory of this machine's devices is unknown; give --topology, such as "
             "h100:1x8"
         )
     return size
@@ -179,8 +175,8 @@ def read_config(config: str, overrides: Sequence[str], devices: int) -> tuple["C
 
 
 def lengths_of(asked: int | None, prompt: int | None, longest: int | None) -> list[int]:
-    """Lengths to count with, of which `asked` and `prompt` are those of the command line.
-    ConfigError for what no request has."""
+    """Return the lengths to report; `asked` and `prompt` are those of the command line. ConfigError
+    for lengths that no request can have."""
     if asked and longest and asked > longest:
         raise ConfigError(
             f"--length {asked}: the model takes {longest} tokens at most; give fewer, or a larger "
@@ -204,8 +200,8 @@ def capacity(
     lengths: Sequence[int],
     prompt: int | None,
 ) -> Capacity:
-    """The capacity of an engine for requests of these lengths; `prompt`: tokens of them that are
-    given, None: half. ConfigError where not one of the shortest fits, with what would."""
+    """Return the capacity of an engine for requests of these lengths; `prompt`: tokens of the
+    prompt, None: half. ConfigError where not one of the shortest fits, with what would."""
     from maxstack.models.model import weights_of
 
     cfg = configured(())
@@ -252,10 +248,13 @@ def capacity(
 
 
 def _memory(cfg: "Config", layout: Layout, topology: Topology, sizes: Mapping[str, int]) -> Memory:
-    """Sizes of a device, as the engine divides it. ConfigError where serve.cache is more than is
-    left."""
-    serve, cache, size = cfg.serve, layout.on(cfg.mesh, sizes), usable_bytes(topology)
-    stored, step = sum(each.kept for each in weights_on_device(cfg, sizes)), step_bytes(cfg, sizes)
+    """Divide the memory of a device as the engine does. ConfigError where serve.cache is more than
+    is left."""
+    serve = cfg.serve
+    cache = layout.on(cfg.mesh, sizes)
+    size = usable_bytes(topology)
+    stored = sum(each.kept for each in weights_on_device(cfg, sizes))
+    step = step_bytes(cfg, sizes)
     free = max(0.0, size - stored - step)
     taken = free * SHARE
     if serve.cache is not None:
@@ -274,7 +273,7 @@ def _memory(cfg: "Config", layout: Layout, topology: Topology, sizes: Mapping[st
 def _refusal(
     configured: Configured, topology: Topology, memory: Memory, least: float, length: int
 ) -> str:
-    """Message where not one request of `length` tokens fits: the numbers, and what would fit."""
+    """Return the message where no request of `length` tokens fits, with changes that would help."""
     cfg = configured(())
     changes = [
         f"mesh.data={topology.size // size} mesh.fsdp=1 mesh.expert=1 mesh.tensor={size}"
@@ -301,7 +300,7 @@ def _refusal(
 
 
 def _fits(configured: Configured, topology: Topology, length: int, words: str) -> bool:
-    """True where a request fits with these overrides."""
+    """Return True where a request fits with these overrides."""
     try:
         cfg = configured(words.split())
         sizes = sizes_on(cfg, topology.size, topology.name, trains=False)
@@ -313,7 +312,7 @@ def _fits(configured: Configured, topology: Topology, length: int, words: str) -
 
 
 def text(made: Capacity) -> str:
-    """One screen."""
+    """Format a capacity for the terminal."""
     mesh = " x ".join(f"{axis}={size}" for axis, size in made.mesh.items()) or "one device"
     memory = made.memory
     left = memory.usable - memory.weights - memory.step - memory.cache
@@ -351,7 +350,7 @@ def text(made: Capacity) -> str:
 
 
 def _speeds(made: Capacity) -> tuple[Iterable[Sequence[str]], Sequence[str]]:
-    """Rows of the table, and its header."""
+    """Return the rows of the table, and its header."""
     rows = []
     for row in made.lengths:
         speeds = [row.prefill, *(row.decode.get(count) for count in (*COUNTS, row.fit))]

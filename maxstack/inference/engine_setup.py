@@ -1,4 +1,4 @@
-"""An engine for a model: its weights read, its cache sized, its program checked."""
+"""Setup of an engine for a model: read its weights, size its cache, check its programs."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 GIB = 2**30
 SHARE = 0.5
-"""Share of the memory that is free beside the weights that a cache takes by itself."""
+"""Share of the memory left by the weights that a cache takes by default."""
 OVERRIDES = (
     "run.virtual_devices=null",
     "train.accumulate=1",
@@ -38,16 +38,16 @@ OVERRIDES = (
     "mesh.rules.seq=null",
     "mesh.rules.residual=null",
 )
-"""A run's own mesh is for training; rows of inference have no sequence to split."""
+"""A run's own mesh is for training; tokens of inference have no sequence to shard."""
 Opened = tuple["Config", Path | None]
 """A configuration, and the run's folder, None for a Hugging Face folder."""
 USUAL = 2048
-"""serve.max_length of a model that says nothing of its length."""
+"""serve.max_length of a model that does not state its length."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model that is ready to answer."""
+    """A model with an engine."""
 
     model: str
     cfg: "Config"
@@ -55,9 +55,9 @@ class Served:
     own: Path | None
     """The run's folder; None for a Hugging Face folder."""
     folder: Path | None
-    """Folder with config.json and the files of a tokenizer; None for a run that has none."""
+    """Folder with config.json and tokenizer files; None for a run without one."""
     tokenizer: "Tokenizer | None"
-    """None for a model that brings none, whose prompts are tokens."""
+    """None for a model without one, whose prompts are tokens."""
     stop_tokens: frozenset[int]
     """Tokens that end an answer."""
     template: ChatTemplate | None = None
@@ -70,19 +70,19 @@ def start(
     adapter: str | None = None,
     check: Callable[["Tokenizer | None", int], None] = lambda tokenizer, vocab: None,
 ) -> Served:
-    """The engine of a run, a checkpoint or a Hugging Face folder, with the adapters of
-    serve.adapters and `adapter`, a name there or a folder, which is its name then. `check` may
-    raise for the tokenizer and the size of the vocabulary, before weights are read. ConfigError
-    where it cannot generate or does not fit."""
+    """Set up the engine of a run, a checkpoint or a Hugging Face folder, with the adapters of
+    serve.adapters and `adapter`, the name of one of them or a folder, which is its own name.
+    `check` may raise for the tokenizer and the size of the vocabulary, before weights are read.
+    ConfigError where the model cannot generate or does not fit."""
     import jax
 
     from maxstack.inference.programs import inference_config
 
     cfg, own = place_on_devices(functools.partial(config_of, model), overrides, jax.device_count())
     if cfg.decoder.head.scores:
-        raise ConfigError(f"{model}: is a reward model; `maxstack score --records` is for it")
+        raise ConfigError(f"{model}: is a reward model; use `maxstack score --records`")
     if not cfg.objective.FORWARD:
-        raise ConfigError(f"{model}: was trained by masked diffusion; `maxstack sample` is for it")
+        raise ConfigError(f"{model}: was trained by masked diffusion; use `maxstack sample`")
     cfg = inference_config(cfg)
     folder = model_files(cfg, own)
     layout = Layout.of(cfg.decoder, cfg.serve, jax.devices()[0].platform)
@@ -111,10 +111,9 @@ def start(
 def place_on_devices(
     opened: Callable[[Sequence[str]], Opened], overrides: Sequence[str], devices: int
 ) -> Opened:
-    """What `opened` makes of overrides, with the mesh that `overrides` ask for, else the largest
-    share of the devices over `tensor` that the model's sizes divide by, and replicas over the
-    rest."""
-    each = *OVERRIDES, *_of_rollouts(opened, devices), f"train.batch_size={devices}"
+    """Open a configuration with the mesh of `overrides`, or by default with as many devices over
+    `tensor` as divide the model's sizes, and replicas over the rest."""
+    each = *OVERRIDES, *_rollout_overrides(opened, devices), f"train.batch_size={devices}"
     if any(override.startswith("mesh") for override in overrides):
         return opened([*each, *overrides])
     for tensor in range(devices, 1, -1):
@@ -125,9 +124,9 @@ def place_on_devices(
     return opened([*each, f"mesh.data={devices}", *overrides])
 
 
-def _of_rollouts(opened: Callable[[Sequence[str]], Opened], devices: int) -> Sequence[str]:
-    """Sizes of rollouts that fit any batch, for a run that learnt from its samples."""
-    with contextlib.suppress(ConfigError):  # which is told where the sizes are right
+def _rollout_overrides(opened: Callable[[Sequence[str]], Opened], devices: int) -> Sequence[str]:
+    """Return sizes of rollouts that fit any batch, for a run trained by reinforcement learning."""
+    with contextlib.suppress(ConfigError):  # which is raised again where the sizes are right
         if opened(["run.virtual_devices=null"])[0].rollout:
             sizes = f"prompts={devices}", "samples=2", "minibatches=1", "max_tokens=1"
             return [f"rollout.{size}" for size in sizes]
@@ -137,9 +136,9 @@ def _of_rollouts(opened: Callable[[Sequence[str]], Opened], devices: int) -> Seq
 def make_limits(
     cfg: "Config", layout: Layout, longest: int, free: int | None
 ) -> tuple[Limits, int]:
-    """Sizes of the engine by serve.*, and the most tokens of a request, at most `longest` unless
-    serve.max_length says so; `free` are bytes of a replica beside the weights, None: not known.
-    ConfigError where not one request fits."""
+    """Return the sizes of the engine by serve.*, and the most tokens of a request, which is at most
+    `longest` unless serve.max_length is set. `free`: bytes of a replica beside the weights, None:
+    unknown. ConfigError where not one request fits."""
     serve = cfg.serve
     length = serve.max_length or longest
     bounded = layout.pages(length, serve.page, serve.rows)
@@ -148,28 +147,28 @@ def make_limits(
     states = layout.request_bytes * (1 + serve.max_requests + snapshots)
     each = sum(count * size for count, size in zip(bounded, page_bytes, strict=True))
     wanted = each * serve.max_requests
-    allowed = None if free is None else int(free * SHARE)
     if serve.cache is not None:
-        allowed = wanted = int(serve.cache * GIB)
-    budget = (wanted if allowed is None else min(wanted, allowed)) - states * (
-        serve.cache is not None
-    )
+        budget = int(serve.cache * GIB) - states
+    elif free is not None:
+        budget = min(wanted, int(free * SHARE))
+    else:
+        budget = wanted
     requests = budget / each if each else serve.max_requests
     if requests < 1 and serve.max_length is None and serve.cache is None:
         # the longest text that fits, in place of the longest that the model could read
         length = max(serve.page, int(requests * length) // serve.page * serve.page)
         smaller = cfg.model_copy(update={"serve": serve.model_copy(update={"max_length": length})})
         log.warning(
-            "serve.max_length: %d tokens fit the memory that is free, of the %d that the model "
-            "reads; set serve.cache or serve.max_length to say otherwise",
+            "serve.max_length: %d of the model's %d tokens fit in free memory; set serve.cache or "
+            "serve.max_length to change that",
             length,
             longest,
         )
         return make_limits(smaller, layout, longest, free)
     if requests < 1:
         raise ConfigError(
-            f"serve.max_length={length}: a request needs {each / GIB:.3f} GiB of cache, and there "
-            f"are {max(budget, 0) / GIB:.3f}; make it shorter, or give more in serve.cache"
+            f"serve.max_length={length}: a request needs {each / GIB:.3f} GiB of cache, and "
+            f"{max(budget, 0) / GIB:.3f} are available; lower it, or raise serve.cache"
         )
     counts = tuple(max(count, int(count * requests)) for count in bounded)
     sizes = serve.rows, serve.page, counts, serve.max_requests
@@ -177,8 +176,8 @@ def make_limits(
 
 
 def check_identical(engine: "Engine", layout: Layout) -> None:
-    """ConfigError or a warning where a request's bits depend on its company. Sizes of steps in
-    which they are others are given up."""
+    """Drop the sizes of steps in which a request's bits depend on other requests; ConfigError or a
+    warning where no size is left without."""
     from maxstack.inference.batch_invariance import find_variant_sizes
 
     asked, programs = engine.cfg.serve.identical, engine.programs
@@ -196,8 +195,8 @@ def check_identical(engine: "Engine", layout: Layout) -> None:
     programs.sizes = tuple(size for size in programs.sizes if size not in left) or sizes[-1:]
     if programs.sizes != sizes:
         log.warning(
-            "serve.identical: so that an answer does not depend on what else is asked, steps have "
-            "fewer sizes than serve.rows allows here: of %s tokens, %s",
+            "serve.identical: of the step sizes %s only %s are used, so that an answer does not "
+            "depend on other requests",
             ", ".join(map(str, sizes)),
             ", ".join(map(str, programs.sizes)),
         )
@@ -205,17 +204,17 @@ def check_identical(engine: "Engine", layout: Layout) -> None:
     if not left:
         return
     message = (
-        f"serve.identical={asked}: on this device a request's logits change in their last bits "
-        f"when they are computed beside another request in steps of {left[-1]} rows"
+        f"serve.identical={asked}: on this device the last bits of a request's logits depend on "
+        f"other requests, in steps of {left[-1]} tokens"
     )
     if asked == "strict":
-        raise ConfigError(f"{message}; set serve.identical=check to serve nevertheless")
+        raise ConfigError(f"{message}; set serve.identical=check to serve anyway")
     log.warning("%s", message)
 
 
 def _free(run: Any, layout: Layout, adapters: Any) -> int | None:
-    """Bytes that the weights, and those of adapters, leave on the devices over which a replica's
-    cache is sharded; None where a device does not say."""
+    """Return the bytes that weights and adapters leave on the devices over which a replica's cache
+    is sharded; None where a device does not report its memory."""
     from maxstack.plan.fit import shard_bytes, usable
     from maxstack.state import count
 
@@ -227,7 +226,7 @@ def _free(run: Any, layout: Layout, adapters: Any) -> int | None:
 
 
 def model_files(cfg: "Config", own: Path | None) -> Path | None:
-    """The folder with a model's config.json and tokenizer."""
+    """Return the folder with a model's config.json and tokenizer."""
     from maxstack.data import hub
 
     if own is not None:
@@ -240,8 +239,8 @@ def model_files(cfg: "Config", own: Path | None) -> Path | None:
 def chat_template(
     model: str, cfg: "Config", own: Path | None, file: str | None = None
 ) -> ChatTemplate:
-    """The chat template in `file`, or that which a run was trained with, or the model's own, in a
-    process with limits. ConfigError where there is none."""
+    """Read the chat template of `file`, or the one that a run was trained with, or the model's own,
+    to be rendered in a process with limits. ConfigError where there is none."""
     folder, data = model_files(cfg, own), cfg.data
     if own is not None and (data.template or folder is None):
         named = file or data.template
@@ -251,7 +250,7 @@ def chat_template(
 
 
 def max_length_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
-    """Most tokens of a text that the model was made for."""
+    """Return the most tokens of a text that the model was made for."""
     outer = read_json(folder / "config.json") if folder else {}
     config = outer.get("text_config") or outer
     lengths = [
@@ -265,8 +264,8 @@ def max_length_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
 def open_model_tokenizer(
     cfg: "Config", own: Path | None, folder: Path | None
 ) -> tuple["Tokenizer | None", frozenset[int]]:
-    """The model's tokenizer, None where it has none, and the tokens that end its answers.
-    ConfigError where all of these are outside of the vocabulary."""
+    """Open the model's tokenizer, None where it has none, and return it with the tokens that end
+    its answers. ConfigError where all of these are outside the vocabulary."""
     from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 
     said = read_ends(folder) if folder else set[int]()

@@ -1,4 +1,4 @@
-"""Prompts for an engine in this process: one answered as a stream of text, or a file of them."""
+"""Generation in this process: a prompt answered as a stream of text, or a file of prompts."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AHEAD = 4
-"""Requests that are handed to the engine at a time, as a multiple of those that it runs."""
+"""Requests that are queued in the engine, as a multiple of those that it runs."""
 KINDS = "prompt", "tokens", "messages"
 
 
@@ -39,7 +39,7 @@ class Prompt:
 
 
 def read_prompts(file: str) -> list[Prompt]:
-    """The prompts of a JSONL file, in their order; DataError for a line that is none, and where
+    """Read the prompts of a JSONL file, in their order; DataError for an invalid line, and where
     two have the same id. A line without id has its number, from 0."""
     if storage.kind(file) != "file":
         raise DataError(f"{file}: no such file")
@@ -62,9 +62,7 @@ def read_prompts(file: str) -> list[Prompt]:
             own = row.get("id", number)
             key = json.dumps(own)
             if key in lines:
-                raise DataError(
-                    f"{where}: id {shortened(key, 80)} is that of line {lines[key]} too"
-                )
+                raise DataError(f"{where}: line {lines[key]} has the id {shortened(key, 80)} too")
             lines[key] = number + 1
             prompts.append(Prompt(where, own, kind, row[kind]))
     if not prompts:
@@ -75,10 +73,10 @@ def read_prompts(file: str) -> list[Prompt]:
 def check_prompts(
     model: str, tokenizer: Any, vocab: int, prompts: Sequence[Prompt], text: bool
 ) -> None:
-    """ConfigError or DataError where the prompts, or what else is `text`, are not for the model."""
+    """ConfigError or DataError where the model cannot answer; `text`: there are prompts of text."""
     if tokenizer is None and (text or any(prompt.kind != "tokens" for prompt in prompts)):
         raise ConfigError(
-            f"{model} brings no tokenizer; give one in data.tokenizer, or prompts as "
+            f"{model} has no tokenizer; name one in data.tokenizer, or give prompts as "
             '{"id", "tokens"} in --prompts'
         )
     for prompt in prompts:
@@ -91,7 +89,7 @@ def check_prompts(
 
 
 def check_prompt(where: str, kind: str, value: Any) -> None:
-    """DataError where the value is none of its kind."""
+    """DataError where the value is not of its kind."""
     if kind == "prompt" and not isinstance(value, str):
         raise DataError(f"{where}: prompt is {shortened(json.dumps(value), 80)}, and must be text")
     if kind == "tokens" and not (
@@ -110,7 +108,7 @@ def check_prompt(where: str, kind: str, value: Any) -> None:
 
 
 class Generator:
-    """Prompts become tokens, and tokens of answers become text."""
+    """Generates text from prompts."""
 
     def __init__(
         self,
@@ -122,33 +120,35 @@ class Generator:
         adapter: str | None = None,
     ):
         """`template` is for prompts that are messages."""
-        self._served, self._stops, self._template = served, stops, template
+        self._served = served
+        self._stops = stops
+        self._template = template
         self._adapter = adapter
         ends = frozenset() if ignore_eos else served.stop_tokens
         self.sampling = dataclasses.replace(sampling, stop_tokens=ends)
 
     def encode(self, text: str, chat: bool, system: str | None) -> list[int]:
-        """Tokens of a text, or of a user's message in a new conversation."""
+        """Return the tokens of a text, or with `chat` of a new conversation with this message."""
         if chat:
             messages = [{"role": "system", "content": system}] if system else []
             return self.encode_messages([*messages, {"role": "user", "content": text}])
         return self._tokenizer.encode(os.fsencode(text)).tolist()
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Tokens of a conversation, up to where the model's answer begins."""
+        """Return the tokens of a conversation, up to where the model's answer begins."""
         assert self._template, "messages without a chat template"
         text = self._template.render(to_template_messages(messages))
         return encode_chat(self._tokenizer, text)[0].tolist()
 
     def stream(self, prompt: Sequence[int], choice: int = 0) -> Iterator[str]:
-        """The answer to a prompt, in pieces as they become certain."""
+        """Yield the answer to a prompt, in pieces as they become certain."""
         engine = self._served.engine
         text = TextStream(self._tokenizer, prompt, self._stops)
         sampling = dataclasses.replace(self.sampling, choice=choice)
         room = engine.max_length - len(prompt)
         if choice == 0 and sampling.max_tokens > room >= 0:
             log.warning(
-                "a text has %d tokens at most (serve.max_length), so the answer ends after %d",
+                "serve.max_length=%d: the answer ends after %d tokens",
                 engine.max_length,
                 room,
             )
@@ -166,13 +166,13 @@ class Generator:
         self, prompts: Sequence[Prompt], out: str, count: int, chat: bool, system: str | None
     ) -> None:
         """Write `count` answers to each prompt to the file `out`, in the order of the prompts.
-        Answers are appended to a file beside it as they end, from which a later call goes on."""
+        Answers are appended to OUT.unfinished as they end, from which a later call resumes."""
         answers = ResumableFile(out, self._settings(prompts, count, chat, system))
         encoded = {}
         for i, prompt in enumerate(prompts):
             for choice in range(count):
                 if (i, choice) not in answers.lines:
-                    encoded[i, choice] = self._encoded(prompt, chat, system)
+                    encoded[i, choice] = self._encode_prompt(prompt, chat, system)
         self._answer(prompts, encoded, count, answers)
         answers.write()
 
@@ -192,7 +192,7 @@ class Generator:
             while waiting or running:
                 while waiting and len(running) < limit:
                     i, choice = key = waiting.pop()
-                    # a number of its own for each answer of the file: equal prompts differ
+                    # a choice of its own for each answer, so that equal prompts get different ones
                     sampling = dataclasses.replace(
                         self.sampling, choice=i * count + choice, logprobs=0
                     )
@@ -217,7 +217,7 @@ class Generator:
                     speed = f"{made / shown.format_dict['elapsed']:.1f} tokens/s"
                     shown.set_postfix_str(speed, refresh=False)
 
-    def _encoded(self, prompt: Prompt, chat: bool, system: str | None) -> list[int]:
+    def _encode_prompt(self, prompt: Prompt, chat: bool, system: str | None) -> list[int]:
         if prompt.kind == "tokens":
             return prompt.value
         try:
@@ -238,7 +238,7 @@ class Generator:
         return self._served.tokenizer
 
     def _settings(self, prompts: Sequence[Prompt], *others: Any) -> str:
-        """Hash of all that answers depend on."""
+        """Return a hash of all that answers depend on."""
         told = [dataclasses.astuple(prompt)[1:] for prompt in prompts], others, self._stops
         sampling = dataclasses.asdict(self.sampling)
         sampling["stop_tokens"] = sorted(sampling["stop_tokens"])
@@ -248,7 +248,7 @@ class Generator:
 
 
 class _Answer:
-    """An answer while it is made."""
+    """An answer that is being generated."""
 
     def __init__(self, key: tuple[int, int], text: TextStream | None):
         self.key, self._text = key, text

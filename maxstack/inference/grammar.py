@@ -1,5 +1,5 @@
-"""Tokens that a JSON schema, a regular expression or a grammar lets an answer go on with, by the
-llguidance library. Runs on the host, imports no jax."""
+"""Constrained answers: tokens that a JSON schema, a regular expression or a grammar allows next,
+by the llguidance library. Runs on the host, imports no jax."""
 
 import json
 import time
@@ -19,21 +19,23 @@ _PROBE = '{"a b": [1, "\u00e9"]}\n'
 LONGEST = 1 << 18
 """Bytes of a grammar at most."""
 DEEPEST = 256
-"""Levels of a JSON schema at most, through its references."""
+"""Levels of a JSON schema at most, counted through its references."""
 ROW = 1000
-"""Ways to go on that a parser may hold open (llguidance's own limit is 2,000, at which a step of an
-ambiguous grammar takes seconds; an object's optional property is four)."""
+"""Items in a row of the parser (llguidance's own limit is 2,000, at which a token of an ambiguous
+grammar takes seconds; an optional property of an object takes four)."""
 ITEMS = 5000
-"""Of the parser, in one mask: at the library's 50,000 one that many rules share takes seconds."""
+"""Items of the parser in one mask: at the library's 50,000 a mask of many rules takes seconds."""
 STATES = 50_000
-"""States of a lexer at most, of 1 to 2 kB each."""
-FIRST_SECONDS, TOKEN_SECONDS = 0.5, 0.005
-"""Processor time that the masks of an answer may take, and what each of its tokens adds."""
+"""States of a lexer, of 1 to 2 kB each."""
+FIRST_SECONDS = 0.5
+"""Processor time that the masks of an answer may take."""
+TOKEN_SECONDS = 0.005
+"""What each token adds to that."""
 
 
 class Compiler:
-    """Matchers over the tokens of a tokenizer. Seconds to make for a large vocabulary, then
-    milliseconds a grammar."""
+    """Compiles grammars over a vocabulary. It takes seconds to make for a large vocabulary, then
+    milliseconds per grammar."""
 
     def __init__(self, vocabulary: "Vocabulary"):
         """ConfigError if the library is missing."""
@@ -57,41 +59,41 @@ class Compiler:
         vocabulary.greedy = self._tokens.greedy_tokenize
 
     def compile(self, kind: str, value: Any) -> "Matcher":
-        """Matcher by the method `kind`. ConfigError for what cannot be followed, and for more than
+        """Compile by the method `kind`. ConfigError for what cannot be compiled, and for more than
         `LONGEST` bytes or `DEEPEST` levels, before the library sees it."""
         check_size(value)
         return getattr(self, kind)(value)
 
     def json_schema(self, schema: Mapping[str, Any] | bool) -> "Matcher":
-        """Matcher of JSON that follows a schema, with at most 32 blanks in a row, since a model may
-        go on with blanks for ever; the schema's own `x-guidance` says otherwise. ConfigError if the
-        library does not know all of the schema's keys, or nothing follows it."""
+        """Compile a JSON schema. Blanks are limited to 32 in a row, because a model may write them
+        for ever, unless the schema has its own `x-guidance`. ConfigError for keys that the library
+        does not know, and for a schema that no text follows."""
         if isinstance(schema, Mapping):
             schema = {"x-guidance": {"whitespace_pattern": _BLANKS}, **schema}
         text = json.dumps(schema)
         return self._compiled("JSON schema", self._matcher.grammar_from_json_schema(text))
 
     def regex(self, pattern: str) -> "Matcher":
-        """Matcher of whole texts by a regular expression of Rust's regex crate, without
-        look-around. ConfigError for others."""
+        """Compile a regular expression of Rust's regex crate, without look-around, for the whole
+        answer. ConfigError for others."""
         return self._compiled("regular expression", self._matcher.grammar_from_regex(pattern))
 
     def lark(self, grammar: str) -> "Matcher":
-        """Matcher by a grammar in llguidance's variant of Lark's notation, from its rule `start`.
+        """Compile a grammar in llguidance's variant of Lark's notation, from its rule `start`.
         ConfigError for others."""
         return self._compiled("Lark grammar", self._matcher.grammar_from_lark(grammar))
 
     def choices(self, texts: Sequence[str]) -> "Matcher":
-        """Matcher of any of some texts. ConfigError for none."""
+        """Compile a choice between texts. ConfigError for none."""
         if not texts:
             raise ConfigError("grammar: the list of choices is empty; give at least one text")
-        escaped = ("".join(f"\\x{{{ord(char):x}}}" for char in text) for text in texts)
+        escaped = [_escape(text) for text in texts]
         return self._compiled("choices", self._matcher.grammar_from_regex("|".join(escaped)))
 
     def _compiled(self, kind: str, grammar: str) -> "Matcher":
         state = self._matcher(self._tokens, grammar, log_level=0, limits=self._limits)
         if not state.is_error():
-            state.compute_bitmask()  # which finds what no text follows
+            state.compute_bitmask()  # finds grammars that no text follows
         if state.is_error():
             raise ConfigError(f"grammar: not a {kind} that can be followed: {_error(state)}")
         return Matcher(state, self._words)
@@ -115,21 +117,20 @@ class Matcher:
         return self._state.is_stopped()
 
     def mask(self) -> np.ndarray:
-        """int32 [vocab / 32, rounded up]: a bit, the lowest first, for each token that may follow.
-        ConfigError if the grammar grows beyond the library's limits, or no token fits it."""
-        # the library adds a word where the vocabulary fills the last one
+        """Return int32 [vocab / 32, rounded up]: a bit, the lowest first, for each token that may
+        follow. ConfigError beyond the library's limits, or if no token fits."""
+        # the library adds a word if the vocabulary fills the last one
         mask = np.frombuffer(self._state.compute_bitmask(), np.int32, self._words)
         self._check()
         return mask
 
     def accept(self, token: int) -> None:
-        """Appends a token. ConfigError if it may not follow, after which the matcher is of no
-        use."""
+        """Append a token. ConfigError if it may not follow; the matcher is unusable then."""
         self._state.consume_token(int(token))
         self._check()
 
     def copy(self) -> "Matcher":
-        """A matcher in the same state that goes on by itself."""
+        """Return an independent matcher in the same state."""
         return Matcher(self._state.deep_copy(), self._words)
 
     def _check(self) -> None:
@@ -138,8 +139,8 @@ class Matcher:
 
 
 class Answer:
-    """A matcher as the engine follows it: what goes wrong ends the answer and is kept as `error`,
-    and so does a grammar that takes more time than all requests can spare."""
+    """A matcher as the engine uses it: an error ends the answer and is kept as `error`, and so does
+    exceeding its processor time, which other requests would wait for."""
 
     def __init__(self, matcher: Matcher, held: object = None):
         """`held` lives as long as it and its copies do."""
@@ -230,10 +231,12 @@ class Vocabulary:
 
 
 def check_size(grammar: Any) -> None:
-    """ConfigError for a grammar of more than `LONGEST` bytes, or of more than `DEEPEST` levels. A
-    `$ref` to a place in the schema itself leads on to there, the first time that it is met: what
-    is deeper by another way, `trial` finds."""
-    size, found, seen = 0, [(grammar, 1)], set[str]()
+    """ConfigError for a grammar of more than `LONGEST` bytes or `DEEPEST` levels. A local `$ref` is
+    followed once, the first time that it is met; what is deeper by another path, the sandbox
+    finds."""
+    size = 0
+    found = [(grammar, 1)]
+    seen: set[str] = set()
     while found:
         value, depth = found.pop()
         if isinstance(value, dict):
@@ -258,8 +261,12 @@ def check_size(grammar: Any) -> None:
         raise ConfigError(f"grammar: is longer than {LONGEST:,} bytes; give a smaller one")
 
 
+def _escape(text: str) -> str:
+    return "".join(f"\\x{{{ord(char):x}}}" for char in text)
+
+
 def _at(schema: Any, reference: str) -> Any:
-    """What a local reference of a JSON schema names, as RFC 6901 writes it; None for nothing."""
+    """Return the target of a local reference (RFC 6901) in a JSON schema; None for none."""
     if not reference.startswith("#/"):
         return None
     for part in reference[2:].split("/"):
@@ -271,7 +278,7 @@ def _at(schema: Any, reference: str) -> Any:
 
 
 def _encoded(tokenizer: "Tokenizer", text: bytes) -> list[int] | None:
-    """The tokens of a text by itself; None where they do not begin with it."""
+    """Return the tokens of a text by itself; None where none of them starts with it."""
     pieces, sizes = tokenizer.pieces, tokenizer.token_bytes
     for prefix in (b"", _SEPARATOR):  # some write a space before the first word
         ids = tokenizer.encode(prefix + text)
@@ -285,7 +292,7 @@ def _encoded(tokenizer: "Tokenizer", text: bytes) -> list[int] | None:
 
 
 def _error(state: Any) -> str:
-    """The reason that the library gives, without the state of its parser."""
+    """Return the library's reason, without the state of its parser."""
     reason = state.get_error().partition("<state>")[0].partition("<backtrace>")[0]
     if reason.startswith("NoExtension"):
         return "no text fits it"

@@ -1,5 +1,5 @@
-"""Grammars of strangers are compiled in a process of their own first: the library ends the process
-that gives it rules nested too deeply, and may take minutes or all memory for others."""
+"""A process with limits in which grammars of clients are compiled first: the library crashes on
+rules that are nested too deeply, and takes minutes or all memory for some others."""
 
 from typing import Any
 
@@ -9,17 +9,19 @@ from maxstack.hardware.memory import give_back
 from maxstack.inference.grammar import Compiler, Vocabulary
 
 STACK = 2 << 20
-"""Bytes of stack in which a grammar has to compile. Threads that use it have more."""
-SECONDS, MEMORY = 3, 512 << 20
-"""Processor time and bytes that a grammar may take to compile."""
+"""Bytes of stack in which a grammar must compile; threads that use it later have more."""
+SECONDS = 3
+"""Processor time that a grammar may take to compile."""
+MEMORY = 512 << 20
+"""Bytes that it may take to compile."""
 COMPILED = 64 << 20
-"""Bytes that it may have then."""
+"""Bytes that a compiled grammar may have."""
 COPIES = 4
-"""That are made to measure one."""
+"""Copies that are made to measure one."""
 
 
 class GrammarSandbox(limited.Limited):
-    """The process."""
+    """Compiles grammars in a process of its own."""
 
     def __init__(self, vocabulary: Vocabulary, seconds: int = SECONDS):
         tokens = [token.decode("latin-1") for token in vocabulary.tokens]
@@ -27,8 +29,8 @@ class GrammarSandbox(limited.Limited):
         super().__init__(__name__, start, seconds, MEMORY, STACK)
 
     def check(self, kind: str, value: Any) -> tuple[int, int]:
-        """The bytes that a grammar of `Compiler.compile` has when it is compiled, and those of each
-        copy. ConfigError for one that cannot be compiled within the limits."""
+        """Return the bytes of a compiled grammar and of each copy. ConfigError for one that cannot
+        be compiled within the limits."""
         try:
             reason, compiled, copied = self.ask((kind, value))
         except limited.Ended as error:
@@ -50,8 +52,8 @@ class _Tries:
         self._compiler = Compiler(Vocabulary(words, stop_tokens))
 
     def __call__(self, request: Any) -> tuple[str, int, int]:
-        """Why a grammar cannot be compiled, and the bytes of one that can, and of its copy."""
-        give_back()  # of the last one, else this one may take its place and seem small
+        """Return why a grammar cannot be compiled, else "" with its bytes and those of a copy."""
+        give_back()  # the last one's memory, which this one would reuse and seem small
         before = limited.own_memory()[1]
         try:
             matcher = self._compiler.compile(*request)

@@ -135,9 +135,14 @@ class PageCache:
     def __init__(self, layout: Layout, limits: Limits, replicas: int):
         self.limits = limits
         self._layout = layout
-        self.pools = [[Pool(size) for size in limits.pages] for _ in range(replicas)]
-        self._slots = [list(range(limits.requests, 0, -1)) for _ in range(replicas)]
-        self._snapshots = [Pool(limits.snapshots, limits.requests + 1) for _ in range(replicas)]
+        self.pools: list[list[Pool]] = []
+        """By replica and group."""
+        self._slots: list[list[int]] = []
+        self._snapshots: list[Pool] = []
+        for _ in range(replicas):
+            self.pools.append([Pool(size) for size in limits.pages])
+            self._slots.append(list(range(limits.requests, 0, -1)))
+            self._snapshots.append(Pool(limits.snapshots, limits.requests + 1))
 
     def forget(self) -> None:
         """Forget the contents of all pages and snapshots."""

@@ -142,7 +142,10 @@ def generate_raising(model, *words):
             '{"messages": [{"role": "assistant", "tool_calls": [{"name": "add"}]}]}',
             r"p.jsonl:1: messages\[0\].tool_calls: .* is no call; wanted",
         ),
-        ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "p.jsonl:2: id 1 is that of line 1"),
+        (
+            '{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}',
+            "p.jsonl:2: line 1 has the id 1 too",
+        ),
     ],
 )
 def test_a_file_of_prompts_with_a_mistake_is_refused_by_its_line(model, tmp_path, lines, message):
@@ -170,7 +173,7 @@ def test_a_missing_chat_template_is_named_before_weights_are_read(tmp_path):
 def test_a_missing_tokenizer_and_wrong_tokens_are_named_before_weights_are_read(tmp_path):
     bare, out = tmp_path / "bare", ["--out", str(tmp_path / "o.jsonl")]
     parity.poisoned(parity.GOLDENS / "llama", bare, float("nan"))
-    with pytest.raises(ConfigError, match="bare brings no tokenizer"):
+    with pytest.raises(ConfigError, match="bare has no tokenizer"):
         generate_raising(str(bare), "--prompt", "a")
     rows = write_prompts(tmp_path / "p.jsonl", [{"tokens": [1]}, {"tokens": [99_999]}])
     with pytest.raises(DataError, match="p.jsonl:2: token 99999 is outside"):

@@ -42,7 +42,7 @@ def test_a_grammar_is_tried_once_and_a_refusal_names_its_field(grammars, monkeyp
     async def ask():
         first = await grammars.answers(QUICK, 1, "a")
         first[0].accept(ord("a"))
-        monkeypatch.setattr("maxstack.inference.grammar_sandbox.Trial.check", None)
+        monkeypatch.setattr("maxstack.inference.grammar_sandbox.GrammarSandbox.check", None)
         (again,) = await grammars.answers(QUICK, 1, "b")
         again.accept(ord("a"))
         assert again.error is None
@@ -51,7 +51,7 @@ def test_a_grammar_is_tried_once_and_a_refusal_names_its_field(grammars, monkeyp
             await grammars.answers(QUICK._replace(value="("), 1, "a")
         for number in range(KEPT):
             await grammars.answers(QUICK._replace(value=f"a{number}"), 1, "a")
-        monkeypatch.setattr("maxstack.inference.grammar_sandbox.Trial.check", None)
+        monkeypatch.setattr("maxstack.inference.grammar_sandbox.GrammarSandbox.check", None)
         with pytest.raises(TypeError):
             await grammars.answers(QUICK, 1, "a")
 
@@ -60,7 +60,7 @@ def test_a_grammar_is_tried_once_and_a_refusal_names_its_field(grammars, monkeyp
 
 def test_grammars_together_have_bounded_memory_until_their_answers_are_gone(grammars, monkeypatch):
     monkeypatch.setattr(
-        "maxstack.inference.grammar_sandbox.Trial.check", lambda *_: (40 << 20, 10 << 20)
+        "maxstack.inference.grammar_sandbox.GrammarSandbox.check", lambda *_: (40 << 20, 10 << 20)
     )
 
     async def ask():
