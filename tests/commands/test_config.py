@@ -33,17 +33,8 @@ def test_diff_prints_what_differs_and_nothing_else(tiny, tmp_path, capsys):
 def test_schema_is_printed_or_written(tiny, tmp_path, capsys):
     assert cli.main(["config", "schema"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert cli.main(["config", "schema", "--out", "schema.json"]) == 0
+    assert cli.main("config schema --out schema.json".split()) == 0
     assert json.loads((tmp_path / "schema.json").read_text()) == printed
-
-
-def test_an_unwritable_schema_file_is_a_users_error(tiny, capsys):
-    assert cli.main(["config", "schema", "--out", "no/such/folder.json"]) == 1
-    assert (
-        capsys.readouterr().err
-        == "error: --out no/such/folder.json: the folder no/such does not exist; give a file in a "
-        "folder that exists\n"
-    )
 
 
 def test_an_error_in_a_file_ends_with_1(tiny, capsys):
@@ -53,5 +44,5 @@ def test_an_error_in_a_file_ends_with_1(tiny, capsys):
 
 @pytest.mark.parametrize("typed", ["lama-3.1-8b", "lama-3.1-8b.yml", "./lama-3.1-8b.yaml"])
 def test_a_point_in_a_presets_name_begins_no_ending(typed, capsys):
-    assert cli.main(["config", "show", "synthetic", f"model={typed}"]) == 1
+    assert cli.main(f"config show synthetic model={typed}".split()) == 1
     assert capsys.readouterr().err.endswith("; did you mean llama-3.1-8b?\n")

@@ -105,7 +105,7 @@ def test_the_weights_that_are_read_back_are_those_that_training_evaluates(tmp_pa
         losses[choice] = json.loads((tmp_path / "found.json").read_text())["figures"]["eval_loss"]
     assert losses["evaluated"] == pytest.approx(wanted, rel=1e-5)
     assert abs(losses["train"] - wanted) > 1e-2
-    assert cli.main(["export", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert cli.main(f"export {folder} --out {tmp_path / 'out'}".split()) == 0
     assert kind.replace("_", "-") in capsys.readouterr().out
 
 

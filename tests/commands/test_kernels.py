@@ -75,8 +75,7 @@ def test_pinned_kernels_serve_a_step_split_over_fsdp_and_tensor_and_experts_coun
 def test_the_command_names_what_serves_and_why_each_other_does_not(tmp_path, capsys):
     (tmp_path / "run.yml").write_text(dump(tiny.config()))
     assert (
-        cli.main(["kernels", str(tmp_path / "run.yml"), "--json", str(tmp_path / "kernels.json")])
-        == 0
+        cli.main(f"kernels {tmp_path / 'run.yml'} --json {tmp_path / 'kernels.json'}".split()) == 0
     )
     told, found = capsys.readouterr().out, json.loads((tmp_path / "kernels.json").read_text())
     assert {(one["op"], one["backend"]) for one in found} == {
@@ -124,7 +123,7 @@ def test_a_pinned_kernel_that_cannot_serve_and_a_flag_that_is_none_are_errors(
 @pytest.mark.slow
 def test_the_step_that_generates_names_its_kernels(tmp_path, capsys):
     (tmp_path / "run.yml").write_text(dump(tiny.config()))
-    assert cli.main(["kernels", str(tmp_path / "run.yml"), "--serve", "serve.rows=16"]) == 0
+    assert cli.main(f"kernels {tmp_path / 'run.yml'} --serve serve.rows=16".split()) == 0
     printed = capsys.readouterr().out
     assert "paged_attention on cpu" in printed and "rows=16" in printed
     assert "for model.blocks.local.mixer" in printed and "tiles       chosen" in printed

@@ -91,16 +91,7 @@ def test_a_trained_run_becomes_one_in_low_precision_that_others_read(trained, ca
     out, tokens = trained / "int8", str(trained / "tokens.npz")
     assert (
         cli.main(
-            [
-                "quantize",
-                str(trained / "run"),
-                "--recipe",
-                "int8",
-                "--calibrate",
-                tokens,
-                "--out",
-                str(out),
-            ]
+            f"quantize {trained / 'run'} --recipe int8 --calibrate {tokens} --out {out}".split()
         )
         == 0
     )
@@ -121,7 +112,7 @@ def test_a_trained_run_becomes_one_in_low_precision_that_others_read(trained, ca
         0 < error < 0.05 for error in errors.values()
     )
     assert 0 < abs(report["perplexity"]["after"] / report["perplexity"]["before"] - 1) < 0.01
-    assert cli.main(["score", str(out), "--tokens", tokens, "--out", str(trained / "s.npz")]) == 0
+    assert cli.main(f"score {out} --tokens {tokens} --out {trained / 's.npz'}".split()) == 0
     assert float(capsys.readouterr().out.rsplit("perplexity ", 1)[1]) == pytest.approx(
         report["perplexity"]["after"], rel=1e-4
     )
@@ -129,17 +120,10 @@ def test_a_trained_run_becomes_one_in_low_precision_that_others_read(trained, ca
     assert load(out / "config.yml").mesh == load(trained / "run.yml").mesh
     assert (
         cli.main(
-            [
-                "quantize",
-                str(trained / "run"),
-                "--recipe",
-                "int8",
-                "--calibrate",
-                tokens,
-                "--out",
-                str(trained / "1"),
-                "--batch-size=1",
-            ]
+            (
+                f"quantize {trained / 'run'} --recipe int8 --calibrate {tokens} --out "
+                f"{trained / '1'} --batch-size=1"
+            ).split()
         )
         == 0
     )
@@ -147,7 +131,7 @@ def test_a_trained_run_becomes_one_in_low_precision_that_others_read(trained, ca
     assert [row["error"] for row in one_by_one] == pytest.approx(
         [row["error"] for row in report["layers"]], rel=1e-4
     )  # padding has no part in them
-    assert cli.main(["quantize", str(out), "--recipe", "int4", "--calibrate", tokens]) == 1
+    assert cli.main(f"quantize {out} --recipe int4 --calibrate {tokens}".split()) == 1
     assert (
         "is in low precision already; quantize the model it was made from"
         in capsys.readouterr().err
@@ -176,16 +160,10 @@ def nf4(trained):
     )
     assert (
         cli.main(
-            [
-                "quantize",
-                str(trained / "run"),
-                "--recipe",
-                str(trained / "nf4.yml"),
-                "--calibrate",
-                str(trained / "tokens.npz"),
-                "--out",
-                str(out),
-            ]
+            (
+                f"quantize {trained / 'run'} --recipe {trained / 'nf4.yml'} --calibrate "
+                f"{trained / 'tokens.npz'} --out {out}"
+            ).split()
         )
         == 0
     )
@@ -197,17 +175,13 @@ def test_weights_in_low_precision_are_exported_as_floats_that_compute_the_same(
     trained, nf4, capsys
 ):
     assert "blocks/b/mlp/gate/nf4" in WeightsReader(nf4).shapes
-    assert cli.main(["export", str(nf4), "--out", str(trained / "floats")]) == 0
+    assert cli.main(f"export {nf4} --out {trained / 'floats'}".split()) == 0
     assert (
         cli.main(
-            [
-                "score",
-                str(trained / "floats"),
-                "--tokens",
-                str(trained / "tokens.npz"),
-                "--out",
-                str(trained / "s.npz"),
-            ]
+            (
+                f"score {trained / 'floats'} --tokens {trained / 'tokens.npz'} --out "
+                f"{trained / 's.npz'}"
+            ).split()
         )
         == 0
     )
@@ -236,9 +210,7 @@ def test_adapters_are_trained_on_a_run_in_low_precision_and_begin_from_those_of_
         ("tuned", "adapter", ["run.name=again", "train.steps=1", "optimizer.learning_rate=0"]),
         ("again", "twice", []),
     ):
-        assert (
-            cli.main(["lora", "export", str(trained / source), "--out", str(trained / target)]) == 0
-        )
+        assert cli.main(f"lora export {trained / source} --out {trained / target}".split()) == 0
         if further:
             assert train.main([*given, *further, f"lora.adapter={trained / target}"]) == 0
     before, after = (
@@ -348,14 +320,10 @@ def test_texts_without_a_tokenizer_are_asked_for_as_tokens_to_calibrate_on(tmp_p
     (tmp_path / "texts.jsonl").write_text('{"text": "a"}')
     assert (
         cli.main(
-            [
-                "quantize",
-                str(parity.GOLDENS / "llama"),
-                "--recipe",
-                "int8",
-                "--calibrate",
-                str(tmp_path / "texts.jsonl"),
-            ]
+            (
+                f"quantize {parity.GOLDENS / 'llama'} --recipe int8 --calibrate "
+                f"{tmp_path / 'texts.jsonl'}"
+            ).split()
         )
         == 1
     )

@@ -24,9 +24,7 @@ def test_the_table_holds_the_fastest_sizes_of_each_shape_and_the_next_run_takes_
     file, tmp_path, capsys
 ):
     out = tmp_path / "tuned.json"
-    assert (
-        cli.main(["tune", str(file), "--out", str(out), "--rounds", "1", "--ops", "attention"]) == 0
-    )
+    assert cli.main(f"tune {file} --out {out} --rounds 1 --ops attention".split()) == 0
     rows, told = json.loads(out.read_text()), capsys.readouterr().out
     assert {row["shape"]["span"] for row in rows} == {8, 32} and {
         row["backend"] for row in rows
@@ -49,9 +47,7 @@ def test_a_kernel_with_wrong_values_is_told_and_not_kept(file, tmp_path, capsys,
         examples.OPS, "attention", (dataclasses.replace(op, backends=(fast, *op.backends)), *rest)
     )
     out = tmp_path / "tuned.json"
-    assert (
-        cli.main(["tune", str(file), "--out", str(out), "--rounds", "1", "--ops", "attention"]) == 1
-    )
+    assert cli.main(f"tune {file} --out {out} --rounds 1 --ops attention".split()) == 1
     assert (
         "fast" in (told := capsys.readouterr().out)
         and "WRONG: differs from the reference by" in told

@@ -8,7 +8,6 @@ import pytest
 from maxstack.config import plain_data
 from maxstack.config.compose import plain
 from maxstack.config.reader import read_yaml
-from maxstack.errors import ConfigError
 from maxstack.hardware import chips as module
 from maxstack.hardware.chips import by_kind, chip, chips
 
@@ -80,8 +79,3 @@ def test_a_chip_of_two_devices_shares_out_its_peak():
 def test_float32_runs_on_the_units_there_are():
     assert chip("h100").flops("float32") == 494.7e12
     assert chip("v5p").flops("float32") == 459e12
-
-
-def test_an_unknown_chip_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"chip h10: is not in the table; did you mean h100\?"):
-        chip("h10")

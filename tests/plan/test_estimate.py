@@ -83,18 +83,6 @@ def test_logits_are_those_of_a_block_of_rows_however_many_there_are():
     )
 
 
-def test_memory_grows_with_rows_and_with_what_is_kept():
-    def needed(rows, policy):
-        return of(
-            tiny.config(model=model(remat={"policy": policy}), train={"batch_size": rows}),
-            {"fsdp": 8},
-        ).memory
-
-    for policy in ("full", "dots", "none"):
-        assert needed(8, policy) < needed(16, policy) < needed(32, policy)
-    assert needed(32, "full") < needed(32, "dots") < needed(32, "none")
-
-
 def test_over_fsdp_weights_are_gathered_twice_and_gradients_scattered_once():
     topology, mesh = parse("v5e:4x4"), {"fsdp": 16}
     found = of(

@@ -24,7 +24,7 @@ def planned(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     said: list[str] = []
     patch.setattr("builtins.print", lambda *text, **_: said.extend(map(str, text)))
-    code = cli.main(["plan", str(folder / "run.yml"), "--json", str(folder / "plan.json")])
+    code = cli.main(f"plan {folder / 'run.yml'} --json {folder / 'plan.json'}".split())
     patch.undo()
     assert code == 0
     return cfg, "\n".join(said), json.loads((folder / "plan.json").read_text())
@@ -61,7 +61,7 @@ def test_flops_are_those_of_mfu(planned):
 def test_products_in_low_precision_are_told_by_their_type(planned, tmp_path, capsys):
     rule = {"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "int8", "act_qtype": "int8"}
     (tmp_path / "run.yml").write_text(dump(tiny.config(mesh=MESH, quantization={"rules": [rule]})))
-    assert cli.main(["plan", str(tmp_path / "run.yml"), "--json", str(tmp_path / "plan.json")]) == 0
+    assert cli.main(f"plan {tmp_path / 'run.yml'} --json {tmp_path / 'plan.json'}".split()) == 0
     weights, tokens = 3 * (32 * 8 * (4 + 2 + 2 + 4) + 3 * 32 * 64), 8 * 48
     assert (
         json.loads((tmp_path / "plan.json").read_text())["products"]["s8"]

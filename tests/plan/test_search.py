@@ -195,15 +195,6 @@ def test_where_nothing_fits_it_says_so():
     assert 1 < len(fake.asked) <= module.MOST_COMPILED
 
 
-def test_hardware_without_figures_cannot_be_ranked():
-    with pytest.raises(
-        ConfigError,
-        match=r"--search: needs the chip's figures, and here has none in chips\.yml; give "
-        r"--topology",
-    ):
-        search(config(), parse("here"), Compiler(lambda _: (1, 1.0)), 3)
-
-
 def test_it_needs_no_compiler_of_its_own(monkeypatch):
     def plugin(*_):
         raise AssertionError

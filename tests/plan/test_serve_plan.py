@@ -211,6 +211,6 @@ def test_a_model_folder_is_placed_over_tensor_as_the_engine_places_it(capsys):
 
 def test_a_runs_folder_says_how_long_its_requests_are(tmp_path, capsys):
     (tmp_path / "config.yml").write_text(dump(config()))
-    assert cli.main(["plan", str(tmp_path), "--serve", "--topology", "v5e:1x1"]) == 0
+    assert cli.main(f"plan {tmp_path} --serve --topology v5e:1x1".split()) == 0
     printed = capsys.readouterr().out
     assert "1 x TPU v5 lite" in printed and "24           48" in printed

@@ -143,7 +143,7 @@ def test_the_assignment_in_memory_is_the_one_that_is_dumped(tmp_path):
 @pytest.mark.slow
 def test_the_command_prints_tables_and_writes_every_figure(runs, tmp_path, capsys):
     path = tmp_path / "profile.json"
-    assert cli.main(["profile", str(runs / "eight"), "--json", str(path)]) == 0
+    assert cli.main(f"profile {runs / 'eight'} --json {path}".split()) == 0
     text, found = capsys.readouterr().out, json.loads(path.read_text())
     for words in ("steps 5 to 7", "8 x cpu", "waiting for a batch", "exposed", "largest buffers"):
         assert words in text

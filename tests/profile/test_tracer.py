@@ -48,7 +48,7 @@ def job(tmp_path):
 def test_a_running_job_traces_when_it_is_asked_and_only_one_at_a_time(job, capsys):
     run, process = job
     until(lambda: trace_files.traces(run))  # that of the signal
-    assert cli.main(["profile", str(run), "--live", "--steps", "2"]) == 0
+    assert cli.main(f"profile {run} --live --steps 2".split()) == 0
     assert "1 x cpu" in (told := capsys.readouterr()).out and "steps" in told.err
     first, second = trace_files.traces(run)
     assert len(summary(run, first).steps) == trace_requests.STEPS
@@ -184,7 +184,7 @@ def test_processes_agree_on_the_step_from_which_on_they_trace(tmp_path, capsys):
         of = [summary(run, first, process) for process in range(2)]
         assert of[0].steps == of[1].steps == (first, first + 1, first + 2)
         assert [profile.devices for profile in of] == [2, 2]
-        assert cli.main(["profile", str(run), "--process", "1"]) == 0
+        assert cli.main(f"profile {run} --process 1".split()) == 0
         assert "process 1 of 2" in capsys.readouterr().out
     finally:
         submitted.terminate()

@@ -4,14 +4,8 @@ import io
 import json
 import sys
 
-from maxstack.hardware.chips import peak_flops
 from maxstack.report.log import Log
 from maxstack.report.metrics import Writer
-
-
-def test_the_peak_of_an_unknown_device_is_unknown():
-    assert peak_flops("cpu") is None
-    assert peak_flops("NVIDIA H200") == 989.4e12
 
 
 def row(step):

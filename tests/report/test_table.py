@@ -20,10 +20,6 @@ def test_columns_are_aligned_to_their_side():
     )
 
 
-def test_a_table_without_a_header_has_only_its_rows():
-    assert table("l", [("a",), ("b",)]) == "  a\n  b"
-
-
 @pytest.mark.parametrize("variables", [{}, {"COLUMNS": "20"}, {"FORCE_COLOR": "1"}])
 def test_no_cell_is_cut_folded_or_coloured_outside_a_terminal(monkeypatch, variables):
     for name, value in variables.items():

@@ -417,24 +417,6 @@ def test_an_event_files_name_follows_those_before_wherever_the_clock_is(tmp_path
     assert names == sorted(names) and len(names) == 4 and all("tfevents" in name for name in names)
 
 
-@needs("tensorboard")
-@pytest.mark.slow
-def test_tensorboard_shows_every_step_of_a_run_whose_clock_was_set_back(tmp_path, monkeypatch):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for now, begin in ((2e9, 0), (1.9e9, 150), (1.9e9, 300)):
-        monkeypatch.setattr(time, "time", lambda now=now: now)
-        writer = Writer(tmp_path, True, Trackers(tmp_path, configured("tensorboard")), begin)
-        for step in range(begin + 1, begin + 201):
-            writer.write({"step": step, "loss": begin + step})
-        writer.close()
-    board = EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0}).Reload()
-    found = {event.step: event.value for event in board.Scalars("train/loss")}
-    assert found == {step: step + 150 * ((step - 1) // 150) for step in range(1, 451)} | {
-        step: step + 300 for step in range(451, 501)
-    }
-
-
 def ids(folder):
     """The ids that a run's folder keeps."""
     return {name: json.loads((folder / trackers.KEPT).read_text()).get(name) for name in TRACKERS}
@@ -514,22 +496,11 @@ def test_mlflow_writes_the_files_of_a_copied_and_of_a_moved_folder_into_it(tmp_p
         assert client.list_artifacts(run.info.run_id, "samples")
 
 
-def test_a_tracker_that_cannot_start_is_a_mistake_of_the_configuration(tmp_path, monkeypatch):
-    def refuse(folder, cfg):
-        raise RuntimeError("no key")
-
-    monkeypatch.setitem(TRACKERS, "wandb", ("json", refuse))
-    with pytest.raises(ConfigError, match="run.trackers: wandb cannot start: no key"):
-        Trackers(tmp_path, configured("wandb"))
-
-
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        ([], ("tensorboard",)),
         (["run.tensorboard=false"], ()),
         (["run.tensorboard=true"], ("tensorboard",)),
-        (["run.tensorboard=false", "run.trackers=[wandb]"], ("wandb",)),
         (["run.tensorboard=true", "run.trackers=[wandb]"], ("tensorboard", "wandb")),
         (["run.tensorboard=false", "run.trackers=[tensorboard]"], ()),
     ],
