@@ -124,7 +124,7 @@ class Generator:
                     sample, begin = under_way[output.request]
                     for token in output.tokens:
                         assert token.logprob is not None
-                        sample.choose(token.token, token.logprob)
+                        sample.add_sampled(token.token, token.logprob)
                     if output.finish:
                         del under_way[output.request]
                         sample.finish = output.finish

@@ -122,12 +122,12 @@ class Maker:
         stops = self.generator.stops
         for sample in group.samples:
             sample.ids = segment.ids.tolist()
-            sample.chosen = (segment.values["mask"] > 0).tolist()
+            sample.sampled = (segment.values["mask"] > 0).tolist()
             sample.logps = [0.0] * len(sample.ids)
-            sample.given = sample.done = True
+            sample.from_record = sample.done = True
             sample.texts = [""]
             chosen = segment.ids[segment.values["mask"] > 0].tolist()
-            begin = sample.chosen.index(True)
+            begin = sample.sampled.index(True)
             self.generator.note_answer(
                 sample, sample.ids[:begin], chosen[: -1 if chosen[-1] in stops else None]
             )
@@ -149,7 +149,7 @@ class Maker:
     def complete(self, name: str, groups: Sequence[Group]) -> None:
         """Answer and reward the samples of groups; `name` is part of their seeds."""
         samples = [sample for group in groups for sample in group.samples]
-        asked = [sample for sample in samples if not sample.given]
+        asked = [sample for sample in samples if not sample.from_record]
 
         def seed(sample: Sample) -> int:
             return seed_of(self._seed, name, sample.prompt.key)
@@ -159,7 +159,7 @@ class Maker:
         else:
             self.generator.answer(asked, seed, self._submit, self._wanted)
         for sample in samples:
-            if sample.given:
+            if sample.from_record:
                 self._submit(sample)
         began = time.perf_counter()
         self._scores.collect(samples)

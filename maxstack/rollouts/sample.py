@@ -19,10 +19,10 @@ class Sample:
     """Its number in its group, from 0."""
     ids: list[int]
     """All tokens, the prompt's first."""
-    chosen: list[bool] = dataclasses.field(default_factory=list)
-    """For each token, whether the model chose it."""
+    sampled: list[bool] = dataclasses.field(default_factory=list)
+    """For each token, whether the model sampled it."""
     logps: list[float] = dataclasses.field(default_factory=list)
-    """For each token, its log-probability in the engine; 0 where the model did not choose it."""
+    """For each token, its log-probability in the engine; 0 where the model did not sample it."""
     texts: list[str] = dataclasses.field(default_factory=list)
     """Answers, turn by turn."""
     spelt: str = ""
@@ -33,35 +33,35 @@ class Sample:
     """The conversation so far; None where the prompt is a text."""
     finish: str = "stop"
     """stop, or length where tokens ran out."""
-    given: bool = False
+    from_record: bool = False
     """True where the answer is the record's, not sampled."""
     done: bool = False
     reward: float = 0.0
     rewards: dict[str, float] = dataclasses.field(default_factory=dict)
     """Unweighted values by name, of rewards and of their components."""
-    earned: float = 0.0
+    environment_reward: float = 0.0
     """Rewards of the environment."""
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
     """Reasons by the names of rewards that failed."""
     dropped: bool = False
     """True where a reward with `failure: drop` failed."""
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Add tokens that the model did not choose."""
+    def add_context(self, tokens: Sequence[int]) -> None:
+        """Add tokens that the model did not sample."""
         self.ids += tokens
-        self.chosen += [False] * len(tokens)
+        self.sampled += [False] * len(tokens)
         self.logps += [0.0] * len(tokens)
 
-    def choose(self, token: int, logp: float) -> None:
-        """Add a token that the model chose."""
+    def add_sampled(self, token: int, logp: float) -> None:
+        """Add a token that the model sampled."""
         self.ids.append(token)
-        self.chosen.append(True)
+        self.sampled.append(True)
         self.logps.append(logp)
 
     @property
     def length(self) -> int:
-        """Tokens that the model chose."""
-        return sum(self.chosen)
+        """Number of tokens that the model sampled."""
+        return sum(self.sampled)
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,7 +76,7 @@ class Group:
         """Make so many samples that are still to be answered."""
         samples = [Sample(prompt, number, []) for number in range(count)]
         for sample in samples:
-            sample.read(prompt.ids.tolist())
+            sample.add_context(prompt.ids.tolist())
         return cls(prompt, samples)
 
     @property
@@ -129,7 +129,7 @@ def _write(
     row["positions"][span] = np.arange(count)
     row["segments"][span] = segment
     if not (cfg.truncated == "mask" and sample.finish == "length"):
-        row["mask"][span] = sample.chosen[1:]
+        row["mask"][span] = sample.sampled[1:]
     row["sampler"][span] = sample.logps[1:]
     row["group"][span] = number
     row["reward"][span] = sample.reward

@@ -53,7 +53,7 @@ class Scores:
         `failure: fail`."""
         by_model = {i: model(samples) for i, model in self._models.items()}
         for at, sample in enumerate(samples):
-            sample.reward = sample.earned
+            sample.reward = sample.environment_reward
             outcomes = self._futures.pop(sample).result()
             for i, reward in enumerate(self._rewards):
                 outcome = outcomes[i]

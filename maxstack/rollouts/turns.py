@@ -55,7 +55,7 @@ class Turns:
             if not sample.done:
                 self._pool.forget(self._session(sample, seed))
                 sample.finish = "length"
-            sample.rewards[NAME] = sample.earned
+            sample.rewards[NAME] = sample.environment_reward
             done(sample)
 
     def _session(self, sample: Sample, seed: Callable[[Sample], int]) -> str:
@@ -91,9 +91,9 @@ class Turns:
             sample.failures[NAME] = observed.failure
             sample.dropped |= self._cfg.failure == "drop"
             sample.done = True
-            sample.earned = 0.0
+            sample.environment_reward = 0.0
             return
-        sample.earned += observed.reward
+        sample.environment_reward += observed.reward
         for name, value in observed.components.items():
             key = f"{NAME}/{name}"
             sample.rewards[key] = sample.rewards.get(key, 0.0) + value
@@ -115,14 +115,14 @@ class Turns:
             given = read_prompt(record)
             sample.messages = None if isinstance(given, Completion) else list(given.messages)
             return
-        for tokens in (sample.ids, sample.chosen, sample.logps):
+        for tokens in (sample.ids, sample.sampled, sample.logps):
             tokens.clear()
         if isinstance(messages, str):
-            sample.read(self._generator.tokenizer.encode(messages.encode()).tolist())
+            sample.add_context(self._generator.tokenizer.encode(messages.encode()).tolist())
             return
         sample.messages = read_messages(messages)
         text = self._chat.render(sample.messages, record.get("tools"))
-        sample.read(encode_chat(self._generator.tokenizer, text)[0].tolist())
+        sample.add_context(encode_chat(self._generator.tokenizer, text)[0].tolist())
 
     def _go_on(self, sample: Sample, messages: Any) -> None:
         """Add the tokens between an answer and the next one; the answer's own stay as they are."""
@@ -132,7 +132,7 @@ class Turns:
                     f"environment {self._cfg.call}: answers with messages, but the prompt of "
                     f"{sample.prompt.where} is a text; use texts or messages for both"
                 )
-            sample.read(self._plain.encode(messages.encode()).tolist())
+            sample.add_context(self._plain.encode(messages.encode()).tolist())
             return
         after = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         before = sample.messages
@@ -149,13 +149,13 @@ class Turns:
         ids = encode_chat(self._generator.tokenizer, whole[len(answered) :])[0].tolist()
         if sample.finish == "stop" and ids and ids[0] == sample.ids[-1]:
             ids = ids[1:]  # the token that ended the answer
-        sample.read(ids)
+        sample.add_context(ids)
         sample.messages = [*spoken, *read_messages(after)]
 
     def _cut(self, sample: Sample) -> None:
         """Drop the tokens after a sample's last answer, since no room is left for another."""
-        while sample.ids and not sample.chosen[-1]:
-            for tokens in (sample.ids, sample.chosen, sample.logps):
+        while sample.ids and not sample.sampled[-1]:
+            for tokens in (sample.ids, sample.sampled, sample.logps):
                 tokens.pop()
 
     def _note_calls(self, sample: Sample) -> None:

@@ -27,7 +27,7 @@ def group(*rewards, dropped=(), turns=1, **components):
             prompt,
             number,
             [],
-            chosen=[True] * (number + 2),
+            sampled=[True] * (number + 2),
             texts=["a"] * turns,
             finish="length" if number == 1 else "stop",
             reward=reward,
@@ -59,7 +59,7 @@ def test_metrics_of_several_processes_are_those_of_all_samples():
     samples = [sample for group in groups for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples if not sample.dropped])
     by_group = [[s.reward for s in group.samples if not s.dropped] for group in groups]
-    lengths = [sum(sample.chosen) for sample in samples]
+    lengths = [sum(sample.sampled) for sample in samples]
     wanted = {
         "reward": rewards.mean(),
         "reward_std": rewards.std(),
