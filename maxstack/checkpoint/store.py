@@ -340,10 +340,7 @@ class Checkpoints:
 
     def _candidates(self, wanted: int | str, before: int | None) -> list[tuple[Tier, int]]:
         """List tiers and steps to restore from, the best first."""
-        newest = sorted(
-            self._found(),
-            key=lambda candidate: -candidate[1],
-        )
+        newest = sorted(self._found(), key=lambda candidate: -candidate[1])
         if before is not None:
             return [(tier, step) for tier, step in newest if step < before]
         if wanted == "none" and newest:
