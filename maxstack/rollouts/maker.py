@@ -178,6 +178,7 @@ class Maker:
         ]
         self._told |= {*self._scores.first_failures}
         news, self._news = self._news, []
+        # Told at the first such sample, and whenever their number has a further digit.
         crowded = self._turns.crowded if self._turns else 0
         if len(str(crowded)) > len(str(self._crowded)) or (crowded and not self._crowded):
             news.append(
