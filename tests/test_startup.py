@@ -52,7 +52,7 @@ def test_a_process_says_what_it_waits_for_and_leaves_where_another_one_never_joi
         in done.stderr
     )
     assert "process 1 of 2 is missing, after 1 s of at most 3; here: 0 on " in done.stderr
-    assert "error: process 1 of 2 is missing, in 3 s; MAX" in done.stderr
+    assert "error: process 1 of 2 is missing, in 3 s; set MAX" in done.stderr
     assert "Traceback" not in done.stderr and "***" not in done.stderr
 
 
