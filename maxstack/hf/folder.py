@@ -14,9 +14,9 @@ from maxstack.data import hub
 from maxstack.data.hub import GENERATION, INDEX, SINGLE
 from maxstack.errors import ConfigError, DataError, quoted, shortened
 from maxstack.hf import limits
+from maxstack.hf.quantization_config import unpacking
 from maxstack.hf.safetensors_file import SafetensorsFile, check_name
 from maxstack.hf.tensors import Plain, Tensor
-from maxstack.hf.unpacking import unpacking
 from maxstack.strict_json import read_object
 
 T = TypeVar("T")

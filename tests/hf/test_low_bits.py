@@ -14,7 +14,7 @@ import safetensors.numpy
 from maxstack.errors import ConfigError, DataError
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import Contents, check_tensors
-from maxstack.hf.unpacking import unpacking
+from maxstack.hf.quantization_config import unpacking
 from maxstack.models.model import weights_of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

@@ -22,7 +22,7 @@ from maxstack.hf.contents import Contents
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.folder import Folder
 from maxstack.hf.merge import merge
-from maxstack.hf.quantized import E2M1
+from maxstack.hf.packed_weights import E2M1
 from maxstack.load import load
 from maxstack.models.model import abstract
 from maxstack.schema.decoder import DecoderConfig
