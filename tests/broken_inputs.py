@@ -24,8 +24,8 @@ from maxstack.config import compose, reader
 from maxstack.data import conversations, copies, images, tokenizers
 from maxstack.data.files import File
 from maxstack.errors import DataError
+from maxstack.hf.adapter import Adapter
 from maxstack.hf.contents import Contents
-from maxstack.hf.peft import Adapter
 from maxstack.hf.safetensors_file import SafetensorsFile
 from maxstack.inference.packages import message
 from maxstack.inference.server import schemas

@@ -140,8 +140,8 @@ def _merge(args: Namespace, sign: int) -> int:
     """Add or subtract the adapter; return the number of tensors that it changes."""
     from tqdm import tqdm
 
+    from maxstack.hf.adapter import Adapter
     from maxstack.hf.merge import merge
-    from maxstack.hf.peft import Adapter
 
     finite = not args.allow_nonfinite
     with tqdm(unit="B", unit_scale=True, desc="writing", disable=None) as bar:

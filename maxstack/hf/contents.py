@@ -14,7 +14,7 @@ import pydantic
 
 from maxstack.data import hub
 from maxstack.errors import ConfigError, DataError
-from maxstack.hf import limits
+from maxstack.hf import config_checks
 from maxstack.hf.binding import BoundTensor
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import Family, of_config
@@ -41,7 +41,7 @@ class Contents:
     def __init__(self, path: str | Path, *, weights: bool = True):
         self.folder = Folder(path, weights=weights)
         self.family: Family = of_config(self.folder.config, FAMILIES, self.folder.where)
-        limits.check_numbers(self.folder.config, self.folder.where)
+        config_checks.check_numbers(self.folder.config, self.folder.where)
         self.folder.check_generation()
         self.tensors = self.folder.tensors(self.family.body) if weights else {}
         names = self.tensors if weights else self.folder.listed(self.family.body)

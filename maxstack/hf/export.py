@@ -17,7 +17,7 @@ from maxstack.data import byte_level
 from maxstack.data.chat import JINJA
 from maxstack.data.hub import DIFFUSERS, GENERATION, MODEL, PREPROCESSOR, PROCESSOR, TOKENIZER
 from maxstack.errors import ConfigError
-from maxstack.hf import preprocessor, unread
+from maxstack.hf import config_checks, preprocessor
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import VALUE, Contents, check_tensors
 from maxstack.hf.families import ALL, FAMILIES
@@ -93,7 +93,7 @@ def export(
     kept = {
         key: value
         for key, value in came_with.items()
-        if unread.passed_over(key, value) and key not in ("auto_map", "torch_dtype")
+        if config_checks.passed_over(key, value) and key not in ("auto_map", "torch_dtype")
     }
     config = {
         **kept,

@@ -9,7 +9,7 @@ from maxstack.config import plain_data
 from maxstack.config.annotations import listed
 from maxstack.config.spelling import did_you_mean
 from maxstack.errors import ConfigError, quoted
-from maxstack.hf import table, unread
+from maxstack.hf import config_checks, table
 from maxstack.hf.blocks import Layers
 from maxstack.hf.folder import CLASS_NAME
 from maxstack.hf.rows import Row
@@ -117,8 +117,8 @@ class Family:
             values = allowed if isinstance(allowed, tuple) else (allowed,)
             if config.get(key) is not None and config[key] not in values:
                 reasons.append(f"{key}={quoted(config[key])} (supported: {quoted(allowed)})")
-        unknown = unread.refused(config, known, source.where)
-        if other := unread.other_class(config, self._classes):
+        unknown = config_checks.refused(config, known, source.where)
+        if other := config_checks.other_class(config, self._classes):
             reasons.append(f"auto_map={quoted(other)} (supported: {self.architecture})")
         reasons = reasons[:3] + ([f"unknown keys: {listed(unknown)}"] if unknown else [])
         if reasons:

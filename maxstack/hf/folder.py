@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from maxstack.data import hub
 from maxstack.data.hub import GENERATION, INDEX, SINGLE
 from maxstack.errors import ConfigError, DataError, quoted, shortened
-from maxstack.hf import limits
+from maxstack.hf import config_checks
 from maxstack.hf.quantization_config import unpacking
 from maxstack.hf.safetensors_file import SafetensorsFile, check_name
 from maxstack.hf.tensors import Plain, Tensor
@@ -203,7 +203,9 @@ class Folder:
             path, vocab = self.file(GENERATION), self.config.get("vocab_size")
             settings = read_object(path)
             if isinstance(vocab, int):
-                limits.check_ids(settings, ("bos_token_id", "eos_token_id"), vocab, str(path))
+                config_checks.check_ids(
+                    settings, ("bos_token_id", "eos_token_id"), vocab, str(path)
+                )
 
     def file(self, name: str) -> Path:
         """Path of a file of the folder. A link must lead to another file of it, or to the blobs of

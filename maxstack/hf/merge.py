@@ -10,11 +10,11 @@ import numpy as np
 
 from maxstack.data.hub import INDEX
 from maxstack.errors import ConfigError
+from maxstack.hf.adapter import Adapter
 from maxstack.hf.contents import FLOATS
 from maxstack.hf.families import FAMILIES
 from maxstack.hf.family import Family, of_config
 from maxstack.hf.folder import Folder, and_more
-from maxstack.hf.peft import Adapter
 from maxstack.hf.tensors import Plain, check_finite
 from maxstack.hf.writer import Shard, new_folder, write_json
 from maxstack.strict_json import read_object

@@ -26,7 +26,7 @@ PLACED = (["mesh.fsdp=-1"], ["mesh.fsdp=-1", "mesh.rules.vocab=null"], ["mesh.da
 def adapt_run(run: "Run", folder: str) -> "Run":
     """The run with adapters as a folder in PEFT's format has them; ConfigError where that is no
     adapter of this model."""
-    from maxstack.hf.peft import Adapter
+    from maxstack.hf.adapter import Adapter
     from maxstack.run import assemble
     from maxstack.schema.lora import LoraConfig
 

@@ -19,8 +19,8 @@ from maxstack.weights.adapter import LEAVES
 from maxstack.weights.rewrite import Rewrite, rebase
 
 if TYPE_CHECKING:
+    from maxstack.hf.adapter import Adapter
     from maxstack.hf.binding import BoundTensor
-    from maxstack.hf.peft import Adapter
     from maxstack.schema.config import Config
 
 
@@ -91,10 +91,11 @@ class PlacedWeights:
         """Read the run's adapters from a folder in PEFT's format, by path. ConfigError where it is
         another adapter than `lora` describes."""
         from maxstack.hf import peft
+        from maxstack.hf.adapter import Adapter
 
         lora = self.cfg.lora
         assert lora
-        adapter = peft.Adapter(folder, finite=not self.cfg.checkpoint.allow_nonfinite)
+        adapter = Adapter(folder, finite=not self.cfg.checkpoint.allow_nonfinite)
         adapted = {path: spec.contract for path, spec in self.rewrite.adapted.items()}
         names = {f"{path}/{name}" for path in adapted for name in LEAVES}
         shapes = {path: leaf.shape for path, leaf in self.shapes.items() if path in names}

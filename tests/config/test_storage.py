@@ -17,8 +17,8 @@ from maxstack.config import storage
 from maxstack.config.compose import merged_tree, plain
 from maxstack.data.copies import local_folder
 from maxstack.errors import ConfigError
+from maxstack.hf.adapter import Adapter
 from maxstack.hf.contents import open_contents
-from maxstack.hf.peft import Adapter
 from maxstack.kernels import tuning
 from maxstack.load import load
 

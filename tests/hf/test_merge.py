@@ -15,9 +15,9 @@ from safetensors.numpy import load_file, save_file
 
 from maxstack import cli
 from maxstack.errors import ConfigError
+from maxstack.hf.adapter import CONFIG, TENSORS, Adapter
 from maxstack.hf.contents import Contents
 from maxstack.hf.merge import merge
-from maxstack.hf.peft import CONFIG, TENSORS, Adapter
 from maxstack.inference.trained_model import adapt_run, assemble_model
 
 TABLES = parity.GOLDENS / "tables"

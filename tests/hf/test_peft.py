@@ -15,11 +15,11 @@ from safetensors.numpy import load_file, save_file
 from maxstack import cli
 from maxstack.errors import ConfigError
 from maxstack.hf import peft
+from maxstack.hf.adapter import TENSORS, Adapter
 from maxstack.hf.binding import bind
 from maxstack.hf.contents import Contents
 from maxstack.hf.export import export
 from maxstack.hf.merge import merge
-from maxstack.hf.peft import TENSORS, Adapter
 from maxstack.inference.trained_model import adapt_run, add_adapter, assemble_model, open_model
 from maxstack.load import load
 from maxstack.run import assemble

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from maxstack import cli
 from maxstack.errors import ConfigError, DataError
+from maxstack.hf.adapter import CONFIG, TENSORS, Adapter
 from maxstack.hf.merge import merge
-from maxstack.hf.peft import CONFIG, TENSORS, Adapter
 from maxstack.inference.request import Sampling
 
 ADAPTERS = parity.GOLDENS / "adapters"
