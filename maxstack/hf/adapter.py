@@ -18,7 +18,8 @@ from maxstack.strict_json import read_object
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 OUTER = "base_model.model."
-A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
+A, B = "lora_A.weight", "lora_B.weight"
+MAGNITUDE = "lora_magnitude_vector"
 TINY = 1e-12
 LARGEST = float(np.finfo(np.float32).max)
 REFUSED = """

@@ -1,5 +1,10 @@
 """Rows applied to one model: which tensor of a file holds which weight of ours, with the sizes of
-all axes."""
+all axes.
+
+A row stands for one tensor a block. It applies where a block has the row's weights; a block without
+any of them (another kind of mixer) has no such tensor. Afterwards every weight must be in exactly
+one tensor, or the family cannot hold the model.
+"""
 
 import collections
 import dataclasses
@@ -24,15 +29,20 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class BoundTensor:
-    """A tensor of a file and our weights that it holds."""
+    """A tensor of a file, and our weights in it."""
 
     name: str
     row: Row
     sizes: Mapping[str, int]
     targets: tuple[Target, ...]
     experts: int | None
-    """Length of the tensor's first dimension where that is the experts; their index is then the
-    last of the lead, and left out of it."""
+    """Length of the tensor's first dimension where that is the experts; `lead` then lacks the
+    expert's index."""
+
+    @property
+    def paths(self) -> set[str]:
+        """Paths of our weights in it."""
+        return {target.path for target in self.targets}
 
     @property
     def shape(self) -> Shape:
@@ -51,19 +61,19 @@ class _Block(NamedTuple):
 
 
 def bind(family: Family, model: StackConfig, shapes: Mapping[str, Shape]) -> list[BoundTensor]:
-    """Every tensor of the model. ValueError where a weight of ours is in no row: the family cannot
-    hold this model."""
-    bound = [
-        tensor
-        for row in family.rows
-        for block in _blocks(row, family, model)
-        for tensor in _of_block(row, block, shapes)
-    ]
+    """Return every tensor of the model. ValueError where a weight of ours is in no row: the family
+    cannot hold this model."""
+    bound: list[BoundTensor] = []
+    for row in family.rows:
+        for block in _blocks(row, family, model):
+            bound += _of_block(row, block, shapes)
     held: collections.Counter[str] = collections.Counter()
     wanted = dict.fromkeys(shapes, 1)
     for tensor in bound:
         for target in tensor.targets:
-            dims = len(target.lead) + (tensor.experts is not None)
+            dims = len(target.lead)
+            if tensor.experts is not None:
+                dims += 1
             wanted[target.path] = math.prod(shapes[target.path][:dims])
             if not tensor.row.copy:
                 held[target.path] += tensor.experts or 1
@@ -77,9 +87,9 @@ def bind(family: Family, model: StackConfig, shapes: Mapping[str, Shape]) -> lis
 
 
 def _of_block(row: Row, block: _Block, shapes: Mapping[str, Shape]) -> Iterator[BoundTensor]:
-    """The tensors of a row for one block; none where the block has not the row's weights."""
+    """Yield the tensors of a row for one block; none where the block lacks the row's weights."""
     stacked = len(block.lead)
-    skip = stacked + row.experts
+    skip = stacked + 1 if row.experts else stacked
     paths = [block.path + part.path for part in row.parts]
     absent = [
         path
@@ -111,7 +121,8 @@ def _of_block(row: Row, block: _Block, shapes: Mapping[str, Shape]) -> Iterator[
 
 
 def _blocks(row: Row, family: Family, model: StackConfig) -> Iterator[_Block]:
-    """The blocks that a row may apply to; one without a name for tensors outside of blocks."""
+    """Yield the blocks that a row may apply to; one without a name for tensors outside of
+    blocks."""
     depth = model.mtp_depth if family.further else 0
     first = model.layers if family.further_after else 0
     further = [family.further.format(first + i) for i in range(depth)]
@@ -128,7 +139,7 @@ def _blocks(row: Row, family: Family, model: StackConfig) -> Iterator[_Block]:
 
 
 def location(model: StackConfig, layer: int) -> tuple[str, tuple[int, ...]]:
-    """The path of a layer's block, and its repetition where it is one of a stack."""
+    """Return the path of a layer's block, and its repetition where it is in a stack."""
     first, keys = len(model.prefix), [*model.stacks]
     if layer < first:
         return f"prefix/{layer}", ()

@@ -1,5 +1,10 @@
 """The order of a model's blocks in config.json: which block each layer is, and how the layers
-become prefix and pattern."""
+become prefix and pattern.
+
+Families say it in different keys (layer_types, every n-th layer, the first few dense); each Order
+reads one way to a name a layer and writes the names back. find_pattern then looks for the shortest
+prefix and repeated pattern, because the pattern alone is compiled and scanned.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +27,12 @@ class Order(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Types:
-    """layer_types, a word a layer."""
+    """layer_types, a word for each layer."""
 
     words: Mapping[str, str]
-    """Their word -> the block."""
+    """Word -> block."""
     absent: Callable[[Source, int], list[str]]
-    """The words where config.json has none."""
+    """The words where the key is absent."""
 
     def read(self, source: Source, layers: int) -> list[str]:
         words = source.get("layer_types") or self.absent(source, layers)
@@ -42,7 +47,7 @@ class Types:
 
 @dataclasses.dataclass(frozen=True)
 class Every:
-    """One block in every n-th layer and another in the others, by a key with n or by a list."""
+    """One block in every n-th layer and another elsewhere, by a key with n or by a list."""
 
     name: str
     others: str
@@ -55,7 +60,8 @@ class Every:
     indices: bool = False
 
     def read(self, source: Source, layers: int) -> list[str]:
-        step, listed = source.get(self.of, self.default), source.get(self.flags)
+        step = source.get(self.of, self.default)
+        listed = source.get(self.flags)
         if listed is None or (not listed and not self.indices):
             chosen = {*range(step - 1, layers, step)}
         elif self.indices:
@@ -92,7 +98,7 @@ class FirstDense:
 
 
 class Both:
-    """Two orders at once: a layer's name is both names with _ between them."""
+    """Two orders at once: a layer's name is both names joined by _."""
 
     def __init__(self, *orders: Order):
         self.orders = orders
@@ -120,7 +126,7 @@ class Layers:
     """Number of layers at the start that must be in the prefix."""
 
     def read(self, source: Source) -> dict[str, Any]:
-        """The keys of a DecoderConfig that describe its layers."""
+        """Return the keys of a DecoderConfig that describe its layers."""
         layers = source.need(self.key)
         if type(layers) is not int or not 0 < layers < 10_000:
             raise source.fail(self.key, "must be the number of layers")
@@ -142,8 +148,8 @@ class Layers:
 
 
 def find_pattern(names: Names, unrolled: int = 0) -> tuple[list[str], list[str]]:
-    """(prefix, pattern) that give these layers with the fewest blocks compiled: prefix, one period,
-    and the remainder."""
+    """Return the (prefix, pattern) of these layers with the fewest compiled blocks: prefix, one
+    period, and the remainder."""
     layers = len(names)
     best = layers + 1, layers, 0
     for first in range(unrolled, min(layers, unrolled + 64) + 1):

@@ -63,7 +63,7 @@ FIELDS = frozenset(
     transformers.js_config typical_p use_bfloat16 use_cache use_mtp watermarking_config
     """.split()
 )
-"""Fields of transformers' PretrainedConfig and GenerationConfig, of training losses, and of tools."""
+"""Fields of transformers' PretrainedConfig and GenerationConfig, of training losses, of tools."""
 PATTERNS = re.compile(
     r"""_.* | .*_tokens? | .*_token_ids? | .*_token_index | output\w*_\w* | return_\w* | .*dropout.*
     | .*_pdrop | .*_version | unsloth_\w* | .*checkpoint.*_enabled | .*parallel.* | use_flash\w*""",

@@ -1,5 +1,5 @@
-"""A model folder's meaning: its family, its model's configuration and its tensors; without jax, so
-that errors are quick."""
+"""What a model folder contains: its family, its model's configuration and its tensors. Imports no
+jax, so that errors come quickly."""
 
 import collections
 import functools
@@ -25,16 +25,17 @@ from maxstack.schema.stack import StackConfig
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 VALUE = "value"
-"""Path of our estimate of rewards, which no folder holds."""
-HEAD, ROWS_AT_ONCE = "lm_head.weight", 4096
+"""Path of the value head, which no folder holds."""
+HEAD = "lm_head.weight"
+ROWS_AT_ONCE = 4096
 
 
 class Contents:
-    """Meaning of a folder, at a path or URL, or of a model of the hub by its name.
+    """The contents of a folder at a path or URL, or of a model of the hub by name.
 
     ConfigError for a family or key that is not supported, DataError for damage.
 
-    Without `weights` no tensor is read, or downloaded: `tensors` is empty, and config.json and the
+    Without `weights` no tensor is read or downloaded: `tensors` is empty, and config.json and the
     index are believed.
     """
 
@@ -61,8 +62,8 @@ class Contents:
 
     @property
     def dtype(self) -> str:
-        """The dtype that most numbers of the folder have, as a config calls it; without weights,
-        what config.json says."""
+        """The dtype of most numbers of the folder, as a config names it; without weights, that of
+        config.json."""
         said = self.folder.config.get("dtype") or self.folder.config.get("torch_dtype") or "float32"
         sizes: collections.Counter[str] = collections.Counter()
         for tensor in self.tensors.values():
@@ -71,8 +72,8 @@ class Contents:
         return most if most in ("float32", "bfloat16", "float16") else "float32"
 
     def _check_head(self) -> None:
-        """DataError where config.json says that the head is the embedding table and the tensors
-        say that it is not, or the other way round; a head that repeats the table is dropped."""
+        """DataError where config.json and the tensors disagree on whether the head is the embedding
+        table; a head that repeats the table is dropped."""
         if not isinstance(self.model, DecoderConfig) or self.model.scores:
             return
         head, tied = self.tensors.get(HEAD), self.model.head.tied
@@ -83,11 +84,8 @@ class Contents:
             )
         if head is None or not tied:
             return
-        name = next(
-            row.name
-            for row in self.family.rows
-            if any(part.path == "embed" for part in row.parts) and not row.copy
-        )
+        own = [row for row in self.family.rows if not row.copy]
+        name = next(row.name for row in own if row.parts[0].path == "embed")
         table = self.tensors.get(name)
         if table is None or table.shape != head.shape or not _equal(table, head):
             raise DataError(
@@ -98,20 +96,20 @@ class Contents:
 
 
 def open_contents(path: str | Path) -> Contents:
-    """Contents with weights; those of the last call where no file of the same folder has changed
-    since, so that a start of train opens each file once."""
+    """Return contents with weights; those of the last call if no file of the folder has changed
+    since, so that a start of training opens each file once."""
     folder = hub.model_folder(str(path), weights=True)
     return _unchanged(str(path), folder.absolute(), frozenset(file_states(folder).items()))
 
 
 @functools.lru_cache(maxsize=1)
 def _unchanged(path: str, *state: object) -> Contents:
-    """Contents of a folder in this state."""
+    """Read a folder in this state."""
     return Contents(path)
 
 
 def file_states(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of the last change (ns) of each file of a folder."""
+    """Return the size and the time of the last change (ns) of each file of a folder."""
     files = [entry for entry in folder.glob("*") if entry.is_file()]
     return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in files}
 
@@ -119,16 +117,17 @@ def file_states(folder: Path) -> dict[str, tuple[int, int]]:
 def check_tensors(
     contents: Contents, bound: Iterable[BoundTensor], left: Collection[str] = ()
 ) -> None:
-    """DataError with every tensor that is missing, unknown or not shaped as config.json says;
-    those of the patterns `left` may be there."""
+    """DataError with every tensor that is missing, unknown or not of the shape that config.json
+    gives; those of the patterns `left` may be there."""
     wanted = {tensor.name: tensor for tensor in bound}
     patterns = (*contents.family.unused, *left)
-    held, unused = contents.tensors, [re.compile(pattern) for pattern in patterns]
+    held = contents.tensors
+    unused = re.compile("|".join([f"(?:{pattern})" for pattern in patterns]) or "$.")
     missing = [name for name, tensor in wanted.items() if name not in held and not tensor.row.copy]
     unknown = [
         tensor.where
         for name, tensor in held.items()
-        if name not in wanted and not any(pattern.fullmatch(name) for pattern in unused)
+        if name not in wanted and not unused.fullmatch(name)
     ]
     pairs = [(held[name], tensor.shape) for name, tensor in wanted.items() if name in held]
     shapes = [
@@ -154,12 +153,11 @@ def check_tensors(
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    """Bit by bit, some rows at a time."""
+    """Compare bit by bit, some rows at a time, so that no table is in memory whole."""
     for begin in range(0, first.shape[0], ROWS_AT_ONCE):
         rows = slice(begin, begin + ROWS_AT_ONCE)
-        same = np.array_equal(
-            first.array()[rows].view(np.uint8), second.array()[rows].view(np.uint8)
-        )
+        one, other = (x.array()[rows].view(np.uint8) for x in (first, second))
+        same = np.array_equal(one, other)
         first.forget()
         second.forget()
         if not same:
@@ -168,12 +166,12 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _mtp_depth(family: Family, config: dict[str, Any], tensors: Iterable[str]) -> int:
-    """Number of modules of multi-token prediction among the tensors."""
+    """Count the modules of multi-token prediction among the tensors."""
+    if not family.further:
+        return 0
     layers = config.get(family.layers.key)
     first = layers if family.further_after and isinstance(layers, int) else 0
-    depth = 0
-    while family.further and any(
-        name.startswith(family.further.format(first + depth) + ".") for name in tensors
-    ):
+    depth, names = 0, tuple(tensors)
+    while [name for name in names if name.startswith(f"{family.further.format(first + depth)}.")]:
         depth += 1
     return depth

@@ -1,5 +1,5 @@
-"""A model of ours as a model folder: which family holds it, its config.json, the dtypes of its
-tensors, the files that come along."""
+"""A model of ours as a model folder: which family expresses it, its config.json, the dtypes of its
+tensors, and the files that come along."""
 
 import json
 import os
@@ -37,11 +37,11 @@ class Answers(NamedTuple):
     """How a model was trained to read and to answer."""
 
     template: str | None = None
-    """The chat template, where it is not that which the model came with."""
+    """The chat template, unless it is the one that the model came with."""
     ends: frozenset[int] = frozenset()
     """Tokens at which an answer ends."""
     marks: Marks | None = None
-    """Tokens around a document; None: not known, since the data held tokens."""
+    """Tokens around a document; None: unknown, since the data held tokens."""
 
 
 NO_ANSWERS = Answers()
@@ -63,20 +63,20 @@ def export(
     images: preprocessor.Pictures | None = None,
     done: Callable[[int], object] = lambda count: None,
 ) -> Family:
-    """Write `out`, whole or not at all. `shapes` are those of our weights by path, `read` gives a
-    weight.
+    """Write `out`, whole or not at all, and return the family. `shapes` are those of our weights by
+    path, `read` gives a weight.
 
     `source` is a folder with the config.json, tokenizer and dtypes that the model once came with;
-    `length` the longest input that it was trained on; `tokenizer` the file of that which the model
-    was trained with, or that of `source`, or one of single bytes; `answers` are its texts,
-    `images` how its pictures became pixels.
-    ConfigError where no family, or not the one of that architecture, can express the model.
+    `length` the longest input in training; `tokenizer` the file of the tokenizer in training, that
+    of `source`, or one of single bytes; `answers` how it was trained to answer; `images` how its
+    pictures became pixels. ConfigError where no family, or not the one of that architecture, can
+    express the model.
     """
     came_with = byte_level.read_json(source / "config.json") if source else {}
     tokens = model.tokens is None
     model = model.as_exported
     shapes = {path: shape for path, shape in shapes.items() if path != VALUE}
-    shapes, read = _with_own_conditions(shapes, read)
+    shapes, read = _repeat_conditions(shapes, read)
     family, config = choose_family(
         model,
         architecture or next(iter(came_with.get("architectures") or []), None),
@@ -97,8 +97,8 @@ def export(
     }
     config = {
         **kept,
-        **(_lengths(model, came_with, length or 0) if tokens else {}),
-        **_marked(came_with, answers.marks),
+        **(_max_length(model, came_with, length or 0) if tokens else {}),
+        **_special_ids(came_with, answers.marks),
         **config,
     }
     if family.model_type:
@@ -119,11 +119,9 @@ def export(
     return family
 
 
-def _with_own_conditions(
-    shapes: Mapping[str, Shape], read: Read
-) -> tuple[Mapping[str, Shape], Read]:
-    """Shapes, and how weights are read, with the one condition of a diffusion transformer in every
-    block, where diffusers has it."""
+def _repeat_conditions(shapes: Mapping[str, Shape], read: Read) -> tuple[Mapping[str, Shape], Read]:
+    """Return shapes and a reader with the condition of a diffusion transformer repeated in every
+    block, where diffusers keeps it."""
     one = {path: shape for path, shape in shapes.items() if path.startswith(CONDITION)}
     if not one:
         return shapes, read
@@ -143,9 +141,9 @@ def _with_own_conditions(
     return {path: shape for path, shape in shapes.items() if path not in one} | own, read_own
 
 
-def _marked(came_with: Mapping[str, Any], marks: Marks | None) -> dict[str, Any]:
-    """bos_token_id and eos_token_id of config.json: those of training; null, which is not the
-    default of transformers' classes, where there is none, and the model came with none."""
+def _special_ids(came_with: Mapping[str, Any], marks: Marks | None) -> dict[str, Any]:
+    """Return bos_token_id and eos_token_id of config.json: those of training, or what the model
+    came with; null where there is none, since transformers' classes have other defaults."""
     if marks is None:
         return {}
     ids = {f"{key}_token_id": token and token.id for key, token in marks._asdict().items()}
@@ -156,12 +154,10 @@ def _marked(came_with: Mapping[str, Any], marks: Marks | None) -> dict[str, Any]
     return ids
 
 
-def _lengths(model: StackConfig, came_with: Mapping[str, Any], length: int) -> dict[str, int]:
-    """max_position_embeddings: the rows of the model's own table, what the model came with, or the
-    longest input in training if that is more.
-
-    With LongRoPE it stays, because transformers' attention factor follows from it.
-    """
+def _max_length(model: StackConfig, came_with: Mapping[str, Any], length: int) -> dict[str, int]:
+    """Return max_position_embeddings: the size of the model's own table, or what the model came
+    with, or the longest input in training if that is more. With LongRoPE it stays, because
+    transformers' attention factor follows from it."""
     language_model = came_with.get("text_config") or came_with
     before = language_model.get("max_position_embeddings") or 0
     ropes = [getattr(block.mixer, "rope", None) for block in model.blocks.values()]
@@ -174,8 +170,8 @@ def _lengths(model: StackConfig, came_with: Mapping[str, Any], length: int) -> d
 def choose_family(
     model: StackConfig, wanted: str | None, must: bool
 ) -> tuple[Family, dict[str, Any]]:
-    """The family of an architecture, or, unless it `must` be that one, the first that can express
-    the model; and the config.json that does."""
+    """Return the family of an architecture, or unless it `must` be that one, the first that can
+    express the model; and its config.json."""
     if must and wanted not in FAMILIES:
         known = ", ".join(family.architecture for family in ALL)
         raise ConfigError(
@@ -200,7 +196,7 @@ def choose_family(
 
 
 def save_source_files(contents: Contents, folder: Path) -> None:
-    """Keep what an export will give back: config.json, tokenizer files, dtypes of tensors."""
+    """Save what an export gives back: config.json, tokenizer files, dtypes of tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", contents.folder.config)
     for name in (*TOKENIZER, GENERATION, PREPROCESSOR, PROCESSOR):
@@ -212,7 +208,7 @@ def save_source_files(contents: Contents, folder: Path) -> None:
 
 
 def _recorded_dtypes(source: Path) -> dict[str, np.dtype]:
-    """Tensor -> dtype in the folder that the model once came in; empty where that is not known."""
+    """Return the dtypes of tensors in the folder that the model came in; empty if unknown."""
     if (source / RECORD).is_file():
         return {
             name: _dtype(dtype) for name, dtype in byte_level.read_json(source / RECORD).items()
@@ -230,8 +226,8 @@ def _dtype(name: str) -> np.dtype:
 def _write_generation(
     source: Path | None, folder: Path, config: Mapping[str, Any], ends: frozenset[int]
 ) -> None:
-    """Copy generation_config.json, or make it of the special tokens of config.json, with `ends`
-    among those at which generation stops."""
+    """Copy generation_config.json, or make it of the special tokens of config.json, and add `ends`
+    to the tokens at which generation stops."""
     if source:
         copy(source, (GENERATION,), folder)
     path = folder / GENERATION
@@ -252,7 +248,7 @@ def _write_generation(
 
 
 def shard_bytes(text: str) -> int:
-    """Bytes of `5GB`, `500MB`, `1GiB` or a plain number."""
+    """Return the bytes of `5GB`, `500MB`, `1GiB` or a plain number."""
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGT]?)(i?)B?", text.strip())
     if not size or float(size[1]) <= 0:
         raise ConfigError(f"--shard-size {text}: allowed is a size such as 5GB, 500MB or 2GiB")

@@ -1,5 +1,9 @@
-"""A model family: its table for config.json and its rows for tensors; and the translations that
-follow from them, both ways."""
+"""A model family: its table for config.json and its rows for tensors, and the translations that
+follow from them, both ways.
+
+Writing is checked by reading: the config.json that a family writes is read back, and the model must
+be the same in canonical form. So a table never has to know what it cannot express.
+"""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -27,7 +31,7 @@ NO_MEANING = frozenset(
     blocks pattern prefix dtype param_dtype remat unroll init_scale layers mtp weights new_tokens
     """.split()
 )
-"""Keys of a DecoderConfig that do not decide the logits, or are rewritten layer by layer."""
+"""Keys of a DecoderConfig that do not decide the logits, or that `layers` replaces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +47,10 @@ class Family:
     layers: Layers
     """Table of its layers."""
     rows: tuple[Row, ...]
-    """One row a tensor."""
+    """One row for each tensor."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Keys that must have this value, or one of these, where they are given; it is what their
-    absence means."""
+    """Keys that must have this value, or one of these, where they are given; their absence means
+    the same."""
     silent: Collection[str] = ()
     """Further keys that do not change the computation."""
     layer: str = "model.layers.{}"
@@ -54,23 +58,23 @@ class Family:
     further: str = ""
     """Name of a module of multi-token prediction, by its number; empty: there are none."""
     further_after: bool = False
-    """These modules are counted on from the last layer."""
+    """These modules are numbered on from the last layer."""
     body: str = "model."
-    """Beginning of tensor names, the head aside; absent from files of the bare body."""
+    """Beginning of tensor names except the head's; absent from files of the bare body."""
     unused: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
-    """Patterns of tensors that carry nothing."""
+    """Patterns of tensors without information."""
     bare: str = ""
     """Name of the architecture without a head."""
     schema: type[StackConfig] = DecoderConfig
     """Section of the model."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Values of keys that published folders leave out and others may not."""
+    """Values of keys that published folders leave out."""
     needed: Collection[str] = ()
-    """Keys that may not be absent, of a type whose class of transformers has other defaults."""
+    """Keys that may not be absent, because transformers' class of this type has other defaults."""
 
     def read(self, config: Mapping[str, Any], where: str, mtp: int | None = 0) -> dict[str, Any]:
-        """config.json -> the mapping of a DecoderConfig. ConfigError lists keys and values that are
-        not supported."""
+        """Translate config.json into the mapping of a DecoderConfig. ConfigError lists keys and
+        values that are not supported."""
         source = Source({**self.defaults, **config}, where, mtp)
         inside = config.get("rope_parameters")
         for key in self.needed:
@@ -84,7 +88,7 @@ class Family:
         return {key: value for key, value in model.items() if value is not None}
 
     def write(self, model: StackConfig) -> dict[str, Any]:
-        """The config.json that describes `model`; Mismatch where this family cannot."""
+        """Return the config.json of `model`; Mismatch where this family cannot express it."""
         if type(model) is not self.schema:
             raise Mismatch(f"it is no {model.kind}")
         wanted, sink = canonical_form(model), Sink()
@@ -105,7 +109,7 @@ class Family:
 
     @property
     def _classes(self) -> set[str]:
-        """Names of classes of transformers that compute this family."""
+        """Names of transformers' classes of this family."""
         stem = self.architecture.removesuffix(CAUSAL)
         return {self.architecture, self.bare, f"{stem}Model", f"{stem}{SCORING}"}
 
@@ -130,7 +134,7 @@ class Family:
 
 
 def scores(config: Mapping[str, Any]) -> bool:
-    """True if a config.json is of a reward model."""
+    """Return True for the config.json of a reward model."""
     architectures = config.get("architectures")
     names = architectures if isinstance(architectures, list) else [architectures]
     return any(isinstance(name, str) and name.endswith(SCORING) for name in names)
@@ -147,8 +151,8 @@ def _check_labels(config: Mapping[str, Any], where: str) -> None:
 
 
 def canonical_form(model: StackConfig) -> dict[str, Any]:
-    """Everything that decides the logits of a model, in one form: layers one by one, defaults
-    filled in, without names, dtypes and matters of speed."""
+    """Return everything that decides the logits of a model: layers one by one, with defaults filled
+    in, without names, dtypes and settings of speed."""
     data = plain_data(model)
     blocks = {name: _block(block) for name, block in data["blocks"].items()}
     layers = []
@@ -185,7 +189,7 @@ def _block(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mlp(mlp: dict[str, Any]) -> dict[str, Any]:
-    """An MLP's mapping without settings of training alone."""
+    """Return an MLP's mapping without settings of training."""
     if mlp["kind"] == "parallel":
         return mlp | {"moe": _mlp(mlp["moe"])}
     if mlp["kind"] != "moe":
@@ -201,20 +205,20 @@ def _mlp(mlp: dict[str, Any]) -> dict[str, Any]:
 
 
 def _different(first: Any, second: Any, path: str) -> set[str]:
-    """Paths with the first of two values that differ."""
+    """Return the paths at which two values differ, with the first one's value."""
     if isinstance(first, dict) and isinstance(second, dict):
         pairs = [(f"{path}.{key}", first.get(key), second.get(key)) for key in first | second]
     elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         pairs = [(path, *pair) for pair in zip(first, second, strict=True)]
     else:
         return set() if table.same(first, second) else {f"{path.removeprefix('.')}={first!r}"}
-    return {different for inner, a, b in pairs for different in _different(a, b, inner)}
+    return set().union(*(_different(a, b, inner) for inner, a, b in pairs))
 
 
 def of_config(config: Mapping[str, Any], families: Mapping[str, Family], where: str) -> Family:
-    """The family that a config.json names; ConfigError lists those that are supported, or says that
-    `architectures` and `model_type` name two, or that `model_type` is not known. Unknown
-    `architectures` beside a known `model_type` are other heads on the same body."""
+    """Return the family that a config.json names. ConfigError where it names none, or two, or an
+    unknown model_type. Unknown `architectures` beside a known `model_type` are other heads on the
+    same body."""
     architectures = config.get("architectures") or config.get(CLASS_NAME) or []
     model_type = config.get("model_type")
     names = [*(architectures if isinstance(architectures, list) else [architectures]), model_type]

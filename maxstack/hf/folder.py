@@ -1,5 +1,9 @@
 """A model folder on disk: config.json and the tensors of its safetensors files. Nothing in it is
-trusted, and nothing in it is run."""
+trusted, and nothing in it is run.
+
+A folder of a model of pictures or sound holds its language model under another key of config.json
+and another beginning of tensor names; both are found here, and other parts are passed over.
+"""
 
 import collections
 import functools
@@ -22,7 +26,7 @@ from maxstack.strict_json import read_object
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 CLASS_NAME = "_class_name"
-"""Key of diffusers' config.json with the name of a class."""
+"""Key of diffusers' config.json with a class name."""
 UNSAFE = {
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), "pickled weights"),
     **dict.fromkeys((".pkl", ".pickle", ".joblib"), "a pickle"),
@@ -35,16 +39,16 @@ INSTEAD = (
     "of the model (transformers writes it with save_pretrained)"
 )
 TEXT = "text_config", "language_config", "llm_config", "thinker_config"
-"""Keys of config.json with the language model of a folder that holds more."""
+"""Keys of config.json with the language model of a larger model."""
 WITHIN = (
     *("model.language_model.", "language_model.model.", "model.text_model.", "text_model.model."),
     *("language.model.", "llm.model.", "thinker.model.", "language_model.", "text_model."),
 )
-"""Beginnings of its tensors' names there, in place of `model.`."""
+"""Beginnings of its tensor names in place of `model.`."""
 TOWERS = {"siglip": "vision_config"}
-"""model_type of models of pictures and texts -> key of the part that is read."""
+"""model_type of models of pictures and texts -> key of the part to read."""
 OF_ALL = "lm_head.", "score.", "mtp.", "classifier."
-"""Beginnings of names that stand beside the body."""
+"""Beginnings of tensor names outside of the body."""
 OTHER_TOWERS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio|mm_projector)\."
 )
@@ -56,15 +60,15 @@ OF_WRAPPER = (
     "dtype",
     "torch_dtype",
 )
-"""Keys that may stand outside of text_config."""
+"""Keys that may be outside of text_config."""
 
 
 class Folder:
-    """A folder, at a path or URL, or a model of the hub by its name, checked. ConfigError for a
-    mistake of its user, DataError for damage.
+    """A folder at a path or URL, or a model of the hub by name, checked. ConfigError for a mistake
+    of its user, DataError for damage.
 
-    Of the hub and at a URL, only files that are read are downloaded, safetensors only for
-    `weights`; pickles and code beside them are neither read nor run.
+    From the hub or a URL only files that are read are downloaded, safetensors only with `weights`;
+    pickles and code beside them are neither read nor run.
     """
 
     def __init__(self, path: str | Path, *, weights: bool = True):
@@ -74,9 +78,9 @@ class Folder:
             raise ConfigError(f"{shortened(str(path), 200)}: {what}")
         outer = read_object(self.file("config.json"))
         self.config: dict[str, Any] = outer
-        """config.json, of the language model where the folder holds more."""
+        """config.json; of a larger model, that of its language model."""
         self.has_parts = False
-        """It holds more than a language model."""
+        """True where the folder holds more than a language model."""
         parts = [TOWERS[kind]] if (kind := outer.get("model_type")) in TOWERS else TEXT
         while inner := next((key for key in parts if isinstance(self.config.get(key), dict)), None):
             shared = {key: self.config[key] for key in OF_WRAPPER if key in self.config}
@@ -85,14 +89,14 @@ class Folder:
             self.has_parts = True
         self.where = str(self.path / "config.json")
         self.stem = hub.DIFFUSERS if CLASS_NAME in outer else hub.MODEL
-        """Beginning of the names of files with weights."""
+        """Beginning of the names of weight files."""
         method = self.config.pop("quantization_config", None) or outer.get("quantization_config")
         self._unpack = unpacking(method, self.where)
         self.quantized: str | None = method["quant_method"] if method else None
-        """Name of the tensors' quantization."""
+        """Method by which the tensors are quantized."""
 
     def raw(self) -> dict[str, Plain]:
-        """Name -> tensor, as the files have them."""
+        """Return the tensors of the files by name."""
         index, shards = self.path / self._index, self.shards()
         single = SINGLE.format(self.stem)
         names = sorted(
@@ -117,7 +121,8 @@ class Folder:
         tensors: dict[str, Plain] = {}
         for shard in sorted(shards) or [single]:
             file = SafetensorsFile(self.file(shard))
-            held, listed = file.entries.keys(), shards.get(shard, file.entries.keys())
+            held = file.entries.keys()
+            listed = shards.get(shard, held)
             if absent := sorted(listed - held):
                 raise DataError(
                     f"{index}: tensor {absent[0]}{and_more(absent)} is said to be in "
@@ -132,21 +137,21 @@ class Folder:
         return tensors
 
     def tensors(self, body: str = "model.") -> dict[str, Tensor]:
-        """Name -> tensor, under the names of the language model alone; `body` is put before the
-        names of a file that holds the bare body."""
+        """Return the language model's tensors by the names that it has alone; names of a file that
+        holds the bare body get `body` in front."""
         tensors: dict[str, Tensor] = {**self.raw()}
         if not tensors:
             raise DataError(f"{self.path}: its safetensors hold no tensor")
         return self._unpack(self._of_language_model(tensors, body))
 
     def listed(self, body: str = "model.") -> Iterable[str] | None:
-        """Names of the tensors in the index, as in `tensors`; None where there is no index."""
+        """Return the tensor names of the index, as in `tensors`; None without an index."""
         names = {name: None for listed in self.shards().values() for name in listed}
         return self._of_language_model(names, body) if names else None
 
     def _of_language_model(self, tensors: dict[str, T], body: str) -> dict[str, T]:
-        """The language model's tensors, under its own names; those of other parts are left out, in
-        a line. Of a family that is such a part, all."""
+        """Select the language model's tensors, under its own names, with a warning of other parts;
+        all tensors for a family that is such a part."""
         within = next((begin for begin in WITHIN if f"{begin}embed_tokens.weight" in tensors), "")
         outside = within.removesuffix("model.") if within.endswith(".model.") else ""
         tower = OTHER_TOWERS.match(body)
@@ -168,7 +173,7 @@ class Folder:
         if left:
             parts = collections.Counter(name.removeprefix("model.").split(".")[0] for name in left)
             said = ", ".join(f"{part} ({count})" for part, count in sorted(parts.items()))
-            _tell(self.where, "tower of pictures" if tower else "language model", said)
+            _warn(self.where, "tower of pictures" if tower else "language model", said)
         if any(name.startswith(body) for name in found):
             return found
         return {
@@ -177,7 +182,7 @@ class Folder:
         }
 
     def shards(self) -> dict[str, set[str]]:
-        """The index: file -> names of its tensors; empty where there is no index."""
+        """Return the index, file -> names of its tensors; empty without an index."""
         shards: dict[str, set[str]] = {}
         if not os.path.lexists(self.path / self._index):
             return shards
@@ -208,8 +213,8 @@ class Folder:
                 )
 
     def file(self, name: str) -> Path:
-        """Path of a file of the folder. A link must lead to another file of it, or to the blobs of
-        the hub's cache that the folder is part of."""
+        """Return the path of a file of the folder. A link must lead to another file of it, or to
+        the blobs of the hub's cache that the folder is part of."""
         path = self.path / name
         if not os.path.lexists(path) and name == "config.json":
             inner = self.path / "transformer"
@@ -226,10 +231,10 @@ class Folder:
 
 
 def and_more(names: list[str], shown: int = 1) -> str:
-    """Number of names that are left out where the first few are shown, in words."""
+    """Say how many names are left out where the first few are shown."""
     return f" (and {len(names) - shown} more)" if len(names) > shown else ""
 
 
 @functools.cache
-def _tell(where: str, read: str, parts: str) -> None:
+def _warn(where: str, read: str, parts: str) -> None:
     log.warning("%s: tensors of other parts than the %s are passed over: %s", where, read, parts)

@@ -1,5 +1,5 @@
-"""An adapter of PEFT merged into the tensors of a model folder, or taken out of them again, tensor
-by tensor."""
+"""An adapter of PEFT merged into a model folder, or subtracted from it again, tensor by tensor;
+other files are copied."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ def merge(
     finite: bool = True,
 ) -> int:
     """Write `out`, whole or not at all: the model folder with the adapter's change added, or with
-    `sign` -1 subtracted; the number of tensors that changed.
+    `sign` -1 subtracted. Return the number of changed tensors.
 
     `done` is called with the bytes of each tensor. ConfigError where the adapter is of another
     model; DataError where a tensor is, or becomes, NaN or infinite, if `finite`.
@@ -88,8 +88,8 @@ def merge(
 def _tables(
     folder: Folder, tensors: Mapping[str, Plain], adapter: Adapter, family: Family
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The merged embedding and head by tensor, where the adapter changes either, and what
-    config.json says of them: a head that is no longer the embedding is a tensor of its own."""
+    """Return the merged embedding and head by tensor where the adapter changes either, and their
+    keys of config.json: a head that no longer is the embedding becomes a tensor of its own."""
     names = {row.parts[0].path: row.name for row in family.rows if not row.copy}
     embed, head = (names.get(path, "").removesuffix(".weight") for path in ("embed", "head"))
     apart = head in adapter.modules

@@ -240,7 +240,7 @@ def _modules(bound: Sequence[BoundTensor], adapted: Mapping[str, int]) -> list[_
     return [
         _Module(tensor, adapted)
         for tensor in bound
-        if not tensor.row.copy and any(target.path in adapted for target in tensor.targets)
+        if not tensor.row.copy and tensor.paths & adapted.keys()
     ]
 
 
@@ -256,8 +256,7 @@ def _refuse_others(
     targets: set[str] = set()
     for tensor in bound:
         if _name(tensor) in adapter.modules:
-            paths = {target.path for target in tensor.targets}
-            targets |= paths & adapted.keys() or paths
+            targets |= tensor.paths & adapted.keys() or tensor.paths
     if targets != adapted.keys():
         wrong["targets"] = sorted(targets)
     if wrong:

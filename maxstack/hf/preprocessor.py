@@ -1,5 +1,5 @@
-"""How the pictures of a model folder become pixels: its preprocessor_config.json, in which every
-key is computed, changes nothing or is refused, and data.image, both ways."""
+"""How a model folder turns pictures into pixels: its preprocessor_config.json as data.image, both
+ways. Every key is computed, changes nothing or is refused."""
 
 import functools
 import logging
@@ -23,38 +23,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 KEYS = "mean", "std", "resize", "keep_ratio", "resample"
-"""Of data.image, what a folder says."""
+"""Keys of data.image that a folder gives."""
 FILTERS = get_args(ImageConfig.model_fields["resample"].annotation)
 """Filters by Pillow's numbers."""
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yml").read_text())
 
 
 class Pictures(NamedTuple):
-    """What a folder says of pictures."""
+    """Settings of a folder for pictures."""
 
     where: str
     said: dict[str, Any]
-    """As the file has it."""
+    """Content of the file."""
     side: int
-    """Of the images that come out."""
+    """Side of the resulting images."""
     image: dict[str, Any]
     """KEYS of data.image, for images of that side."""
 
     def at(self, side: int) -> dict[str, Any]:
-        """KEYS for images of another side, which show as much of a picture."""
+        """Return KEYS for images of another side that show as much of a picture."""
         resize = round(self.image["resize"] * side / self.side)
         if side != self.side:
-            _tell(f"{self.where}: makes {self.side} pixels, not {side}: data.image.resize={resize}")
+            _warn(f"{self.where}: makes {self.side} pixels, not {side}: data.image.resize={resize}")
         return self.image | {"resize": resize}
 
 
 def pictures(folder: Folder) -> Pictures | None:
-    """What a folder says of pictures; None, in a line, where it says nothing. ConfigError with each
-    key that is not computed here."""
+    """Return a folder's settings for pictures; None, with a warning, where it has none. ConfigError
+    for a key that is not supported."""
     where, said = _found(folder)
     if said is None:
         if folder.stem == MODEL:
-            _tell(f"{where}: no such file, so data.image is what the configuration makes it")
+            _warn(f"{where}: no such file, so data.image is what the configuration makes it")
         return None
     kind = said.get("image_processor_type") or said.get("feature_extractor_type")
     kind = re.sub("(FeatureExtractor|ImageProcessor)(Fast|Pil)?$", "", str(kind or ""))
@@ -68,7 +68,7 @@ def pictures(folder: Folder) -> Pictures | None:
         off = {key for key, value in given.items() if key.startswith("do_") and value is False}
         if unknown := sorted(given.keys() - known - off):
             raise ValueError(f"unknown keys: {listed(unknown)}")
-        return Pictures(where, said, *_understood(values))
+        return Pictures(where, said, *_parse(values))
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{where}: {error}; correct it, or copy the folder without this file, and give "
@@ -77,7 +77,7 @@ def pictures(folder: Folder) -> Pictures | None:
 
 
 def _found(folder: Folder) -> tuple[str, dict[str, Any] | None]:
-    """Path and content; the `image_processor` of processor_config.json goes first, as in
+    """Return path and content; `image_processor` of processor_config.json goes first, as in
     transformers."""
     path = folder.path / PREPROCESSOR
     if (folder.path / PROCESSOR).is_file():
@@ -87,8 +87,9 @@ def _found(folder: Folder) -> tuple[str, dict[str, Any] | None]:
     return str(path), read_object(folder.file(PREPROCESSOR)) if path.is_file() else None
 
 
-def _understood(values: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Side of the images, and KEYS of data.image. ValueError for what they cannot say."""
+def _parse(values: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Return the side of images and KEYS of data.image. ValueError for what these cannot
+    express."""
     resize, keep_ratio = _size("size", values)
     side, loose = _size("crop_size", values) if values["do_center_crop"] else (resize, keep_ratio)
     if not values["do_resize"] or loose or side > resize:
@@ -115,7 +116,7 @@ def _understood(values: dict[str, Any]) -> tuple[int, dict[str, Any]]:
 
 
 def _size(key: str, values: dict[str, Any]) -> tuple[int, bool]:
-    """A side, and whether it is that of the shorter one alone."""
+    """Return a side, and whether it is that of the shorter edge alone."""
     size = values[key]
     if isinstance(size, int):
         square = values["default_to_square"] or key == "crop_size"
@@ -129,7 +130,7 @@ def _size(key: str, values: dict[str, Any]) -> tuple[int, bool]:
 
 
 def of_run(where: str, cfg: "Config") -> Pictures | None:
-    """What a run says of pictures, as a folder would; None where it reads none."""
+    """Return a run's settings for pictures as a folder has them; None where it reads none."""
     model: Any = cfg.model
     if model.tokens is None or model.channels not in (1, 3):
         return None
@@ -142,18 +143,18 @@ def of_run(where: str, cfg: "Config") -> Pictures | None:
 
 
 def write(out: Path, own: Pictures, source: Path | None) -> None:
-    """preprocessor_config.json of what a run says, as of its evaluation: that of `source`, the
-    folder that it came with, where that says the same, else one of BitImageProcessor, which
-    computes all that data.image can say."""
+    """Write preprocessor_config.json for a run's evaluation: that of `source`, the folder that the
+    model came with, where it agrees, else one of BitImageProcessor, which expresses all of
+    data.image."""
     try:
         came = pictures(Folder(source, weights=False)) if source else None
-    except ConfigError:  # which the run cannot have followed
+    except ConfigError:  # the run cannot have used it
         came = None
     if came and came[2:] == own[2:]:
         write_json(out / PREPROCESSOR, came.said)
         return
     if came:
-        _tell(f"{PREPROCESSOR}: is of the run's data.image, in place of {came.where}")
+        _warn(f"{PREPROCESSOR}: is of the run's data.image, in place of {came.where}")
     image = own.image
     edges = ("shortest_edge",) if image["keep_ratio"] else ("height", "width")
     said = {
@@ -169,5 +170,5 @@ def write(out: Path, own: Pictures, source: Path | None) -> None:
 
 
 @functools.cache
-def _tell(message: str) -> None:
+def _warn(message: str) -> None:
     log.warning("%s", message)

@@ -1,5 +1,9 @@
-"""Weights out of a model folder, straight into shards: each process reads only what its devices
-hold, one weight at a time."""
+"""Weights read from a model folder straight into shards.
+
+A weight of ours is made of pieces: slabs of tensors in memory-mapped files, viewed in our layout.
+Each process reads only what its devices hold, one weight at a time, casting on the way, so no more
+than one weight is in host memory.
+"""
 
 import dataclasses
 import math
@@ -28,12 +32,12 @@ def load_params(
     progress: bool = True,
     finite: bool = True,
 ) -> Iterator[tuple[str, jax.Array]]:
-    """The weights of a model folder by path, one after the other, as jax.ShapeDtypeStruct with a
-    sharding (or none: one device) ask for them; all but those that `pieces_of` leaves out. `model`:
-    that which they are for; None: that of the folder.
+    """Yield the weights of a model folder by path, as `wanted` describes them: jax.ShapeDtypeStruct
+    with a sharding, or none for one device; except those that `pieces_of` leaves out. `model`: the
+    model that they are for; None: that of the folder.
 
     Numbers are cast to the dtype of each leaf. DataError, before anything is read, lists tensors
-    that are missing, unknown or of another shape; and, if `finite`, names the first tensor with a
+    that are missing, unknown or of another shape; if `finite`, it names the first tensor with a
     number that is NaN or infinite after the cast.
     """
     pieces = pieces_of(contents, {path: leaf.shape for path, leaf in wanted.items()}, model)
@@ -53,7 +57,7 @@ def load_params(
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A slab of a weight of ours, and the part of a tensor that it is."""
+    """A slab of a weight of ours, as a part of a tensor."""
 
     bound: BoundTensor
     target: Target
@@ -73,14 +77,14 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Positions(Piece):
-    """A table of positions of an image, made for one of another size by bicubic interpolation, as
-    transformers' encoders do; its first rows, which are no patches', stay."""
+class ResizedPositions(Piece):
+    """A table of image positions, resized to another image by bicubic interpolation, as in
+    transformers' encoders; its first rows, which are no patches, stay."""
 
     before: int
     """Rows that stay."""
     rows: int
-    """Rows that are wanted in all."""
+    """Rows in all afterwards."""
 
     def fill(self, out: np.ndarray, index: Index) -> None:
         table = self._view(None).astype(np.float32)
@@ -93,22 +97,23 @@ class Positions(Piece):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lengthened(Piece):
-    """A table that gets rows for new tokens."""
+class ExtendedTable(Piece):
+    """A table with rows for new tokens."""
 
     new: NewRows
     rows: int
-    """Rows that are wanted in all."""
+    """Rows in all afterwards."""
 
     def fill(self, out: np.ndarray, index: Index) -> None:
         out[...] = with_rows(self._view(None), self.new, self.rows)[index]
 
 
 def bicubic(old: int, new: int) -> np.ndarray:
-    """Weights float32 [new, old] of cubic convolution with a = -0.75 between the middles of pixels,
-    edges repeated (Keys 1981, doi:10.1109/TASSP.1981.1163711), as torch's interpolate has it."""
+    """Return weights float32 [new, old] of cubic convolution with a = -0.75 between the centers of
+    pixels, with edges repeated (Keys 1981, doi:10.1109/TASSP.1981.1163711), as in torch."""
     places = (np.arange(new) + 0.5) * old / new - 0.5
-    first, weights = np.floor(places).astype(int), np.zeros((new, old))
+    first = np.floor(places).astype(int)
+    weights = np.zeros((new, old))
     for tap in range(-1, 3):
         x = np.abs(places - first - tap)
         near = (1.25 * x - 2.25) * x * x + 1
@@ -121,9 +126,8 @@ def bicubic(old: int, new: int) -> np.ndarray:
 def pieces_of(
     contents: Contents, shapes: Mapping[str, tuple[int, ...]], model: StackConfig | None = None
 ) -> dict[str, list[Piece]]:
-    """Our path -> the pieces that make it up. DataError as in load_params. What a `model` draws
-    anew where it starts from that of the folder has none; positions of images of another size are
-    resized."""
+    """Return the pieces of each weight by path. DataError as in load_params. Weights that `model`
+    initializes anew have none; positions of images of another size are resized."""
     model = model or contents.model
     fresh, left = model.head_changes(contents.model)
     shapes = {path: shape for path, shape in shapes.items() if path not in fresh}
@@ -141,7 +145,7 @@ def pieces_of(
             f"{error}; with `model: {{from: {contents.folder.path}}}` alone, the architecture, "
             "the number of layers and the names of blocks are those of the folder"
         ) from error
-    heads = [row for row in contents.family.rows if {part.path for part in row.parts} <= left]
+    heads = [row for row in contents.family.rows if row.paths <= left]
     check_tensors(contents, bound, [re.escape(row.name) for row in heads])
     pieces: dict[str, list[Piece]] = {path: [] for path in shapes}
     for tensor in bound:
@@ -149,22 +153,24 @@ def pieces_of(
             piece = Piece(tensor, target, contents.tensors[tensor.name])
             if places and own[target.path] != shapes[target.path]:
                 rows = shapes[target.path][0]
-                piece = Positions(tensor, target, piece.tensor, places[0], rows)
+                piece = ResizedPositions(tensor, target, piece.tensor, places[0], rows)
             elif new := longer.get(target.path):
-                piece = Lengthened(tensor, target, piece.tensor, new, shapes[target.path][new.dim])
+                rows = shapes[target.path][new.dim]
+                piece = ExtendedTable(tensor, target, piece.tensor, new, rows)
             pieces[target.path].append(piece)
     return pieces
 
 
 def leading_dims(pieces: Sequence[Piece]) -> int:
-    """Number of a weight's first dimensions that are of layers and experts."""
-    return len(pieces[0].target.lead) + (pieces[0].bound.experts is not None)
+    """Count a weight's leading dimensions of layers and experts."""
+    dims = len(pieces[0].target.lead)
+    return dims if pieces[0].bound.experts is None else dims + 1
 
 
 def slab_reader(
     pieces: Sequence[Piece], shape: tuple[int, ...], dtype: np.dtype, finite: bool = True
 ) -> Callable[[Index], np.ndarray]:
-    """index -> the values there, read when asked for; DataError as in load_params."""
+    """Return a function from an index to the values there; DataError as in load_params."""
     lead = len(pieces[0].target.lead)
     by_lead = {piece.target.lead: piece for piece in pieces}
 
@@ -189,7 +195,7 @@ def _sharded(pieces: Sequence[Piece], leaf: Any, finite: bool) -> jax.Array:
     last: dict[str, np.ndarray] = {}
 
     def once(index: Index | None) -> np.ndarray:
-        """The values, which several devices may ask for in turn."""
+        """Return the values, which several devices may ask for in turn."""
         assert index is not None
         key = str(index)
         if key not in last:

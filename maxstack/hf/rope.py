@@ -1,5 +1,5 @@
 """Rotary positions in config.json, in its old spelling (rope_theta, rope_scaling) and its new one
-(rope_parameters, also by layer type)."""
+(rope_parameters, also by layer type). Both may be given where they agree."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -30,19 +30,22 @@ NEEDED = {
     "llama3": ("low_freq_factor", "high_freq_factor", "original_length"),
     "longrope": ("factor",),
 }
-"""Keys that config.json must have though our sections have defaults for them."""
-SCALINGS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
-    kind: {
-        name: (
-            ORIGINAL if name == "original_length" else name,
-            ... if field.is_required() or name in NEEDED.get(kind, ()) else field.default,
-        )
-        for name, field in section.model_fields.items()
-        if name != "kind"
-    }
-    for kind, section in KINDS.items()
-}
-"""Kind -> our key -> (theirs, default); `...`: the key is needed; null: it may stay away."""
+"""Keys that config.json must have although our sections have defaults."""
+
+
+def _keys_of(kind: str) -> dict[str, tuple[str, Any]]:
+    """Return our key -> (their key, default) of a kind; `...`: the key is needed; None: it may be
+    absent."""
+    keys = {}
+    for name, field in KINDS[kind].model_fields.items():
+        if name != "kind":
+            needed = field.is_required() or name in NEEDED.get(kind, ())
+            theirs = ORIGINAL if name == "original_length" else name
+            keys[name] = theirs, (... if needed else field.default)
+    return keys
+
+
+SCALINGS: Mapping[str, Mapping[str, tuple[str, Any]]] = {kind: _keys_of(kind) for kind in KINDS}
 OTHER_NAMES = {"su": "longrope", "mrope": "default"}
 # Known with every kind; multimodal sections of the frequencies turn alike for text alone.
 HARMLESS = {
@@ -59,7 +62,7 @@ HARMLESS = {
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary positions of all layers, or of those of one type."""
+    """Rotary positions of all layers, or of one layer type."""
 
     layer: str | None = None
     """The layer type; null: all layers."""
@@ -67,21 +70,21 @@ class Rope:
     theta: float = 10_000.0
     """Base where the key is absent."""
     fraction: float = 1.0
-    """Share of a head that is rotated where the key is absent."""
+    """Rotated share of a head where the key is absent."""
     interleaved: Any = False
     old_theta: str = "rope_theta"
     """The key of the old spelling."""
     old_scaling: bool = True
-    """rope_scaling of the old spelling is meant for these layers."""
+    """rope_scaling of the old spelling applies to these layers."""
     partial: bool = False
-    """The family can rotate a share of a head alone."""
+    """The family can rotate a share of a head."""
     outside: bool = False
-    """The original length stands beside the parameters, not in them."""
+    """The original length is beside the parameters, not in them."""
     default: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The parameters where config.json has none."""
 
     def read(self, source: Source) -> dict[str, Any]:
-        """The mapping of a RopeConfig."""
+        """Return the mapping of a RopeConfig."""
         parameters = self._parameters(source)
         inside, beside = parameters.get("rope_theta"), source.get(self.old_theta)
         if inside and beside and inside != beside:
@@ -198,7 +201,7 @@ class Rope:
 
 
 def _scaled(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What one of the two spellings says of the scaling."""
+    """Return the scaling that one of the two spellings describes."""
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     names = {"type", "rope_type", "rope_theta", "partial_rotary_factor", ORIGINAL}
     more = {key: value for key, value in parameters.items() if key not in names}

@@ -1,4 +1,4 @@
-"""Rows: a tensor of a file and the weights of ours that it holds, with the layout of both; and what
+"""Rows: a tensor of a file and our weights in it, with the layout of both, and the conversion that
 follows from a row, both ways.
 
 A row is `NAME | OURS | LAYOUT`. In NAME, {layer} is a block's name, {e} an expert's number, and [e]
@@ -11,6 +11,7 @@ the other; `PATH: AXES -> LAYOUT` gives a weight its own layout of ours.
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -46,47 +47,50 @@ class Row:
     theirs: str
     """Layout of the tensor, or of one expert's part of it."""
     hints: tuple[Part, ...] = ()
-    """Weights that a block must have for the row to apply, and that give sizes."""
+    """Weights that a block must have for the row to apply; they give sizes too."""
     absent: tuple[str, ...] = ()
     """Weights that a block must not have for the row to apply."""
     copy: bool = False
     """Another tensor holds the same; a file may leave it out."""
 
     @property
+    def paths(self) -> set[str]:
+        """Paths of the parts."""
+        return {part.path for part in self.parts}
+
+    @property
     def axes(self) -> list[str]:
         """The tensor's axes without grouping."""
-        return [name for names in axes_in(self.theirs) for name in names]
+        return [*itertools.chain(*axes_in(self.theirs))]
 
     @property
     def inputs_first(self) -> bool:
-        """A matrix of theirs begins with the inputs, as all of ours do; modules of torch are
-        [outputs, inputs]."""
+        """True where their matrix begins with the inputs, as ours do; torch's modules are [outputs,
+        inputs]."""
         return axes_in(self.theirs)[0][0] == axes_in(self.parts[0].ours)[0][0]
 
     @property
     def experts(self) -> bool:
-        """Our weights have a leading dimension of experts."""
+        """True where our weights have a leading dimension of experts."""
         return "{e}" in self.name or self.indexed
 
     @property
     def indexed(self) -> bool:
-        """All experts are in one tensor, along its first dimension."""
+        """True where all experts are in one tensor, along its first dimension."""
         return self.name.endswith("[e]")
 
     def tensor_name(self, layer: str, expert: int | None = None) -> str:
-        """The tensor's name for a block and an expert."""
+        """Return the tensor's name for a block and an expert."""
         name = self.name.removesuffix("[e]").replace("{e}", str(expert))
         return name.replace("{layer}", layer).replace("{further}", layer)
 
     def sizes(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
-        """The size of every axis, by the shapes of our weights without leading dimensions;
+        """Return the size of every axis, by the shapes of our weights without leading dimensions.
         ValueError where they contradict the row."""
         sizes = {"1": 1}
-        pairs = [
-            pair
-            for part in (*self.parts, *self.hints)
-            for pair in zip(axes_in(part.ours), shapes[part.path], strict=True)
-        ]
+        pairs: list[tuple[tuple[str, ...], int]] = []
+        for part in (*self.parts, *self.hints):
+            pairs += zip(axes_in(part.ours), shapes[part.path], strict=True)
         for names, size in sorted(pairs, key=lambda pair: len(pair[0])):
             unknown = [name for name in names if name not in sizes]
             product = math.prod(sizes.get(name, 1) for name in names)
@@ -96,13 +100,12 @@ class Row:
         return sizes
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
-        """Shape of the tensor, or of one expert's part."""
-        all_sizes = {**sizes, "+": sum(self._widths(sizes))}
-        return tuple(math.prod(all_sizes[name] for name in names) for names in axes_in(self.theirs))
+        """Return the shape of the tensor, or of one expert's part."""
+        size_of = {**sizes, "+": sum(self._widths(sizes))}.__getitem__
+        return tuple(math.prod(map(size_of, names)) for names in axes_in(self.theirs))
 
     def ours(self, part: Part, tensor: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """The part of a tensor in our layout: a view where both layouts are made of the same
-        axes."""
+        """Return a part of a tensor in our layout; a view where possible."""
         layout = f"{self._layout(part)} -> {part.ours}"
         return einops.rearrange(self._cut(part, tensor, sizes), layout, **_used(sizes, layout))
 
@@ -116,11 +119,11 @@ class Row:
         view[...] = einops.rearrange(weight, layout, **_used(sizes, layout))
 
     def _layout(self, part: Part) -> str:
-        """Layout of a part as `_cut` gives it."""
+        """Return the layout of a part as `_cut` gives it."""
         return " ".join(self.axes).replace("+", f"({part.axes})")
 
     def _cut(self, part: Part, tensor: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """A view of a part, with a dimension for each axis."""
+        """Return a view of a part, with a dimension for each axis."""
         widths = self._widths(sizes)
         whole = tensor.reshape([sizes.get(axis, sum(widths)) for axis in self.axes])
         if "+" not in self.axes:
@@ -129,18 +132,18 @@ class Row:
         return views[self.parts.index(part)]
 
     def _widths(self, sizes: Mapping[str, int]) -> list[int]:
-        return [math.prod(sizes[name] for name in part.axes.split()) for part in self.parts]
+        return [math.prod(map(sizes.__getitem__, part.axes.split())) for part in self.parts]
 
 
 def rows(text: str) -> tuple[Row, ...]:
-    """The rows of a table, one a line; `copy` as a fourth column marks a tensor that another one
-    holds too."""
+    """Return the rows of a table, one in each line; `copy` as a fourth column marks a tensor that
+    repeats another one."""
     return tuple(_row(line) for line in text.splitlines() if line.strip())
 
 
 def modules(text: str) -> tuple[Row, ...]:
-    """The rows of modules that have a weight and a bias: `NAME | OURS | LAYOUT`, the weight's; for
-    a norm LAYOUT is one axis."""
+    """Return the rows of modules with a weight and a bias: `NAME | OURS | LAYOUT` of the weight;
+    for a norm LAYOUT is one axis."""
     table = ""
     for line in filter(str.strip, text.splitlines()):
         name, ours, layout = (column.strip() for column in line.split("|"))
@@ -155,7 +158,7 @@ def modules(text: str) -> tuple[Row, ...]:
 
 
 def only(where: str, table: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Rows for those blocks alone that have the weight `PATH: AXES`."""
+    """Limit rows to blocks that have the weight `PATH: AXES`."""
     path, axes = where.split(": ")
     return tuple(
         dataclasses.replace(row, hints=(*row.hints, Part(path, "", axes))) for row in table
@@ -163,13 +166,13 @@ def only(where: str, table: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def without(path: str, table: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Rows for those blocks alone that do not have the weight at `path`."""
+    """Limit rows to blocks that do not have the weight at `path`."""
     return tuple(dataclasses.replace(row, absent=(*row.absent, path)) for row in table)
 
 
 @functools.cache
 def axes_in(layout: str) -> tuple[tuple[str, ...], ...]:
-    """The names of the axes in each dimension of a layout."""
+    """Return the names of the axes in each dimension of a layout."""
     dimensions = re.findall(r"\(([^)]*)\)|(\S+)", layout)
     return tuple(tuple((group or atom).split()) for group, atom in dimensions)
 
@@ -187,5 +190,5 @@ def _row(line: str) -> Row:
 
 
 def _used(sizes: Mapping[str, int], layout: str) -> dict[str, int]:
-    """The sizes that einops wants to know: of the axes in a layout."""
+    """Return the sizes of the axes in a layout, as einops wants them."""
     return {name: sizes[name] for name in re.findall(r"[a-z]\w*", layout) if name in sizes}

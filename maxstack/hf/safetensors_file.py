@@ -1,5 +1,5 @@
-"""Reader of safetensors files that are not trusted: the header is checked, tensors are views of a
-memory map.
+"""Reader of untrusted safetensors files: the header is checked, and tensors are views of a memory
+map.
 
 The safetensors package's own reader names neither the tensor nor the two sizes where a header is
 wrong, accepts names that are paths, and copies every tensor that it gives, float8 not at all.
@@ -40,23 +40,25 @@ _KINDS: dict[str, Any] = {
 }
 DTYPES = {name: np.dtype(kind) for name, kind in _KINDS.items()}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LARGEST_HEADER, LONGEST_NAME, MOST_DIMS = 100_000_000, 1024, 16
+LARGEST_HEADER = 100_000_000
+LONGEST_NAME = 1024
+MOST_DIMS = 16
 PATH = re.compile(r"[/\\~]|[^/\\]*:|(.*[/\\])?\.\.([/\\]|$)")
-"""Absolute, of a home or a drive, or with a step up."""
+"""A path that is absolute, of a home or a drive, or has a step up."""
 
 
 class Entry(NamedTuple):
-    """Tensor of a file."""
+    """A tensor of a file."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
-    """Bytes before it in the file."""
+    """Its position in the file, in bytes."""
 
 
 class SafetensorsFile:
-    """Tensors of one file. DataError, with the file, tensor and reason, where the file does not
-    follow the format."""
+    """The tensors of one file. DataError with file, tensor and reason where it does not follow the
+    format."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -69,12 +71,12 @@ class SafetensorsFile:
             raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
     def array(self, name: str) -> np.ndarray:
-        """A read-only view of the file; pages are read as they are touched."""
+        """Return a read-only view of the file; pages are read when they are touched."""
         entry = self.entries[name]
         return np.ndarray(entry.shape, entry.dtype, self._map, entry.start)
 
     def forget(self) -> None:
-        """Let the system take back the pages that have been read."""
+        """Let the system reclaim the pages that have been read."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -94,7 +96,8 @@ def _entries(path: Path, file: Any, size: int) -> dict[str, Entry]:
         check_name(name, str(path))
         _check_spec(f"{path}: tensor {name}", spec)
     entries = {}
-    end, before = 0, "the header"
+    end = 0
+    before = "the header"
     for name, spec in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         where, dtype = f"{path}: tensor {name}", DTYPES[spec["dtype"]]
         start, stop = spec["data_offsets"]
@@ -114,17 +117,19 @@ def _entries(path: Path, file: Any, size: int) -> dict[str, Entry]:
         if start > end:
             raise DataError(f"{where} leaves {start - end:,} unused bytes after {before}")
         entries[name] = Entry(dtype, tuple(spec["shape"]), begin + start)
-        end, before = stop, f"tensor {name}"
+        end = stop
+        before = f"tensor {name}"
     if begin + end != size:
         raise DataError(f"{path}: {size - begin - end:,} bytes after {before} belong to no tensor")
     return entries
 
 
 def _check_spec(where: str, spec: Any) -> None:
-    """DataError for a description of a tensor that has other keys or types than the format's."""
+    """DataError where a tensor's description has other keys or types than the format."""
     if not isinstance(spec, dict) or spec.keys() != {"dtype", "shape", "data_offsets"}:
         raise DataError(f"{where}: must have exactly dtype, shape and data_offsets")
-    dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
+    dtype, shape = spec["dtype"], spec["shape"]
+    offsets = spec["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise DataError(f"{where}: dtype {quoted(dtype)}; known are {', '.join(DTYPES)}")
     if not _are_sizes(shape) or len(shape) > MOST_DIMS:
@@ -138,7 +143,7 @@ def _are_sizes(value: Any) -> bool:
 
 
 def _header(path: Path, file: Any, size: int) -> dict[str, Any]:
-    """Descriptions of the tensors by name, not checked yet."""
+    """Return the unchecked descriptions of the tensors by name."""
     if size < 8:
         raise DataError(f"{path}: {size} bytes, too short for a safetensors file")
     length = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""A SentencePiece model that a run has learnt, as the files of a transformers tokenizer."""
+"""A SentencePiece model that a run has trained, as the files of a transformers tokenizer."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,9 @@ NAMES = "tokenizer.json", "tokenizer_config.json"
 
 
 def files_of(path: Path) -> dict[str, Any]:
-    """The files of NAMES for a BPE model without normal forms, as `maxstack data tokenizer` learns
-    it. None where they would give other ids than the model at `path`: of a unigram model, or one
-    that puts a space before a text."""
+    """Return the files of NAMES for a BPE model without normalization, as `maxstack data tokenizer`
+    trains it; none where they would give other ids than the model at `path`: for a unigram model,
+    or one that puts a space before a text."""
     import sentencepiece
     from tokenizers import AddedToken, Tokenizer, decoders, normalizers
     from tokenizers.models import BPE

@@ -1,6 +1,10 @@
-"""Two-way tables between config.json and a model's configuration. A table has the shape of the
-model's mapping; its leaves are constants, which must hold both ways, and entries, which know how to
-read a value from config.json and how to write it there."""
+"""Two-way tables between config.json and a model's configuration.
+
+A table has the structure of the model's mapping. Its leaves are constants, which must hold both
+ways, and entries, which read a value from config.json and write it there. Reading remembers which
+keys were used, so that unknown ones can be refused; writing raises Mismatch with the path of the
+value that the table cannot express.
+"""
 
 import dataclasses
 import math
@@ -18,20 +22,21 @@ class Mismatch(ValueError):
 
 
 class Source:
-    """A config.json that is being read; remembers which keys were."""
+    """A config.json that is read; remembers the keys that were used."""
 
     def __init__(self, config: Mapping[str, Any], where: str, mtp: int | None = 0):
-        self._config, self.where, self.used = config, where, set[str]()
+        self._config, self.where = config, where
+        self.used = set[str]()
         self.mtp = mtp
-        """Number of modules of multi-token prediction among the tensors; None: not known."""
+        """Number of modules of multi-token prediction among the tensors; None: unknown."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value; the default where the key is absent."""
+        """Return the value, or the default where the key is absent."""
         self.used.add(key)
         return self._config.get(key, default)
 
     def need(self, key: str) -> Any:
-        """The value; ConfigError where there is none."""
+        """Return the value; ConfigError where there is none."""
         value = self.get(key, _MISSING)
         if value is _MISSING:
             said = f"is missing{did_you_mean(key, self._config)}"
@@ -42,19 +47,19 @@ class Source:
         raise ConfigError(f"{self.where}: key {key} {said}")
 
     def choose(self, key: str, value: Any, choices: Mapping[Any, Any]) -> Any:
-        """The choice that a key's value names; ConfigError where it names none."""
+        """Return the choice that a key's value names; ConfigError where it names none."""
         if not isinstance(value, Hashable) or value not in choices:
             supported = ", ".join(map(str, choices))
             raise self.fail(key, f"not supported; supported: {supported}")
         return choices[value]
 
     def fail(self, key: str, message: str) -> ConfigError:
-        """The error about a value."""
+        """Return an error about a value."""
         return ConfigError(f"{self.where}: {key}={quoted(self._config.get(key))}: {message}")
 
 
 class Sink(dict[str, Any]):
-    """A config.json that is being written; a key keeps its first value."""
+    """A config.json that is written; a key keeps its first value."""
 
     def put(self, key: str, value: Any) -> None:
         """Set a key; Mismatch where it has another value."""
@@ -67,10 +72,10 @@ class Entry(Protocol):
     """A leaf of a table that stands for keys of config.json."""
 
     def read(self, source: Source) -> Any:
-        """The model's value."""
+        """Return the model's value."""
 
     def write(self, value: Any, sink: Sink) -> None:
-        """Put the keys that express `value`; Mismatch where none can."""
+        """Put the keys that express `value`; Mismatch where none do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,20 +84,20 @@ class Key:
 
     name: str
     default: Any = _MISSING
-    """A value, or a function of the source, for an absent key and, unless `null` is a value, for
-    null."""
+    """The value, or a function of the source, for an absent key, and for null unless `null` is a
+    value."""
     _: dataclasses.KW_ONLY
     absent: Any = _MISSING
-    """What an absent key means where that is not what null means: a default of transformers."""
+    """Value of an absent key where null means another one: a default of transformers."""
     other: str = ""
     """Another spelling of the name."""
     words: Mapping[Any, Any] | None = None
     """Their value -> ours."""
     null: bool = False
     also: Sequence[str] = ()
-    """Keys that are written with the same value."""
+    """Further keys with the same value."""
     to: Callable[[Any], Any] = lambda value: value
-    """Function from their value to ours."""
+    """Converts their value to ours."""
     back: Callable[[Any], Any] = lambda value: value
 
     def read(self, source: Source) -> Any:
@@ -130,8 +135,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Derived:
-    """A value that follows from keys that other entries write; checked by reading back what was
-    written."""
+    """A value that follows from keys of other entries; reading back what was written checks it."""
 
     read: Callable[[Source], Any]
 
@@ -141,7 +145,7 @@ class Derived:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One of several tables, chosen by a key's value."""
+    """One of several tables, by a key's value."""
 
     key: str
     tables: Mapping[Any, Any]
@@ -161,7 +165,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Optional:
-    """A table where a key is set, null where it is null or 0. It may not be absent."""
+    """A table where a key has a value, None where it is null or 0. The key may not be absent."""
 
     key: str
     table: Any
@@ -181,14 +185,14 @@ class Optional:
 
 
 def read(table: Any, source: Source) -> Any:
-    """The model's values that a table reads from a config.json."""
+    """Return the model's values that a table reads from a config.json."""
     if isinstance(table, Mapping):
         return {key: read(value, source) for key, value in table.items()}
     return table.read(source) if hasattr(table, "read") else table
 
 
 def keys(table: Any) -> set[str]:
-    """Names of the keys in a table, and in whatever it is made of, chosen or not."""
+    """Return the names of all keys in a table, also of cases that were not chosen."""
     found: set[str] = set()
     if isinstance(table, Key):
         found |= {table.name, *table.also, *filter(None, [table.other])}
@@ -207,7 +211,7 @@ def keys(table: Any) -> set[str]:
 
 
 def write(table: Any, value: Any, sink: Sink) -> None:
-    """Put the keys that express `value`; Mismatch where the table cannot."""
+    """Put the keys that express `value`; Mismatch where the table cannot express it."""
     if isinstance(table, Mapping):
         if not isinstance(value, Mapping):
             raise Mismatch(f"{quoted(value)} where there is a mapping")
@@ -223,8 +227,8 @@ def write(table: Any, value: Any, sink: Sink) -> None:
 
 
 def write_first(tables: Mapping[Any, Any], value: Any, sink: Sink, key: str | None = None) -> Any:
-    """Put the keys of the first table that expresses `value`, and its name under `key`; the name.
-    Mismatch with the reason of each where none does."""
+    """Put the keys of the first table that expresses `value`, and its name under `key`; return the
+    name. Mismatch with all reasons where none does."""
     reasons = []
     for name, table in tables.items():
         trial = Sink(sink)
@@ -241,7 +245,7 @@ def write_first(tables: Mapping[Any, Any], value: Any, sink: Sink, key: str | No
 
 
 def same(first: Any, second: Any) -> bool:
-    """Equal, numbers up to rounding."""
+    """Return True where two values are equal, numbers up to rounding."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):

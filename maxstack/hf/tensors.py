@@ -1,4 +1,4 @@
-"""Tensors of a safetensors file as they are read."""
+"""Tensors of a safetensors file, read on demand."""
 
 from typing import Any, Protocol
 
@@ -17,11 +17,11 @@ EXPONENTS: dict[np.dtype, np.unsignedinteger] = {
 }
 """Bits that are all set in NaN and infinities, and in no other number (IEEE 754)."""
 BLOCK = 1 << 16
-"""Numbers that are looked at together; they stay in a core's cache."""
+"""Numbers checked at a time; they fit a core's cache."""
 
 
 class Tensor(Protocol):
-    """A tensor that is read when it is asked for."""
+    """A tensor that is read on demand."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -29,21 +29,21 @@ class Tensor(Protocol):
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the weight; `array` may have more digits."""
+        """Dtype of the weight; `array` may be wider."""
 
     @property
     def where(self) -> str:
         """File and name, for messages."""
 
     def array(self, index: int | None = None) -> np.ndarray:
-        """The whole, or one index of the first dimension; a view of the file where it can be."""
+        """Return the whole, or one index of the first dimension; a view of the file if possible."""
 
     def forget(self) -> None:
         """Give back the memory of what was read."""
 
 
 class Plain:
-    """A tensor of a file, without quantization."""
+    """An unquantized tensor of a file."""
 
     def __init__(self, file: SafetensorsFile, name: str):
         self._file, self._name = file, name
@@ -59,7 +59,7 @@ class Plain:
 
 
 def with_rows(table: Any, new: NewRows, size: int) -> Any:
-    """A table of numpy or jax with rows added up to `size`."""
+    """Return a table of numpy or jax with rows added up to `size`."""
     if new.like == "mean":
         row = table.mean(new.dim, keepdims=True, dtype=np.float32).astype(table.dtype)
     else:

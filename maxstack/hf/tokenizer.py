@@ -12,14 +12,13 @@ MODEL = "tokenizer.model"
 
 
 def tokenizer_of(folder: Path) -> dict[str, Any] | None:
-    """The mapping of a data.tokenizer for the folder's tokenizer.json, or else its file of
-    tiktoken, its SentencePiece model, or its vocab.json with merges.txt; None where it has none
-    that can be read, as `unread` explains. DataError for a file that is damaged.
+    """Return the mapping of a data.tokenizer for the folder's tokenizer.json, or else its tiktoken
+    file, its SentencePiece model, or its vocab.json with merges.txt; None where none can be read,
+    as `unread` explains. DataError for a damaged file.
 
     Documents end with the EOS token that tokenizer_config.json or special_tokens_map.json names.
-    They begin with its BOS token if add_bos_token says so, or, where that is not said, with what
-    the post-processor of tokenizer.json puts before a text; a SentencePiece model's do unless it
-    says not.
+    They begin with its BOS token if add_bos_token says so; where that is absent, with what the
+    post-processor of tokenizer.json puts before a text, or with BOS for a SentencePiece model.
     """
     processor, file = None, folder / "tokenizer.json"
     if os.path.lexists(file):
@@ -38,7 +37,7 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
         adds = bool(bos) and settings.get("add_bos_token") is not False
         path = str(folder / MODEL)
         return {"kind": "sentencepiece", "path": path, "bos": adds, "eos": eos is not None}
-    elif byte_level.known_split(folder) and _spelt_out(folder):
+    elif byte_level.known_split(folder) and _has_vocab(folder):
         file = folder / byte_level.VOCAB
     else:
         return None
@@ -46,7 +45,7 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
 
 
 def unread(folder: Path) -> str:
-    """The reason why `tokenizer_of` gives nothing, and a remedy."""
+    """Say why `tokenizer_of` gives nothing, and a remedy."""
     if os.path.lexists(folder / "tokenizer.json"):
         why = "tokenizer.json is no file (a folder, or a link that leads nowhere)"
     elif tiktoken := _of_tiktoken(folder):
@@ -57,7 +56,7 @@ def unread(folder: Path) -> str:
             f"{len(added)} tokens such as {quoted(next(iter(added)))} are added beside {MODEL}, "
             "which by itself writes them in pieces"
         )
-    elif _spelt_out(folder):
+    elif _has_vocab(folder):
         why = byte_level.why_unknown(folder)
     else:
         why = (
@@ -77,8 +76,8 @@ def _of_tiktoken(folder: Path) -> Path | None:
 
 
 def _added(folder: Path) -> dict[str, int]:
-    """Token -> id of those that added_tokens.json or tokenizer_config.json add to the SentencePiece
-    model of a folder, which has not these tokens under these ids."""
+    """Return the tokens, with ids, that added_tokens.json or tokenizer_config.json add to the
+    folder's SentencePiece model, which lacks them under these ids."""
     import sentencepiece
 
     ids = read_json(folder / "added_tokens.json")
@@ -89,7 +88,7 @@ def _added(folder: Path) -> dict[str, int]:
         return {}
     try:
         model: Any = sentencepiece.SentencePieceProcessor(model_file=str(folder / MODEL))
-    except (RuntimeError, OSError):  # which is told where it is opened
+    except (RuntimeError, OSError):  # reported where it is opened
         return {}
     size = model.vocab_size()
     return {
@@ -99,5 +98,5 @@ def _added(folder: Path) -> dict[str, int]:
     }
 
 
-def _spelt_out(folder: Path) -> bool:
+def _has_vocab(folder: Path) -> bool:
     return all((folder / name).is_file() for name in (byte_level.VOCAB, byte_level.MERGES))

@@ -1,4 +1,4 @@
-"""The tokenizer of a run as files of a model folder, which encode texts as training did."""
+"""The tokenizer of a run as files of a model folder that encode texts as in training."""
 
 import filecmp
 import shutil
@@ -18,14 +18,14 @@ AROUND = "TemplateProcessing", "BertProcessing", "RobertaProcessing"
 
 
 class Token(NamedTuple):
-    """A token by its id and its text."""
+    """A token's id and text."""
 
     id: int
     text: str
 
 
 class Marks(NamedTuple):
-    """The tokens that training put around a document; null: none."""
+    """The tokens around a document in training; None: none."""
 
     bos: Token | None
     eos: Token | None
@@ -34,9 +34,9 @@ class Marks(NamedTuple):
 def copy_tokenizer(
     source: Path | None, tokenizer: Path | str, folder: Path, marks: Marks | None
 ) -> None:
-    """Copy the tokenizer's files: all those of `source` where it is the same. A SentencePiece model
-    that stands alone gets those that transformers reads besides. They put `marks` around a text;
-    None: as the files say by themselves."""
+    """Copy the tokenizer's files, all those of `source` where it is the same. A SentencePiece model
+    alone gets the files that transformers reads besides. They put `marks` around a text; None: as
+    the files say."""
     path = tokenizer if isinstance(tokenizer, Path) and tokenizer.is_file() else None
     came = source / path.name if source and path else None
     if path is None or (came and came.is_file() and filecmp.cmp(path, came, shallow=False)):
@@ -59,7 +59,7 @@ def copy_tokenizer(
 
 
 def copy(source: Path, names: tuple[str, ...], folder: Path) -> None:
-    """Copy those files that there are."""
+    """Copy the files that exist."""
     for name in names:
         if (source / name).is_file():
             (folder / name).parent.mkdir(exist_ok=True)
@@ -67,12 +67,12 @@ def copy(source: Path, names: tuple[str, ...], folder: Path) -> None:
 
 
 def templates(source: Path) -> tuple[str, ...]:
-    """Names of the chat templates beside the default one."""
+    """Return the names of chat templates beside the default one."""
     return tuple(f"{FURTHER}/{path.name}" for path in sorted((source / FURTHER).glob("*.jinja")))
 
 
 def _mark(folder: Path, marks: Marks) -> None:
-    """Change the files where they name other tokens, or put others before a text."""
+    """Change files that name other tokens, or put others before a text."""
     settings, named = read_special_tokens(folder), dict[str, Any]()
     for key, token in marks._asdict().items():
         if token and token_text(settings.get(f"{key}_token")) != token.text:
@@ -92,7 +92,7 @@ def _mark(folder: Path, marks: Marks) -> None:
 
 
 def _processor(found: dict[str, Any] | None, bos: Token | None) -> dict[str, Any] | None:
-    """A post_processor that puts BOS alone before a text, or nothing around it."""
+    """Return a post_processor that puts BOS alone before a text, or nothing around it."""
     parts = found.get("processors", [found]) if found else []
     parts = [part for part in parts if part["type"] not in AROUND]
     if bos:

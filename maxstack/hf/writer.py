@@ -1,5 +1,9 @@
-"""Writer of model folders: safetensors files whose layout is known beforehand are filled one weight
-of ours at a time."""
+"""Writer of model folders.
+
+The layout of every safetensors file follows from the shapes alone, so headers are written first and
+the files are mapped and filled one weight of ours at a time, whatever tensors it belongs to. The
+folder appears under its name only when all of it is written.
+"""
 
 import contextlib
 import json
@@ -23,11 +27,12 @@ Read = Callable[[str], np.ndarray]
 
 
 class Shard:
-    """A safetensors file with its header written and its tensors as views to be filled."""
+    """A safetensors file with its header written, and views of its tensors to fill."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, Shape]], body: str = ""):
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        starts, size = {}, 0
+        starts: dict[str, int] = {}
+        size = 0
         for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
             dtype, shape = tensors[name]
             starts[name] = size
@@ -48,18 +53,18 @@ class Shard:
             name: np.ndarray(shape, dtype, self._map, begin + starts[name])
             for name, (dtype, shape) in tensors.items()
         }
-        """Views of the file by name."""
+        """Views of the file, by name."""
 
     def forget(self) -> None:
-        """Write what is filled, and let the system take its memory back."""
+        """Write what is filled, and let the system reclaim its memory."""
         self._map.flush()
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, which appears as `out` only when all of it is there. ConfigError where
-    something is there already, or it cannot be written."""
+    """Context with a folder to fill, which becomes `out` at the end. ConfigError where `out` exists
+    or cannot be written."""
     atomic.check_absent(out)
     with contextlib.ExitStack() as ending:
         try:
@@ -82,12 +87,11 @@ def write_tensors(
     stem: str = MODEL,
     body: str = "",
 ) -> None:
-    """Write all tensors into shards of at most `shard_size` bytes (one tensor at least) and, where
-    there are several, their index; `stem` begins the names of all files. `body` is left out of the
-    beginnings of tensors' names.
+    """Write all tensors into shards of at most `shard_size` bytes, with at least one tensor each,
+    and an index for several; file names begin with `stem`, and tensor names lose `body`.
 
-    `read` gives a weight of ours by its path and is called once for each; `done` is called with the
-    size of each weight that is written.
+    `read` gives a weight of ours by path and is called once for each; `done` is called with the
+    size of each weight written.
     """
     shards = _shards(folder, bound, dtypes, shard_size, stem, body)
     by_path: dict[str, list[tuple[BoundTensor, Target]]] = {}
@@ -118,7 +122,7 @@ def write_tensors(
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file for people to read."""
+    """Write an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
@@ -130,7 +134,7 @@ def _shards(
     stem: str,
     body: str,
 ) -> dict[str, Shard]:
-    """The shard of each tensor; the index is written where there are several."""
+    """Make the shards, and the index if there are several; return the shard of each tensor."""
     groups: list[dict[str, tuple[np.dtype, Shape]]] = [{}]
     total = filled = 0
     for tensor in bound:
@@ -140,7 +144,8 @@ def _shards(
             groups.append({})
             filled = 0
         groups[-1][tensor.name] = (dtype, tensor.shape)
-        filled, total = filled + size, total + size
+        filled += size
+        total += size
     count = len(groups)
     files = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     if count == 1:
@@ -156,9 +161,7 @@ def _shards(
             "weight_map": dict(sorted(weight_map.items())),
         }
         write_json(folder / INDEX.format(stem), index)
-    return {
-        name: shard
-        for file, group in zip(files, groups, strict=True)
-        for shard in [Shard(folder / file, group, body)]
-        for name in group
-    }
+    shards: dict[str, Shard] = {}
+    for file, group in zip(files, groups, strict=True):
+        shards |= dict.fromkeys(group, Shard(folder / file, group, body))
+    return shards

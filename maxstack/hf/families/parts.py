@@ -1,4 +1,4 @@
-"""Shared by many families: tables of their parts, and rows."""
+"""Tables and rows that many families share."""
 
 import dataclasses
 import logging
@@ -27,7 +27,7 @@ WINDOWS = {"sliding_attention": "sliding", "full_attention": "full"}
 
 
 def rms(eps: Any = 1e-6, **more: Any) -> Table:
-    """A root-mean-square norm; `eps` is an entry, or what an absent key means."""
+    """Return the table of an RMS norm; `eps` is an entry, or the value of an absent key."""
     return {
         "kind": "rms",
         "eps": Key("rms_norm_eps", eps) if isinstance(eps, float) else eps,
@@ -41,7 +41,7 @@ def rms(eps: Any = 1e-6, **more: Any) -> Table:
 def decoder(
     *, tied: bool = False, norm: Table | None = None, soft_cap: Any = None, **more: Any
 ) -> Table:
-    """Everything around the layers; `tied` is what an absent key means."""
+    """Return the table around the layers; `tied` is the meaning of an absent key."""
     head = {"tied": Key("tie_word_embeddings", tied), "bias": False, "soft_cap": soft_cap}
     return {
         "vocab": Key("vocab_size"),
@@ -55,8 +55,8 @@ def decoder(
 def attention(
     rope: Any, absent: tuple[int | None, int | None] = (None, None), **more: Any
 ) -> Table:
-    """Grouped-query attention; `absent` is what absent keys mean, heads of keys and the size of a
-    head, null where these follow from the heads and from the width."""
+    """Return the table of grouped-query attention. `absent`: values of absent keys, the number of
+    key heads and the size of a head; None where these follow from the heads and the width."""
     kv_heads, head_dim = absent
     return {
         "kind": "attention",
@@ -77,25 +77,25 @@ def attention(
 
 
 def gelu(key: str) -> Key:
-    """The activation that a key names, by default the approximate GELU."""
+    """Return the activation that a key names, by default the approximate GELU."""
     return Key(key, "gelu_pytorch_tanh", words=SILU)
 
 
 def block(mixer: Table, mlp: Any = None, norm: Table | None = None, **more: Any) -> Table:
-    """A mixer and an MLP, by default gated, each with a norm, by default `rms()`."""
+    """Return the table of a block: a mixer and an MLP, by default gated, each with a norm."""
     return {"mixer": mixer, "mlp": mlp or gated(), "norm": norm or rms(), **more}
 
 
 def alike(*parts: Any, **more: Any) -> Layers:
-    """Layers that are all the same `block`."""
+    """Return layers that are all the same `block`."""
     return Layers({"block": block(*parts, **more)})
 
 
 def windowed(
     order: Order, window: Any, ropes: tuple[Any, Any], mixer: Table, **more: Any
 ) -> Layers:
-    """Full and sliding layers, with a RoPE for each, which are otherwise the same; `mixer` are
-    further arguments of `attention`."""
+    """Return full and sliding layers that differ in RoPE and window alone; `mixer` are further
+    arguments of `attention`."""
     full, sliding = (
         block(attention(rope, window=size, **mixer), **more)
         for rope, size in zip(ropes, (None, window), strict=True)
@@ -106,8 +106,8 @@ def windowed(
 def full_every(
     step: int, key: str | None = None, words: Mapping[str, str] = WINDOWS, last: bool = False
 ) -> Types:
-    """The second kind of `words` in every `step`-th layer, or as `key` says, and in the last one
-    where that `last` is always full; the first kind in the others."""
+    """Return the second kind of `words` in every `step`-th layer, or as `key` says, and with `last`
+    in the last one; the first kind in the others."""
     other, full = words
 
     def absent(source: Source, layers: int) -> list[str]:
@@ -123,7 +123,7 @@ def gated(
     hidden: Any = "intermediate_size",
     **more: Any,
 ) -> Table:
-    """A gated MLP; `hidden` is the key with its size, or an entry."""
+    """Return the table of a gated MLP; `hidden` is the key of its size, or an entry."""
     return {
         "kind": "gated",
         "hidden": Key(hidden) if isinstance(hidden, str) else hidden,
@@ -132,7 +132,8 @@ def gated(
 
 
 def experts(count: Any, router: Any, hidden: Any = "moe_intermediate_size", **more: Any) -> Table:
-    """Gated MLPs that a router chooses among; `count` is the key with their number, or an entry."""
+    """Return the table of gated experts behind a router; `count` is the key of their number, or an
+    entry."""
     own = {
         "kind": "moe",
         "experts": Key(count) if isinstance(count, str) else count,
@@ -144,12 +145,12 @@ def experts(count: Any, router: Any, hidden: Any = "moe_intermediate_size", **mo
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """The product of two keys, of which another entry writes the second."""
+    """The product of two keys; another entry writes the second."""
 
     key: str
     unit: str
     absent: int | None = None
-    """The first where its key is absent; null: it may not be."""
+    """Value of the first where its key is absent; None: it may not be."""
 
     def read(self, source: Source) -> int:
         times = source.need(self.key) if self.absent is None else source.get(self.key, self.absent)
@@ -163,8 +164,7 @@ class Times:
 
 @dataclasses.dataclass(frozen=True)
 class Further:
-    """Multi-token prediction, as deep as the tensors say, whatever the key, which may be absent,
-    does."""
+    """Multi-token prediction, as deep as the tensors show; the key may be absent or wrong."""
 
     block: str
     key: str | None = None
