@@ -26,8 +26,9 @@ from maxstack.submit.local import process_variables
 LLAMA = Path(__file__).parent / "goldens" / "llama"
 HURRIED = """
 import sys
-from maxstack import cli, startup, train
+from maxstack import cli, train
 from maxstack.cluster import membership
+from maxstack.report import run_folder
 {}
 sys.exit(cli.run(train.program, sys.argv[1:]))
 """
@@ -58,11 +59,9 @@ def test_a_process_says_what_it_waits_for_and_leaves_where_another_one_never_joi
 
 @pytest.mark.slow
 def test_processes_that_do_not_see_one_run_folder_are_refused(tmp_path):
-    config, program, started = (
-        write_config(tmp_path, run={"output_dir": "runs"}),
-        HURRIED.format("startup.SEEN = 1.0"),
-        [],
-    )
+    config = write_config(tmp_path, run={"output_dir": "runs"})
+    program = HURRIED.format("run_folder.SEEN = 1.0")
+    started = []
     for host, own in zip(("one", "other"), process_variables(2), strict=True):
         (tmp_path / host).mkdir()
         started.append(
@@ -198,7 +197,7 @@ def test_parameters_are_those_of_the_model_and_its_adapters_however_they_are_kep
 def test_a_rank_beyond_every_target_is_refused():
     with pytest.raises(
         ConfigError,
-        match=r"lora.rank=33: blocks/\S+ has \[32, .*; an adapter of rank 32 is the whole weight",
+        match=r"lora.rank=33: the largest target, blocks/\S+, has \[32, .*; an adapter of rank 32",
     ):
         startup.check_can_start(tiny.make_run(tiny.config(lora={"rank": 33})))
 
