@@ -111,7 +111,7 @@ class Loop:
                 self._ending.callback(self._saves.wait)
                 self._state = self._saves.restore(self._feed)
         self._step = self._saved = int(self._state.step) if self._state else 0
-        startup.check_steps(cfg, self._step)
+        startup.check_steps(cfg.train.steps, self._step)
         self._policy.restore(self._notes)
         self._stopping.restore(self._notes)
         self._meter.restore(self._notes, self._step)

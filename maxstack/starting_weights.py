@@ -15,7 +15,7 @@ from maxstack.hf.tokenizer import tokenizer_of
 from maxstack.load import load_record, run_folder
 from maxstack.models.model import initial, weights_of
 from maxstack.schema.data import Tokenizer, holds_text
-from maxstack.schema.stack import NewRows
+from maxstack.schema.stack import NewRows, StackConfig
 from maxstack.state import flat
 
 if TYPE_CHECKING:
@@ -79,12 +79,12 @@ def original(run: "Run", finite: bool = True) -> Iterator[tuple[str, jax.Array]]
         held.add(path)
         yield path, array
     for path in wanted.keys() - held:
-        draw = functools.partial(_drawn, run.cfg, path)
+        draw = functools.partial(_draw, run.cfg.model, run.cfg.train.seed, path)
         yield path, jax.jit(draw, out_shardings=wanted[path].sharding)()
 
 
-def _drawn(cfg: "Config", path: str) -> jax.Array:
-    return flat(initial(cfg.model, cfg.train.seed))[path]
+def _draw(model: StackConfig, seed: int, path: str) -> jax.Array:
+    return flat(initial(model, seed))[path]
 
 
 def _of_folder(run: "Run", finite: bool) -> Iterator[tuple[str, jax.Array]]:

@@ -290,11 +290,11 @@ def _surprises(run: Run, begins: bool) -> Iterator[str]:
         )
 
 
-def check_steps(cfg: "Config", begin: int) -> None:
+def check_steps(steps: int, begin: int) -> None:
     """ConfigError where the checkpoint is beyond train.steps."""
-    if begin > cfg.train.steps:
+    if begin > steps:
         raise ConfigError(
-            f"train.steps={cfg.train.steps}, but the run is already at step {begin}; raise "
+            f"train.steps={steps}, but the run is already at step {begin}; raise "
             "train.steps, set checkpoint.restore to an earlier step, or choose another run.name"
         )
 
