@@ -34,7 +34,6 @@ COMMANDS = documents.commands()
 COMMIT = "a" * 40
 NOT_RUN = {
     "docker": "there is no Docker here; the file that it builds must exist",
-    "gcloud": "there is no cloud here",
     "xprof": "a server of its own, which pip install '.[xprof]' brings",
     "curl": "tests/inference/test_packages.py sends what it sends",
     "python3": "make train makes such an environment",
@@ -47,7 +46,6 @@ LATER = (
     "maxstack data show configs/recipes/sft.yml",
     "maxstack data prepare 70b.yml --out /gcs/tokens --engine ray",
     "maxstack package",
-    "maxstack serve boxes",
     "maxstack tune",
     "maxstack quantize runs/quickstart",
     "maxstack plan 70b.yml --topology v5p:8x8x8 --search",
@@ -55,7 +53,6 @@ LATER = (
     "maxstack goodput runs/tuned",
     "maxstack profile",
     "maxstack lora export",
-    "maxstack score runs/tuned-lora",
     "maxstack lora merge",
     "maxstack export runs/tuned-lora",
     "maxstack export runs/rehearsal",
@@ -65,17 +62,14 @@ LATER = (
     "maxstack export /gcs/runs/llama-70b",
     "maxstack score runs/quickstart-int4",
     "maxstack train runs/quickstart-int4/config.yml",
-    "maxstack train planned.yml",
     "maxstack eval runs/quickstart --tasks pairs,animals.yml --lm-eval",
     "maxstack train watched.yml",
     "maxstack eval runs/quickstart eval.steps",
-    "maxstack sample runs/masked-diffusion",
     "maxstack sample runs/dit",
     "maxstack export runs/dit ",
     "maxstack generate runs/dpo",
     "maxstack generate runs/grpo-sort",
     "maxstack train configs/recipes/grpo-",
-    "maxstack train recipes/grpo-",
     "maxstack train configs/recipes/dpo.yml",
     "maxstack train configs/recipes/reward.yml",
     "maxstack score runs/sft",
@@ -94,7 +88,6 @@ INSTEAD = {
     "--step 400": "--step 0",
     "--recipe int4": "--recipe int8",
     "--workers 32": "--workers 1",
-    "--length 128 --prompt 64": "--length 64 --prompt 32",
 }
 """Options that fit the stand-in runs, by the options of a page."""
 PAGES = {
@@ -360,7 +353,7 @@ def in_small(words):
         kept = ("data.seq_len",) * is_recipe + ("data.seq_len", "train.batch_size") * samples
         words += [word for word in SHORT if not word.startswith(kept)]
         if "train.steps" not in " ".join(words):
-            words += ["train.steps=3" if samples or "planned.yml" in words else "train.steps=12"]
+            words += ["train.steps=3" if samples else "train.steps=12"]
         configs = [word for word in words if "=" not in word]
         if any(word.endswith(("mine.yml", "quickstart", "quickstart.yml")) for word in configs):
             words += TINY if "model.from" not in " ".join(words) else TINY[-1:]
@@ -370,12 +363,6 @@ def in_small(words):
             words += ["model.image_size=32", "model.layers=1"]
         if "watched.yml" in words:
             words += ["eval.every=12"]
-        if "planned.yml" in words:
-            words += [
-                "run.virtual_devices=8",
-                "model.embed=64",
-                "model.blocks.block.mlp.hidden=256",
-            ]
     return words
 
 
