@@ -19,7 +19,7 @@ def read_regular(path: str | os.PathLike[str], largest: int) -> bytes:
     with open_regular(path) as file:
         data = file.read(largest + 1)
     if len(data) > largest:
-        raise DataError(f"{path}: has more than {largest:,} bytes, and no more are read")
+        raise DataError(f"{path}: is larger than the limit of {largest:,} bytes")
     return data
 
 

@@ -111,7 +111,7 @@ def test_a_foreign_file_is_refused_without_its_keys(told, tmp_path, content, tex
     (tmp_path / "foreign.txt.yml").write_text(content)
     (tmp_path / "between.yml").write_text("extends: ./foreign.txt.yml")
     assert (
-        told(text) == "error: foreign.txt.yml: is no configuration of maxstack: its line 1 is not "
+        told(text) == "error: foreign.txt.yml: is not a maxstack configuration: its line 1 is not "
         "`section: ...`\n"
     )
 

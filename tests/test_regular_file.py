@@ -73,5 +73,5 @@ def test_a_file_of_keys_that_is_empty_has_no_key(tmp_path):
 def test_a_file_of_more_bytes_than_are_read_is_refused(tmp_path):
     (tmp_path / "a").write_bytes(bytes(11))
     assert read_regular(tmp_path / "a", 11) == bytes(11)
-    with pytest.raises(DataError, match="a: has more than 10 bytes"):
+    with pytest.raises(DataError, match="a: is larger than the limit of 10 bytes"):
         read_regular(tmp_path / "a", 10)

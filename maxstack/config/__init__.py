@@ -93,7 +93,7 @@ def _compiled(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"{quoted(pattern)} is no regular expression: {error}") from error
+        raise ValueError(f"{quoted(pattern)} is not a regular expression: {error}") from error
     return pattern
 
 

@@ -103,7 +103,7 @@ def plain(node: Node) -> Any:
         if next(count) > 2 * MAX_NODES:
             raise ConfigError(
                 f"{node.where}: like: and aliases expand to more than {2 * MAX_NODES} "
-                "values; this is no configuration"
+                "values; this is not a configuration"
             )
         if isinstance(node.value, dict):
             return {key: convert(item) for key, item in node.value.items()}
@@ -364,7 +364,7 @@ def read_file(path: str | Path) -> Node:
         raise ConfigError(f"{name}: cannot be read: {error.strerror or error}") from None
     if len(raw) > MAX_BYTES:
         raise ConfigError(
-            f"{name}: is larger than {MAX_BYTES // 1024} KiB; this is no configuration"
+            f"{name}: is larger than {MAX_BYTES // 1024} KiB; this is not a configuration"
         )
     try:
         text = raw.decode("utf-8-sig")

@@ -36,7 +36,7 @@ def no_configuration(where: str) -> ConfigError:
     """The error about a file of another program. It quotes no key, which could be a secret."""
     name, _, line = where.rpartition(":")
     return ConfigError(
-        f"{name}: is no configuration of maxstack: its line {line} is not `section: ...`"
+        f"{name}: is not a maxstack configuration: its line {line} is not `section: ...`"
     )
 
 

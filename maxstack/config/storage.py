@@ -212,7 +212,7 @@ def read(path: str, most: int = -1) -> bytes:
 def read_whole(path: str, largest: int = WHOLE) -> bytes:
     """A file's bytes. OSError if it cannot be read, DataError if it is larger than `largest`."""
     if len(data := read(path, largest + 1)) > largest:
-        raise DataError(f"{path}: has more than {largest:,} bytes, and no more are read")
+        raise DataError(f"{path}: is larger than the limit of {largest:,} bytes")
     return data
 
 

@@ -168,7 +168,7 @@ class XlaConfig(Section):
             if not re.fullmatch(r"\w+", name):
                 yield (
                     f"flags.{name}",
-                    "is no flag's name; write it without dashes, as "
+                    "is not a flag name; write it without dashes, as "
                     f"{name.strip('-').replace('-', '_')}",
                 )
             owner = re.match(r"xla_(cpu|gpu|tpu)_", name)

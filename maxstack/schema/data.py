@@ -345,7 +345,7 @@ class SyntheticSource(Source):
 
     def own_faults(self) -> Iterator[Fault]:
         if self.record:
-            yield "record", "random tokens are no records; leave it out"
+            yield "record", "random tokens are not records; leave it out"
 
 
 class FunctionSource(Source):

@@ -20,8 +20,8 @@ def _checked(weight: Any) -> Any:
             _POINT.validate_python(point)
         except ValidationError:
             raise ValueError(
-                f"{quoted(point)} is no point [step, weight], with a step from 1 and a weight from "
-                "0, as in weight: [[1, 0], [100, 1.5]]"
+                f"{quoted(point)} is not a point [step, weight], with a step from 1 and a weight "
+                "from 0, as in weight: [[1, 0], [100, 1.5]]"
             ) from None
     return weight
 

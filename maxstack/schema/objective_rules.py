@@ -191,7 +191,7 @@ def _masked_diffusion(objective: MaskedDiffusionConfig, cfg: Config) -> Iterator
     if token >= vocab:
         yield (
             "objective.mask_token",
-            f"mask_token={token} is no row of model.vocab={vocab}; use {vocab - 1} or less",
+            f"mask_token={token} is not a row of model.vocab={vocab}; use {vocab - 1} or less",
         )
 
 

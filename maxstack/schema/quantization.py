@@ -103,7 +103,7 @@ class RuleConfig(Section):
         if isinstance(share, float) and not (1 / share).is_integer():
             yield (
                 "tile_size",
-                f"tile_size={self.tile_size} is no whole part of the axis; use 1/n, such as 0.25, "
+                f"tile_size={self.tile_size} does not divide the axis; use 1/n, such as 0.25, "
                 "or a whole number of values",
             )
 

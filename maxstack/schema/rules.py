@@ -282,7 +282,7 @@ def _processes(cfg: Config) -> Iterator[Fault]:
     if distributed and distributed.process >= distributed.processes:
         yield (
             "distributed.process",
-            f"process={distributed.process} is none of the {distributed.processes} that "
+            f"process={distributed.process} is not one of the {distributed.processes} that "
             f"distributed.processes counts from 0; use {distributed.processes - 1} or less",
         )
 

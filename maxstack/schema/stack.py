@@ -205,7 +205,7 @@ class StackConfig(ModelPart):
             if shared is not None and shared not in self.prefix:
                 yield (
                     f"blocks.{name}.mixer.share_kv",
-                    f"share_kv={quoted(shared)} is no block of the prefix "
+                    f"share_kv={quoted(shared)} is not a block of the prefix "
                     f"({listed([*self.prefix]) or 'empty'}); keys and values are kept of layers in "
                     "the prefix alone",
                 )

@@ -182,7 +182,7 @@ class TaskConfig(Section):
             if each.metric not in known:
                 yield (
                     f"{where}.metric",
-                    f"{each.metric} is no metric of output_type={self.output_type}; there are "
+                    f"{each.metric} is not a metric of output_type={self.output_type}; there are "
                     f"{', '.join(known)}",
                 )
             elif each.aggregation not in (None, known[each.metric]):

@@ -117,7 +117,7 @@ def test_samples_keep_what_is_given_fill_the_rest_and_depend_on_no_mesh(order):
     ("override", "says"),
     [
         ("model.blocks.local.mixer.causal=true", "set model.blocks.local.mixer.causal=false"),
-        ("objective.mask_token=320", "mask_token=320 is no row of model.vocab=320; use 319"),
+        ("objective.mask_token=320", "mask_token=320 is not a row of model.vocab=320; use 319"),
         ("objective.mask_token=256", "is an id that data.tokenizer kind bytes gives; use 257"),
         (
             "model.vocab=257",

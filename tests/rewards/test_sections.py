@@ -12,7 +12,7 @@ REWARD = pydantic.TypeAdapter(AnyReward)
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
-        ({"kind": "regex", "pattern": "("}, "is no regular expression"),
+        ({"kind": "regex", "pattern": "("}, "is not a regular expression"),
         ({"kind": "function", "call": "module.function"}, "should match pattern"),
         ({"kind": "length", "most": 4, "buffer": 5}, "5 is more than most=4; make it smaller"),
     ],

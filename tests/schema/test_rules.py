@@ -244,7 +244,7 @@ BROKEN = {
     "process_out_of_count": (
         ["distributed={coordinator: 'a:1', processes: 2, process: 2}"],
         "distributed.process",
-        "process=2 is none of the 2",
+        "process=2 is not one of the 2",
         ["distributed.process=1"],
     ),
     "coordinator_without_port": (
