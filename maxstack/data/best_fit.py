@@ -172,6 +172,6 @@ def pack_rows(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
         rows[row].append(i)
         bisect.insort(room, (left - pieces[i].length, row))
     packed = []
-    for row in sorted(map(sorted, rows)):
-        packed.append([pieces[i] for i in row])
+    for numbers in sorted(map(sorted, rows)):
+        packed.append([pieces[i] for i in numbers])
     return packed

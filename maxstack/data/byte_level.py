@@ -52,20 +52,20 @@ of their own in tokenizer.json."""
 
 
 def bytes_of(token: str) -> bytes:
-    """The bytes that a token of a vocabulary writes as one character each; those of a token with
-    other characters are its UTF-8."""
+    """Return the bytes that a token of a vocabulary writes as one character each; those of a token
+    with other characters are its UTF-8."""
     if _ALPHABET.issuperset(token):
         return token.translate(_BYTES).encode("latin-1")
     return token.encode()
 
 
 def to_letters(token: bytes) -> str:
-    """Bytes as a vocabulary writes them: the inverse of `bytes_of`."""
+    """Return bytes as a vocabulary writes them: the inverse of `bytes_of`."""
     return "".join(_WRITTEN[byte] for byte in token)
 
 
 def known_split(folder: Path) -> Split | None:
-    """The split of a folder's vocab.json and merges.txt; None if config.json and
+    """Return the split of a folder's vocab.json and merges.txt; None if config.json and
     tokenizer_config.json do not name a known one."""
     split = SPLITS.get(str(read_json(folder / "config.json").get("model_type")))
     named = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
@@ -75,7 +75,7 @@ def known_split(folder: Path) -> Split | None:
 
 
 def tokenizer_json(vocab: Path) -> bytes:
-    """The tokenizer.json equivalent to vocab.json and the files beside it.
+    """Return the tokenizer.json equivalent to vocab.json and the files beside it.
 
     scripts/oracle.py checks it against transformers. DataError if the split is not known; any error
     of the tokenizers library for damaged files.
@@ -87,7 +87,7 @@ def tokenizer_json(vocab: Path) -> bytes:
     if split is None:
         raise DataError(f"{vocab}: {why_unknown(folder)}")
     if not (ids := read_json(vocab)):
-        raise DataError(f"{vocab}: holds no token; get the file anew")
+        raise DataError(f"{vocab}: holds no token; download the file again")
     _check_ids(ids, vocab)  # the tokenizers library would drop some of them
     tokenizer: Any = Tokenizer(BPE.from_file(str(vocab), str(folder / MERGES)))
     space = bool(read_json(folder / "tokenizer_config.json").get("add_prefix_space"))
@@ -111,7 +111,7 @@ def tokenizer_json(vocab: Path) -> bytes:
 
 
 def bytes_tokenizer_files() -> dict[str, Any]:
-    """Files that make transformers' tokenizer of single bytes, whose id 256 is END."""
+    """Return files that make transformers' tokenizer of single bytes, whose id 256 is END."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
@@ -128,7 +128,7 @@ def bytes_tokenizer_files() -> dict[str, Any]:
 
 
 def why_unknown(folder: Path) -> str:
-    """The reason why `split_of` gives None."""
+    """Return the reason why `known_split` gives None."""
     model_type = read_json(folder / "config.json").get("model_type")
     tokenizer_class = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     return (
@@ -159,7 +159,7 @@ def read_ends(folder: Path, processor: Mapping[str, Any] | None) -> dict[str, st
 
 
 def tokens_before(processor: Mapping[str, Any] | None) -> list[str]:
-    """Special tokens that the post_processor of a tokenizer.json puts before a text."""
+    """Return special tokens that the post_processor of a tokenizer.json puts before a text."""
     tokens = []
     for part in processor.get("processors", [processor]) if processor else ():
         if part["type"] in ("BertProcessing", "RobertaProcessing"):
@@ -172,13 +172,13 @@ def tokens_before(processor: Mapping[str, Any] | None) -> list[str]:
 
 
 def token_text(token: Any) -> str | None:
-    """The text of a token, which is written as text or as a mapping with its content."""
+    """Return the text of a token, which is written as text or as a mapping with its content."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object beside a model, empty where there is no such file; DataError for damage."""
+    """Return a JSON object beside a model, empty if there is no such file; DataError for damage."""
     return read_object(path) if os.path.lexists(path) else {}
 
 
@@ -189,18 +189,18 @@ def _check_ids(ids: dict[str, Any], path: Path) -> None:
         if type(number) is not int or not 0 <= number < MOST_IDS:
             raise DataError(
                 f"{path}: token {quoted(token)} has id {quoted(number)}, and ids are whole numbers "
-                f"from 0 on, below {MOST_IDS:,}; get the file anew"
+                f"from 0 on, below {MOST_IDS:,}; download the file again"
             )
         if number in tokens:
             raise DataError(
                 f"{path}: tokens {quoted(tokens[number])} and {quoted(token)} have the same id, "
-                f"{number}; get the file anew"
+                f"{number}; download the file again"
             )
         tokens[number] = token
 
 
 def _parse_decoder(decoder: Any, path: Path) -> dict[int, Any]:
-    """Id -> token, from the added_tokens_decoder in the tokenizer_config.json at `path`."""
+    """Return id -> token, from the added_tokens_decoder in the tokenizer_config.json at `path`."""
     from tokenizers import AddedToken
 
     if not isinstance(decoder, dict):

@@ -91,8 +91,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **extra: Any,
     ) -> str:
-        """The text of a conversation, with BOS where the template writes it. Messages, tools and
-        `extra`, further variables, are plain JSON. DataError for what the template refuses, and
+        """Return the text of a conversation, with BOS where the template writes it. Messages, tools
+        and `extra`, further variables, are plain JSON. DataError for what the template refuses, and
         for a template that does what the sandbox refuses."""
         name = self._name(tools)
         messages = [self._with_content(name, message) for message in messages]
@@ -101,8 +101,8 @@ class ChatTemplate:
         return self._rendered(name, messages, tools, add_generation_prompt, **extra)
 
     def _with_content(self, name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The message, its parts of text as one text, a line each, unless the template takes parts
-        of this role, as those of models of pictures do."""
+        """Return the message, its parts of text as one text, a line each, unless the template takes
+        parts of this role, as those of models of pictures do."""
         content, role = message.get("content"), str(message.get("role"))
         if not isinstance(content, list):
             return message
@@ -120,8 +120,8 @@ class ChatTemplate:
         return {**message, "content": "\n".join(part["text"] for part in content)}
 
     def _reads_text(self, name: str) -> bool:
-        """True for a template that takes the arguments of a tool's call as JSON text, as DeepSeek's
-        do, which put it together with other text, and not as an object."""
+        """Return True for a template that takes the arguments of a tool's call as JSON text, as
+        DeepSeek's do, which put it together with other text, and not as an object."""
         if name not in self._wants_text:
             works = []
             for call in (PROBE, _with_text_arguments(PROBE)):
@@ -159,8 +159,8 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[Span]] | None:
-        """The text of a conversation and what its `{% generation %}` blocks wrote, from character
-        to character; None where the template has none. DataError where it changes what a block
+        """Return the text of a conversation and what its `{% generation %}` blocks wrote, from
+        character to character; None if the template has none. DataError if it changes what a block
         wrote."""
         if not MARKER.search(self.sources[self._name(tools)]):
             return None
@@ -186,7 +186,7 @@ class ChatTemplate:
         return text, spans
 
     def ends(self, tokenizer: Tokenizer) -> set[int]:
-        """Special tokens that end a turn of the assistant."""
+        """Return special tokens that end a turn of the assistant."""
         question = [{"role": "user", "content": "a"}]
         messages = [*question, {"role": "assistant", "content": "b"}]
         text = self.render(messages, add_generation_prompt=False)
@@ -209,8 +209,8 @@ def read_chat_template(
     named: Mapping[str, str] | None = None,
     guarded: bool = False,
 ) -> ChatTemplate:
-    """The chat template of a Hugging Face folder, or of a run that was imported from one, or that
-    in `file`, with the folder's special tokens, and those `named` that it does not name.
+    """Return the chat template of a Hugging Face folder, or of a run that was imported from one, or
+    that in `file`, with the folder's special tokens, and those `named` that it does not name.
     ConfigError, with a remedy, where there is none."""
     beside = folder / "hf" if (folder / "hf").is_dir() else folder
     config = read_special_tokens(beside)
@@ -237,8 +237,8 @@ def read_chat_template(
 
 
 def open_template(data: DataConfig, guarded: bool = False) -> ChatTemplate:
-    """The chat template that data.template names, or that of the tokenizer's folder. ConfigError
-    where there is none."""
+    """Return the chat template that data.template names, or that of the tokenizer's folder.
+    ConfigError where there is none."""
     path, named = getattr(data.tokenizer, "path", None), data.template
     file = NAMED_TEMPLATES / f"{named}.jinja" if named in template_names() else named
     tokens = open_tokenizer(data.tokenizer).named
@@ -251,8 +251,8 @@ def open_template(data: DataConfig, guarded: bool = False) -> ChatTemplate:
 
 
 def answer_ends(data: DataConfig, tokenizer: Tokenizer) -> set[int]:
-    """Tokens that end an answer in a run's data: EOS, those that the files of a model beside the
-    tokenizer name, and what its chat template writes there."""
+    """Return tokens that end an answer in a run's data: EOS, those that the files of a model beside
+    the tokenizer name, and what its chat template writes there."""
     ends = {*tokenizer.eos}
     if path := getattr(data.tokenizer, "path", None):
         beside = os.path.dirname(hub.resolve_file(path)) or "."
@@ -264,8 +264,8 @@ def answer_ends(data: DataConfig, tokenizer: Tokenizer) -> set[int]:
 
 
 def find_bos(tokenizer: TokenizerConfig) -> list[int]:
-    """The id of the BOS that a file of a tokenizer, or the files beside it, name, whether texts
-    begin with it or not; none where they name none."""
+    """Return the id of the BOS that a file of a tokenizer, or the files beside it, name, whether
+    texts begin with it or not; none if they name none."""
     path, opened = getattr(tokenizer, "path", None), open_tokenizer(tokenizer)
     if path is None:
         return []
@@ -278,8 +278,8 @@ def find_bos(tokenizer: TokenizerConfig) -> list[int]:
 
 
 def read_ends(folder: Path) -> set[int]:
-    """Ids at which generation stops by config.json and generation_config.json of a folder, which
-    may name several."""
+    """Return ids at which generation stops by config.json and generation_config.json of a folder,
+    which may name several."""
     ends: set[int] = set()
     for name in ("config.json", hub.GENERATION):
         given = read_json(folder / name).get("eos_token_id")
@@ -288,19 +288,19 @@ def read_ends(folder: Path) -> set[int]:
 
 
 def template_names() -> list[str]:
-    """Names of the templates that come with maxstack."""
+    """Return names of the templates that come with maxstack."""
     return sorted(file.stem for file in NAMED_TEMPLATES.glob("*.jinja"))
 
 
 def encode_chat(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of a rendered conversation, without another BOS, and the bytes from and up to which the
-    text of each goes: int32 [N] and int64 [N, 2].
+    """Return ids of a rendered conversation, without another BOS, and the bytes from and up to
+    which the text of each goes: int32 [N] and int64 [N, 2].
 
     Special tokens that are spelt out in it become their ids, in what people wrote too, as in
     transformers. Of a SentencePiece model these are the control tokens, between which each text is
-    encoded by itself, with the space that the model puts before a text. The tokenizer of kind
-    bytes has one, <|endoftext|>. DataError for half of a pair of surrogates, which JSON can hold
-    and UTF-8 cannot.
+    encoded by itself, with the space that the model puts before a text. The tokenizer of kind bytes
+    has one, <|endoftext|>. DataError for half of a pair of surrogates, which JSON can hold and
+    UTF-8 cannot.
     """
     try:
         text.encode()
@@ -310,9 +310,9 @@ def encode_chat(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray
 
 
 def to_template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages of OpenAI's API as templates take them: arguments of tool calls as objects, and a
-    thought by whichever of its names it has under those that templates read. DataError for parts
-    of content that are no text, and for arguments that are no JSON object."""
+    """Return messages of OpenAI's API as templates take them: arguments of tool calls as objects,
+    and a thought by whichever of its names it has under those that templates read. DataError for
+    parts of content that are no text, and for arguments that are no JSON object."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -349,7 +349,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message with the arguments of its calls as JSON text."""
+    """Return the message with the arguments of its calls as JSON text."""
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
@@ -358,7 +358,7 @@ def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_templates(template: Any, path: Path) -> dict[str, str]:
-    """Name -> template of a chat_template, which is a text or a list of named ones."""
+    """Return name -> template of a chat_template, which is a text or a list of named ones."""
     if isinstance(template, str):
         return {DEFAULT: template}
     try:

@@ -53,8 +53,8 @@ Example = Conversation | Completion
 
 
 def read_example(record: Mapping[str, Any]) -> Example:
-    """The conversation of a record with `messages`, or ShareGPT's `conversations`, or `prompt` and
-    `completion`, each of them a text or messages. DataError for anything else."""
+    """Return the conversation of a record with `messages`, or ShareGPT's `conversations`, or
+    `prompt` and `completion`, each of them a text or messages. DataError for anything else."""
     if "completion" in record:
         return read_continuation(record, "completion")
     for key in ("messages", "conversations"):
@@ -100,18 +100,18 @@ def read_prompt(record: Mapping[str, Any]) -> Example:
 
 
 def read_messages(given: Any) -> Messages:
-    """A list of messages as templates take them. DataError for anything else."""
+    """Return a list of messages as templates take them. DataError for anything else."""
     return _conversation(_messages({"messages": given}, "messages"), None).messages
 
 
 def prompt_of(given: Example) -> Any:
-    """What an example's answer answers."""
+    """Return what an example's answer answers."""
     return given.prompt if isinstance(given, Completion) else given.messages[: _answer(given)]
 
 
 def exchange_answer(given: Example, other: Example) -> Example:
-    """The prompt of one example with the answer of another. DataError where one is a text and the
-    other messages."""
+    """Return the prompt of one example with the answer of another. DataError if one is a text and
+    the other messages."""
     if isinstance(given, Completion) and isinstance(other, Completion):
         return Completion(given.prompt, other.completion)
     if isinstance(given, Conversation) and isinstance(other, Conversation):
@@ -122,15 +122,15 @@ def exchange_answer(given: Example, other: Example) -> Example:
 
 
 def _answer(given: Conversation) -> int:
-    """The number of the first message of the answer: the last of the assistant, unless the answer
-    is given by itself."""
+    """Return the number of the first message of the answer: the last of the assistant, unless the
+    answer is given by itself."""
     answers = [i for i, message in enumerate(given.messages) if message["role"] == "assistant"]
     return given.trained or (answers[-1] if answers else len(given.messages))
 
 
 def read_preference(record: Mapping[str, Any]) -> tuple[Example, Example]:
-    """(chosen, rejected) of a record: with a `prompt`, or each with the prompt that both begin
-    with, or best and worst of `completions` by their `scores`."""
+    """Return (chosen, rejected) of a record: with a `prompt`, or each with the prompt that both
+    begin with, or best and worst of `completions` by their `scores`."""
     if "completions" in record:
         record = {**record, **_best_and_worst(record)}
     for key in ("chosen", "rejected"):
@@ -165,7 +165,7 @@ def read_margin(record: Mapping[str, Any]) -> float:
 
 
 def read_label(record: Mapping[str, Any]) -> bool:
-    """The `label` of a record: true for an answer that is wanted."""
+    """Return the `label` of a record: true for an answer that is wanted."""
     label = record.get("label")
     if label not in (True, False):
         raise DataError(f"label={quoted(label)}: must be true (wanted) or false")
@@ -173,7 +173,7 @@ def read_label(record: Mapping[str, Any]) -> bool:
 
 
 def read_number(record: Mapping[str, Any], key: str) -> float:
-    """A finite number of a record. DataError for anything else."""
+    """Return a finite number of a record. DataError for anything else."""
     value = record.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
         raise DataError(f"{key}={quoted(value)}: must be a number")
@@ -214,8 +214,8 @@ def _scores(record: Mapping[str, Any]) -> list[float]:
 
 
 def _cut_prompt(before: Messages, answer: Messages, key: str) -> Messages:
-    """An answer to messages, which may begin with them, as ultrafeedback_binarized's do. DataError
-    where another turn of a user is in it."""
+    """Return an answer to messages, which may begin with them, as ultrafeedback_binarized's do.
+    DataError where another turn of a user is in it."""
     asked = before
     if before[0]["role"] == "system" and answer[0]["role"] != "system":
         asked = before[1:]
@@ -231,8 +231,8 @@ def _cut_prompt(before: Messages, answer: Messages, key: str) -> Messages:
 
 
 def _conversation(messages: Messages, tools: list[Any] | None, trained: int = 0) -> Conversation:
-    """Messages without their keys `weight`, which templates do not know. DataError for a weight
-    that is none, and for other keys that say what is to be trained on."""
+    """Return messages without their keys `weight`, which templates do not know. DataError for a
+    weight that is none, and for other keys that say what is to be trained on."""
     weights, plain = {}, []
     for i, message in enumerate(messages):
         if unread := [key for key in message if key in TRAINING_KEYS]:
@@ -265,7 +265,7 @@ def _messages(record: Mapping[str, Any], key: str) -> Messages:
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
-    """A message with its role and content, of OpenAI's form or ShareGPT's."""
+    """Return a message with its role and content, of OpenAI's form or ShareGPT's."""
     if not isinstance(message, dict):
         raise DataError(f"{where}: is {_kind(message)}; must be a mapping with role and content")
     if "from" in message and "value" in message:

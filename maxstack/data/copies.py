@@ -72,7 +72,7 @@ def read_file(file: File, most: int | None = None) -> bytes:
 
 
 def limit_growth(pieces: Iterator[bytes], file: File, most: int | None) -> Iterator[bytes]:
-    """Pieces of what a file becomes. DataError as of `check_growth`."""
+    """Pass on the plain pieces of a file. DataError as of `check_growth`."""
     size = compressed = 0
     for piece in pieces:
         size += len(piece)
@@ -87,12 +87,12 @@ def check_growth(path: str, compressed: int, size: int, most: int | None) -> Non
     if size > limit:
         raise DataError(
             f"{path}: its {compressed:,} bytes become more than {limit:,}, as if to fill memory or "
-            "disk; leave it out, or set max_bytes of its source if it is meant"
+            "disk; leave it out, or set max_bytes of its source if the size is intended"
         )
 
 
 def _limit_cache(pieces: Iterator[bytes], folder: Path) -> Iterator[bytes]:
-    """Pieces that are written to a folder of copies. ConfigError where it has no room."""
+    """Pass on pieces that are written to a folder of copies. ConfigError if it has no room."""
     size = measured = 0
     for piece in pieces:
         if not size or size - measured > _STEP:
@@ -103,7 +103,7 @@ def _limit_cache(pieces: Iterator[bytes], folder: Path) -> Iterator[bytes]:
 
 
 def _check_room(folder: Path) -> None:
-    """ConfigError where copies take more than $MAXSTACK_CACHE_BYTES, or nearly all of the disk,
+    """ConfigError if copies take more than $MAXSTACK_CACHE_BYTES, or nearly all of the disk,
     also without those that nobody has used for a week, which are deleted."""
     states: dict[Path, os.stat_result] = {}
     for path in folder.iterdir():
@@ -141,9 +141,9 @@ def plain_copies(files: Sequence[File], form: Form, most: int | None = None) -> 
 def plain_copy(
     file: File, form: Form, told: Told = lambda size: None, most: int | None = None
 ) -> str:
-    """A local path to the file's plain bytes: itself, or of one at a URL, compressed or read in
-    another form a copy in the cache folder, made once and shared by all processes. DataError where
-    it becomes more than `most` bytes, ConfigError where the cache has no room.
+    """Return a local path to the file's plain bytes: itself, or of one at a URL, compressed or read
+    in another form a copy in the cache folder, made once and shared by all processes. DataError
+    if it becomes more than `most` bytes, ConfigError if the cache has no room.
 
     The copy, in $MAXSTACK_CACHE/data, belongs to one path, size, version and form.
     """
@@ -178,8 +178,9 @@ def plain_copy(
 
 
 def local_folder(path: str, patterns: Sequence[str] = ("*",), depth: int | None = None) -> Path:
-    """A folder itself, or at a URL a copy in the cache of those of its files that match, made once
-    and shared by all processes; it belongs to their versions. ConfigError if it cannot be made.
+    """Return a folder itself, or at a URL a copy in the cache of those of its files that match,
+    made once and shared by all processes; it belongs to their versions. ConfigError if it cannot be
+    made.
 
     `depth`: levels of the folder that are listed; None: all.
     """
@@ -217,8 +218,8 @@ def _needs_copy(path: str) -> bool:
 
 
 def _find_compression(path: str, file: IO[bytes]) -> str | None:
-    """The ending of the files that this one is like: by its first bytes, or else by its name. Bagz
-    begins with its records, each compressed."""
+    """Return the ending of the files that this one is like: by its first bytes, or else by its
+    name. Bagz begins with its records, each compressed."""
     if path.endswith(".bagz"):
         return None
     begin = file.read(10)
@@ -232,8 +233,8 @@ def _find_compression(path: str, file: IO[bytes]) -> str | None:
 def read_pieces(
     path: str, wanted: storage.Stamp | None, told: Told = lambda size: None
 ) -> Iterator[bytes]:
-    """The plain bytes of a file. DataError or, of a store, StoreError if it cannot be read, or at a
-    URL is not the one `wanted`."""
+    """Yield the plain bytes of a file. DataError or, of a store, StoreError if it cannot be read,
+    or at a URL is not the one `wanted`."""
     try:
         with storage.open_file(path, storage.AHEAD, wanted) as file:
             at = 0

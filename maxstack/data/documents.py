@@ -39,30 +39,30 @@ Document = bytes | np.ndarray | Tokens | Picture
 
 
 class Documents(ABC):
-    """A source as a random-access sequence, as grain wants it. Pickled into workers, so files open
-    at first use."""
+    """A source as a sequence with random access, as Grain uses it. It is pickled into workers, so
+    files are opened at first use."""
 
     name: str = ""
     files: Sequence[File] = ()
     record: Record | None = None
-    """Kind of record that each document is, as the text of a JSON object."""
+    """The kind of record that each document is, as the text of a JSON object."""
     classes: tuple[str, ...] = ()
     """Names of the classes of pictures, by number, where folders name them."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Document:
-        """A document. DataError, naming the file and record, if it cannot be read."""
+        """Return a document. DataError, naming the file and record, if it cannot be read."""
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """A document's file and record, for messages."""
+        """Return a document's file and record, for messages."""
 
     def place(self, index: int) -> str:
-        """As `where`, in a time that does not depend on the file's size."""
+        """Return a document's place as `where` does, without reading the file up to there."""
         return self.where(index)
 
     def paths(self) -> list[str]:
@@ -70,17 +70,17 @@ class Documents(ABC):
         return [file.path for file in self.files]
 
     def by_file(self) -> tuple[list[str], np.ndarray] | None:
-        """(A mark of each file as it is, int64 [N]: the file of each document);
-        None where documents are of no files."""
+        """Return a mark of each file, and the file of each document, int64 [N]; None if documents
+        are not from files."""
         return None
 
     @abstractmethod
     def hashes(self) -> np.ndarray:
-        """A uint64 hash of each document's key, the same on every machine."""
+        """Return a uint64 hash of each document's key, the same on every machine."""
 
     @abstractmethod
     def identity(self) -> str:
-        """Changes when documents are added, removed or renamed."""
+        """Return a hash that changes when documents are added, removed or renamed."""
 
 
 class Selection(Documents):
@@ -115,13 +115,14 @@ class Selection(Documents):
 
 
 def file_hashes(files: Sequence[File]) -> np.ndarray:
-    """The uint64 hash of each file's key."""
+    """Return the uint64 hash of each file's key."""
     return np.array([text_hash(file.key) for file in files], np.uint64)
 
 
 def mark_files(files: Sequence[File], counts: np.ndarray) -> tuple[list[str], np.ndarray]:
-    """`Documents.by_file` of files that hold so many documents each. A mark is of key, number of
-    documents, size, and at URLs version: the time of a local file changes when it is copied."""
+    """Return `Documents.by_file` of files with these numbers of documents. A mark is a hash of key,
+    number of documents, size, and at URLs the version; not of the time of a local file, which
+    changes when the file is copied."""
     marks = []
     for file, count in zip(files, counts, strict=True):
         marks.append(f"{text_hash(f'{file.key} {count} {file.pin()}'):016x}")
@@ -129,25 +130,26 @@ def mark_files(files: Sequence[File], counts: np.ndarray) -> tuple[list[str], np
 
 
 def find_part(ends: np.ndarray, index: int) -> tuple[int, int]:
-    """(part, index within it) of an index into parts that follow each other and end at `ends`."""
+    """Return (part, index within it) of an index into parts that follow each other and end at
+    `ends`."""
     part = int(np.searchsorted(ends, index, side="right"))
     return part, index - (int(ends[part - 1]) if part else 0)
 
 
 def text_hash(text: str) -> int:
-    """A hash of 64 bits, the same on every machine."""
+    """Return a hash of 64 bits, the same on every machine."""
     return content_hash(text.encode())
 
 
 def content_hash(content: bytes | np.ndarray) -> int:
-    """A hash of 64 bits of bytes, or of an array's elements."""
+    """Return a hash of 64 bits of bytes, or of an array's elements."""
     data = content.tobytes() if isinstance(content, np.ndarray) else content
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def record_hashes(file: np.uint64, count: int) -> np.ndarray:
-    """The uint64 hashes of a file's records 0..count-1 (splitmix64, Steele et al. 2014, seeded by
-    the file's hash)."""
+    """Return the uint64 hashes of a file's records 0..count-1 (splitmix64, Steele et al. 2014,
+    seeded by the file's hash)."""
     with np.errstate(over="ignore"):
         x = file + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -156,7 +158,7 @@ def record_hashes(file: np.uint64, count: int) -> np.ndarray:
 
 
 def read_picture(row: Mapping[str, Any], record: ImageRecord | LatentsRecord) -> Picture:
-    """The picture, or the latents, of a row of Parquet or a tf.train.Example. DataError where a
+    """Return the picture, or the latents, of a row of Parquet or a tf.train.Example. DataError if a
     column is missing or holds none."""
     where = record.image if isinstance(record, ImageRecord) else record.latents
     for name in (where, record.label):
@@ -178,7 +180,7 @@ def read_picture(row: Mapping[str, Any], record: ImageRecord | LatentsRecord) ->
 
 
 def read_class(value: Any, of: str) -> int:
-    """A class. DataError where it is no whole number."""
+    """Return a class. DataError if it is no whole number."""
     try:
         return int(value)
     except (TypeError, ValueError):

@@ -79,8 +79,7 @@ class Processes(Engine):
                         break
         except (EOFError, ConnectionError) as error:
             raise ConfigError(
-                f"a worker process died, perhaps for lack of memory; fewer --workers need less. "
-                f"{_DIED}"
+                f"a worker process died, perhaps for lack of memory; try fewer --workers. {_DIED}"
             ) from error
         finally:
             for process in processes:
@@ -133,7 +132,7 @@ class Ray(Engine):
                         del running[stream]
         except ray.exceptions.RayError as error:
             raise ConfigError(
-                f"the Ray cluster lost a task {_RETRIES + 1} times, or itself: "
+                f"the Ray cluster failed, or lost a task {_RETRIES + 1} times: "
                 f"{shortened(str(error), 300)}. {_DIED}"
             ) from error
 

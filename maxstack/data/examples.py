@@ -131,7 +131,7 @@ class Examples:
         self._tokenizer = open_tokenizer(cfg.tokenizer)
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
-        """The units of a record; `another` gives some other record of the source for each
+        """Return the units of a record; `another` gives some other record of the source for each
         number."""
         raise NotImplementedError
 
@@ -224,8 +224,8 @@ class Examples:
         given: Conversation,
         turns: Mapping[int, float],
     ) -> Segment:
-        """Messages of which these turns count, each with its weight: what the template's markers
-        enclose, or else what comes after the prompt of each turn."""
+        """Return messages of which these turns count, each with its weight: what the template's
+        markers enclose, or else what comes after the prompt of each turn."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         refuse_omissions(self._template, messages, given.tools, turns)
         if marked := self._template.marked(messages, given.tools):
@@ -244,8 +244,8 @@ class Examples:
     def _after_prompt(
         self, messages: Sequence[Mapping[str, Any]], given: Conversation, turn: int, text: str
     ) -> Span:
-        """Where a turn stands in the text: after the prompt for it, up to where the conversation
-        that ends with it does. DataError where these are no beginnings of the text."""
+        """Return where a turn stands in the text: after the prompt for it, up to where the
+        conversation that ends with it does. DataError if these are no beginnings of the text."""
         prompt = self._template.render(messages[:turn], given.tools)
         whole = self._template.render(
             messages[: turn + 1], given.tools, add_generation_prompt=False
@@ -267,8 +267,8 @@ class Examples:
         return len(prompt), len(whole)
 
     def _tokens(self, text: str, spans: Mapping[Span, float], check: bool = True) -> Segment:
-        """The text's tokens, of which those in the spans count up to the token that ends a turn,
-        each with its span's weight."""
+        """Return the text's tokens, of which those in the spans count up to the token that ends a
+        turn, each with its span's weight."""
         ids, tokens = self._encoded(text, [begin for begin, _ in spans])
         mask, written = np.zeros(len(ids), np.float32), text.encode()
         segment = Segment(ids, {"mask": mask})
@@ -292,8 +292,8 @@ class Examples:
         return segment
 
     def _encoded(self, text: str, begins: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a rendered conversation, and the bytes that each stands for; what begins where a
-        token would hold the end of a prompt and the beginning of an answer is encoded by
+        """Return ids of a rendered conversation, and the bytes that each stands for; what begins
+        where a token would hold the end of a prompt and the beginning of an answer is encoded by
         itself."""
         ids, tokens = encode_chat(self._tokenizer, text)
         cuts = []
@@ -317,7 +317,7 @@ class Chats(Examples):
     """A conversation, or a prompt with its completion."""
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
-        """One unit, or with train=each one for each answer."""
+        """Return one unit, or with train=each one for each answer."""
         segments = self._segments(read_example(record))
         if "teacher_tokens" in self._fields:
             segments = [_add_teacher(segment, record, self._fields) for segment in segments]
@@ -328,7 +328,7 @@ class Pairs(Examples):
     """A chosen and a rejected answer to one prompt, one after the other."""
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
-        """One unit of two segments."""
+        """Return one unit of two segments."""
         segments = []
         for name, given in zip(("chosen", "rejected"), read_preference(record), strict=True):
             values = {"margin": read_margin(record)} if "margin" in self._fields else {}
@@ -343,7 +343,7 @@ class Labelled(Examples):
     it."""
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
-        """One unit of one segment or two."""
+        """Return one unit of one segment or two."""
         given, values = read_example(record), {"label": 1.0 if read_label(record) else -1.0}
         if "reference" in self._fields:
             values["reference"] = read_number(record, "ref_logps")
@@ -365,7 +365,7 @@ class Prompts(Examples):
     """A prompt alone; nothing of it counts."""
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
-        """One unit of one segment."""
+        """Return one unit of one segment."""
         given = read_prompt(record)
         if isinstance(given, Completion):
             ids = self._prompts.encode(given.prompt.encode())
@@ -388,7 +388,7 @@ KINDS: dict[str, type[Examples]] = {
 def units_of(
     documents: Documents, index: int, cfg: DataConfig, fields: Mapping[str, "Field"]
 ) -> list[Unit]:
-    """The units of a record. DataError, naming its file and record, if it cannot be read."""
+    """Return the units of a record. DataError, naming its file and record, if it cannot be read."""
 
     def another(attempt: int) -> Raw:
         # Spread over the source, so that neighbours, which often share a prompt, are far.
@@ -439,8 +439,8 @@ def _remedy(document: bytes) -> str:
 def _add_teacher(
     segment: Segment, record: Mapping[str, Any], fields: Mapping[str, "Field"]
 ) -> Segment:
-    """The segment with what a teacher's `top_tokens` and `top_logprobs`, [tokens, K] each, say of
-    its tokens. DataError where there are others."""
+    """Return the segment with what a teacher's `top_tokens` and `top_logprobs`, [tokens, K] each,
+    say of its tokens. DataError if there are others."""
     (top,) = fields["teacher_tokens"].size
     values = {**segment.values}
     for name, key in (("teacher_tokens", "top_tokens"), ("teacher_logps", "top_logprobs")):
@@ -459,8 +459,8 @@ def _add_teacher(
 
 
 def add_end_token(segment: Segment) -> Segment:
-    """The segment with one more token, of no meaning, as the target of the last; only that counts,
-    at the last token."""
+    """Return the segment with one more token, of no meaning, as the target of the last; only that
+    counts, at the last token."""
     mask = np.zeros(len(segment.ids) + 1, np.float32)
     mask[-1] = 1
     return Segment(np.append(segment.ids, np.int32(0)), {"mask": mask, "ends": mask})

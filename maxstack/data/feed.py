@@ -252,8 +252,8 @@ class Feed(BatchFeed):
         if self._closing.is_alive():
             names = " or ".join(source.name for source in self.mixture.sources)
             print(
-                f"{self.mixture.section}.sources: {names} does not answer: a batch was "
-                f"not made in {PATIENCE:.0f} s, and is not waited for",
+                f"{self.mixture.section}.sources: {names} does not answer: no batch came in "
+                f"{PATIENCE:.0f} s; going on without it",
                 file=sys.stderr,
                 flush=True,
             )

@@ -49,8 +49,8 @@ class File:
 
 
 def match_files(cfg: Files) -> list[File]:
-    """The files of a source, sorted by key. DataError for a missing file, a glob without a match,
-    and a file whose number others name: 00003-of-00016."""
+    """Return the files of a source, sorted by key. DataError for a missing file, a glob without a
+    match, and a file whose number others name: 00003-of-00016."""
     files: dict[str, File] = {}
     for pattern in cfg.files:
         paths = _list_matches(pattern)
@@ -76,7 +76,7 @@ def match_files(cfg: Files) -> list[File]:
 
 
 def refuse_absent(cfg: Files, beside: File, paths: Iterable[str], named_by: str) -> None:
-    """DataError where files of these paths, which are not there, belong to a source, as one beside
+    """DataError if files of these paths, which are not there, belong to a source, as one beside
     them does: `files` match them, `exclude` does not, and it is not `partial`."""
     asked, excluded = [_matches_path(pattern) for pattern in cfg.files], _exclusion(cfg)
     root = beside.path.removesuffix(beside.key)
@@ -89,13 +89,13 @@ def refuse_absent(cfg: Files, beside: File, paths: Iterable[str], named_by: str)
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise DataError(
             f"{', '.join(lost[:3])}{more}: no such file, "
-            f"and {named_by} names it; finish what writes or copies them, or read what is there by "
-            "`partial: true` of this source"
+            f"although {named_by} names it; finish writing or copying the files, or set `partial: "
+            "true` of this source to read those that exist"
         )
 
 
 def _check_parts(cfg: Files, files: Iterable[File]) -> None:
-    """DataError where files are numbered as parts of a whole, and others of it are absent."""
+    """DataError if files are numbered as parts of a whole, and others of it are absent."""
     wholes = collections.defaultdict[tuple[str, str, str], dict[int, File]](dict)
     for file in files:
         path = file.path
@@ -111,7 +111,7 @@ def _check_parts(cfg: Files, files: Iterable[File]) -> None:
 
 
 def _exclusion(cfg: Files) -> Callable[[File], bool]:
-    """True for the files that `exclude` leaves out."""
+    """Return True for the files that `exclude` leaves out."""
     patterns = [_matches_path(pattern) for pattern in cfg.exclude]
     anywhere = [pattern for pattern in cfg.exclude if pattern.startswith("**/")]
     return lambda file: (
@@ -129,22 +129,23 @@ def _why_missing(pattern: str) -> str:
         return f"is a folder; {pattern.rstrip('/')}/** means all files in it"
     if storage.kind(path) is None:
         return "no such file"
-    return "is a pipe, a socket or a device, and only files can be read in any order"
+    return "is a pipe, a socket or a device; give regular files"
 
 
 def digest(data: bytes) -> str:
-    """A hash of 128 bits, in hexadecimal digits."""
+    """Return a hash of 128 bits, in hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def one_line(text: object) -> str:
-    """A library's message about damaged bytes as one printable line of some 300 characters."""
+    """Return a library's message about damaged bytes as one printable line of some 300
+    characters."""
     return shortened(" ".join(str(text).split()), 300)
 
 
 def clean_text(data: bytes, cfg: Files, path: str) -> bytes:
-    """A document after `encoding_errors` and `normalize`. DataError, naming the file, if it is
-    refused."""
+    """Return a document after `encoding_errors` and `normalize`. DataError, naming the file, if it
+    is refused."""
     if cfg.encoding_errors == "replace":
         data = decode_text(data, cfg, path).encode()
     elif cfg.encoding_errors == "refuse":
@@ -157,7 +158,7 @@ def clean_text(data: bytes, cfg: Files, path: str) -> bytes:
 
 
 def decode_text(data: bytes, cfg: Files, path: str) -> str:
-    """Text after `encoding_errors`; bytes that are kept become surrogates (PEP 383)."""
+    """Return text after `encoding_errors`; bytes that are kept become surrogates (PEP 383)."""
     try:
         return data.decode(errors=DECODE_ERRORS[cfg.encoding_errors])
     except UnicodeDecodeError as error:
@@ -192,7 +193,7 @@ def find_other_encoding(begin: bytes) -> str | None:
 
 @contextlib.contextmanager
 def _map_file(path: str) -> Iterator[mmap.mmap | bytes]:
-    """A file's bytes, which memory holds as far as they are used."""
+    """Yield a file's bytes, which memory holds as far as they are used."""
     with open_regular(path) as file:
         if not os.path.getsize(path):
             yield b""  # which no memory map holds
@@ -206,7 +207,7 @@ Bounds = tuple[np.ndarray, np.ndarray]
 
 
 def line_bounds(path: str) -> Bounds:
-    """The lines of a plain file that are not blank, from one scan."""
+    """Return the lines of a plain file that are not blank, from one scan."""
     with _map_file(path) as data:
         breaks = [
             np.flatnonzero(np.frombuffer(data[at : at + _CHUNK], np.uint8) == 10) + at
@@ -217,8 +218,8 @@ def line_bounds(path: str) -> Bounds:
 
 
 def separated_bounds(path: str, separator: bytes) -> Bounds:
-    """The documents of a plain file between matches of a regular expression, blank ones left out,
-    from one scan."""
+    """Return the documents of a plain file between matches of a regular expression, blank ones left
+    out, from one scan."""
     with _map_file(path) as data:
         spans = [match.span() for match in re.finditer(separator, data)]
         starts = np.array([0, *(end for _, end in spans)], np.int64)
@@ -238,11 +239,11 @@ def _drop_blank(data: mmap.mmap | bytes, starts: np.ndarray, ends: np.ndarray) -
 def check_length(size: int, path: str) -> None:
     """DataError for a record that is too long to be read whole."""
     if not 0 <= size <= LONGEST:
-        raise DataError(f"{path}: a record of {size:,} bytes, and {LONGEST:,} are read at most")
+        raise DataError(f"{path}: a record of {size:,} bytes exceeds the limit of {LONGEST:,}")
 
 
 def line_number(path: str, offset: int) -> int:
-    """The number, from 1, of the line at a byte offset of a plain file."""
+    """Return the number, from 1, of the line at a byte offset of a plain file."""
     with open_regular(path) as file:
         pieces = (file.read(min(_CHUNK, offset - at)) for at in range(0, offset, _CHUNK))
         return 1 + sum(piece.count(b"\n") for piece in pieces)
@@ -254,7 +255,7 @@ def _expand_names(pattern: str) -> str:
 
 
 def _list_matches(pattern: str) -> dict[str, storage.Stamp | None]:
-    """The paths that a pattern matches, and at URLs what they are."""
+    """Return the paths that a pattern matches, and at URLs what they are."""
     full = _expand_names(pattern)
     root, wanted = _split_glob(full)
     if storage.is_url(full):
@@ -276,8 +277,8 @@ def _list_matches(pattern: str) -> dict[str, storage.Stamp | None]:
 
 
 def _matches_path(pattern: str) -> Callable[[str], bool]:
-    """True for the paths that a pattern would match, as `_expand` gives them, by their names alone:
-    no folder is listed."""
+    """Return True for the paths that a pattern would match, as `_list_matches` gives them, by their
+    names alone: no folder is listed."""
     full = _expand_names(pattern)
     if not glob.has_magic(full):
         alone = full if storage.is_url(full) else os.path.normpath(full)
@@ -298,7 +299,7 @@ def _matches_path(pattern: str) -> Callable[[str], bool]:
 
 
 def _split_glob(pattern: str) -> tuple[str, list[str]]:
-    """The folder before the first wildcard, and the parts of the pattern from there on."""
+    """Return the folder before the first wildcard, and the parts of the pattern from there on."""
     scheme, mark, inside = pattern.rpartition("://")
     parts = inside.split("/")
     magic = (i for i, part in enumerate(parts) if glob.has_magic(_ESCAPED.sub("", part)))
@@ -310,8 +311,8 @@ def _split_glob(pattern: str) -> tuple[str, list[str]]:
 
 
 def _walk(root: str, wanted: list[str], skipped: tuple[str, ...]) -> Iterator[str]:
-    """The paths of local files below `root` that match. Folders that cannot hold a match, were
-    entered by another link, or are named in `skipped` are not entered."""
+    """Yield the paths of local files below `root` that match. Folders that cannot hold a match,
+    were entered by another link, or are named in `skipped` are not entered."""
 
     def refuse(error: OSError) -> None:
         if error.filename != root:

@@ -21,8 +21,8 @@ _SPACES = {"BertNormalizer": 12, "ByteLevel": 4, "BPEDecoder": 2, "CTC": 2, "Wor
 
 
 def max_growth(model: Any, where: str) -> float:
-    """Bytes that the tokenizers library's model makes of one at most while it encodes a text.
-    DataError, which begins with `where`, for more than MOST and MOST_DECODED."""
+    """Return the most bytes that a model of the tokenizers library makes of one byte while it
+    encodes a text. DataError, which begins with `where`, for more than MOST and MOST_DECODED."""
     encoded = math.prod(_growth_of(model, name) for name in _ENCODING)
     for names, found, most in (
         (", ".join(_ENCODING), encoded, MOST),
@@ -31,7 +31,7 @@ def max_growth(model: Any, where: str) -> float:
         if found > most:
             raise DataError(
                 f"{where}: its {names} may make a text more than {most:,} times as long, which no "
-                "published tokenizer does; get the file anew"
+                "published tokenizer does; download the file again"
             )
     return encoded
 
@@ -64,7 +64,7 @@ def _bytes(text: str | None) -> bytes:
 
 
 def _longest(charsmap: bytes) -> int:
-    """Bytes of the longest text that SentencePiece's table puts for a character: after the size of
-    a trie and the trie, texts that end with a zero."""
+    """Return bytes of the longest text that SentencePiece's table puts for a character: after the
+    size of a trie and the trie, texts that end with a zero."""
     begin = 4 + int.from_bytes(charsmap[:4], "little")
     return max(1, *map(len, charsmap[begin:].split(b"\0")), 0)

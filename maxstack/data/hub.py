@@ -59,7 +59,8 @@ AT_ONCE = 8
 
 
 def is_model_name(path: str | Path) -> bool:
-    """A text names a model of the hub, Org/Name or Org/Name@REVISION, and no folder."""
+    """Return True if a text names a model of the hub, Org/Name or Org/Name@REVISION, and no
+    folder."""
     return NAME.fullmatch(str(path)) is not None and not os.path.isdir(path)
 
 
@@ -69,8 +70,8 @@ def pin_commit(name: str) -> str:
 
 
 def resolve_file(path: str) -> str:
-    """The path itself, with {configs} for the folder of presets, or that of a file of the cache
-    where `path` is Org/Name@COMMIT/FILE."""
+    """Return the path itself, with {configs} for the folder of presets, or that of a file of the
+    cache where `path` is Org/Name@COMMIT/FILE."""
     path = path.replace("{configs}", str(presets_dir()))
     names = PINNED.fullmatch(path)
     if names is None or not names["file"] or os.path.exists(path):
@@ -86,8 +87,9 @@ def resolve_file(path: str) -> str:
 
 
 def model_folder(path: str, weights: bool) -> Path:
-    """Local folder of a model that is a folder, a folder at a URL or Org/Name of the hub; of the
-    latter two, files that are read are copied to a cache, safetensors only for `weights`."""
+    """Return the local folder of a model that is a folder, a folder at a URL or Org/Name of the
+    hub; of the latter two, files that are read are copied to a cache, safetensors only for
+    `weights`."""
     if is_model_name(path):
         return download_snapshot(path, weights)
     tensors = ("*.safetensors",) if weights else ()
@@ -96,9 +98,9 @@ def model_folder(path: str, weights: bool) -> Path:
 
 @functools.cache
 def download_snapshot(name: str, weights: bool) -> Path:
-    """The folder of the cache with the files of a model that are read: config.json and those
+    """Return the folder of the cache with the files of a model that are read: config.json and those
     of its tokenizer, with `weights` its safetensors too. Files that are absent are downloaded, with
-    a bar. ConfigError where that cannot be done, with the command to run and the cache's path.
+    a bar. ConfigError if that cannot be done, with the command to run and the cache's path.
     """
     repo, _, revision = name.partition("@")
     revision = revision or "main"
@@ -136,13 +138,13 @@ def download_snapshot(name: str, weights: bool) -> Path:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """The error and its causes, the first cause last."""
+    """Return the error and its causes, the first cause last."""
     cause = error.__cause__ or error.__context__
     return [error, *(_causes(cause) if cause else ())]
 
 
 def _first_cause(error: BaseException) -> str:
-    """The first cause that has a message, in a line."""
+    """Return the message of the first cause that has one, as a line."""
     messages = [" ".join(str(cause).split()) for cause in _causes(error)]
     return shortened(([type(error).__name__, *filter(None, messages)])[-1], 300)
 
@@ -166,8 +168,8 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
 
 
 def _missing_weights(folder: Path) -> list[str]:
-    """The files with weights that are not in the folder yet; names that are no shard's are refused
-    by those who read the folder."""
+    """Return the files with weights that are not in the folder yet; names that are no shard's are
+    refused by those who read the folder."""
     index = folder / INDEX.format(MODEL)
     names = (
         sorted({*read_weight_map(index).values()}) if index.is_file() else [SINGLE.format(MODEL)]
@@ -176,7 +178,7 @@ def _missing_weights(folder: Path) -> list[str]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> file, as the index of a model says; DataError where it is none."""
+    """Read the index of a model: tensor -> file. DataError if it is damaged."""
     files = read_object(index).get("weight_map")
     if (
         not isinstance(files, dict)
@@ -188,7 +190,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def _download_error(repo: str, revision: str, error: Exception) -> ConfigError:
-    """The cause of a failed download; where one can work, its command and the cache's path."""
+    """Return the cause of a failed download; where one can work, its command and the cache's
+    path."""
     from huggingface_hub import constants, errors
 
     page, log_in = f"{constants.ENDPOINT}/{repo}", "`hf auth login` (or HF_TOKEN)"
@@ -219,7 +222,7 @@ def _download_error(repo: str, revision: str, error: Exception) -> ConfigError:
         )
     else:
         problem = (
-            f"no such folder, and not to be had from {page} ({_first_cause(error)}); download it "
-            f"{elsewhere}{download}"
+            f"no such folder, and cannot be downloaded from {page} ({_first_cause(error)}); "
+            f"download it {elsewhere}{download}"
         )
     return ConfigError(f"{repo}: {problem}")

@@ -54,7 +54,7 @@ class ImageLane(Lane):
 
     @classmethod
     def arrays(cls, cfg: DataConfig, fields: Mapping[str, "Field"]) -> dict[str, np.dtype]:
-        """Arrays of a row, by name, with their shapes."""
+        """Return arrays of a row, by name, with their shapes."""
         if "image" not in fields:
             return {}
         return {name: np.dtype((fields[name].dtype, fields[name].size)) for name in FIELDS}
@@ -68,7 +68,7 @@ class ImageLane(Lane):
                 row[FED][self._mixture.source_of[source]] += 1
 
     def _next(self) -> tuple[Sample | None, int]:
-        """The next picture that can be read, and its source."""
+        """Return the next picture that can be read, and its source."""
         mixture, passed = self._mixture, 0
         while True:
             counter = mixture.pick(self._at, self._phase, self._lane)
@@ -116,12 +116,12 @@ class ImageLane(Lane):
             return Sample(pixels_of(picture, size, cfg.image, random), document.label)
         except Exception as error:  # Pillow's readers raise whatever damaged bytes lead to
             reason = one_line(error) or type(error).__name__
-            raise DataError(f"{where}: no picture that can be read: {reason}") from error
+            raise DataError(f"{where}: not a readable picture: {reason}") from error
 
 
 def check_latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str) -> np.ndarray:
-    """What an encoder made of a picture, as the model takes it. DataError for another shape, or
-    what is not finite."""
+    """Return latents, which an encoder made of a picture, in the model's shape. DataError for
+    another shape, or values that are not finite."""
     assert isinstance(content, np.ndarray)
     if content.shape != size and content.shape != (math.prod(size),):
         raise DataError(
@@ -134,9 +134,9 @@ def check_latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str
 
 
 def decode_image(content: bytes | np.ndarray, channels: int) -> "Image":
-    """A picture of as many channels, decoded, turned as its EXIF orientation says and on white
-    where it is transparent. Of numbers of 16 bits the upper 8 are kept; ValueError for those of
-    32, which say no range, or another of Pillow's errors where it cannot be read."""
+    """Decode a picture to so many channels, turned as its EXIF orientation says and on
+    white where it is transparent. Of numbers of 16 bits the upper 8 are kept; ValueError for those
+    of 32, which say no range, or another of Pillow's errors where it cannot be read."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     if isinstance(content, np.ndarray):
@@ -148,10 +148,12 @@ def decode_image(content: bytes | np.ndarray, channels: int) -> "Image":
             raise ValueError(f"none of {', '.join(FORMATS)}") from None
     _check_pixels(*picture.size)
     if picture.format == "JPEG" and content.count(b"\xff\xda") > SCANS:  # type: ignore[union-attr]
-        raise ValueError(f"of more than {SCANS} scans, each of which decodes the whole picture")
+        raise ValueError(f"more than {SCANS} scans, each of which decodes the whole picture")
     ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode == "F" or (picture.mode == "I" and picture.format not in ("PNG", "PPM")):
-        raise ValueError("of 32 bits a number, whose range no file says; convert it to 8 or 16")
+        raise ValueError(
+            "32-bit pixels, whose range the file does not state; convert it to 8 or 16 bits"
+        )
     if picture.mode.startswith("I"):  # 16 bits, which convert() would cut off at 255
         picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.has_transparency_data:  # as the processors of transformers show it since 5.0
@@ -166,7 +168,7 @@ def decode_image(content: bytes | np.ndarray, channels: int) -> "Image":
 def _check_pixels(width: int, height: int) -> None:
     """ValueError for more than LARGEST."""
     if width * height > LARGEST:
-        raise ValueError(f"{width} x {height} pixels, and {LARGEST:,} are read at most")
+        raise ValueError(f"{width} x {height} pixels exceed the limit of {LARGEST:,}")
 
 
 def pixels_of(
@@ -175,7 +177,7 @@ def pixels_of(
     cfg: ImageConfig,
     random: np.random.Generator | None,
 ) -> np.ndarray:
-    """Pixels uint8 [S, S, C] of a picture; `random`: changed as in training, None: as in
+    """Return pixels uint8 [S, S, C] of a picture; `random`: changed as in training, None: as in
     evaluation."""
     from PIL import ImageOps
 
@@ -199,8 +201,8 @@ def pixels_of(
 
 
 def image_grid(images: np.ndarray, columns: int) -> "Image":
-    """Images uint8 [N, S, S, C] in rows of so many, each at least SHOWN pixels high, with a line
-    between them."""
+    """Return images uint8 [N, S, S, C] in rows of so many, each at least SHOWN pixels high, with a
+    line between them."""
     times = -(-SHOWN // images.shape[1])
     images = images.repeat(times, axis=1).repeat(times, axis=2)
     side, channels = images.shape[1] + 1, images.shape[3]
@@ -213,14 +215,14 @@ def image_grid(images: np.ndarray, columns: int) -> "Image":
 
 
 def to_image(pixels: np.ndarray) -> "Image":
-    """Pixels uint8 [S, S, C]."""
+    """Return pixels uint8 [S, S, C] as an image."""
     from PIL import Image
 
     return Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)
 
 
 def resize_box(picture: "Image", box: tuple[int, ...], side: int, cfg: ImageConfig) -> "Image":
-    """A part of a picture as a square."""
+    """Return a part of a picture as a square."""
     return picture.resize((side, side), _filter(cfg), box)  # type: ignore[arg-type]
 
 
@@ -231,8 +233,8 @@ def _filter(cfg: ImageConfig) -> "Resampling":
 
 
 def center_crop(picture: "Image", side: int, cfg: ImageConfig) -> "Image":
-    """The middle of a picture that was resized as a whole, to whole numbers of pixels cut off as
-    transformers' processors cut them."""
+    """Return the middle of a picture that was resized as a whole, to whole numbers of pixels cut
+    off as transformers' processors cut them."""
     shorter = cfg.resize or side
     width = height = shorter
     if cfg.keep_ratio:
@@ -247,7 +249,7 @@ def center_crop(picture: "Image", side: int, cfg: ImageConfig) -> "Image":
 def inception_crop(
     picture: "Image", side: int, cfg: ImageConfig, random: np.random.Generator
 ) -> "Image":
-    """A random part with an area between `least_area` and all of it (Szegedy et al. 2015,
+    """Return a random part with an area between `least_area` and all of it (Szegedy et al. 2015,
     arXiv:1409.4842), or the whole picture where none is found."""
     width, height = picture.size
     for _ in range(TRIES):
@@ -262,22 +264,22 @@ def inception_crop(
 
 
 def shift_pixels(pixels: np.ndarray, most: int, random: np.random.Generator) -> np.ndarray:
-    """Pixels moved by up to `most` each way."""
+    """Move pixels by up to `most` each way."""
     down, right = random.integers(0, 2 * most + 1, 2)
     padded = np.pad(pixels, ((most, most), (most, most), (0, 0)), mode="edge")
     return padded[down : down + pixels.shape[0], right : right + pixels.shape[1]]
 
 
 def random_change(picture: "Image", strength: float, random: np.random.Generator) -> "Image":
-    """One random change of RandAugment (Cubuk et al. 2020, arXiv:1909.13719), of a strength from 0
-    to 1."""
+    """Return one random change of RandAugment (Cubuk et al. 2020, arXiv:1909.13719), of a strength
+    from 0 to 1."""
     names = [*CHANGES]
     sign = 1.0 if random.random() < 0.5 else -1.0
     return CHANGES[names[int(random.integers(len(names)))]](picture, strength, sign)
 
 
 def _affine(row: Callable[[float, "Image"], tuple[float, ...]]) -> Callable[..., "Image"]:
-    """A change by an affine map, whose six numbers `row` gives."""
+    """Return a change by an affine map, whose six numbers `row` gives."""
 
     def change(picture: "Image", strength: float, sign: float) -> "Image":
         from PIL.Image import Resampling, Transform
@@ -315,7 +317,7 @@ def _rotate(picture: "Image", strength: float, sign: float) -> "Image":
 
 
 def _solarize_add(picture: "Image", strength: float, sign: float) -> "Image":
-    """What is darker than the middle made brighter."""
+    """Make pixels brighter that are darker than the middle."""
     values = np.asarray(picture)
     brighter = np.minimum(values.astype(np.int32) + int(110 * strength), 255)
     return _image(np.where(values < 128, brighter, values))

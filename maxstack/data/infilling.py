@@ -14,8 +14,8 @@ from maxstack.schema.mixture import FillInTheMiddleConfig
 
 
 def marks(cfg: FillInTheMiddleConfig, tokenizer: Tokenizer) -> tuple[int, int, int]:
-    """Ids of the tokens before beginning, middle and end. ConfigError where the tokenizer has none
-    of them."""
+    """Return ids of the tokens before beginning, middle and end. ConfigError if the tokenizer has
+    none of them."""
     ids = []
     for key in ("prefix", "middle", "suffix"):
         token = tokenizer.id_of(getattr(cfg, key))
@@ -29,7 +29,7 @@ def marks(cfg: FillInTheMiddleConfig, tokenizer: Tokenizer) -> tuple[int, int, i
 
 
 def check_marks(cfg: DataConfig) -> None:
-    """ConfigError where a source is infilled with marks that the tokenizer has not."""
+    """ConfigError if a source is infilled with marks that the tokenizer has not."""
     for source in cfg.sources:
         if source.fill_in_the_middle:
             marks(source.fill_in_the_middle, open_tokenizer(cfg.tokenizer))
@@ -44,7 +44,7 @@ def infill(
     longest: int = LONGEST,
     beyond: Beyond = "split",
 ) -> np.ndarray:
-    """int32 ids of a document, which `seed` says how to cut, or that it stays as it is.
+    """Return the ids of a document, int32; `seed` decides whether and where it is cut.
 
     PREFIX beginning SUFFIX end MIDDLE middle, or as SPM (v2 of the paper, which goes on from
     beginning to middle) PREFIX SUFFIX end MIDDLE beginning middle (Bavarian et al. 2022,
@@ -70,6 +70,6 @@ def infill(
 
 
 def _cut(whole: Any, draw: random.Random) -> list[Any]:
-    """A text, or ids, in three parts."""
+    """Return a text, or ids, in three parts."""
     first, second = sorted(draw.randint(0, len(whole)) for _ in range(2))
     return [whole[:first], whole[first:second], whole[second:]]

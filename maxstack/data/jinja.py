@@ -43,7 +43,7 @@ class Templates:
         self._parsed = {name: _environment().from_string(text) for name, text in sources.items()}
 
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
-        """The text that a template writes. Any error where it writes none, or too much."""
+        """Return the text that a template writes. Any error where it writes none, or too much."""
         parts, size = [], 0
         for part in self._parsed[name].generate(variables):
             parts.append(part)
@@ -83,7 +83,7 @@ class _Renders:
         self._templates: Templates | None = None
 
     def __call__(self, request: Any) -> tuple[str | None, str | None, int | None]:
-        """The text of a conversation, or what went wrong and at which line."""
+        """Return the text of a conversation, or what went wrong and at which line."""
         try:
             self._templates = self._templates or Templates(self._sources)
             return self._templates.render(*request) if request else "", None, None
@@ -95,7 +95,7 @@ class _Renders:
 
 @functools.cache
 def _environment() -> "ImmutableSandboxedEnvironment":
-    """Jinja as transformers sets it up (utils/chat_template_utils.py). ConfigError where it is not
+    """Jinja as transformers sets it up (utils/chat_template_utils.py). ConfigError if it is not
     installed."""
     try:
         from jinja2 import TemplateError, nodes

@@ -24,8 +24,8 @@ _KEEPING = {"ByteLevel", "Digits", "Punctuation", "Split"}
 
 
 def split_text(text: bytes, longest: int, encode: Encode) -> Iterator[tuple[int, int]]:
-    """(start, stop) of parts of at most `longest` bytes whose ids, one part after the other, are
-    those of the text.
+    """Yield (start, stop) of parts of at most `longest` bytes whose ids, one part after the other,
+    are those of the text.
 
     A cut is tried before a white space, after it, and around it (for tokenizers that put one before
     each text), then before any of the last characters; it is made where windows around it have the
@@ -41,7 +41,7 @@ def split_text(text: bytes, longest: int, encode: Encode) -> Iterator[tuple[int,
 
 
 def _cut(text: bytes, start: int, limit: int, encode: Encode) -> tuple[int, int]:
-    """Where a part ends and the next begins."""
+    """Return where a part ends and the next begins."""
     reach = max(start + (limit - start) // 2, limit - _REACH)
     spaces = [match.start() for match in _SPACE.finditer(text, reach, limit)]
     for at in reversed(spaces[-_TRIES:]):
@@ -57,7 +57,7 @@ def _cut(text: bytes, start: int, limit: int, encode: Encode) -> tuple[int, int]
 
 
 def _holds(text: bytes, stop: int, begin: int, encode: Encode) -> bool:
-    """True if the ids of windows around a cut are those of their halves."""
+    """Return True if the ids of windows around a cut are those of their halves."""
     for size in _WINDOWS:
         first = _character(text, max(0, stop - size))
         last = _character(text, min(len(text), begin + size))
@@ -68,16 +68,16 @@ def _holds(text: bytes, stop: int, begin: int, encode: Encode) -> bool:
 
 
 def _character(text: bytes, at: int) -> int:
-    """The last position up to `at` where a character of UTF-8 begins or the text ends; `at` itself
-    in bytes that are none."""
+    """Return the last position up to `at` where a character of UTF-8 begins or the text ends; `at`
+    itself in bytes that are none."""
     near = range(at, max(-1, at - 4), -1)
     return next((i for i in near if i == len(text) or text[i] & 0xC0 != 0x80), at)
 
 
 def widest_token(spec: dict[str, Any]) -> tuple[int | None, bytes]:
-    """Bytes of a text that an id of a tokenizer.json stands for at most, and those that may have
-    none. None for all but byte-level BPE without a normalizer, and for added tokens that take in
-    the blanks beside them, any number."""
+    """Return the most bytes of text that an id of a tokenizer.json stands for, and the bytes that
+    may get no id. None for all but byte-level BPE without a normalizer, and for added tokens that
+    take in any number of blanks beside them."""
     model = spec["model"]
     step = spec.get("pre_tokenizer")
     added = spec.get("added_tokens") or ()

@@ -201,8 +201,8 @@ class Mixture:
                 "from its weights (model.from=RUN, its folder)"
             )
         raise ConfigError(
-            f"train.epochs: this run began {how}; now some would come twice and others never: "
-            + "; ".join([*changes, advice])
+            f"train.epochs: this run began {how}; now some documents would repeat and others never "
+            "come: " + "; ".join([*changes, advice])
         )
 
     def _upgraded(self, saved: Sources, states: np.ndarray, step: int) -> np.ndarray:
@@ -406,8 +406,8 @@ def size_factors(cfg: DataConfig, sources: Sequence[Documents]) -> np.ndarray:
         if (most := epochs * sizes.sum()) < budget:
             log.warning(
                 "data.mixture.unimax: %g epochs of all sources are some %.4g %s, less than budget="
-                "%d: sources are read oftener, in proportion to their sizes; allow more epochs, or "
-                "set the budget to what is trained on",
+                "%d: sources are read more often, in proportion to their sizes; allow more epochs, "
+                "or set the budget to the tokens of the run",
                 *(epochs, most, mixture.by, budget),
             )
         if any(source.weight != 1 for source in cfg.sources):

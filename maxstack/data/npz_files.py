@@ -13,7 +13,7 @@ from maxstack.errors import DataError
 
 
 def read_arrays(path: str, names: Sequence[str], most: int | None = None) -> list[np.ndarray]:
-    """The arrays of these names. DataError where the file cannot be read, has others, or would
+    """Return the arrays of these names. DataError if the file cannot be read, has others, or would
     become more than `most` bytes, by default more than `copies.limit_growth` allows."""
     try:
         with storage.open_file(path) as file:

@@ -15,7 +15,7 @@ Messages = Sequence[Mapping[str, Any]]
 def refuse_omissions(
     template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None, turns: Container[int]
 ) -> None:
-    """DataError where a template leaves out tools, a message's content or calls, or the thought of
+    """DataError if a template leaves out tools, a message's content or calls, or the thought of
     one of `turns`, which are trained on; or writes another role's message as the assistant's. Of
     other answers it may leave out how they begin, as where that is a thought.
 
@@ -69,7 +69,7 @@ def refuse_omissions(
 
 
 def _written(template: ChatTemplate, messages: Messages, tools: Sequence[Any] | None) -> str | None:
-    """The text of a conversation; None where the template refuses it."""
+    """Return the text of a conversation; None if the template refuses it."""
     with contextlib.suppress(DataError):
         return template.render(messages, tools, add_generation_prompt=False)
     return None

@@ -9,27 +9,27 @@ CITIES = "Rome Oslo Bern Lima Cairo Delhi Paris Quito Seoul Tunis".split()
 
 
 def chat(index: int) -> dict[str, Any]:
-    """A conversation; half of the answers are JSON."""
+    """Return a conversation; half of the answers are JSON."""
     prompt, as_json, in_words, random = _question(index)
     answer = as_json if random.random() < 0.5 else in_words
     return {"messages": [*prompt, {"role": "assistant", "content": answer}]}
 
 
 def pairs(index: int) -> dict[str, Any]:
-    """A preference: JSON rather than words."""
+    """Return a preference: JSON rather than words."""
     prompt, as_json, in_words, _ = _question(index)
     return {"prompt": prompt, "chosen": as_json, "rejected": in_words}
 
 
 def labelled(index: int) -> dict[str, Any]:
-    """An answer, which is wanted if it is JSON."""
+    """Return an answer, which is wanted if it is JSON."""
     prompt, as_json, in_words, random = _question(index)
     wanted = random.random() < 0.5
     return {"prompt": prompt, "completion": as_json if wanted else in_words, "label": wanted}
 
 
 def prompts(index: int) -> dict[str, Any]:
-    """A question alone, with both answers to hold others against."""
+    """Return a question alone, with both answers to hold others against."""
     prompt, as_json, in_words, _ = _question(index)
     return {"id": index, "messages": prompt, "json": as_json, "words": in_words}
 

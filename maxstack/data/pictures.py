@@ -60,7 +60,7 @@ class Tar(Records):
         super().__init__(cfg)
 
     def _count(self, file: int) -> int:
-        """Names of the samples with where their pictures and classes lie."""
+        """Return names of the samples with where their pictures and classes lie."""
         path, found = self._paths[file], dict[str, dict[str, tuple[int, int]]]()
         try:
             with tarfile.open(path, "r:") as opened:

@@ -129,9 +129,9 @@ def prepare(
         )
     manifest = _manifest(cfg, tokenizer, plan, shards, made)
     manifest["files"] = {}
-    for (source, split), documents in splits.items():
+    for (source, split), own in splits.items():
         if split == "train":
-            pins = [[file.path, *file.pin()] for file in documents.files]
+            pins = [[file.path, *file.pin()] for file in own.files]
             manifest["files"][source] = pins
     if steps:
         manifest["steps"] = steps["steps"]
@@ -215,7 +215,7 @@ def _hash_inputs(
     splits: Sources,
     shards: list[Shard],
 ) -> str:
-    """A hash of everything that the shards depend on, the source files' sizes and times
+    """Return a hash of everything that the shards depend on, the source files' sizes and times
     included."""
     files = [
         (path, *storage.stamp(path)) for documents in splits.values() for path in documents.paths()
@@ -285,8 +285,8 @@ def _write_records(
     tokenizer: Tokenizer,
     cfg: DataConfig,
 ) -> Generator[Progress, None, dict[str, Any]]:
-    """A document that cannot be read is one without tokens, so that the others keep their places,
-    if data.quarantine allows it."""
+    """Write the records of a shard and return its counts. A document that cannot be read, if
+    data.quarantine allows it, becomes one without tokens, so that the others keep their places."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     counts, quarantine = {"documents": 0, "tokens": 0, "bytes": 0}, _quarantine(cfg)

@@ -36,7 +36,7 @@ class Preset(NamedTuple):
 
 
 def apply_preset(record: Raw, kind: Record) -> dict[str, Any]:
-    """The record with the keys that its kind is read from: columns by the names that
+    """Return the record with the keys that its kind is read from: columns by the names that
     `record.columns` gives them, and what its preset makes of them. DataError for a key that is
     missing."""
     if not isinstance(kind, TextRecord):
@@ -66,7 +66,7 @@ def _missing_key(record: Raw, key: str) -> str:
 
 
 def keys_read(kind: Record) -> set[str]:
-    """Keys of a record that its columns and its preset read."""
+    """Return the keys of a record that its columns and its preset read."""
     if not isinstance(kind, TextRecord):
         return set()
     preset = PRESETS[kind.preset] if kind.preset else Preset((), dict)
@@ -79,7 +79,7 @@ def _ask(question: str, system: Any = None) -> list[dict[str, Any]]:
 
 
 def _alpaca(record: Raw, given: str = "input") -> dict[str, Any]:
-    """An instruction, a blank line and what it is about; `history` are turns before it."""
+    """Read an instruction, its input after a blank line, and the turns before it (`history`)."""
     more = record.get(given)
     question = f"{record['instruction']}\n\n{more}" if more else record["instruction"]
     *before, last = _ask(question, record.get("system"))
@@ -95,14 +95,14 @@ def _question(record: Raw, answer: str = "answer") -> dict[str, Any]:
 
 
 def _gsm8k(record: Raw) -> dict[str, Any]:
-    """The number after #### is what rewards compare with."""
+    """Read a record of GSM8K; rewards compare with the number after ####."""
     whole, mark, number = record["answer"].rpartition("####")
     answer = number.strip() if mark else record["answer"]
     return _question(record) | {"answer": answer}
 
 
 def _math(record: Raw) -> dict[str, Any]:
-    """The answer stands in the solution's last box, or by itself."""
+    """Read a record of MATH, whose answer stands in the solution's last box, or by itself."""
     answer = record.get("answer") or record["solution"]
     return {
         "prompt": _ask(record["problem"]),
@@ -112,7 +112,7 @@ def _math(record: Raw) -> dict[str, Any]:
 
 
 def _turns(text: str) -> list[dict[str, Any]]:
-    """Messages of a text in which each begins with a blank line and Human: or Assistant:."""
+    """Return messages of a text in which each begins with a blank line and Human: or Assistant:."""
     before, *parts = TURN.split(text)
     if before.strip() or not parts:
         raise DataError("a text begins with a blank line and Human:")
@@ -155,7 +155,7 @@ def _json(value: Any) -> Any:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function of xlam, whose parameters are by name, in OpenAI's form."""
+    """Return a function of xlam, whose parameters are by name, in OpenAI's form."""
     if tool.get("type") == "function":
         return tool
     given = tool.get("parameters") or {}
@@ -186,7 +186,7 @@ def _type(text: str) -> dict[str, Any]:
 
 
 def _oasst(record: Raw) -> dict[str, Any]:
-    """The path of the best-ranked replies, up to the last one of the assistant."""
+    """Return the path of the best-ranked replies, up to the last one of the assistant."""
     messages, node = list[dict[str, Any]](), record["prompt"]
     while node is not None:
         messages.append({"role": SPOKEN[node["role"]], "content": node["text"]})
@@ -222,7 +222,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def suggest_setting(record: Raw) -> str:
-    """The setting that reads a record of a known shape, to be offered; empty for another."""
+    """Return the setting that reads a record of a known shape; empty for another shape."""
     read = {
         name: len(record.keys() & {*preset.keys, *preset.more})
         for name, preset in PRESETS.items()

@@ -50,16 +50,17 @@ class Prompts:
         self._lanes = {lane: _PromptLane(self.mixture, lane, self._quarantine) for lane in held}
 
     def next(self, lane: int) -> Prompt | None:
-        """The next prompt of a lane; None at the end of an evaluation. DataError where it cannot be
-        read and may not be passed over."""
+        """Return the next prompt of a lane; None at the end of an evaluation. DataError if it
+        cannot be read and may not be passed over."""
         return self._lanes[lane].next()
 
     def damaged(self) -> list[str]:
-        """Lines about prompts passed over since the last call, as those of data.feed.Feed."""
+        """Return lines about prompts passed over since the last call, as those of
+        data.feed.Feed."""
         return self._notices.lines(self._quarantine.news())
 
     def state(self) -> np.ndarray:
-        """int64 [held lanes, K]: where each lane stands."""
+        """Return int64 [held lanes, K]: where each lane stands."""
         return np.stack([lane.state() for lane in self._lanes.values()])
 
     def restore(self, state: np.ndarray) -> None:

@@ -66,7 +66,7 @@ class Quarantine:
         self._news.long[source] = first, before + count
 
     def news(self) -> News:
-        """Documents passed over since the last call."""
+        """Return documents passed over since the last call."""
         news, self._news = self._news, empty_news()
         return news
 
@@ -82,13 +82,13 @@ class Notices:
         self._long: dict[str, int] = {}
 
     def lines(self, news: News) -> list[str]:
-        """A line for every record that cannot be read, for each source's first document without
-        anything to predict, and its 1st, 10th, 100th, ... that is too long."""
+        """Return a line for every record that cannot be read, for each source's first document
+        without anything to predict, and its 1st, 10th, 100th, ... that is too long."""
         section = self._section
         lines = [f"{section}.quarantine: passed over {reason}" for reason in news.damaged.values()]
         lines += [
-            f"{section}.sources: {document} is empty: it has nothing to predict and is "
-            f"passed over, as all such documents of {source} are"
+            f"{section}.sources: {document} is empty, with nothing to predict; it and all such "
+            f"documents of {source} are passed over"
             for source, document in news.empty.items()
         ]
         for source, (record, count) in news.long.items():

@@ -82,16 +82,16 @@ class Records(Documents):
 
     @abstractmethod
     def _count(self, file: int) -> int:
-        """Number of records in `file`."""
+        """Return the number of records in `file`."""
 
     @abstractmethod
     def _open(self, file: int) -> Any:
-        """The object from which _read reads records of `file`."""
+        """Return the object from which _read reads records of `file`."""
 
     @abstractmethod
     def _read(self, opened: Any, file: int, record: int) -> Document:
-        """A record of an open file. Any exception if it cannot be read; the caller adds file and
-        record."""
+        """Return a record of an open file. Any exception if it cannot be read; the caller adds file
+        and record."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -148,7 +148,7 @@ class Records(Documents):
             raise DataError(f"{self.files[file].path}: {self._reason(error, file)}") from error
 
     def _reason(self, error: Exception, file: int) -> str:
-        """An error's message without the file's name."""
+        """Return an error's message without the file's name."""
         if isinstance(error, DataError):
             return one_line(str(error).removeprefix(f"{self.files[file].path}: "))
         message = f"{type(error).__name__}: {error}"
@@ -165,7 +165,7 @@ class Records(Documents):
         return f"{self.files[file].path}: record {record}"
 
     def _utf8(self, value: object) -> bytes:
-        """The bytes of a record's text field."""
+        """Return the bytes of a record's text field."""
         if isinstance(value, bytes):
             return value
         try:
@@ -190,7 +190,7 @@ class Spans(Records):
 
     @abstractmethod
     def _bounds(self, path: str) -> Bounds:
-        """The records of a plain file."""
+        """Return the records of a plain file."""
 
     def place(self, index: int) -> str:
         file, record = find_part(self._ends, index)
@@ -213,7 +213,7 @@ class Spans(Records):
         return data
 
     def _reason(self, error: Exception, file: int) -> str:
-        """The encoding of a file in another one, since its lines are damaged in all kinds of
+        """Return the encoding of a file in another one, since its lines are damaged in all kinds of
         ways."""
         if isinstance(error, DataError):
             with contextlib.suppress(OSError), self._open(file) as opened:
@@ -265,7 +265,8 @@ class Jsonl(Spans):
         raise DataError(f"no key '{self._cfg.field}'; {content}. Set `field` to {advice}")
 
     def _where(self, file: int, record: int) -> str:
-        """The line number, blank lines included, as long as the file can be read up to there."""
+        """Return the line number, blank lines included, as long as the file can be read up to
+        there."""
         try:
             self._refuse_shorter(file)
             number = line_number(self._paths[file], int(self._spans[file][0][record]))
@@ -312,7 +313,7 @@ class Parquet(Spans):
         return {} if record else {"field": self._cfg.field}
 
     def _pieces(self, path: str, version: storage.Stamp, told: Told) -> Iterator[bytes]:
-        """The copy of a file."""
+        """Yield the copy of a file."""
         opened = self._open_parquet(path, version)
         spans = array.array("q")
         at = 0
@@ -327,7 +328,7 @@ class Parquet(Spans):
         yield np.int64(len(spans) // 2).tobytes()
 
     def _contents(self, opened: Any, path: str, group: int) -> Iterator[bytes]:
-        """What the copy holds of each row of a group."""
+        """Yield what the copy holds of each row of a group."""
         import pyarrow
 
         held = opened.metadata.row_group(group)
@@ -391,7 +392,7 @@ class Parquet(Spans):
 
 
 def _texts_as_bytes(batch: Any) -> Any:
-    """A batch of one column with texts as bytes, whose UTF-8 text_of checks."""
+    """Return a batch of one column with texts as bytes, whose UTF-8 clean_text checks."""
     import pyarrow
 
     (column,) = batch.columns

@@ -20,7 +20,7 @@ _SIZED = 0x10
 
 
 def pack(tokens: Tokens) -> bytes:
-    """A record of little-endian integers.
+    """Return a record of little-endian integers.
 
     A byte with the width of an id (2 or 4 bytes), then the ids. Where sizes are known, _SIZED is
     added to that byte, and after it stand K in 4 bytes and the sizes, 4 bytes each.
@@ -36,7 +36,7 @@ def pack(tokens: Tokens) -> bytes:
 
 
 def unpack(record: bytes, where: str) -> Tokens:
-    """The tokens of a record. DataError, naming `where`, if it is no record of tokens."""
+    """Return the tokens of a record. DataError, naming `where`, if it is no record of tokens."""
     kind = record[0] if record else 0
     width = kind & ~_SIZED
     at = 1
@@ -73,7 +73,7 @@ def check_size(path: str) -> None:
 
 
 def check_whole(cfg: Files, files: Sequence[File]) -> None:
-    """DataError where a folder of shards has no manifest, or lists some of a source that are not
+    """DataError if a folder of shards has no manifest, or lists some of a source that are not
     there."""
     beside = {os.path.dirname(file.path): file for file in files}
     held = {file.path for file in files}
@@ -126,13 +126,13 @@ def check_tokenizer(paths: list[str], cfg: TokenizerConfig) -> None:
 
 
 def _find_entry(path: str) -> dict[str, Any] | None:
-    """A shard's entry in the manifest beside it."""
+    """Return a shard's entry in the manifest beside it."""
     manifest = read_manifest(os.path.dirname(path))
     return manifest["shards"].get(os.path.basename(path)) if manifest else None
 
 
 def read_manifest(folder: str) -> dict[str, Any] | None:
-    """What `maxstack data prepare` wrote of a folder's shards; None where it wrote nothing."""
+    """Return what `maxstack data prepare` wrote of a folder's shards; None if it wrote nothing."""
     path = storage.join(folder, MANIFEST)
     try:
         return _parse_manifest(path, storage.stamp(path))

@@ -116,6 +116,7 @@ class FunctionDocuments(Documents):
         return f"{self._cfg.call}({index})"
 
     def hashes(self) -> np.ndarray:
+        # The name of the function decides what is held out, so renaming one changes figures.
         return record_hashes(np.uint64(text_hash(self._cfg.call)), len(self))
 
     def identity(self) -> str:
@@ -200,7 +201,7 @@ class GrainDocuments(Documents):
 
 
 def _resolve_call(call: str) -> Callable[..., Any]:
-    """What module:function names, of the working folder too, as for `python -m`."""
+    """Return what module:function names, of the working folder too, as for `python -m`."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -210,7 +211,7 @@ def _resolve_call(call: str) -> Callable[..., Any]:
 
 
 def _to_json(value: Any) -> Any:
-    """What JSON has for numpy's numbers and arrays, and for bytes."""
+    """Return what JSON has for numpy's numbers and arrays, and for bytes."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, bytes):
@@ -219,7 +220,7 @@ def _to_json(value: Any) -> Any:
 
 
 def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Documents:
-    """The documents of one split of the source at an index of data.sources. DataError if the
+    """Return the documents of one split of the source at an index of data.sources. DataError if the
     source, or the split, is empty."""
     from maxstack.data import pictures, records
 
@@ -265,7 +266,8 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
 
 
 def _hash_contents(documents: Documents) -> np.ndarray:
-    """uint64 hashes of what documents hold; of those that cannot be read, of their places."""
+    """Return uint64 hashes of what documents hold; of those that cannot be read, of their
+    places."""
     described = [documents.identity(), *(file.pin() for file in documents.files)]
     kept = storage.cache_folder() / "contents" / f"{digest(json.dumps(described).encode())}.npy"
     if kept.exists():
@@ -288,8 +290,8 @@ def _hash_contents(documents: Documents) -> np.ndarray:
 
 
 def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False) -> list[Documents]:
-    """All sources of `cfg` for training, or their held-out documents; `whole`: also all documents
-    of the sources that hold nothing out."""
+    """Return all sources of `cfg` for training, or their held-out documents; `whole`: also all
+    documents of the sources that hold nothing out."""
     from maxstack.data.shards import check_tokenizer, refuse_held_out
 
     if cfg.steps:
@@ -322,7 +324,7 @@ def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False)
 
 
 def check_classes(sources: Sequence[Documents]) -> None:
-    """DataError where folders of two sources number their classes in two ways."""
+    """DataError if folders of two sources number their classes in two ways."""
     named = [source for source in sources if source.classes]
     for other in named[1:]:
         if other.classes != named[0].classes:

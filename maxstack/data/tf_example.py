@@ -10,8 +10,8 @@ LISTS = {"bytes_list": "TYPE_BYTES", "float_list": "TYPE_FLOAT", "int64_list": "
 
 
 def read_features(data: bytes) -> dict[str, Any]:
-    """Name -> its one value, bytes or a number, or the list of its values. DataError where the data
-    is no such message."""
+    """Return name -> its one value, bytes or a number, or the list of its values. DataError if the
+    data is no such message."""
     from google.protobuf.message import DecodeError
 
     try:
@@ -28,7 +28,7 @@ def read_features(data: bytes) -> dict[str, Any]:
 
 @functools.cache
 def _message() -> Any:
-    """The class of tf.train.Example, under a name of our own."""
+    """Return the class of tf.train.Example, under a name of our own."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(

@@ -38,7 +38,7 @@ class Known(NamedTuple):
 
 
 def _of_kimi(first: int, folder: Path) -> dict[int, tuple[str, bool]]:
-    """Those that tokenizer_config.json names, and names for the others of 256."""
+    """Return those that tokenizer_config.json names, and names for the others of 256."""
     decoder = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     named: dict[int, tuple[str, bool]] = {}
     for number, token in decoder.items():
@@ -76,7 +76,7 @@ CLASSES = {"tiktoken.model": "TikTokenTokenizer", "qwen.tiktoken": "QWenTokenize
 
 
 def is_tiktoken(path: Path) -> bool:
-    """True for a file of tiktoken: by its name, or, of tokenizer.model, which may be one of
+    """Return True for a file of tiktoken: by its name, or, of tokenizer.model, which may be one of
     SentencePiece, by how it begins."""
     if path.name not in FILES or not path.is_file():
         return False
@@ -88,7 +88,7 @@ def is_tiktoken(path: Path) -> bool:
 
 
 def why_unknown(path: Path) -> str:
-    """Why a file of tiktoken cannot be read; empty where it can."""
+    """Why a file of tiktoken cannot be read; empty if it can."""
     wanted, folder = CLASSES.get(path.name), path.parent
     named = read_json(folder / "tokenizer_config.json").get("tokenizer_class")
     if wanted is None or named == wanted:
@@ -100,8 +100,8 @@ def why_unknown(path: Path) -> str:
 
 
 def tokenizer_json(path: Path) -> bytes:
-    """The tokenizer.json that is equivalent to a file of tiktoken and to what its model's code does
-    with it. DataError for a file that is damaged, or of an unknown model."""
+    """Return the tokenizer.json that is equivalent to a file of tiktoken and to what its model's
+    code does with it. DataError for a file that is damaged, or of an unknown model."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
@@ -130,7 +130,7 @@ def tokenizer_json(path: Path) -> bytes:
 
 
 def _ranks(path: Path) -> Mapping[bytes, int]:
-    """Token -> rank, from 0 on without a gap."""
+    """Return token -> rank, from 0 on without a gap."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_regular(path, storage.WHOLE).splitlines(), 1):
         if not line.strip():
@@ -140,8 +140,10 @@ def _ranks(path: Path) -> Mapping[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except (ValueError, binascii.Error) as error:
             raise DataError(
-                f"{path}:{number}: must be a token in base64 and its rank; get the file anew"
+                f"{path}:{number}: must be a token in base64 and its rank; download the file again"
             ) from error
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise DataError(f"{path}: ranks are not 0 to {len(ranks) - 1}, each once; get it anew")
+        raise DataError(
+            f"{path}: ranks are not 0 to {len(ranks) - 1}, each once; download it again"
+        )
     return ranks

@@ -1,4 +1,5 @@
-"""Tokenizers: a document's bytes to token ids and back, and how many bytes each id stands for."""
+"""Tokenizers: the bytes of a document to token ids and back, and how many bytes each id stands
+for."""
 
 import contextlib
 import functools
@@ -67,15 +68,16 @@ class Tokenizer(ABC):
         return tuple(self._eos)
 
     def encode(self, document: bytes, longest: int = LONGEST) -> np.ndarray:
-        """int32 ids, with the configured beginning and end, of a document of which `longest` bytes
-        are tokenized at once. UnicodeDecodeError for other bytes than the UTF-8 that it needs."""
+        """Return int32 ids, with the configured beginning and end, of a document of which `longest`
+        bytes are tokenized at once. UnicodeDecodeError for other bytes than the UTF-8 that it
+        needs."""
         return self.encode_parts([document], longest)
 
     def encode_parts(
         self, texts: Sequence[bytes | int | np.ndarray], longest: int = LONGEST
     ) -> np.ndarray:
-        """int32 ids of texts, each encoded by itself, and of ids between them, with the configured
-        beginning and end."""
+        """Return int32 ids of texts, each encoded by itself, and of ids between them, with the
+        configured beginning and end."""
         ids = [np.asarray(self._bos, np.int32)]
         for text in texts:
             if not isinstance(text, bytes):
@@ -86,30 +88,30 @@ class Tokenizer(ABC):
         return np.concatenate([*ids, np.asarray(self._eos, np.int32)])
 
     def without_ends(self, ids: np.ndarray) -> np.ndarray:
-        """Ids of a document without the configured beginning and end."""
+        """Return ids of a document without the configured beginning and end."""
         begin, end = len(self._bos), len(ids) - len(self._eos)
         if [*ids[:begin]] != [*self._bos]:
             begin = 0
         return ids[begin : end if [*ids[end:]] == [*self._eos] else len(ids)]
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its text; None where the vocabulary has none."""
+        """Return the id of a token by its text; None if the vocabulary has none."""
         return next((i for i, text in self.special.items() if text == token), None)
 
     @abstractmethod
     def text_of(self, token: int) -> str:
-        """How a token is written in the tokenizer's own file."""
+        """Return how a token is written in the tokenizer's own file."""
 
     def ends(self, document: bytes, longest: int = LONGEST) -> np.ndarray:
-        """int64 [N]: the byte of the document at which the text of each id of `encode` ends; they
-        increase, and the last is the document's size."""
+        """Return int64 [N]: the byte of the document at which the text of each id of `encode` ends;
+        they increase, and the last is the document's size."""
         ends = self.spans(document, longest)[:, 1]
         ends[len(self._bos) :][-1 - len(self._eos) :] = len(document)
         return np.maximum.accumulate(ends)
 
     def spans(self, document: bytes, longest: int = LONGEST) -> np.ndarray:
-        """int64 [N, 2]: the bytes of the document from and up to which the text of each id of
-        `encode` goes, without white space that the tokenizer leaves out; none for beginning and
+        """Return int64 [N, 2]: the bytes of the document from and up to which the text of each id
+        of `encode` goes, without white space that the tokenizer leaves out; none for beginning and
         end."""
         spans = [np.zeros((len(self._bos), 2), np.int64)]
         for start, stop in self._parts(document, longest, self._text_ids):
@@ -118,8 +120,8 @@ class Tokenizer(ABC):
         return np.concatenate([*spans, np.full((len(self._eos), 2), len(document))])
 
     def bytes_of(self, ids: np.ndarray) -> np.ndarray:
-        """Number of bytes of text that each id stands for; 0 for ids beyond the vocabulary, which
-        synthetic sources may have."""
+        """Return the number of bytes of text that each id stands for; 0 for ids beyond the
+        vocabulary, which synthetic sources may have."""
         return self._sizes.take(ids, mode="clip")
 
     @functools.cached_property
@@ -129,17 +131,17 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: np.ndarray) -> bytes:
-        """The text of the ids, without special tokens."""
+        """Return the text of the ids, without special tokens."""
 
     @abstractmethod
     def raw(self, token: int) -> bytes | None:
-        """Bytes of a token that may hold a part of a character; None for a token of text, which
-        may depend on the tokens before it."""
+        """Return bytes of a token that may hold a part of a character; None for a token of text,
+        which may depend on the tokens before it."""
 
     def encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 [N], the bytes from and up to which the text of each goes, int64 [N, 2]) of a
-        text in which special tokens, where they are spelt out, stand for themselves; without
-        beginning and end. The texts between them are encoded each by itself."""
+        """Return (ids int32 [N], the bytes from and up to which the text of each goes, int64 [N,
+        2]) of a text in which special tokens, where they are spelt out, stand for themselves;
+        without beginning and end. The texts between them are encoded each by itself."""
         names = {name: token for token, name in self.special.items()}
         ids = [np.zeros(0, np.int32)]
         spans = [np.zeros((0, 2), np.int64)]
@@ -156,14 +158,14 @@ class Tokenizer(ABC):
         return np.concatenate(ids), np.concatenate(spans)
 
     def fewest(self, document: bytes) -> int:
-        """Ids that `encode_by_parts` gives for a text at least, by its size alone."""
+        """Return ids that `encode_by_parts` gives for a text at least, by its size alone."""
         return 0
 
     def encode_by_parts(
         self, document: bytes, longest: int = LONGEST
     ) -> Iterator[tuple[np.ndarray, int]]:
-        """The ids of `encode_marked`, of `longest` bytes at a time, and the byte up to which they
-        go. Other threads run while the library works."""
+        """Yield the ids of `encode_marked`, of `longest` bytes at a time, and the byte up to which
+        they go. Other threads run while the library works."""
         for start, stop in self._parts(document, longest, self._marked_ids):
             yield np.asarray(self._marked_ids(document[start:stop]), np.int32), stop
 
@@ -185,11 +187,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _text_ids(self, document: bytes) -> Sequence[int] | np.ndarray:
-        """Ids without beginning and end."""
+        """Return ids without beginning and end."""
 
     @abstractmethod
     def _text_spans(self, document: bytes) -> Sequence[tuple[int, int]] | np.ndarray:
-        """The bytes from and up to which the text of each of these ids goes, as the library
+        """Return the bytes from and up to which the text of each of these ids goes, as the library
         says."""
 
 
@@ -419,16 +421,17 @@ class HuggingFace(Tokenizer):
 
 @functools.lru_cache(maxsize=8)
 def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
-    """The tokenizer of a configuration, its file read once a process. DataError if the file is
-    missing or damaged."""
+    """Return the tokenizer of a configuration, its file read once a process. DataError if the file
+    is missing or damaged."""
     if isinstance(cfg, BytesTokenizer):
         return Bytes(cfg)
     return SentencePiece(cfg) if isinstance(cfg, SentencePieceTokenizer) else HuggingFace(cfg)
 
 
 def open_prompt_tokenizer(cfg: TokenizerConfig, bos: bool = True, eos: bool = False) -> Tokenizer:
-    """The tokenizer of a configuration, with BOS and EOS as it says or not at all: by default it
-    encodes texts that a model goes on from, or scores, and without BOS what goes on from them."""
+    """Return the tokenizer of a configuration, with BOS and EOS as it says or not at all: by
+    default it encodes texts that a model goes on from, or scores, and without BOS what goes on from
+    them."""
     none = None if cfg.kind == "huggingface" else False
     wanted = {"bos": bos, "eos": eos}
     return open_tokenizer(
@@ -443,8 +446,8 @@ def tokenize(
     longest: int = LONGEST,
     beyond: Beyond = "split",
 ) -> np.ndarray:
-    """The int32 ids of a document of text or tokens. DataError, naming its file and record, if it
-    cannot be read, or is a text of more than `longest` bytes and is to be refused."""
+    """Return the int32 ids of a document of text or tokens. DataError, naming its file and record,
+    if it cannot be read, or is a text of more than `longest` bytes and is to be refused."""
     with name_errors(documents, index):
         document = read_document(documents, index, longest, beyond)
         return _encode(document, tokenizer, longest)
@@ -457,7 +460,8 @@ def tokenize_with_sizes(
     longest: int = LONGEST,
     beyond: Beyond = "split",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a document as `tokens_of`, and how many bytes of its text each stands for.
+    """Return the ids of a document as `tokenize` does, and how many bytes of its text each stands
+    for.
 
     float32 [N]: 0 for the beginning and the end, their sum the text's size; NaN where the tokens
     were stored without sizes. These are the lengths of the vocabulary's pieces if they sum to the
@@ -480,8 +484,8 @@ def tokenize_with_sizes(
 
 
 def read_document(documents: Documents, index: int, longest: int, beyond: Beyond) -> Document:
-    """A document. DataError, naming its file and record, if it is a text of more than `longest`
-    bytes and is to be refused."""
+    """Return a document. DataError, naming its file and record, if it is a text of more than
+    `longest` bytes and is to be refused."""
     document = documents[index]
     if beyond == "refuse" and isinstance(document, bytes) and len(document) > longest:
         raise DataError(
@@ -535,7 +539,7 @@ def _read(path: str) -> bytes:
 
 
 def _size(path: str, ids: Mapping[str, int]) -> int:
-    """One more than the largest id. DataError where there is none, or the tables that ids need
+    """Return one more than the largest id. DataError if there is none, or the tables that ids need
     would be large."""
     size = max(ids.values(), default=-1) + 1
     if not 0 < size <= byte_level.MOST_IDS:
@@ -563,7 +567,7 @@ def _hugging_face_pieces(spec: dict[str, Any], vocab: dict[str, int], size: int)
 
 
 def _in_bytes(characters: list[tuple[int, int]], document: bytes) -> np.ndarray:
-    """Spans of characters of a UTF-8 text as spans of bytes, int64 [N, 2]."""
+    """Return spans of characters of a UTF-8 text as spans of bytes, int64 [N, 2]."""
     continued = np.frombuffer(document, np.uint8) & 0xC0 == 0x80
     begins = np.append(np.flatnonzero(~continued), len(document))
     return begins[np.array(characters, np.int64).reshape(-1, 2)]
@@ -574,7 +578,7 @@ def _sizes(pieces: list[bytes]) -> np.ndarray:
 
 
 def _text(piece: str) -> bytes:
-    """The text of a piece, whose spaces are marked, or the byte of one like <0x0A>."""
+    """Return the text of a piece, whose spaces are marked, or the byte of one like <0x0A>."""
     if byte := _BYTE.fullmatch(piece):
         return bytes.fromhex(byte[1])
     return piece.replace(SPACE, " ").encode()

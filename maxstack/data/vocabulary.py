@@ -103,7 +103,7 @@ def _explain(error: RuntimeError, asked: str, key: str) -> ValueError:
 
 
 def _lines(cfg: DataConfig, limit: int) -> Iterator[str]:
-    """Lines of documents in random order until `limit` bytes, with a progress bar."""
+    """Yield lines of documents in random order until `limit` bytes, with a progress bar."""
     documents = [(source, index) for source in open_sources(cfg) for index in range(len(source))]
     with progress(len(documents), "reading", "documents") as bar:
         for i in np.random.default_rng(cfg.seed).permutation(len(documents)):

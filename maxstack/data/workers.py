@@ -55,7 +55,7 @@ class Workers:
         self._made = 0
 
     def __next__(self) -> Made:
-        """The next batch. RuntimeError if a process died."""
+        """Return the next batch. RuntimeError if a process died."""
         notes = [self._note(worker) for worker in range(len(self._processes))]
         for _, error in notes:
             if error is not None:

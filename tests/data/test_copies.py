@@ -89,7 +89,7 @@ def test_a_record_that_is_too_long_is_a_bad_one(kind, monkeypatch):
     Path("a").write_text('{"text": "a"}\n' + "b" * 1001)
     further = {"kind": "text", "separator": "\n"} if kind == "separated" else {"kind": kind}
     documents = open_source(source(file="a", **further))
-    with pytest.raises(DataError, match=r"a record of 1,0.. bytes, and 1,000 are read at most"):
+    with pytest.raises(DataError, match=r"a record of 1,0.. bytes exceeds the limit of 1,000"):
         documents[len(documents) - 1]
     assert kind == "text" or len(documents[0]) <= 13
 

@@ -359,8 +359,7 @@ def test_a_thread_whose_source_hangs_holds_up_no_end_and_the_source_is_named(tmp
     code, _, lines, told = hanging(tmp_path, "closed", "0")
     assert code == 0 and lines == ["False 0"]
     assert told.startswith(
-        "data.sources: synthetic-0 does not answer: a batch was not made in 5 s, and is "
-        "not waited for\n"
+        "data.sources: synthetic-0 does not answer: no batch came in 5 s; going on without it\n"
     )
 
 

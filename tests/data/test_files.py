@@ -102,5 +102,7 @@ def test_a_file_that_the_numbers_of_others_name_must_be_there(names, asked, abse
     if absent is None:
         assert [file.path for file in match_files(cfg)] == names
         return
-    with pytest.raises(DataError, match=rf"^{absent}: no such file, and the number of .* names it"):
+    with pytest.raises(
+        DataError, match=rf"^{absent}: no such file, although the number of .* names it"
+    ):
         match_files(cfg)

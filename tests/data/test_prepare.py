@@ -360,7 +360,9 @@ def test_all_shards_of_a_source_that_the_manifest_lists_and_files_match_must_be_
     prepare(config(), "out", shard_size=100)
     lost = Path("out/jsonl-1-train-00000-of-00001.array_record")
     lost.unlink()
-    with pytest.raises(DataError, match=f"^{lost}: no such file, and out/manifest.json names it"):
+    with pytest.raises(
+        DataError, match=f"^{lost}: no such file, although out/manifest.json names it"
+    ):
         open_source(tokens("out/*-train-*"))
     assert len(open_source(tokens("out/my_texts-train-*")))
 

@@ -271,8 +271,8 @@ def test_the_first_empty_document_of_a_source_is_told_and_the_others_are_not(wor
     feed = feeds(source, shuffle=False, workers=workers)
     documents(feed, 30)
     assert feed.damaged() == [
-        "data.sources: 03.txt is empty: it has nothing to predict and is passed over, as "
-        "all such documents of text-0 are"
+        "data.sources: 03.txt is empty, with nothing to predict; it and all such documents of "
+        "text-0 are passed over"
     ]
     documents(feed, 30)
     assert feed.damaged() == []
