@@ -175,32 +175,22 @@ def _default(field: Any) -> Any:
 
 
 COMPOSITION = """
-A run is one YAML file. `maxstack config show FILE` prints it with every default filled in and the place that gave each value;
-`maxstack config diff A B` compares two; `maxstack config schema --out schema.json` writes a JSON schema that editors use to complete
-and check what you type.
+A run is one YAML file. `maxstack config show FILE` prints it with every default and the source of each value,
+`maxstack config diff A B` compares two files, and `maxstack config schema --out schema.json` writes a JSON schema for completion and checks in editors.
 
-- `extends: NAME` (or a path relative to the file, or a list) at the top of a file: this file is merged over that one. Mappings merge key
-  by key; lists and single values replace; `null` clears; a mapping with another `kind` replaces the whole mapping.
-- `model`, `mesh`, `quantization` and `optimizer` take a preset's name (`model: NAME` is configs/models/NAME.yml), a path that
-  ends in .yml, or a mapping that may begin with `preset: NAME` and gives what differs. Naming another preset replaces what an extended
-  file said. A preset's file may extend its siblings.
-- `model: {from: FOLDER}` reads a Hugging Face model folder, relative to the file, or, where there is none of that name, the model of the hub that
-  Org/Name or Org/Name@REVISION is ([MODELS.md](MODELS.md#from-the-hub)): its architecture stands beneath what else `model` gives,
-  its weights are where a fresh run starts (`model.weights`), and its tokenizer is `data.tokenizer` if no other is given.
-- `like: NAME` in an entry of a mapping, such as a block, takes over the entry of that name beside it; what is given beside `like` is
-  merged over it.
-- `a.b.c=value` on the command line overrides; the value is YAML, `a.b.0.c=value` reaches into lists, and quotes hold a key with dots:
-  `a."b.c"=value`. Overrides with shorter paths come first, so that `model.layers=2 model=NAME` keeps both; `kind` and `preset` come
-  before the keys beside them.
-- YAML is read as YAML 1.2 with care: `1e-4` and `1_000` are numbers, `1:30` is text, and `on`, `off`, `yes`, `no` and `012` must be
-  written as `true`, `false`, a number, or quoted text. Tags, duplicate keys, merge keys (`<<`) and more than one document are refused.
+- `extends: NAME` (or a path relative to the file, or a list) at the top of a file merges it over that file. Mappings merge key by key; lists and single values replace; `null` clears; a mapping with another `kind` replaces the whole mapping.
+- `model`, `mesh`, `quantization` and `optimizer` take the name of a preset (`model: NAME` is configs/models/NAME.yml), a path ending in .yml, or a mapping that may start from `preset: NAME` and change keys. Another preset replaces what an extended file said. A preset's file may extend its siblings.
+- `model: {from: FOLDER}` reads a Hugging Face folder, relative to the file, or the hub's model Org/Name or Org/Name@REVISION ([MODELS.md](MODELS.md#from-the-hub)). Other keys of `model` override its architecture, a fresh run starts from its weights (`model.weights`), and its tokenizer is the default of `data.tokenizer`.
+- `like: NAME` in an entry of a mapping, such as a block, starts from the entry of that name beside it; other keys are merged over it.
+- `a.b.c=value` on the command line overrides a key. The value is YAML, `a.b.0.c=value` reaches into lists, and a key with dots is quoted: `a."b.c"=value`. Shorter paths apply first, so that `model.layers=2 model=NAME` keeps both; `kind` and `preset` apply before their siblings.
+- YAML is read as YAML 1.2, strictly: `1e-4` and `1_000` are numbers, `1:30` is text, and `on`, `off`, `yes`, `no` and `012` must be written as `true`, `false`, a number, or quoted text. Tags, duplicate keys, merge keys (`<<`) and several documents are refused.
 """.strip()  # noqa: E501
 
 
 def config_md() -> str:
     """A table for every section, kinds included, in the order of the schema."""
     lines = ["# Configuration", "", f"<!-- {ANNOUNCE} -->", "", COMPOSITION, ""]
-    sections = [*_sections(Config, "The file"), *_sections(ClusterConfig, "The facts of a cluster")]
+    sections = [*_sections(Config, "The file"), *_sections(ClusterConfig, "Cluster description")]
     for model, title, tag in sections:
         lines += [
             f"## {title}{f', kind {tag}' if tag else ''}",
@@ -242,7 +232,7 @@ def _sections(
     found: dict[type[pydantic.BaseModel], tuple[list[str], str]] = {root: ([], "")}
     _visit(root, "", found)
     return [
-        (model, " and ".join(f"`{path}`" for path in paths) or title, tag)
+        (model, ", ".join(f"`{path}`" for path in dict.fromkeys(paths)) or title, tag)
         for model, (paths, tag) in found.items()
     ]
 
