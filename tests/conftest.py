@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-import price
+import processor_time
 import programs
 import pytest
 import waiting
@@ -52,9 +52,9 @@ RESIDENT = 3 << 30
 
 
 def pytest_configure(config):
-    """Name the folder of compiled programs, once for all workers of xdist, and watch the price."""
+    """Name the folder of compiled programs, once for all workers of xdist."""
     is_worker = hasattr(config, "workerinput")
-    config.pluginmanager.register(price.Price(is_worker))
+    config.pluginmanager.register(processor_time.ProcessorTime(is_worker))
     if not is_worker:
         for given in config.args:  # of which xdist's workers say nothing
             if not Path(given.partition("::")[0]).exists():

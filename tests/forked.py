@@ -15,8 +15,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import price
-
 LIBRARIES = [
     "jax",
     "flax.nnx",
@@ -93,7 +91,6 @@ class Forked:
 def _program(command: list[str], env: dict[str, str], cwd: str, output: str, errors: str) -> None:
     """In the fork: become that command, and leave as an interpreter does."""
     os.setsid()
-    write_price = price.count_in_fork()
     os.environ.clear()
     os.environ.update(env)
     time.tzset()
@@ -124,7 +121,6 @@ def _program(command: list[str], env: dict[str, str], cwd: str, output: str, err
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    write_price()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 0 if code is None else 1)
