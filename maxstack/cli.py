@@ -1,5 +1,5 @@
-"""The console command: a table of commands, which are imported when they are called, and the
-mapping of errors to exit codes."""
+"""The console command: a table of commands, which are imported when called, and the exit codes of
+errors."""
 
 import argparse
 import importlib.metadata
@@ -98,18 +98,18 @@ GUESSED = {
     "convert": "import FOLDER --out RUN, or export RUN --out FOLDER",
     "merge": "lora merge FOLDER --adapter ADAPTER --out FOLDER",
 }
-"""Commands of other programs, and ours for the same."""
+"""Commands of other programs -> ours for the same."""
 EXAMPLE = "example: maxstack train quickstart train.steps=100 run.name=first"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of `maxstack ARGV`."""
+    """Run `maxstack ARGV`; return the exit code."""
     return run(_dispatch, sys.argv[1:] if argv is None else argv)
 
 
 def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """The exit code of a command: 1 for a user's error, 2 for bad data, each printed on stderr
-    without a traceback. Other errors are bugs and are raised."""
+    """Run a command; return its exit code: 1 for a user's error, 2 for bad data, each printed on
+    stderr without a traceback. Other errors are bugs and are raised."""
     try:
         code = command(argv)
         sys.stdout.flush()
@@ -132,7 +132,7 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
 
 
 def lasting(error: Exception) -> bool:
-    """True for an error of a path that a restart would meet again."""
+    """Return True for an error of a path that would recur after a restart."""
     return isinstance(error, OSError) and error.filename is not None and error.errno in LASTING
 
 
@@ -173,8 +173,8 @@ def _fail(error: Exception, code: int) -> int:
 
 
 def _usage_is_1(stop: SystemExit) -> int:
-    """Exit code of a SystemExit; that of argparse for wrong usage is 2, which here means bad
-    data."""
+    """Return the exit code of a SystemExit. argparse exits with 2 for wrong usage, which here means
+    bad data."""
     if isinstance(stop.code, str):
         print(stop.code, file=sys.stderr)
         return 1

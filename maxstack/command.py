@@ -1,5 +1,5 @@
-"""Declaration of a command: its description, an example, its arguments and the function that runs
-it. Imports only the standard library, so that `--help` is quick."""
+"""Declares commands: description, examples, arguments, and the function that runs. Imports only the
+standard library, so that `--help` is fast."""
 
 import argparse
 import contextlib
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 Argument = Callable[[argparse.ArgumentParser], object]
 HOTTEST = 1000
-"""Temperature of sampling at most."""
+"""Maximum sampling temperature."""
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """An argument for any number of commands; `names` and `options` are those of argparse's
+    """Make an argument for any number of commands; `names` and `options` are those of argparse's
     add_argument."""
     return lambda parser: parser.add_argument(*names, **options)
 
@@ -31,7 +31,7 @@ def argument(*names: str, **options: Any) -> Argument:
 def positive(text: str) -> int:
     """Parse an integer above 0, as the type of an argument."""
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return int(text)
 
 
@@ -42,18 +42,18 @@ def up_to(most: float) -> Callable[[str], float]:
         with contextlib.suppress(ValueError):
             if 0 <= (number := float(text)) <= most:
                 return number
-        raise argparse.ArgumentTypeError(f"{text} is no number from 0 to {most}")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to {most}")
 
     return parsed
 
 
 def local_folder(text: str) -> Path:
-    """Path of a folder on this machine, as the type of an argument."""
+    """Parse the path of a folder on this machine, as the type of an argument."""
     from maxstack.config import storage
 
     if storage.is_url(text):
         raise argparse.ArgumentTypeError(
-            f"{text}: must lie on this machine; copy the folder to or from the URL"
+            f"{text}: must be on this machine; copy the folder to or from the URL"
         )
     return Path(text)
 
@@ -78,7 +78,7 @@ TRUST_CODE = argument(
     action="store_true",
     help="allow code named by a run's own config.yml, whoever wrote it",
 )
-"""Of every command with CONFIG or MODEL."""
+"""Added to every command with CONFIG or MODEL."""
 ALLOW_NONFINITE = argument(
     "--allow-nonfinite",
     action="store_true",
@@ -96,7 +96,7 @@ JSON = argument("--json", metavar="FILE", help="also write the results to FILE, 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command of `maxstack`, called with the words after its name; returns the exit code."""
+    """A command of `maxstack`. Calling it with the words after its name returns the exit code."""
 
     name: str
     description: str
@@ -106,7 +106,7 @@ class Command:
     on_cpu: bool
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The arguments, and `argv` as typed."""
+        """Parse the arguments, and keep `argv` as typed."""
         parser = _parser(self.name, self.description, self.example)
         for add in self.arguments:
             add(parser)
@@ -141,7 +141,7 @@ def command(
 def group(
     name: str, description: str, example: str, *members: Command
 ) -> Callable[[Sequence[str]], int]:
-    """Command whose first word names one of its `members`, which gets the other words."""
+    """Make a command whose first word names one of its `members`, which gets the other words."""
     by_name = {member.name.split()[-1]: member for member in members}
 
     def run(argv: Sequence[str]) -> int:
@@ -155,7 +155,7 @@ def group(
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaint about an unknown flag says how settings are given."""
+    """A parser whose error for an unknown flag says how to set config values."""
 
     def error(self, message: str) -> NoReturn:
         flags = re.findall(r"(?<=[ :])--?([a-zA-Z][\w-]*)", message)
@@ -199,23 +199,25 @@ def _parser(name: str, description: str, examples: str) -> argparse.ArgumentPars
 
 
 def load_config(args: argparse.Namespace) -> "Config":
-    """The configuration that CONFIG and OVERRIDES name."""
+    """Load the configuration that CONFIG and OVERRIDES name."""
     from maxstack.load import load
 
     return load(args.config, args.overrides)
 
 
 def model_overrides(args: argparse.Namespace) -> list[str]:
-    """OVERRIDES of a MODEL, with what ALLOW_NONFINITE and WEIGHTS mean."""
-    said = ["checkpoint.allow_nonfinite=true"] * args.allow_nonfinite
+    """Return the OVERRIDES of a MODEL, with those for ALLOW_NONFINITE and WEIGHTS."""
+    overrides = [*args.overrides]
+    if args.allow_nonfinite:
+        overrides.append("checkpoint.allow_nonfinite=true")
     if args.weights:
-        said.append(f"checkpoint.weights={args.weights}")
-    return [*args.overrides, *said]
+        overrides.append(f"checkpoint.weights={args.weights}")
+    return overrides
 
 
 def check_writable(option: str, file: str | None) -> None:
-    """ConfigError for an option's file, at a path or URL, that could not be written, before work is
-    done for it."""
+    """ConfigError, before any work is done, if an option's file at a path or URL cannot be
+    written."""
     from maxstack.config import storage
 
     if file is None:
@@ -236,7 +238,7 @@ def check_writable(option: str, file: str | None) -> None:
 
 
 def write(option: str, path: str, text: str) -> None:
-    """Write an option's file, at a path or URL; ConfigError where the system refuses."""
+    """Write an option's file at a path or URL; ConfigError if the system refuses."""
     from maxstack.config import storage
 
     try:
@@ -249,6 +251,6 @@ def write(option: str, path: str, text: str) -> None:
 
 
 def write_json(path: str | None, figures: Any) -> None:
-    """Write the file of JSON, if there is one."""
+    """Write a JSON file, if a path is given."""
     if path:
         write("--json", path, strict_json.write(figures, indent=1) + "\n")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         "--megabytes",
         type=positive,
         default=100,
-        help="size of the training sample in MB at most, drawn evenly (default: 100)",
+        help="maximum size of the training sample in MB, drawn evenly (default: 100)",
     ),
 )
 def tokenizer(args: Namespace) -> None:

@@ -86,7 +86,7 @@ if TYPE_CHECKING:
         type=up_to(1),
         default=0.0,
         metavar="P",
-        help="minimum probability, relative to the likeliest token (default: 0)",
+        help="minimum probability as a share of the likeliest token's (default: 0)",
     ),
     argument(
         "--repetition-penalty",

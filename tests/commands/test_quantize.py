@@ -292,7 +292,7 @@ def test_a_whole_run_that_another_recipe_cannot_go_on_from_says_how_its_weights_
         (["--recipe", "int8", "--calibrate", "none.npz"], "--calibrate none.npz: no such file"),
         (
             ["--recipe", "int8", "--calibrate", "tokens.npz", "--batch-size", "0"],
-            "--batch-size: 0 is no number above 0",
+            "--batch-size: 0 is not a number above 0",
         ),
         (
             ["--recipe", "nothing.yml", "--calibrate", "tokens.npz"],

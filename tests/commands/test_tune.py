@@ -59,7 +59,7 @@ def test_a_kernel_with_wrong_values_is_told_and_not_kept(file, tmp_path, capsys,
     ("words", "told"),
     [
         (["--ops", "atention"], "this run has no op atention to tune; it has attention"),
-        (["--rounds", "0"], "0 is no number above 0"),
+        (["--rounds", "0"], "0 is not a number above 0"),
         (["run.tuned=null"], "so there is no table to write"),
         (["--out", "/proc/nowhere/tuned.json"], "/proc/nowhere/tuned.json: cannot write"),
         (["--out", "/proc"], "/proc: cannot read the table"),

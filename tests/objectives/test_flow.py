@@ -191,7 +191,7 @@ def test_a_trained_model_draws_the_same_images_whatever_their_number(recipe, cap
     for wrong, said in {
         ("--classes", "9-12"): "--classes: 12 is not one of the model's classes, 0 to 9",
         ("--classes", "a"): "give numbers and ranges",
-        ("--guidance", "nan"): "nan is no number from 0 to 100",
+        ("--guidance", "nan"): "nan is not a number from 0 to 100",
         ("--out", str(out)): "holds images made with classes=[0, 1, 2, 7]",
         ("--out", str(recipe.parent)): "holds other files; give a new folder",
         ("--out", str(recipe / "in")): "cannot be made",

@@ -168,7 +168,7 @@ def test_a_sample_begins_with_the_prompt_as_training_has_it_and_the_run_is_not_s
     for words, says in (
         (["score", trained, *scores], "was trained by objective.kind=masked_diffusion"),
         ([*asked, "objective.shift=true"], "a trained model's objective cannot be changed"),
-        ([*asked, "--temperature", "nan"], "nan is no number from 0 to 1000"),
+        ([*asked, "--temperature", "nan"], "nan is not a number from 0 to 1000"),
         (["sample", trained + "d"], "has md; did you mean md?"),
         (["export", trained, "--out", str(tmp_path / "hf")], "cannot be exported"),
         (
