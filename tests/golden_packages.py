@@ -20,7 +20,7 @@ ALL = ["--signature", "score,prefill,logits,decode"]
 def small(monkeypatch):
     """Programs of one size."""
     monkeypatch.setattr(signature, "BATCHES", (4,))
-    monkeypatch.setattr(runner, "sizes_of", lambda limits: (limits.rows,))
+    monkeypatch.setattr(runner, "step_sizes", lambda limits: (limits.rows,))
 
 
 def write(folder, family, monkeypatch, words=ALL):

@@ -1,5 +1,5 @@
-"""The check, before the first request, that a request's logits are the same bits whatever is
-computed beside it. XLA promises nothing of the kind; a program of a fixed number of rows has it
+"""Check of batch invariance: that a request's logits are the same bits whatever is computed beside
+it. XLA promises nothing of the kind; a program of a fixed number of rows has it
 where each row is computed by the same instructions in the same order."""
 
 import numpy as np
@@ -9,13 +9,12 @@ from maxstack.inference.runner import ChunkTokens, Runner
 from maxstack.report.progress import progress
 
 SMALL = 32
-"""Rows up to which two steps are tried of a size, with more a single one."""
+"""Rows up to which a size is tried with two steps; larger ones with one."""
 
 
 def find_variant_sizes(programs: Runner, layout: Layout, vocab: int, max_length: int) -> list[int]:
-    """Sizes of steps in which bits of a request's logits, computed beside another request, are
-    others than in the largest and alone; empty where none are. Uses the first pages of an empty
-    cache."""
+    """Return the sizes of steps in which a request's logits beside another request differ
+    in any bit from those of the largest size alone. Uses the first pages of an empty cache."""
     limits, most = programs.limits, programs.sizes[-1]
     room = limits.page * min(limits.pages) // 2
     length = max(1, min(most, max_length, room))
@@ -25,21 +24,21 @@ def find_variant_sizes(programs: Runner, layout: Layout, vocab: int, max_length:
 
     def rowed(request: int, start: int, count: int) -> ChunkTokens:
         held = [1 + request * pages + page for page in range(pages)]
-        piece = tokens[request][start : start + count]
+        chunk = tokens[request][start : start + count]
         adapter = 0 if request else programs.adapters
-        return ChunkTokens(0, request + 1, start, piece, [held] * len(layout.reaches), adapter)
+        return ChunkTokens(0, request + 1, start, chunk, [held] * len(layout.reaches), adapter)
 
     def logits(size: int, beside: int, count: int) -> list[bytes]:
-        """Of the first tokens of the first request, `count` steps of so many rows, each after
-        `beside` rows of the other."""
+        """Return the logits of `count` steps of the first request, each after `beside` rows of the
+        other."""
         rows: list[bytes] = []
         for start in range(0, min(length, size * count), size):
-            pieces = [rowed(0, start, size)]
+            chunks = [rowed(0, start, size)]
             if beside:
-                pieces.insert(0, rowed(1, start // size * beside % length, beside))
-            batch, firsts = programs.batch(pieces)
+                chunks.insert(0, rowed(1, start // size * beside % length, beside))
+            batch, firsts = programs.batch(chunks)
             x_RD = programs.forward(batch)
-            wanted = len(pieces[-1].tokens[: programs.outputs[-1]])
+            wanted = len(chunks[-1].tokens[: programs.outputs[-1]])
             _, logits_OV = programs.head(x_RD, range(firsts[-1], firsts[-1] + wanted))
             rows += [row.tobytes() for row in np.asarray(logits_OV)[:wanted]]
         return rows

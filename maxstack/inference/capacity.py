@@ -15,7 +15,7 @@ from maxstack.inference.engine_setup import (
     model_files,
     place_on_devices,
 )
-from maxstack.inference.layout import Kept, Layout
+from maxstack.inference.layout import CacheBytes, Layout
 from maxstack.inference.page_cache import Limits
 from maxstack.inference.roofline import Device, Speed, forward_flops, weights_on_device
 from maxstack.inference.runner import OUTPUTS
@@ -98,7 +98,7 @@ class Capacity:
         return dataclasses.asdict(self)
 
 
-def read_bytes(layout: Layout, cache: Kept, start: int, end: int) -> float:
+def read_bytes(layout: Layout, cache: CacheBytes, start: int, end: int) -> float:
     """Return bytes of the cache that a token reads, on average over positions `start` to `end - 1`;
     states are read and written."""
     total = 0.0
@@ -108,7 +108,7 @@ def read_bytes(layout: Layout, cache: Kept, start: int, end: int) -> float:
     return total + 2 * cache.request
 
 
-def cache_bytes(cache: Kept, limits: Limits) -> int:
+def cache_bytes(cache: CacheBytes, limits: Limits) -> int:
     """Return bytes of the cache on a device, with page 0 and slot 0, which are nobody's."""
     pages = sum(
         (1 + count) * limits.page * size
@@ -117,7 +117,7 @@ def cache_bytes(cache: Kept, limits: Limits) -> int:
     return round(pages + (1 + limits.requests + limits.snapshots) * cache.request)
 
 
-def request_bytes(cfg: "Config", layout: Layout, cache: Kept, length: int) -> float:
+def request_bytes(cfg: "Config", layout: Layout, cache: CacheBytes, length: int) -> float:
     """Return bytes of a device that a request of `length` tokens takes."""
     page = cfg.serve.page
     pages = layout.pages(length, page, cfg.serve.rows)

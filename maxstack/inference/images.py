@@ -27,26 +27,29 @@ if TYPE_CHECKING:
 
 Solver = Literal["euler", "heun"]
 AT_ONCE = 64
-"""Images of a step of the solver."""
+"""Images that a step of the solver computes at a time."""
 
 
 def tile_images(images: Sequence[np.ndarray], classes: int) -> "Image":
-    """A grid of images of so many classes in turn, a class a column where there are few."""
+    """Arrange images of `classes` classes in turn as a grid, a column per class if few."""
     columns = classes if 1 < classes <= 20 else 10
     return image_grid(np.stack(images), min(columns, len(images)))
 
 
 class ImageSamples:
-    """Grids of images by the weights of a step, or their moving average, on the mesh of the run."""
+    """Draws grids of images with the weights of a step, or their average, on the run's mesh."""
 
     def __init__(self, run: "Run", log: "Log", writer: "Writer"):
         settings = run.cfg.eval.samples
         assert settings
-        self._run, self._log, self._writer, self._settings = run, log, writer, settings
+        self._run = run
+        self._log = log
+        self._writer = writer
+        self._settings = settings
         self._sampler = Sampler(run, None, settings.steps, "euler", settings.guidance)
 
     def __call__(self, step: int, state: "State") -> None:
-        """Draw; the noise is of train.seed at every step, so that images can be compared."""
+        """Draw with the noise of train.seed at every step, so that images can be compared."""
         cfg, classes = self._run.cfg, self._sampler.classes
         self._sampler.params = optim.eval_params(cfg.optimizer, state.opt, state.params)
         labels = (np.arange(self._settings.count) % classes).astype(np.int32)
@@ -57,8 +60,8 @@ class ImageSamples:
 
 
 class Sampler:
-    """Follows what the model predicts from noise, at t = 1, to images; image n of a seed is the
-    same whatever else is made. Euler's steps with path=vp are those of DDIM (Song et al. 2021,
+    """Integrates the model's prediction from noise, at t = 1, to images; image n of a seed does not
+    depend on what else is drawn. Euler's steps with path=vp are those of DDIM (Song et al. 2021,
     arXiv:2010.02502, eq. 12 without noise)."""
 
     def __init__(self, run: "Run", params: Any, steps: int, solver: Solver, guidance: float):
@@ -72,10 +75,12 @@ class Sampler:
             )
         if solver == "heun" and run.objective.section.path != "line":
             raise ConfigError("--solver heun: follows objective.path=line alone; use euler")
-        self._run, self._flow, self.params = run, run.objective, params
+        self._run = run
+        self._flow = run.objective
+        self.params = params
         self._guidance = guidance
         self.latents: bool = objective_rules.makes_latents(run.cfg)
-        """True where what is made is no picture."""
+        """True where the model makes latents, not pixels."""
         over = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         self._rows = -(-AT_ONCE // over) * over
         times = 1.0 - np.arange(steps + 1) / steps
@@ -90,12 +95,12 @@ class Sampler:
 
     @property
     def classes(self) -> int:
-        """Classes of the model."""
+        """Number of classes of the model."""
         return self._flow.model.classes
 
     def __call__(self, labels: np.ndarray, first: int, seed: int) -> Iterator[np.ndarray]:
-        """Images [S, S, C] of these classes, in order, uint8 or of latents float32; they are
-        numbered from `first`."""
+        """Yield images [S, S, C] of these classes, uint8, or latents float32, numbered from
+        `first`."""
         for begin in range(0, len(labels), self._rows):
             some = labels[begin : begin + self._rows]
             padded = np.zeros(self._rows, np.int32)
@@ -108,8 +113,7 @@ class Sampler:
             yield from self._values(np.asarray(self._whole(x)), np)[: len(some)]
 
     def images(self, params: Any, labels: Any, numbers: Any, seed: Any) -> jax.Array:
-        """Images of classes, int32 [N], with these numbers, uint32 [N], of a seed: all of it as one
-        function."""
+        """Draw images of classes, int32 [N], with these numbers, uint32 [N], in one function."""
 
         def moved(x: jax.Array, times: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             return self._move(params, x, labels, *times), None
@@ -127,7 +131,7 @@ class Sampler:
     def _ends(
         self, params: Any, x: jax.Array, label: jax.Array, time: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The image and the noise that lead through x."""
+        """Return the image and the noise whose path leads through x."""
         model, flow = nnx.merge(self._run.graph, nnx.State(params)), self._flow
 
         def by_class(label: jax.Array) -> jax.Array:
@@ -147,8 +151,8 @@ class Sampler:
         return of_image * image + of_noise * noise
 
     def _heun(self, params: Any, x: Any, label: Any, now: Any, after: Any) -> jax.Array:
-        """The mean of the velocities at both ends; at the last step, which ends at 0, the first
-        alone."""
+        """Step by the mean of the velocities at both ends; the last step, which ends at 0, takes
+        the first alone."""
 
         def velocity(x: jax.Array, time: jax.Array) -> jax.Array:
             image, noise = self._ends(params, x, label, time)
@@ -160,7 +164,7 @@ class Sampler:
         return x + (after - now) * (first + second) / 2
 
     def _values(self, x: Any, library: Any) -> Any:
-        """Pixels as values from 0 to 255, or latents as the data has them, by numpy or jax's."""
+        """Return pixels from 0 to 255, or latents as in the data; `library` is numpy or jax's."""
         section = self._run.cfg.data.image
         scaled = x * library.asarray(section.std) + library.asarray(section.mean)
         if self.latents:

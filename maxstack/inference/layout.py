@@ -1,5 +1,5 @@
-"""Layout of the cache of a decoder: which arrays each layer keeps, and which layers share a table
-of pages. Imports no jax."""
+"""Layout of the cache of a decoder: which arrays each layer keeps, and which layers share a page
+table (a page group). Imports no jax."""
 
 import dataclasses
 import math
@@ -15,26 +15,26 @@ from maxstack.schema.serve import ServeConfig
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 PORTABLE = "any"
-"""Platform of a cache that no device in particular lays out."""
+"""Platform of a cache for any device."""
 LANES = 128
-"""Numbers of a row of a TPU's memory."""
+"""Elements in a row of a TPU's vector memory."""
 QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """serve.cache_dtype -> the type of the pages."""
 
 
-class Kept(NamedTuple):
+class CacheBytes(NamedTuple):
     """Bytes of the cache on one device."""
 
     tokens: tuple[float, ...]
     """By group: a token."""
     reads: tuple[float, ...]
-    """By group: a token as layers read it; those that share keys read it again."""
+    """By group: a token as layers read it; layers that share keys read it again."""
     request: float
-    """A request, beside its tokens."""
+    """A request, besides its tokens."""
 
     @property
     def all(self) -> float:
-        """A token that all layers keep, and what a request takes beside its tokens."""
+        """A token that all layers keep, and what a request takes besides its tokens."""
         return sum(self.tokens) + self.request
 
 
@@ -61,8 +61,10 @@ class Layout:
         serve: ServeConfig = ServeConfig(),  # noqa: B008
         platform: str = "cpu",
     ) -> "Layout":
-        """The layout of a model. ConfigError where it cannot generate."""
-        owners, arrays, reaches = [], [], []
+        """Return the layout of a model. ConfigError where it cannot generate."""
+        owners: list[int] = []
+        arrays: list[dict[str, Cached]] = []
+        reaches: list[Reach] = []
         depth = cfg.mtp.depth if cfg.mtp else 0
         if serve.modules > depth:
             raise ConfigError(
@@ -94,21 +96,21 @@ class Layout:
             )
             owners.append(owner)
             reaches.append(mixer.reach)
-        paged = [
-            reach
-            for reach, kept in zip(reaches, arrays, strict=True)
-            if any(not array.per_request for array in kept.values())
-        ]
-        # a group reads and frees together; all tokens are kept where nothing is read by page
+        paged = []
+        for reach, kept in zip(reaches, arrays, strict=True):
+            if not all(array.per_request for array in kept.values()):
+                paged.append(reach)
+        # without pages at all, one group that keeps all tokens
         distinct = tuple(dict.fromkeys(paged)) or (Reach(),)
-        groups = tuple(
-            distinct.index(reach) if reach in distinct else 0
-            for reach in (reaches[owner] for owner in owners)
-        )
-        return cls(tuple(owners), tuple(arrays), groups, distinct, cfg.dtype, platform)
+        groups = []
+        for owner in owners:
+            reach = reaches[owner]
+            groups.append(distinct.index(reach) if reach in distinct else 0)
+        layers = tuple(owners), tuple(arrays), tuple(groups)
+        return cls(*layers, distinct, cfg.dtype, platform)
 
     def token_bytes(self, group: int) -> int:
-        """Bytes that a token takes in the layers of a group."""
+        """Return the bytes of a token in the layers of a group."""
         return sum(
             self.array_bytes(array)
             for kept, own in zip(self.arrays, self.groups, strict=True)
@@ -118,13 +120,13 @@ class Layout:
         )
 
     def pages(self, length: int, page: int, rows: int) -> list[int]:
-        """By group: pages that a request of `length` tokens holds at most, of which a step computes
-        `rows`."""
+        """Return by group the most pages that a request of `length` tokens holds, with steps of at
+        most `rows` tokens."""
         reads = [reach.window or reach.chunk or length for reach in self.reaches]
         return [min(-(-length // page), -(-(read + rows) // page) + 1) for read in reads]
 
-    def on(self, mesh: MeshConfig, sizes: Mapping[str, int]) -> Kept:
-        """The cache of one device of a mesh of these sizes; arrays are sharded by their axes."""
+    def on(self, mesh: MeshConfig, sizes: Mapping[str, int]) -> CacheBytes:
+        """Return the cache of a device of a mesh of these sizes; arrays are sharded by axes."""
         from maxstack.sharding import spec
 
         def size(arrays: Iterable[Cached], per_request: bool) -> float:
@@ -141,15 +143,15 @@ class Layout:
             tokens[group] += size(own.values(), False)
             reads[group] += size(self.arrays[owner].values(), False)
         request = sum(size(own.values(), True) for own in self.arrays)
-        return Kept(tuple(tokens), tuple(reads), request)
+        return CacheBytes(tuple(tokens), tuple(reads), request)
 
     def shards(self, mesh: MeshConfig, sizes: Mapping[str, int]) -> float:
-        """Bytes of the cache by those that each device of a replica holds of them."""
+        """Return the bytes of the cache over those that each device of a replica holds."""
         return self.on(mesh, dict.fromkeys(AXES, 1)).all / self.on(mesh, sizes).all
 
     @property
     def request_bytes(self) -> int:
-        """Bytes that a request takes, beside its tokens."""
+        """Bytes of a request, besides its tokens."""
         return sum(
             self.array_bytes(array)
             for kept in self.arrays
@@ -159,25 +161,24 @@ class Layout:
 
     @property
     def recurrent(self) -> bool:
-        """True where a layer keeps a state of each request, which only the tokens in their order
-        can make."""
+        """True where a layer keeps a state per request, which has to see all tokens in order."""
         return self.request_bytes > 0
 
     def snapshots(self, serve: ServeConfig) -> int:
-        """Snapshots of states that a replica keeps."""
+        """Return the number of snapshots of states that a replica keeps."""
         return serve.snapshots if self.recurrent and serve.prefix_cache else 0
 
     def array_bytes(self, array: Cached) -> int:
-        """Bytes of an array for a token or a request."""
+        """Return the bytes of an array for a token or a request."""
         sizes = [dim.size for dim in array.dims]
         if self.page_order(array):
             sizes[-1] += -sizes[-1] % LANES
         return math.prod(sizes) * BYTES[array.dtype or self.dtype]
 
     def page_order(self, array: Cached) -> tuple[int, ...] | None:
-        """The order of dimensions in which pages [P, L, C, H] are kept where it is not XLA's own:
-        on a TPU that would copy the cache at each step, for the sake of rows that are not whole
-        lanes. They are padded to lanes so."""
+        """Return the order of dimensions of pages [P, L, C, H] where XLA's choice will not do: on a
+        TPU it packs rows that do not fill all lanes, and then copies the whole cache in each
+        step. In this order rows are padded to full lanes instead."""
         paged = not array.per_request and not array.dtype and len(array.dims) == 2
         if self.platform != "tpu" or not paged or array.dims[1].size % LANES == 0:
             return None
@@ -185,8 +186,8 @@ class Layout:
 
 
 def _stored(arrays: dict[str, Cached], cache_dtype: str | None) -> dict[str, Cached]:
-    """Arrays of a layer in the types that they are kept in: pages in low precision have a scale
-    for each array of each token beside them."""
+    """Return the arrays of a layer as serve.cache_dtype keeps them: pages in low precision have a
+    scale for each array of each token beside them."""
     if cache_dtype is None or "pages" not in arrays:
         return arrays
     dims = arrays["pages"].dims

@@ -23,13 +23,13 @@ CONFIG = "config.yml"
 
 
 def can_generate(package: Package) -> bool:
-    """True where a package has what an engine needs."""
+    """Return True where a package has the signatures that an engine needs."""
     return {*NEEDED} <= {*package.signatures}
 
 
 def start_package(package: Package) -> Served:
-    """An engine on the programs of a package, with the settings that it was made with. ConfigError
-    where this version cannot read them."""
+    """Return an engine on the programs of a package, with the settings that it was made with.
+    ConfigError where this version cannot read them."""
     folder = package.folder
     text, sizes = package.manifest["text"], package.manifest["cache"]
     if not (folder / CONFIG).is_file():
@@ -41,7 +41,7 @@ def start_package(package: Package) -> Served:
     pages = tuple(sizes["pages"])
     fixed = sizes["rows"], sizes["page"], pages, sizes["requests"], sizes["snapshots"]
     limits = Limits(*fixed, cfg.serve.snapshot, cfg.serve.prefix_cache)
-    programs = PackagedSteps(package, layout, limits, sizes["max_length"])
+    programs = PackageRunner(package, layout, limits, sizes["max_length"])
     engine = Engine.from_programs(cfg, layout, programs, sizes["max_length"])
     check_identical(engine, layout)
     from maxstack.data.tokenizers import open_prompt_tokenizer
@@ -55,18 +55,16 @@ def start_package(package: Package) -> Served:
     return Served(str(folder), cfg, engine, *own, tokenizer, stops, template)
 
 
-class PackagedSteps(Runner):
-    """Steps by the programs of a package."""
+class PackageRunner(Runner):
+    """Computes steps by the programs of a package."""
 
     bursts = False
 
     def __init__(self, package: Package, layout: Layout, limits: Limits, max_length: int):
         super().__init__(layout, limits, max_length)
         self._package = package
-        self.sizes, self._outputs = (
-            tuple(program["sizes"]["rows"] for program in package.signatures[name].spec["programs"])
-            for name in NEEDED
-        )
+        self.sizes = _rows_of(package, "prefill")
+        self._outputs = _rows_of(package, "logits")
         self.cache = unflatten_cache(package.state(), len(layout.arrays))
 
     @property
@@ -84,7 +82,7 @@ class PackagedSteps(Runner):
         tables = {f"tables.{i}": table for i, table in enumerate(batch.tables)}
         given = {"tokens": rows.tokens_R, "positions": rows.positions_R, "requests": rows.slots_R}
         cache = flatten_cache(self.cache)
-        results, after = self._called("prefill", len(rows.tokens_R), cache, given | tables)
+        results, after = self._call("prefill", len(rows.tokens_R), cache, given | tables)
         self.cache = unflatten_cache(after, len(self.cache))
         return results["states"]
 
@@ -94,13 +92,19 @@ class PackagedSteps(Runner):
         size = next(size for size in self.outputs if size >= len(rows))
         wanted_O = np.zeros(size, np.int32)
         wanted_O[: len(rows)] = rows
-        results, _ = self._called("logits", size, {}, {"states": jnp.take(x_RD, wanted_O, 0)})
+        results, _ = self._call("logits", size, {}, {"states": jnp.take(x_RD, wanted_O, 0)})
         return results["normed"], results["logits"]
 
-    def _called(self, name: str, rows: int, state: Any, inputs: Any) -> tuple[Any, Any]:
+    def _call(self, name: str, rows: int, state: Any, inputs: Any) -> tuple[Any, Any]:
         signature = self._package.signatures[name]
         call, (weights, states, places) = signature.loaded(
             signature.program({"rows": rows})["file"]
         )
         own, given = jax.device_put((state, inputs), (states, places))
         return call(self._package.weights(weights), own, given)
+
+
+def _rows_of(package: Package, name: str) -> tuple[int, ...]:
+    """Return the numbers of rows for which a signature has programs."""
+    programs = package.signatures[name].spec["programs"]
+    return tuple(program["sizes"]["rows"] for program in programs)

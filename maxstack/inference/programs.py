@@ -204,16 +204,15 @@ class Programs(Runner):
     def empty(self) -> list[dict[str, jax.Array]]:
         """The cache before the first step."""
         layout = self._layout
-        return [
-            {
-                name: jnp.zeros(
-                    (*self._leading(group, array.per_request), *(dim.size for dim in array.dims)),
-                    self._dtype(array),
-                )
-                for name, array in arrays.items()
-            }
-            for arrays, group in zip(layout.arrays, layout.groups, strict=True)
-        ]
+        cache = []
+        for arrays, group in zip(layout.arrays, layout.groups, strict=True):
+            own = {}
+            for name, array in arrays.items():
+                sizes = [dim.size for dim in array.dims]
+                shape = *self._leading(group, array.per_request), *sizes
+                own[name] = jnp.zeros(shape, self._dtype(array))
+            cache.append(own)
+        return cache
 
     def _dtype(self, array: Cached) -> str:
         dtype = array.dtype or self._run.cfg.model.dtype
@@ -230,13 +229,17 @@ def cache_shardings(run: "Run", layout: Layout) -> list[dict[str, Any]]:
     """Where the arrays of the cache lie."""
     rules = run.cfg.mesh.rules
 
-    def placed(array: Cached) -> Any:
-        axes = ("batch", *("",) * (not array.per_request), *(dim.axis for dim in array.dims))
+    def placement(array: Cached) -> Any:
+        axes = ["batch"] if array.per_request else ["batch", ""]
+        axes += [dim.axis for dim in array.dims]
         sharding = NamedSharding(run.mesh, spec(axes, rules))
         order = layout.page_order(array)
         return jax_layout.Format(jax_layout.Layout(order), sharding) if order else sharding
 
-    return [{name: placed(array) for name, array in arrays.items()} for arrays in layout.arrays]
+    shardings = []
+    for arrays in layout.arrays:
+        shardings.append({name: placement(array) for name, array in arrays.items()})
+    return shardings
 
 
 def original_paths(run: "Run") -> set[str]:

@@ -153,7 +153,7 @@ class Step:
                 logps = made["top_logprobs"][i, :size]
                 nothing = [[0] * self._top]
                 values["top_tokens"] = nothing + tokens
-                values["top_logprobs"] = nothing + [[_brief(x) for x in row] for row in logps]
+                values["top_logprobs"] = nothing + [list(map(_brief, row)) for row in logps]
             yield values
 
 

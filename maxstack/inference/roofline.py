@@ -123,7 +123,9 @@ def weights_on_device(cfg: "Config", sizes: Mapping[str, int]) -> list[DeviceWei
     from maxstack.models.stack import mixture as mixture_at
     from maxstack.weights.rewrite import Rewrite
 
-    rewrite, original, rules = Rewrite(cfg), weights_of(cfg.model), cfg.mesh.rules
+    rewrite = Rewrite(cfg)
+    original = weights_of(cfg.model)
+    rules = cfg.mesh.rules
     width, batch = 4 if cfg.model.dtype == "float32" else 2, names(rules["batch"])
     info = state.flat(state.of_weights(rewrite.state, rewrite.replaced)[1])
     rows = []

@@ -1,4 +1,4 @@
-"""Steps of inference as the host prepares them, whatever computes them. Shapes: R rows of all
+"""Steps of inference as the host prepares them for any kind of program. Shapes: R rows of all
 replicas  O outputs  S slots  W pages of a request at most  D embed  V vocab."""
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from maxstack.inference.page_cache import Limits, PageCopy, StateCopy
 from maxstack.layers.cache import Rows
 
 OUTPUTS = 128
-"""Rows whose logits are computed at a time, at most; the rest of a step follows."""
+"""Rows whose logits are computed at a time."""
 
 COPIES = 64
 """Pages that are copied at a time."""
 
 
 def step_sizes(limits: Limits) -> tuple[int, ...]:
-    """Numbers of rows that steps may have: the most, and shares of it. Answers of a few requests
+    """Return the numbers of rows that steps may have: the most, and shares of it. A few requests
     need few rows, which cost less on a CPU; each number is another program to compile."""
     return tuple(sorted({max(1, limits.rows // share) for share in (128, 64, 32, 16, 4, 1)}))
 
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 
 
 class ChunkTokens(NamedTuple):
-    """Tokens of a request, to be rows of a step."""
+    """Tokens of a chunk, with where they are written."""
 
     replica: int
     slot: int
@@ -46,7 +46,7 @@ class ChunkTokens(NamedTuple):
 
 
 class Runner:
-    """Steps of an engine: their sizes, their rows, and the cache that they read and replace."""
+    """Computes the steps of an engine, and holds the cache that they read and replace."""
 
     adapters = 0
     """Number of adapters."""
@@ -63,19 +63,21 @@ class Runner:
         shardings: Any = None,
         options: dict[str, Any] | None = None,
     ):
-        """`shardings` are those of the cache, `options` those of its compiler."""
-        self._layout, self.limits, self.replicas = layout, limits, replicas
+        """`shardings` of the cache, `options` of its compiler."""
+        self._layout = layout
+        self.limits = limits
+        self.replicas = replicas
         self.width = -(-max_length // limits.page)
         self.sizes = step_sizes(limits)
         self._max_length = max_length
         self._copy = jax.jit(
-            self._copied,
+            self._copy_states,
             donate_argnums=0,
             out_shardings=shardings,
             compiler_options=options,
         )
         self._copy_pages = jax.jit(
-            self._with_copies,
+            self._copy_over,
             static_argnums=3,
             donate_argnums=0,
             out_shardings=shardings,
@@ -83,32 +85,32 @@ class Runner:
         )
 
     def load(self, params: Any, keep: bool = False) -> None:
-        """Take other weights."""
+        """Replace the weights."""
         raise NotImplementedError
 
     def forward(
         self, batch: Batch, x_RD: jax.Array | None = None, module: int | None = None
     ) -> jax.Array:
-        """What the last block gives for each row of a step [R, D], or with `x_RD`, which is that of
-        the model or the module before, a module of multi-token prediction, for which `batch` holds
-        the tokens as `Decoder.decode_further` reads them; keys and values go to the cache."""
+        """Return the last block's output of each row [R, D]; keys and values go to the cache.
+        With `x_RD`, the output of the model or the module before, compute a module of multi-token
+        prediction, for which `batch` holds the tokens as `Decoder.decode_further` reads them."""
         raise NotImplementedError
 
     def head(
         self, x_RD: jax.Array, rows: Sequence[int], module: int | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """(normed states [O, D], logits float32 [O, V]) of at most outputs[-1] rows, and of others
-        after them, of what `forward` or a module gave."""
+        """Return (normed states [O, D], logits float32 [O, V]) of at most outputs[-1] rows of what
+        `forward` returned, padded to one of `outputs`."""
         raise NotImplementedError
 
     def burst(self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None) -> Made:
-        """Tokens of several steps, from a batch of the last known token of each request; `top`:
-        likeliest tokens to report, None: no log-probabilities."""
+        """Compute several steps from a batch of the last known token of each request -> the tokens;
+        `top`: likeliest tokens to report, None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def slots(self) -> int:
-        """Slots of a replica: nobody's, of requests, of snapshots."""
+        """Slots of a replica: slot 0, which is nobody's, then of requests, then of snapshots."""
         return 1 + self.limits.requests + self.limits.snapshots
 
     @property
@@ -116,20 +118,20 @@ class Runner:
         """Numbers of rows whose logits are computed at a time."""
         return tuple(size for size in self.sizes if size <= OUTPUTS) or (OUTPUTS,)
 
-    def batch(self, pieces: Sequence[ChunkTokens]) -> tuple[Batch, list[int]]:
-        """Pieces as a step of the smallest size that holds them, each replica's from its own first
-        row on; and the first row of each piece."""
+    def batch(self, chunks: Sequence[ChunkTokens]) -> tuple[Batch, list[int]]:
+        """Return chunks as a step of the smallest size that holds them, each replica's from its own
+        first row on; and the first row of each chunk."""
         used = [0] * self.replicas
-        for piece in pieces:
-            used[piece.replica] += len(piece.tokens)
-        size = next(size for size in self.sizes if size >= max(used)) if pieces else self.sizes[-1]
+        for chunk in chunks:
+            used[chunk.replica] += len(chunk.tokens)
+        size = next(size for size in self.sizes if size >= max(used)) if chunks else self.sizes[-1]
         rows = np.zeros((4, self.replicas * size), np.int32)
         rows[1] = -1
         tables = np.zeros(
             (len(self._layout.reaches), self.replicas * self.slots, self.width), np.int32
         )
         filled, firsts = [size * replica for replica in range(self.replicas)], []
-        for replica, slot, start, tokens, pages, adapter in pieces:
+        for replica, slot, start, tokens, pages, adapter in chunks:
             first = filled[replica]
             firsts.append(first)
             filled[replica] += len(tokens)
@@ -141,7 +143,7 @@ class Runner:
         return Batch(Rows(*rows), tuple(tables)), firsts
 
     def copy(self, copies: Sequence[StateCopy | PageCopy]) -> None:
-        """Copies of states between slots, one after the other, and of pages."""
+        """Copy states between slots, one after the other, and pages."""
         pages = []
         for copy in copies:
             if isinstance(copy, PageCopy):
@@ -158,35 +160,37 @@ class Runner:
                 ids[:, : len(some)] = np.transpose(some)
                 self.cache = self._copy_pages(self.cache, *ids, group)
 
-    def _with_copies(self, cache: Any, source: jax.Array, target: jax.Array, group: int) -> Any:
-        """The cache with pages of a group copied over others."""
+    def _copy_over(self, cache: Any, source: jax.Array, target: jax.Array, group: int) -> Any:
+        """Return the cache with pages of a group copied over others."""
 
         def copied(array: jax.Array, per_request: bool, own: int) -> jax.Array:
             return array if per_request or own != group else array.at[target].set(array[source])
 
-        layout = self._layout
-        return [
-            {name: copied(array, kept[name].per_request, own) for name, array in arrays.items()}
-            for arrays, kept, own in zip(cache, layout.arrays, layout.groups, strict=True)
-        ]
+        layout, after = self._layout, []
+        for arrays, kept, own in zip(cache, layout.arrays, layout.groups, strict=True):
+            after.append(
+                {name: copied(array, kept[name].per_request, own) for name, array in arrays.items()}
+            )
+        return after
 
-    def _copied(self, cache: Any, source: jax.Array, target: jax.Array) -> Any:
-        return [
-            {
-                name: array.at[target].set(array[source]) if kept[name].per_request else array
-                for name, array in arrays.items()
-            }
-            for arrays, kept in zip(cache, self._layout.arrays, strict=True)
-        ]
+    def _copy_states(self, cache: Any, source: jax.Array, target: jax.Array) -> Any:
+        after = []
+        for arrays, kept in zip(cache, self._layout.arrays, strict=True):
+            own = dict(arrays)
+            for name, array in arrays.items():
+                if kept[name].per_request:
+                    own[name] = array.at[target].set(array[source])
+            after.append(own)
+        return after
 
 
 def flatten_cache(cache: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The cache as a package has it: arrays of all layers by name."""
+    """Return the arrays of all layers by name, as a package has them."""
     return {f"{i}/{name}": array for i, own in enumerate(cache) for name, array in own.items()}
 
 
 def unflatten_cache(arrays: Mapping[str, Any], layers: int) -> list[dict[str, Any]]:
-    """The same by layer, of so many."""
+    """Return such arrays by layer."""
     cache: list[dict[str, Any]] = [{} for _ in range(layers)]
     for path, array in arrays.items():
         layer, _, name = path.partition("/")

@@ -1,4 +1,4 @@
-"""Texts that a model writes while it is trained."""
+"""Samples of text that a run writes at its evaluations."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """Answers to the prompts of eval.samples by the weights of a step, on the mesh of the run."""
+    """Answers the prompts of eval.samples with the weights of a step, on the mesh of the run."""
 
     def __init__(self, run: "Run", log: "Log", writer: "Writer"):
         """ConfigError where the run has several processes."""
@@ -36,7 +36,10 @@ class Samples:
                 "eval.samples: is for a run of one process; leave it out, and use `maxstack "
                 "generate` on a checkpoint"
             )
-        self._run, self._log, self._writer, self._settings = run, log, writer, settings
+        self._run = run
+        self._log = log
+        self._writer = writer
+        self._settings = settings
         self._tokenizer = open_prompt_tokenizer(run.cfg.data.tokenizer)
         self._prompts = [
             self._tokenizer.encode(text.encode()).tolist() for text in settings.prompts
@@ -45,8 +48,8 @@ class Samples:
         self._engine = make_engine_beside(run, len(self._prompts), length)
 
     def __call__(self, step: int, state: State) -> None:
-        """Write a text for each prompt to the log, metrics.jsonl and trackers; the random
-        numbers are those of train.seed at every step, so that texts can be compared."""
+        """Write a text for each prompt to the log, metrics.jsonl and trackers. The seed is
+        train.seed at every step, so that texts can be compared."""
         engine, settings = self._engine, self._settings
         engine.load(optim.eval_params(self._run.cfg.optimizer, state.opt, state.params))
         sampling = Sampling(
@@ -76,8 +79,8 @@ class Samples:
 
 
 def make_engine_beside(run: "Run", requests: int, length: int) -> Engine:
-    """An engine on the mesh of a run of one process, for so many requests at a time of `length`
-    tokens at most; it is given weights, and forgets them, by `load`."""
+    """Return an engine on the mesh of a run of one process, for `requests` at a time of at most
+    `length` tokens; `load` gives it weights and takes them away."""
     rules = {**run.cfg.mesh.rules, "seq": (), "residual": ()}
     serve = run.cfg.serve.model_copy(
         update={"max_requests": requests, "max_length": length, "prefix_cache": False}

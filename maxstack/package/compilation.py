@@ -16,9 +16,9 @@ BATCH = 4
 
 
 def compile_programs(folder: Path, topology: Topology) -> Iterator[tuple[str, int, float]]:
-    """(file, bytes of the largest moment beside arguments, FLOPs) of each program as the
-    topology's compiler makes it. PackageError for another platform and for damage, ConfigError for
-    another number of devices and where the compiler refuses a program."""
+    """Compile each program -> (file, peak bytes of temporaries, FLOPs). PackageError for another
+    platform and for damage, ConfigError for another number of devices and where the compiler
+    refuses a program."""
     package = Package(folder, [*topology.devices()])
     if topology.size != (devices := package.manifest["devices"]):
         raise ConfigError(f"{folder}: made for {devices} devices; {topology.name} has others")
@@ -43,11 +43,9 @@ def compile_programs(folder: Path, topology: Topology) -> Iterator[tuple[str, in
 def _shapes(
     specs: Mapping[str, Any], places: Mapping[str, Any], sizes: Mapping[str, int]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        name: jax.ShapeDtypeStruct(
-            tuple(sizes.get(dim, dim) for dim in spec["shape"]),
-            jnp.dtype(spec["dtype"]),
-            sharding=places[name],
-        )
-        for name, spec in specs.items()
-    }
+    shapes = {}
+    for name, spec in specs.items():
+        shape = tuple(sizes.get(dim, dim) for dim in spec["shape"])
+        dtype = jnp.dtype(spec["dtype"])
+        shapes[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=places[name])
+    return shapes

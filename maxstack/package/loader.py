@@ -129,10 +129,10 @@ class Signature:
             padded[name] = np.pad(array, pads) if pads else array
         own, given = jax.device_put((state or {}, padded), (states, places))
         results, after = call(self.package.weights(weights), own, given)
-        used = {
-            name: np.asarray(results[name])[tuple(slice(sizes.get(d, d)) for d in spec["shape"])]
-            for name, spec in self.spec["outputs"].items()
-        }
+        used = {}
+        for name, spec in self.spec["outputs"].items():
+            real = tuple(slice(sizes.get(dim, dim)) for dim in spec["shape"])
+            used[name] = np.asarray(results[name])[real]
         return (used, after) if self.spec["state"] else used
 
     def arrays(self, inputs: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
@@ -166,11 +166,10 @@ class Signature:
 
     def program(self, sizes: dict[str, int]) -> dict[str, Any]:
         """The smallest program that takes these sizes. PackageError where there is none."""
-        fitting = [
-            program
-            for program in self.spec["programs"]
-            if all(most is None or most >= sizes[dim] for dim, most in program["sizes"].items())
-        ]
+        fitting = []
+        for program in self.spec["programs"]:
+            if all(most is None or most >= sizes[dim] for dim, most in program["sizes"].items()):
+                fitting.append(program)
         if not fitting or not all(sizes.values()):
             there = "; ".join(str(program["sizes"]) for program in self.spec["programs"])
             raise PackageError(f"{self.name}: {sizes}: no program takes these sizes: {there}")

@@ -64,12 +64,10 @@ def programs(
             name: export.symbolic_shape(name)[0] if size is None else size
             for name, size in sizes.items()
         }
-        inputs = {
-            name: jax.ShapeDtypeStruct(
-                tuple(dims.get(dim, dim) for dim in array.shape), jnp.dtype(array.dtype)
-            )
-            for name, array in signature.inputs.items()
-        }
+        inputs = {}
+        for name, array in signature.inputs.items():
+            shape = tuple(dims.get(dim, dim) for dim in array.shape)
+            inputs[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(array.dtype))
         function = jax.jit(run.within(signature.function), donate_argnums=1)
         return Program(
             sizes, export.export(function, platforms=tuple(platforms))(weights, own, inputs)

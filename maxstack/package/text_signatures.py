@@ -49,21 +49,18 @@ class Weights:
                 self.arrays[path] = kept
 
     def apart(self, arrays: Arrays) -> Any:
-        """As `Programs` take them."""
+        """Return them as `Programs` take them."""
         return self._tree(arrays, tuple)
 
     def stacked(self, arrays: Arrays) -> Any:
-        """As the model's own graph takes them."""
+        """Return them as the model's own graph takes them."""
         return self._tree(arrays, jnp.stack)
 
     def _tree(self, arrays: Arrays, joined: Callable[[list[Any]], Any]) -> Any:
-        together = {
-            path: joined([arrays[f"{path}/{i}"] for i in range(count)])
-            for path, count in self._repeated.items()
-        }
-        parts = {f"{path}/{i}" for path, count in self._repeated.items() for i in range(count)}
-        alone = {name: array for name, array in arrays.items() if name not in parts}
-        return tree(alone | together)
+        whole = dict(arrays)
+        for path, count in self._repeated.items():
+            whole[path] = joined([whole.pop(f"{path}/{i}") for i in range(count)])
+        return tree(whole)
 
 
 def rows_of(inputs: Mapping[str, Any]) -> Rows:

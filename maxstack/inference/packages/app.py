@@ -30,16 +30,17 @@ from maxstack.package.loader import PackageError
 
 BODY = 64 << 20
 """Bytes of a request's body at most."""
-SMALL, FEW = 16 << 10, 2 << 10
-"""Bytes of a body that is read at once, and of arrays that are written so; more is work for a
-thread."""
+SMALL = 16 << 10
+"""Bytes of a body that is read on the event loop; more is work for a thread."""
+FEW = 2 << 10
+"""Bytes of arrays that are written on the event loop."""
 EXTENSIONS = ["binary_tensor_data", "model_repository", "model_configuration"]
 MODEL = "/v2/models/{name}"
 VERSION = MODEL + "/versions/{version}"
 
 
 def make_app(repository: Repository, access: Access) -> Starlette:
-    """The application, whose lifespan starts and ends the repository."""
+    """Return the application, whose lifespan starts and ends the repository."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -71,60 +72,62 @@ def make_app(repository: Repository, access: Access) -> Starlette:
         exception_handlers=handlers | dict.fromkeys((Refusal, PackageError, Full), _refused),
         lifespan=lifespan,
     )
-    app.state.repository, app.state.access, app.state.threads = repository, access, Threads()
+    app.state.repository = repository
+    app.state.access = access
+    app.state.threads = Threads()
     return app
 
 
 async def server(request: Request) -> Response:
-    """What this server is."""
+    """Describe this server."""
     _repository(request)
     version = distribution.version("maxstack")
     return JSONResponse({"name": "maxstack", "version": version, "extensions": EXTENSIONS})
 
 
 async def live(request: Request) -> Response:
-    """Status 200 while the process answers."""
+    """Answer 200 while the process lives."""
     return JSONResponse({"live": True})
 
 
 async def ready(request: Request) -> Response:
-    """Status 200 while requests are taken."""
+    """Answer 200 while requests are taken."""
     request.app.state.repository.check()
     return JSONResponse({"ready": True})
 
 
 async def metrics(request: Request) -> Response:
-    """Figures for Prometheus."""
+    """Send metrics for Prometheus."""
     text = request.app.state.repository.text() + text_of(request.app)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
 async def models(request: Request) -> Response:
-    """The names of all models, as KServe's clients ask for them."""
+    """List the names of all models, for KServe's clients."""
     return JSONResponse({"models": _repository(request).names})
 
 
 async def metadata(request: Request) -> Response:
-    """Inputs and outputs of a model."""
+    """Describe inputs and outputs of a model."""
     version, name = _found(request)
     return JSONResponse(version.metadata(name))
 
 
 async def config(request: Request) -> Response:
-    """The same in the words of Triton's configuration."""
+    """Describe a model as Triton's configuration does."""
     version, name = _found(request)
     return JSONResponse(version.config(name))
 
 
 async def model_ready(request: Request) -> Response:
-    """Status 200 while a model takes requests."""
+    """Answer 200 while a model takes requests."""
     _, name = _found(request)
     _repository(request).check()
     return JSONResponse({"name": name, "ready": True})
 
 
 async def index(request: Request) -> Response:
-    """Versions that are served, and those that were refused."""
+    """List versions that are served, and those that were refused."""
     repository = _repository(request)
     only_ready = (await _fields(request)).get("ready", False)
     rows = repository.index()
@@ -141,7 +144,7 @@ async def load(request: Request) -> Response:
 
 
 async def unload(request: Request) -> Response:
-    """Serve a model no more."""
+    """Stop serving a model."""
     repository = _repository(request)
     await _fields(request)
     await repository.unload(request.path_params["name"])
@@ -149,7 +152,7 @@ async def unload(request: Request) -> Response:
 
 
 async def infer(request: Request) -> Response:
-    """The results of a request."""
+    """Answer an inference request."""
     repository = _repository(request)
     repository.check()
     if (coding := request.headers.get("content-encoding", "identity")) != "identity":
@@ -158,16 +161,16 @@ async def infer(request: Request) -> Response:
     repository.check()
     began = time.perf_counter()
     version, name = _found(request)
-    figures = version.queues[name].figures
-    figures.requests += 1
+    metrics = version.queues[name].metrics
+    metrics.requests += 1
     try:
         with version.use():
             return await _answered(request, body, version, name)
     except Exception:
-        figures.failures += 1
+        metrics.failures += 1
         raise
     finally:
-        figures.latency.observe(time.perf_counter() - began)
+        metrics.latency.observe(time.perf_counter() - began)
 
 
 async def _answered(request: Request, body: bytes, version: Version, name: str) -> Response:
@@ -199,8 +202,8 @@ async def _answered(request: Request, body: bytes, version: Version, name: str) 
 
 
 def _repository(request: Request) -> Repository:
-    """The models, for a request that may be answered. Refusal for a wrong key; without keys, for
-    another name of the host, and for a page of a site, which its browser says."""
+    """Return the models, with the refusals of `Access.check`, and without keys for a page of
+    another site, which its browser names in Origin."""
     state = request.app.state
     state.access.check(request)
     if not state.access.keys and "origin" in request.headers:
@@ -215,7 +218,7 @@ def _found(request: Request) -> tuple[Version, str]:
 
 
 async def _fields(request: Request) -> dict[str, Any]:
-    """The JSON object of a body, which may be empty."""
+    """Read the JSON object of a body, which may be empty."""
     body = await read_bytes(request, SMALL)
     return message.read_object(body) if body else {}
 
@@ -223,20 +226,19 @@ async def _fields(request: Request) -> dict[str, Any]:
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, Full):
         error = refusal_of(error)
+    content = {"error": shortened(str(error), 1000)}
     if isinstance(error, Refusal):
-        text, status, headers = str(error), error.status, error.headers
-    else:
-        text, status, headers = str(error), 400, {}
-    return JSONResponse({"error": shortened(text, 1000)}, status, headers)
+        return JSONResponse(content, error.status, error.headers)
+    return JSONResponse(content, 400)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """A mistake of ours, which uvicorn writes into the log."""
+    """Answer an error of ours, which uvicorn logs."""
     return JSONResponse({"error": "the server failed; its log says why"}, 500)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own, for paths and methods that do not exist."""
+    """Answer Starlette's errors for unknown paths and methods."""
     assert isinstance(error, HTTPException)
     what = f"{request.method} {quoted(request.url.path)}: {error.detail}"
     return JSONResponse({"error": what}, error.status_code, error.headers)

@@ -1,4 +1,4 @@
-"""Batches of one signature: requests that wait, and what is run of them at a time.
+"""Dynamic batching: requests of one signature wait for others, and share a run of a program.
 
 Requests share a batch where they are padded to the same program: its lengths, and the next of the
 allowed numbers of rows. Rows and lengths that were added are zeros, and are cut from the results.
@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from maxstack.inference.packages.metrics import Figures
+from maxstack.inference.packages.metrics import SignatureMetrics
 from maxstack.inference.server.refusal import Refusal
 from maxstack.package.loader import PackageError, Signature
 
 BATCH = "batch"
 """The dimension along which requests are joined."""
 FREE = 16
-"""The size in which a program is tried that takes any: its others are compiled when they come."""
+"""Size for which a program of any size is compiled at the start; others follow on demand."""
 Bucket = tuple[tuple[str, int], ...]
 """Sizes of the other named dimensions that a batch is padded to."""
 
@@ -45,13 +45,13 @@ class Answer:
     rows: int
     """Rows of its batch."""
     padded: int
-    """Rows of the batch with those of zeros."""
+    """Rows of the batch with padding."""
     waited: float
     """Seconds before its batch began."""
 
 
 @dataclasses.dataclass(eq=False)
-class Waiting:
+class Pending:
     """A request that a program can answer."""
 
     arrays: dict[str, np.ndarray]
@@ -69,28 +69,30 @@ class Waiting:
 
 
 class Queue:
-    """The requests of a signature that wait. The worker's lock is held for `submit`, `due` and
+    """The waiting requests of a signature. The worker's lock is held for `submit`, `due` and
     `take`."""
 
-    def __init__(self, signature: Signature, settings: Settings, figures: Figures):
-        self.signature, self.settings, self.figures = signature, settings, figures
+    def __init__(self, signature: Signature, settings: Settings, metrics: SignatureMetrics):
+        self.signature = signature
+        self.settings = settings
+        self.metrics = metrics
         spec = signature.spec
         shapes = [each["shape"] for kind in ("inputs", "outputs") for each in spec[kind].values()]
         self.batched = all(shape[:1] == [BATCH] and BATCH not in shape[1:] for shape in shapes)
         if self.batched and not all(BATCH in program["sizes"] for program in spec["programs"]):
             raise PackageError(f"{signature.name}: a program does not say its batch")
         self.length = 0
-        self._groups: dict[Bucket, collections.deque[Waiting]] = {}
+        self._groups: dict[Bucket, collections.deque[Pending]] = {}
 
-    def request(self, inputs: Mapping[str, np.ndarray]) -> Waiting:
-        """A request for these arguments. PackageError for what no program takes."""
+    def request(self, inputs: Mapping[str, np.ndarray]) -> Pending:
+        """Return a request for these arguments. PackageError where no program takes them."""
         arrays, sizes = self.signature.arrays(dict(inputs))
         program = self.signature.program(sizes)
         bucket = tuple(
             (dim, program["sizes"].get(dim) or size) for dim, size in sizes.items() if dim != BATCH
         )
         allowed = self._allowed(bucket) if self.batched else [sizes.get(BATCH, 1)]
-        request = Waiting(arrays, sizes, bucket, allowed)
+        request = Pending(arrays, sizes, bucket, allowed)
         if request.rows > allowed[-1]:
             raise PackageError(f"{request.rows} rows; a batch has {allowed[-1]} at most")
         return request
@@ -103,13 +105,13 @@ class Queue:
                 found |= {*self.settings.sizes} if sizes[BATCH] is None else {sizes[BATCH]}
         return sorted(found)
 
-    def submit(self, request: Waiting) -> bool:
-        """Put a request into the queue, on the event loop -> whether that changes what is due.
-        Refusal where as many wait as may."""
+    def submit(self, request: Pending) -> bool:
+        """Queue a request, on the event loop -> whether that changes what is due. Refusal where the
+        queue is full."""
         if self.length >= self.settings.queue:
             raise Refusal(
                 503,
-                f"{self.length} requests wait, as many as may; try later",
+                f"{self.length} requests wait, and no more may; try later",
                 headers={"Retry-After": "1"},
             )
         request.arrived = time.perf_counter()
@@ -120,18 +122,19 @@ class Queue:
         return len(group) == 1 or self._full(group)
 
     def due(self) -> tuple[float, Bucket]:
-        """When the next batch is to be run, a time that is over for one that is full, and its
-        bucket. For a queue in which requests wait."""
-        return min(
-            (group[0].arrived + self.settings.timeout * (not self._full(group)), bucket)
-            for bucket, group in self._groups.items()
-        )
+        """Return when the next batch is to run, in the past for a full one, and its bucket. For a
+        queue that is not empty."""
+        times = []
+        for bucket, group in self._groups.items():
+            wait = 0 if self._full(group) else self.settings.timeout
+            times.append((group[0].arrived + wait, bucket))
+        return min(times)
 
-    def _full(self, group: Sequence[Waiting]) -> bool:
+    def _full(self, group: Sequence[Pending]) -> bool:
         return not self.batched or sum(each.rows for each in group) >= group[0].allowed[-1]
 
-    def take(self, bucket: Bucket) -> list[Waiting]:
-        """The requests of the next batch, which leave the queue."""
+    def take(self, bucket: Bucket) -> list[Pending]:
+        """Take the requests of the next batch out of the queue."""
         group = self._groups[bucket]
         taken = [group.popleft()]
         rows, most = taken[0].rows, taken[0].allowed[-1] if self.batched else 0
@@ -143,29 +146,29 @@ class Queue:
         self.length -= len(taken)
         return taken
 
-    def run(self, batch: Sequence[Waiting]) -> list[Answer]:
-        """The answers to a batch."""
+    def run(self, batch: Sequence[Pending]) -> list[Answer]:
+        """Compute the answers to a batch."""
         began = time.perf_counter()
         rows, first = sum(each.rows for each in batch), batch[0]
         padded = next(size for size in first.allowed if size >= rows)
         if self.batched:
             sizes = {**dict(first.bucket), BATCH: padded}
-            results = self.signature.compute(self._joined(batch, sizes), sizes)
+            results = self.signature.compute(self._join(batch, sizes), sizes)
         else:
             results = self.signature.compute(first.arrays, first.sizes)
-        self.figures.batches += 1
-        self.figures.rows += rows
-        self.figures.padded_rows += padded - rows
+        self.metrics.batches += 1
+        self.metrics.rows += rows
+        self.metrics.padded_rows += padded - rows
         answers, place = [], 0
         for each in batch:
             own = self._cut(results, each, place) if self.batched else results
-            self.figures.waited.observe(began - each.arrived)
+            self.metrics.waited.observe(began - each.arrived)
             answers.append(Answer(own, rows, padded, began - each.arrived))
             place += each.rows
         return answers
 
-    def _joined(self, batch: Sequence[Waiting], sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """The arguments of all requests, one after the other, and zeros."""
+    def _join(self, batch: Sequence[Pending], sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Concatenate the arguments of all requests and pad with zeros."""
         joined = {}
         for name, spec in self.signature.spec["inputs"].items():
             shape = [sizes.get(dim, dim) for dim in spec["shape"]]
@@ -179,9 +182,9 @@ class Queue:
         return joined
 
     def _cut(
-        self, results: Mapping[str, np.ndarray], request: Waiting, place: int
+        self, results: Mapping[str, np.ndarray], request: Pending, place: int
     ) -> dict[str, np.ndarray]:
-        """The part of the results that belongs to a request."""
+        """Return the part of the results that belongs to a request."""
         own = {}
         for name, spec in self.signature.spec["outputs"].items():
             rest = [slice(request.sizes.get(dim, dim)) for dim in spec["shape"][1:]]
@@ -189,8 +192,7 @@ class Queue:
         return own
 
     def sizes(self) -> list[dict[str, int]]:
-        """What requests are padded to: the named dimensions of every program, in every allowed
-        batch."""
+        """Return the sizes that requests are padded to, of every program and batch."""
         found = []
         for program in self.signature.spec["programs"]:
             free = program["sizes"].get(BATCH, 0) is None and self.batched
@@ -200,9 +202,9 @@ class Queue:
         return found
 
     def warm(self, sizes: Mapping[str, int]) -> None:
-        """Compile for such a request, and run it."""
-        inputs = {
-            name: np.zeros([sizes.get(dim, dim) for dim in spec["shape"]], jnp.dtype(spec["dtype"]))
-            for name, spec in self.signature.spec["inputs"].items()
-        }
+        """Compile for a request of these sizes, and run it."""
+        inputs = {}
+        for name, spec in self.signature.spec["inputs"].items():
+            shape = [sizes.get(dim, dim) for dim in spec["shape"]]
+            inputs[name] = np.zeros(shape, jnp.dtype(spec["dtype"]))
         self.signature.compute(inputs, dict(sizes))

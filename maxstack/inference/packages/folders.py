@@ -11,16 +11,16 @@ HEAD = 1 << 20
 
 
 def is_served(folder: Path) -> bool:
-    """True for a package, and for a folder of versions of one. Checkpoints have numbers and
+    """Return True for a package and for a folder of versions of one. Checkpoints have numbers and
     manifests too, of another format."""
-    return folder.is_dir() and any(
-        _says_package(path / MANIFEST)
-        for path in [folder, *(path for _, path in versions_of(folder))]
-    )
+    if not folder.is_dir():
+        return False
+    paths = [folder] + [path for _, path in versions_of(folder)]
+    return any(_says_package(path / MANIFEST) for path in paths)
 
 
 def versions_of(folder: Path) -> list[tuple[int, Path]]:
-    """The sub-folders that have a number for their name, and a manifest."""
+    """Return the sub-folders that are named by a number and have a manifest."""
     try:
         return [
             (int(path.name), path)

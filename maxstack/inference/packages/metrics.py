@@ -1,4 +1,4 @@
-"""Figures of the packages that are served, in Prometheus' text format."""
+"""SignatureMetrics of the packages that are served, in Prometheus' text format."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ COUNTERS = {
 
 
 @dataclasses.dataclass
-class Figures:
+class SignatureMetrics:
     """Those of one signature of one version."""
 
     model: str
@@ -38,26 +38,28 @@ class Figures:
         return f'model="{_escaped(self.model)}",version="{self.version}"'
 
 
-def text(figures: Iterable[Figures], waiting: Mapping[tuple[str, str], int]) -> str:
-    """All figures; `waiting` are the lengths of queues by model and version."""
-    return "\n".join(_lines([*figures], waiting)) + "\n"
+def text(metrics: Iterable[SignatureMetrics], waiting: Mapping[tuple[str, str], int]) -> str:
+    """All metrics; `waiting` are the lengths of queues by model and version."""
+    return "\n".join(_lines([*metrics], waiting)) + "\n"
 
 
-def _lines(figures: list[Figures], waiting: Mapping[tuple[str, str], int]) -> Iterator[str]:
+def _lines(
+    metrics: list[SignatureMetrics], waiting: Mapping[tuple[str, str], int]
+) -> Iterator[str]:
     for name, meaning in COUNTERS.items():
         yield f"# HELP maxstack_package_{name}_total {meaning}"
         yield f"# TYPE maxstack_package_{name}_total counter"
-        for each in figures:
+        for each in metrics:
             yield f"maxstack_package_{name}_total{{{each.labels}}} {getattr(each, name)}"
     yield "# HELP maxstack_package_queue requests that wait for a batch"
     yield "# TYPE maxstack_package_queue gauge"
-    for each in figures:
+    for each in metrics:
         if (length := waiting.get((each.model, each.version))) is not None:
             yield f"maxstack_package_queue{{{each.labels}}} {length}"
     for name in ("waited", "latency"):
         lines = (
             line
-            for each in figures
+            for each in metrics
             for line in histogram_lines(
                 f"maxstack_package_{name}_seconds", getattr(each, name), each.labels
             )

@@ -12,7 +12,7 @@ from typing import Any
 from maxstack.errors import ConfigError, shortened
 from maxstack.inference.packages.batching import Settings
 from maxstack.inference.packages.folders import MANIFEST, versions_of
-from maxstack.inference.packages.metrics import Figures
+from maxstack.inference.packages.metrics import SignatureMetrics
 from maxstack.inference.packages.version import Stamp, Version, check_sizes, stamp
 from maxstack.inference.packages.worker import Worker
 from maxstack.package.loader import PackageError
@@ -21,42 +21,44 @@ log = logging.getLogger(__name__)
 
 
 class Model:
-    """A folder and the version of it that answers."""
+    """A folder and the version in it that answers."""
 
     def __init__(
         self,
         folder: Path,
         settings: Settings,
         worker: Worker,
-        figures: Callable[[str, str], Figures],
+        metrics: Callable[[str, str], SignatureMetrics],
     ):
         self.folder = folder
         self.current: Version | None = None
         self.unloaded = False
-        """True between a client's unload and load."""
+        """True after a client's unload until the next load."""
         self.refused: dict[int, tuple[Stamp, str]] = {}
-        """Versions that could not be served: what they were, and why."""
+        """Versions that could not be served: their stamps, and why."""
         self.names: list[str] = []
-        """Those of the latest version that answered."""
+        """Names of signatures of the latest version that answered."""
         self._name: str | None = None
         self._stamp: Stamp = ()
-        self._settings, self._worker, self._figures = settings, worker, figures
+        self._settings = settings
+        self._worker = worker
+        self._metrics = metrics
 
     @property
     def name(self) -> str:
-        """The package's, that of all its versions."""
+        """Name of the package, which all its versions share."""
         return self._name or self.folder.name
 
     def on_disk(self) -> list[tuple[int, Path]]:
-        """The versions that are there, the newest first; a package alone is version 1."""
+        """Return the versions in the folder, the newest first; a package alone is version 1."""
         if (self.folder / MANIFEST).is_file():
             return [(1, self.folder)]
         return sorted(versions_of(self.folder), reverse=True)
 
-    def look(self, taken: Iterable[str], again: bool = False) -> Version | None:
-        """Open and warm the newest version that can be served -> it, or None where it answers
-        already or there is none. Versions that were refused are passed over until their files
-        change, or with `again`. `taken` are names of other models. Takes seconds."""
+    def load_newest(self, taken: Iterable[str], again: bool = False) -> Version | None:
+        """Load and warm the newest version that can be served -> it, or None where it answers
+        already or there is none. Refused versions are skipped until their files change, unless
+        `again`. `taken` are names of other models. Takes seconds."""
         there = self.on_disk()
         self.refused = {n: why for n, why in self.refused.items() if n in dict(there)}
         for number, folder in there:
@@ -69,22 +71,24 @@ class Model:
             if not again and self.refused.get(number, (None,))[0] == now:
                 continue
             try:
-                version = self._opened(number, folder, taken)
+                version = self._load(number, folder, taken)
             except Exception as error:
                 self._refuse(number, now, error)
                 continue
             self.refused.pop(number, None)
-            self._name, self._stamp, self.names = version.name, now, [*version.queues]
+            self._name = version.name
+            self._stamp = now
+            self.names = [*version.queues]
             return version
         return None
 
-    def why(self, number: int | None = None) -> str:
-        """Why versions were refused, those that are newer than `number`."""
+    def refusals(self, number: int | None = None) -> str:
+        """Return why versions newer than `number` were refused."""
         found = {n: why for n, (_, why) in self.refused.items() if number is None or n > number}
         return "; ".join(f"version {n}: {found[n]}" for n in sorted(found, reverse=True))
 
     def index(self) -> list[dict[str, Any]]:
-        """The versions in the words of the protocol's repository index."""
+        """Describe the versions as the protocol's repository index does."""
         rows = []
         if self.current is not None:
             number = str(self.current.number)
@@ -102,9 +106,9 @@ class Model:
         ]
         return rows + refused
 
-    def _opened(self, number: int, folder: Path, taken: Iterable[str]) -> Version:
+    def _load(self, number: int, folder: Path, taken: Iterable[str]) -> Version:
         check_sizes(folder)
-        version = Version(folder, number, self._settings, self._figures)
+        version = Version(folder, number, self._settings, self._metrics)
         if self._name not in (None, version.name):
             raise PackageError(f"{folder}: is named {version.name}; other versions {self._name}")
         if twice := {*version.queues} & {*taken}:
@@ -121,10 +125,10 @@ class Model:
         self.refused[number] = now, why
 
 
-def check_start(model: Model) -> Version:
-    """The version that a model answers with at first; ConfigError where it has none."""
-    version = model.look(())
+def load_first(model: Model) -> Version:
+    """Load the first version of a model; ConfigError where it has none."""
+    version = model.load_newest(())
     if version is None:
-        why = model.why() or "no sub-folder with a number for its name has a manifest.json"
+        why = model.refusals() or "no sub-folder with a number for its name has a manifest.json"
         raise ConfigError(f"{model.folder}: has no version that can be served: {why}")
     return version

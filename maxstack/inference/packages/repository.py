@@ -1,4 +1,4 @@
-"""The packages that a process serves: found by name, loaded, replaced by newer versions, let go."""
+"""The packages that a process serves: found by name, loaded, replaced, unloaded."""
 
 import asyncio
 import gc
@@ -10,8 +10,8 @@ from typing import Any
 from maxstack.errors import ConfigError, quoted
 from maxstack.inference.packages import metrics
 from maxstack.inference.packages.batching import Queue, Settings
-from maxstack.inference.packages.metrics import Figures
-from maxstack.inference.packages.model import Model, check_start
+from maxstack.inference.packages.metrics import SignatureMetrics
+from maxstack.inference.packages.model import Model, load_first
 from maxstack.inference.packages.version import Version
 from maxstack.inference.packages.worker import Worker
 from maxstack.inference.server.refusal import Refusal
@@ -26,18 +26,18 @@ class Repository:
     def __init__(self, folders: Sequence[Path], settings: Settings, poll: float):
         self.worker = Worker()
         self.closed = False
-        """True once no request is taken any more."""
+        """True once new requests are refused."""
         self._poll = poll
-        self._figures: dict[tuple[str, str], Figures] = {}
+        self._metrics: dict[tuple[str, str], SignatureMetrics] = {}
         self._loading = asyncio.Lock()
-        """Held while a model is loaded or let go; one at a time, for compilers take all cores."""
+        """Held while a model is loaded or unloaded: compilers take all cores."""
         self._answering: set[Version] = set()
-        """Versions that may have requests left."""
+        """Versions that may have unanswered requests."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.models: list[Model] = []
         for folder in folders:
-            model = Model(folder, settings, self.worker, self._figures_of)
-            version = check_start(model)
+            model = Model(folder, settings, self.worker, self._metrics_of)
+            version = load_first(model)
             if twice := {*version.queues} & {name for each in self.models for name in each.names}:
                 raise ConfigError(
                     f"{folder}: another package is named {min(twice)} too; give it its own process"
@@ -47,19 +47,19 @@ class Repository:
             self.models.append(model)
 
     def start(self) -> None:
-        """Run programs, and look for newer versions."""
+        """Start to run programs and to look for newer versions."""
         self.worker.start()
         if self._poll:
-            self._begin(self._look())
+            self._spawn(self._poll_folders())
 
     async def drain(self) -> None:
-        """Take no more requests; returns when those that were taken are answered."""
+        """Refuse new requests and wait until the others are answered."""
         self.closed = True
         for version in [*self._answering]:
             await version.idle()
 
     async def stop(self) -> None:
-        """End the worker and what goes on beside it."""
+        """End the worker and all tasks."""
         self.closed = self.worker.stopped = True
         for task in self._tasks:
             task.cancel()
@@ -67,12 +67,12 @@ class Repository:
         await asyncio.to_thread(self.worker.stop)
 
     def check(self) -> None:
-        """Refusal where no request is taken."""
+        """Refusal while shutting down."""
         if self.closed:
             raise Refusal(503, "the server is shutting down")
 
     def find(self, name: str, version: str | None) -> tuple[Version, Queue]:
-        """The version and signature of a name. Refusal for one that is not served."""
+        """Return the version and queue of a name. Refusal for one that is not served."""
         model = self.model(name)
         current = model.current
         if current is None:
@@ -88,7 +88,7 @@ class Repository:
         return current, current.queues[name]
 
     def model(self, name: str) -> Model:
-        """The model that has a name, its package's or a signature's. Refusal with status 404."""
+        """Return the model with this name of a package or signature. Refusal with status 404."""
         for model in self.models:
             refused = model.current.refused if model.current else ()
             if name in (model.name, *model.names, *refused):
@@ -98,47 +98,49 @@ class Repository:
 
     @property
     def names(self) -> list[str]:
-        """Of all that is served."""
+        """Names of all that is served."""
         return [name for model in self.models if model.current for name in model.current.queues]
 
     async def load(self, name: str) -> None:
-        """Serve the newest version that is there, tried anew. Refusal for one that cannot be."""
+        """Serve the newest version, trying refused ones again. Refusal where that fails."""
         model = self.model(name)
         async with self._loading:
             self.check()
             await self._replace(model, again=True)
         number = model.current.number if model.current else None
-        if why := model.why(number):
+        if why := model.refusals(number):
             left = f"version {number} answers" if number is not None else "none answers"
             raise Refusal(400, f"{why}; {left}")
         if number is None:
             raise Refusal(400, f"{model.folder}: no version is there")
 
     async def unload(self, name: str) -> None:
-        """Let a model go once it has answered what it has taken; until `load`."""
+        """Unload a model once it has answered its requests, until `load`."""
         model = self.model(name)
         async with self._loading:
-            old, model.current, model.unloaded = model.current, None, True
+            old = model.current
+            model.current = None
+            model.unloaded = True
             if old is not None:
-                task = self._begin(self._let_go(old))
+                task = self._spawn(self._retire(old))
                 del old
                 await task
 
     def text(self) -> str:
-        """Figures for Prometheus."""
+        """SignatureMetrics for Prometheus."""
         waiting = {
-            (queue.figures.model, queue.figures.version): queue.length
+            (queue.metrics.model, queue.metrics.version): queue.length
             for version in self._answering
             for queue in version.queues.values()
         }
-        return metrics.text(self._figures.values(), waiting)
+        return metrics.text(self._metrics.values(), waiting)
 
     def index(self) -> list[dict[str, Any]]:
-        """All versions that are served or were refused."""
+        """Return all versions that are served or were refused."""
         return [row for model in self.models for row in model.index()]
 
-    async def _look(self) -> None:
-        """Look for other versions, again and again."""
+    async def _poll_folders(self) -> None:
+        """Look for newer versions at every interval."""
         while not self.closed:
             await asyncio.sleep(self._poll)
             for model in self.models:
@@ -148,32 +150,36 @@ class Repository:
                     try:
                         await self._replace(model)
                     except Exception as error:
-                        log.error("%s: cannot be looked at", model.folder, exc_info=error)
+                        log.error(
+                            "%s: cannot be checked for newer versions", model.folder, exc_info=error
+                        )
 
     async def _replace(self, model: Model, again: bool = False) -> None:
-        """Serve a newer version, if there is one; the old one answers what it has taken."""
+        """Serve a newer version, if there is one; the old one answers its requests."""
         taken = {name for each in self.models if each is not model for name in each.names}
-        version = await asyncio.to_thread(model.look, taken, again)
+        version = await asyncio.to_thread(model.load_newest, taken, again)
         if version is None:
             return
-        old, model.current, model.unloaded = model.current, version, False
+        old = model.current
+        model.current = version
+        model.unloaded = False
         self._answering.add(version)
         if old is not None:
             print(f"{version.name}: version {version.number} instead of {old.number}", flush=True)
-            self._begin(self._let_go(old))
+            self._spawn(self._retire(old))
 
-    async def _let_go(self, version: Version) -> None:
-        """Free a version's memory once it has answered what it has taken."""
+    async def _retire(self, version: Version) -> None:
+        """Free a version's memory once it has answered its requests."""
         await version.idle()
         self._answering.discard(version)
         del version
-        gc.collect()  # jax and signatures refer to it in circles
+        gc.collect()  # jax and signatures hold reference cycles through it
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _figures_of(self, name: str, version: str) -> Figures:
-        return self._figures.setdefault((name, version), Figures(name, version))
+    def _metrics_of(self, name: str, version: str) -> SignatureMetrics:
+        return self._metrics.setdefault((name, version), SignatureMetrics(name, version))

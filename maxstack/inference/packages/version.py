@@ -1,4 +1,4 @@
-"""A version of a package that is served: its signatures, warmed, and the requests that it has."""
+"""A version of a package that is served: its warmed signatures and their queues."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxstack.inference.packages.batching import Queue, Settings
-from maxstack.inference.packages.metrics import Figures
+from maxstack.inference.packages.metrics import SignatureMetrics
 from maxstack.inference.packages.tensors import NAMES
 from maxstack.inference.packages.worker import Worker
 from maxstack.package.loader import Package, PackageError, path_of, read_manifest
@@ -26,21 +26,21 @@ class Version:
         folder: Path,
         number: int,
         settings: Settings,
-        figures: Callable[[str, str], Figures],
+        metrics: Callable[[str, str], SignatureMetrics],
     ):
         self.folder, self.number = folder, number
         self.package = Package(folder)
-        self.name = _checked_name(folder, self.package.manifest["name"])
+        self.name = _check_name(folder, self.package.manifest["name"])
         self.refused: dict[str, str] = {}
-        """Signatures that are not served, and why."""
+        """Signatures that cannot be served, and why."""
         self.queues: dict[str, Queue] = {}
-        """Those that are, by their names in the API."""
+        """Queues of signatures by their names in the API."""
         for name, signature in self.package.signatures.items():
-            full = f"{self.name}.{_checked_name(folder, name)}"
+            full = f"{self.name}.{_check_name(folder, name)}"
             if why := _not_served(signature.spec):
                 self.refused[full] = why
                 continue
-            queue = Queue(signature, settings, figures(full, str(number)))
+            queue = Queue(signature, settings, metrics(full, str(number)))
             self.queues.setdefault(self.name, queue)
             self.queues[full] = queue
         if not self.queues:
@@ -67,7 +67,7 @@ class Version:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[None]:
-        """A request that this version answers. On the event loop."""
+        """Count a request that this version answers. On the event loop."""
         self._uses += 1
         self._idle.clear()
         try:
@@ -82,7 +82,7 @@ class Version:
         await self._idle.wait()
 
     def metadata(self, name: str) -> dict[str, Any]:
-        """What the protocol tells of a signature."""
+        """Describe a signature as the protocol does."""
         spec = self.queues[name].signature.spec
         return {
             "name": name,
@@ -98,8 +98,8 @@ class Version:
         }
 
     def config(self, name: str) -> dict[str, Any]:
-        """The same in the words of Triton's model configuration, of which clients read the largest
-        batch and the shapes without it."""
+        """Describe it as Triton's model configuration does, of which clients read the largest batch
+        and the shapes without it."""
         queue = self.queues[name]
         spec, batched = queue.signature.spec, queue.batched
         programs = [program["sizes"] for program in spec["programs"]]
@@ -131,7 +131,7 @@ class Version:
 
 
 def stamp(folder: Path) -> Stamp:
-    """What a change of a package's files changes."""
+    """Return a value that changes with any file of a package."""
     found = []
     for path in sorted(folder.rglob("*")):
         with contextlib.suppress(FileNotFoundError):
@@ -141,8 +141,8 @@ def stamp(folder: Path) -> Stamp:
 
 
 def check_sizes(folder: Path) -> None:
-    """PackageError for a file that is missing or of another size, before any is read: a copy may be
-    under way."""
+    """PackageError for a file that is missing or of another size, before any is read: a copy may
+    be under way."""
     for name, said in read_manifest(folder)["files"].items():
         path = path_of(folder, name)
         if not path.is_file():
@@ -151,8 +151,8 @@ def check_sizes(folder: Path) -> None:
             raise PackageError(f"{path}: is {size:,} bytes; manifest.json says {said['bytes']:,}")
 
 
-def _checked_name(folder: Path, name: Any) -> str:
-    """A name that can stand in an address."""
+def _check_name(folder: Path, name: Any) -> str:
+    """Return the name if it can stand in a URL; PackageError otherwise."""
     whole = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()
     if not whole or "/" in name or name != name.strip():
         raise PackageError(
@@ -163,7 +163,7 @@ def _checked_name(folder: Path, name: Any) -> str:
 
 
 def _not_served(spec: Mapping[str, Any]) -> str | None:
-    """Why the protocol cannot serve a signature."""
+    """Return why the protocol cannot serve a signature; None where it can."""
     if spec["state"]:
         return "has a state, which the protocol has not"
     for kind in ("inputs", "outputs"):
@@ -174,11 +174,8 @@ def _not_served(spec: Mapping[str, Any]) -> str | None:
 
 
 def _tensors(specs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "datatype": NAMES[spec["dtype"]],
-            "shape": [-1 if isinstance(dim, str) else dim for dim in spec["shape"]],
-        }
-        for name, spec in specs.items()
-    ]
+    tensors = []
+    for name, spec in specs.items():
+        shape = [-1 if isinstance(dim, str) else dim for dim in spec["shape"]]
+        tensors.append({"name": name, "datatype": NAMES[spec["dtype"]], "shape": shape})
+    return tensors

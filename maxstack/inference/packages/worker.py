@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from maxstack.inference.packages.batching import Answer, Queue, Waiting
+from maxstack.inference.packages.batching import Answer, Pending, Queue
 from maxstack.inference.server.refusal import Refusal
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ STOP_SECONDS = 30
 
 
 class Worker:
-    """The thread, and the queues that it serves."""
+    """The thread, and the queues with work for it."""
 
     def __init__(self) -> None:
         self.running = threading.Lock()
@@ -26,7 +26,7 @@ class Worker:
         self.stopped = False
         self._changed = threading.Condition()
         self._busy: set[Queue] = set()
-        """Queues in which requests wait."""
+        """Queues that are not empty."""
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
 
     def start(self) -> None:
@@ -34,14 +34,14 @@ class Worker:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the batch that it runs, unless that takes too long."""
+        """End the thread after its current batch, unless that takes too long."""
         with self._changed:
             self.stopped = True
             self._changed.notify()
         self._thread.join(STOP_SECONDS)
 
-    def submit(self, queue: Queue, request: Waiting) -> "asyncio.Future[Answer]":
-        """The future answer to a request; Refusal where the queue is full. For the event loop."""
+    def submit(self, queue: Queue, request: Pending) -> "asyncio.Future[Answer]":
+        """Queue a request -> its future answer. Refusal for a full queue. For the event loop."""
         with self._changed:
             if queue.submit(request):
                 self._busy.add(queue)
@@ -59,13 +59,13 @@ class Worker:
                 with self.running:
                     outcome = queue.run(batch)
             except Exception as error:
-                name = f"{queue.figures.model} version {queue.figures.version}"
+                name = f"{queue.metrics.model} version {queue.metrics.version}"
                 log.error("%s failed", name, exc_info=error)
                 outcome = Refusal(500, f"{name} failed; the server's log says why")
             loop.call_soon_threadsafe(_deliver, batch, outcome)
 
-    def _next(self) -> tuple[Queue, list[Waiting]] | None:
-        """The next batch, once it is due; None at the end."""
+    def _next(self) -> tuple[Queue, list[Pending]] | None:
+        """Wait for the next batch that is due -> it; None at the end."""
         with self._changed:
             while not self.stopped:
                 if not self._busy:
@@ -83,11 +83,11 @@ class Worker:
         return None
 
 
-def _deliver(batch: Sequence[Waiting], outcome: Sequence[Answer] | Refusal) -> None:
+def _deliver(batch: Sequence[Pending], outcome: Sequence[Answer] | Refusal) -> None:
     """Give the requests of a batch their answers; on the event loop."""
     for i, request in enumerate(batch):
         assert request.answer is not None
-        if request.answer.done():  # nobody waits any more
+        if request.answer.done():  # the client has left
             continue
         if isinstance(outcome, Refusal):
             request.answer.set_exception(outcome)
