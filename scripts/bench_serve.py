@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench import arguments, serve_folder
 from bench.machine import lacks
@@ -42,22 +42,6 @@ REST = 0.5
 """Seconds before each task: OpenMP's threads spin for 0.2 s after a program's work."""
 
 
-class Task(NamedTuple):
-    """Requests that begin together."""
-
-    kind: str
-    batch: int
-    prompt: int
-    tokens: int
-    """Tokens of each answer."""
-
-    def speed(self, said: dict[str, Any]) -> float:
-        """Tokens/s: of the prompts up to all first tokens, or of the answers after these."""
-        if self.kind == "prefill":
-            return self.batch * self.prompt / said["first"]
-        return self.batch * (self.tokens - 1) / said["after"]
-
-
 class Program:
     """A process of bench/serve_worker.py."""
 
@@ -65,7 +49,7 @@ class Program:
         paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         own = {"PYTHONPATH": os.pathsep.join(paths)}
         if name == LIMIT:  # it has threads of its own
-            own |= {"OPENBLAS_NUM_THREADS": "1"}
+            own["OPENBLAS_NUM_THREADS"] = "1"
         self.name, self._log = name, log
         with log.open("w", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
@@ -78,18 +62,13 @@ class Program:
             )
 
     def ask(self, **task: int) -> dict[str, Any]:
-        """What the process says to a task."""
-        assert self._process.stdin
-        try:
-            self._process.stdin.write(json.dumps(task) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it says why
-        return self.says()
+        """The process's answer to a task."""
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return self.answer()
 
-    def says(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         """The next event of the process; `failed` where it ended."""
-        assert self._process.stdout
         for line in self._process.stdout:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))
@@ -98,10 +77,7 @@ class Program:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe:
-                pipe.close()
+        self._process.communicate()
 
 
 def main() -> None:
@@ -113,7 +89,6 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, choices=[*PROMPTS], default=[*PROMPTS])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=17, help="of an answer in decoding")
-    parser.add_argument("--only", nargs="+", choices=["prefill", "decode"])
     parser.add_argument(
         "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of every program"
     )
@@ -123,51 +98,38 @@ def main() -> None:
         default=[sys.executable],
         help="interpreters; a peer runs in the first that has its packages",
     )
-    parser.add_argument("--folder", type=Path, help="keep the models here")
     arguments.takes_json(parser)
     args = parser.parse_args()
-    tasks = [
-        task
-        for batch in args.batch
-        for task in (
-            Task("prefill", batch, PROMPTS[batch], 1),
-            Task("decode", batch, SHORT, args.tokens),
-        )
-        if task.kind in (args.only or task.kind)
-    ]
-    own = dict.fromkeys((OURS, ANY, LIMIT), sys.executable)
-    pythons = own | _peers(args.peer_python)
+    pythons = dict.fromkeys((OURS, ANY, LIMIT), sys.executable) | find_peers(args.peer_python)
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        for size in args.size:
-            folder = (args.folder or Path(temporary)) / size
+    for size in args.size:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "model"
             weights = serve_folder.write(folder, size)
             for dtype in args.dtype:
-                with tempfile.TemporaryDirectory() as logs:
-                    programs = _started(pythons, folder, dtype, args, Path(logs))
-                    try:
-                        figures = _measured(programs, tasks, args.rounds)
-                    finally:
-                        for program in programs:
-                            program.close()
+                programs = start(pythons, folder, dtype, args, Path(temporary))
+                try:
+                    figures = measure(programs, args)
+                finally:
+                    for program in programs:
+                        program.close()
                 found[f"{size} {dtype}"] = {"weights": weights, **figures}
-                _print(f"{size} B {dtype}, {weights:,} weights, {args.threads} threads", figures)
+                show(f"{size} B {dtype}, {weights:,} weights, {args.threads} threads", figures)
                 arguments.write_json(args.json, found)
 
 
-def _peers(pythons: list[str]) -> dict[str, str]:
-    """The interpreter of every peer that is here."""
+def find_peers(pythons: list[str]) -> dict[str, str]:
+    """The interpreter of every peer that is installed."""
     here = {}
     for name, packages in PEERS.items():
-        having = [python for python in pythons if not lacks(python, packages)]
-        if having:
+        if having := [python for python in pythons if not lacks(python, packages)]:
             here[name] = having[0]
         else:
             print(f"{name} is left out: no interpreter has {', '.join(packages)}", file=sys.stderr)
     return here
 
 
-def _started(
+def start(
     pythons: dict[str, str], folder: Path, dtype: str, args: Any, logs: Path
 ) -> list[Program]:
     """The programs that opened the model; a peer that cannot is named. SystemExit where ours
@@ -176,61 +138,61 @@ def _started(
     programs = []
     for name, python in pythons.items():
         words = [name.split()[0], str(folder), dtype, str(args.threads), str(length)]
-        words += [*args.overrides, *["serve.identical=any"] * (name == ANY)]
+        words += [*args.overrides, *(["serve.identical=any"] if name == ANY else [])]
         program = Program(name, [python, "-m", "bench.serve_worker", *words], logs / name)
-        said = program.says()
-        if "ready" in said:
+        answer = program.answer()
+        if "ready" in answer:
             programs.append(program)
             continue
         program.close()
         if name in (OURS, ANY, LIMIT):
-            sys.exit(f"{name} failed: {said}")
-        reason = said.get("left_out") or said["failed"]
+            sys.exit(f"{name} failed: {answer}")
+        reason = answer.get("left_out") or answer["failed"]
         print(f"{name} {dtype} is left out: {reason}", file=sys.stderr)
     return programs
 
 
-def _measured(programs: list[Program], tasks: list[Task], rounds: int) -> dict[str, Any]:
+def measure(programs: list[Program], args: Any) -> dict[str, Any]:
     """Tokens/s of every task and program by round, after a round that is not counted; and the share
     of first tokens that are as ours."""
     speeds: dict[str, dict[str, list[float]]] = {}
     same: dict[str, list[bool]] = {}
-    for number in range(rounds + 1):
-        print(f"round {number}/{rounds}", file=sys.stderr, flush=True)
-        for task in tasks:
-            tokens = min(task.tokens, 2) if number == 0 else task.tokens
-            asked = {"batch": task.batch, "prompt": task.prompt, "tokens": tokens, "seed": number}
+    tasks = [("prefill", batch, PROMPTS[batch], 1) for batch in args.batch]
+    tasks += [("decode", batch, SHORT, args.tokens) for batch in args.batch]
+    for number in range(args.rounds + 1):
+        print(f"round {number}/{args.rounds}", file=sys.stderr, flush=True)
+        for kind, batch, prompt, length in tasks:
+            tokens = length if number else min(length, 2)
             firsts = {}
-            for program in programs[:: 1 if number % 2 else -1]:
-                if task.kind == "prefill" and program.name == LIMIT:
+            for program in programs if number % 2 else reversed(programs):
+                if kind == "prefill" and program.name == LIMIT:
                     continue
                 time.sleep(REST)
-                said = program.ask(**asked)
-                if not said.get("whole"):
-                    sys.exit(f"{program.name} failed at {task}: {said}")
-                firsts[program.name] = [answer[0] for answer in said["tokens"]]
+                answer = program.ask(batch=batch, prompt=prompt, tokens=tokens, seed=number)
+                if not answer.get("whole"):
+                    sys.exit(f"{program.name} failed at {kind} of {batch}: {answer}")
+                firsts[program.name] = [one[0] for one in answer["tokens"]]
+                speed = batch * prompt / answer["first"]
+                if kind == "decode":
+                    speed = batch * (tokens - 1) / answer["after"]
                 if number:
-                    of_task = speeds.setdefault(f"{task.kind} {task.batch} x {task.prompt}", {})
-                    of_task.setdefault(program.name, []).append(task.speed(said))
+                    of_task = speeds.setdefault(f"{kind} {batch} x {prompt}", {})
+                    of_task.setdefault(program.name, []).append(speed)
             for name in firsts.keys() - {OURS, LIMIT}:
                 pairs = zip(firsts[name], firsts[OURS], strict=True)
                 same.setdefault(name, []).extend(one == other for one, other in pairs)
-    return {
-        "tokens_per_second": speeds,
-        "same_first_token": {name: statistics.mean(values) for name, values in same.items()},
-    }
+    shares = {name: statistics.mean(values) for name, values in same.items()}
+    return {"tokens_per_second": speeds, "same_first_token": shares}
 
 
-def _print(title: str, figures: dict[str, Any]) -> None:
-    """A table of medians, and of ratios pair by pair with their quartiles."""
+def show(title: str, figures: dict[str, Any]) -> None:
+    """A table of medians, and of the median of ratios pair by pair."""
     print(f"\n{title}\n{'task':20} {'program':14} {'tokens/s':>10}   {OURS} is x times as fast")
     for task, speeds in figures["tokens_per_second"].items():
         for name, values in speeds.items():
-            ratios = [ours / other for ours, other in zip(speeds[OURS], values, strict=True)]
-            many = ratios if len(ratios) > 1 else ratios * 2
-            low, middle, high = statistics.quantiles(many, n=4, method="inclusive")
-            compared = "" if name == OURS else f"{middle:8.2f}  ({low:.2f} to {high:.2f})"
-            print(f"{task:20} {name:14} {statistics.median(values):10,.1f} {compared}")
+            pairs = zip(speeds[OURS], values, strict=True)
+            ratio = statistics.median(ours / other for ours, other in pairs)
+            print(f"{task:20} {name:14} {statistics.median(values):10,.1f} {ratio:8.2f}")
     for name, share in figures["same_first_token"].items():
         print(f"first tokens of {name} that are as {OURS}'s: {share:.0%}", flush=True)
 

@@ -52,7 +52,7 @@ def attempt(row: Row, measure: Callable[[Row], Row]) -> bool:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         too_large = isinstance(error, torch.OutOfMemoryError)
         figures = {"status": "too large" if too_large else "failed", "reason": reason}
-    print("@bench " + json.dumps({"row": row, "figures": figures}), flush=True)
+    print("@bench " + json.dumps({"row": row | figures}), flush=True)
     return figures["status"] == "ok"
 
 

@@ -1,29 +1,34 @@
-"""One section of bench_gpu.py in a process of its own, which prints a line of JSON for whatever
-happens; a kernel that ends the process costs its own row alone.
+"""One kernel of bench_gpu.py in a process of its own: its checks, then its times. Prints a line of
+JSON for each row.
 
-A check compares values and gradients of a backend with the reference in float64. A time is the
-median of five measurements, each over as many calls as fill 20 ms; on a CPU, which other work
-shares, the least.
+A check compares values and gradients with the reference in float64. A time is the median of five
+measurements, each over as many calls as fill 20 ms; on a CPU, which other work shares, the least.
 
-example: cd scripts; python -m bench.gpu_worker < specification.json    (bench_gpu.py writes it)
+example: cd scripts; python -m bench.gpu_worker attention cudnn --size quick
 """
 
 import argparse
 import functools
 import json
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
+PARSER = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+PARSER.add_argument("section", choices=("attention", "cross_entropy", "grouped_matmul", "ceilings"))
+PARSER.add_argument("backend", help="a backend, reference, or peer: plain JAX; all of ceilings")
+PARSER.add_argument("--size", default="full", help="full, quick, small or tiny")
+PARSER.add_argument("--tuned", help="block sizes, as `maxstack tune --out FILE` writes them")
+PARSER.add_argument("--checks", action="store_true", help="no times")
+PARSER.add_argument("--end", type=float, default=float("inf"), help="the time at which to stop")
 if __name__ == "__main__":  # before jax is imported, which --help does not need
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    ARGS = PARSER.parse_args()
 
-from maxstack.hardware import devices
+from maxstack.hardware import devices  # noqa: E402
 
 devices.environment(None)
 
@@ -46,8 +51,7 @@ WORST_ROW = 0.1
 wrong row is lost in the norm of all."""
 SIDES = {"full": 8192, "quick": 8192, "small": 1024, "tiny": 128}
 Figures = dict[str, Any]
-Job = tuple[Figures, Callable[[], Figures]]
-"""The columns that name a row, and a function that measures the others."""
+Run = Callable[..., Any]
 
 
 def tell(**event: Any) -> None:
@@ -56,88 +60,63 @@ def tell(**event: Any) -> None:
 
 
 def main() -> None:
-    """Run the jobs of the section that are not done."""
-    given, device = json.load(sys.stdin), jax.devices()[0]
+    """Check the kernel, then time it if no check failed."""
+    device = jax.devices()[0]
     about = {"platform": device.platform, "kind": device.device_kind}
     tell(device=about | {"versions": {name: version(name) for name in ("jax", "jaxlib")}})
-    for columns, run in jobs(given["section"], given):
-        row = {"section": given["section"], **columns}
-        if row in given["done"]:
-            continue
-        if time.time() > given["end"]:
-            tell(row=row, figures={"status": "not reached", "reason": "the time was over"})
-            continue
-        tell(begin=row)
-        figures = attempt(run)
-        tell(row=row, figures=figures)
-        if figures["status"] == "failed":
-            jax.block_until_ready(jnp.ones(8) + 1)  # after an illegal access this ends the process
+    if ARGS.section == "ceilings":
+        return ceilings(SIDES[ARGS.size])
+    statuses = {"ok"}
+    if ARGS.backend not in ("peer", "reference"):
+        statuses = {
+            work("check", call, check) for call in gpu_cases.checks(ARGS.section, ARGS.size)
+        }
+    if "ok" in statuses and statuses <= {"ok", "unsupported"} and not ARGS.checks:
+        plain = ARGS.backend in ("peer", "reference", "blockwise") and device.platform == "gpu"
+        for call in gpu_cases.speeds(ARGS.section, ARGS.size):
+            if not plain or call.row.get("length", 4096) == 4096:  # one is enough on a GPU
+                work(ARGS.section, call, speed)
 
 
-def attempt(run: Callable[[], Figures]) -> Figures:
-    """A job's figures; a kernel that does not compile or run must not hide the others."""
-    try:
-        return {"status": "ok"} | run()
-    except ConfigError as error:
-        return unsupported(str(error))
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        return {"status": "failed", "reason": reason}
+def work(section: str, call: Call, measured: Callable[[Call, Run], Figures]) -> str:
+    """Print a row -> its status; a call that does not compile or run must not hide the others."""
+    name = call.peer[0] if ARGS.backend == "peer" else ARGS.backend
+    row = {"section": section, "op": call.op.name, **call.row, "backend": name}
+    figures: Figures = {"status": "not reached", "reason": "the time was over"}
+    if time.time() < ARGS.end:
+        try:
+            figures = {"status": "ok"} | measured(call, backend_of(call))
+        except ConfigError as error:
+            figures = {"status": "unsupported", "reason": str(error)}
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            figures = {"status": "failed", "reason": reason}
+    tell(row=row | figures)
+    return figures["status"]
 
 
-def unsupported(reason: str | None) -> Figures:
-    """The figures of a call that is not tried."""
-    return {"status": "unsupported", "reason": reason}
+def backend_of(call: Call) -> Run:
+    """The function to measure, with the block sizes of the table. ConfigError if it cannot serve
+    the call."""
+    if ARGS.backend in ("peer", "reference"):
+        if call.dense:
+            raise ConfigError(call.dense)
+        return call.peer[1] if ARGS.backend == "peer" else call.op["reference"].run
+    backend, case = call.op[ARGS.backend], call.case
+    if reason := backend.supports(case):
+        raise ConfigError(reason)
+    with tuning.use(ARGS.tuned):
+        blocks = tuning.blocks(call.op.name, ARGS.backend, case.device.kind, case.shape_class)
+    return functools.partial(backend.run, blocks=blocks) if blocks else backend.run
 
 
-def jobs(section: str, given: Figures) -> Iterator[Job]:
-    """The jobs of a section. A speed needs a backend that passed its checks."""
-    if section == "ceilings":
-        yield from ceilings(SIDES[given["size"]])
-    elif section == "check":
-        for op in given["ops"]:
-            for number, call in enumerate(gpu_cases.checks(op, given["size"])):
-                for backend in call.op.backends:
-                    elsewhere = jax.default_backend() not in backend.platforms
-                    if backend.name != "reference" and not (elsewhere and number):
-                        yield of_backend(call, backend.name, check, given)
-    else:
-        for call in gpu_cases.speeds(section, given["size"]):
-            name, peer = call.peer
-            for backend, run in ((name, peer), ("reference", call.op["reference"].run)):
-                dense = functools.partial(unsupported, call.dense)
-                work = dense if call.dense else functools.partial(speed, call, run)
-                yield call.row | {"backend": backend}, work
-            for backend in call.op.names:
-                verdict = given["verdicts"].get(f"{call.op.name} {backend}", "unchecked")
-                if backend != "reference" and verdict != "absent":
-                    job = of_backend(call, backend, speed, given)
-                    refused = {"status": verdict, "reason": f"its checks here are {verdict}"}
-                    yield job if verdict == "ok" else (job[0], functools.partial(dict, refused))
-
-
-def of_backend(call: Call, name: str, measured: Callable[..., Figures], given: Figures) -> Job:
-    """A job that checks or times a backend with the block sizes of the table."""
-
-    def work() -> Figures:
-        backend, case = call.op[name], call.case
-        if reason := backend.supports(case):
-            return unsupported(reason)
-        with tuning.use(given["tuned"]):
-            blocks = tuning.blocks(call.op.name, name, case.device.kind, case.shape_class)
-        options = {"blocks": blocks} if blocks else {}
-        return measured(call, functools.partial(backend.run, **options))
-
-    return call.row | {"backend": name}, work
-
-
-def check(call: Call, run: Callable[..., Any]) -> Figures:
+def check(call: Call, run: Run) -> Figures:
     """Errors of the result and of each gradient against float64; wrong where one is too large."""
     floats = call.example.floats
     shape = jax.eval_shape(functools.partial(call.example.outputs, run), *floats)
     weight = jnp.cos(jnp.arange(shape.size, dtype=jnp.float32)).reshape(shape.shape)
 
-    def both(run: Callable[..., Any], weight: Any, *floats: Any) -> list[Any]:
+    def both(run: Run, weight: Any, *floats: Any) -> list[Any]:
         out, pull = jax.vjp(functools.partial(call.example.outputs, run), *floats)
         return [out, *pull(weight.astype(out.dtype))]
 
@@ -167,7 +146,7 @@ def compare(array: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
     return float(np.linalg.norm(difference) / (np.linalg.norm(reference) or 1.0)), float(worst)
 
 
-def speed(call: Call, run: Callable[..., Any]) -> Figures:
+def speed(call: Call, run: Run) -> Figures:
     """Time, speed and memory of the forward pass alone and of both passes. The backward pass is
     both less the forward pass; None where noise hides it."""
     floats = call.example.floats
@@ -188,26 +167,24 @@ def speed(call: Call, run: Callable[..., Any]) -> Figures:
     }
 
 
-def typical(run: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+def typical(run: Run, arguments: tuple[Any, ...]) -> float:
     """Seconds of a call, after one that does not count."""
     jax.block_until_ready(run(*arguments))
     seconds = [measure.time_call(run, arguments)[0] for _ in range(5)]
     return min(seconds) if jax.default_backend() == "cpu" else statistics.median(seconds)
 
 
-def ceilings(side: int) -> Iterator[Job]:
-    """A large matmul and a copy."""
+def ceilings(side: int) -> None:
+    """Print the speed of a large matmul and of a copy."""
     square = jax.random.normal(jax.random.key(0), (side, side), jnp.bfloat16)
     long = jnp.ones((32 * side, side), jnp.bfloat16)
     matmul, copy = jax.jit(lambda x: x @ x), jax.jit(lambda x: x + 1)
-    yield (
-        {"what": f"matmul {side} x {side} x {side}, bfloat16"},
-        lambda: {"tflops": 2.0 * side**3 / typical(matmul, (square,)) / 1e12},
-    )
-    yield (
-        {"what": f"{long.nbytes / 2**20:,.3g} MiB read and as many written"},
-        lambda: {"gigabytes_per_second": 2 * long.nbytes / typical(copy, (long,)) / 1e9},
-    )
+    row = {"section": "ceilings", "status": "ok"}
+    speed = 2.0 * side**3 / typical(matmul, (square,)) / 1e12
+    tell(row=row | {"what": f"matmul {side} x {side} x {side}, bfloat16", "tflops": speed})
+    size, rate = long.nbytes / 2**20, 2 * long.nbytes / typical(copy, (long,)) / 1e9
+    what = f"{size:,.3g} MiB read and as many written"
+    tell(row=row | {"what": what, "gigabytes_per_second": rate})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 BYTES = {"f32": 4, "bf16": 2, "int8": 1}
 
 
-def opened(folder: str, dtype: str, threads: int, length: int) -> Any:
+def load(folder: str, dtype: str, threads: int, length: int) -> Any:
     """See serve_worker; every token is one reading by all threads, and the answers are empty."""
     with (Path(folder) / "model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))

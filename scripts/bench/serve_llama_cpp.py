@@ -31,7 +31,7 @@ ROWS = 512
 """Tokens of a call at most, as in llama.cpp's own defaults."""
 
 
-def opened(folder: str, dtype: str, threads: int, length: int) -> Any:
+def load(folder: str, dtype: str, threads: int, length: int) -> Any:
     """See serve_worker."""
     file = Path(folder) / f"{dtype}.gguf"
     if not file.exists():

@@ -16,7 +16,7 @@ DTYPES = {
 }
 
 
-def opened(folder: str, dtype: str, threads: int, length: int, overrides: Sequence[str]) -> Any:
+def load(folder: str, dtype: str, threads: int, length: int, overrides: Sequence[str]) -> Any:
     """See serve_worker. XLA takes as many threads as the process may use cores."""
     settings = *DTYPES[dtype], f"serve.max_length={length}", "serve.prefix_cache=false"
     engine = start(folder, [*settings, *overrides]).engine

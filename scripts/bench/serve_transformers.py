@@ -2,10 +2,10 @@
 linear layer."""
 
 import time
-import warnings
 from typing import Any
 
 import torch
+from torch.ao.quantization import quantize_dynamic
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.float32}
@@ -23,12 +23,12 @@ class Clock(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def opened(folder: str, dtype: str, threads: int, length: int) -> Any:
+def load(folder: str, dtype: str, threads: int, length: int) -> Any:
     """See serve_worker."""
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
     if dtype == "int8":
-        model = quantized(model)
+        model = quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
 
     def ask(prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], list[float]]:
         clock, ids = Clock(), torch.tensor(prompts)
@@ -43,15 +43,3 @@ def opened(folder: str, dtype: str, threads: int, length: int) -> Any:
         return answers[:, ids.shape[1] :].tolist(), clock.seconds
 
     return ask
-
-
-def quantized(model: Any) -> Any:
-    """The model with int8 weights and activations. NotImplementedError where PyTorch has none."""
-    try:
-        from torch.ao.quantization import quantize_dynamic
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
-    except (ImportError, RuntimeError) as error:
-        raise NotImplementedError(f"no dynamic int8 quantization: {error}") from error

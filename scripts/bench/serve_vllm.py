@@ -9,7 +9,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
-def opened(folder: str, dtype: str, threads: int, length: int) -> Any:
+def load(folder: str, dtype: str, threads: int, length: int) -> Any:
     """See serve_worker."""
     if dtype not in DTYPES:
         raise NotImplementedError("int8 needs a checkpoint that was quantized before")

@@ -1,5 +1,5 @@
 """A program of bench_serve.py that stays alive: opens a model, then measures what it is asked, a
-line of JSON each. A program is a module with `opened(folder, dtype, threads, length)`, which gives
+line of JSON each. A program is a module with `load(folder, dtype, threads, length)`, which gives
 a function from (prompts, tokens) to (tokens of each answer, seconds from the start to the moment
 when every request has its first, second, ... token); NotImplementedError for a dtype that it has
 not. Greedy, and no token ends an answer.
@@ -61,7 +61,7 @@ def main() -> None:
         vocab = json.load(file)["vocab_size"]
     try:
         given = args.folder, args.dtype, args.threads, args.length
-        ask = module.opened(*given, *[args.overrides] * (args.program == "maxstack"))
+        ask = module.load(*given, *[args.overrides] * (args.program == "maxstack"))
     except NotImplementedError as error:
         tell(left_out=str(error))
         return

@@ -117,7 +117,7 @@ def ddim(folder: Path) -> float:
 
 def shared(folder: Path) -> float:
     """The distance of a model of ours with one condition for all blocks."""
-    words = f"run.output_dir={folder}", "run.name=shared", "run.tensorboard=false", *TRAINED
+    words = f"run.output_dir={folder}", "run.name=shared", "run.trackers=[]", *TRAINED
     maxstack("train", ROOT / "configs/recipes/dit-digits.yml", *words)
     maxstack("export", folder / "shared", "--out", folder / "shared-out")
     run, params = open_model(str(folder / "shared"), [])

@@ -115,7 +115,7 @@ def train(
         {"kind": "adamw", "b2": 0.99, "weight_decay": 0.0},
     ]
     cfg = {
-        "run": {"name": name, "output_dir": str(folder / "runs")},
+        "run": {"name": name, "output_dir": str(folder / "runs"), "trackers": []},
         "model": {"from": str(model), "dtype": "float32"},
         "data": {"sources": [source], "packing": "none", "shuffle": False, "seq_len": 128},
         "objective": case.objective,

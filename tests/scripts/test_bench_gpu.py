@@ -7,6 +7,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,62 +35,38 @@ def test_every_section_runs_at_toy_sizes(tmp_path):
     found = json.loads((tmp_path / "bench_gpu.json").read_text())
     assert found["finished"] and {*found["left_out"]} == {"torch train", "torch attention"}
     good = {row["section"] for row in found["rows"] if row["status"] == "ok"}
-    assert good == {*bench_gpu.SHARES}
+    assert good == {*bench_gpu.SECTIONS, "check"}
     assert {row["status"] for row in found["rows"]} == {"ok", "unsupported"}
 
 
 @pytest.mark.slow
-def test_a_wrong_kernel_is_called_wrong_and_is_not_timed(monkeypatch):
-    def without_documents(run, inputs, request, **options):
-        return run(inputs._replace(same=()), request, **options)
+def test_a_wrong_kernel_is_called_wrong_and_is_not_timed(monkeypatch, capsys):
+    def half(run, *inputs, **options):
+        return run(*inputs, **options) / 2
 
-    monkeypatch.setattr(blockwise, "run", functools.partial(without_documents, blockwise.run))
-    given = {"tuned": None, "size": "tiny", "verdicts": {"attention blockwise": "wrong"}}
-    for settings, status in (({}, "ok"), ({"packed": True}, "wrong")):
-        call = gpu_cases.of_attention({"case": "x"}, 128, heads=2, **settings)
-        _, work = gpu_worker.of_backend(call, "blockwise", gpu_worker.check, given)
-        assert gpu_worker.attempt(work)["status"] == status
-    jobs = {row["backend"]: work for row, work in gpu_worker.jobs("attention", given)}
-    assert jobs["blockwise"]()["status"] == "wrong"
-
-
-def test_verdicts_are_the_worst_of_an_ops_checks():
-    row = {"section": "check", "op": "attention", "backend": "cudnn"}
-    found = [row | {"status": status} for status in ("unsupported", "ok", "wrong")]
-    assert bench_gpu.verdicts(found[:1]) == {"attention cudnn": "absent"}
-    assert bench_gpu.verdicts(found[:2]) == {"attention cudnn": "ok"}
-    assert bench_gpu.verdicts(found) == {"attention cudnn": "wrong"}
+    monkeypatch.setattr(blockwise, "run", functools.partial(half, blockwise.run))
+    words = "attention", "blockwise", "--size", "tiny"
+    monkeypatch.setattr(gpu_worker, "ARGS", gpu_worker.PARSER.parse_args(words), raising=False)
+    gpu_worker.main()
+    events = [json.loads(line.partition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
+    rows = [event["row"] for event in events if "row" in event]
+    assert [(row["section"], row["status"]) for row in rows] == [("check", "wrong")]
 
 
 def test_flops_of_a_window_are_those_of_its_visible_pairs():
     shape = {"length": 10, "heads": 1, "kv_heads": 1, "head_dim": 8}
-    call = gpu_cases.of_attention({}, **shape, window=4)
+    call = gpu_cases.of_attention(**shape, window=4)
     assert call.flops[0] == 4 * 8 * sum(min(place + 1, 4) for place in range(10))
-    assert gpu_cases.of_attention({}, **shape).flops[0] == 4 * 8 * 10 * 10 / 2
+    assert gpu_cases.of_attention(**shape).flops[0] == 4 * 8 * 10 * 10 / 2
 
 
-WORKER = """#!{python}
-import json, os, sys
-given = json.load(sys.stdin)
-for name in ("a", "b", "c"):
-    if {{"name": name}} not in given["done"]:
-        print("@bench", json.dumps({{"begin": {{"name": name}}}}), flush=True)
-        if name == "b":
-            os.abort()
-        row = {{"row": {{"name": name}}, "figures": {{"status": "ok"}}}}
-        print("@bench", json.dumps(row), flush=True)
-"""
-
-
-def test_a_kernel_that_ends_the_process_costs_its_own_row(tmp_path, monkeypatch):
+def test_a_kernel_that_ends_its_process_costs_its_own_rows(tmp_path, monkeypatch):
     worker = tmp_path / "python"
-    worker.write_text(WORKER.format(python=sys.executable))
+    row = json.dumps({"row": {"backend": "x", "status": "ok"}})
+    worker.write_text(f"#!/bin/sh\necho '@bench {row}'\n[ $4 != cudnn ] || kill -ABRT $$\n")
     worker.chmod(worker.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(worker))
-    args = SimpleNamespace(only=["attention"], size="tiny", tuned=None, silence=60)
-    events = [*bench_gpu.worker("attention", args, 0.0, {"rows": []})]
-    assert [(event["row"]["name"], event["figures"]["status"]) for event in events] == [
-        ("a", "ok"),
-        ("b", "failed"),
-        ("c", "ok"),
-    ]
+    args = SimpleNamespace(size="tiny", tuned=None, end=time.time() + 60)
+    rows = [event["row"] for event in bench_gpu.kernels("attention", args)]
+    failed = [row["backend"] for row in rows if row["status"] == "failed"]
+    assert failed == ["cudnn"] and len(rows) == 7
