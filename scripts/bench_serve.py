@@ -1,5 +1,5 @@
-"""The engine of `maxstack generate` and `serve` on this machine's CPU beside transformers, vLLM and
-llama.cpp: prefill and decode in tokens/s, and the most that the memory's bandwidth allows.
+"""The engine of `maxstack generate` and `serve` on this machine's CPU beside transformers and vLLM:
+prefill and decode in tokens/s, and the most that the memory's bandwidth allows.
 
 Every program loads the same folder of random weights and stays alive; all are asked in turn, in
 several rounds, and compared pair by pair, so that a machine that slows down does so for all. A
@@ -31,7 +31,6 @@ OURS, ANY, LIMIT = "maxstack", "maxstack any", "bandwidth"
 PEERS = {
     "transformers": ["torch", "transformers"],
     "vllm": ["vllm"],
-    "llama.cpp": ["llama_cpp", "gguf", "safetensors"],
 }
 """Packages of each."""
 PROMPTS = {1: 512, 8: 128, 32: 128}

@@ -1,6 +1,5 @@
-"""The pictures of docs/REPORT.md: a run over Python's own source text meets a spike, is killed,
-goes on, and goes back before two more; a browser draws its page. A minute on 2 cores; the run
-stays in --out.
+"""Draw the pictures of docs/REPORT.md: a run over Python's own source text meets a spike, is
+killed, goes on, and goes back before two more; a browser draws its page. The run stays in --out.
 
 example: python scripts/plot_report.py --out /tmp/report --steps 90
 """
@@ -17,11 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ |= {"JAX_PLATFORMS": "cpu"}
 
-import browser  # noqa: E402
-import spiked  # noqa: E402
-
-from maxstack import cli  # noqa: E402
-
 PICTURES = ROOT / "docs" / "pictures"
 WIDTH, HEIGHT = 1200, 1080
 PARTS = "Where the time went", "Samples"
@@ -36,6 +30,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=880, help="of the run (default: 880)")
     parser.add_argument("--pictures", type=Path, default=PICTURES, help="their folder")
     args = parser.parse_args()
+    import browser
+    import spiked
+
+    from maxstack import cli
+
     args.out.mkdir(parents=True, exist_ok=True)
     text = Path(json.__file__).read_text() + Path(base64.__file__).read_text()
     pictures, out = args.pictures.resolve(), args.out.resolve()

@@ -32,17 +32,22 @@ class Part:
     count: int
     """Times that a step runs it."""
     call: Callable[[], Any]
+    inner: "list[Part]" = dataclasses.field(default_factory=list)
+    """Pieces of it that are measured themselves, and do not count in it."""
     seconds: list[float] = dataclasses.field(default_factory=list)
-    processor: list[float] = dataclasses.field(default_factory=list)
-    """Processor time of this process; differs from `seconds` on a CPU that others use too."""
 
     def time(self) -> None:
         """Add a measurement."""
         from maxstack.kernels import measure
 
-        seconds, processor = measure.time_call(self.call)
-        self.seconds.append(seconds)
-        self.processor.append(processor)
+        taken = measure.time_call(self.call)[0]
+        self.seconds.append(taken - sum(part.seconds[-1] for part in self.inner))
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Seconds that a step spends on it."""
+        seconds = self.count * statistics.median(self.seconds)
+        return {"name": self.name, "count": self.count, "seconds": seconds}
 
 
 def main() -> None:
@@ -69,7 +74,12 @@ def main() -> None:
     for _ in range(args.rounds):
         for part in compiled:
             part.time()
-    result = table(compiled) | {
+    step, *components = [part.figures for part in compiled]
+    rest = step["seconds"] - sum(row["seconds"] for row in components)
+    result = {
+        "step": step,
+        "components": components,
+        "rest": {"seconds": rest},
         "config": args.config,
         "overrides": args.overrides,
         "device": jax.devices()[0].device_kind,
@@ -77,40 +87,12 @@ def main() -> None:
         "tokens": cfg.train.batch_size * cfg.data.seq_len,
         "rounds": args.rounds,
     }
-    show(result)
-    arguments.write_json(args.json, result)
-
-
-def table(parts: list[Part]) -> dict[str, Any]:
-    """Seconds of the whole step, of each component, and of the rest."""
-    rows = [
-        {
-            "name": part.name,
-            "count": part.count,
-            "seconds": part.count * statistics.median(part.seconds),
-            "processor_seconds": part.count * statistics.median(part.processor),
-        }
-        for part in parts
-    ]
-    step, *components = rows
-    rest = {
-        key: step[key] - sum(row[key] for row in components)
-        for key in ("seconds", "processor_seconds")
-    }
-    return {"step": step, "components": components, "rest": rest}
-
-
-def show(result: dict[str, Any]) -> None:
-    """The table."""
-    whole = result["step"]["seconds"]
-    print(f"{result['config']} on {result['device']}, {result['tokens']:,} tokens a step")
+    print(f"{args.config} on {result['device']}, {result['tokens']:,} tokens a step")
     print(f"{'component':34} {'times':>5} {'ms a step':>10} {'share':>7}")
-    rest = {"name": "the rest", "count": 1} | result["rest"]
-    for row in (*result["components"], rest, result["step"]):
-        print(
-            f"{row['name']:34} {row['count']:5} {1e3 * row['seconds']:10.2f} "
-            f"{row['seconds'] / whole:7.1%}"
-        )
+    for row in (*components, {"name": "the rest", "count": 1, "seconds": rest}, step):
+        share = row["seconds"] / step["seconds"]
+        print(f"{row['name']:34} {row['count']:5} {1e3 * row['seconds']:10.2f} {share:7.1%}")
+    arguments.write_json(args.json, result)
 
 
 def parts(cfg: Any) -> Iterator[Part]:
@@ -298,7 +280,8 @@ def of_block(
             part = f"{before}attention kernel, {choice.backend}"
             kernels.append(Part(part, times, functools.partial(run, *args)))
     yield from kernels
-    yield Without(mixer.name, times, mixer.call, kernels)
+    mixer.inner = kernels
+    yield mixer
     of_mlp, mlp_state = nnx.split(block.mlp)
     yield both(
         f"{before}MLP",
@@ -307,20 +290,6 @@ def of_block(
         mlp_state,
         x_BTD,
     )
-
-
-class Without(Part):
-    """A part without the inner parts that are measured themselves."""
-
-    def __init__(self, name: str, count: int, call: Callable[[], Any], inner: list[Part]):
-        super().__init__(name, count, call)
-        self.inner = inner
-
-    def time(self) -> None:
-        """Add a measurement, less the latest of the inner parts."""
-        super().time()
-        self.seconds[-1] -= sum(part.seconds[-1] for part in self.inner)
-        self.processor[-1] -= sum(part.processor[-1] for part in self.inner)
 
 
 if __name__ == "__main__":

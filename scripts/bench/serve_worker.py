@@ -23,7 +23,6 @@ MODULES = {
     "maxstack": "bench.serve_maxstack",
     "transformers": "bench.serve_transformers",
     "vllm": "bench.serve_vllm",
-    "llama.cpp": "bench.serve_llama_cpp",
     "bandwidth": "bench.serve_bandwidth",
 }
 Measured = tuple[list[list[int]], list[float]]
