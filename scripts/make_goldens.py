@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from bench import arguments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +37,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 GOLDENS = ROOT / "tests" / "goldens"
 MODULES = [path.stem for path in sorted((ROOT / "scripts" / "golden").glob("[a-z]*.py"))]
 SETS = [name for name in MODULES if not name.startswith("trl_")]
+TABLE = yaml.safe_load((ROOT / "scripts" / "goldens.yml").read_text(encoding="utf-8"))
+"""The models and settings of all sets."""
 MAX_BYTES = 200_000
 VERSIONS = "transformers_version", "trl", "torch"
 """Keys of JSON files that differ between installations."""

@@ -15,89 +15,30 @@ from typing import Any
 import numpy as np
 import peft
 import torch
-from make_goldens import GOLDENS
+from make_goldens import GOLDENS, TABLE
 from transformers import AutoModelForCausalLM
 
-ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": (
-        "llama",
-        {
-            "r": 4,
-            "target_modules": [
-                "q_proj",
-                "k_proj",
-                "v_proj",
-                "o_proj",
-                "gate_proj",
-                "up_proj",
-                "down_proj",
-            ],
-        },
-    ),
-    "dora": (
-        "qwen3",
-        {"r": 3, "use_dora": True, "use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
-    ),
-    "fused": ("phi3", {"r": 4, "target_modules": ["qkv_proj", "o_proj", "gate_up_proj"]}),
-    "turned": (
-        "gpt2",
-        {"r": 4, "use_rslora": True, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_fc"]},
-    ),
-    "latent": (
-        "deepseek_v3",
-        {"r": 2, "target_modules": ["q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa", "o_proj"]},
-    ),
-}
-TABLES: dict[str, tuple[str, dict[str, Any]]] = {
-    "whole": ("llama", {"modules_to_save": ["embed_tokens", "lm_head"]}),
-    "rows": (
-        "llama",
-        {"trainable_token_indices": {"embed_tokens": [100, 3], "lm_head": [5, 7, 9]}},
-    ),
-    "grown": ("llama", {"trainable_token_indices": [130, 128]}),
-    "embed": ("llama_tied", {"modules_to_save": ["embed_tokens"]}),
-    "shared": ("llama_tied", {"trainable_token_indices": [100, 3]}),
-    "apart": (
-        "llama_tied",
-        {"trainable_token_indices": {"embed_tokens": [100, 3], "lm_head": [5, 7, 9]}},
-    ),
-    "head": ("llama_tied", {"target_modules": ["q_proj", "lm_head"]}),
-    "longer": ("llama_tied", {}),
-}
-"""Adapters with tables; those of GROWN have more tokens than the base."""
-GROWN = {"grown": 131, "longer": 131}
-NAMES = [*ADAPTERS, *TABLES]
+NAMES = [*TABLE["adapters"], *TABLE["tables"]]
 KEYS = (
-    "peft_type",
-    "task_type",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "use_rslora",
-    "use_dora",
-    "bias",
-    "fan_in_fan_out",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "trainable_token_indices",
-)
+    "peft_type task_type r lora_alpha lora_dropout target_modules use_rslora use_dora bias "
+    "fan_in_fan_out rank_pattern alpha_pattern modules_to_save trainable_token_indices"
+).split()
+"""Kept of adapter_config.json."""
 CLOSE = 2.5e-6
 
 
 def make(name: str, out: Path) -> None:
     """Write an adapter's folder."""
-    kind = "adapters" if name in ADAPTERS else "tables"
-    family, settings = (ADAPTERS | TABLES)[name]
-    vocab = GROWN.get(name)
+    kind = "adapters" if name in TABLE["adapters"] else "tables"
+    entry = TABLE[kind][name]
+    family, vocab = entry["model"], entry.get("vocab")
     kept, folder = (root / kind / f"{name}-{family}" for root in (GOLDENS, out))
     arrays = dict(np.load(GOLDENS / family / "golden.npz"))
     if kept.exists():
         shutil.copytree(kept, folder)
         arrays = dict(np.load(kept / "golden.npz"))
     else:
-        draw(folder, family, settings, vocab)
+        draw(folder, family, entry["lora"], vocab)
         if kind == "tables":
             tokens = [[3, 100, 5, 7, 9, (vocab or 128) - 1, *range(20, 26)]]
             arrays = {"tokens": np.array(tokens, np.int32), "lengths": np.array([12], np.int32)}

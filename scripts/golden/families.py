@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-import yaml
-from make_goldens import ROOT
+from make_goldens import TABLE
 
 CLOSE = 1e-4
 """Share of the deviation by which another CPU's results may differ; up to 3.4e-5 were measured."""
@@ -41,7 +40,7 @@ CLEAR_STEP = 4e-3
 """The same lead for every step of a continuation. No lead that decides between the prompts is
 within 5e-5 of it, so that rounding cannot change the choice."""
 
-TABLE = yaml.safe_load((ROOT / "scripts" / "goldens.yml").read_text(encoding="utf-8"))
+
 NAMES = [*TABLE["families"]]
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

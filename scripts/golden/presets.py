@@ -4,12 +4,14 @@ transformers has for it.
 A preset becomes a config.json by maxstack's own table, and that a transformers model on the meta
 device, which holds no numbers. Names are those on disk, each number in them written as #, with the
 shapes that occur and how often: {"model.layers.#.mlp.experts.#.up_proj.weight": {"768x2048":
-6144}}. Presets are made one at a time, and the others stay.
+6144}}. Presets are made one at a time, and the others stay; the family of a new one is that of the
+preset whose name begins most alike.
 """
 
 import gzip
 import json
 import math
+import os
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -28,49 +30,6 @@ NAMES = sorted(name for name in PRESETS if not name.startswith("dit-"))  # those
 CLOSE = 0.0
 FILE = "presets.json.gz"
 DATA = {"sources": [{"kind": "synthetic", "vocab": 2}]}
-# What the names of presets begin with -> model_type in config.json; the longest beginning counts.
-MODEL_TYPES = {
-    "code-llama": "llama",
-    "deepseek-r1": "deepseek_v3",
-    "deepseek-v2": "deepseek_v2",
-    "deepseek-v3": "deepseek_v3",
-    "dinov2": "dinov2",
-    "dinov3": "dinov3_vit",
-    "distilgpt2": "gpt2",
-    "gemma-2-": "gemma2",
-    "gemma-2b": "gemma",
-    "gemma-3": "gemma3_text",
-    "gemma-4": "gemma4_text",
-    "gemma-7b": "gemma",
-    "glm-4": "glm4_moe",
-    "gpt-oss": "gpt_oss",
-    "gpt2": "gpt2",
-    "kimi-k2": "deepseek_v3",
-    "llama": "llama",
-    "llama-4": "llama4_text",
-    "ministral": "mistral",
-    "mistral": "mistral",
-    "mixtral": "mixtral",
-    "moonlight": "deepseek_v3",
-    "olmo-2": "olmo2",
-    "olmo-3": "olmo3",
-    "phi": "phi3",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3-235b": "qwen3_moe",
-    "qwen3-30b": "qwen3_moe",
-    "qwen3-coder": "qwen3_moe",
-    "qwen3-next": "qwen3_next",
-    "qwen3.5": "qwen3_5_text",
-    "qwen3.5-122b": "qwen3_5_moe_text",
-    "qwen3.5-35b": "qwen3_5_moe_text",
-    "qwen3.5-397b": "qwen3_5_moe_text",
-    "siglip": "siglip_vision_model",
-    "smollm2": "llama",
-    "smollm3": "smollm3",
-    "tinyllama": "llama",
-    "vit": "vit",
-}
 
 
 def make(name: str, out: Path) -> None:
@@ -78,17 +37,14 @@ def make(name: str, out: Path) -> None:
     kept = GOLDENS / FILE
     found = json.loads(gzip.decompress(kept.read_bytes())) if kept.is_file() else {}
     found = {preset: entry for preset, entry in found.items() if preset in NAMES}
-    found[name] = golden(name)
+    near = max(found, key=lambda other: len(os.path.commonprefix([name, other])))
+    found[name] = golden(name, found[near]["model_type"])
     text = json.dumps(found, sort_keys=True, separators=(",", ":"))
     (out / FILE).write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-def golden(name: str) -> dict[str, Any]:
-    """The entry of a preset. ValueError if MODEL_TYPES names no family, or the family's table
-    cannot express the model."""
-    if not (starts := [start for start in MODEL_TYPES if name.startswith(start)]):
-        raise ValueError(f"MODEL_TYPES in {Path(__file__).name} has no beginning of this name")
-    model_type = MODEL_TYPES[max(starts, key=len)]
+def golden(name: str, model_type: str) -> dict[str, Any]:
+    """The entry of a preset. ValueError if the family's table cannot express the model."""
     family = FAMILIES[model_type]
     model = load({"model": {"preset": name}, "data": DATA}).model
     shapes = tensors(family.write(model))

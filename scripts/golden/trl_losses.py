@@ -15,6 +15,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "CUDA_VIS
 import torch  # noqa: E402
 import trl  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
+from make_goldens import TABLE  # noqa: E402
 from trl.experimental.cpo import CPOTrainer  # noqa: E402
 from trl.experimental.gkd import GKDTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOTrainer  # noqa: E402
@@ -22,30 +23,6 @@ from trl.experimental.orpo import ORPOTrainer  # noqa: E402
 PAIRS, LENGTH, VOCAB = 6, 10, 11
 PROMPTS = np.array([3, 2, 4, 3, 2, 4] * 2)
 ANSWERS = np.array([5, 4, 3, 6, 2, 4, 6, 4, 3, 1, 5, 6])
-PREFERENCES: dict[str, dict[str, Any]] = {
-    **{
-        f"dpo/{kind}": {"loss_types": [kind]}
-        for kind in (
-            *("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot"),
-            *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
-        )
-    },
-    **{
-        f"dpo/{kind}@{smoothing}": {"loss_types": [kind], "label_smoothing": smoothing}
-        for kind, smoothing in (
-            *(("robust", 0.1), ("exo_pair", 1e-3), ("aot", 0.1), ("aot_unpaired", 0.1)),
-        )
-    },
-    "dpo/forward_kl": {"f_divergence_type": "forward_kl"},
-    "dpo/js_divergence": {"f_divergence_type": "js_divergence"},
-    "dpo/alpha_divergence": {
-        "f_divergence_type": "alpha_divergence",
-        "f_alpha_divergence_coef": 0.7,
-    },
-    "dpo/ld@0.5": {"ld_alpha": 0.5},
-    "dpo/wpo": {"use_weighting": True},
-    "dpo/mpo": {"loss_types": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
-}
 
 
 class Given(torch.nn.Module):
@@ -147,7 +124,7 @@ def preferences(goldens: Goldens) -> None:
     """Losses with a reference."""
     shorter = np.tile(np.minimum(*ANSWERS.reshape(2, PAIRS)), 2)[:, None]
     number = np.cumsum(goldens.arrays["pairs/completion_mask"], 1)
-    for name, options in PREFERENCES.items():
+    for name, options in TABLE["preferences"].items():
         settings = {
             "loss_types": ["sigmoid"],
             "loss_weights": [1.0],

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import trl
+from make_goldens import TABLE
 
 from golden.trl_losses import Goldens, trainer
 
@@ -21,25 +22,6 @@ REWARDS = np.array([1.0, 0.0, 0.25, 1.0, 0.0, 0.0, 1.0, 0.5] + [0.5] * GROUP)
 BETA = 0.05
 CEILING = 1.1
 """Of a sampler's weights."""
-LOSSES: dict[str, dict[str, Any]] = {
-    **{
-        kind + ("+kl" if beta else ""): {"loss_type": kind, "beta": beta}
-        for kind in ("grpo", "bnpo", "dr_grpo", "dapo")
-        for beta in (0.0, BETA)
-    },
-    "gspo": {
-        **{"loss_type": "grpo", "importance_sampling_level": "sequence"},
-        **{"epsilon_low": 3e-4, "epsilon_high": 4e-4},
-    },
-    "gspo-wide": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
-    "cispo": {"loss_type": "cispo", "epsilon_high": 1.2},
-    "sapo": {"loss_type": "sapo"},
-    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-    "two-sided": {"delta": 1.1},
-    "unbiased-kl": {"beta": BETA, "use_bias_correction_kl": True},
-    "off-policy-mask": {"off_policy_mask_threshold": 0.05},
-}
-"""Attributes of a trainer, or of its arguments, other than the usual ones."""
 ADVANTAGES: dict[str, tuple[type, dict[str, Any]]] = {
     **{
         f"grpo/{scale}": (trl.GRPOTrainer, {"scale_rewards": scale})
@@ -70,7 +52,7 @@ def add_arrays(goldens: Goldens) -> None:
 
 def losses(goldens: Goldens) -> None:
     """GRPO and its relatives."""
-    for name, options in LOSSES.items():
+    for name, options in TABLE["policies"].items():
         keep(goldens, name, options)
 
 
@@ -157,44 +139,15 @@ def score(goldens: Goldens, trainer_class: Any, options: Mapping[str, Any]) -> d
 def settings(options: Mapping[str, Any]) -> Any:
     """A trainer with `options` in place of the usual attributes."""
     usual = {
-        "loss_type": "dapo",
-        "importance_sampling_level": "token",
-        "beta": 0.0,
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.28,
-        "delta": None,
-        "use_bias_correction_kl": False,
-        "sapo_temperature_pos": 1.0,
-        "sapo_temperature_neg": 1.05,
-        "off_policy_mask_threshold": None,
-        "max_completion_length": 16,
-        "scale_rewards": "group",
-        "normalize_advantages": False,
-        "use_vllm": False,
-        "vllm_importance_sampling_correction": True,
-        "top_entropy_quantile": 1.0,
-        "current_gradient_accumulation_steps": 1,
-        "gradient_accumulation_steps": 1,
-        "steps_per_generation": 1,
-        "num_iterations": 1,
+        **TABLE["policy"],
         "num_generations": GROUP,
-        "multi_objective_aggregation": "sum_then_normalize",
         "reward_weights": torch.ones(1),
-        "reward_func_names": ["given"],
-        "reward_clip_range": None,
         "per_device_train_batch_size": len(LENGTHS),
-        "gradient_checkpointing_kwargs": None,
-        "mask_truncated_completions": False,
-        "pad_to_multiple_of": None,
         "get_off_policy_mask": trl.GRPOTrainer.get_off_policy_mask,
-        **dict.fromkeys(
-            ("_entropy_bonus_enabled", "use_adaptive_entropy", "log_multimodal"), False
-        ),
-        **dict.fromkeys(("environment_factories", "environments", "tools"), None),
-        "_tokenizer": SimpleNamespace(pad_token_id=0),
-        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
         "_pending_extra_logs": {},
         "_pending_metrics": {},
+        "_tokenizer": SimpleNamespace(pad_token_id=0),
+        "_logs": defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
     } | options
     return trainer(args=SimpleNamespace(**usual), **usual)
 

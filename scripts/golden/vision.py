@@ -18,8 +18,9 @@ import diffusers
 import numpy as np
 import torch
 import transformers
+from make_goldens import TABLE
 
-from golden.families import CLOSE, TABLE, perturb
+from golden.families import CLOSE, perturb
 
 __all__ = ["CLOSE", "NAMES", "make"]
 FAMILIES: dict[str, dict[str, Any]] = TABLE["vision"] | TABLE["dit"]
