@@ -34,17 +34,6 @@ LAYERS = 10
 """Layers in their picture, those that take longest."""
 MEAN = 10
 """Steps in one point of a curve of training."""
-PUBLISHED = {
-    "FlashAttention-3 (2024, H100)": ({2048: 521, 4096: 579, 8192: 602, 16384: 616}, {}),
-    "FlashAttention-3 (Sep 2026, H100)": (
-        {2048: 560, 4096: 667, 8192: 685},
-        {2048: 316, 4096: 444, 8192: 539},
-    ),
-    "cuDNN (2024, H100)": ({2048: 484, 4096: 518, 8192: 529, 16384: 539}, {}),
-    "TLX Triton (H100)": ({}, {2048: 347, 4096: 468, 8192: 539}),
-}
-"""Causal, head_dim 128, forward and backward TFLOP/s: FlashAttention-3 paper (arXiv:2407.08608) and
-tritonbench #1267."""
 Found = dict[str, Any]
 
 
@@ -100,15 +89,13 @@ def draw_attention(found: Found, stem: Path) -> list[str]:
     names = []
     for mask, dim in sorted({(row["mask"], row["head_dim"]) for row in own}):
         chosen = [row for row in own if (row["mask"], row["head_dim"]) == (mask, dim)]
-        published = PUBLISHED if (factor, mask, dim) == (1, "causal", 128) else {}
-        panels = [Panel("Memory of both", "sequence length", "MiB", {}, ("log", "log"))]
-        panels[0] = panels[0]._replace(series=by_backend(chosen, "temporary_bytes", 2**-20))
-        for number, way in ((1, "backward"), (0, "forward")):
-            series = by_backend(chosen, f"{way}_tflops", factor)
-            others = {name: [*both[number].items()] for name, both in published.items()}
-            others = {name: points for name, points in others.items() if points}
-            panel = Panel(way, "sequence length", unit, series | others, ("log", "linear"))
-            panels.insert(0, panel._replace(dashed=[*others]))
+        kind, x = ("log", "linear"), "sequence length"
+        panels = [
+            Panel(way, x, unit, by_backend(chosen, f"{way}_tflops", factor), kind)
+            for way in ("forward", "backward")
+        ]
+        memory = by_backend(chosen, "temporary_bytes", 2**-20)
+        panels.append(Panel("Memory of both", x, "MiB", memory, ("log", "log")))
         first, name = chosen[0], f"{stem.name}-attention-{mask}-{dim}.svg"
         title = f"Attention, {mask}, head_dim {dim}, {first['heads']} heads, {first['dtype']}"
         where = found["device"]["kind"] if factor == 1 else found["machine"]["processor"]

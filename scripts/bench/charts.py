@@ -33,8 +33,6 @@ class Panel(NamedTuple):
     y: str
     series: Mapping[str, Points]
     scales: tuple[str, str] = ("linear", "linear")
-    dashed: Sequence[str] = ()
-    """Names of published series."""
 
 
 def line_chart(file: Path, title: str, note: str, panels: Sequence[Panel]) -> None:
@@ -49,7 +47,6 @@ def line_chart(file: Path, title: str, note: str, panels: Sequence[Panel]) -> No
                 *zip(*sorted(points), strict=True),
                 color=COLOURS[number % len(COLOURS)],
                 marker=MARKERS[number % len(MARKERS)] if len(points) < MANY else "",
-                linestyle="--" if name in panel.dashed else "-",
                 markersize=4,
             )
         x, y = panel.scales

@@ -16,6 +16,7 @@ import parity
 import tokenizers
 import torch
 from golden.adapters import logits, logits_of
+from golden.tiktoken_ids import draw
 from oracle import maxstack, report, same_tensors
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -178,24 +179,7 @@ def tokenized(model_type: str, named: str) -> int:
     """Number of TEXTS random texts whose ids differ from transformers', by vocab.json and
     merges.txt; added tokens are `named` in a file, or the defaults."""
     rng, source = random.Random(0), Path(__file__).read_text()
-    ranges = (
-        (9, 14),
-        (32, 127),
-        (160, 192),
-        (768, 832),
-        (2309, 2382),
-        (4352, 4470),
-        (8192, 8234),
-        (12353, 12439),
-        (44032, 44100),
-        (64256, 64262),
-        (65, 91),
-        (128512, 128592),
-    )
-    characters = [chr(code) for low, high in ranges for code in range(low, high)]
-    texts = ["".join(rng.choices(characters, k=rng.randint(1, 60))) for _ in range(TEXTS // 2)]
-    for start in rng.choices(range(len(source) - 200), k=TEXTS - len(texts)):
-        texts.append(source[start : start + rng.randint(1, 200)] + rng.choice(("", *ADDED)))
+    texts = [draw(rng, source) + rng.choice(("", *ADDED)) for _ in range(TEXTS)]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         trained = tokenizers.ByteLevelBPETokenizer()
