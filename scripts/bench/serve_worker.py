@@ -19,7 +19,12 @@ import numpy as np
 
 MARK = "@bench "
 """Start of the lines for bench_serve.py, since libraries print too."""
-PROGRAMS = "maxstack", "transformers", "vllm", "bandwidth"
+MODULES = {
+    "maxstack": "bench.serve_maxstack",
+    "transformers": "bench.serve_transformers",
+    "vllm": "bench.serve_vllm",
+    "bandwidth": "bench.serve_bandwidth",
+}
 Measured = tuple[list[list[int]], list[float]]
 Answer = Callable[[list[list[int]], int], Measured]
 
@@ -42,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("program", choices=PROGRAMS)
+    parser.add_argument("program", choices=[*MODULES])
     parser.add_argument("folder")
     parser.add_argument("dtype", choices=("f32", "bf16", "int8"))
     parser.add_argument("threads", type=int)
@@ -50,7 +55,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value, for maxstack")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
-    module = importlib.import_module(f"bench.serve_{args.program}")
+    module = importlib.import_module(MODULES[args.program])
     with open(f"{args.folder}/config.json", encoding="utf-8") as file:
         vocab = json.load(file)["vocab_size"]
     try:
