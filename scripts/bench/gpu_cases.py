@@ -70,7 +70,9 @@ def of_logits(
     request, device = CrossEntropy(soft_cap=soft_cap), Device.here()
     case = CrossEntropyCase(request, rows, embed, vocab, dtype, False, False, device)
     flops, peer = 2.0 * rows * embed * vocab, ("whole logits", _whole_logits)
-    return Call(cross_entropy.OP, case, examples.cross_entropy_example(case), (flops, 2 * flops), peer)
+    return Call(
+        cross_entropy.OP, case, examples.cross_entropy_example(case), (flops, 2 * flops), peer
+    )
 
 
 def of_experts(
