@@ -610,7 +610,7 @@ class DataConfig(Section):
                 "several in a row, or none, one in a row",
             )
         if self.has_records and self.across_documents:
-            yield "across_documents", "joins documents, and records are by themselves; leave it out"
+            yield "across_documents", "joins documents, and records stay separate; leave it out"
         yield from weight_faults([source.weight for source in self.sources])
         yield from name_faults(self.named)
         if self.has_latents and (self.image.crop != "none" or self.image.flip):
@@ -618,7 +618,7 @@ class DataConfig(Section):
         yield from self._faults_of_steps()
         for index, source in enumerate(self.sources):
             if isinstance(source, ArrayRecordSource) and source.record and source.content != "text":
-                yield f"sources.{index}.record", "is of JSON: set content: text, or leave it out"
+                yield f"sources.{index}.record", "is for JSON: set content: text, or leave it out"
             if source.fill_in_the_middle and (source.holds or source.kind == "synthetic"):
                 yield f"sources.{index}.fill_in_the_middle", "is for texts; leave it out"
             if self.has_latents and source.holds not in ("latents", None):
@@ -638,7 +638,7 @@ class DataConfig(Section):
                 yield f"steps.{index}.name", f"two steps are called {name}; give one another name"
         for index, source in enumerate(self.sources if self.steps else ()):
             if not holds_text(vars(source)) or source.holds:
-                yield f"sources.{index}", "holds no plain text, which data.steps need"
+                yield f"sources.{index}", "holds no plain text, which data.steps needs"
             if isinstance(source, Files) and source.encoding_errors == "keep":
                 yield (
                     f"sources.{index}.encoding_errors",

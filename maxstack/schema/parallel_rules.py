@@ -24,7 +24,7 @@ def _pipeline(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
             if value >= least and cfg.mesh.stage == 1:
                 yield (
                     f"mesh.{key}",
-                    f"{key}={value} is of a pipeline, but mesh.stage is 1; set mesh.stage, or "
+                    f"{key}={value} is for a pipeline, but mesh.stage is 1; set mesh.stage, or "
                     f"leave {key} out",
                 )
         return

@@ -104,12 +104,15 @@ def _stages(cfg: Config) -> Iterator[Fault]:
     if cfg.run.executable:
         yield "run.executable", "holds one shape, and train.stages has several; leave it out"
     if cfg.rollout:
-        yield "train.stages", "are of documents, and a rollout's rows are its samples; leave it out"
+        yield (
+            "train.stages",
+            "are for documents, and a rollout's rows are its samples; leave it out",
+        )
     lengths = [stage.length for stage in cfg.stages.all]
     if min(lengths) == data.seq_len:
         return
     if data.has_records or cfg.model.tokens is not None:
-        yield "train.stages", "shorter rows are of texts, which may be split; set batch_size alone"
+        yield "train.stages", "shorter rows are for texts, which may be split; set batch_size alone"
     if data.packing == "best" and lengths != sorted(lengths):
         yield "train.stages", "seq_len may only grow with data.packing=best, which packs rows ahead"
 
@@ -126,12 +129,12 @@ def _feeding(cfg: Config) -> Iterator[Fault]:
     if not cfg.rollout:
         return
     if cfg.train.epochs:
-        yield "train.epochs", "are of documents, and prompts are drawn by rollout; set train.steps"
+        yield "train.epochs", "are for documents, and prompts are drawn by rollout; set train.steps"
     for index, source in enumerate(cfg.data.sources):
         if source.epochs or isinstance(source.weight, tuple):
             yield (
                 f"data.sources.{index}",
-                "epochs, and weights over steps, are of documents, and prompts are drawn by "
+                "epochs, and weights over steps, are for documents, and prompts are drawn by "
                 "rollout; give a number as the weight",
             )
 
@@ -149,17 +152,17 @@ def _samples(cfg: Config) -> Iterator[Fault]:
     if not cfg.objective.SAMPLES or cfg.model.scores:
         yield (
             "eval.samples",
-            f"objective.kind={cfg.objective.kind} gives no model that goes on from a prompt; leave "
-            "it out",
+            f"objective.kind={cfg.objective.kind} trains no model that generates from a prompt; "
+            "leave it out",
         )
     if "params" in cfg.mesh.offload:
         yield "eval.samples", "weights in the host's memory cannot generate; leave it out"
     if cfg.objective.SAMPLES != TEXTS:
         if cfg.eval.samples.prompts:
-            yield "eval.samples.prompts", "are of texts; leave them out"
+            yield "eval.samples.prompts", "are for texts; leave them out"
         return
     if not cfg.eval.samples.prompts:
-        yield "eval.samples.prompts", "texts go on from prompts: give some"
+        yield "eval.samples.prompts", "texts need prompts: give some"
     for axis in ("stage", "context"):
         if getattr(cfg.mesh, axis) > 1:
             yield (

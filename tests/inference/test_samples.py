@@ -56,7 +56,7 @@ def test_samples_of_a_mesh_are_what_generate_answers_by_the_last_checkpoint(tmp_
     [
         (["eval.every=0"], "eval.every is 0"),
         (["mesh.data=1", "mesh.context=2"], "context=2 cannot generate"),
-        (["objective={kind: masked_diffusion, mask_token: 3}"], "goes on from a prompt"),
+        (["objective={kind: masked_diffusion, mask_token: 3}"], "generates from a prompt"),
     ],
 )
 def test_samples_are_refused_where_the_model_cannot_generate(changes, message, tmp_path):

@@ -257,7 +257,7 @@ def test_latents_are_learned_from_and_made(recipe):
         (["model.embed=30"], "must be a multiple of 4"),
         (["model.image_size=9"], "is not a multiple of patch=2; use 8"),
         (["objective.path=vp"], "velocity is of path: line"),
-        (["eval.samples={prompts: [a]}"], "are of texts; leave them out"),
+        (["eval.samples={prompts: [a]}"], "are for texts; leave them out"),
         (["data.sources=[{kind: npz, files: [a.npz]}]", "data.image.flip=true"], "are latents"),
         (["model.channels=4", "eval.samples={count: 4}"], "latents are no pictures"),
     ],

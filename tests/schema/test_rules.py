@@ -256,7 +256,7 @@ BROKEN = {
     "rounds_without_stages": (
         ["mesh.rounds=2"],
         "mesh.rounds",
-        "rounds=2 is of a pipeline, but mesh.stage is 1",
+        "rounds=2 is for a pipeline, but mesh.stage is 1",
         ["mesh.rounds=1"],
     ),
     "layers_over_stages": (
