@@ -28,7 +28,7 @@ def check(run: "Run") -> None:
     folder = run.cfg.model.weights
     assert folder
     if own := run_folder(folder):
-        _check_shapes(run, folder, load_record(own))
+        _check_shapes(run, folder, load_record(own).model)
         return
     from maxstack.hf.contents import open_contents
     from maxstack.hf.reader import pieces_of
@@ -103,7 +103,7 @@ def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
     own = run_folder(folder)
     assert own
     cfg = load_record(own, ["run.virtual_devices=null"])
-    _check_shapes(run, folder, cfg)
+    _check_shapes(run, folder, cfg.model)
     source, wanted = _source(run, cfg), run.weights.original
     leaves = load_newest(folder, source, run.cfg.checkpoint.weights)
     fresh, _ = run.cfg.model.head_changes(cfg.model)
@@ -128,11 +128,11 @@ def _source(run: "Run", cfg: "Config") -> "Run":
     return assemble(cfg.model_copy(update={"mesh": run.cfg.mesh}), run.mesh, trains=False)
 
 
-def _check_shapes(run: "Run", folder: str, source: "Config") -> None:
+def _check_shapes(run: "Run", folder: str, source: StackConfig) -> None:
     wanted = {path: tuple(leaf.shape) for path, leaf in run.weights.original.items()}
-    shapes = {path: tuple(leaf.shape) for path, leaf in weights_of(source.model).items()}
-    fresh, left = run.cfg.model.head_changes(source.model)
-    longer = run.cfg.model.extended_tables(source.model)
+    shapes = {path: tuple(leaf.shape) for path, leaf in weights_of(source).items()}
+    fresh, left = run.cfg.model.head_changes(source)
+    longer = run.cfg.model.extended_tables(source)
     wanted |= {path: longer[path].shape_before(wanted[path]) for path in longer.keys() & wanted}
     wanted = {path: shape for path, shape in wanted.items() if path not in fresh}
     shapes = {path: shape for path, shape in shapes.items() if path not in left}

@@ -22,7 +22,7 @@ from maxstack.hardware import devices, memory
 from maxstack.report import trace_requests
 
 if TYPE_CHECKING:
-    from maxstack.schema.config import Config
+    from maxstack.schema.config import Config, RunConfig
 
 
 GRACE = 5.0
@@ -141,7 +141,7 @@ def train(
     from maxstack.run import assemble
 
     membership.join(cfg, alike.facts)
-    in_this_thread = _is_program and _on_one_cpu_device(cfg) and memory.run_in_this_thread()
+    in_this_thread = _is_program and _on_one_cpu_device(cfg.run) and memory.run_in_this_thread()
     heart = startup.start_watchdog(cfg, ending, _is_program)
     keep_programs(cfg.run.compilation_cache, named=cfg.train.profile is not None)
 
@@ -186,11 +186,11 @@ def _end_anyway(code: int, seconds: float) -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
-def _on_one_cpu_device(cfg: "Config") -> bool:
+def _on_one_cpu_device(run: "RunConfig") -> bool:
     """Whether the run has one process and one CPU device; jax has not looked for devices yet."""
     import jax
 
-    alone = not jax.distributed.is_initialized() and cfg.run.virtual_devices in (None, 1)
+    alone = not jax.distributed.is_initialized() and run.virtual_devices in (None, 1)
     return alone and os.environ.get("JAX_PLATFORMS") == "cpu"
 
 
