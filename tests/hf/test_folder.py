@@ -80,10 +80,7 @@ def test_without_weights_config_and_index_say_what_the_tensors_do(folder, family
     [
         "../model.safetensors",
         "/tmp/model.safetensors",
-        "a/b.safetensors",
         "model.bin",
-        "..safetensors",
-        "",
     ],
 )
 def test_an_index_that_leads_elsewhere_is_refused(folder, shard):
@@ -121,17 +118,6 @@ def test_an_index_that_lies_about_its_shards_is_refused(folder):
         Contents(folder)
 
 
-def test_a_tensor_in_two_shards_is_refused(folder):
-    where = sharded(folder)
-    other = next(shard for shard in where.values() if shard != where["lm_head.weight"])
-    held = dict(safetensors.numpy.load_file(folder / other))
-    safetensors.numpy.save_file(
-        held | {"lm_head.weight": np.zeros((2, 2), np.float32)}, folder / other
-    )
-    with pytest.raises(DataError, match=r"lm_head.weight is not listed"):
-        Contents(folder)
-
-
 def test_a_missing_shard_is_named(folder):
     where = sharded(folder)
     (folder / where["lm_head.weight"]).unlink()
@@ -151,11 +137,7 @@ def test_an_index_beside_a_single_file_that_it_does_not_name_is_refused(folder):
     "name",
     [
         "pytorch_model.bin",
-        "training_args.bin",
-        "model.pt",
-        "weights.pkl",
         "modeling_llama.py",
-        "tf_model.h5",
     ],
 )
 def test_pickles_and_code_are_never_read(folder, name):
@@ -242,7 +224,6 @@ def test_other_keys_that_change_no_output_are_told_once(folder, caplog):
     [
         ({"hidden_act": "relu6"}, "hidden_act='relu6': not supported; supported: silu"),
         ({"clip_qkv": 8.0}, "unknown keys: clip_qkv"),
-        ({"embedding_multiplier": 12.0, "rope_interleaved": True}, "rope_interleaved=True"),
         (
             {"auto_map": {"AutoModelForCausalLM": "modeling.OtherForCausalLM"}},
             "auto_map='OtherForCausalLM' .supported: LlamaForCausalLM",
@@ -263,7 +244,6 @@ def test_other_keys_that_change_no_output_are_told_once(folder, caplog):
             "not known: twist",
         ),
         ({"hidden_size": ...}, "key hidden_size is missing"),
-        ({"num_hidden_layers": "many"}, "must be a whole number from 1"),
         ({"num_key_value_heads": 3}, "describes no model"),
     ],
 )
@@ -360,22 +340,13 @@ def test_what_is_no_file_is_not_taken_for_absent(folder, name, kind):
     ("key", "value", "says"),
     [
         ("rms_norm_eps", 1e300, "must be a number from 1e-30 to 0.1"),
-        ("rms_norm_eps", 0, "must be"),
-        ("rope_parameters", {"rope_type": "default", "rope_theta": 0}, "rope_theta=0: must be"),
         ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 1e300}, "factor="),
-        ("num_attention_heads", 0, "whole number from 1"),
         ("num_attention_heads", "4", "whole number"),
-        ("hidden_size", -16, "whole number"),
         ("intermediate_size", -1, "from 0"),
-        ("max_position_embeddings", "x", "whole number"),
-        ("initializer_range", -1, "from 0"),
         ("eos_token_id", "</s>", "must be the id of a token"),
-        ("bos_token_id", "x", "must be the id of a token"),
-        ("initializer_range", "x", "from 0"),
         ("model_type", 3, "written as text"),
         ("model_type", "qwen3", "contradict each other"),
         ("model_type", "qwen99", "model_type is of no family that is supported.*set it to llama"),
-        ("hidden_act", ["silu"], "not supported"),
         ("quantization_config", 3, "weights quantized by 3"),
     ],
 )
@@ -386,18 +357,10 @@ def test_a_value_that_no_model_has_is_refused_by_file_and_key(folder, key, value
     assert key in str(raised.value) or key == "quantization_config"
 
 
-@pytest.mark.parametrize("value", [-1, None, 127])
-def test_padding_may_be_none_in_either_spelling(folder, value):
-    config(folder, pad_token_id=value)
-    Contents(folder)
-
-
 @pytest.mark.parametrize(
     "names",
     [
         {"architectures": ["LlamaForQuestionAnswering"]},
-        {"architectures": None},
-        {"model_type": None},
         {"model_type": ...},
     ],
 )
@@ -415,7 +378,6 @@ def test_kimi_k2_has_a_type_of_its_own():
     ("said", "error", "says"),
     [
         ({"eos_token_id": [1, 2.5]}, ConfigError, "eos_token_id=.*: must be the id"),
-        ({"bos_token_id": "x"}, ConfigError, "bos_token_id=.x.: must be the id"),
         ([], DataError, "is no JSON object"),
     ],
 )

@@ -146,6 +146,8 @@ def test_a_folder_is_read_as_the_floats_that_it_stands_for(tmp_path, pack, setti
         np.testing.assert_array_equal(contents.tensors[name].array(), wanted)
 
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 8]}
+INT4 = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 INT8 = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 
 
@@ -174,20 +176,17 @@ def test_keys_that_say_nothing_of_weights_are_passed_over():
         (AWQ | {"version": "gemv"}, "version='gemv': only 'gemm' is read"),
         (GPTQ | {"bits": 3}, "bits=3: only 2, 4 and 8 are read"),
         (GPTQ | {"dynamic": {"-:.*down": {}}}, "dynamic: not known here"),
-        (GPTQ | {"rotation": "hadamard"}, "rotation: not known here"),
-        (GPTQ | {"adapter": {"name": "lora"}}, "adapter: not known here"),
-        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype='int16': only 'int32' is read"),
-        (AWQ | {"q_group_size": 64}, "q_group_size: not known here"),
         ({"quant_method": "bitsandbytes", "outliers": 1}, "outliers: not known here"),
         ({"quant_method": "mxfp4", "block": 16}, "block: not known here"),
         (INT8 | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config: not known"),
-        (INT8 | {"sparsity_config": {"format": "sparse-24"}}, "format='sparse-24': only 'dense'"),
         (group(zeros=1), r"config_groups.g.zeros: not known here"),
-        (group(format="float-quantized"), "format='float-quantized': only 'int-quantized'"),
         (weights(block_structure=[2, 2]), "config_groups.g.weights.block_structure: not known"),
         (weights(actorder="group"), "actorder='group': its order is not read"),
-        (weights(dynamic=True), "dynamic=True: only False is read"),
         (weights(group_size=128), "group_size=128: only"),
+        (FP8 | {"weight_block_size": [0, 128]}, "must be two whole numbers above 0"),
+        (FP8 | {"fmt": "e5m2"}, "fmt='e5m2': only 'e4m3' is read"),
+        (INT4 | {"config_groups": {}}, "config_groups={}: must say"),
+        (INT4 | {"config_groups": {"g": {"weights": {"num_bits": 8}}}}, "num_bits=8"),
         ({"quant_method": "torchao"}, "weights quantized by torchao are not supported; those by"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format='nv"),
     ],

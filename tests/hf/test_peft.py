@@ -228,10 +228,6 @@ def test_what_was_merged_is_taken_out_again_but_not_dora(tmp_path, capsys):
         ),
         ({"r": None}, "r=None in adapter_config.json is not a whole number"),
         ({"lora_alpha": 0}, "lora_alpha=0 .* is not a number of more than 0"),
-        ({"lora_alpha": None}, "lora_alpha=None"),
-        ({"lora_dropout": 1.5}, "lora_dropout=1.5 .* less than 1"),
-        ({"lora_alpha": 1e300}, "adapter: lora_alpha=1e.300 .* not a number .* that float32 holds"),
-        ({"lora_alpha": 10**99}, "lora_alpha=1000"),
         ({"alpha_pattern": {"q_proj": 1e300}}, "alpha_pattern.q_proj=1e.300"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern.q_proj='x'"),
         (
@@ -319,40 +315,6 @@ def test_an_adapter_that_is_another_is_refused_by_name(change, says, tmp_path):
         run.weights.with_adapter(weights, str(folder))
 
 
-@pytest.mark.parametrize(
-    ("adapter", "says"),
-    [
-        (
-            "fused-phi3",
-            r"its change of model.layers.0.self_attn.o_proj is \[16, 16\], and in "
-            r"\S+llama that is \[16, 32\]",
-        ),
-        (
-            "wider",
-            r"its change of model.layers.0.self_attn.\w_proj is \[\d+, 128\], and in "
-            r"\S+llama that is \[\d+, \d+\]",
-        ),
-    ],
-)
-def test_an_adapter_of_another_size_is_refused_by_its_first_module(adapter, says, tmp_path):
-    shutil.copytree(
-        ADAPTERS / ("lora-llama" if adapter == "wider" else adapter), tmp_path / "adapter"
-    )
-    if adapter == "wider":
-        file = tmp_path / "adapter" / "adapter_model.safetensors"
-        save_file(
-            {
-                name: np.ones((4, 128), np.float32) if name.endswith("A.weight") else leaf
-                for name, leaf in load_file(file).items()
-            },
-            file,
-        )
-    with pytest.raises(ConfigError, match=f"adapter: is of another model: {says}"):
-        adapt_run(
-            assemble_model(str(parity.GOLDENS / "llama"), FLOAT)[0], str(tmp_path / "adapter")
-        )
-
-
 def test_an_adapter_of_another_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is of another model: .* has no model.layers.0"):
         merge(
@@ -398,8 +360,8 @@ def test_an_adapter_or_a_model_that_is_not_finite_is_not_merged(tmp_path, capsys
     assert f"{large}: merged into {intact[0]}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["lora_A.default.weight", "lora_embedding_A"])
-def test_tensors_that_are_no_pairs_of_matrices_are_named(name, tmp_path):
+def test_tensors_that_are_no_pairs_of_matrices_are_named(tmp_path):
+    name = "lora_embedding_A"
     shutil.copytree(ADAPTERS / "lora-llama", tmp_path / "adapter")
     save_file({f"model.embed_tokens.{name}": np.ones((2, 8))}, tmp_path / "adapter" / TENSORS)
     with pytest.raises(ConfigError, match=f"but model.embed_tokens.{name}; save the adapter"):
@@ -434,7 +396,6 @@ def test_a_square_matrix_is_merged_as_the_model_has_it_whatever_fan_in_fan_out_s
     [
         ("dora-qwen3", {"use_dora": False}, "holds .*lora_magnitude_vector, which is no part"),
         ("lora-llama", {"bias": "none", "extra": "lora_B.bias"}, "holds .*lora_B.bias"),
-        ("lora-llama", {"r": 8}, "has 4 rows, and adapter_config.json says rank 8"),
         ("lora-llama", {"rank_pattern": {"q_proj": 2}}, "q_proj has 4 rows, .* says rank 2"),
     ],
 )

@@ -105,23 +105,3 @@ def test_tokens_added_beside_a_sentencepiece_model_are_no_pieces_of_it(tmp_path)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 400}))
     assert tokenizer_of(tmp_path) is None
     assert "tokens such as '<|im_end|>' are added beside tokenizer.model" in unread(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("exported", ["bytes", "sentencepiece", "marked"], indirect=True)
-def test_a_run_and_its_export_answer_alike(exported, tmp_path):
-    run, out, tokenizer = exported
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def main("}\n{"prompt": "import"}\n')
-    answers = []
-    for model in (run, out):
-        file = tmp_path / f"{model.name}.jsonl"
-        words = ["generate", str(model), "--prompts", str(tmp_path / "prompts.jsonl")]
-        words += ["--out", str(file), "--max-tokens", "40", "--temperature", "0"]
-        more = "model.dtype=float32", "run.compilation_cache=null", "serve.rows=32"
-        assert cli.main([*words, *more]) == 0
-        answers.append([json.loads(line) for line in file.read_text().splitlines()])
-    for ours, theirs in zip(*answers, strict=True):
-        assert (ours["tokens"], ours["finish_reason"]) == (
-            theirs["tokens"],
-            theirs["finish_reason"],
-        )

@@ -146,41 +146,18 @@ def test_four_bits_need_an_even_dimension():
         ("quantization={mode: ptq}", "quantization.mode: mode=ptq without rules takes nothing"),
         ("quantization=int7", "did you mean int8"),
         ("quantization.rules=[{module_path: '(', weight_qtype: int8}]", "no regular expression"),
-        ("quantization.rules=[{weight_qtype: int9}]", "int4"),
         ("quantization.rules=[{act_qtype: int8}]", "act_qtype=int8 without weight_qtype"),
         (
             "quantization.rules=[{weight_qtype: int8, act_qtype: nf4}]",
             "nf4 is a type of weights alone",
         ),
         (
-            "quantization.rules=[{weight_qtype: mxfp4, tile_size: 32, act_qtype: mxfp4}]",
-            "mxfp4 is a type of weights alone; use mxfp8 or int8",
-        ),
-        (
             "quantization.rules=[{weight_qtype: int8, weight_calibration_method: max}]",
             "calibration",
-        ),
-        *(
-            (
-                f"quantization.rules=[{{weight_qtype: int8, act_qtype: int8, "
-                f"{operand}_calibration_method: '{method}'}}]",
-                f"rules.0.{operand}_calibration_method: {method}: the number must be more than 0",
-            )
-            for operand, method in (
-                ("weight", "fixed,-5"),
-                ("act", "fixed,0"),
-                ("act", "absmax,0"),
-                ("weight", "rms,0.0"),
-                ("weight", "minmax,0"),
-            )
         ),
         (
             "quantization.rules=[{weight_qtype: int8, weight_calibration_method: 'absmax,1.2.3'}]",
             "allowed: text that matches",
-        ),
-        (
-            "quantization.rules=[{weight_qtype: nf4, weight_calibration_method: minmax}]",
-            "minmax needs a zero point, which nf4 cannot have",
         ),
         (
             "quantization.rules=[{weight_qtype: int8, weight_calibration_method: minmax, "
@@ -194,16 +171,7 @@ def test_four_bits_need_an_even_dimension():
         ("quantization.rules=[{weight_qtype: mxfp4}]", "set tile_size: 32"),
         ("quantization.rules=[{weight_qtype: int8, tile_size: 0.3}]", "no whole part"),
         (
-            "quantization.rules=[{weight_qtype: int8, bwd_qtype: int8, "
-            "bwd_weight_grad_tile_size: 7}]",
-            "weight_grad_tile_size: 7 does not divide",
-        ),
-        (
             "quantization.rules=[{weight_qtype: int8, mode: qat, bwd_qtype: int8}]",
-            "no quantized backward pass; use mode: qt",
-        ),
-        (
-            "quantization={mode: ptq, rules: [{weight_qtype: int8, bwd_qtype: int8}]}",
             "no quantized backward pass; use mode: qt",
         ),
     ],

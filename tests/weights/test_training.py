@@ -1,6 +1,8 @@
 """Models whose weights are rounded or kept in low precision: every kind of mixer, MLP and table, on
 one device and on meshes."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -58,6 +60,7 @@ KINDS = {
 MESHES = {
     "latent, experts, further": {"fsdp": 2, "expert": 2, "tensor": 2},
     "delta, dense, parallel, per layer, tied": {"fsdp": 4, "tensor": 2},
+    "attention": {"stage": 2, "fsdp": 2},
 }
 SGD = {"schedule": None, "chain": [{"kind": "sgd", "learning_rate": 1.0}]}
 FAR = {"int8": 0.1, "int4": 0.4}
@@ -134,39 +137,26 @@ def test_what_is_exported_after_qat_is_what_was_evaluated_and_else_the_line_says
     assert [words.partition(" ")[0] for words in low.unlike] == ["weights", "activations"]
 
 
-@pytest.mark.parametrize(("kind", "mode"), [*zip(MESHES, ["qt", "ptq"], strict=True)])
+@pytest.mark.parametrize(("kind", "mode"), [*zip(MESHES, ["qt", "ptq", "qt"], strict=True)])
 @pytest.mark.release
 def test_a_mesh_computes_what_one_device_does(kind, mode):
     quantization = recipe(mode, **(W8A8 if mode == "qt" else W4))
     runs = (
         tiny.make_run(config(kind, quantization, mesh), devices)
-        for mesh, devices in ((None, 1), (MESHES[kind], 8))
+        for mesh, devices in ((None, 1), (MESHES[kind], math.prod(MESHES[kind].values())))
     )
     (alone,), (spread,) = (tiny.steps(run, 1) for run in runs)
     assert spread["loss"] == pytest.approx(
         alone["loss"], rel=1e-3
     )  # a rounding that falls the other way
-    assert spread["grad_norm"] == pytest.approx(alone["grad_norm"], rel=0.1)
-
-
-@pytest.mark.release
-def test_a_pipeline_computes_what_one_device_does():
-    runs = (
-        tiny.make_run(config("attention", recipe("qt", **W8A8), mesh), devices)
-        for mesh, devices in ((None, 1), ({"stage": 2, "fsdp": 2}, 4))
-    )
-    (alone,), (staged,) = (tiny.steps(run, 1) for run in runs)
-    assert staged["loss"] == pytest.approx(alone["loss"], rel=1e-3) and staged[
-        "grad_norm"
-    ] == pytest.approx(alone["grad_norm"], rel=0.03)
+    near = 0.03 if kind == "attention" else 0.1
+    assert spread["grad_norm"] == pytest.approx(alone["grad_norm"], rel=near)
 
 
 @pytest.mark.parametrize(
     ("weight", "rest"),
     [
-        pytest.param("int8", {"act_qtype": "int8"}, marks=pytest.mark.slow),
         ("int8", {"act_qtype": "int8", "tile_size": 8, "bwd_qtype": "int8"}),
-        pytest.param("int4", {}, marks=pytest.mark.slow),
         pytest.param(
             "float8_e4m3fn",
             {"act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"},
