@@ -136,9 +136,16 @@ def kv_heads_of_queries(
     query heads alone and `groups` of them share a kv head."""
     if not axes:
         return x_BSKH
-    start = jax.lax.axis_index(axes) * queries
+    numbers = kv_head_numbers(queries, groups, axes)
     if queries % groups and groups % queries:
-        return jnp.take(x_BSKH, (start + jnp.arange(queries)) // groups, axis=axis)
-    return jax.lax.dynamic_slice_in_dim(
-        x_BSKH, start // groups, max(1, queries // groups), axis=axis
-    )
+        return jnp.take(x_BSKH, numbers, axis=axis)
+    return jax.lax.dynamic_slice_in_dim(x_BSKH, numbers[0], numbers.size, axis=axis)
+
+
+def kv_head_numbers(queries: int, groups: int, axes: Axes) -> jax.Array:
+    """Numbers of these kv heads: consecutive ones, each once, where a device's query heads divide
+    evenly among them, else one for each query head."""
+    first = jax.lax.axis_index(axes) * queries
+    if queries % groups and groups % queries:
+        return (first + jnp.arange(queries)) // groups
+    return first // groups + jnp.arange(max(1, queries // groups))

@@ -13,11 +13,7 @@ from maxstack.schema.objective import ClassifyConfig
 class Classify(ImageObjective):
     """Sum over images of the cross-entropy of their classes, with smoothing and mixup."""
 
-    @property
-    def section(self) -> ClassifyConfig:
-        """The keys of the objective."""
-        assert isinstance(self.cfg.objective, ClassifyConfig)
-        return self.cfg.objective
+    section: ClassifyConfig
 
     def check_trains(self) -> None:
         if not self.cfg.model.has_head:

@@ -19,11 +19,7 @@ class Distill(Objective):
     student (Agarwal et al. 2024, arXiv:2306.13649, eq. 1): beta 0 is KL(teacher | student), beta 1
     KL(student | teacher)."""
 
-    @property
-    def section(self) -> DistillConfig:
-        """objective: of the configuration."""
-        assert isinstance(self.cfg.objective, DistillConfig)
-        return self.cfg.objective
+    section: DistillConfig
 
     @property
     def frozen(self) -> tuple[str, ...]:  # type: ignore[override]

@@ -28,17 +28,8 @@ LEAST = 1e-3
 class Flow(ImageObjective):
     """Sum over images of the mean squared error of the prediction over their pixels."""
 
-    @property
-    def section(self) -> FlowConfig:
-        """The keys of the objective."""
-        assert isinstance(self.cfg.objective, FlowConfig)
-        return self.cfg.objective
-
-    @property
-    def model(self) -> DiTConfig:
-        """The keys of the model."""
-        assert isinstance(self.cfg.model, DiTConfig)
-        return self.cfg.model
+    section: FlowConfig
+    model: DiTConfig
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
         """Draw `time` float32 [B] and `noise` float32 [B, S, S, C], and hide some classes: `label`

@@ -1,7 +1,6 @@
 """Base class of objectives of images. Shapes: B batch  S side of an image  C channels."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,8 @@ class ImageObjective(Objective):
     def fields(self) -> Mapping[str, Field]:
         """`image` uint8 [B, S, S, C], float16 for latents; `label` int32 [B]; `real` float32 [B], 0
         for padding."""
-        model: Any = self.cfg.model
-        side, dtype = model.image_size, "float16" if self.cfg.data.has_latents else "uint8"
+        model, dtype = self.model, "float16" if self.cfg.data.has_latents else "uint8"
+        side = model.image_size
         return {
             "image": Field("batch", dtype, (side, side, model.channels)),
             "label": Field("batch", "int32", below=model.classes),
@@ -32,8 +31,7 @@ class ImageObjective(Objective):
 
     def tokens(self, batch: Batch) -> jax.Array:
         """All tokens of all rows, since the layers do not tell padding rows apart."""
-        assert self.cfg.model.tokens
-        return jnp.asarray(batch["real"].shape[0] * self.cfg.model.tokens, jnp.float32)
+        return jnp.asarray(batch["real"].shape[0] * self.model.tokens, jnp.float32)
 
     def pixels(self, image: jax.Array) -> jax.Array:
         """Values from 0 to 255, or latents, [B, S, S, C] -> float32, by data.image.mean and

@@ -38,6 +38,8 @@ class LogProbs(Objective):
     """An objective whose loss is a function of the model's log-probabilities of targets, those of a
     reference, and what is in the batch."""
 
+    section: WithReferenceConfig
+
     def terms(self, batch: Batch) -> Terms:
         """The loss of a batch with `logps`, and where they are asked for `reference_logps` and
         `sharpness`, of all targets [B, T]; natural order. `logps` are 0 in padding."""
@@ -46,9 +48,8 @@ class LogProbs(Objective):
     @property
     def frozen(self) -> tuple[str, ...]:  # type: ignore[override]
         """The reference, where it is the weights that the run begins with."""
-        section = self.cfg.objective
-        assert isinstance(section, WithReferenceConfig)
-        return ("reference",) if self.needs_reference and section.reference == "start" else ()
+        from_start = self.needs_reference and self.section.reference == "start"
+        return ("reference",) if from_start else ()
 
     @property
     def forward_passes(self) -> int:

@@ -32,11 +32,7 @@ class MaskedDiffusion(Objective):
     position i predicts the one at i + 1 (Dream 2025, arXiv:2508.15487).
     """
 
-    @property
-    def section(self) -> MaskedDiffusionConfig:
-        """objective: of the configuration."""
-        assert isinstance(self.cfg.objective, MaskedDiffusionConfig)
-        return self.cfg.objective
+    section: MaskedDiffusionConfig
 
     @property
     def mask_token(self) -> int:

@@ -21,14 +21,15 @@ class NextToken(Objective):
     """Sum over counted targets of -log p(target), plus z_loss * log(Z)^2 (PaLM, arXiv:2204.02311,
     section 5) and what the model's parts add."""
 
+    section: NextTokenConfig
+
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Metrics: loss, and where they have a weight z_loss, mtp_loss, router_loss, these two as
         means of their own."""
-        assert isinstance(self.cfg.objective, NextTokenConfig)
         trunk = models.policy.trunk(batch)
         normed_BTD = models.policy.norm(trunk[0])
         mask_BT = batch["mask"].astype(jnp.float32)
-        return self._weighted(models, batch, trunk, normed_BTD, mask_BT, self.cfg.objective.z_loss)
+        return self._weighted(models, batch, trunk, normed_BTD, mask_BT, self.section.z_loss)
 
     def _weighted(
         self,

@@ -64,8 +64,15 @@ class Objective:
     """Fields of a batch, float32 [B, T], that `annotate` makes when its rollout is first learned
     from."""
 
+    section: Any
+    """The section `objective` of the configuration."""
+    model: Any
+    """The section `model`."""
+
     def __init__(self, cfg: "Config"):
         self.cfg = cfg
+        self.section = cfg.objective
+        self.model = cfg.model
 
     def check_trains(self) -> None:
         """Raise ConfigError if this objective cannot train the model."""

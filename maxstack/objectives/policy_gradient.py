@@ -35,11 +35,7 @@ class PolicyGradient(LogProbs):
     """Sum over tokens of a surrogate of the expected reward and of the other terms; the denominator
     is that of objective.aggregate."""
 
-    @property
-    def section(self) -> PolicyGradientConfig:
-        """objective: of the configuration."""
-        assert isinstance(self.cfg.objective, PolicyGradientConfig)
-        return self.cfg.objective
+    section: PolicyGradientConfig
 
     @property
     def rollout(self) -> RolloutConfig:

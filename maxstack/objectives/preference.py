@@ -35,13 +35,9 @@ FAR = 1e9
 class Preference(LogProbs):
     """Sum over pairs of the configured losses, each with its weight."""
 
-    counted = "pairs"
+    section: PreferenceConfig
 
-    @property
-    def section(self) -> PreferenceConfig:
-        """objective: of the configuration."""
-        assert isinstance(self.cfg.objective, PreferenceConfig)
-        return self.cfg.objective
+    counted = "pairs"
 
     @property
     def coupled(self) -> bool:  # type: ignore[override]

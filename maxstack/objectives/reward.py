@@ -13,6 +13,8 @@ class Reward(Objective):
     """Sum over pairs of -log sigmoid(a - b - margin) + centre (a + b)^2, with a and b the scores of
     the last tokens of the chosen and the rejected answer."""
 
+    section: RewardConfig
+
     counted = "pairs"
 
     def loss(self, models: Models, batch: Batch) -> Loss:
@@ -28,8 +30,7 @@ class Reward(Objective):
 
     def sums(self, batch: Batch, scores_BT: Array) -> dict[str, Array]:
         """The loss and the figures of a batch, by the score of each position."""
-        cfg, segments_BT = self.cfg.objective, batch["segments"]
-        assert isinstance(cfg, RewardConfig)
+        cfg, segments_BT = self.section, batch["segments"]
         last_BT = is_last(pairs_of(segments_BT))
         chosen_BT, rejected_BT = (
             jnp.where(last_BT, x, 0.0) for x in pair_sums(scores_BT * batch["ends"], segments_BT)

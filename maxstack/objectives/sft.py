@@ -16,11 +16,7 @@ from maxstack.schema.objective import SFTConfig
 class SFT(NextToken):
     """Sum over targets that count of -log p(target), each with its weight."""
 
-    @property
-    def section(self) -> SFTConfig:
-        """objective: of the configuration."""
-        assert isinstance(self.cfg.objective, SFTConfig)
-        return self.cfg.objective
+    section: SFTConfig
 
     def prepare(self, batch: Batch, key: Array) -> Batch:
         """Add random keys of rows for NEFTune (Jain et al. 2023, arXiv:2310.05914)."""

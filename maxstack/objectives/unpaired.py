@@ -20,13 +20,9 @@ class Unpaired(LogProbs):
     k))), with k the mean over answers to other prompts, at least 0; apo_zero the same without k;
     bco -log S(+-(beta u - d)), with d the mean of the mean rewards of both kinds."""
 
-    counted = "answers"
+    section: UnpairedConfig
 
-    @property
-    def section(self) -> UnpairedConfig:
-        """objective: of the configuration."""
-        assert isinstance(self.cfg.objective, UnpairedConfig)
-        return self.cfg.objective
+    counted = "answers"
 
     @property
     def coupled(self) -> bool:  # type: ignore[override]

@@ -203,16 +203,3 @@ def test_memory_is_that_of_one_round_whatever_the_routing_may_be():
     assert (
         temporaries(0.5) < temporaries(4.0) / 6
     )  # the latter holds all rows that can come, and the former needs up to 29 rounds for them
-
-
-@pytest.mark.slow
-def test_a_window_is_no_larger_than_what_can_come():
-    def travel(slack=1.25, taken=None, tokens=64):
-        mesh_cfg = MeshConfig(data=1, expert=8)
-        with sharding.use(sharding.make_mesh(mesh_cfg, jax.devices()), mesh_cfg):
-            return dispatch.plan_travel(32, ("expert",), tokens, 6, slack, taken, False)
-
-    assert travel()[2:4] == (64, 16)  # 1.25 x 64 x 6 / 8 = 60, in tiles of 8; then a quarter
-    assert travel(slack=100.0)[2:4] == (64 * 4, 0)  # a token has four experts on a peer at most
-    assert travel(taken=3)[2:4] == (3 * 4, 0)
-    assert travel(taken=1000)[2:4] == (64 * 4, 0)

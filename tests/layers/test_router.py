@@ -81,19 +81,3 @@ def test_the_loss_is_that_of_a_loop_over_real_tokens(score):
     counts = router.counts(experts, 4, real)
     np.testing.assert_allclose(router.loss(cfg, 2, logits, counts, real), wanted, rtol=1e-5)
     assert counts.sum(-1).tolist() == [12, 6, 0]
-
-
-def test_an_expert_takes_the_first_real_tokens_of_each_row():
-    experts = np.int32(
-        [[[0, 1], [0, 2], [1, 0], [0, 1], [1, 2]], [[0, 1], [1, 0], [2, 0], [2, 1], [0, 2]]]
-    )
-    real = np.bool_([[True, False, True, True, True], [True] * 5])
-    kept = router.within_capacity(experts, 3, real, 2).astype(int).tolist()
-    assert kept == [
-        [[1, 1], [0, 0], [1, 1], [0, 0], [0, 1]],
-        [[1, 1], [1, 1], [1, 0], [1, 0], [0, 0]],
-    ]
-    np.testing.assert_array_equal(
-        router.within_capacity(experts, 3, real, None),
-        np.broadcast_to(real[:, :, None], experts.shape),
-    )

@@ -1,7 +1,6 @@
 """Classification of images: the loss, mixup, figures; the same on every mesh; bit for bit after a
 kill."""
 
-import json
 import shutil
 
 import jax
@@ -14,7 +13,6 @@ import tiny_vision
 from flax import nnx
 
 from maxstack import cli, train
-from maxstack.checkpoint.weights import WeightsReader
 from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.objectives.objective import Models
@@ -161,30 +159,6 @@ def test_what_is_for_language_models_refuses_others(tmp_path, capsys):
     ):
         assert cli.main(words) == 1
         assert "model.kind=encoder" in capsys.readouterr().err
-
-
-@pytest.mark.release
-def test_adapters_and_a_new_head_alone_are_trained(tmp_path):
-    """From a folder, for other classes and images of another size."""
-    settings = {
-        "run": {"name": "run", "output_dir": str(tmp_path), "tensorboard": False},
-        "model": {"from": str(parity.GOLDENS / "vit"), "image_size": 16, "classes": 10},
-        "data": {"sources": [{"kind": "synthetic", "vocab": 10, "length": 1}]},
-        "lora": {"rank": 2},
-        "optimizer": {"preset": "adamw", "learning_rate": 0.01},
-        "train": {"steps": 3, "batch_size": 8},
-        "checkpoint": {"every": 1},
-    }
-    (tmp_path / "run.yml").write_text(json.dumps(settings))
-    rows = tiny_vision.trained(tmp_path / "run.yml", "run.name=run")
-    assert len([row for row in rows if "loss" in row]) == 3
-    start, end = (
-        {path: reader.read(path) for path in reader.shapes}
-        for reader in (WeightsReader(tmp_path / "run" / "checkpoints" / step) for step in "13")
-    )
-    moved = {path for path in end if not np.array_equal(start[path], end[path])}
-    assert {"head", "head_bias"} <= moved
-    assert all("lora" in path for path in moved - {"head", "head_bias"})
 
 
 @pytest.mark.parametrize(("make", "mode"), [(tiny_vision.config, "qt"), (tiny_vision.dit, "ptq")])

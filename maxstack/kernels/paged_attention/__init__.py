@@ -162,12 +162,8 @@ def paged_attention(
             others = tables, slots, positions, sinks
             if not inner:
                 return local(q, new, pages, *others)
-            first = jax.lax.axis_index(inner) * q.shape[1]
-            if q.shape[1] % groups and groups % q.shape[1]:
-                index = (first + jnp.arange(q.shape[1])) // groups
-            else:
-                index = first // groups + jnp.arange(max(1, q.shape[1] // groups))
-            return local(q, new, pages, *others, index)
+            numbers = sequences.kv_head_numbers(q.shape[1], groups, inner)
+            return local(q, new, pages, *others, numbers)
 
         rows, tokens = PartitionSpec(batch, heads), PartitionSpec(batch)
         pages = PartitionSpec(batch, None, keys)

@@ -179,7 +179,7 @@ def test_slices_of_the_vocabulary_on_two_devices_make_one(backend):
     def local(x, head, bias, targets, weights):
         targets = targets - jax.lax.axis_index("tensor") * head.shape[1]
         inputs = Inputs(x, head, bias, targets, weights)
-        scores, (d_x, d_head, d_bias) = module_.graded(inputs, call)
+        scores, (d_x, d_head, d_bias) = module_.forward_with_gradients(inputs, call)
         return module_.forward(inputs, call), scores, (jax.lax.psum(d_x, "tensor"), d_head, d_bias)
 
     whole, split = PartitionSpec(), PartitionSpec("tensor")
