@@ -13,7 +13,7 @@ import numpy as np
 from maxstack.inference import sampling
 from maxstack.inference.request import Token, TokenSequence
 from maxstack.inference.sampler import GROUP, logprob_scale, logprobs
-from maxstack.layers.by_rows import in_groups
+from maxstack.layers.batch_invariance import in_groups
 from maxstack.layers.cache import Rows
 
 STEPS = 16

@@ -20,7 +20,7 @@ from maxstack.inference.page_cache import Limits
 from maxstack.inference.runner import Batch, Runner
 from maxstack.kernels.backends import Choice, record_choices
 from maxstack.kernels.paged_attention import BITS
-from maxstack.layers.by_rows import by_rows
+from maxstack.layers.batch_invariance import batch_invariant
 from maxstack.layers.cache import Cache, Rows
 from maxstack.models.model import weights_of
 from maxstack.schema.mesh import parts
@@ -161,7 +161,7 @@ class Programs(Runner):
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
         kept = Cache(self._layout.owners, tables, list(cache), backend)
-        with by_rows(self._group, batch.rows.adapters_R):
+        with batch_invariant(self._group, batch.rows.adapters_R):
             if x_RD is None:
                 x_R1D = model.decode(batch.rows, kept, self._max_length)
             else:
@@ -197,7 +197,7 @@ class Programs(Runner):
         """`head` as a function."""
         model = nnx.merge(self._graph, nnx.State(params))
         norm = model.norm if module is None else model.mtp[f"{module}"].norm
-        with by_rows(self._group):
+        with batch_invariant(self._group):
             x_O1D = norm(x_RD[wanted_O][:, None])
             return x_O1D[:, 0], model.logits(x_O1D)[:, 0]
 

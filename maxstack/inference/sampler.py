@@ -9,7 +9,7 @@ import numpy as np
 
 from maxstack.inference import sampling
 from maxstack.inference.request import Sampling, Token, TokenSequence
-from maxstack.layers.by_rows import in_groups
+from maxstack.layers.batch_invariance import in_groups
 
 GROUP = 4
 """Rows that are computed together: sums over the vocabulary round differently for other numbers."""

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxstack.kernels.attention import attention
 from maxstack.kernels.attention.request import Request
-from maxstack.layers import by_rows
+from maxstack.layers import batch_invariance
 from maxstack.layers.context import Context
 from maxstack.layers.layer import Layer
 from maxstack.layers.rope import rotate, yarn_mscale
@@ -47,11 +47,11 @@ class MLA(Layer):
         latent_R1L, shared_R1R = self._latents(x_BTD, context)
         new_RCH = jnp.concatenate([latent_R1L, shared_R1R], axis=-1)
         nope, rope = q_BTNH[..., : self.cfg.nope_dim], q_BTNH[..., self.cfg.nope_dim :]
-        keyed = by_rows.in_groups(lambda x: product("RTNH,LNH->RTNL", x, self.key_up))
+        keyed = batch_invariance.in_groups(lambda x: product("RTNH,LNH->RTNL", x, self.key_up))
         inner_RTNL = constrain(keyed(nope), HEADS)
         q_RTNL = jnp.concatenate([inner_RTNL, rope], axis=-1)
         o_RNL = context.cache.attend(q_RTNL[:, 0], new_RCH, ask, value_dim=self.cfg.kv_lora)
-        valued = by_rows.in_groups(lambda x: product("RNL,LNV->RNV", x, self.value_up))
+        valued = batch_invariance.in_groups(lambda x: product("RNL,LNV->RNV", x, self.value_up))
         return valued(o_RNL)[:, None]
 
     def _queries(self, x_BTD: Array, context: Context) -> Array:

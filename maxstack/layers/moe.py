@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from maxstack import sharding
 from maxstack.errors import ConfigError
 from maxstack.kernels.backends import config_scope
-from maxstack.layers import by_rows, dispatch, router
+from maxstack.layers import batch_invariance, dispatch, router
 from maxstack.layers.context import Context
 from maxstack.layers.layer import Layer
 from maxstack.layers.mlp import ACTIVATIONS
@@ -61,14 +61,14 @@ class MoE(Layer):
         router has a loss, `router_loss`: its sum over real tokens. A token is real unless its
         segment is 0; no expert sees the others.
         """
-        if not by_rows.active():
+        if not batch_invariance.active():
             return self._mix(x_BTD, residual_BTD, context)
 
         def own(x_BTD: Array, residual_BTD: Array, real_BT: Array) -> Array:
             here = dataclasses.replace(context, real_BT=real_BT)
             return self._mix(x_BTD, residual_BTD, here)[0]
 
-        return by_rows.in_groups(own)(x_BTD, residual_BTD, context.real_BT), {}
+        return batch_invariance.in_groups(own)(x_BTD, residual_BTD, context.real_BT), {}
 
     def _mix(self, x_BTD: Array, residual_BTD: Array, context: Context) -> tuple[Array, Report]:
         cfg, rules = self.cfg, self.cfg.router

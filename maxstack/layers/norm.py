@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxstack.layers import by_rows
+from maxstack.layers import batch_invariance
 from maxstack.layers.layer import Layer
 from maxstack.schema.mixers import NormConfig
 
@@ -50,7 +50,7 @@ def _forward(x, scale, centered, eps):
 
 def _mean(x: Array) -> Array:
     """Mean over the last axis, which stays."""
-    if not by_rows.active():
+    if not batch_invariance.active():
         return jnp.mean(x, axis=-1, keepdims=True)
     rows = x.reshape(-1, x.shape[-1])
     # XLA on a CPU has another kernel for a product of one row

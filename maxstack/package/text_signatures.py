@@ -14,7 +14,7 @@ from maxstack.inference.programs import Programs
 from maxstack.inference.runner import Batch, flatten_cache, unflatten_cache
 from maxstack.inference.sampler import GROUP, logprobs
 from maxstack.inference.score import make_scorer, text_batch
-from maxstack.layers.by_rows import in_groups
+from maxstack.layers.batch_invariance import in_groups
 from maxstack.layers.cache import Rows
 from maxstack.package.signature import Array, Arrays, Signature
 from maxstack.state import flat, tree

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from maxstack.layers import by_rows
+from maxstack.layers import batch_invariance
 from maxstack.layers.weight import Substitute, Weight, product, project, values
 from maxstack.weights.spec import WeightSpec
 
@@ -55,7 +55,7 @@ class MultiAdapter(Substitute, nnx.Module):
         y = project(x, self.base)
         adapted = y + project(_own(project(x, self.a)), self.b)
         if self.factor is not None:
-            adapted *= self.factor[...][by_rows.adapters()][:, None].astype(x.dtype)
+            adapted *= self.factor[...][batch_invariance.adapters()][:, None].astype(x.dtype)
         return _choose(adapted, y)
 
     def product(self, equation: str, x: Array) -> Array:
@@ -66,7 +66,7 @@ class MultiAdapter(Substitute, nnx.Module):
         def scale_columns(x: Array, dims: str) -> Array:
             if self.factor is None or not {*outputs} <= {*dims}:
                 return x
-            own = self.factor[...][by_rows.adapters()].astype(x.dtype)
+            own = self.factor[...][batch_invariance.adapters()].astype(x.dtype)
             return jnp.einsum(f"{dims},R{outputs}->{dims}", x, own)
 
         x = scale_columns(x, read)
@@ -96,4 +96,4 @@ def _choose(adapted: Array, plain: Array) -> Array:
 
 def _numbers(x: Array) -> Array:
     """Return the numbers of the rows' adapters [R, 1, ..], with as many dimensions as x."""
-    return by_rows.adapters().reshape(-1, *(1,) * (x.ndim - 1))
+    return batch_invariance.adapters().reshape(-1, *(1,) * (x.ndim - 1))

@@ -8,7 +8,7 @@ import scipy.stats
 
 from maxstack.inference import sampler, sampling
 from maxstack.inference.request import Sampling
-from maxstack.layers.by_rows import in_groups
+from maxstack.layers.batch_invariance import in_groups
 
 CHOSEN = jax.jit(sampling.choose)
 ADJUSTED = jax.jit(sampling.adjust)

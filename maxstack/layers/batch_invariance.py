@@ -1,9 +1,9 @@
 """Batch invariance: the bits of a row of inference do not depend on how many rows are computed
 with it.
 
-On a CPU XLA adds and multiplies in another order where rows are few, so inside `by_rows` layers
-choose operations whose order is fixed: norms sum by a product with ones (norm.py), and what has no
-such form computes a fixed number of rows at a time (`in_groups`).
+On a CPU XLA adds and multiplies in another order where rows are few, so inside `batch_invariant`
+layers choose operations whose order is fixed: norms sum by a product with ones (norm.py), and what
+has no such form computes a fixed number of rows at a time (`in_groups`).
 """
 
 import contextlib
@@ -16,14 +16,14 @@ import jax.numpy as jnp
 
 from maxstack.sharding import holding
 
-_group: contextvars.ContextVar[int | None] = contextvars.ContextVar("by_rows", default=None)
+_group: contextvars.ContextVar[int | None] = contextvars.ContextVar("group", default=None)
 _adapters: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar(
     "adapters", default=None
 )
 
 
 @contextlib.contextmanager
-def by_rows(group: int | None, adapters_R: jax.Array | None = None) -> Iterator[None]:
+def batch_invariant(group: int | None, adapters_R: jax.Array | None = None) -> Iterator[None]:
     """Keep the bits of a row whatever the number of rows in the layers inside; a layer that cannot
     otherwise computes `group` rows at a time (0: none needs to; None: compute as in training).
     `adapters_R`: numbers of the rows' adapters, 0: none."""
@@ -42,7 +42,7 @@ def active() -> bool:
 
 
 def in_groups(f: Callable[..., Any], size: int | None = None) -> Callable[..., Any]:
-    """`f` of trees of arrays [R, ..], for `size` rows at a time; None: as many as `by_rows`
+    """`f` of trees of arrays [R, ..], for `size` rows at a time; None: as many as `batch_invariant`
     says."""
     size = _group.get() if size is None else size
     if not size:
