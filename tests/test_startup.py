@@ -282,7 +282,7 @@ def test_a_change_that_moves_the_learning_rate_of_the_next_update_is_told_with_b
     )
     said = startup.moved_rate(written.model_dump(mode="json"), now, update)
     assert said.startswith(
-        f"the learning rate goes on at {after:.4g}; by the checkpoint's schedule it "
+        f"the learning rate continues at {after:.4g}; by the checkpoint's schedule it "
         f"would be {before:.4g} (optimizer.chain.1); "
     )
     assert startup.moved_rate(written.model_dump(mode="json"), written, update) == ""

@@ -228,7 +228,7 @@ def test_a_checkpoint_is_restored_even_where_none_will_be_written(base):
     assert "resumed from step 24" in output and [
         row["step"] for row in rows(folder / "unsaved")
     ] == [25, 26]
-    assert "the learning rate goes on at" in output and "changed: train.steps: 24 -> 26" in output
+    assert "the learning rate continues at" in output and "changed: train.steps: 24 -> 26" in output
 
 
 @pytest.mark.slow

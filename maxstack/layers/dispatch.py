@@ -127,8 +127,7 @@ def _windows(
     lists: Lists,
     more: Array,
 ) -> Array:
-    """The first window, differentiated as it stands, and a loop over further ones, which the
-    backward pass computes again."""
+    """The first window, and a loop over further ones, which the backward pass computes again."""
     return _forward(window, how, weights, x_ND, weight_NC, lists, more)[0]
 
 

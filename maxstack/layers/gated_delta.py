@@ -33,8 +33,8 @@ Arrays = tuple[Array, ...]
 class GatedDelta(Layer):
     """Linear attention by the gated delta rule (Yang et al. 2024, arXiv:2412.06464, section 3.4).
 
-    Fresh heads forget at rates of median 0.06 a position, one standard deviation being a factor of
-    5.5: the spread of the usual product of a time step log-uniform in [0.001, 0.1] and a rate
+    Initial heads forget at rates of median 0.06 a position, one standard deviation being a factor
+    of 5.5: the spread of the usual product of a time step log-uniform in [0.001, 0.1] and a rate
     uniform in [0, 16].
     """
 
@@ -137,10 +137,10 @@ def _step_rows(
 
         def row(r: Array, carry: tuple[dict[str, Array], Array]) -> Any:
             state, o_RNV = carry
-            slot, fresh = rows.slots_R[r], rows.positions_R[r] == 0
+            slot, begins = rows.slots_R[r], rows.positions_R[r] == 0
             mixed, state = {}, dict(state)
             for name, x_RKH, taps_WKH in zip(TAILS, (q_RKH, k_RKH, v_RNV), taps, strict=True):
-                last_WKH = jnp.where(fresh, 0, state[f"last_{name}"][slot])
+                last_WKH = jnp.where(begins, 0, state[f"last_{name}"][slot])
                 seen_WKH = jnp.concatenate([last_WKH, x_RKH[r][None].astype(last_WKH.dtype)])
                 state[f"last_{name}"] = state[f"last_{name}"].at[slot].set(seen_WKH[1:])
                 product_WKH = seen_WKH.astype(jnp.float32) * taps_WKH.astype(jnp.float32)
@@ -150,7 +150,7 @@ def _step_rows(
                 jnp.repeat(x.astype(v_RNV.dtype).astype(jnp.float32), groups, axis=0)
                 for x in (q_KH, _unit(mixed["key"]))
             )
-            s_NHV = jnp.where(fresh, 0, state["state"][slot])
+            s_NHV = jnp.where(begins, 0, state["state"][slot])
             v_NV = mixed["value"].astype(v_RNV.dtype)
             s_NHV, read_NV = step(s_NHV, q_NH, k_NH, v_NV, decay_RN[r], beta_RN[r])
             state["state"] = state["state"].at[slot].set(s_NHV)

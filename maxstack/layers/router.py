@@ -88,8 +88,8 @@ def counts(experts_BTC: Array, experts: int, real_BT: Array) -> Array:
 
 
 def within_capacity(experts_BTC: Array, experts: int, real_BT: Array, limit: int | None) -> Array:
-    """Mask of the choices that count, bool [B, T, C]: those of real tokens, and of each row the
-    first `limit` of an expert, if that is not None."""
+    """Mask of the choices that count, bool [B, T, C]: choices of real tokens, and with a `limit`
+    only the first so many of each row and expert."""
     real_BT1 = real_BT[:, :, None]
     if limit is None:
         return jnp.broadcast_to(real_BT1, experts_BTC.shape)

@@ -39,10 +39,10 @@ def weight(
     """A parameter of `shape` with one logical axis name a dimension. `draw` fills it from a normal
     of `std` cut at three of it, or with `fill`.
 
-    A `carried` one is not the optimizer's: the step updates it by a rule of its own. `use` says
-    what multiplies by it, if what does may do so in another way than in the compute dtype; a matmul
-    contracts its first `contract` dimensions. One that is trained `beside_adapters` is not frozen
-    where others have them, and has none itself.
+    The step updates a `carried` weight by a rule of its own, not the optimizer. `use` names the
+    operation that multiplies by the weight, where it may be quantized; a matmul contracts its first
+    `contract` dimensions. A weight that is trained `beside_adapters` gets no adapter, and is not
+    frozen where other weights have them.
     """
     assert len(shape) == len(axes.split()), (shape, axes)
     return nnx.Param(
@@ -215,7 +215,7 @@ _multiply_here.defvjp(lambda x, matrix: (x @ matrix, (x, matrix)), _gradients)
 
 
 def axes_of(w: nnx.Param) -> tuple[str, ...]:
-    """Logical axes of a weight itself, without those of a stack."""
+    """Logical axes of a weight, without that of a stack."""
     axes = w.get_metadata()["axes"]
     return axes[-w.ndim :] if w.ndim else ()
 

@@ -35,8 +35,8 @@ class Terms(NamedTuple):
 
 
 class LogProbs(Objective):
-    """An objective whose loss is a function of the model's log-probabilities of targets, those of a
-    reference, and what is in the batch."""
+    """An objective whose loss is a function of the log-probabilities of targets under the model and
+    a reference, and of fields of the batch."""
 
     section: WithReferenceConfig
 

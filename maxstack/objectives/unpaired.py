@@ -1,7 +1,7 @@
 """Preference optimization of single answers that are wanted or not: KTO, BCO. Shapes: B batch  T
 time.
 
-Values of an answer stand at its last position [B, T].
+Values of an answer are at its last position [B, T].
 """
 
 import jax

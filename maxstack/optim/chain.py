@@ -212,9 +212,8 @@ def _implied(item: Transform, scope: _Scope) -> dict[str, Any]:
         others = [path for path, info in scope.params.items() if info.matrix is None]
         if others:
             raise ConfigError(
-                f"optimizer.{item.key}: scale_by_muon takes matrices only, but {others[0]} is "
-                "none; put it in a group with "
-                "match: [{path: '*', ndim: 2}]"
+                f"optimizer.{item.key}: scale_by_muon takes matrices only, and {others[0]} "
+                "is not one; use it in a group with match: [{path: '*', ndim: 2}]"
             )
     if name in MUON:
         for dimensions in item.signature.of_sort("dimensions"):

@@ -49,7 +49,7 @@ def describe_rate_change(
     for key, rate in rates_at(cfg, train_steps, updates).items():
         if key in old and not math.isclose(old[key], rate, rel_tol=1e-5, abs_tol=1e-12):
             return (
-                f"the learning rate goes on at {rate:.4g}; by the checkpoint's schedule it "
+                f"the learning rate continues at {rate:.4g}; by the checkpoint's schedule it "
                 f"would be {old[key]:.4g} (optimizer.{key})"
             )
     return ""

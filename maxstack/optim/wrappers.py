@@ -88,7 +88,7 @@ def lookahead(
         )
         if reset_state:
             fast_state = jax.tree.map(
-                lambda now, fresh: jnp.where(sync, fresh, now), fast_state, inner.init(params)
+                lambda now, new: jnp.where(sync, new, now), fast_state, inner.init(params)
             )
         return updates, LookaheadState(fast_state, slow, (state.steps_since_sync + 1) % sync_period)
 
@@ -97,7 +97,7 @@ def lookahead(
 
 def weight_ema(decay: float, start: int) -> GradientTransformation:
     """Keeps an exponential moving average of the updated parameters, equal to them until step
-    `start`, in float32 at least. It stands last in a chain and changes no update."""
+    `start`, in float32 at least. It comes last in a chain and changes no update."""
 
     def init(params: Any) -> WeightEmaState:
         return WeightEmaState(

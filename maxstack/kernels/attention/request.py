@@ -27,7 +27,7 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Scores are q.k * scale, soft-capped. Query i stands at position i + offset among the keys,
+    """Scores are q.k * scale, soft-capped. Query i is at position i + offset among the keys,
     key j at position j.
 
     A causal query sees positions up to its own, the last `window` of them; another query sees

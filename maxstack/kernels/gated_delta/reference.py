@@ -42,8 +42,8 @@ def step(
     decay_N: jax.Array,
     beta_N: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """State [N, H, V] after a position, and what it reads [N, V], in float32 without matmuls: the
-    bits do not depend on what is computed beside it."""
+    """(state [N, H, V] after a position, the position's output [N, V]), in float32 without matmuls,
+    so that the bits do not depend on what else is computed."""
     s_NHV = s_NHV * jnp.exp(decay_N)[:, None, None]
     missed_NV = v_NV - (s_NHV * k_NH[:, :, None]).sum(axis=1)
     s_NHV += k_NH[:, :, None] * (beta_N[:, None] * missed_NV)[:, None]

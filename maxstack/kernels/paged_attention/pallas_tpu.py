@@ -19,15 +19,15 @@ from maxstack.kernels.paged_attention.blockwise import BLOCK, LOWEST, apply_soft
 from maxstack.kernels.paged_attention.runs import tiles
 
 MEMORY = 48 << 20
-"""Bytes of vector memory that the kernel may take."""
+"""Most bytes of vector memory of the kernel."""
 SUBLANES, LANES = 8, 128
 TALL = 64
-"""Rows times heads that are multiplied together, or the heads of a row where they are more."""
+"""Rows times heads of one product; a row with more heads is a product of its own."""
 
 
 def supports(case: PagedCase) -> str | None:
-    """The reason why this kernel cannot serve; None: it can. Other numbers of kv heads XLA keeps in
-    an order in which no page can be fetched, and would copy the whole cache for."""
+    """Why this kernel cannot serve `case`; None if it can. XLA keeps other numbers of kv heads in
+    an order in which no page can be fetched, and would copy the whole cache."""
     if reason := case.unlike_pages:
         return reason
     if case.dtype not in ("bfloat16", "float32"):
@@ -49,8 +49,8 @@ def supports(case: PagedCase) -> str | None:
 def run(
     inputs: Inputs, request: Request, value_dim: int | None, interpret: Any = False
 ) -> jax.Array:
-    """Online softmax over the blocks that a tile sees. Each row is computed as one of T rows,
-    whatever stands beside it. `interpret`: to run on a CPU."""
+    """Online softmax over the blocks that a tile sees. A row is computed as one of T rows, whatever
+    the other rows are. `interpret`: run on a CPU."""
     q_RNH, pages, tables_RW, positions_R, sinks_N, _, _ = inputs
     rows, heads, size = q_RNH.shape
     if value_dim is not None:

@@ -30,7 +30,8 @@ from maxstack.kernels.paged_attention.runs import Tiles, long_and_short_tiles, t
 FEW_TOGETHER, TOGETHER = 4, 8
 """Short tiles that are computed together, in steps of as many rows at most and in others."""
 MANY, MANY_TOGETHER = 128, 64
-"""Rows of a step from which so many are, where requests have less than a block of keys."""
+"""From so many rows of a step on, so many tiles are computed together, where requests have less
+than a block of keys."""
 
 
 class Call(NamedTuple):
@@ -57,8 +58,8 @@ class Call(NamedTuple):
 
 
 def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
-    """Online softmax over the blocks that a tile sees. A row is computed as one of a tile's,
-    whatever stands beside it."""
+    """Online softmax over the blocks that a tile sees. A row is computed as one of a tile, whatever
+    the other rows are."""
     q_RNH, pages_PLCH, tables_RW, positions_R, _, kv_heads, _ = inputs
     rows, heads, _ = q_RNH.shape
     sample = jax.eval_shape(lambda: split_keys_values(pages_PLCH[0], value_dim, kv_heads))
