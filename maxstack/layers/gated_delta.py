@@ -72,7 +72,8 @@ def _convolve_and_recur(
     cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, segments_BT: Array | None
 ) -> Array:
     """Convolutions and the recurrence over whole sequences: [B, T, N, V]."""
-    (q_BTKH, k_BTKH, *taps), (v_BTNV, decay_BTN, beta_BTN, taps_v) = of_keys, of_values
+    q_BTKH, k_BTKH, *taps = of_keys
+    v_BTNV, decay_BTN, beta_BTN, taps_v = of_values
 
     def convolved(x_BTKH: Array, taps_WKH: Array) -> Array:
         return jax.nn.silu(convolve(x_BTKH, taps_WKH, segments_BT))

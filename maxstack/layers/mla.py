@@ -94,7 +94,8 @@ def request(cfg: MLAConfig) -> Request:
     The part without positions is sharpened too, which cosines and sines cannot do (the released
     code of DeepSeek-V2 and V3 says so; no paper does).
     """
-    scale, scaling = (cfg.nope_dim + cfg.rope_dim) ** -0.5, cfg.rope.scaling
+    scale = (cfg.nope_dim + cfg.rope_dim) ** -0.5
+    scaling = cfg.rope.scaling
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:
         scale *= yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
     return Request(scale=scale, causal=cfg.causal)

@@ -229,10 +229,8 @@ def _mix_own_tokens(
         weights.get("expert_scale"),
     )
     counted_BTC = router.within_capacity(experts_BTC, cfg.experts, real_BT, limit)
-    x_ND, weight_NC = (
-        x_BTD.reshape(-1, x_BTD.shape[-1]),
-        jnp.where(counted_BTC, weights_BTC, 0).reshape(-1, cfg.top_k),
-    )
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    weight_NC = jnp.where(counted_BTC, weights_BTC, 0).reshape(-1, cfg.top_k)
     expert_NC = jnp.where(counted_BTC, experts_BTC, cfg.experts).reshape(weight_NC.shape)
     how = dispatch.plan_travel(
         cfg.experts,
@@ -284,10 +282,8 @@ def _experts(cfg: MoEConfig, weights: Weights, x_SD: Array, sizes_E: Array) -> A
             precision=jax.lax.Precision.HIGHEST,
         )
 
-    gate_SF, up_SF = (
-        checkpoint_name(times(x_SD, "gate"), "mlp_gate"),
-        checkpoint_name(times(x_SD, "up"), "mlp_up"),
-    )
+    gate_SF = checkpoint_name(times(x_SD, "gate"), "mlp_gate")
+    up_SF = checkpoint_name(times(x_SD, "up"), "mlp_up")
     return times(_gate(cfg, gate_SF, up_SF), "down")
 
 

@@ -67,7 +67,8 @@ class Block(nnx.Module):
         self, x_BTD: Array, context: Context, extra_BTP: Array | None = None
     ) -> tuple[Array, Aux]:
         """-> (x, the MLP's report); `extra_BTP` is the layer's own embedding of the tokens."""
-        x_BTD, scope = checkpoint_name(x_BTD, "input"), f"model.blocks.{self.name}"
+        x_BTD = checkpoint_name(x_BTD, "input")
+        scope = f"model.blocks.{self.name}"
         before = after = UNMODULATED
         if self.is_modulated:
             before, after = self._modulations(context)

@@ -81,7 +81,8 @@ def moves(stages: int, rounds: int) -> tuple[tuple[tuple[int, ...], ...], np.nda
 
     chunks = np.arange(stages * rounds).reshape(stages, rounds)  # of each stage
     left = np.ones((stages, rounds), bool)
-    permutations, (sent, kept) = [], np.zeros((2, stages, rounds), np.int32)
+    permutations = []
+    sent, kept = np.zeros((2, stages, rounds), np.int32)
     for move in range(rounds):
         edges = np.zeros((stages, stages), bool)
         sources, places = np.nonzero(left)
@@ -179,7 +180,8 @@ def run_pipeline(
     """
     current = sharding.current()
     assert current
-    (mesh, cfg), rows = current, Rows.on(*current)
+    mesh, cfg = current
+    rows = Rows.on(mesh, cfg)
     stages = mesh.shape[STAGE]
     replicas = tuple(axis for axis in rows.sizes if axis in rows.by_hand and axis != STAGE)
     per_row = jax.tree.map(lambda leaf: leaf.ndim > 1 and leaf.shape[0] == x_BTD.shape[0], context)
@@ -327,7 +329,8 @@ def _run_schedule(
         group, turn, _ = work_at(now, stages, rounds)
 
         def exchanged(x_NTD: Array, own_NTD: Array) -> tuple[Array, Array]:
-            x_NTD, here = jax.lax.ppermute(x_NTD, STAGE, up), (stage == 0) & (turn == 0)
+            x_NTD = jax.lax.ppermute(x_NTD, STAGE, up)
+            here = (stage == 0) & (turn == 0)
             return jnp.where(here, own_NTD, x_NTD), jax.lax.ppermute(
                 jnp.where(here, x_NTD, own_NTD), STAGE, down
             )
@@ -348,7 +351,8 @@ def _run_schedule(
         )
         return (x_NTD, waiting_GNTD), reports
 
-    start, total = (x_GNTD[0], jnp.concatenate([x_GNTD, x_GNTD[:1]])), busy + stages - 1
+    start = x_GNTD[0], jnp.concatenate([x_GNTD, x_GNTD[:1]])
+    total = busy + stages - 1
     together = max(n for n in range(1, min(unroll, length) + 1) if length % n == 0)
     done, reports = jax.lax.scan(step, start, jnp.arange(total * length), unroll=together)
 

@@ -194,7 +194,8 @@ def merge_heads(x_BKGTH: jax.Array) -> jax.Array:
 
 def as_output(output: Output, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """The output [B, T, N, V] in q's dtype, and the log-sum-exp [B, N, T]."""
-    (b, t, n, _), (o_BKGTV, log_BKGT) = inputs.q_BTNH.shape, output
+    b, t, n, _ = inputs.q_BTNH.shape
+    o_BKGTV, log_BKGT = output
     return merge_heads(o_BKGTV).astype(inputs.q_BTNH.dtype), log_BKGT.reshape(b, n, t)
 
 
@@ -285,7 +286,8 @@ def add_gradients(
     request: Request,
 ) -> Gradients:
     """`before` and the gradients of the output in `tiles`."""
-    (k_BKSH, v_BKSV), dtype = kv, kv[0].dtype
+    k_BKSH, v_BKSV = kv
+    dtype = k_BKSH.dtype
     q_BKGTH = queries.q_BKGTH * jnp.asarray(request.scale, dtype)
 
     def tile(size: Tiles, grads: Gradients, start: jax.Array, first: jax.Array) -> Gradients:

@@ -80,7 +80,8 @@ def run(
     """
     sizes = DEFAULT | dict(blocks or {})
     assert sizes.keys() == DEFAULT.keys() and sizes["keys"] in (64, BLOCK), sizes
-    (b, t, n, h), (_, s, kv, _) = inputs.q_BTNH.shape, inputs.k_BSKH.shape
+    b, t, n, h = inputs.q_BTNH.shape
+    s, kv = inputs.k_BSKH.shape[1:3]
     padded_t, padded_s = (-(-length // BLOCK) * BLOCK for length in (t, s))
     dtype, numbered = inputs.q_BTNH.dtype, len(inputs.same)
     shape = b, padded_t, padded_s, s, n, kv, h, dtype
@@ -103,7 +104,7 @@ def _forward(inputs: Inputs, call: Call) -> tuple[jax.Array, jax.Array]:
 def _backward(
     call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
 ) -> list[jax.Array]:
-    (_, t, *_), s = inputs.q_BTNH.shape, inputs.k_BSKH.shape[1]
+    t, s = inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1]
     seen_BNT = jnp.where(log_BNT == -jnp.inf, jnp.inf, log_BNT)
     rows = [_padded(do_BTNV.astype(call.dtype), call.queries, 1)]
     rows += [_padded(x, call.queries, 2) for x in (seen_BNT, mean_BNT)]

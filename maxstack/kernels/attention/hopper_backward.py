@@ -134,7 +134,8 @@ def _visit_queries(
 ) -> Any:
     """A step over a tile of queries: adds to the gradients of this warpgroup's keys and values.
     Scores lie with keys as rows."""
-    (key_tile, value_tile), (of_k, of_v) = tiles, carry
+    key_tile, value_tile = tiles
+    of_k, of_v = carry
     (query_tile, *vectors), done_queries = queries.take(step_of(tile))
     log, *numbers = call.columns(vectors)
     s, slope = call.scores(call.product(key_tile, query_tile, transpose=True))

@@ -261,7 +261,8 @@ def load_keys(
     """The loading warpgroup of queries: `sources`, keys, values and the keys' numbers in device
     memory, go into the rings, tile by tile."""
     plgpu.set_max_registers(40, action="decrease")
-    (k, v, theirs), (lo, _, _, end) = sources, tiles
+    k, v, theirs = sources
+    lo, _, _, end = tiles
     row, kv_head = lax.axis_index("batch"), lax.div(lax.axis_index("head"), jnp.int32(call.groups))
 
     def load(tile: Any, _: None) -> None:
@@ -279,8 +280,8 @@ def walk(
 ) -> Any:
     """`visit(masked, tile, carry)` over the tiles of the `block` of threads, with masks only where
     the warpgroup's `own` rows need one."""
-    (lo, _, _, end), (_, whole, cut, _) = block, own
-    whole, cut = jnp.clip(whole, lo, end), jnp.clip(cut, lo, end)
+    lo, _, _, end = block
+    whole, cut = (jnp.clip(bound, lo, end) for bound in own[1:3])
     if not call.bounded:
         return lax.fori_loop(lo, end, functools.partial(visit, False), carry)
     carry = lax.fori_loop(lo, whole, functools.partial(visit, True), carry)

@@ -18,7 +18,8 @@ def run(inputs: Inputs, request: Request, blocks: Mapping[str, int] | None = Non
     """softmax(scores) v -> [B, T, N, V] in q's dtype. Scores and softmax are float32, or float64
     where q is."""
     q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
-    (b, t, n, h), (_, s, kv, _) = q_BTNH.shape, k_BSKH.shape
+    b, t, n, h = q_BTNH.shape
+    s, kv = k_BSKH.shape[1:3]
     number = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     q_BTKGH = q_BTNH.reshape(b, t, kv, n // kv, h)
     s_BKGTS = (

@@ -161,7 +161,8 @@ def _ring(inputs: Inputs, call: Call) -> Ring:
 
 
 def _forward(inputs: Inputs, call: Call) -> Output:
-    ring, (q_BKGTH, own) = _ring(inputs, call), blocks.group_heads(inputs)
+    ring = _ring(inputs, call)
+    q_BKGTH, own = blocks.group_heads(inputs)
 
     def visit(output: Output, kv: Keys, shift: Step) -> tuple[Output, tuple[()]]:
         numbers, tiles = ring.numbers(shift), ring.remote_tiles(shift)
@@ -176,7 +177,8 @@ def _forward(inputs: Inputs, call: Call) -> Output:
 def _backward(
     call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
 ) -> list[jax.Array]:
-    ring, (q_BKGTH, own) = _ring(inputs, call), blocks.group_heads(inputs)
+    ring = _ring(inputs, call)
+    q_BKGTH, own = blocks.group_heads(inputs)
     queries = blocks.backward_queries(q_BKGTH, do_BTNV, mean_BNT, log_BNT)
     none = jax.tree.map(zeros, own)
 

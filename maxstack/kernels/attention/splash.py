@@ -73,7 +73,8 @@ def run(
 ) -> jax.Array:
     """softmax(scores) v -> [B, T, N, V] in q's dtype, as reference.run."""
     q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
-    (b, t, n, _), s = q_BTNH.shape, k_BSKH.shape[1]
+    b, t, n, _ = q_BTNH.shape
+    s = k_BSKH.shape[1]
     sizes = tuple((_default(t, s) | dict(blocks or {})).items())
     attend = _kernel(dataclasses.replace(request, scale=1.0), n, t, s, sizes, interpret)
     scaled = (q_BTNH.astype(jnp.float32) * request.scale).astype(q_BTNH.dtype)

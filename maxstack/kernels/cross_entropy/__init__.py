@@ -69,7 +69,8 @@ def linear_cross_entropy(
         columns > 1,
         Device.here(),
     )
-    choice, arrays = OP.choose(case, backend), (x_BTD, targets_BT, weights_BT)
+    choice = OP.choose(case, backend)
+    arrays = x_BTD, targets_BT, weights_BT
     if not layout:
         arrays = x_BTD.reshape(-1, embed), targets_BT.reshape(-1), weights_BT.reshape(-1)
     x, targets, weights = arrays

@@ -103,7 +103,8 @@ def _call(
     """`kernel` over tiles, the depth innermost, then the columns -> an [M, V] of `dtype`, or the
     statistics, three float32 [M, 1], where that is None."""
     x_MD, head_DV, bias_V, *_ = inputs
-    (m, d), v = x_MD.shape, head_DV.shape[1]
+    m, d = x_MD.shape
+    v = head_DV.shape[1]
     tile = {**_tile(Device.here().kind), **call.blocks}
     rows = min(tile["tile_rows"], m + -m % 8)
     columns = min(tile["tile_columns"], v + -v % LANES)

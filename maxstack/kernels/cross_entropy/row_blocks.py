@@ -46,7 +46,8 @@ def map_rows_with_gradients(
     biased = inputs.bias_V is not None
 
     def block(sums: tuple[Any, Any], block: tuple[jax.Array, ...]) -> Any:
-        (d_head, d_bias), (x_RD, x_DR, *rows) = sums, block
+        d_head, d_bias = sums
+        x_RD, x_DR, *rows = block
         results, d_RV = step(x_RD, *rows)
         d_RV = d_RV.astype(x_RD.dtype)
         if biased:

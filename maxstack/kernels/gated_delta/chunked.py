@@ -29,7 +29,8 @@ def run(
 ) -> jax.Array:
     """[B, T, N, V] in v's dtype, computed in float32, in chunks of `chunk` positions."""
     b, t, n, v = v_BTNV.shape
-    heads, chunk = (k_BTKH.shape[2], n // k_BTKH.shape[2]), min(chunk, t)
+    heads = k_BTKH.shape[2], n // k_BTKH.shape[2]
+    chunk = min(chunk, t)
     q_XBKCH, k_XBKCH = (_chunks(x.astype(jnp.float32), chunk, 1) for x in (q_BTKH, k_BTKH))
     v_XBKGCV, decay_XBKGC, beta_XBKGC = (
         _chunks(x.astype(jnp.float32).reshape(b, t, *heads, *x.shape[3:]), chunk, 2)

@@ -31,7 +31,8 @@ def _multiply_blocks(
 
     On a CPU a matrix is cast to float32 once a group instead of once a block.
     """
-    (rows, expected), dtype = _rows(x_MK.shape[0], w_EKN.shape[0]), product_dtype(x_MK.dtype)
+    rows, expected = _rows(x_MK.shape[0], w_EKN.shape[0])
+    dtype = product_dtype(x_MK.dtype)
     padded = jnp.pad(x_MK.astype(dtype), ((0, rows), (0, 0)))
     equation = "RK,NK->RN" if transposed else "RK,KN->RN"
 
@@ -55,7 +56,8 @@ def _multiply_blocks(
 
 def _sum_outer_products(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """The sum over each group's rows of outer(x, y), float32 [E, K, N]."""
-    (rows, expected), dtype = _rows(x_MK.shape[0], sizes_E.shape[0]), product_dtype(x_MK.dtype)
+    rows, expected = _rows(x_MK.shape[0], sizes_E.shape[0])
+    dtype = product_dtype(x_MK.dtype)
     padded = [jnp.pad(a.astype(dtype), ((0, rows), (0, 0))) for a in (x_MK, y_MN)]
 
     def group(_, inputs):

@@ -39,7 +39,8 @@ def supports(case: PagedCase) -> str | None:
         return f"{case.kv_heads} kv_heads are not 1, 2 or a multiple of 4: XLA would copy the cache"
     if case.page % SUBLANES:
         return f"page {case.page} is not a multiple of {SUBLANES}"
-    (tall, groups), size = _tall(case.heads // case.kv_heads), max(LANES, case.head_dim)
+    tall, groups = _tall(case.heads // case.kv_heads)
+    size = max(LANES, case.head_dim)
     fetched = 2 * max(BLOCK, case.page) * arrays * size * jnp.dtype(case.dtype).itemsize
     if fetched + 40 * case.kv_heads * tall * groups * size > MEMORY // 2:
         return f"page {case.page} and {case.heads} heads take more than {MEMORY // 2} bytes of VMEM"

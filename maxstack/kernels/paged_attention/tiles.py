@@ -99,7 +99,8 @@ def _attend_rows(
     call: Call, each: Tiles, tile_rows: int, together: int, o_RNV: jax.Array
 ) -> jax.Array:
     """The rows of these tiles written."""
-    (kv, groups), (_, block) = call.heads, call.block
+    kv, groups = call.heads
+    block = call.block[1]
     starts_R, counts_R = _sort_by_length(each, call.at_R, together)
 
     def compute(i: jax.Array, o_RNV: jax.Array) -> jax.Array:
