@@ -1,5 +1,10 @@
-"""Inputs that all layers of a step share besides the residual stream. Shapes: B batch  T
-time."""
+"""Inputs that all layers of a step share besides the residual stream.
+
+Random numbers belong to what they are drawn for, never to a device: dropout's depend on seed, step,
+row of the global batch, position in natural order, layer and weight. A row's key comes with the
+batch, and positions and repetitions are folded into it here, so that microbatches, stages and the
+order of a ring change nothing. Shapes: B batch  T time.
+"""
 
 import contextlib
 import contextvars
@@ -24,11 +29,10 @@ class Context:
     """Positions and documents of the tokens, and tables and keys made from them."""
 
     positions_BT: Array
-    """int32 [B or 1, T]: places within the document, from 0; in the order of kernels/sequences.py,
-    as all that follows."""
+    """int32 [B or 1, T]: positions within the document, from 0. Like all arrays here, in the order
+    of kernels/sequences.py."""
     segments_BT: Array | None = None
-    """int32 [B, T]: equal numbers belong to one document, 0 is padding; None: one document a row,
-    padding after it."""
+    """int32 [B, T]: numbers of documents, 0 for padding; None: one document a row, then padding."""
     tables: Mapping[tuple[RopeConfig, int], Table] = dataclasses.field(default_factory=dict)
     """Cosines and sines by RoPE and head size."""
     kept: Mapping[str, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
@@ -36,7 +40,7 @@ class Context:
     real_BT: Array | None = None
     """bool [B, T]: False for padding; None: nothing depends on it, or there is none."""
     cache: LayerCache | None = None
-    """Inference's cache of the layer that is being computed; None in training."""
+    """The KV cache of the layer that is being computed; None in training."""
     keys_BT2: Array | None = None
     """uint32 [B, T, 2]: random keys of row and position, with the repetition of the pattern folded
     in; None: nothing is drawn."""

@@ -19,14 +19,14 @@ LEAST_SUM = 1e-20
 
 
 def normalize_input(x_BTD: Array, scale_D: Array, eps: float) -> Array:
-    """x / rms(x) * scale / sqrt(D), float32: what Gemma 4's router reads."""
+    """x / rms(x) * scale / sqrt(D), float32: the input of Gemma 4's router."""
     scale_D = scale_D.astype(jnp.float32) * x_BTD.shape[-1] ** -0.5
     return norm.normalize(x_BTD, scale_D, False, eps)
 
 
 def logits(x_BTD: Array, router_DE: Array, bias_E: Array | None) -> Array:
-    """x router + bias, float32 [B, T, E] at full precision on every device: a rounding here sends a
-    token elsewhere."""
+    """x router + bias, float32 [B, T, E], at full precision on every device: rounding here would
+    send tokens to other experts."""
     logits_BTE = jnp.einsum(
         "BTD,DE->BTE",
         x_BTD.astype(jnp.float32),
