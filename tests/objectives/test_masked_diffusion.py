@@ -173,7 +173,7 @@ def test_a_sample_begins_with_the_prompt_as_training_has_it_and_the_run_is_not_s
         (["export", trained, "--out", str(tmp_path / "hf")], "cannot be exported"),
         (
             ["export", trained, "--out", "gs://bucket/hf"],
-            "gs://bucket/hf: must lie on this machine",
+            "gs://bucket/hf: must be on this machine",
         ),
     ):
         capsys.readouterr()
