@@ -91,6 +91,26 @@ WEIGHTS = argument(
     "average (default: evaluated)",
 )
 BATCH_SIZE = argument("--batch-size", type=positive, default=8, help="rows per batch (default: 8)")
+TEMPERATURE = argument(
+    "--temperature",
+    type=up_to(HOTTEST),
+    default=1.0,
+    help="sampling temperature; 0 picks the likeliest token (default: 1)",
+)
+SEED = argument("--seed", type=int, default=0, help="random seed (default: 0)")
+SOLVER = argument(
+    "--solver",
+    choices=("euler", "heun"),
+    default="euler",
+    help="flow models: ODE solver (default: euler)",
+)
+GUIDANCE = argument(
+    "--guidance",
+    type=up_to(100),
+    default=1.0,
+    metavar="W",
+    help="flow models: classifier-free guidance scale (default: 1, no guidance)",
+)
 JSON = argument("--json", metavar="FILE", help="also write the results to FILE, in full precision")
 
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from maxstack.command import (
     ALLOW_NONFINITE,
-    HOTTEST,
     MODEL,
     OVERRIDES,
+    SEED,
+    TEMPERATURE,
     WEIGHTS,
     argument,
     check_writable,
@@ -61,12 +62,7 @@ if TYPE_CHECKING:
     argument(
         "--max-tokens", type=positive, default=256, help="maximum tokens to generate (default: 256)"
     ),
-    argument(
-        "--temperature",
-        type=up_to(HOTTEST),
-        default=1.0,
-        help="sampling temperature; 0 is greedy decoding (default: 1)",
-    ),
+    TEMPERATURE,
     argument(
         "--top-k",
         type=int,
@@ -95,7 +91,7 @@ if TYPE_CHECKING:
         metavar="F",
         help="penalty on repeated tokens; 1: none (default: 1)",
     ),
-    argument("--seed", type=int, default=0, help="random seed (default: 0)"),
+    SEED,
     argument("--n", type=positive, default=1, help="completions per prompt (default: 1)"),
     argument(
         "--stop",

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
-from maxstack.command import argument, check_writable, command, write_json
+from maxstack.command import JSON, argument, check_writable, command, write_json
 from maxstack.errors import ConfigError
 from maxstack.report.goodput import CAUSES, FILE, summary, text
 
@@ -18,11 +18,7 @@ WIDTH = max(map(len, CAUSES))
     + "\n".join(f"  {cause:<{WIDTH}}  {meaning}" for cause, meaning in CAUSES.items()),
     "goodput runs/quickstart --json goodput.json",
     argument("runs", nargs="+", metavar="RUN", help="run folder, or name of one in runs/"),
-    argument(
-        "--json",
-        metavar="FILE",
-        help="write all figures to FILE, as an object by RUN with seconds in full precision",
-    ),
+    JSON,
 )
 def main(args: Namespace) -> None:
     """Print the goodput of each run."""

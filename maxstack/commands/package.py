@@ -9,15 +9,16 @@ from pathlib import Path
 
 from maxstack.command import (
     ALLOW_NONFINITE,
+    GUIDANCE,
     MODEL,
     OVERRIDES,
+    SOLVER,
     WEIGHTS,
     argument,
     command,
     local_folder,
     model_overrides,
     positive,
-    up_to,
 )
 from maxstack.errors import ConfigError, installing
 from maxstack.hardware import devices
@@ -89,18 +90,8 @@ def lengths(text: str) -> list[int]:
         "--devices", type=positive, default=1, help="number of devices to shard over (default: 1)"
     ),
     argument("--steps", type=positive, default=50, help="sample: number of steps (default: 50)"),
-    argument(
-        "--solver",
-        choices=("euler", "heun"),
-        default="euler",
-        help="sample: ODE solver (default: euler)",
-    ),
-    argument(
-        "--guidance",
-        type=up_to(100),
-        default=1.0,
-        help="sample: classifier-free guidance scale (default: 1, no guidance)",
-    ),
+    SOLVER,
+    GUIDANCE,
     WEIGHTS,
     ALLOW_NONFINITE,
 )

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 from maxstack import strict_json
 from maxstack.command import (
     ALLOW_NONFINITE,
-    HOTTEST,
+    GUIDANCE,
     MODEL,
     OVERRIDES,
+    SEED,
+    SOLVER,
+    TEMPERATURE,
     WEIGHTS,
     argument,
     check_writable,
     command,
     model_overrides,
     positive,
-    up_to,
     write,
 )
 from maxstack.errors import ConfigError
@@ -63,13 +65,8 @@ def classes(text: str) -> list[int]:
         default="random",
         help="text: order in which positions are filled (default: random)",
     ),
-    argument(
-        "--temperature",
-        type=up_to(HOTTEST),
-        default=1.0,
-        help="text: sampling temperature, 0 for the likeliest token (default: 1)",
-    ),
-    argument("--seed", type=int, default=0, help="random seed (default: 0)"),
+    TEMPERATURE,
+    SEED,
     argument("--prompt", default="", metavar="TEXT", help="text: prefix of every sample"),
     argument(
         "--out",
@@ -84,19 +81,8 @@ def classes(text: str) -> list[int]:
         metavar="0-9,12",
         help="images: classes to cycle through (default: all)",
     ),
-    argument(
-        "--guidance",
-        type=up_to(100.0),
-        default=1.0,
-        metavar="W",
-        help="images: classifier-free guidance scale (default: 1, no guidance)",
-    ),
-    argument(
-        "--solver",
-        choices=("euler", "heun"),
-        default="euler",
-        help="images: ODE solver (default: euler)",
-    ),
+    GUIDANCE,
+    SOLVER,
     WEIGHTS,
     ALLOW_NONFINITE,
 )
