@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from maxstack import strict_json
 from maxstack.command import argument, command, group, local_folder
 from maxstack.errors import ConfigError
-from maxstack.report.table import table
+from maxstack.report.table import bytes_text, table
 
 if TYPE_CHECKING:
     from maxstack.checkpoint.survey import Held
@@ -55,7 +55,7 @@ def cells_of(held: "Held") -> list[tuple[int, tuple[str, ...]]]:
                 rows.append((step, (f"{step}", "", "", "", damage)))
                 continue
             loss = "" if facts.get("eval_loss") is None else f"{facts['eval_loss']:.4f}"
-            size = _size(sum(entry["bytes"] for entry in files.values()))
+            size = bytes_text(sum(entry["bytes"] for entry in files.values()))
             date = time.strftime("%Y-%m-%d %H:%M:%S", saved)
             rows.append((step, (f"{step}", size, loss, date, survey.escape(path))))
     return rows
@@ -134,7 +134,7 @@ def _show(run: Path, folder: Path) -> None:
     )
     print(
         f"step {folder.name} of {run}: {len(arrays)} arrays, {parameters:,} parameters, "
-        f"{_size(survey.size(folder))} in {folder}"
+        f"{bytes_text(survey.size(folder))} in {folder}"
     )
     if "meta" in metadata:
         meta = strict_json.parse_object(
@@ -212,7 +212,7 @@ def prune(args: Namespace) -> None:
             manifest.delete(own / f"{step}")
     done = "would delete" if args.dry_run else "deleted"
     listed = f": {', '.join(map(str, steps))}" if steps else ""
-    print(f"{survey.escape(own)}: {done} {_count(steps, 'step')}, {_size(freed)}{listed}")
+    print(f"{survey.escape(own)}: {done} {_count(steps, 'step')}, {bytes_text(freed)}{listed}")
 
 
 main = group(
@@ -257,11 +257,3 @@ def _check_intact(folder: Path, problem: str) -> None:
 
 def _count(items: Sized, noun: str) -> str:
     return f"{len(items)} {noun}" if len(items) == 1 else f"{len(items)} {noun}s"
-
-
-def _size(number: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:,.1f} {unit}" if unit != "B" else f"{number:.0f} B"
-        number /= 1024
-    return f"{number:,.1f} TiB"

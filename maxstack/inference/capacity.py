@@ -19,9 +19,8 @@ from maxstack.inference.layout import CacheBytes, Layout
 from maxstack.inference.page_cache import Limits
 from maxstack.inference.roofline import Device, Speed, forward_flops, weights_on_device
 from maxstack.inference.runner import OUTPUTS
-from maxstack.plan.report import bytes_text
 from maxstack.plan.topology import Topology
-from maxstack.report.table import table
+from maxstack.report.table import bytes_text, table
 from maxstack.schema.mesh import AXES, parts
 from maxstack.schema.parts import Dim, weights
 from maxstack.schema.rules import sizes_on

@@ -18,7 +18,7 @@ from maxstack.plan.step import Step, TooLarge
 from maxstack.plan.topology import Topology, groups
 from maxstack.plan.traffic import collectives
 from maxstack.plan.work import operations
-from maxstack.report.table import table
+from maxstack.report.table import bytes_text, table
 
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
@@ -241,13 +241,6 @@ def _verdict(plan: Plan) -> str:
     if left >= 0:
         return f"FITS: {share}, {bytes_text(left)} ({left / plan.usable:.0%}) left"
     return f"DOES NOT FIT: {share}, {bytes_text(-left)} ({-left / plan.usable:.0%}) too much"
-
-
-def bytes_text(number: float) -> str:
-    """Format bytes in GiB, MiB or KiB."""
-    units = (("GiB", GIB), ("MiB", 2**20))
-    unit, scale = next((row for row in units if number >= row[1] / 10), ("KiB", 2**10))
-    return f"{number / scale:,.2f} {unit}"
 
 
 def _amount(number: float) -> str:

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from maxstack.plan.report import FROM_TEXT, bytes_text
+from maxstack.plan.report import FROM_TEXT
 from maxstack.profile.analysis import Operation, Summary
 from maxstack.profile.origins import DIRECTIONS
-from maxstack.report.table import table
+from maxstack.report.table import bytes_text, table
 
 SHOWN = 10
 """Rows of a table."""

@@ -1,4 +1,4 @@
-"""Formats tables as text that people and scripts can read."""
+"""Formats tables and sizes as text that people and scripts can read."""
 
 import itertools
 import sys
@@ -30,3 +30,10 @@ def table(sides: str, rows: Iterable[Sequence[str]], header: Sequence[str] = ())
     with console.capture() as captured:
         console.print(grid)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def bytes_text(number: float) -> str:
+    """Format bytes in GiB, MiB or KiB."""
+    units = (("GiB", 2**30), ("MiB", 2**20))
+    unit, scale = next((row for row in units if number >= row[1] / 10), ("KiB", 2**10))
+    return f"{number / scale:,.2f} {unit}"
