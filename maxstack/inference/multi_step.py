@@ -1,7 +1,7 @@
-"""Bursts: steps of decoding in one program, each of which chooses the tokens that the next one
-reads, so that the host hears of all of them at once. Shapes: R rows of all replicas  P replicas
-N steps at most  O rows of the head  E tokens that end an answer  D embed  V vocab  C likeliest
-tokens."""
+"""Multi-step decoding: several steps in one program, each of which chooses the tokens that the next
+one reads, so that the host synchronizes once for all of them. Shapes: R rows of all replicas
+P replicas  N steps at most  O rows of the head  E tokens that end an answer  D embed  V vocab
+C likeliest tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,59 +17,59 @@ from maxstack.layers.batch_invariance import in_groups
 from maxstack.layers.cache import Rows
 
 STEPS = 16
-"""Steps of a burst at most."""
+"""Steps of a program at most."""
 
 
 class Rules(NamedTuple):
-    """How the rows of a burst go on, and when they end."""
+    """How the tokens of each row are chosen, and when the row ends."""
 
     settings: sampling.Settings
     scale_R: Any
-    """What logits are divided by for log-probabilities, float32."""
+    """Divisor of logits for log-probabilities, float32."""
     stops_RE: Any
     """Tokens that end the answer, int32 padded with -1."""
     last_R: Any
-    """Position of the last token that the request may have, int32."""
+    """Position of the request's last possible token, int32."""
 
 
 class Bounds(NamedTuple):
-    """When a burst ends."""
+    """When the program ends early."""
 
     steps: int
     """Steps at most."""
     fewest: int
-    """It goes on while a replica has more rows that have not ended,"""
+    """It continues while some replica has more live rows than this,"""
     fewest_in_all: int
-    """and all together have more."""
+    """and all replicas together have more than this."""
 
 
 class Made(NamedTuple):
-    """Tokens of a burst."""
+    """Tokens of several steps."""
 
     counts_R: Any
-    """Of each row."""
+    """Tokens of each row."""
     tokens_NR: Any
     logprobs_NR: Any = None
-    """None where no request asks for log-probabilities; so are those of the likeliest tokens."""
+    """None where no request asks for log-probabilities, like the two below."""
     top_NRC: Any = None
     values_NRC: Any = None
 
 
 def last_position(sequence: TokenSequence, max_length: int) -> int:
-    """Position of the last token that a request may have."""
+    """Return the position of the last token that a request may have."""
     return min(sequence.prompt_length + sequence.sampling.max_tokens, max_length) - 1
 
 
 def can_run_ahead(sequence: TokenSequence) -> bool:
-    """True where the next tokens of a request follow from logits and settings alone, so that it may
-    be in a burst."""
+    """Return True where the next tokens of a request depend on logits and settings alone, so that
+    several steps need nothing of the host."""
     rules, made = sequence.sampling, len(sequence.tokens) - sequence.prompt_length
     reports = rules.prompt_logprobs is not None and sequence.reported < sequence.prompt_length
     return not (reports or rules.embed or sampling.is_adjusted(rules, made))
 
 
 def make_rules(sequences: Mapping[int, TokenSequence], rows: int, max_length: int) -> Rules:
-    """The rules of so many rows, some of which are those of requests."""
+    """Return the rules of `rows` rows; those of `sequences` by row."""
     longest = max(len(sequence.sampling.stop_tokens) for sequence in sequences.values())
     stops = np.full((rows, 1 << max(longest - 1, 0).bit_length()), -1, np.int32)
     last, scale = np.full(rows, -1, np.int32), np.ones(rows, np.float32)
@@ -84,7 +84,7 @@ def make_rules(sequences: Mapping[int, TokenSequence], rows: int, max_length: in
 
 
 def read_tokens(made: Made, row: int, top: int | None) -> list[Token]:
-    """The tokens of a row, with log-probabilities where its request asks for them."""
+    """Return the tokens of a row, with log-probabilities where its request asks for them."""
     count = int(made.counts_R[row])
     tokens = made.tokens_NR[:count, row].tolist()
     if top is None:
@@ -109,9 +109,9 @@ def run(
     top: int | None,
     sizes: tuple[int, int],
 ) -> tuple[Made, Any]:
-    """A burst from `rows`, the last known token of each request, and the cache after it. `forward`
-    gives the states of rows [R, D], `head` logits of a few; `sizes`: replicas, and how many rows at
-    most these are."""
+    """Compute several steps from `rows`, the last known token of each request -> the tokens and the
+    cache. `forward` computes the states of rows [R, D], `head` logits of a few of them; `sizes`:
+    replicas, and the most rows that `head` takes."""
     replicas, outputs = sizes
 
     def chosen(x_OD: jax.Array, rules: Rules) -> tuple[jax.Array, ...]:

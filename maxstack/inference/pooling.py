@@ -1,5 +1,5 @@
-"""From a decoder's hidden states to the embedding of a text, as sentence-transformers' files in a
-model's folder describe it. Runs on the host, imports no jax."""
+"""Pooling of a decoder's hidden states into the embedding of a text, as described by
+sentence-transformers' files in a model's folder. Runs on the host, imports no jax."""
 
 import dataclasses
 import itertools
@@ -17,10 +17,10 @@ from maxstack.regular_file import read_regular
 
 @dataclasses.dataclass(frozen=True)
 class Pooling:
-    """The hidden state of the last token becomes a vector."""
+    """Makes a vector of the hidden state of the last token."""
 
     after: tuple[int, ...] = ()
-    """Tokens that the tokenizer writes after a text, of which the last is pooled."""
+    """Tokens that the tokenizer appends to a text; the last is pooled."""
     normalize: bool = True
     """Divide by the Euclidean norm."""
     sizes: Collection[int] | None = ()
@@ -36,7 +36,7 @@ class Pooling:
             )
 
     def vector(self, hidden: np.ndarray, size: int | None) -> np.ndarray:
-        """float32 [size] of the last token's hidden state [D]."""
+        """Return float32 [size] of the last token's hidden state [D]."""
         vector = hidden[:size]
         if not self.normalize and size is None:
             return vector
@@ -44,8 +44,8 @@ class Pooling:
 
 
 def read_pooling(folder: Path) -> Pooling:
-    """The pooling of a model's folder: as modules.json says, else normalized. ConfigError for
-    modules that are not followed."""
+    """Read the pooling of a model's folder: by modules.json, else normalized. ConfigError for
+    unsupported modules."""
     config, normalize = read_json(folder / "config.json"), True
     file = folder / "modules.json"
     if file.is_file():
@@ -75,7 +75,7 @@ def _check(file: Path, kinds: dict[str, Path]) -> None:
 
 
 def _after(processor: dict[str, Any]) -> list[int]:
-    """Tokens after a text by the post-processor of tokenizer.json."""
+    """Return the tokens that the post-processor of tokenizer.json appends to a text."""
     return [
         token
         for each in processor.get("processors", [processor])

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 def inference_config(cfg: "Config") -> "Config":
-    """The configuration with what inference does otherwise than training: no token is dropped by a
-    capacity."""
+    """Return the configuration for inference, in which experts have no capacity and drop no
+    token."""
     blocks = {
         name: block.model_copy(update={"mlp": block.mlp.dropless()})
         for name, block in cfg.model.blocks.items()
@@ -53,7 +53,7 @@ GROUP = 16
 
 
 class Programs(Runner):
-    """Programs for the weights of a run on its mesh, and the cache that they read and replace."""
+    """Compiled programs for the weights of a run on its mesh."""
 
     def __init__(
         self,
@@ -108,8 +108,8 @@ class Programs(Runner):
         )
 
     def load(self, params: Any, keep: bool = False) -> None:
-        """Take the weights of the run in place of those before; unless they are to be kept, arrays
-        are deleted as others are made of them. None: forget them."""
+        """Replace the weights; unless `keep`, arrays are deleted as others are made of them. None:
+        forget them."""
         self._params = None
         if self.cache is None:
             self.cache = self._made()
@@ -117,7 +117,7 @@ class Programs(Runner):
             self._params = self.prepare(params, keep)
 
     def prepare(self, params: Any, keep: bool) -> Any:
-        """The weights of the run as steps read them; see `prepare_weights`."""
+        """Return the weights of the run as steps read them; see `prepare_weights`."""
         specs, weights = self._adapters.specs, self._adapters.weights
         if specs:
             params = tree({**rebase(flat(params), specs), **weights})
@@ -125,7 +125,7 @@ class Programs(Runner):
         return prepare_weights(self._state, params, self._makers, self._original, dtype, keep)
 
     def kernels(self) -> list[Choice]:
-        """The kernels that serve the largest step; no array is made."""
+        """Return the kernels that serve the largest step; no array is made."""
         batch, _ = self.batch([])
         with record_choices() as choices:
             params = jax.eval_shape(
@@ -156,7 +156,7 @@ class Programs(Runner):
     def step(
         self, params: Any, cache: Any, batch: Batch, x_RD: jax.Array | None, module: int | None
     ) -> tuple[jax.Array, Any]:
-        """`forward` as a function: what the last block gives, and the next cache."""
+        """Return what `forward` returns, and the next cache, as a function."""
         model = nnx.merge(self._graph, nnx.State(params))
         tables = [batch.tables[group] for group in self._layout.groups]
         backend = self._run.cfg.serve.attention
@@ -194,7 +194,7 @@ class Programs(Runner):
     def logits_of(
         self, params: Any, x_RD: jax.Array, wanted_O: jax.Array, module: int | None
     ) -> tuple[jax.Array, jax.Array]:
-        """`head` as a function."""
+        """Return what `head` returns, as a function."""
         model = nnx.merge(self._graph, nnx.State(params))
         norm = model.norm if module is None else model.mtp[f"{module}"].norm
         with batch_invariant(self._group):
@@ -202,7 +202,7 @@ class Programs(Runner):
             return x_O1D[:, 0], model.logits(x_O1D)[:, 0]
 
     def empty(self) -> list[dict[str, jax.Array]]:
-        """The cache before the first step."""
+        """Return the cache before the first step."""
         layout = self._layout
         cache = []
         for arrays, group in zip(layout.arrays, layout.groups, strict=True):
@@ -226,7 +226,7 @@ class Programs(Runner):
 
 
 def cache_shardings(run: "Run", layout: Layout) -> list[dict[str, Any]]:
-    """Where the arrays of the cache lie."""
+    """Return the shardings and layouts of the arrays of the cache."""
     rules = run.cfg.mesh.rules
 
     def placement(array: Cached) -> Any:
@@ -243,7 +243,8 @@ def cache_shardings(run: "Run", layout: Layout) -> list[dict[str, Any]]:
 
 
 def original_paths(run: "Run") -> set[str]:
-    """Paths of weights that are kept in the compute dtype: the model's own, beside adapters too."""
+    """Return the paths of weights that are kept in the compute dtype: the model's own, not
+    adapters."""
     own = {*weights_of(run.cfg.model)}
     return own | {f"{path}/base" for path in run.weights.rewrite.adapted}
 

@@ -1,4 +1,4 @@
-"""Records with what a model says of them: log-probabilities of answers, scores, likeliest tokens.
+"""Records scored by a model: log-probabilities of answers, rewards, likeliest tokens.
 Shapes: B rows  T time  K likeliest tokens.
 """
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from maxstack.run import Run
 
 NAMES = {"pairs": ("chosen", "rejected"), "labelled": ("",), "chat": ("",)}
-"""What the segments of a record are, by its kind."""
+"""Names of the segments of a record, by its kind."""
 AT_ONCE = 64
-"""Batches whose rows are ordered by length."""
+"""Batches whose rows are sorted by length together."""
 
 
 def score_records(
@@ -84,7 +84,7 @@ def _key(key: str, name: str) -> str:
 def _read(
     documents: "Documents", index: int, cfg: DataConfig, run: "Run", record: Record
 ) -> tuple[Mapping[str, Any], list[Segment]]:
-    """A record, and its segments. DataError where there are not as many as its kind has."""
+    """Read a record and its segments. DataError for several answers in rows of their own."""
     fields = {"ends": None} if run.cfg.decoder.head.scores else {}
     units = units_of(documents, index, cfg, fields)  # type: ignore[arg-type]
     if len(units) != 1:
@@ -100,7 +100,7 @@ def _read(
 
 
 class Step:
-    """The compiled step: segments -> what is said of each."""
+    """The compiled scoring of a batch of segments."""
 
     def __init__(self, run: "Run", params: Any, batch_size: int, top: int):
         import jax
@@ -120,7 +120,7 @@ class Step:
         self._compute = jax.jit(compute, compiler_options=in_order(run.mesh))
 
     def __call__(self, segments: list[Segment]) -> Iterator[dict[str, Any]]:
-        """What is said of each segment, by name."""
+        """Yield the values of each segment, by name."""
         import jax
 
         longest = max(len(segment.ids) for segment in segments) - 1
@@ -134,11 +134,10 @@ class Step:
         }
         for i, segment in enumerate(segments):
             size = len(segment.ids) - 1
-            arrays["tokens"][i, :size], arrays["targets"][i, :size] = (
-                segment.ids[:-1],
-                segment.ids[1:],
-            )
-            arrays["positions"][i, :size], arrays["segments"][i, :size] = np.arange(size), 1
+            arrays["tokens"][i, :size] = segment.ids[:-1]
+            arrays["targets"][i, :size] = segment.ids[1:]
+            arrays["positions"][i, :size] = np.arange(size)
+            arrays["segments"][i, :size] = 1
             arrays["mask"][i, :size] = segment.values["mask"][1:]
         batch = jax.device_put(arrays, self._everywhere)
         made = jax.device_get(self._compute(self._params, batch))
@@ -187,5 +186,5 @@ def _computed(run: "Run", top: int) -> Any:
 
 
 def _brief(value: Any) -> float:
-    """A float32 in as many digits as tell it from others."""
+    """Return a float32 in the 9 digits that identify it."""
     return float(f"{float(value):.9g}")

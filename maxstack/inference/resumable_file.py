@@ -1,4 +1,4 @@
-"""Files of JSON lines that take long to make, and go on after a kill."""
+"""A file of JSON lines that takes long to write and resumes after a kill."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,15 @@ from maxstack.errors import ConfigError
 
 
 class ResumableFile:
-    """Lines of finished answers, appended to FILE.unfinished until all are there."""
+    """Finished lines, appended to FILE.unfinished until all are there."""
 
     def __init__(self, out: str, settings: str):
         self._out, self._unfinished = out, Path(f"{out}.unfinished")
         self.lines: dict[tuple[int, int], str] = {}
         if storage.is_url(out):
-            raise ConfigError(f"--out {out}: must lie on this machine, to go on after a kill")
+            raise ConfigError(
+                f"--out {out}: must be on this machine, so that it can resume after a kill"
+            )
         header = json.dumps({"settings": settings})
         if self._unfinished.is_file():
             self._read(header)
@@ -24,7 +26,7 @@ class ResumableFile:
             self._unfinished.write_text(header + "\n", encoding="utf-8")
 
     def _read(self, header: str) -> None:
-        """Answers of an earlier call; a line that was not written whole is dropped."""
+        """Read the lines of an earlier call; one that was not written whole is dropped."""
         whole = self._unfinished.read_bytes().rpartition(b"\n")[0].decode().splitlines()
         if not whole or whole[0] != header:
             raise ConfigError(
@@ -37,13 +39,13 @@ class ResumableFile:
         self._unfinished.write_text("\n".join(whole) + "\n", encoding="utf-8")
 
     def append(self, key: tuple[int, int], row: dict[str, Any]) -> None:
-        """Keep an answer."""
+        """Append a line."""
         self.lines[key] = strict_json.write(row, ensure_ascii=False)
         with self._unfinished.open("a", encoding="utf-8") as file:
             file.write(f"[{json.dumps(key)}, {self.lines[key]}]\n")
 
     def write(self) -> None:
-        """All answers in their order."""
+        """Write all lines in their order."""
         with storage.replacing(self._out) as file:
             lines = [line for _, line in sorted(self.lines.items())]
             file.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,5 +1,5 @@
-"""Bound on the speed of a step of inference, by what one device reads, multiplies and receives
-(roofline). Sums over shapes; the hardware need not be here."""
+"""Roofline of a step of inference: a bound on its speed by the bytes that a device reads, the FLOPs
+it computes and the bytes it receives. Computed from shapes; the hardware need not be here."""
 
 import collections
 import dataclasses
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Least time of a step, and tokens a second of all devices at most."""
+    """A lower bound of a step's time, and an upper bound of all devices' tokens per second."""
 
     seconds: float
     tokens_per_second: float
     limit: str
-    """What would have to be faster: memory, compute or a kind of link."""
+    """The bottleneck: memory, compute or a kind of link."""
 
 
 class DeviceWeight(NamedTuple):
     """A weight on one device."""
 
     kept: float
-    """Bytes that lie there between steps."""
+    """Bytes that the device stores between steps."""
     read: float
-    """Bytes that a step multiplies by, with the shards that other devices send; of experts, if it
-    needs all of them."""
+    """Bytes that a step reads, with the shards that other devices send; of experts, if it needs all
+    of them."""
     gathered: tuple[str, ...]
     """Mesh axes whose devices send their shards."""
     chosen: float = 1.0
@@ -48,14 +48,14 @@ class DeviceWeight(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What bounds the steps of one device."""
+    """A device and what limits its steps."""
 
     weights: Sequence[DeviceWeight]
     low: Mapping[str, float]
     """FLOPs of a token by type of low precision."""
     dtype: str
     share: float
-    """Part of a replica's products that the device computes."""
+    """Part of a replica's matmuls that the device computes."""
     chip: Chip
     link: Callable[[tuple[str, ...]], Link]
     sizes: Mapping[str, int]
@@ -63,7 +63,7 @@ class Device:
 
     @classmethod
     def of(cls, cfg: "Config", topology: Topology, sizes: Mapping[str, int]) -> "Device | None":
-        """A device of a mesh of these sizes; None where its chip is not known."""
+        """Return a device of a mesh of these sizes; None where its chip is unknown."""
         from maxstack.weights.rewrite import Rewrite
 
         if topology.chip is None:
@@ -81,26 +81,27 @@ class Device:
         )
 
     def compute(self, flops: float) -> float:
-        """Seconds of products for a row that has so many FLOPs."""
+        """Return the seconds of matmuls for a token with so many FLOPs."""
         low = sum(each / self.chip.flops(dtype) for dtype, each in self.low.items())
         rest = max(0.0, flops - sum(self.low.values()))
         return self.share * (low + rest / self.chip.flops(self.dtype))
 
     def reading(self, rows: int) -> float:
-        """Seconds of reading the weights that so many rows need."""
+        """Return the seconds of reading the weights that so many tokens need."""
         return (
             sum(each.needed(rows) for each in self.weights) / self.chip.memory_bandwidth_per_device
         )
 
     def balance(self, flops: float) -> float:
-        """Rows whose products take as long as reading all weights; fewer take as long."""
+        """Return the tokens whose matmuls take as long as reading all weights; fewer take as
+        long."""
         whole = sum(each.read for each in self.weights)
         return whole / self.chip.memory_bandwidth_per_device / self.compute(flops)
 
     def speed(self, rows: int, flops: float, cached: float) -> Speed:
-        """The bound of a step of `rows` rows, each of so many FLOPs, that reads `cached` bytes of
-        the cache: the longest of memory, products and networks, taken to overlap (Williams et al.
-        2009, Roofline)."""
+        """Return the bound of a step of `rows` tokens with so many FLOPs each, that reads `cached`
+        bytes of the cache: the longest of memory, compute and networks, assumed to overlap
+        (Williams et al. 2009, Roofline)."""
         seconds: dict[str, float] = collections.defaultdict(float)
         seconds["memory"] = self.reading(rows) + cached / self.chip.memory_bandwidth_per_device
         seconds["compute"] = rows * self.compute(flops)
@@ -115,7 +116,7 @@ class Device:
 
 
 def weights_on_device(cfg: "Config", sizes: Mapping[str, int]) -> list[DeviceWeight]:
-    """Each weight on one device of a mesh, in the types that inference keeps."""
+    """Return each weight on one device of a mesh, in the types that inference keeps."""
     from flax import nnx
 
     from maxstack import state
@@ -153,7 +154,7 @@ def weights_on_device(cfg: "Config", sizes: Mapping[str, int]) -> list[DeviceWei
 
 
 def forward_flops(cfg: "Config", start: int, end: int) -> float:
-    """FLOPs of a token forward, on average over positions `start` to `end - 1` of a text."""
+    """Return the forward FLOPs of a token, on average over positions `start` to `end - 1`."""
     from maxstack.models.flops import components
 
     def total(length: int) -> float:

@@ -1,4 +1,5 @@
-"""Log-probability of every token of some texts under a model. Shapes: B rows  T time  V vocab."""
+"""Scores: the log-probability of every token of texts under a model. Shapes: B rows  T time
+V vocab."""
 
 import dataclasses
 import math
@@ -34,7 +35,7 @@ class Rows:
 
     @property
     def scored(self) -> int:
-        """Number of tokens that are scored: all but the first of each row."""
+        """Number of scored tokens: all but the first of each row."""
         return int(np.maximum(self.lengths - 1, 0).sum())
 
 
@@ -48,8 +49,8 @@ def check_length(run: "Run", tokens: int, where: str) -> None:
 
 
 def read_tokens(file: str, vocab: int) -> Rows:
-    """The arrays `tokens` and `lengths` of an npz file. DataError if they are missing, misshapen or
-    beyond the vocabulary."""
+    """Read `tokens` and `lengths` of an npz file. DataError if they are missing, misshapen or
+    outside the vocabulary."""
     tokens, lengths = read_arrays(file, ("tokens", "lengths"))
     kinds = {tokens.dtype.kind, lengths.dtype.kind}
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1] or not kinds <= {"i", "u"}:
@@ -70,11 +71,11 @@ def read_tokens(file: str, vocab: int) -> Rows:
             f"{file}: row {row}, position {position}: token {tokens[row, position]} is outside "
             f"the model's vocabulary of {vocab}"
         )
-    return _checked(file, np.where(real, tokens, 0), lengths)
+    return _check_rows(file, np.where(real, tokens, 0), lengths)
 
 
 def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) -> Rows:
-    """The texts of a JSONL file as tokens of a model's tokenizer, with its BOS if it has one, and
+    """Read the texts of a JSONL file as tokens of a model's tokenizer, with its BOS if it has one,
     without EOS. ConfigError where the model has no tokenizer, DataError where the tokenizer does
     not fit it; `instead` is the option that takes tokens, for these messages."""
     from maxstack.data.sources import open_source
@@ -101,12 +102,12 @@ def read_texts(file: str, model: str, overrides: Sequence[str], instead: str) ->
     tokens = np.zeros((len(rows), max(lengths)), np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
-    return _checked(file, tokens, lengths)
+    return _check_rows(file, tokens, lengths)
 
 
 def _names_tokenizer(cfg: "Config", own: Path | None, overrides: Sequence[str]) -> bool:
-    """True if data.tokenizer is more than a default: it is set, or came with a model folder, or
-    served the texts of a run."""
+    """Return True if data.tokenizer is more than a default: it is set, or came with a model folder,
+    or was used for the texts of a run."""
     if own is None:
         return "tokenizer" in cfg.data.model_fields_set
     if cfg.data.tokenizer.kind != "bytes":
@@ -117,7 +118,7 @@ def _names_tokenizer(cfg: "Config", own: Path | None, overrides: Sequence[str]) 
     return not imported or any(source.kind != "synthetic" for source in cfg.data.sources)
 
 
-def _checked(file: str, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
+def _check_rows(file: str, tokens: np.ndarray, lengths: np.ndarray) -> Rows:
     if not (lengths > 1).any():
         raise DataError(f"{file}: no row has two tokens or more, so there is nothing to score")
     return Rows(tokens.astype(np.int32), lengths.astype(np.int32))
@@ -147,11 +148,10 @@ def score(
 def logprobs_of(
     run: "Run", params: Any, rows: Rows, batch_size: int, logits: IO[bytes] | None = None
 ) -> np.ndarray:
-    """logprobs float32 [B, T]: position t scores token t given those before it; 0 at position 0 and
-    beyond a row's length. The file `logits` gets float32 [B, T, V].
+    """Return logprobs float32 [B, T]: position t scores token t given those before it; 0 at
+    position 0 and beyond a row's length. The file `logits` gets float32 [B, T, V].
 
-    A row's numbers do not depend on the rows and the padding beside it, but for rounding in the
-    last place.
+    A row's values do not depend on other rows and padding, except for rounding in the last place.
     """
     import jax
     import tqdm
@@ -186,12 +186,12 @@ def logprobs_of(
 
 
 def mean_loss(logprobs: np.ndarray, rows: Rows) -> float:
-    """Mean negative log-likelihood of the scored tokens, in nats."""
+    """Return the mean negative log-likelihood of the scored tokens, in nats."""
     return -float(logprobs.sum(dtype=np.float64)) / rows.scored
 
 
 def text_batch(tokens_BT: Any, lengths_B: Any) -> tuple[dict[str, Any], Any]:
-    """A batch of a text a row, and which of its tokens are of the text, bool [B, T]."""
+    """Return a batch with one text per row, and its mask of real tokens, bool [B, T]."""
     import jax.numpy as jnp
 
     positions_T = jnp.arange(tokens_BT.shape[1])
@@ -205,8 +205,8 @@ def text_batch(tokens_BT: Any, lengths_B: Any) -> tuple[dict[str, Any], Any]:
 
 
 def make_scorer(run: "Run", logits: bool) -> Any:
-    """The function (weights, tokens int32 [B, T], lengths int32 [B]) -> logprobs float32 [B, T],
-    and if asked for logits float32 [B, T, V], 0 beyond a row's length."""
+    """Return the function (weights, tokens int32 [B, T], lengths int32 [B]) -> logprobs float32 [B,
+    T], and if asked for logits float32 [B, T, V], 0 beyond a row's length."""
     import jax
     import jax.numpy as jnp
     from flax import nnx

@@ -8,7 +8,7 @@ import numpy as np
 from maxstack.data.tokenizers import Tokenizer
 
 _CONTEXT = 4
-"""Tokens of the prompt with text that are read; those of an unfinished character are fewer."""
+"""Tokens with text at the prompt's end that are read: an unfinished character has fewer."""
 
 
 def answer_text(
@@ -17,14 +17,14 @@ def answer_text(
     tokens: Sequence[int],
     shown: Collection[int] = (),
 ) -> str:
-    """The text of a whole answer, as a TextStream gives it out."""
+    """Return the text of a whole answer, as a TextStream would."""
     stream = TextStream(tokenizer, prompt_tokens, shown=shown)
     return "".join(map(stream.feed, tokens)) + stream.flush()
 
 
 class TextStream:
-    """From tokens to text, which is given as soon as it is certain: characters with all their
-    bytes, and nothing that may be the start of a stop string.
+    """Turns tokens into text as soon as it is certain: whole characters, and nothing that may be
+    the start of a stop string.
 
     The pieces joined are the tokenizer's text of prompt and answer, without the prompt's but with
     the character that the prompt leaves unfinished. Bytes that are no UTF-8 become U+FFFD, and
@@ -56,15 +56,15 @@ class TextStream:
             self.grow(token)
 
     def feed(self, token: int) -> str:
-        """The text that became certain with the next token; none after a stop string."""
+        """Return the text that became certain with the next token; none after a stop string."""
         return self._until_stop(self.grow(token), last=False)
 
     def flush(self) -> str:
-        """The rest of the text, after the last token."""
+        """Return the rest of the text, after the last token."""
         return self._until_stop(self._utf8.decode(b"", final=True), last=True)
 
     def grow(self, token: int) -> str:
-        """The text that the next token completes, whatever the stop strings are."""
+        """Return the text that the next token completes, regardless of stop strings."""
         special = self._tokenizer.special
         if token in self.shown and token in special:
             return self._utf8.decode(b"", final=True) + special[token]
@@ -88,8 +88,8 @@ class TextStream:
         return self._tokenizer.decode(np.array(known, np.int32)).decode(errors="replace")
 
     def _until_stop(self, text: str, last: bool) -> str:
-        """Text to give out. The stop string that ends first ends the text, so it is the same
-        however the text is divided."""
+        """Return text that is certain. The stop string that ends first ends the text, so the result
+        does not depend on how the text is divided."""
         if self.stopped is not None:
             return ""
         text = self._held + text
@@ -99,13 +99,13 @@ class TextStream:
         if matches:
             end, length, self.stopped = min(matches)
             return text[: end if self._include_stop else end + length]
-        held = [] if last else [_begun(text, stop) for stop in self._stops]
+        held = [] if last else [_partial_match(text, stop) for stop in self._stops]
         certain = len(text) - max(held, default=0)
         self._held = text[certain:]
         return text[:certain]
 
 
-def _begun(text: str, stop: str) -> int:
-    """Characters of a stop string, not all, with which a text ends."""
+def _partial_match(text: str, stop: str) -> int:
+    """Return how many characters of a stop string, not all, end a text."""
     most = min(len(stop) - 1, len(text))
     return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)

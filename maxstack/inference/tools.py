@@ -1,4 +1,4 @@
-"""Calls of tools in answers: the formats that models write them in, read while the text arrives."""
+"""Tool calls in answers: the formats of models, parsed while the text arrives."""
 
 import json
 import random
@@ -53,8 +53,8 @@ class ToolCall(NamedTuple):
 
 
 def guess_format(template: str) -> str | None:
-    """The name of the format that a chat template's text shows; None where it shows none, several,
-    or a relative that `FORMATS` lacks."""
+    """Return the format that a chat template shows; None where it shows none, several, or a variant
+    that `FORMATS` lacks."""
     shown = {
         "hermes": "<tool_call>" in template and "arguments" in template,
         "llama3": "<|python_tag|>" in template
@@ -69,20 +69,20 @@ def guess_format(template: str) -> str | None:
 
 
 def marker_tokens(tokenizer: Tokenizer, form: ToolFormat) -> set[int]:
-    """Special tokens that begin or end a call, which the text of an answer must show."""
+    """Return the special tokens that begin or end a call; the text of an answer must show them."""
     special = tokenizer.special.items()
     return {token for token, written in special if written in (form.begin, form.end)}
 
 
 def read_calls(form: ToolFormat, text: str) -> list[ToolCall]:
-    """The calls in the text of a whole answer, with the same ids each time."""
+    """Return the calls in the text of a whole answer, with the same ids each time."""
     stream = ToolStream(form, random.Random(0))
     return [*stream.feed(text)[1], *stream.flush()[1]]
 
 
 class ToolStream:
-    """Divides the text of an answer into content, given out as soon as it cannot belong to a call,
-    and calls, given out when they are complete.
+    """Splits the text of an answer into content, returned as soon as it cannot belong to a call,
+    and calls, returned when they are complete.
 
     JSON is never repaired: what does not parse, with a name and an object of arguments, is content.
     Blanks around calls are dropped. With `bare`, an answer that is a call's JSON without marks is a
@@ -98,16 +98,17 @@ class ToolStream:
         self._extent = _Extent()
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The content and the calls that became certain with the next text."""
-        return self._divide(text, last=False)
+        """Return the content and the calls that became certain with the next text."""
+        return self._split(text, last=False)
 
     def flush(self) -> tuple[str, list[ToolCall]]:
-        """The rest, after the last text; a call whose JSON is complete needs no `end` there."""
-        content, calls = self._divide("", last=True)
+        """Return the rest, after the last text; a call whose JSON is complete needs no `end`
+        there."""
+        content, calls = self._split("", last=True)
         rest, self._held = self._held, ""
         return content + ("" if self._called and not rest.strip() else rest), calls
 
-    def _divide(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
+    def _split(self, text: str, last: bool) -> tuple[str, list[ToolCall]]:
         self._held += text
         content = ""
         calls: list[ToolCall] = []
@@ -126,8 +127,8 @@ class ToolStream:
             self._extent = _Extent()
 
     def _mark(self) -> tuple[int, int | None]:
-        """The end of the content before what may be a call, and the start of its JSON; None where
-        no call has begun."""
+        """Return the end of the content before a possible call, and the start of its JSON; None
+        where no call has begun."""
         held, begin = self._held, self._form.begin
         blanks = _BLANKS + ";" if self._called else _BLANKS
         if self._bare:
@@ -142,8 +143,8 @@ class ToolStream:
         return len(certain.rstrip(blanks if self._bare else _BLANKS)), None
 
     def _read(self, at: int, last: bool) -> tuple[int | None, list[ToolCall]]:
-        """The end of what begins with a mark before `at`, None where more text decides, and the
-        calls in it, none where it is content."""
+        """Return the end of what begins with a mark before `at`, None where more text decides, and
+        the calls in it, none where it is content."""
         text = self._held[at:].lstrip(_BLANKS)
         start = len(self._held) - len(text)
         if not text:
@@ -182,14 +183,14 @@ class ToolStream:
 
 
 class _Extent:
-    """The end of a JSON object or array in a growing text that begins with it."""
+    """Finds the end of a JSON object or array in a growing text that begins with it."""
 
     def __init__(self) -> None:
         self._at = self._depth = 0
         self._quoted = False
 
     def end(self, text: str) -> int | None:
-        """Its size; None if it goes on after the text."""
+        """Return its size; None if it is not complete."""
         if self._at and not self._depth:
             return self._at
         for mark in _MARKS.finditer(text, self._at):
@@ -209,9 +210,9 @@ class _Extent:
 def required_schema(
     tools: Sequence[Mapping[str, Any]], name: str | None, form: ToolFormat
 ) -> dict[str, Any]:
-    """The JSON schema of a call of one of the tools, or of the named one, in a format without its
-    marks. `tools` are those of OpenAI's API. DataError for a name that no tool has, and for tools
-    that define one name differently in their $defs."""
+    """Return the JSON schema of a call of one of the tools, or of the named one, in a format
+    without its marks. `tools` are those of OpenAI's API. DataError for a name that no tool has, and
+    for tools that define one name differently in their $defs."""
     functions = [tool["function"] for tool in tools]
     names = [function["name"] for function in functions]
     if not names or name is not None and name not in names:

@@ -1,4 +1,5 @@
-"""A trained model opened for use: a run, one of its checkpoints, or a Hugging Face folder."""
+"""A trained model that is opened for use: a run, one of its checkpoints, or a Hugging Face
+folder."""
 
 import logging
 from collections.abc import Sequence
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PLACED = (["mesh.fsdp=-1"], ["mesh.fsdp=-1", "mesh.rules.vocab=null"], ["mesh.data=-1"])
-"""Arrangements of all devices, the first that fits a model's sizes."""
+"""Meshes of all devices; the first that divides a model's sizes is used."""
 
 
 def adapt_run(run: "Run", folder: str) -> "Run":
-    """The run with adapters as a folder in PEFT's format has them; ConfigError where that is no
+    """Return the run with adapters as in a folder in PEFT's format; ConfigError where that is no
     adapter of this model."""
     from maxstack.hf.adapter import Adapter
     from maxstack.run import assemble
@@ -52,8 +53,8 @@ def adapt_run(run: "Run", folder: str) -> "Run":
 
 
 def add_adapter(adapted: "Run", params: Any, folder: str) -> Any:
-    """Weights of the run without adapters, which are shared, with the adapter of a folder beside
-    them."""
+    """Return the weights of the run without adapters, which are shared, and the adapter of a folder
+    beside them."""
 
     return tree(adapted.weights.with_adapter(adapted.weights.add_adapters(flat(params)), folder))
 
@@ -68,9 +69,9 @@ def open_model(model: str, overrides: Sequence[str]) -> tuple["Run", Any]:
 def assemble_model(
     model: str, overrides: Sequence[str], trains: bool = False
 ) -> tuple["Run", Path | None]:
-    """The run of a model over all devices, and its folder, None for a Hugging Face folder: its
-    weights in shards, but for what the devices do not divide. ConfigError where the overrides say
-    otherwise, and that does not fit."""
+    """Assemble the run of a model over all devices -> it and its folder, None for a Hugging Face
+    folder. Weights are sharded, except those that the devices do not divide. ConfigError where the
+    overrides ask for a mesh that does not fit."""
     import jax
 
     from maxstack.run import assemble
@@ -94,8 +95,7 @@ def assemble_model(
 
 
 def read_weights(model: str, run: "Run", own: Path | None) -> Any:
-    """The weights of an assembled run; of those that a checkpoint holds, the ones that
-    checkpoint.weights says."""
+    """Read the weights of an assembled run; of a checkpoint those that checkpoint.weights names."""
     from maxstack.checkpoint.weights import load_newest
     from maxstack.hf.contents import open_contents
     from maxstack.hf.reader import load_params
@@ -115,8 +115,8 @@ def read_weights(model: str, run: "Run", own: Path | None) -> Any:
 def config_of(
     model: str, overrides: Sequence[str], runs_code: bool = False
 ) -> tuple["Config", Path | None]:
-    """The configuration of a model, and the run's folder, None for a Hugging Face folder;
-    `runs_code`: of a run its data and rewards are used too, and their code must be trusted."""
+    """Read the configuration of a model -> it and the run's folder, None for a Hugging Face folder.
+    `runs_code`: the run's data and rewards are used too, so their code must be trusted."""
     kind, beside = storage.kind(model), Path("runs") / model
     if kind is None and not (beside / "config.yml").is_file():
         check_no_run_beside(model)

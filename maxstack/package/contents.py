@@ -1,4 +1,4 @@
-"""What a package of a model holds: its signatures, the weights that they read, their cache."""
+"""Contents of a package: the model's signatures, the weights that they read, their cache."""
 
 import dataclasses
 import functools
@@ -53,7 +53,7 @@ class Options:
 
     devices: int = 1
     lengths: Sequence[int] = ()
-    """Of texts that programs take, padded; none: the longest and quarters of it."""
+    """Lengths of padded texts that programs take; none: the longest and quarters of it."""
     steps: int = 50
     solver: "Solver" = "euler"
     guidance: float = 1.0
@@ -84,8 +84,8 @@ class Contents:
 
 
 def open_contents(model: str, overrides: Sequence[str], options: Options) -> Contents:
-    """Read a run, one of its checkpoints or a Hugging Face folder. ConfigError for a model that has
-    no function that a package can hold."""
+    """Read a run, one of its checkpoints or a Hugging Face folder. ConfigError for a model that
+    cannot be packaged."""
     if (there := jax.device_count()) < options.devices:
         raise ConfigError(
             f"--devices {options.devices}: there are {there} here; run.virtual_devices="
@@ -96,8 +96,8 @@ def open_contents(model: str, overrides: Sequence[str], options: Options) -> Con
     text = isinstance(cfg.model, DecoderConfig)
     if text and not cfg.objective.FORWARD:
         raise ConfigError(
-            f"{model}: was trained by masked diffusion, for which a package has no function; "
-            "`maxstack sample` is for it"
+            f"{model}: was trained by masked diffusion, which cannot be packaged; use `maxstack "
+            "sample`"
         )
     cfg = inference_config(cfg) if text else cfg
     mesh = sharding.make_mesh(cfg.mesh, jax.devices()[: options.devices])
@@ -108,7 +108,8 @@ def open_contents(model: str, overrides: Sequence[str], options: Options) -> Con
 
 
 def select_signatures(signatures: Sequence[Signature], names: Sequence[str]) -> Sequence[Signature]:
-    """Those of these names, all without names. ConfigError for one that there is not."""
+    """Return the signatures with these names, all if none are given. ConfigError for an unknown
+    one."""
     known = [signature.name for signature in signatures]
     for name in names:
         if name not in known:

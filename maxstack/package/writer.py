@@ -1,4 +1,4 @@
-"""The folder of a package, written whole or not at all: programs, weights, tokenizer, the loader,
+"""Writer of a package's folder, whole or not at all: programs, weights, tokenizer, the loader,
 manifest.json."""
 
 import datetime
@@ -27,9 +27,9 @@ GOOD_FOR = datetime.timedelta(days=180)
 """For which newer versions of jax promise to read a program (jax.export, "Compatibility
 guarantees")."""
 SHARD = 2 << 30
-"""Bytes of a file of weights at most, but for a larger weight."""
+"""Bytes of a file of weights at most, unless one weight is larger."""
 AS_BYTES = ("float8", "int4", "uint4", "int2", "uint2", "float4", "float6")
-"""Types, by their beginning, that safetensors' numpy reader does not know: kept as bytes."""
+"""Prefixes of types that safetensors' numpy reader does not know: stored as bytes."""
 
 
 def write(
@@ -39,7 +39,7 @@ def write(
     signatures: Sequence[Signature],
     platforms: Sequence[str],
 ) -> dict[str, Any]:
-    """Write the package `out` -> its manifest. ConfigError where something is there already."""
+    """Write the package `out` -> its manifest. ConfigError where `out` exists."""
     made = datetime.datetime.now(datetime.UTC)
     weights, state = _shapes(contents), contents.state
     with new_folder(out) as folder:
@@ -84,7 +84,7 @@ def write(
 
 
 def _shapes(contents: Contents) -> Arrays:
-    """The weights as shapes, with shardings where there are several devices."""
+    """Return the weights as shapes, with shardings on several devices."""
     several = contents.run.mesh.size > 1
     return {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if several else None)
@@ -93,7 +93,7 @@ def _shapes(contents: Contents) -> Arrays:
 
 
 def _signature(folder: Path, signature: Signature, made: Sequence[Program]) -> dict[str, Any]:
-    """Write the programs of a signature -> what the manifest says of it."""
+    """Write the programs of a signature -> its entry in the manifest."""
     written = []
     for program in made:
         fixed = [f"{dim}{size}" for dim, size in program.sizes.items() if size is not None]
@@ -149,13 +149,13 @@ def _shards(weights: Arrays) -> Iterator[list[str]]:
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
-    """The array in a type that safetensors' numpy reader knows, of the same bytes."""
+    """Return the array in a type that safetensors' numpy reader knows, with the same bytes."""
     array = np.asarray(array, order="C")
     return array.view(np.uint8) if str(array.dtype).startswith(AS_BYTES) else array
 
 
 def _write_text(folder: Path, text: Text) -> dict[str, Any]:
-    """Copy the files of the tokenizer -> what the manifest says of texts."""
+    """Copy the files of the tokenizer -> the manifest's entry about text."""
     section = text.tokenizer
     if section and (path := section.get("path")):
         own = folder / "tokenizer"
@@ -172,7 +172,7 @@ def _write_text(folder: Path, text: Text) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Size and hash of every file."""
+    """Yield the size and hash of every file."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:

@@ -35,7 +35,7 @@ class Language:
 
 
 def languages(repository: Repository, queue: int, access: Access) -> list[Language]:
-    """Those of the packages that generate, as they are at the start."""
+    """Return the packages that generate, as they are at the start."""
     return [
         Language(model.name, model.current.package, queue, access)
         for model in repository.models
@@ -44,12 +44,12 @@ def languages(repository: Repository, queue: int, access: Access) -> list[Langua
 
 
 async def _unknown(request: Request) -> Response:
-    """What the Open Inference Protocol does not have is not OpenAI's either."""
+    """Answer 404 for unknown paths of the Open Inference Protocol, not OpenAI's error."""
     raise HTTPException(404)
 
 
 def mount(app: Starlette, found: Sequence[Language]) -> None:
-    """Add their routes to the application of packages: the first one's under /v1, each under
+    """Add routes to the application of packages: the first one's under /v1, each under
     /models/NAME/v1."""
     inner = app.router.lifespan_context
 
