@@ -245,7 +245,7 @@ class Loop:
             if saves and alone and saves.due(before, last=True):
                 self._save(before, {}, last=True)
             raise
-        for line in self._feed.damaged():
+        for line in self._feed.skipped():
             self._log.warn(line)
         return batch
 

@@ -61,16 +61,14 @@ def count_steps(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, EpochP
 def prepare_tokenizer(cfg: "Config") -> None:
     """Learn the tokenizer in process 0 where the configuration asks for it, while the others wait.
     ConfigError where the model has too few tokens for the tokenizer."""
-    from maxstack.data import fits
+    from maxstack.data import vocabulary
 
     if getattr(cfg.data.tokenizer, "learn", None):
-        from maxstack.data import vocabulary
-
         if Peers().number == 0:
             vocabulary.learn_vocabulary(cfg)
         Peers().barrier("tokenizer")
     if cfg.model.tokens is None:
-        fits(cfg.data, cfg.objective.token_ids(cfg.decoder.vocab))
+        vocabulary.check_vocabulary(cfg.data, cfg.objective.token_ids(cfg.decoder.vocab))
 
 
 def make_mesh(cfg: "Config", devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:

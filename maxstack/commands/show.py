@@ -53,7 +53,7 @@ def show(cfg: "Config", batches: int, rows: int, out: str, *, full: bool, evalua
     try:
         for number in range(batches):
             batch = next(feed)
-            for line in feed.damaged():
+            for line in feed.skipped():
                 print(line, file=sys.stderr)
             for i in range(len(batch["tokens"])):
                 row = {key: array[i] for key, array in batch.items()}
@@ -90,7 +90,7 @@ def _draw(feed: Feed, batches: int, out: str) -> None:
     try:
         for number in range(batches):
             batch = next(feed)
-            for line in feed.damaged():
+            for line in feed.skipped():
                 print(line, file=sys.stderr)
             real = batch["real"] > 0
             pictures.append(batch["image"])

@@ -64,7 +64,7 @@ class BatchFeed(Protocol):
     def metrics(self) -> dict[str, float]:
         """Return metrics of that batch beside those of the step."""
 
-    def damaged(self) -> list[str]:
+    def skipped(self) -> list[str]:
         """Return lines about what was passed over since the last call."""
 
     def describe(self) -> list[str]:
@@ -189,7 +189,7 @@ class Feed(BatchFeed):
         [lanes, K]."""
         return self._state.copy()
 
-    def damaged(self) -> list[str]:
+    def skipped(self) -> list[str]:
         """Return lines about documents that were passed over since the last call, each once in the
         life of this feed: every record that cannot be read, each source's first document without
         anything to predict, and its 1st, 10th, 100th, ... that is too long for a row."""

@@ -54,7 +54,7 @@ class Prompts:
         cannot be read and may not be passed over."""
         return self._lanes[lane].next()
 
-    def damaged(self) -> list[str]:
+    def skipped(self) -> list[str]:
         """Return lines about prompts passed over since the last call, as those of
         data.feed.Feed."""
         return self._notices.lines(self._quarantine.news())

@@ -1,4 +1,5 @@
-"""Training a SentencePiece model on a config's documents."""
+"""The vocabulary of a run: learning a SentencePiece model from its documents, and the check that a
+model has a row for each id."""
 
 import io
 import re
@@ -10,6 +11,7 @@ import numpy as np
 
 from maxstack.config import storage
 from maxstack.data.sources import open_sources
+from maxstack.data.tokenizers import check_fits, open_tokenizer
 from maxstack.errors import ConfigError, DataError
 from maxstack.report.progress import progress
 from maxstack.schema.data import DataConfig, SentencePieceTokenizer
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
 _LONGEST_LINE = 4000
 _MEGABYTES = 20
 """Text from which data.tokenizer.learn learns at most."""
+
+
+def check_vocabulary(cfg: DataConfig, vocab: int) -> None:
+    """DataError if the tokenizer of data, which synthetic sources do not need, has ids beyond a
+    model's `vocab` embedding rows."""
+    if any(source.kind != "synthetic" for source in cfg.sources):
+        check_fits(open_tokenizer(cfg.tokenizer), vocab)
 
 
 def learn_vocabulary(cfg: "Config") -> None:

@@ -98,7 +98,7 @@ class Evaluator:
                     break
                 for key, value in sums.items():
                     total[key] = total.get(key, 0.0) + float(value)
-        for line in feed.damaged():
+        for line in feed.skipped():
             self._log.warn(line)
         return total
 

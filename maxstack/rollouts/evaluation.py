@@ -51,7 +51,7 @@ class RewardEvaluator:
                 preemption.raise_if_leaving()
                 self._maker.complete("evaluation", groups)
                 samples += [sample for group in groups for sample in group.samples]
-        for line in self._prompts.damaged():
+        for line in self._prompts.skipped():
             self._log.warn(line)
         found = metrics.compute(metrics.sum_rewards(samples))
         row = {f"eval_{name}": value for name, value in found.items()}

@@ -216,10 +216,10 @@ class RolloutFeed(BatchFeed):
         self.close()
         self._reset(np.array(state, np.int64))
 
-    def damaged(self) -> list[str]:
+    def skipped(self) -> list[str]:
         """Return lines about skipped prompts, failed rewards, and a sample now and then."""
         told, self._told = self._told, []
-        return told + self._prompts.damaged() + self._maker.news()
+        return told + self._prompts.skipped() + self._maker.news()
 
     def describe(self) -> list[str]:
         """Return lines about the prompts and the rollouts."""

@@ -51,11 +51,6 @@ def test_generation_blocks_are_text_with_variables_of_their_own():
     assert rendered(source) == "211user"
 
 
-def test_further_variables_reach_the_template():
-    source = "{{ enable_thinking }} {{ add_generation_prompt }} {{ tools is none }}"
-    assert rendered(source, enable_thinking=False) == "False True True"
-
-
 def test_without_jinja2_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     jinja._environment.cache_clear()

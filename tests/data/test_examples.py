@@ -335,13 +335,13 @@ def test_what_is_too_long_is_counted_and_told(tmp_path, model, overlong, kept):
     feed = Feed(cfg, [0], 1)
     seen = [words(next(feed)["tokens"][0]).replace(" <pad>", "") for _ in range(len(kept))]
     assert seen == kept
-    (line,) = feed.damaged()
+    (line,) = feed.skipped()
     assert line.startswith(f"data.overlong={overlong}: 1 records of jsonl-0 so far are longer than")
     assert line.endswith("records.jsonl: line 1: 23 tokens")
     lines = []
     for _ in range(40):
         next(feed)
-        lines += feed.damaged()
+        lines += feed.skipped()
     assert [line.split(": ")[1][:10] for line in lines] == ["10 records"]
     feed.close()
 

@@ -212,7 +212,7 @@ def test_a_damaged_record_is_named_and_where_it_may_be_passed_over_all_others_ke
         and "\n" not in str(caught.value)
     )
 
-    got, told = documents(whole, 20), whole.damaged()
+    got, told = documents(whole, 20), whole.skipped()
     lost = lost or {
         record for record in range(24) if any(f"record {record}:" in line for line in told)
     }
@@ -253,13 +253,13 @@ def test_workers_tell_what_they_pass_over_once_and_change_nothing(feeds):
     for _ in range(40):
         expected, got = next(alone), next(several)
         assert all((expected[key] == got[key]).all() for key in {*expected, *got})
-    told = several.damaged()
+    told = several.skipped()
     assert (
-        told == alone.damaged()
+        told == alone.skipped()
         and len(told) == 1
         and told[0].startswith("data.quarantine: passed over a.jsonl: line 8: not UTF-8")
     )
-    assert several.damaged() == []
+    assert several.skipped() == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -270,12 +270,12 @@ def test_the_first_empty_document_of_a_source_is_told_and_the_others_are_not(wor
         Path(name).write_text("")
     feed = feeds(source, shuffle=False, workers=workers)
     documents(feed, 30)
-    assert feed.damaged() == [
+    assert feed.skipped() == [
         "data.sources: 03.txt is empty, with nothing to predict; it and all such documents of "
         "text-0 are passed over"
     ]
     documents(feed, 30)
-    assert feed.damaged() == []
+    assert feed.skipped() == []
 
 
 def test_a_document_damaged_while_it_is_half_read_is_passed_over(feeds):
@@ -287,7 +287,7 @@ def test_a_document_damaged_while_it_is_half_read_is_passed_over(feeds):
     again = feeds(source, quarantine=1, packing="concat")
     again.restore(feed.state())
     Path("a.jsonl").write_text(Path("a.jsonl").read_text().replace("longlong", "long\\ong", 1))
-    assert next(again)["positions"][0, 0] == 0 and "line 1" in again.damaged()[0]
+    assert next(again)["positions"][0, 0] == 0 and "line 1" in again.skipped()[0]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -313,6 +313,6 @@ def test_every_evaluation_passes_over_the_same_and_tells_it_once(feeds):
     for _ in range(2):
         feed.restore(start)
         passes.append(documents(feed, 8))
-    assert passes[0] == passes[1] and len(feed.damaged()) == 1
+    assert passes[0] == passes[1] and len(feed.skipped()) == 1
     with pytest.raises(DataError, match="set eval.data.quarantine"):
         documents(feeds(source, evaluation=True, whole=True), 8)

@@ -164,11 +164,3 @@ def test_vocab_json_at_a_url_is_read_with_the_files_beside_it(bucket):
             file.write_text(text)
     cfg = HuggingFaceTokenizer(kind="huggingface", path=f"{bucket}/gpt2/vocab.json")
     assert open_tokenizer(cfg).encode(b"abba").tolist() == [2, 1, 0, 3]
-
-
-def test_a_missing_tokenizer_at_a_url_is_told(bucket):
-    with pytest.raises(DataError) as caught:
-        open_tokenizer(HuggingFaceTokenizer(kind="huggingface", path=f"{bucket}/tokenizer.json"))
-    assert str(caught.value) == (
-        f"{bucket}/tokenizer.json: the tokenizer file cannot be read: No such file or directory"
-    )

@@ -17,7 +17,7 @@ from maxstack import cli, train
 from maxstack.config import storage
 from maxstack.data.feed import Feed
 from maxstack.data.sources import open_source
-from maxstack.errors import ConfigError, DataError
+from maxstack.errors import DataError
 from maxstack.report import goodput
 from maxstack.schema.data import AnySource, DataConfig
 
@@ -180,13 +180,6 @@ def test_what_does_not_pass_is_an_error_at_once(store, status, says):
     with pytest.raises(DataError, match=says):
         contents(source())
     assert len(store.requests) <= 4
-
-
-def test_seconds_for_trying_again_that_are_no_number_are_refused(store, monkeypatch):
-    monkeypatch.setenv("MAXSTACK_RETRY_SECONDS", "soon")
-    store.fault = lambda method, path: 503
-    with pytest.raises(ConfigError, match="^MAXSTACK_RETRY_SECONDS='soon': must be a number"):
-        storage.read("s3://data/a")
 
 
 def test_a_store_that_is_away_is_no_damaged_record(store, monkeypatch):

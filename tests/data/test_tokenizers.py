@@ -5,11 +5,10 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from maxstack.data import fits
 from maxstack.data.growth import max_growth
 from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer, tokenize_with_sizes
-from maxstack.data.vocabulary import train_vocabulary
+from maxstack.data.vocabulary import check_vocabulary, train_vocabulary
 from maxstack.errors import DataError, call_rust
 from maxstack.schema.data import (
     BytesTokenizer,
@@ -216,12 +215,12 @@ def test_a_begin_token_that_the_model_lacks_is_an_error(folder):
         open_tokenizer(SentencePieceTokenizer(kind="sentencepiece", path="nobos.model"))
 
 
-def test_fits_compares_the_vocabulary_with_the_models():
+def test_the_vocabulary_is_compared_with_the_models():
     tokenizer = SentencePieceTokenizer(kind="sentencepiece", path="sp.model")
     text = DataConfig(sources=[TextSource(kind="text", files=["corpus.txt"])], tokenizer=tokenizer)
-    fits(text, 320)
+    check_vocabulary(text, 320)
     with pytest.raises(DataError, match=r"sp.model has 320 tokens, but model.vocab=319"):
-        fits(text, 319)
+        check_vocabulary(text, 319)
 
 
 @pytest.mark.parametrize("kind", ["vocabulary", "added token", "vocab.json"])

@@ -32,7 +32,7 @@ def played(folder, **sections):
     with contextlib.ExitStack() as ending:
         feed, _ = startup.open_feed(run, folder, ending)
         feed.refresh(run.init(), startup.frozen_weights(run))
-        return next(feed), feed.metrics(), feed.damaged()
+        return next(feed), feed.metrics(), feed.skipped()
 
 
 def groups_of(batch):
