@@ -12,7 +12,7 @@ from maxstack.data.conversations import read_example, read_prompt
 from maxstack.data.examples import _remedy
 from maxstack.errors import ConfigError, DataError
 from maxstack.inference.server.refusal import Refusal
-from maxstack.inference.server.schemas import CompletionBody, parsed
+from maxstack.inference.server.schemas import CompletionBody, parse_body
 from maxstack.meter import PATIENCE, Meter
 from maxstack.rewards.runner import ARGUMENTS, _check_takes
 
@@ -102,7 +102,7 @@ def test_rewards_of_other_programs_are_told_how_ours_are_called():
 
 def test_fields_of_other_servers_are_told_with_ours():
     with pytest.raises(Refusal, match="max_new_tokens=5.*here it is max_tokens"):
-        parsed(CompletionBody, b'{"model": "a", "prompt": "b", "max_new_tokens": 5}')
+        parse_body(CompletionBody, b'{"model": "a", "prompt": "b", "max_new_tokens": 5}')
 
 
 def test_samples_without_a_signal_are_told_once():

@@ -251,7 +251,7 @@ def test_centred_scores_are_put_together_as_core_does():
         ({"doc_to_choice": "nope"}, DataError, "doc_to_choice: nope is no field"),
         ({"doc_to_choice": "a"}, DataError, "doc_to_choice gives .*, no list of texts"),
         ({"test_split": "dev"}, ConfigError, "test_split: no split dev; its data has test, train"),
-        ({"metric_list": [{"metric": "f1"}]}, ConfigError, "f1 is no metric of .*--lm-eval"),
+        ({"metric_list": [{"metric": "f1"}]}, ConfigError, "f1 is not a metric of .*--lm-eval"),
         ({"process_docs": "x"}, ConfigError, "process_docs"),
         ({"output_type": "multiple_choice", "doc_to_choice": None}, ConfigError, "needs choices"),
         ({"num_fewshot": 9, "fewshot_split": "train"}, DataError, "num_fewshot=9, and there are 5"),
