@@ -25,7 +25,7 @@ OWNER = shutil.ignore_patterns(owner.NAME)
 DAMAGE = ("bit", "cut", "deleted")
 
 
-def skipped(folder: Path, count: int, dice: random.Random) -> Outcome:
+def damaged(folder: Path, count: int, dice: random.Random) -> Outcome:
     """3: in any file of the newest steps of a run that was killed, at any byte; in the folder that
     all see, of one process and of two, and on a host's own disk."""
     found, disk = outcome(folder), folder / "disk"
