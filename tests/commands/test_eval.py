@@ -180,7 +180,7 @@ def test_what_cannot_be_evaluated_says_why(run, tmp_path, capsys):
 def test_weights_that_are_not_finite_are_no_model(run, capsys, monkeypatch):
     folder, names = run
     monkeypatch.setattr(
-        "maxstack.evals.opened.read_weights",
+        "maxstack.inference.trained_model.read_weights",
         lambda *args: jax.tree.map(lambda leaf: leaf * np.nan, read_weights(*args)),
     )
     words = ["eval", str(folder), "--tasks", names[0], "--limit", "2"]
