@@ -179,7 +179,7 @@ class Engine:
 
     def _reserve_steps(self, chunks: Sequence[Chunk], many: int) -> int:
         """Take the pages of several steps from these chunks -> how many may be computed at once."""
-        if self.cfg.serve.speculate or not self.programs.bursts:
+        if self.cfg.serve.speculate or not self.programs.has_multi_step:
             return 1
         left = []
         for sequence, start, size, _ in chunks:
@@ -203,7 +203,7 @@ class Engine:
         bounds = multi_step.Bounds(steps, fewest, len(chunks) - 1 if others else 0)
         tops = [chunk.sequence.sampling.logprobs for chunk in chunks]
         rules = multi_step.make_rules(sequences, rows, self.max_length)
-        made = self.programs.burst(batch, rules, bounds, self._sampler.top_count(tops))
+        made = self.programs.multi_step(batch, rules, bounds, self._sampler.top_count(tops))
         outputs = []
         for chunk, first, top in zip(chunks, firsts, tops, strict=True):
             sequence, new = chunk.sequence, multi_step.read_tokens(made, first, top)

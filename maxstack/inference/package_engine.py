@@ -58,7 +58,7 @@ def start_package(package: Package) -> Served:
 class PackageRunner(Runner):
     """Computes steps by the programs of a package."""
 
-    bursts = False
+    has_multi_step = False
 
     def __init__(self, package: Package, layout: Layout, limits: Limits, max_length: int):
         super().__init__(layout, limits, max_length)

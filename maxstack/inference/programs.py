@@ -99,7 +99,7 @@ class Programs(Runner):
             out_shardings=everywhere,
             compiler_options=ordered,
         )
-        self._burst = jax.jit(
+        self._multi_step = jax.jit(
             run.within(self._steps),
             static_argnums=5,
             donate_argnums=1,
@@ -149,8 +149,8 @@ class Programs(Runner):
         wanted_O[: len(rows)] = rows
         return self._head(self._params, x_RD, wanted_O, module)
 
-    def burst(self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None) -> Made:
-        made, self.cache = self._burst(self._params, self.cache, batch, rules, bounds, top)
+    def multi_step(self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None) -> Made:
+        made, self.cache = self._multi_step(self._params, self.cache, batch, rules, bounds, top)
         return jax.device_get(made)
 
     def step(

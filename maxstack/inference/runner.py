@@ -50,8 +50,8 @@ class Runner:
 
     adapters = 0
     """Number of adapters."""
-    bursts = True
-    """True where `burst` can compute several steps at once."""
+    has_multi_step = True
+    """True where `multi_step` can compute several steps at once."""
     cache: Any = None
 
     def __init__(
@@ -103,7 +103,7 @@ class Runner:
         `forward` returned, padded to one of `outputs`."""
         raise NotImplementedError
 
-    def burst(self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None) -> Made:
+    def multi_step(self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None) -> Made:
         """Compute several steps from a batch of the last known token of each request -> the tokens;
         `top`: likeliest tokens to report, None: no log-probabilities."""
         raise NotImplementedError

@@ -222,15 +222,6 @@ def test_masks_are_as_wide_as_the_models_vocabulary(compilers, vocab):
     assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).max() == stop
 
 
-def test_a_copy_goes_on_by_itself(compilers):
-    *_, compiler = compilers["bytes"]
-    matcher = compiler.regex("ab|cd")
-    copy = matcher.copy()
-    matcher.accept(ord("a"))
-    copy.accept(ord("c"))
-    assert {*allowed(matcher)} == {ord("b")} and {*allowed(copy)} == {ord("d")}
-
-
 @pytest.mark.parametrize(
     ("kind", "grammar", "message"),
     [
