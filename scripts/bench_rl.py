@@ -38,6 +38,11 @@ class Curve(NamedTuple):
     before: float
     """Seconds of the command before that."""
 
+    @property
+    def step(self) -> float:
+        """Median seconds of a step."""
+        return median(b - a for a, b in itertools.pairwise(self.seconds))
+
     def reach(self, mark: float) -> tuple[int, float]:
         """(steps, seconds of training) until the mean of rewards reaches the mark; infinite seconds
         where it never does."""
@@ -66,9 +71,9 @@ def main() -> None:
         curves["maxstack"].append(ours(args, seed))
         curves["TRL"].append(theirs(args, folder, seed))
     for name, found in curves.items():
-        steps = [median(b - a for a, b in itertools.pairwise(curve.seconds)) for curve in found]
+        step = median(curve.step for curve in found)
         before = median(curve.before for curve in found)
-        print(f"\n{name}: a step takes {median(steps):.3f} s, the start {before:.1f} s")
+        print(f"\n{name}: a step takes {step:.3f} s, the start {before:.1f} s")
         for mark in MARKS:
             reached = [curve.reach(mark) for curve in found]
             samples = SAMPLES * median(step for step, _ in reached)

@@ -138,12 +138,14 @@ def losses(metrics: Path) -> Found:
     """The training loss as means of MEAN steps and every held-out loss: (step, nats a token)."""
     every = [(row["step"], row["loss"]) for row in rows(metrics, "loss")]
     groups = [every[i : i + MEAN] for i in range(0, len(every) - MEAN + 1, MEAN)]
-    means = [sum(loss for _, loss in group) / MEAN for group in groups]
-    steps = [group[-1][0] for group in groups]
+    training = []
+    for group in groups:
+        mean = sum(loss for _, loss in group) / MEAN
+        training.append((group[-1][0], round(mean, 4)))
     held_out = rows(metrics, "eval_loss")
     return {
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "training": [(step, round(mean, 4)) for step, mean in zip(steps, means, strict=True)],
+        "training": training,
         "held_out": [(row["step"], round(row["eval_loss"], 4)) for row in held_out],
     }
 
@@ -155,8 +157,11 @@ def shares(metrics: Path) -> Found:
     for key in found[0]:
         if key.endswith(("/acc", "/acc_norm")):
             keys.setdefault(key.split("/")[1], key)
-    keys.pop("pairs", None)  # the mean of the others
-    return {name: [(row["step"], row[key]) for row in found] for name, key in keys.items()}
+    keys.pop("pairs", None)  # the group of the others
+    shares: Found = {}
+    for name, key in keys.items():
+        shares[name] = [(row["step"], row[key]) for row in found]
+    return shares
 
 
 def run_command(line: str, *more: str) -> str:

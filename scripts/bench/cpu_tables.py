@@ -36,10 +36,11 @@ def draw_peers(found: Found, stem: Path) -> list[str]:
 
 def series(sizes: list[Found], by: str, figure: str) -> dict[str, list[tuple[float, float]]]:
     """A figure of every program by width or length."""
-    programs = [*sizes[0]["programs"]]
-    return {
-        name: [(size[by], size["programs"][name][figure]) for size in sizes] for name in programs
-    }
+    found: dict[str, list[tuple[float, float]]] = {}
+    for size in sizes:
+        for name, told in size["programs"].items():
+            found.setdefault(name, []).append((size[by], told[figure]))
+    return found
 
 
 def medians(found: Found) -> dict[str, float]:

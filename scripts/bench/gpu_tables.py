@@ -71,7 +71,7 @@ def attention(rows: list[Row], factor: float, unit: str) -> str:
         for row in own:
             speeds[row["backend"]][row["length"]] = both(row, factor)
         lengths = sorted({row["length"] for row in own})
-        lines = [[name, *(of.get(length, "") for length in lengths)] for name, of in speeds.items()]
+        lines = [[name, *map(of.get, lengths, [""] * len(lengths))] for name, of in speeds.items()]
         window = groups[mask, dim]
         counted = f"window {window:,}, visible pairs" if window else "causal, half of T S"
         title = f"{unit} forward / backward, head_dim {dim}, {counted} counted"

@@ -69,7 +69,9 @@ def _command(config: Path, dtype: str, steps: int, folder: str) -> list[str]:
 
 
 def _measured(command: list[str], folder: str) -> dict[str, float]:
-    begin, first, seconds, said = time.perf_counter(), 0.0, [], []
+    begin, first = time.perf_counter(), 0.0
+    seconds: list[float] = []
+    said: list[str] = []
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

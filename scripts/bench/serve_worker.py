@@ -60,7 +60,8 @@ def main() -> None:
         vocab = json.load(file)["vocab_size"]
     try:
         given = args.folder, args.dtype, args.threads, args.length
-        ask = module.load(*given, *[args.overrides] * (args.program == "maxstack"))
+        own = [args.overrides] if args.program == "maxstack" else []
+        ask = module.load(*given, *own)
     except NotImplementedError as error:
         tell(left_out=str(error))
         return

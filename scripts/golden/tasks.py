@@ -41,14 +41,11 @@ def evaluate(model: str, tasks: str, settings: dict[str, Any]) -> dict[str, Any]
     for task, samples in found["samples"].items():
         documents = {sample["doc_id"]: sample["resps"] for sample in samples}
         answers[task] = [flat(documents[index]) for index in sorted(documents)]
-    results = {
-        task: {
-            key.removesuffix(",none"): value
-            for key, value in metrics.items()
-            if key.endswith(",none") and isinstance(value, float)
-        }
-        for task, metrics in found["results"].items()
-    }
+    results: dict[str, dict[str, float]] = {}
+    for task, metrics in found["results"].items():
+        floats = {key: value for key, value in metrics.items() if isinstance(value, float)}
+        figures = {key for key in floats if key.endswith(",none")}
+        results[task] = {key.removesuffix(",none"): floats[key] for key in figures}
     return {"results": results, "answers": answers}
 
 

@@ -25,7 +25,8 @@ from maxstack.data.tokenizers import open_tokenizer
 from maxstack.schema.data import HuggingFaceTokenizer
 
 NAMES, CLOSE = ["tiktoken"], 0.0
-TEXTS, KEPT, RANKS = 4000, 40, 1500
+TEXTS, KEPT = 4000, 40
+RANKS = 1500
 PATTERNS = {
     "tiktoken.model": "|".join(
         [

@@ -20,7 +20,8 @@ from trl.experimental.cpo import CPOTrainer  # noqa: E402
 from trl.experimental.gkd import GKDTrainer  # noqa: E402
 from trl.experimental.orpo import ORPOTrainer  # noqa: E402
 
-PAIRS, LENGTH, VOCAB = 6, 10, 11
+PAIRS = 6
+LENGTH, VOCAB = 10, 11
 PROMPTS = np.array([3, 2, 4, 3, 2, 4] * 2)
 ANSWERS = np.array([5, 4, 3, 6, 2, 4, 6, 4, 3, 1, 5, 6])
 

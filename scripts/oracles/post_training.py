@@ -19,7 +19,8 @@ HEAD = (
     "| Objective | First and tenth loss of TRL | Of maxstack | Largest difference of ten |",
     "| --- " * 4 + "|",
 )
-STEPS, ROWS, RATE = 10, 8, 3e-3
+STEPS, ROWS = 10, 8
+RATE = 3e-3
 CLOSE = 1e-4
 QUESTIONS, MOST = 16, 40
 
