@@ -104,7 +104,7 @@ def test_plan_counts_the_shapes_and_plans_the_largest(run, tmp_path, capsys):
     path.write_text(yaml.safe_dump(sections))
     assert cli.main(["plan", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "steps of 2 shapes are compiled, 8 x 16, 16 x 8; this is the plan of 8 x 16" in out
+    assert "compiles steps of 2 shapes, 8 x 16, 16 x 8; this is the plan of 8 x 16" in out
     assert "8 x 16 = 128" in out
     assert cli.main(["plan", str(path), "--search"]) == 1
     assert "train.stages has several" in capsys.readouterr().err
