@@ -130,7 +130,7 @@ def test_a_run_goes_on_bit_for_bit_whatever_reads_its_images(recipe):
     [
         (["objective={kind: next_token}"], "next_token is for model.kind=decoder"),
         (["data.seq_len=9"], "an image of model.image_size=8 is 16 tokens"),
-        (["data.packing=fit"], "an image is a row of its own"),
+        (["data.packing=fit"], "each image is a row"),
         (["data.image.mean=[0.5, 0.4, 0.3]"], "holds 3 numbers, and model.channels=1"),
         (["data.sources=[{kind: text, files: ['*.md']}]"], "learns from records"),
         (["mesh.stage=2"], "the pattern of blocks repeats 1 times"),

@@ -194,7 +194,7 @@ def test_a_trained_model_draws_the_same_images_whatever_their_number(recipe, cap
         ("--guidance", "nan"): "nan is not a number from 0 to 100",
         ("--out", str(out)): "holds images made with classes=[0, 1, 2, 7]",
         ("--out", str(recipe.parent)): "holds other files; give a new folder",
-        ("--out", str(recipe / "in")): "cannot be made",
+        ("--out", str(recipe / "in")): "cannot be created",
     }.items():
         assert cli.main(["sample", run, *wrong]) != 0
         assert said in capsys.readouterr().err
@@ -256,10 +256,10 @@ def test_latents_are_learned_from_and_made(recipe):
         (["model.out_channels=1", "model.channels=3"], "must be at least channels=3"),
         (["model.embed=30"], "must be a multiple of 4"),
         (["model.image_size=9"], "is not a multiple of patch=2; use 8"),
-        (["objective.path=vp"], "velocity is of path: line"),
+        (["objective.path=vp"], "velocity needs path: line"),
         (["eval.samples={prompts: [a]}"], "are for texts; leave them out"),
         (["data.sources=[{kind: npz, files: [a.npz]}]", "data.image.flip=true"], "are latents"),
-        (["model.channels=4", "eval.samples={count: 4}"], "latents are no pictures"),
+        (["model.channels=4", "eval.samples={count: 4}"], "latents are not pictures"),
     ],
 )
 def test_a_mistake_is_named(recipe, overrides, message):

@@ -118,7 +118,7 @@ def test_samples_keep_what_is_given_fill_the_rest_and_depend_on_no_mesh(order):
     [
         ("model.blocks.local.mixer.causal=true", "set model.blocks.local.mixer.causal=false"),
         ("objective.mask_token=320", "mask_token=320 is not a row of model.vocab=320; use 319"),
-        ("objective.mask_token=256", "is an id that data.tokenizer kind bytes gives; use 257"),
+        ("objective.mask_token=256", "is an id of data.tokenizer kind bytes; use 257"),
         (
             "model.vocab=257",
             "257 ids beside 1 of objective.kind=masked_diffusion; use model.vocab=258",
@@ -166,7 +166,7 @@ def test_a_sample_begins_with_the_prompt_as_training_has_it_and_the_run_is_not_s
     assert len(tokens) == 8 and tokens[:2] == [*b"ab"]  # no BOS: targets never hold one
     scores = ["--data", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "s.npz")]
     for words, says in (
-        (["score", trained, *scores], "was trained by objective.kind=masked_diffusion"),
+        (["score", trained, *scores], "was trained with objective.kind=masked_diffusion"),
         ([*asked, "objective.shift=true"], "a trained model's objective cannot be changed"),
         ([*asked, "--temperature", "nan"], "nan is not a number from 0 to 1000"),
         (["sample", trained + "d"], "has md; did you mean md?"),
