@@ -1,5 +1,11 @@
 """Facts that must be the same in all processes of a run, for the roll call: hosts that see
-different files under the same path would otherwise train on different data."""
+different files under the same path would otherwise train on different data.
+
+Each process digests maxstack's code, jax's settings, and every file, folder or module that a value
+of the configuration names; the roll call compares the digests and names the key where two differ.
+Corpora are too large to be read whole, so a digest holds every name and size, and the content of at
+most SAMPLED files, of large ones three pieces: a file that differs elsewhere alone is missed.
+"""
 
 import glob
 import importlib.util
@@ -38,6 +44,7 @@ def facts(cfg: "Config") -> dict[str, Any]:
     and jax's settings."""
     import jax
 
+    # Not their order, nor those that belong to each process, such as where it writes dumps.
     flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
     settings = {
         name: str(value) for name, value in jax.config.values.items() if not FREE.search(name)
@@ -67,6 +74,7 @@ def _content(value: Any, section: Any, key: str = "") -> Iterator[tuple[str, str
     elif isinstance(value, list):
         for number, (inner, below) in enumerate(zip(value, section or value, strict=False)):
             yield from _content(inner, below, f"{key}.{number}")
+    # The patterns of a source were digested above, by the files that they match.
     elif isinstance(value, str) and not key.rpartition(".")[0].endswith(".files"):
         yield from ((key, found) for found in _named(key, value))
 
@@ -75,6 +83,8 @@ def _named(key: str, value: str) -> Iterator[str]:
     """The digest of the file, folder or module that a value names; nothing where it names none.
     Finding a module imports the packages around it, so it is done only for `call`, which must be
     trusted."""
+    # Any text a.b:c looks like a function, and finding the module a.b runs the package a: a
+    # source's name in a run's record could run code of the working folder.
     if key.endswith(".call") and CALL.fullmatch(value):
         try:
             found = importlib.util.find_spec(value.partition(":")[0])
@@ -83,6 +93,7 @@ def _named(key: str, value: str) -> Iterator[str]:
         if found and found.origin and os.path.isfile(found.origin):
             yield _digest_of([(found.name, Path(found.origin))])
     elif os.sep in value and (path := Path(value).expanduser()).exists():
+        # A run's manifests hold the checksums of its files already.
         is_run = (path / "checkpoints").is_dir()
         yield _digest(path, "checkpoints/*/manifest.json" if is_run else "*")
 
@@ -99,10 +110,12 @@ def _digest_of(files: Sequence[tuple[str, Path]], sampled: int = SAMPLED) -> str
     """Number of files, their bytes, and a digest of names, sizes and samples of the content, equal
     for equal files wherever they lie."""
     found, total = xxhash.xxh3_128(), 0
+    # By name: a folder's order is the file system's, and paths differ between hosts.
     entries = sorted((name, path, path.stat().st_size) for name, path in files)
     for number, (name, path, size) in enumerate(entries):
         found.update(f"{name}\0{size}\0".encode())
         total += size
+        # Evenly spaced by name, so every host reads the same ones.
         if number % -(-len(entries) // sampled) == 0:
             with path.open("rb") as file:
                 if size <= WHOLE:

@@ -34,6 +34,7 @@ class Checks:
 
     def begin(self, state: State) -> None:
         """ConfigError where the copies that several processes begin with are not alike."""
+        # One process makes or reads all its copies alike; several may read different files.
         differences = self._replicas.compare(self._replicas.hashes(state))
         if differences and Peers().count > 1:
             raise ConfigError(

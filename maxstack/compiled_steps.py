@@ -1,4 +1,5 @@
-"""The compiled steps of a run, one for each shape of batch, compiled when first needed."""
+"""The compiled steps of a run, one for each shape of batch. A shape of a later stage is compiled
+when its stage begins; the first one in the background, while weights are made."""
 
 import concurrent.futures
 import os
@@ -26,6 +27,8 @@ class CompiledSteps:
 
     def __init__(self, run: Run):
         self._stages = run.cfg.stages
+        # A run for each shape: the kernels are chosen by it, and shapes are checked against memory
+        # before the first of them is compiled.
         own = run.cfg.train.batch_size, run.cfg.data.seq_len
         self._runs = {
             shape: run if shape == own else assemble(run.cfg.of_shape(*shape), run.mesh)
@@ -45,6 +48,7 @@ class CompiledSteps:
         if shape not in self._made:
             pool = concurrent.futures.ThreadPoolExecutor(1, "compile")
             self._made[shape] = pool.submit(self._compiled, shape)
+            # The thread ends with its one task, and an error waits in the future for whoever asks.
             pool.shutdown(wait=False)
 
     def at(self, step: int) -> CompiledStep:

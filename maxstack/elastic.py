@@ -1,5 +1,11 @@
 """Elastic runs: one process drives several slices, and when some are lost it continues without
-them, on a smaller mesh, from the newest checkpoint, with the same batches."""
+them, on a smaller mesh, from the newest checkpoint, with the same batches.
+
+An error of jax does not tell whether a slice was lost, so each slice is asked for a small sum, and
+those that do not answer in ANSWER seconds count as lost. The whole run is then begun anew in the
+same process, on as many of the others as everything divides over; global batches stay as they were,
+as lanes do not depend on devices. Several processes are restarted by their launcher instead.
+"""
 
 import contextlib
 import gc
@@ -40,6 +46,8 @@ def train(cfg: "Config", once: Callable[["Config", Sequence[Any] | None], int]) 
         try:
             return once(*restrict(cfg, lost))
         except Exception as error:
+            # A text, not the error: its traceback's frames hold the lost attempt's state on the
+            # devices, and the next attempt has to fit beside it.
             loss = None if elastic is None or attempt == elastic.attempts else find_loss(error)
             if loss is None:
                 raise
@@ -66,8 +74,10 @@ def clear() -> None:
 
     retire()
     with contextlib.suppress(RuntimeError):  # no trace is being recorded
+        # A trace that the lost attempt was recording makes jax refuse the next one's.
         jax.profiler.stop_trace()
     jax.clear_caches()
+    # jax keeps frames of a program's first call in a circle.
     gc.collect()
 
 
@@ -85,6 +95,7 @@ def restrict(cfg: "Config", lost: frozenset[int]) -> tuple["Config", Sequence[An
         if number not in lost
     ]
     least = cfg.faults.elastic.least
+    # Fewer than are left, where a batch or a layer does not divide over all of them.
     for count in range(len(left), least - 1, -1):
         smaller = cfg.model_copy(update={"mesh": cfg.mesh.model_copy(update={"slices": count})})
         devices = [device for each in left[:count] for device in each]
@@ -104,6 +115,7 @@ def devices_by_slice(count: int) -> dict[int, list[Any]]:
 
     devices = jax.devices()
     numbers = [slice_of(device) for device in devices]
+    # Devices of a CPU, or of one slice, have no slice numbers that tell them apart.
     if len({*numbers}) != count:
         numbers = [i // (len(devices) // count) for i in range(len(devices))]
     parts: dict[int, list[Any]] = {}
@@ -118,6 +130,7 @@ def find_loss(error: BaseException | None) -> str | None:
     the state on the devices."""
     import jax
 
+    # The chain is followed: the first error may be followed by that of a save, which fails too.
     while error and not (
         isinstance(error, jax.errors.JaxRuntimeError) and str(error).lstrip().startswith(LOSS)
     ):
@@ -132,6 +145,7 @@ def find_lost(asked: Mapping[int, Sequence[Any]]) -> frozenset[int]:
     def ask(number: int) -> None:
         answers[number] = responds(asked[number])
 
+    # All at once and as daemons: a call to a lost device may never return.
     threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in asked]
     for thread in threads:
         thread.start()
@@ -147,6 +161,7 @@ def responds(devices: Sequence[Any]) -> bool:
     import numpy as np
 
     try:
+        # Dispatched on all before any is read, so that the slice is waited for once.
         parts = [jax.device_put(np.float32(1.0), device) + 1.0 for device in devices]
         return all(float(part) == 2.0 for part in parts)
     except jax.errors.JaxRuntimeError:

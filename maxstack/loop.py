@@ -75,9 +75,9 @@ class Loop:
     _saves: "Checkpoints | None" = None
     _preempted = False
     _not_finite = False
-    """An update was refused, and the copies are to be compared at the next save."""
+    """An update was not finite: the copies are to be compared after the next step."""
     _owed = False
-    """The state is still to be evaluated."""
+    """The state is still to be evaluated, as where a signal cut an evaluation short."""
 
     def __init__(
         self,
@@ -98,6 +98,8 @@ class Loop:
         self._is_first = jax.process_index() == 0
         self._policy = Policy(run.cfg.faults)
         self._stopping = StopEarly(run.cfg.train.stop_early, {})
+        # The position that belongs to the state: the feed moves on to the next batch before the
+        # state does, and another thread may save in between.
         self._begin = self._position = feed.state()
         self._state: Any = None
 
@@ -108,8 +110,12 @@ class Loop:
         with self._ledger.spent("restore"):
             self._saves = startup.open_checkpoints(self._run, self._folder, log.say, forced)
             if self._saves:
+                # However the run ends, a save that is under way gets its manifest, without which it
+                # does not exist.
                 self._ending.callback(self._saves.wait)
                 self._state = self._saves.restore(self._feed)
+        # The host counts steps by itself from here on: reading state.step would wait for the
+        # devices.
         self._step = self._saved = int(self._state.step) if self._state else 0
         startup.check_steps(cfg.train.steps, self._step)
         self._policy.restore(self._notes)
@@ -137,6 +143,8 @@ class Loop:
         done = f"train.steps={self._step} are done"
         self._log.say(f"nothing left to do: {self._stopping.why if self._stopping.over else done}")
         if self._saves:
+            # A run that was killed in its last save may have it on a host's own disk alone. Of 110
+            # kills in saves one was lost that way before this.
             self._saves.complete(self._step, self._state, self._feed, self._notes)
         close(self._feed, self._saves, self._writer, self._log)
         self._ledger.close()
@@ -149,6 +157,8 @@ class Loop:
         log, begin = self._log, self._step
         begins = self._state is None
         self._ledger.resume(begin)
+        # In the background: compiling hides the initialisation of the weights where there are more
+        # cores than it uses. On two cores the total stays as it is.
         self._steps.start(begin + 1)
         startup.introduce(run, self._feed.describe(), log, begins)
         self._feed.start()
@@ -165,8 +175,11 @@ class Loop:
         how = "loaded" if cfg.run.executable else "compiled"
         log.say(f"{how} the step in {self._shaped.seconds:.1f} s")
         self._in_this_thread = in_this_thread
+        # Allocator settings: a tenth of a step goes to clearing pages that were given back.
         if in_this_thread:  # only now: what compiling frees is not worth keeping
             memory.keep_freed(self._shaped.step.memory_analysis().temp_size_in_bytes)
+        # Several processes compare their copies once even with faults.check_every=0: what their
+        # hosts read may differ.
         if run.mesh.size > 1 and (cfg.faults.check_every or jax.process_count() > 1):
             self._checks = Checks(run, self._meter, log, self._writer)
             self._checks.begin(self._state)
@@ -188,6 +201,9 @@ class Loop:
     def run_step(self) -> None:
         """Run one step, and what is due after it."""
         self._step += 1
+        # The order counts: the trace begins before the batch is awaited, so that the wait is in it;
+        # a batch that is skipped is drawn all the same, so that the feed's positions do not depend
+        # on it.
         self._tracer.before(self._step)
         batch = self._next_batch()
         passes_over = self._policy.skips(self._step)
@@ -195,6 +211,8 @@ class Loop:
         back = self._pass_over() if passes_over else self._update(batch)
         self._position = self._feed.state()
         due = self._due(ends_trace=self._tracer.after(self._step, not passes_over))
+        # `_update` has reported the step before, as this one may still run. What is due must not
+        # begin from a state that the policy is about to undo.
         if any(due) or self._in_this_thread:  # then the step has ended
             back = self._report(self._meter.flush()) or back
         if due.compare and not back:
@@ -240,7 +258,7 @@ class Loop:
                     batch = next(self._feed)
         except (DataEnded, TransientError):
             self._report(self._meter.flush())
-            # several processes need not come here at the same step, and a save is one of all
+            # Several processes need not get here at the same step, and a save is one of all.
             alone = jax.process_count() == 1 and before > self._saved
             if saves and alone and saves.due(before, last=True):
                 self._save(before, {}, last=True)
@@ -252,6 +270,7 @@ class Loop:
     def _update(self, batch: dict[str, np.ndarray]) -> Rewind | None:
         """Start the step on a batch, and report the step before."""
         with TraceAnnotation("place batch, start step"):
+            # The state is donated: from here on the name of the old one must not be used.
             placed = self._run.batches.place(batch, self._shaped.rows)
             self._state, scalars = self._shaped.step(self._state, placed, *self._frozen)
         return self._report(self._meter.add(self._step, {**scalars, **self._feed.metrics()}))
@@ -260,6 +279,8 @@ class Loop:
         """Skip the batch of a step, and report the step before."""
         back = self._report(self._meter.flush())
         self._state = self._run.skip_batch(self._state)
+        # No scalars come of a skipped batch, so the step before was flushed, and the time of this
+        # one is counted as other.
         self._writer.write({"step": self._step, "passed_over": 1})
         self._ledger.passed_over(self._step)
         self._meter.restart()
@@ -269,6 +290,7 @@ class Loop:
         """What comes after the current step."""
         step, every = self._step, self._cfg.eval.every
         done = step == self._cfg.train.steps
+        # Asked once a step, and first: it counts the step as reached in all processes.
         self._preempted = not done and self._stop.requested(step)
         last = done or self._preempted
         self._owed = bool(self._evaluator) and (done or step % every == 0)
@@ -280,6 +302,7 @@ class Loop:
             evaluate=self._owed and not self._preempted,
             save=save,
             compare=self._checks is not None and self._checks.due(step, checked),
+            # A trace holds steps of one program, whose text is saved beside it.
             end_trace=ends_trace or (self._tracer.tracing and (last or reshape)),
             reshape=reshape,
             last=last,
@@ -289,12 +312,15 @@ class Loop:
         """Do what is due after the current step."""
         step, save = self._step, due.save
         evaluated: dict[str, float] = {}
+        # The trace ends before an evaluation, which would be in it; the save comes after the
+        # evaluation, whose metrics decide which checkpoints keep_best keeps.
         if due.end_trace:
             with self._ledger.spent("trace"):
                 self._tracer.end()
         if due.evaluate:
             evaluated = self._evaluate(bool(self._samples)) or {}
             if self._preempted or self._stopping.over:
+                # An evaluation may end the run, or be cut short: then its state is the last one.
                 save = self._saves is not None and self._saves.due(step, last=True)
         if save:
             self._save(step, evaluated, due.last or self._preempted or self._stopping.over)
@@ -308,6 +334,7 @@ class Loop:
         """Evaluate the state that the run begins or goes on with."""
         owed = self._owed
         evaluated = self._evaluate(bool(self._samples) and owed)
+        # The checkpoint that the run resumes from was written without these metrics.
         if evaluated is not None and self._saves and owed:
             self._saves.note(self._step, evaluated, self._stopping.to_json())
 
@@ -332,6 +359,8 @@ class Loop:
         the run."""
         if row is None:
             return None
+        # Once for a row of refusals: a cause that all replicas share would otherwise cost a
+        # comparison after every step.
         if row["skipped"] == NOT_FINITE and row["refused"] == 1:
             self._not_finite = True
         step, seconds = row["step"], row["step_seconds"]
@@ -348,6 +377,7 @@ class Loop:
 
     def _go_back(self, decision: Rewind | Recompute) -> None:
         """Restore the state before the batches of a rewind, or before a step to recompute."""
+        # The step under way began from the state that is given up, so nobody reads it.
         self._meter.drop()
         self._tracer.drop()
         jax.tree.map(lambda leaf: leaf.delete(), self._state)  # else the devices would hold two
@@ -357,6 +387,8 @@ class Loop:
             )
         self._step = self._saved = int(self._state.step)
         self._position = self._feed.state()
+        # A rewind is the policy's own decision: restored notes would forget the batches to skip.
+        # Steps that are computed again decide anew, by numbers that may have been wrong.
         if isinstance(decision, Rewind):
             self._log.say(
                 f"rewound to step {self._step}; skipping the batches of steps {decision.first} to "
@@ -384,6 +416,7 @@ class Loop:
 
     def _leave(self, step: int) -> None:
         """Save the state after `step` while the main thread waits, and end what writes."""
+        # Where the last step's numbers ask for a rewind, its state is not worth saving.
         if not self._report(self._meter.flush()) and self._saves:
             if step > self._saved and self._saves.due(step, last=True):
                 self._save(step, {}, True)

@@ -44,6 +44,7 @@ def use(mesh: "Mesh", cfg: MeshConfig) -> contextlib.AbstractContextManager[None
 def current() -> tuple["Mesh", MeshConfig] | None:
     """The mesh that `use` set, and its configuration; None outside, and on a mesh of one device."""
     pair = _current.get()
+    # On one device no constraint is written: the program is that of a model without a mesh.
     return None if pair is None or pair[0].size == 1 else pair
 
 
@@ -69,6 +70,7 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any]) -> "Mesh":
             f"{asked} needs {needed} devices, but there are {len(devices)}; "
             f"set one axis to -1, or run.virtual_devices={known} to try the mesh on a CPU"
         )
+    # Auto: XLA propagates shardings from the weights and `constrain`.
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     return jax.sharding.Mesh(arrange(devices, sizes), AXES, axis_types=kinds)
 
@@ -85,6 +87,8 @@ def spec(axes: Sequence[str | None], rules: Mapping[str, Any]) -> "PartitionSpec
                 f"mesh.rules: no logical axis {axis!r}, which a layer or objective declares; there "
                 f"are {', '.join(rules)}"
             )
+        # One array cannot be split twice over a mesh axis: of two logical axes with the same rule
+        # the first has it, as in a square matrix of embed by embed.
         free = [name for name in names(rules[axis] if axis else None) if name not in spent]
         spent.update(free)
         parts.append(tuple(free) if len(free) > 1 else free[0] if free else None)
@@ -135,6 +139,8 @@ def per_device(
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
+        # Axes that are not named stay with XLA, so calls may be nested: experts within the
+        # pipeline.
         axis_names=axes or free,
         check_vma=False,
     )
@@ -154,4 +160,6 @@ def _free() -> tuple[Any, frozenset[str]]:
     pair, inside = current(), jax.sharding.get_abstract_mesh()
     assert pair is not None, "needs a mesh"
     taken = frozenset(inside.manual_axes)
+    # Inside a shard_map jax wants its own abstract mesh, which knows the axes that are manual
+    # there.
     return (inside if taken else pair[0]), frozenset(AXES) - taken

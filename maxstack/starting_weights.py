@@ -1,4 +1,9 @@
-"""The weights that a run starts from: those of a Hugging Face folder or of another run."""
+"""The weights that a run starts from: those of a Hugging Face folder or of another run.
+
+They are read by path, one at a time and straight into the run's shards; those that the source lacks
+(a new head, added rows) are drawn as for a run from nothing. Quantization and adapters of this run
+come later, from what is given here; those of the other run are undone first.
+"""
 
 import functools
 from collections.abc import Iterator, Mapping
@@ -57,6 +62,7 @@ def check_tokens(run: "Run", key: str, folder: str) -> None:
         section = TypeAdapter(Tokenizer).validate_python(settings)
     else:
         return
+    # Token by token, not by file: two files may hold one vocabulary, and a teacher's may be longer.
     ours, theirs = open_tokenizer(run.cfg.data.tokenizer), open_tokenizer(section)
     for token in range(min(ours.vocab_size, theirs.vocab_size)):
         one, other = (x.special.get(token) or x.pieces[token] for x in (ours, theirs))
@@ -79,6 +85,8 @@ def original(run: "Run", finite: bool = True) -> Iterator[tuple[str, jax.Array]]
         held.add(path)
         yield path, array
     for path in wanted.keys() - held:
+        # Drawn from a hash of (seed, path), so a missing weight gets the value that it would have
+        # in a run from nothing; jit drops the draws of all others.
         draw = functools.partial(_draw, run.cfg.model, run.cfg.train.seed, path)
         yield path, jax.jit(draw, out_shardings=wanted[path].sharding)()
 
@@ -102,6 +110,7 @@ def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
 
     own = run_folder(folder)
     assert own
+    # The record's mesh is replaced below, and its number of devices is not that of this process.
     cfg = load_record(own, ["run.virtual_devices=null"])
     _check_shapes(run, folder, cfg.model)
     source, wanted = _source(run, cfg), run.weights.original
@@ -109,6 +118,7 @@ def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
     fresh, _ = run.cfg.model.head_changes(cfg.model)
     longer = run.cfg.model.extended_tables(cfg.model)
     for path in (wanted.keys() & source.weights.original.keys()) - fresh:
+        # A weight of a run with adapters or quantization is several arrays below its path.
         of_path = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{path}/")}
         make = functools.partial(_merged, source, path, wanted[path], longer.get(path))
         yield path, jax.jit(make, out_shardings=wanted[path].sharding)(of_path)
@@ -125,6 +135,7 @@ def _source(run: "Run", cfg: "Config") -> "Run":
     """The run to read weights from, on the mesh of the run that starts."""
     from maxstack.run import assemble
 
+    # Without an optimizer: only weights are read, and its state need not fit.
     return assemble(cfg.model_copy(update={"mesh": run.cfg.mesh}), run.mesh, trains=False)
 
 

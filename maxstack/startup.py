@@ -1,5 +1,6 @@
 """The parts of a run's start, before the first step: mesh, watchdog, checks, checkpoints, feed,
-first state."""
+first state. What is heavy to import (Orbax, feeds, rewards) is imported where a run needs it:
+imports were half of the processor time of a start."""
 
 import contextlib
 import math
@@ -52,6 +53,7 @@ def count_steps(cfg: "Config", mesh: jax.sharding.Mesh) -> "tuple[Config, EpochP
     from maxstack.objectives.objective import objective_of
 
     cfg, fields = set_epochs(cfg), objective_of(cfg).fields
+    # Not those of a Run, which is assembled later: its schedules need the number of steps.
     lanes = Batches(cfg, mesh, fields).rows(cfg.train.batch_size)
     found = plan_epochs(cfg, lanes, fields)
     train = cfg.train.model_copy(update={"steps": found.steps})
@@ -66,6 +68,7 @@ def prepare_tokenizer(cfg: "Config") -> None:
     if getattr(cfg.data.tokenizer, "learn", None):
         if Peers().number == 0:
             vocabulary.learn_vocabulary(cfg)
+        # One process learns, since two that learned would write the same file.
         Peers().barrier("tokenizer")
     if cfg.model.tokens is None:
         vocabulary.check_vocabulary(cfg.data, cfg.objective.token_ids(cfg.decoder.vocab))
@@ -92,6 +95,7 @@ def start_watchdog(cfg: "Config", ending: contextlib.ExitStack, ends: bool) -> "
         return None
     from maxstack.faults.heartbeat import Heartbeat
 
+    # The folder is not claimed yet; a watchdog only ever appends to the file.
     log = folder_of(cfg) / "log.txt"
     return ending.enter_context(Heartbeat(cfg.faults.watchdog, log, Peers(), ends))
 
@@ -148,6 +152,7 @@ def open_feed(
             may_end=cfg.train.epochs is not None,
         )
         ending.callback(feed.close)
+        # Registered for closing first: a check that fails must not leave worker processes behind.
         feed.mixture.check()
         return feed, None
     from maxstack.rewards.pool import Pool  # every other run starts without it
@@ -353,6 +358,7 @@ def check_can_start(run: Run) -> None:
             f"model.head.scores: objective.kind={cfg.objective.kind} needs logits, and a reward "
             "model gives none; leave it out, or set objective.kind=reward"
         )
+    # The compilation of the step would tell an unknown flag too, after the run's folder is claimed.
     compiling.check_flags(cfg, run.mesh)
     frozen = [path for path, use in run.weights.rewrite.matches.items() if use.mode == "ptq"]
     _check_rank(run)
@@ -370,6 +376,7 @@ def check_weights(run: Run) -> None:
     where model.weights are of another model, ConfigError where lora.adapter does not fit lora or a
     teacher has another tokenizer."""
     cfg = run.cfg
+    # A run that resumes does not read these weights again; their folder may be gone.
     if (folder_of(cfg) / "checkpoints").exists():
         return
     if cfg.lora and cfg.lora.adapter:
@@ -387,6 +394,7 @@ def _check_rank(run: Run) -> None:
     """ConfigError where lora.rank is more than the full rank of every target."""
     if not run.cfg.lora or not run.weights.rewrite.adapted:
         return
+    # A weight of more dimensions is a matrix [in, out...] to an adapter.
     smaller = {
         path: min(weight.matrix[0], math.prod(weight.matrix[1:]))
         for path, weight in run.weights.rewrite.adapted.items()
@@ -402,6 +410,8 @@ def _check_rank(run: Run) -> None:
 
 def explain_memory(error: BaseException | None, meter: "Meter") -> None:
     """ConfigError where memory ran out in the first step: a restart would fail in the same way."""
+    # Only in the first step: memory that runs out later is no mistake, and a supervisor tries
+    # again.
     if isinstance(error, jax.errors.JaxRuntimeError) and meter.begins:
         told = re.search(r"RESOURCE_EXHAUSTED: (.*)", str(error))
         if told:
@@ -418,10 +428,13 @@ def first_state(run: Run) -> State:
     folder, adapter = run.cfg.model.weights, run.cfg.lora and run.cfg.lora.adapter
     if folder is None and not adapter:
         return run.init()
+    # An adapter beside random weights: the same weights as without it, by path so that it can be
+    # added.
     if folder is None:
         return run.begin_with(flat(run.init().params))
     from maxstack import starting_weights
 
+    # One weight at a time: the original and its quantized form are never both whole in memory.
     loaded = starting_weights.original(run, finite=not run.cfg.checkpoint.allow_nonfinite)
     return run.begin_with(run.weights.from_original(loaded))
 
@@ -433,6 +446,8 @@ def frozen_weights(run: Run) -> tuple[dict[str, Any], ...]:
     if not run.objective.frozen:
         return ()
     own = {*run.objective.frozen} - {*run.others}
+    # Made anew from the run's beginning, also where it resumes: the reference is the model as the
+    # run began, which no checkpoint holds.
     second = select(run.changed, first_state(run).params) if own else None
     return (
         {
@@ -454,6 +469,7 @@ def restore_before(
     state = saves.restore(feed, before=step) if saves else None
     if saves and state is not None:
         return state, saves.notes
+    # No checkpoint is old enough: the run begins again, as it did at its start.
     feed.restore(begin)
     state = saves.restore(feed) if saves and run.cfg.checkpoint.elsewhere else first_state(run)
     assert state is not None, "a path gives a state or an error"

@@ -1,5 +1,11 @@
-"""The state and its shardings: weights by their logical axes, optimizer state like its weights or
-sharded further, both optionally in host memory."""
+"""The state of a run and its shardings.
+
+The state is a plain pytree of arrays in nested dicts; the model object is put together from it
+inside the step. A weight is sharded by the rules for its logical axes. A leaf of the optimizer's
+state is sharded like the weight whose path it ends in and whose shape it has, or further by
+`mesh.optimizer_rules` (ZeRO-1), so no optimizer has to say how its state is laid out. Weights and
+optimizer state may lie in host memory between steps; `Moves` takes them to the devices and back.
+"""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -36,6 +42,8 @@ def weights_at(state: State, step: int, rollout: int, steps: int) -> Tree:
     """The weights that a step changes as they were before the first step of a rollout, each of
     which has `steps` steps; None for those of the state. `step` is that of the state, which is
     known without waiting for the devices."""
+    # Before a rollout's first step the state itself has its weights; after it, `behind` does,
+    # newest first.
     begun, inside = divmod(step, steps)
     if rollout == begun and not inside:
         return None
@@ -70,6 +78,7 @@ class Moves:
         """The state with its parts in host memory moved to the devices."""
         if not self.cfg.offload:
             return state
+        # Called within the step: on the devices these parts exist only while it runs.
         return jax.device_put(state, _on_devices(self.abstract, self.info, self.mesh, self.cfg))
 
     def weights_to_devices(self, tree: Tree, info: Tree = None) -> Tree:
@@ -90,6 +99,8 @@ class Moves:
         """Shard gradients like the optimizer state, so that each device updates its share of it."""
         if not self.cfg.optimizer_rules or self.mesh.size == 1:
             return grads
+        # Sharded before the optimizer runs: the sum over devices can then be a reduce-scatter, and
+        # each device updates its share alone (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054).
         return jax.lax.with_sharding_constraint(
             grads,
             sharding_of_weights(self.info, self.mesh, self.cfg.rules | self.cfg.optimizer_rules),
@@ -123,6 +134,8 @@ def weights_behind(opt: Tree, info: Tree) -> list[Any]:
     }
 
     def behind(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
+        # Longest end first: of the weights a/b and b, the leaf mu/a/b belongs to a/b. The shape is
+        # compared since factored states keep rows and columns under the same path.
         ends = (by_path.get(jax.tree_util.keystr(path[start:])) for start in range(len(path)))
         return next((i for i in ends if i and i.shape == leaf.shape), None)
 
@@ -148,6 +161,7 @@ def _on_devices(abstract: State, info: Tree, mesh: Mesh, cfg: MeshConfig) -> Sta
                 lambda leaf, s: s if leaf is not None else None,
                 older,
                 weights,
+                # None is an empty subtree for jax, and the trees would not match.
                 is_leaf=lambda leaf: leaf is None,
             )
             for older in abstract.behind
@@ -168,6 +182,8 @@ def of_weights(state: nnx.State, replaced: Collection[str] = ()) -> tuple[Tree, 
     info = {}
     for path, variable in nnx.to_flat_state(state):
         meta, shape = variable.get_metadata(), variable.get_value().shape
+        # A layer declares its own axes; stacking over the pattern's repetitions puts `layers` in
+        # front.
         axes = ("layers",) * (len(shape) - len(meta["axes"])) + meta["axes"]
         above = ("/".join(map(str, path[:end])) for end in range(1, len(path)))
         info[path] = optim.ParamInfo(

@@ -52,12 +52,16 @@ class TrainingStep:
     ) -> tuple[State, dict[str, jax.Array]]:
         cfg, objective = self.cfg, self.objective
         state = self.moves.to_devices(state)
+        # Frozen weights are closed over, so there is no gradient to make and throw away, and the
+        # optimizer keeps no moments of them.
         params = select(self.trained, state.params)
         rest = select(jax.tree.map(operator.not_, self.trained), state.params)
 
         def models(params: Tree) -> Models:
             return self.models(combine(params, rest), frozen)
 
+        # The implementation is named, so that jax_default_prng_impl changes no draw. Keys belong to
+        # the step, so a run that resumes draws as one that was not interrupted.
         key = jax.random.key(cfg.train.seed, impl="threefry2x32")
         key = jax.random.fold_in(key, state.step)
         batch = self._prepare(batch, key, lambda batch: objective.measure(models(params), batch))
@@ -68,24 +72,33 @@ class TrainingStep:
             cfg.train.accumulate,
         )
         assert "loss" in summed.metrics, f"objective.kind={cfg.objective.kind}: no metrics['loss']"
+        # One division, by the weight of the whole batch: a mean of microbatches' means would give
+        # tokens of short microbatches more weight.
         with jax.named_scope("optimizer"):
             weight = divisor(summed.weight)
             grads = self.moves.like_optimizer(jax.tree.map(lambda g: g / weight, grads))
             loss = summed.total / weight
+            # Of the gradient before any clipping in `tx`: what is judged and reported is the step's
+            # own.
             norm = optax.tree.norm(grads)
             skipped, guarded = guard.judge(cfg.faults, state.guard, loss, norm, summed.weight)
+            # The model's rules move weights that the optimizer does not see, by counts of the whole
+            # batch: the selection bias of experts by the tokens that each got.
             after_step = functools.partial(
                 model_of(cfg.model).after_step, cfg.model, reports=summed.reports
             )
 
+            # A function, since on a CPU the guard makes it a branch.
             def update() -> tuple[Tree, Tree]:
                 updates, opt = self.tx.update(grads, state.opt, params, value=loss, grad=grads)
                 moved = rounding.apply_updates(params, updates, cfg.optimizer.rounding, key)
                 moved = combine(moved, rest)
+                # Beside adapters the base stays as it is, selection biases of experts among it.
                 return moved if cfg.lora else self._by_rules(moved, after_step(moved)[0]), opt
 
             accepted = skipped == guard.ACCEPTED
             new_params, opt = guard.update_if(accepted, update, (state.params, state.opt))
+            # Outside of the branch: a refused step reports its figures too.
             reported = after_step(state.params)[1]
             reported |= rounding.unchanged_share(params, select(self.trained, new_params))
         scalars = _means(summed.metrics, weight) | reported
@@ -96,7 +109,9 @@ class TrainingStep:
             "refused": guarded.refused,
         }
         if rate := optim.learning_rate_at(cfg.optimizer, cfg.train.steps):
+            # By accepted updates, which is what the optimizer's schedules count.
             scalars["learning_rate"] = jnp.asarray(rate(state.guard.updates))
+        # Of a refused update too: rollouts are counted by batches.
         behind = shift_behind(cfg.rollout, self.changed, state)
         return self.moves.home(State(state.step + 1, new_params, opt, guarded, behind)), scalars
 
@@ -106,8 +121,12 @@ class TrainingStep:
         cfg = self.cfg
         batch = self.objective.prepare(batch, key)
         if cfg.lora and cfg.lora.dropout:
+            # A key for each row of the global batch, made before it is cut: dropout then does not
+            # depend on microbatches, stages or the mesh.
             keys = row_keys(key, cfg.train.batch_size)
             batch = {**batch, "keys": sharding.constrain(keys, "batch")}
+        # A loss whose rows need figures of the whole batch (KTO, BCO, AOT) cannot be summed over
+        # microbatches as it stands, so a forward pass over all of them measures first.
         if self.objective.coupled and cfg.train.accumulate > 1:
             batch = self.objective.weigh(_by_microbatches(measure, batch, cfg.train.accumulate))
         return {**batch, **self.objective.factors(batch)}
@@ -131,6 +150,7 @@ def shift_behind(rollout: RolloutConfig | None, changed: Tree, state: State) -> 
         return ()
     assert rollout
     shifted = select(changed, state.params), *state.behind[:-1]
+    # Every step begins a rollout: no selection, which would copy the weights.
     if rollout.steps == 1:
         return shifted
     begins = state.step % rollout.steps == 0
@@ -150,9 +170,12 @@ def _gradient(
         (_, result), grads = jax.value_and_grad(total, has_aux=True)(params, batch)
         return result, grads
 
+    # No scan, and no second copy of the gradient in float32.
     if pieces == 1:
         return one(batch)
     cut, whole = _cut(batch, pieces)
+    # Sums are float32 whatever the weights are: bfloat16 loses small summands after a few
+    # additions.
     zero = jax.tree.map(
         lambda a: jnp.zeros(a.shape, jnp.float32),
         jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut) | whole),
@@ -161,6 +184,8 @@ def _gradient(
     def add(sums: Tree, cut: Batch) -> tuple[Tree, None]:
         return jax.tree.map(jnp.add, sums, one({**cut, **whole})), None
 
+    # A scan, not a loop that is traced out: the program's size, and the activations of only one
+    # microbatch, do not depend on how many there are.
     return jax.lax.scan(add, zero, cut)[0]
 
 
@@ -172,6 +197,7 @@ def _by_microbatches(f: Callable[[Batch], Batch], batch: Batch, pieces: int) -> 
     def one(_: None, cut: Batch) -> tuple[None, Batch]:
         return None, {name: x for name, x in f({**cut, **whole}).items() if x.ndim}
 
+    # The inverse of `_cut`: row r of the batch is row r // pieces of microbatch r % pieces.
     _, made = jax.lax.scan(one, None, cut)
     rows = {name: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]) for name, x in made.items()}
     return {**whole, **rows}
@@ -192,6 +218,8 @@ def _cut(batch: Batch, pieces: int) -> tuple[Batch, Batch]:
 def _means(metrics: Batch, weight: jax.Array) -> dict[str, jax.Array]:
     """Each sum divided by its own weight where it has one, which stays in the result, else by
     `weight`."""
+    # Weights stay in the result since only the host can leave out a mean over nothing (meter.py);
+    # it was logged as 0 before.
     own = {name: total for name, total in metrics.items() if name.endswith("/weight")}
     means = {
         name: total / divisor(own.get(f"{name}/weight", weight))
