@@ -121,7 +121,8 @@ def _whole(inputs: Inputs, call: Call) -> "tuple[Pair, list[Tiles]]":
     """Numbers and tiles of whole sequences."""
     request, most = call
     t, s = inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1]
-    of_q, of_k = (tuple(pair[side] for pair in inputs.same) for side in (0, 1))
+    of_q = tuple(mine for mine, _ in inputs.same)
+    of_k = tuple(theirs for _, theirs in inputs.same)
     queries = Numbers(jnp.arange(t)[None] + request.offset, of_q)
     return (queries, Numbers(jnp.arange(s)[None], of_k)), make_tiles(t, s, request, most)
 

@@ -91,7 +91,8 @@ def run(
 
 
 def _default(queries: int, keys: int) -> dict[str, int]:
-    q, k = (next(size for size in BLOCKS if length % size == 0) for length in (queries, keys))
+    q = next(size for size in BLOCKS if queries % size == 0)
+    k = next(size for size in BLOCKS if keys % size == 0)
     return {"block_q": q, "block_k": k, "block_q_dkv": q, "block_k_dkv": k}
 
 
