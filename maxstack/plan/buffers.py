@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from maxstack.plan.hlo import PLAIN, Instruction, Program
 
+# The dump is read on every platform: on a CPU the executable's protocol buffers say the same, which
+# a test held, but other platforms give the text alone.
 DUMP = "xla_dump_to"
 """Compiler option that names the folder of XLA's dump."""
 PASSES_ON = set(
@@ -23,6 +25,8 @@ PASSES_ON = set(
     """.split()
 )
 KINDS = {
+    # A donated argument's line says "parameter" and "maybe-live-out"; as its memory is the
+    # argument's, "parameter" comes first.
     ", parameter ": "argument",
     ", constant": "constant",
     "maybe-live-out": "output",
@@ -88,6 +92,8 @@ def memory(compiled: Any) -> Memory:
     temporaries = stats.temp_size_in_bytes
     arguments = stats.argument_size_in_bytes
     runs = temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    # Only a TPU's compiler compares its peak with the chip's memory; elsewhere the temporaries are
+    # one block, whatever the peak inside it.
     peak = getattr(stats, "peak_memory_in_bytes", None) if _platform(compiled) == "tpu" else None
     if peak:
         # Measured: XLA's peak includes all arguments, the host's too, and the temporaries of the
@@ -106,6 +112,7 @@ def largest(program: Program, count: int, assigned: Sequence[Allocation] = ()) -
         if program.in_device_memory(allocation.space)
         for size, names in _stretches(allocation, count)
     ]
+    # The text tells no lifetimes, so a list that is made from it is marked as inexact.
     exact = bool(rows)
     rows = sorted(rows or _by_size(program), key=lambda row: -row[0])[:count]
     made = {instruction.name: instruction for instruction in program.instructions()}
@@ -115,6 +122,7 @@ def largest(program: Program, count: int, assigned: Sequence[Allocation] = ()) -
 def allocations(folder: Path) -> list[Allocation]:
     """Read the buffer assignment in XLA's dump (`compiler_options={DUMP: folder}`), of several
     modules the largest. Empty if there is none."""
+    # A dump holds small modules beside the step; the step's assignment is the longest file.
     texts = sorted(
         folder.glob("*after_optimizations-buffer-assignment.txt"),
         key=lambda path: path.stat().st_size,
@@ -124,6 +132,7 @@ def allocations(folder: Path) -> list[Allocation]:
         if block := _ALLOCATION.match(line):
             kind = next(kind for words, kind in KINDS.items() if words in block[2])
             color = re.search(r", color (\d+)", block[2])
+            # "color" is XLA's word for the memory space; a line without one is of main memory.
             rows.append(Allocation(int(block[1]), kind, int(color[1]) if color else PLAIN, []))
         elif rows and (value := _VALUE.match(line)):
             rows[-1].values.append((value[1], int(value[3]), int(value[2])))
@@ -141,6 +150,7 @@ def _stretches(allocation: Allocation, count: int) -> Iterator[tuple[int, list[s
     """Yield at most `count` ranges of a block that do not overlap, each with the values that fill
     it: the largest values first."""
     if allocation.kind != "temporary":
+        # Thread-local blocks are registers, not device memory.
         if allocation.kind != "register":
             yield allocation.bytes, [name for name, _, _ in allocation.values]
         return
@@ -148,7 +158,11 @@ def _stretches(allocation: Allocation, count: int) -> Iterator[tuple[int, list[s
     for name, offset, size in allocation.values:
         values.setdefault((size, offset), []).append(name)
     chosen: list[tuple[int, int]] = []
+    # Values at overlapping offsets live at different times, and only one of them can be shown for a
+    # stretch of memory: the largest, so that the sizes of the list never add up to more than the
+    # block.
     for (size, offset), names in sorted(values.items(), key=lambda row: (-row[0][0], row[0][1])):
+        # `chosen` stays sorted and without overlaps, so the two neighbours alone can collide.
         after = bisect.bisect(chosen, (offset, 0))
         free = (after == len(chosen) or chosen[after][0] >= offset + size) and (
             after == 0 or chosen[after - 1][1] <= offset
@@ -174,6 +188,8 @@ def _by_size(program: Program) -> Iterator[tuple[int, str, list[str]]]:
                     if program.in_device_memory(shape.space)
                 ]
                 kind = "argument" if argument else "temporary"
+                # Of an instruction with several results only the largest counts: the parts of a
+                # tuple are separate buffers.
                 yield max(sizes, default=0), kind, [instruction.name]
 
 
@@ -197,7 +213,11 @@ def _buffer(
         argument = (arguments or values)[0]
         name = argument.op_name or argument.name
         return Buffer(size, name, argument.op_name, "", kind, exact)
+    # One stretch holds many values in turn. A copy or tuple says nothing to a reader, so the first
+    # that computes something and has a source line gives the name.
     value = min(values, key=lambda i: (i.opcode in PASSES_ON, not program.source(i)))
+    # A scan's stacked results are written by a dynamic-update-slice whose line is the scan's own;
+    # the line that computed the slice is the one to change.
     maker = _saved(program, value) or value
     return Buffer(size, value.name, maker.op_name, program.source(maker), kind, exact)
 
@@ -214,6 +234,7 @@ def _saved(program: Program, made: Instruction) -> Instruction | None:
     maker = root.inputs[1]
     for _ in range(20):
         if maker.opcode == "parameter" and maker.computation is called:
+            # A parameter of the fusion is computed outside of it: go on with the fusion's operand.
             maker = made.inputs[int(maker.literal)]
         elif maker.opcode in PASSES_ON - {"tuple"} and maker.operands:
             maker = maker.inputs[0]

@@ -48,6 +48,7 @@ def request(args: argparse.Namespace) -> CostRequest | None:
                     f"{option} {value}: needs --tokens, as in --tokens 15T {option} {value}"
                 )
         return None
+    # float() alone would take 1_000, nan and infinity too.
     number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", args.tokens)
     tokens = round(float(number[1]) * SUFFIXES[number[2]]) if number else 0
     if tokens < 1:
@@ -90,6 +91,7 @@ def costs(plan: "Plan", asked: CostRequest) -> dict[str, Cost]:
         return {}
     rows = {"bound": _cost(plan, asked, rate)}
     if asked.mfu and bound and asked.mfu <= bound:
+        # FLOPs per token are fixed, so speed is proportional to MFU.
         rows["mfu"] = _cost(plan, asked, rate * asked.mfu / bound)
     return rows
 
@@ -97,7 +99,9 @@ def costs(plan: "Plan", asked: CostRequest) -> dict[str, Cost]:
 def _cost(plan: "Plan", asked: CostRequest, rate: float) -> Cost:
     """Compute the cost of whole steps at `rate` tokens/s of all devices."""
     chip = by_kind(plan.chip)
+    # Chips are paid, devices compute: chips of two devices must not be paid twice.
     chips = plan.devices / (chip.devices if chip else 1)
+    # A part of a step is a whole step, and whole steps take the time.
     steps = math.ceil(asked.tokens / plan.tokens)
     seconds = steps * plan.tokens / rate
     hours = chips * seconds / 3600

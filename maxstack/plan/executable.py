@@ -22,8 +22,13 @@ def save(run: Run, compiled: Any, path: str) -> int:
     """Write the step with what it was compiled for; return the bytes written. ConfigError if the
     file cannot be written."""
     payload, _, out_tree = serialize_executable.serialize(compiled)
+    # The run gives both trees again at loading, but for the names of the metrics, which are known
+    # only after the step is traced.
     _, scalars = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    # The header is a line of JSON before the program, so that it is checked before anything is
+    # executed.
     header = json.dumps({"made_for": _made_for(run), "scalars": [*scalars]}).encode() + b"\n"
+    # The number in MAGIC changes with the format, so that an older file is refused by name.
     content = MAGIC + header + payload
     try:
         with storage.replacing(path) as unfinished:
@@ -63,6 +68,7 @@ def load(run: Run, path: str) -> Any:
     ]
     if differing:
         raise refusal(f"{path} was compiled for {'; '.join(differing)}")
+    # Trees come from the run, not from the file: its facts were compared above, so they are equal.
     in_tree = jax.tree.structure((run.abstract_arguments, {}))
     out_tree = jax.tree.structure((run.abstract, dict.fromkeys(made["scalars"], 0)))
     return serialize_executable.deserialize_and_load(
@@ -77,16 +83,19 @@ def _made_for(run: Run) -> dict[str, Any]:
     device = run.mesh.devices.flat[0]
     shape = {name: list(leaf.shape) for name, leaf in run.batches.abstract().items()}
     program = "".join(dump(section) if (section := getattr(cfg, name)) else "" for name in SECTIONS)
+    # Without random numbers the same file serves every seed.
     random = cfg.objective.draws or (cfg.lora and cfg.lora.dropout)
     seed = cfg.train.seed if random else None
     return {
         "configuration": hashlib.sha256(program.encode()).hexdigest()[:16],
+        # Schedules are built from train.steps, so it is a constant of the program.
         "steps": cfg.train.steps,
         "accumulate": cfg.train.accumulate,
         "seed": seed,
         "batch": shape,
         "mesh": dict(run.mesh.shape),
         "device": device.device_kind,
+        # A serialized program fits only the jaxlib that wrote it, and jax decides how it is called.
         "jax": version("jax"),
         "jaxlib": version("jaxlib"),
     }

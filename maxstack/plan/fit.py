@@ -17,11 +17,14 @@ from maxstack.step import select
 GIB = 2**30
 
 
+# The sum is a lower bound on purpose: what is refused here certainly does not fit, and what passes
+# may still be refused by the compiler, minutes later.
 def check_memory(run: Run, beside: Mapping[str, int] | None = None) -> None:
     """ConfigError, with the numbers, if a device has less memory than a step needs at least.
     `beside`: further parts, and their bytes on a device."""
     parts = {**least(run), **(beside or {})}
     device = run.mesh.local_devices[0]
+    # Unknown memory (limit None) is no reason to refuse.
     limit = usable(device, run.mesh.size)
     needed = sum(parts.values())
     if limit is not None and needed > limit:
@@ -46,10 +49,13 @@ def least(run: Run) -> dict[str, int]:
         "int32",
         sharding=run.batches.sharding("tokens"),
     )
+    # 4 bytes a token of int32, so this is the tokens on a device times the bytes of their stream.
     stream = shard_bytes(rows) // 4 * cfg.model.embed * jax.numpy.dtype(cfg.model.dtype).itemsize
+    # The residual stream lies split over tensor too.
     inputs = stream * cfg.model.layers // run.mesh.shape["tensor"]
     if cfg.model.remat.offloads("input"):
         inputs = 0
+    # What is not trained has no gradient.
     changed = jax.tree.leaves(select(run.changed, run.abstract.params))
     return {
         **state_bytes(run),
@@ -62,6 +68,7 @@ def state_bytes(run: Run) -> dict[str, int]:
     """Return the bytes on one device of each part of the state, and of frozen weights."""
     params = dict(run.abstract.params)
     trees: dict[str, Any] = {"parameters": params}
+    # A value head of PPO is part of the weights, but people look for it by name.
     if "value" in params:
         trees["value head"] = params.pop("value")
     trees["optimizer"] = run.abstract.opt
@@ -90,4 +97,5 @@ def usable(device: Any, devices: int) -> int | None:
     if chip:
         return chip.for_programs
     memory = host_memory() if device.platform == "cpu" else None
+    # CPU devices are threads of one machine and share its memory.
     return memory // devices if memory else None

@@ -10,6 +10,8 @@ PLAIN = 0
 """XLA's number of a device's main memory."""
 HOST = 5
 """XLA's number of pinned host memory."""
+# The to_apply of a reduction or sort is left out: it is applied to elements, and its instructions
+# are no operations that the device runs by themselves.
 CALLS = {
     "fusion": ("calls",),
     "async-start": ("calls",),
@@ -36,6 +38,8 @@ class Shape:
     padded: int
 
 
+# eq=False: instructions are compared and hashed by identity. By value each comparison would walk
+# the whole program, which every instruction refers to.
 @dataclasses.dataclass(slots=True, eq=False)
 class Instruction:
     """One line of the program. `shape` and `attributes` are XLA's text; `literal` is the text
@@ -80,6 +84,7 @@ class Instruction:
     def op_name(self) -> str:
         """jax's scope and primitive (`jit(step)/.../dot_general`), or the path of an argument;
         empty where XLA kept none."""
+        # The name may hold quotes, which XLA escapes.
         quoted = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return re.sub(r"\\(.)", r"\1", quoted[1]) if quoted else ""
 
@@ -170,6 +175,7 @@ class Program:
 
     def in_device_memory(self, space: int) -> bool:
         """Return True for memory spaces in the device's main memory."""
+        # XLA's CPU and GPU compilers use other numbers for blocks of the same memory.
         return space == PLAIN or (space != HOST and not self.tiled)
 
     def source(self, instruction: Instruction) -> str:
@@ -185,10 +191,12 @@ class Program:
         known = False
         while frame in self.frames:
             file, line, caller = self.frames[frame]
+            # maxstack itself may be installed in site-packages, and its lines are the ones to show.
             if "-packages/" not in file or "-packages/maxstack/" in file:
                 known = True
                 yield f"{file}:{line}"
             frame = caller
+        # An operation that jax alone made still gets a line rather than none.
         if not known and innermost in self.frames:
             yield "{}:{}".format(*self.frames[innermost])
 
@@ -196,15 +204,18 @@ class Program:
         """Yield (computation, times that it runs) for those whose instructions the device executes
         one by one, so without the inside of fusions."""
         for computation in self.computations.values():
+            # A fusion is one operation for the device, and its inside is counted with it.
             if self.times.get(computation.name) and not computation.wrapper:
                 yield computation, self.times[computation.name]
 
 
 def within(op_name: str, scopes: Iterable[str]) -> bool:
     """Return True if the scopes of an op_name such as `a/jvp(b)/c` include one of `scopes`."""
+    # Split into whole scopes: a search for the text would find `attention` in `attention_norm` too.
     return not {*scopes}.isdisjoint(re.split(r"[/():]", op_name))
 
 
+# A program repeats the same few shapes in most of its lines.
 @functools.lru_cache(maxsize=65536)
 def shapes(text: str) -> tuple[Shape, ...]:
     """Parse the arrays in a shape's text, with tuples flattened; tokens have no bytes."""
@@ -216,8 +227,11 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
     sizes = tuple(int(dim.removeprefix("<=")) for dim in dims.split(",") if dim)
     order, _, tiles = (layout or "").partition(":")
     space = re.search(r"S\((\d+)\)", tiles)
+    # XLA lists dimensions from minor to major; tiles cut them from major to minor.
     minor = [int(n) for n in order.split(",") if n]
     physical = [sizes[n] for n in reversed(minor)] if len(minor) == len(sizes) else list(sizes)
+    # Several tiles nest, as in T(8,128)(2,1): each one cuts the dimensions that the one before
+    # left.
     tiled = re.search(r"T((?:\([\d,]+\))+)", tiles)
     for tile in re.findall(r"\(([\d,]+)\)", tiled[1]) if tiled else ():
         physical = _padded(physical, [int(n) for n in tile.split(",")])
@@ -226,6 +240,7 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
         dtype,
         sizes,
         int(space[1]) if space else PLAIN,
+        # Bits are rounded up to bytes once for the array: two 4-bit numbers share a byte.
         -(-math.prod(sizes) * bits // 8),
         -(-math.prod(physical) * bits // 8),
     )
@@ -235,6 +250,8 @@ def _bits(dtype: str, tiles: str) -> int:
     """Return the bits of an element: E(n) of the layout, or the first number in the type's name."""
     if dtype in ("token", "opaque"):
         return 0
+    # E(4) is how a layout says that 4-bit numbers are packed; without it each takes the bits of its
+    # type. pred has no number and takes a byte.
     number = re.search(r"E\((\d+)\)", tiles) or re.search(r"[a-z]+(\d+)", dtype)
     return int(number[1]) if number else 8
 
@@ -242,6 +259,7 @@ def _bits(dtype: str, tiles: str) -> int:
 def _padded(physical: list[int], tile: list[int]) -> list[int]:
     """Cut dimensions, major to minor, into tiles: numbers of tiles, then the tile's own
     dimensions."""
+    # A tile may have more dimensions than the array: a vector is tiled as a matrix of one row.
     physical = [1] * (len(tile) - len(physical)) + physical
     split = len(physical) - len(tile)
     counts = [-(-n // t) for n, t in zip(physical[split:], tile, strict=True)]

@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 from maxstack.plan.hlo import Computation, Instruction
 
+# Ends the interpretation of a loop that a wrong reading would turn forever.
 MOST = 100_000
+# A broadcast of a counter holds the same integer in every element.
 SAME = set("copy bitcast convert reshape copy-start copy-done broadcast opt-barrier".split())
 ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "add": operator.add,
@@ -31,6 +33,8 @@ integer."""
 def turns(loop: Instruction) -> int | None:
     """Return the turns of a while loop; None if they depend on data and no scope `turns_N` around
     it says how many to expect."""
+    # Before XLA's own count: a loop over an expert's rows, whose turns only the run knows, names
+    # the turns that balanced routing needs.
     if expected := re.search(r"\bturns_(\d+)/while$", loop.op_name):
         return int(expected[1])
     if noted := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
@@ -39,6 +43,8 @@ def turns(loop: Instruction) -> int | None:
     condition, body = computations["condition"], computations["body"]
     counters: Counters = {}
 
+    # Records each element of the loop's tuple that is asked for: these are the counters. Evaluating
+    # every element instead would walk into the model's arithmetic.
     def before(_: int, index: int | None) -> int | None:
         if index not in counters:
             counters[index] = None
@@ -53,8 +59,11 @@ def turns(loop: Instruction) -> int | None:
             _value(body.result, before, index)
     for turn in range(MOST):
         going = _value(condition.result, _element_of(counters))
+        # None is a condition that depends on data; 0 is the end.
         if not going:
             return None if going is None else turn
+        # All counters of a turn are computed from those of the turn before, so the old dict must
+        # stay until all are done.
         counters = {index: _value(body.result, _element_of(counters), index) for index in counters}
     return None
 
@@ -93,6 +102,7 @@ def _value(instruction: Instruction, parameter: Parameter, index: int | None = N
 
 
 def _arithmetic(instruction: Instruction, values: list[int | None]) -> int | None:
+    # One unknown operand makes the result unknown, also in a product with 0: no counter needs more.
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values):
         return None
@@ -113,6 +123,8 @@ def _of_caller(computation: Computation) -> Parameter:
     def value(number: int, index: int | None) -> int | None:
         if (caller := computation.caller) is None:
             return None
+        # A value that a loop around changes differs from turn to turn, so there is no one number of
+        # turns.
         unchanged = caller.opcode == "call" or (
             caller.opcode == "while" and index is not None and passes_through(caller, index)
         )

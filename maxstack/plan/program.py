@@ -33,6 +33,7 @@ def parse(text: str) -> Program:
     for line in _whole_lines(body):
         if current is not None and line.startswith("  "):
             _read(current, line)
+        # A computation's head begins in the first column, with % or with ENTRY.
         elif line.endswith("{") and line[:1] in "%E":
             name = _NAME.findall(line)[0]
             current = computations[name] = Computation(name, {}, "", computations)
@@ -40,6 +41,8 @@ def parse(text: str) -> Program:
         elif line.startswith("}"):
             current = None
         elif line and current is None:
+            # After the computations come tables of file names and stack frames: a title, then
+            # numbered rows.
             if line[0].isdigit():
                 tables.setdefault(section, []).append(line)
             else:
@@ -55,6 +58,8 @@ def _whole_lines(body: str) -> Iterator[str]:
     """Join lines that a kernel's own metadata breaks, so that each holds a whole instruction."""
     whole = None
     for line in body.splitlines():
+        # A kernel's metadata holds line breaks of its own; without this the rest of it would end
+        # the computation.
         if whole is not None and line.startswith(('"', "}}")):
             whole += line
             continue
@@ -68,7 +73,9 @@ def _read(computation: Computation, line: str) -> None:
     head = _INSTRUCTION.match(line)
     if not head:
         return
+    # XLA numbers the elements of long tuples in comments, which would be read as part of a shape.
     line = _INDEX.sub("", line) if "/*" in line else line
+    # The shape may be a tuple with parentheses, so the opcode is the first word that touches one.
     opcode = _OPCODE.search(line, head.end() - 1)
     assert opcode, f"no opcode in {line[:200]!r}"
     end = _closing(line, opcode.end())
@@ -79,6 +86,8 @@ def _read(computation: Computation, line: str) -> None:
         name=head[2],
         opcode=kind,
         shape=line[head.end() : opcode.start()],
+        # What stands in a constant's parentheses is data, a parameter's its number; neither names
+        # an operand.
         operands=() if literal else tuple(_NAME.findall(inside)),
         attributes=line[end + 1 :].lstrip(", "),
         computation=computation,
@@ -91,6 +100,8 @@ def _read(computation: Computation, line: str) -> None:
 def _closing(line: str, start: int) -> int:
     """Find the parenthesis that closes the one just before `start`."""
     end = line.find(")", start)
+    # Counts parentheses between closing ones with str.count, which is far faster than a loop over
+    # characters for a constant of many numbers.
     depth = line.count("(", start, end)
     while depth and end >= 0:
         after = line.find(")", end + 1)
@@ -129,12 +140,14 @@ def _count(program: Program) -> None:
     for instruction, called in calls:
         for _, name in called:
             program.computations[name].caller = instruction
+    # `+=` below, since XLA may call one computation from several places.
     program.times = dict.fromkeys(program.computations, 0.0) | {program.entry.name: 1.0}
     for instruction, called in reversed(calls):
         times = program.times[instruction.computation.name]
         if not times:
             continue
         turns = loops.turns(instruction) if instruction.opcode == "while" else 1
+        # One turn keeps every figure that is built on it a lower bound; the plan names these loops.
         if turns is None:
             program.uncounted.append(instruction.name)
             turns = 1

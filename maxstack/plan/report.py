@@ -128,6 +128,8 @@ def read(
     run = step.run
     chip = topology.chip
     sizes = dict(run.mesh.shape)
+    # The parts of the state come from shapes and the total from the compiler; _rest() attributes
+    # the difference.
     state = {**fit.state_bytes(run), "batch": fit.shard_bytes(run.batches.abstract())}
     if step.too_large:
         figures = _from_error(step.too_large, state)
@@ -162,6 +164,7 @@ def _from_error(refusal: TooLarge, state: dict[str, int]) -> dict[str, Any]:
         Buffer(size, shape, name, "", "temporary") for size, shape, name in refusal.largest[:SHOWN]
     ]
     return {
+        # The refusal says only a sum, which beyond the state is all temporaries.
         "memory": state | {"temporaries": max(0, refusal.needed - sum(state.values()))},
         "needed": refusal.needed,
         "buffers": tuple(buffers),
@@ -180,7 +183,11 @@ def _from_program(
     sizes = dict(step.run.mesh.shape)
     total = memory(step.compiled)
     link = groups(topology, tuple(sizes.values()))
+    # Rounds of a dispatch to experts that balanced routing does not need are left out, because a
+    # plan must stay a bound.
     sent = tuple(flows(collectives(program, sizes, without=(OVERFLOW,)), link))
+    # The roofline counts attention as one kernel that keeps its scores on the chip, so what the
+    # program does for it instead is left out.
     work = operations(program, without=(ATTENTION, OVERFLOW))
     products: dict[str, float] = collections.defaultdict(float)
     for operation in work:
@@ -198,11 +205,14 @@ def _from_program(
 def _rest(total: Memory, state: int, saved: int) -> dict[str, int]:
     """Split the bytes that the compiled program needs beyond its state: padding of the arguments,
     the program itself, saved activations, and other temporaries."""
+    # The compiler counts arguments with their layout's padding; shapes do not.
     padding = max(0, total.arguments - state)
     runs = max(0, total.needed - state - padding - total.code)
     return {
         "padding": padding,
         "code": total.code,
+        # Activations are summed over the program's text, where some may share memory; they cannot
+        # exceed what the compiler needs.
         "activations": min(saved, runs),
         "temporaries": max(0, runs - saved),
     }

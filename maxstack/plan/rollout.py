@@ -53,6 +53,7 @@ class Rollout:
         """Minimum time of a rollout and its steps, one part after the other."""
         if not (self.sampling and self.learning):
             return None
+        # The parts follow each other: samples must be there before a step learns from them.
         return sum(part.seconds for part in (*self.sampling.values(), *self.learning.values()))
 
     @property
@@ -78,6 +79,7 @@ class Rollout:
 def phases(memory: Mapping[str, int], rollout: Rollout) -> dict[str, dict[str, int]]:
     """Return what a device holds during `update` and `rollout`, by part. `memory`: that of a
     step."""
+    # Between steps their activations and temporaries are free for the engine; state stays.
     state = {name: size for name, size in memory.items() if name not in ONLY_UPDATE}
     return {
         "update": {**memory, **rollout.in_update},

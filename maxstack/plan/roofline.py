@@ -82,6 +82,8 @@ def roofline(
     compute = 0.0
     memory = 0.0
     for operation in operations:
+        # An operation's products and its traffic overlap within it, but no operation overlaps with
+        # the next: the sum over operations of the longer of both.
         by_flops = operation.flops / chip.flops(operation.dtype)
         by_bytes = operation.bytes / chip.memory_bandwidth_per_device
         if by_flops > by_bytes:
@@ -91,6 +93,7 @@ def roofline(
     attention = attention_flops(cfg, devices) / chip.flops(cfg.model.dtype)
     network: dict[str, float] = collections.defaultdict(float)
     for flow in flows:
+        # A link of unknown speed counts as free: the result must stay a lower bound.
         network[flow.link] += flow.seconds or 0.0
     return Roofline(compute, memory, attention, dict(network))
 
@@ -99,8 +102,10 @@ def attention_flops(cfg: "Config", devices: int) -> float:
     """Return the FLOPs of attention's kernels on one device in a step: forward, backward with
     recomputed scores, and forward again if remat recomputes it. Masked scores do not count."""
     count = components(cfg.model, cfg.data.seq_len).get(ATTENTION, Count(0.0, 0.0))
+    # With the context kept, remat needs no second forward pass of attention.
     again = 0.0 if cfg.model.remat.keeps("context") else 1.0
     tokens = cfg.train.batch_size * cfg.data.seq_len
+    # FLOPs of training are three times those of the forward pass, so a third is one forward pass.
     return count.causal / 3 * (1 + again + BACKWARD) * tokens / devices
 
 
@@ -114,11 +119,15 @@ def flows(
         rows[row.kind, row.axes, row.between_slices].append(row)
     for (kind, axes, between_slices), alike in rows.items():
         spanned = axes
+        # libtpu splits a collective: the parts within a slice are collectives of their own, so this
+        # one uses only the axes that cross slices.
         if between_slices:
             spanned = tuple(axis for axis in axes if link((axis,)).kind == "DCN")
         over = link(spanned)
         sent = sum(row.sent for row in alike)
         seconds = sent / over.bandwidth if over.bandwidth else None
+        # A switch that adds receives each number once and sends the sum back, half of what a ring
+        # moves.
         if seconds and kind == "all-reduce" and over.in_switch:
             seconds /= 2
         yield Flow(kind, axes, over.kind, sum(row.times for row in alike), sent, seconds)

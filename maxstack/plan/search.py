@@ -73,6 +73,7 @@ def search(
         )
     shapes = Shapes.of(cfg)
     limit = chip.for_programs
+    # Links depend on the mesh alone, which remat policies and batch sizes share.
     over = functools.cache(lambda shape: links(topology, shape))
     candidates = [
         Candidate(each, sizes, estimate(shapes, each, sizes, chip, over(tuple(sizes.values()))))
@@ -80,9 +81,12 @@ def search(
             list(_candidates(cfg, topology)), desc="estimating", unit=" candidates", disable=None
         )
     ]
+    # The given configuration is compiled whatever the estimate says of it: the others are compared
+    # with it.
     unchanged = [x for x in candidates if x.cfg == cfg]
     likely = [x for x in candidates if x.cfg != cfg and x.estimate.memory <= SLACK * limit]
     likely.sort(key=lambda x: -x.rate)
+    # One more finalist for it, so that it takes no place from a candidate.
     return _compiled([*unchanged, *likely], make, finalists + len(unchanged))
 
 
@@ -97,6 +101,8 @@ def _compiled(
         for candidate in queue:
             if len(fits) == wanted or len(fits) + len(too_large) == MOST_COMPILED:
                 break
+            # What is estimated to need more than a candidate that failed is taken to fail too: each
+            # compilation takes up to minutes.
             if candidate.estimate.memory >= min(too_large, default=math.inf):
                 continue
             bar.set_postfix_str(candidate.label)
@@ -125,6 +131,8 @@ def _candidates(cfg: "Config", topology: Topology) -> Iterator[tuple["Config", d
     """Yield every mesh that the model divides over, with every remat policy, at one, two and four
     times the given batch size."""
     own_sizes = mesh_rules.mesh_sizes(cfg, topology.size)
+    # The given mesh may leave axes to be computed; the same mesh written out must not be compiled
+    # twice.
     resolved = _changed(cfg, own_sizes, cfg.model.remat.policy, cfg.train.batch_size)
     searched = [name for name, policy in REMAT.items() if policy.searched]
     policies = dict.fromkeys([cfg.model.remat.policy, *searched])
@@ -134,6 +142,7 @@ def _candidates(cfg: "Config", topology: Topology) -> Iterator[tuple["Config", d
         yield cfg, own_sizes
     for sizes, policy, batch in itertools.product(_meshes(cfg, topology), policies, batches):
         changed = _changed(cfg, sizes, policy, batch)
+        # model_copy does not validate, which keeps candidates cheap, so the rules are asked here.
         if changed != resolved and not rules.faults(changed):
             yield changed, sizes
 
@@ -156,6 +165,7 @@ def _meshes(cfg: "Config", topology: Topology) -> Iterator[dict[str, int]]:
             sizes = {
                 "slices": topology.slices,
                 "stage": stage,
+                # What fsdp leaves goes to data: each mesh fills the devices exactly.
                 "data": rest // fsdp,
                 "fsdp": fsdp,
                 "expert": expert,
@@ -169,13 +179,18 @@ def _divisors(number: int, most: int) -> list[int]:
     return [
         size
         for size in range(1, min(number, most) + 1)
+        # Powers of two, and the whole: with every divisor on four axes there would be many times as
+        # many candidates.
         if number % size == 0 and (size & (size - 1) == 0 or size == number)
     ]
 
 
 def _changed(cfg: "Config", sizes: dict[str, int], policy: str, batch: int) -> "Config":
+    # Names of tensors to save belong to the given policy.
     names = cfg.model.remat.names if policy == cfg.model.remat.policy else ()
     remat = cfg.model.remat.model_copy(update={"policy": policy, "names": names})
+    # Rules refuse microbatches and rounds without stages, so a given pipeline must not keep other
+    # meshes from being tried.
     pipeline = {} if sizes["stage"] > 1 else {"microbatches": None, "rounds": 1}
     return cfg.model_copy(
         update={
@@ -190,10 +205,12 @@ def largest_batch(cfg: "Config", topology: Topology, make: Compile) -> tuple["Co
     """Return the configuration with the largest batch that fits, and its plan. ConfigError if one
     row per device does not fit."""
     sizes = mesh_rules.mesh_sizes(cfg, topology.size)
+    # Batch sizes between whole units do not divide over the mesh.
     unit = parallel_rules.batch_unit(cfg, sizes)
     tried: dict[int, Plan] = {}
 
     def at(rows: int) -> "Plan":
+        # Compiling takes up to minutes; the ends of the interval are asked for again and again.
         if rows not in tried:
             print(f"compiling with train.batch_size={rows * unit}", file=sys.stderr, flush=True)
             tried[rows] = make(_changed(cfg, sizes, cfg.model.remat.policy, rows * unit))
@@ -226,9 +243,11 @@ def _next(tried: Mapping[int, "Plan"], fits: int, over: float) -> int:
     bounded = over < math.inf
     if fits == 1 and not bounded:
         return 2
+    # The middle keeps the number of compilations logarithmic even where the line misleads.
     if bounded and len(tried) % 2:
         return (fits + int(over)) // 2
     other = int(over) if bounded else max(rows for rows in tried if rows < fits)
+    # Beyond the measured sizes the line is trusted for a factor of eight only.
     most = other - 1 if bounded else 8 * fits
     plan = tried[fits]
     slope = (tried[other].needed - plan.needed) / (other - fits)

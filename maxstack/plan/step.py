@@ -22,6 +22,7 @@ _OVER = re.compile(
 _LARGE = re.compile(
     r"Size: ([\d.]+)([KMGT]?)\n(?:\s+Operator: (?:.*?op_name=\"([^\"]*)\")?.*\n)?\s+Shape: (\S+)"
 )
+# For 8B on v5e:16x16: 36 instead of 78 s, the same collectives, 6.12 instead of 6.44 GiB needed.
 QUICK_BEFORE_012: dict[str, Any] = {"exec_time_optimization_effort": -1.0}
 QUICK: dict[str, Any] = {"optimization_level": "O1"}
 """XLA's keys for less compile time, up to jax 0.11 and since 0.12: the partitioning and collectives
@@ -66,6 +67,8 @@ def compile_step(
     `exact`: optimize fully, as training does. `dump`: folder for the compiler's buffer assignment.
     """
     check_mesh(cfg, topology)
+    # Before jax is imported: for hardware that is not here this sets variables that jax and libtpu
+    # read at their import.
     devices = topology.devices()
     import jax
 
@@ -74,9 +77,11 @@ def compile_step(
 
     options: dict[str, Any] = {DUMP: str(dump)} if dump else {}
     if devices[0].platform == "tpu" and not exact:
+        # jax 0.12 dropped the key and refuses it; earlier versions do not know optimization_level.
         old = hasattr(jax.config, "jax_exec_time_optimization_effort")
         options |= QUICK_BEFORE_012 if old else QUICK
     begin = time.perf_counter()
+    # The run that train assembles: a plan is read from the very program that would run.
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, devices))
     lowered = run.lower()
     middle = time.perf_counter()

@@ -25,6 +25,8 @@ from maxstack.schema.mesh import AXES
 CUBE = 4
 """Sides of three-dimensional slices larger than a 4x4x4 rack are multiples of this."""
 _NAME = re.compile(r"([a-z0-9-]+):([0-9]{1,5}(?:x[0-9]{1,5})*)(?:\*([1-9][0-9]{0,3}))?")
+# Lets libtpu compile on a machine without a TPU: it must neither look for the metadata server and
+# other workers, nor insist on being the only process that has loaded it.
 _LIBTPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -35,6 +37,7 @@ _PLUGINS = {
     "tpu": (("libtpu",), "plan-tpu"),
     "cuda": (("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"), "plan-cuda"),
 }
+# XLA's GPU compiler asks for these too; they are equal on all GPUs of chips.yml.
 _CUDA_LIMITS = """
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 shared_memory_per_block: 49152
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
@@ -93,18 +96,22 @@ def links(topology: Topology, mesh_shape: Sequence[int]) -> dict[str, Link]:
     """Return for each mesh axis of more than one device a bound on the bandwidth of a ring over it.
     Needs no compiler.
 
-      The bandwidth bounds the bytes that a device must receive in an all-gather over the axis (or
-      send in a reduce-scatter) by the time it takes, when all groups of the axis run at once and
-      nothing else does. It counts links. For n devices in a group, of which g are in one domain: -
-      (n-g)/(n-1) of the bytes come from outside the domain, through ports of b bytes/s per device
-      that all its groups share (network, DCN): at most b * g * (n-1)/(n-g); and no device receives
-      more than b and what the links inside its domain give; - NVLink: the bandwidth of one GPU into
-      its switch; - ICI: along a side of the torus a chip has two links if the side wraps around,
-      otherwise one (the chip at the end has no other); groups that step over t-1 chips share links
-      t to one; a group of n chips in a row, out of more, has n-1 pairs of links for n chips. Sides
-      add. The devices of one chip share its links like the GPUs of a domain. Twisted tori count as
-      plain ones. Sides of 16 wrap around in two dimensions; in three, all sides of slices of whole
-      4x4x4 cubes (Austin et al. 2025, How To Scale Your Model)."""
+    A device cannot receive more bytes a second than this in an all-gather over the axis (or send
+    them in a reduce-scatter), when all groups of the axis run at once and nothing else does. It
+    follows from counting links (Austin et al. 2025, How To Scale Your Model):
+
+    - Network and DCN: of n devices in a group, g are in one domain. (n-g)/(n-1) of the bytes come
+      from outside the domain, through ports of b bytes/s per device that all its groups share: at
+      most b * g * (n-1)/(n-g). No device receives more than b and what the links inside its domain
+      give.
+    - NVLink: the bandwidth of one GPU into its switch.
+    - ICI: along a side of the torus a chip has two links if the side wraps around, otherwise one
+      (the chip at the end has no other). Groups that step over t-1 chips share links t to one. A
+      group of n chips in a row, out of more, has n-1 pairs of links for n chips. Sides add.
+    - The devices of one chip share its links like the GPUs of a domain.
+
+    Twisted tori count as plain ones. Sides of 16 wrap around in two dimensions; in three, all sides
+    of slices of whole 4x4x4 cubes."""
     link = groups(topology, mesh_shape)
     return {axis: link((axis,)) for axis, n in zip(AXES, mesh_shape, strict=True) if n > 1}
 
@@ -112,10 +119,12 @@ def links(topology: Topology, mesh_shape: Sequence[int]) -> dict[str, Link]:
 def groups(topology: Topology, mesh_shape: Sequence[int]) -> Callable[[tuple[str, ...]], Link]:
     """Return a function from mesh axes to the link of the devices that differ along them; see
     `links`."""
+    # As training lays the mesh out: another order of devices would put an axis on other links.
     mesh = arrange(_placeholders(topology), mesh_shape)
 
     @functools.cache
     def link(axes: tuple[str, ...]) -> Link:
+        # The first group stands for all: the mesh is regular, so the groups of an axis are alike.
         group = tuple(slice(None) if axis in axes else 0 for axis in AXES)
         return _link(topology, mesh[group].reshape(-1).tolist())
 
@@ -180,6 +189,7 @@ def _nearest(chip: Chip, sides: tuple[int, ...]) -> list[tuple[int, ...]]:
     closeness to a cube; for GPUs, large hosts first."""
     asked = max(1, math.prod(sides))
 
+    # Logarithms: twice as many and half as many chips are equally far.
     def distance(shape: tuple[int, ...]) -> tuple[float, ...]:
         size = abs(math.log(math.prod(shape) / asked))
         if chip.nvlink:
@@ -201,6 +211,7 @@ def _shapes(chip: Chip, asked: int) -> Iterator[tuple[int, ...]]:
     yield from chip.torus.shapes
     if chip.torus.dims == 3:
         cubes = chip.torus.max_chips // CUBE**3
+        # a <= b <= c, so a ends at the cube root and b at the square root of the rest.
         for a in range(1, round(cubes ** (1 / 3)) + 1):
             for b in range(a, math.isqrt(cubes // a) + 1):
                 for c in range(b, cubes // (a * b) + 1):
@@ -224,6 +235,7 @@ def _describe(devices: Sequence[Any]) -> Topology:
     return Topology("here", chip, sides[: chip.torus.dims], slices)
 
 
+# One command asks for its topology again for each candidate that it compiles.
 @functools.lru_cache(maxsize=4)
 def _ahead_of_time(topology: Topology) -> tuple[Any, ...]:
     chip = topology.chip
@@ -234,6 +246,8 @@ def _ahead_of_time(topology: Topology) -> tuple[Any, ...]:
         raise ConfigError(
             f"--topology {topology.name}: the compiler for {chip.name} is not installed; {install}"
         )
+    # Without this jax would look for accelerators of this machine first. setdefault: what the user
+    # has set wins.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if chip.platform == "tpu":
         for name, value in _LIBTPU.items():
@@ -241,6 +255,7 @@ def _ahead_of_time(topology: Topology) -> tuple[Any, ...]:
     import jax
     from jax.experimental import topologies
 
+    # Where jax is imported already, the variable comes too late.
     jax.config.update("jax_platforms", "cpu")
     try:
         return tuple(
@@ -285,6 +300,7 @@ def _target(chip: Chip) -> str:
     """Return XLA's GpuTargetConfigProto of a GPU as text."""
     own = dict(chip.compiler)
     major, minor = own.pop("capability")
+    # Since Hopper, instructions of one architecture alone (wgmma) need the feature set "a".
     features = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     numbers = " ".join(f"{name}: {value}" for name, value in own.items())
     return f"""gpu_device_info {{ {_CUDA_LIMITS}
@@ -310,6 +326,8 @@ class _Placeholder:
 def _placeholders(topology: Topology) -> Sequence[Any]:
     """Return the devices, or placeholders for devices that are not here."""
     chip = topology.chip
+    # Placeholders elsewhere: --search needs the links of thousands of meshes, and no compiler for
+    # them.
     if topology.name == "here" or chip is None:
         return topology.devices()
     if chip.nvlink:
@@ -334,6 +352,8 @@ def _link(topology: Topology, group: Sequence[Any]) -> Link:
         domains = collections.Counter(device.id // size for device in group)
         if len(domains) == 1:
             return Link("NVLink", chip.nvlink.bandwidth, chip.nvlink.in_switch)
+        # The domain with the fewest members has the fewest ports, and a ring is as fast as its
+        # slowest part.
         least = min(domains.values())
         return Link("network", _from_outside(chip.network, n, least, chip.nvlink.bandwidth))
     inside = [device for device in group if slice_of(device) == slice_of(group[0])]
@@ -360,6 +380,8 @@ def _ici(topology: Topology, chip: Chip, inside: Sequence[Any]) -> float:
     if len(chips) == 1:
         return torus.between_cores or math.inf
     axes = [sorted(set(values)) for values in zip(*chips, strict=True)][: torus.dims]
+    # A regular group is a full grid over its coordinates; only there a single step between
+    # neighbours exists.
     regular = math.prod(map(len, axes)) == len(chips)
     whole_cubes = all(side % torus.wrap == 0 for side in topology.sides)
     total = 0.0
@@ -369,7 +391,10 @@ def _ici(topology: Topology, chip: Chip, inside: Sequence[Any]) -> float:
         step = min(b - a for a, b in itertools.pairwise(values)) if regular else 1
         wraps = whole_cubes if torus.dims == 3 else side % torus.wrap == 0
         links = 2.0 if wraps else 1.0
+        # A part of a side cannot use the link that closes the ring, so n chips have n - 1 pairs of
+        # links.
         if wraps and regular and step == 1 and len(values) < side:
             links *= (len(values) - 1) / len(values)
         total += torus.link / step * links
+    # The devices of a chip share its links, and what comes from the same chip needs none of them.
     return total * on_chip / chip.devices * (n - 1) / (n - on_chip)

@@ -23,6 +23,8 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+# libtpu rewrites collectives between slices into pairs of send and recv; their attributes keep what
+# they were.
 BETWEEN_SLICES = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
@@ -32,6 +34,7 @@ BETWEEN_SLICES = {
 IN_SLICE = 100_000
 """libtpu numbers a device of a multi-slice program (slice + 1) * 100000 + its place in the
 slice."""
+# Operations through which an all-reduced value may pass before its piece is sliced out.
 VIEWS = ("bitcast", "reshape", "copy", "convert", "get-tuple-element", "tuple")
 
 _LISTED = re.compile(
@@ -91,6 +94,8 @@ def collectives(
     return [
         row
         for row in rows
+        # A group of one device, or axes of size one, send nothing, though XLA leaves the
+        # instruction.
         if row.axes and row.size > 1 and row.payload and not within(row.op_name, without)
     ]
 
@@ -103,6 +108,7 @@ def _sends(instruction: Instruction) -> bool:
         return False
     if instruction.opcode == "send":
         return "_xla_megascale_target" in attributes
+    # The -done half moves nothing more.
     return instruction.opcode.removesuffix("-start") in KINDS
 
 
@@ -121,6 +127,7 @@ def _collective(program: Program, instruction: Instruction, mesh: Mapping[str, i
         kind, groups = _within_slice(program, instruction, math.prod(mesh.values()))
     size = groups.shape[1]
     times = program.times[instruction.computation.name]
+    # From the operands, since a -start returns its operands beside its results.
     payload = sum(made.bytes for made in instruction.inputs)
     if kind == "all-gather":
         payload *= size
@@ -145,6 +152,7 @@ def _within_slice(
     attributes = instruction.attributes
     kind = instruction.opcode.removesuffix("-start")
     partitions = _partitions(program)
+    # Without channel_id the numbers are those of replicas, not of devices.
     if "channel_id" in attributes or not partitions:
         groups = _groups(attributes, partitions or devices)
     else:
@@ -162,6 +170,7 @@ def _between_slices(program: Program, instruction: Instruction) -> tuple[str, np
     """Return the kind and the groups of what libtpu sends to other slices."""
     partitions = _partitions(program)
     if target := _SLICES.search(instruction.attributes):
+        # libtpu counts slices from 1 here.
         slices = np.array(target[1].split(","), np.int64)[None] - 1
         groups = slices * partitions + np.arange(int(target[2]), int(target[3]) + 1)[:, None]
     else:
@@ -216,6 +225,7 @@ def _of_mesh(axes: str, dims: str | None, order: str | None, chosen: str) -> np.
         spanned += [len(shape) + 1] if name in parts else []
         shape += [before, within, size // before // within]
     devices = (_iota(dims, order) if dims else np.arange(math.prod(shape))).reshape(shape)
+    # Axes that a group spans go last, so that each row of the result is a group.
     rest = [n for n in range(len(shape)) if n not in spanned]
     return devices.transpose([*rest, *spanned]).reshape(-1, math.prod(shape[n] for n in spanned))
 
@@ -229,12 +239,15 @@ def _listed(attributes: str) -> np.ndarray:
 @functools.lru_cache(maxsize=512)
 def _explicit(text: str) -> np.ndarray:
     rows = [row.split(",") for row in text.strip("{},").split("},{") if row]
+    # numpy needs rows of one length.
     longest = max(map(len, rows), default=0)
     return np.array([row for row in rows if len(row) == longest], np.int64)
 
 
 def _axes(groups: np.ndarray, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Return the mesh axes along which members of a group differ."""
+    # An axis belongs to a collective if any member of a group has another coordinate on it than the
+    # first member.
     coords = np.unravel_index(groups % math.prod(mesh.values()), tuple(mesh.values()))
     return tuple(axis for axis, x in zip(mesh, coords, strict=True) if (x != x[:, :1]).any())
 
@@ -256,9 +269,11 @@ def _scatters(reduced: Instruction, size: int) -> bool:
                 names.add(instruction.name)
             elif (
                 instruction.opcode == "dynamic-slice"
+                # Not `==`: a piece may be padded to whole tiles.
                 and instruction.bytes * size < 2 * reduced.bytes
             ):
                 cuts += 1
             else:
                 return False
+    # If the sum leaves the fusion whole, it is an all-reduce after all.
     return cuts > 0 and reduced.computation.root not in names

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from maxstack.plan.hlo import PLAIN, Instruction, Program, Shape, within
 from maxstack.plan.traffic import KINDS
 
+# Loops, conditionals and calls are free themselves: the instructions inside them are counted where
+# they run.
 FREE = set(
     """
     tuple get-tuple-element bitcast parameter constant after-all partition-id replica-id while
@@ -85,9 +87,11 @@ def _operation(program: Program, instruction: Instruction, times: float) -> Oper
         kind in FREE
         or kind.endswith("-done")
         or target in FREE_CALLS
+        # Collectives are counted by traffic.py, on links instead of memory.
         or kind.removesuffix("-start") in KINDS
     ):
         return None
+    # FLOPs of elementwise arithmetic are not counted: it is limited by the bytes that it moves.
     products = [*_products(instruction)]
     moved = [*_reads(instruction), *_writes(instruction)]
     return Operation(
@@ -109,6 +113,8 @@ def origin(instruction: Instruction) -> Instruction:
     op_name."""
     if products := [*_products(instruction)]:
         maker = _largest(products)[2]
+        # The largest product decides: the name of a fusion is that of its result, which may be
+        # elementwise work of another layer.
         if maker.op_name:
             return maker
     candidates = [instruction]
@@ -116,6 +122,8 @@ def origin(instruction: Instruction) -> Instruction:
         candidates += reversed(called.instructions.values())
     for towards_users in (False, True):
         near = [instruction]
+        # Four steps and eight neighbours a step: copies that the compiler inserts stand next to
+        # what they serve, and a walk through the whole program would find a name for anything.
         for _ in range(4):
             near = [x for made in near for x in _neighbours(made, towards_users)][:8]
             candidates += near
@@ -141,9 +149,13 @@ def _products(instruction: Instruction) -> Iterator[tuple[float, str, Instructio
         return
     operands = [shape for made in instruction.inputs for shape in made.shapes]
     target = instruction.attribute("custom_call_target") or ""
+    # A kernel's products are not in the text; only what it declares is known. jax drops the cost
+    # estimate of Pallas kernels for Triton, so these write it into their metadata.
     if kind == "custom-call" and not target.startswith(MATMULS):
         declared = DECLARED.search(instruction.attributes)
         if declared and int(declared[1]):
+            # The text does not say which operands a kernel multiplies; the largest are taken for
+            # them.
             dtypes = [x.dtype for x in sorted(operands, key=lambda x: -x.bytes)]
             yield float(declared[1]), dtypes[0] if dtypes else "", instruction
         return
@@ -174,12 +186,15 @@ def _convolution(instruction: Instruction, left: Shape, out: Shape) -> int:
             for key, default in WINDOW.items()
         )
         last = (left.dims[labels[1].index(label)] - 1) * hole
+        # Counted one by one for each spatial dimension, which are independent: padding, strides and
+        # dilation at once have no simple formula.
         positions = (
             o * stride + k * step - low
             for o in range(out.dims[labels[3].index(label)])
             for k in range(size)
         )
         count *= sum(0 <= at <= last and at % hole == 0 for at in positions)
+    # Each output channel meets only the input channels of its group.
     features = left.dims[labels[1].index("f")] // _number(instruction, "feature_group_count")
     batch = left.dims[labels[1].index("b")] // _number(instruction, "batch_group_count")
     return count * features * batch * out.dims[labels[3].index("f")]
@@ -191,6 +206,7 @@ def _number(instruction: Instruction, key: str) -> int:
 
 def _reads(instruction: Instruction) -> Iterator[tuple[int, float]]:
     """Yield (memory space, bytes) that one run reads."""
+    # An operand that an instruction uses twice is read from memory once.
     for made in dict.fromkeys(instruction.inputs):
         shapes = made.shapes
         read = sum(
@@ -207,6 +223,7 @@ def _read(user: Instruction, number: int) -> float:
     kind = user.opcode
     if kind in SELECTS and number == 0:
         return sum(shape.padded for shape in user.shapes)
+    # An asynchronous slice returns its operands first, then its result.
     if kind.removesuffix("-start") in SELECTS and number == 0:
         return user.shapes[len(user.operands)].padded
     if (
@@ -225,6 +242,8 @@ def _seen(made: Instruction) -> float:
     """Return the bytes of a value inside a fusion that its users read; infinite for all."""
     total = 0.0
     for user, number in made.users:
+        # A change of tiles before a slice reads only the slice. Counted as the whole stack, 70B on
+        # tpu7x got a bound of 50.9 % MFU, below the published 52.3 %; counted this way 80.2 %.
         if _relayout(user):
             total += _seen(user)
         elif (
@@ -252,9 +271,11 @@ def _writes(made: Instruction) -> Iterator[tuple[int, int]]:
     shapes = made.shapes
     if called := made.inside:
         for space, size in _results(called.result):
+            # The fusion's own shape has the memory space; shapes inside a fusion do not.
             yield shapes[0].space if len(shapes) == 1 else space, size
         return
     if kind in IN_PLACE:
+        # In place: only the update is written, the rest of the array stays.
         update = made.inputs[IN_PLACE[kind]].shapes[0]
         yield shapes[0].space, update.padded
         return
@@ -276,6 +297,7 @@ def _results(made: Instruction) -> Iterator[tuple[int, int]]:
         for _, size in _results(made.inputs[0]):
             yield made.shapes[0].space, size
     elif (
+        # A parameter that a fusion returns is its operand's buffer, not a copy.
         made.opcode not in ("parameter", "constant", *KINDS)
         and made.attribute("custom_call_target") not in FREE_CALLS
     ):
