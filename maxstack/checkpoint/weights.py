@@ -67,6 +67,8 @@ class WeightsWriter:
         lines = self._journal.read_text().splitlines(keepends=True)
         self.done = {line[:-1] for line in lines if line.endswith("\n")}
         """Paths of the weights that are on disk."""
+        # A kill may leave half a line, which the next path would be glued to.
+        self._journal.write_text("".join(f"{path}\n" for path in sorted(self.done)))
 
     def fill(self, path: str, lead: int, values: Callable[[Index], np.ndarray]) -> None:
         """Write a weight; `values` returns its elements at an index, and its first `lead`
