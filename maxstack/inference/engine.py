@@ -85,6 +85,7 @@ class Engine:
     def load(self, params: Any) -> None:
         """Replace the weights by others, which the caller keeps, or None to forget them. Nothing
         that was cached is used again."""
+        # Half an answer by old keys and values and half by new weights is the answer of no model.
         assert not self._sequences, "requests began with other weights"
         self.programs.load(params, keep=True)
         self.scheduler.forget()
@@ -157,6 +158,8 @@ class Engine:
             return self._multi_step(chunks, steps)
         batch, wanted, firsts = self._batch(chunks)
         x_RD = self.programs.forward(batch)
+        # Logits are a program of their own: the head is a fifth of the weights of a 0.1 B model,
+        # and of a prompt's 512 rows only the last may be wanted.
         rows = [firsts[row.chunk] + row.position - chunks[row.chunk].start for row in wanted]
         tokens: dict[tuple[int, int], Token] = {}
         embeddings: dict[int, Any] = {}
@@ -179,15 +182,19 @@ class Engine:
 
     def _reserve_steps(self, chunks: Sequence[Chunk], many: int) -> int:
         """Take the pages of several steps from these chunks -> how many may be computed at once."""
+        # Drafts are checked on the host, between steps.
         if self.cfg.serve.speculate or not self.programs.has_multi_step:
             return 1
         left = []
         for sequence, start, size, _ in chunks:
+            # One prompt in the step rules it out: it has tokens left that the program does not
+            # know.
             decodes = size == 1 and len(sequence.tokens) == start + 1
             if not decodes or not multi_step.can_run_ahead(sequence):
                 return 1
             last = multi_step.last_position(sequence, self.max_length)
             left.append(last + 1 - len(sequence.tokens))
+        # Go on while any has tokens left; rows that end earlier idle until the program ends.
         steps = min(many, multi_step.STEPS, max(left))
         return self.scheduler.reserve_steps(chunks, left, steps) if steps > 1 else 1
 
@@ -198,7 +205,10 @@ class Engine:
         sequences = {first: chunk.sequence for first, chunk in zip(firsts, chunks, strict=True)}
         rows = len(batch.rows.tokens_R)
         each = rows // self.programs.replicas
+        # Where the live rows fit a smaller step, it costs less to return to the host and use that
+        # one.
         fewest = max((size for size in self.programs.sizes if size < each), default=0)
+        # Somebody waits for a place: return with the first answer that ends, so that it gets it.
         others = self.scheduler.waiting or len(self.scheduler.running) > len(chunks)
         bounds = multi_step.Bounds(steps, fewest, len(chunks) - 1 if others else 0)
         tops = [chunk.sequence.sampling.logprobs for chunk in chunks]
@@ -223,12 +233,15 @@ class Engine:
         """Yield wanted rows, the tokens after them by the model or a module of multi-token
         prediction, and their normed states [D] for who asks; `rows` are their indices in the
         step."""
+        # Logits in float32 are 4 bytes times the vocabulary a row, so compute a bounded number at a
+        # time.
         most = self.programs.outputs[-1]
         for start in range(0, len(wanted), most):
             some = wanted[start : start + most]
             normed_OD, logits_OV = self.programs.head(x_RD, rows[start : start + most], module)
             after = self._sampler.tokens(logits_OV, some)
             for i, (row, token) in enumerate(zip(some, after, strict=True)):
+                # A state is read from the device only where its request asks for an embedding.
                 yield row, token, functools.partial(normed_OD.__getitem__, i)
 
     def _draft_by_modules(
@@ -246,9 +259,12 @@ class Engine:
         for (sequence, start, size, _), first in zip(chunks, firsts, strict=True):
             sequence.drafts = []
             end = first + sequence.computed - start
+            # Position -1 marks a row without a token. Rows of wrong drafts must not write to the
+            # module's cache.
             positions_R[end : first + size] = -1
             decodes = len(sequence.tokens) - sequence.computed == 1
             runs = sequence.number in self._sequences
+            # A draft helps only where the next step decodes and `_drafts` will offer it.
             if decodes and runs and not is_adjusted(sequence.sampling, sequence.answer_length):
                 rows.append(end - 1)
                 drafting.append(sequence)
@@ -257,8 +273,12 @@ class Engine:
                 known = [*sequence.tokens, *sequence.drafts]
                 after = known[start + 1 + module : sequence.computed + 1 + module]
                 next_R[first : first + len(after)] = after
+            # Copy: the arrays of numpy may be read after the call returns, and the next module
+            # changes them.
             own = batch.rows._replace(tokens_R=next_R.copy(), positions_R=positions_R)
             x_RD = self.programs.forward(batch._replace(rows=own), x_RD, module)
+            # The position decides the random key, so a module draws by the key that the model will
+            # use for this token, and a draft is accepted wherever both choose the same.
             wanted = [LogitsRow(each, len(each.tokens) - 1 + module, 0, None) for each in drafting]
             for row, token, _ in self._choose(x_RD, wanted, rows, module):
                 row.sequence.drafts.append(token.token)
@@ -273,8 +293,11 @@ class Engine:
             contents.append(ChunkTokens(*where, tokens, sequence.tables, sequence.adapter))
             scores_prompt = sequence.sampling.prompt_logprobs is not None
             for position in range(start, start + size):
+                # The last known token and each draft behind it: what follows these is chosen.
                 if position >= len(sequence.tokens) - 1:
                     wanted.append(LogitsRow(sequence, position, i, None))
+                # Prompts that were reported before a preemption are computed again, not reported
+                # again.
                 elif scores_prompt and sequence.reported <= position < sequence.prompt_length - 1:
                     wanted.append(LogitsRow(sequence, position, i, sequence.tokens[position + 1]))
         batch, firsts = self.programs.batch(contents)
@@ -287,7 +310,7 @@ class Engine:
         if sequence.sampling.prompt_logprobs is not None and sequence.reported <= last:
             if not sequence.reported:
                 prompt.append(Token(sequence.tokens[0]))
-            # after a preemption the chunks begin anew
+            # After a preemption chunks begin anew, so one may end before what was reported.
             end = max(sequence.reported, min(chunk.start + chunk.size, last))
             prompt += [tokens[sequence.number, i] for i in range(sequence.reported, end)]
             sequence.reported = end if end < last else sequence.prompt_length
@@ -299,6 +322,7 @@ class Engine:
 
     def _record(self, chunk: Chunk, new: Sequence[Token], finish: str | None) -> None:
         """Tell the scheduler that a chunk was computed; end its sequence where it is complete."""
+        # Copy now: the snapshot is the state after this step, and the next one overwrites it.
         if copies := self.scheduler.finish_chunk(chunk, [token.token for token in new]):
             self.programs.copy(copies)
         if finish:
@@ -312,6 +336,8 @@ class Engine:
         drafts as long as each draft is what would have been chosen."""
         sequence, known = chunk.sequence, len(chunk.sequence.tokens)
         new: list[Token] = []
+        # No rejection sampling: each position is chosen by its own key, so accepting a draft only
+        # where it equals the choice gives exactly the answer without drafts.
         self.drafted += len(chunk.drafts)
         for position in range(known - 1, chunk.start + chunk.size):
             token = tokens[sequence.number, position]
@@ -329,6 +355,7 @@ class Engine:
         it goes on."""
         sampling = sequence.sampling
         if sampling.grammar is not None:
+            # Ask the grammar first: it has to see every token of its answer.
             sampling.grammar.accept(token)
             if sampling.grammar.finished:
                 return "stop"
@@ -341,6 +368,8 @@ class Engine:
         of each position."""
         if is_adjusted(sequence.sampling, sequence.answer_length):
             return ()
+        # A step chooses one token more than it accepts drafts, so the last possible token is never
+        # drafted.
         left = multi_step.last_position(sequence, self.max_length) - len(sequence.tokens)
         count = min(self.cfg.serve.speculate, left)
         if count <= 0:
@@ -355,6 +384,8 @@ def ngram_drafts(tokens: Sequence[int], count: int) -> Sequence[int]:
     longest end that occurs earlier (prompt lookup, Saxena 2023)."""
     length = len(tokens)
     for size in range(min(NGRAM, length - 1), 0, -1):
+        # The latest occurrence is likeliest to go on alike. Compare the first token before slicing:
+        # this runs in Python for each request and step.
         end = list(tokens[length - size :])
         for start in range(length - size - 1, -1, -1):
             if tokens[start] == end[0] and list(tokens[start : start + size]) == end:

@@ -22,6 +22,8 @@ class FairShare:
     def join(self, client: str) -> None:
         """Count a request; a new client starts level with the one that was served least."""
         if client not in self._requests:
+            # From 0 a new client would have all turns until it had caught up with those who came
+            # before it.
             self.served[client] = min(self.served.values(), default=0)
         self._requests[client] += 1
 
@@ -29,6 +31,8 @@ class FairShare:
         """Count a request less."""
         self._requests[client] -= 1
         if not self._requests[client]:
+            # Forget who has left: else an idle client would save up turns, and the tables grow with
+            # every address that ever asked.
             del self._requests[client], self.served[client]
 
     def someone_waits(self, running: Iterable[TokenSequence]) -> bool:
@@ -44,6 +48,8 @@ class FairShare:
             queues.setdefault(sequence.client, deque()).append(sequence)
         counts = Counter(sequence.client for sequence in running)
         heads = [
+            # Running requests before served tokens: places are what clients hold. `order` breaks
+            # ties, and the name makes the order total.
             (counts[client], self.served[client], queue[0].order, client)
             for client, queue in queues.items()
         ]
@@ -52,10 +58,14 @@ class FairShare:
             count, served, _, client = heapq.heappop(heads)
             yield queues[client].popleft()
             if queue := queues[client]:
+                # Assume that the yielded sequence starts; the scheduler stops iterating where one
+                # does not.
                 heapq.heappush(heads, (count + 1, served, queue[0].order, client))
 
 
 def pick_victim(running: Sequence[TokenSequence]) -> TokenSequence:
     """Return the sequence to preempt: the last one of the client that has most running."""
     counts = Counter(sequence.client for sequence in running)
+    # The youngest has the fewest tokens to compute again as a rule, and the oldest of a client
+    # keeps its place.
     return max(running, key=lambda sequence: (counts[sequence.client], sequence.order))

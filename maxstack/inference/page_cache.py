@@ -65,8 +65,12 @@ class Pool:
 
     def __init__(self, size: int, first: int = 1):
         self.size = size
+        # In the order in which pages are taken: those without contents first, then those that were
+        # released longest ago. An OrderedDict removes from the middle in constant time (`share`).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(first, first + size))
         self._users: dict[int, int] = {}
+        # Contents to page and back. A page in `_free` may still be found: it is a cache until
+        # taken.
         self._page: dict[bytes, int] = {}
         self._contents: dict[int, bytes] = {}
 
@@ -84,6 +88,7 @@ class Pool:
 
     def share(self, page: int) -> None:
         """Add a user to a page that `find` returned."""
+        # The page is in use already, or free and found by its contents.
         self._free.pop(page, None)
         self._users[page] = self._users.get(page, 0) + 1
 
@@ -95,6 +100,8 @@ class Pool:
                 del self._users[page]
                 self._free[page] = None
                 if page not in self._contents:
+                    # Nobody can find a page without contents, so take it before one that may serve
+                    # a prefix.
                     self._free.move_to_end(page, last=False)
 
     def users(self, page: int) -> int:
@@ -107,6 +114,8 @@ class Pool:
 
     def describe(self, page: int, contents: bytes) -> None:
         """Record what a page holds, unless another page is already found by these contents."""
+        # Two sequences may compute the same page at once. Keep the first: others may share it
+        # already.
         if contents not in self._page:
             self._forget(page)
             self._page[contents] = page
@@ -125,6 +134,8 @@ class Pool:
 
 def page_hash(parent: bytes, tokens: Sequence[int], salt: bytes) -> bytes:
     """Return the SHA-256 of a full page of tokens that follow those of `parent`."""
+    # A cryptographic hash, because a collision would answer one client from another's text. The
+    # length of the salt goes in too, so that no two pairs of salt and text read alike.
     words = b"".join(token.to_bytes(4, "little") for token in tokens)
     return hashlib.sha256(len(salt).to_bytes(4, "little") + salt + parent + words).digest()
 
@@ -141,6 +152,7 @@ class PageCache:
         self._snapshots: list[Pool] = []
         for _ in range(replicas):
             self.pools.append([Pool(size) for size in limits.pages])
+            # Slot 0 is nobody's: rows without a token name it.
             self._slots.append(list(range(limits.requests, 0, -1)))
             self._snapshots.append(Pool(limits.snapshots, limits.requests + 1))
 
@@ -156,6 +168,7 @@ class PageCache:
 
     def until_snapshot(self, sequence: TokenSequence) -> int | None:
         """Return the tokens that may be computed before the next snapshot; None: any number."""
+        # Zero snapshots also mean: no recurrent layer, or no prefix cache.
         if not self._snapshots[sequence.replica].size:
             return None
         return self.limits.snapshot - sequence.computed % self.limits.snapshot
@@ -166,11 +179,14 @@ class PageCache:
         pools, size = self.pools[sequence.replica], self.limits.page
         wanted = -(-length // size)
         for pool, table, reach in zip(pools, sequence.tables, self._layout.reaches, strict=True):
+            # Release before taking, so that a window needs no more pages than it and one step
+            # cover. Released entries become 0 and stay, because programs index a table by position.
             first = reach.first(sequence.computed) // size
             unread = [i for i, page in enumerate(table[:first]) if page]
             pool.release(table[i] for i in unread)
             for i in unread:
                 table[i] = 0
+            # Check all groups before taking from any, so that a failure leaves nothing half taken.
             if pool.available < wanted - len(table):
                 return False
         for pool, table in zip(pools, sequence.tables, strict=True):
@@ -179,6 +195,7 @@ class PageCache:
 
     def can_grow(self, lengths: Iterable[tuple[TokenSequence, int]]) -> bool:
         """Return True where pages are free for these lengths of sequences, all together."""
+        # Count all sequences together: pages that suffice for each alone may not for all.
         wanted: Counter[tuple[int, int]] = Counter()
         for sequence, length in lengths:
             for group, table in enumerate(sequence.tables):
@@ -194,15 +211,21 @@ class PageCache:
         that its layers read. At least one token is left to compute, for its logits."""
         if not self.limits.prefix_cache or sequence.sampling.prompt_logprobs is not None:
             return 0
+        # One pass over the pages, linear in their number. Testing each prefix by itself would be
+        # quadratic.
         size, prefix = self.limits.page, 0
         groups = list(zip(self.pools[replica], self._layout.reaches, strict=True))
         gaps = [0] * len(groups)  # by group: pages up to the last one that is not cached
+        # A window may have lost early pages and still serve: it reads only those after
+        # `reach.first`. So a gap is no end of the search, and the longest prefix may come after
+        # shorter ones that fail.
         for count, key in enumerate(self._hashes(sequence, (len(sequence.tokens) - 1) // size), 1):
             for i, (pool, reach) in enumerate(groups):
                 if pool.find(key) is None:
                     gaps[i] = count
                     if reach == Reach():
                         return prefix  # full attention reads all pages, so no longer prefix serves
+            # A prefix of a recurrent model ends where a snapshot was taken.
             if self._layout.recurrent and self._snapshots[replica].find(key) is None:
                 continue
             if all(
@@ -236,16 +259,24 @@ class PageCache:
         end = known + min(budget, len(sequence.tokens) - known)
         groups = list(zip(self.pools[replica], self._layout.reaches, pages, strict=True))
         for pool, reach, held in groups:
+            # Pages before `first` are read by no later token, so they need not be there.
             first = min(reach.first(known) // size, full)
             shared = [*held[first:full]]
+            # Round up: a partial page at the end is copied from, so it has to be there too.
             if not all(held[first : -(-known // size)]):
                 return False
+            # A shared page that nobody uses is free now and will not be once it is shared.
             free = pool.available - sum(1 for page in shared if not pool.users(page))
+            # Without a spare share, a new sequence would take the last pages and be preempted, or
+            # preempt, as soon as another grows. Alone it may have them all, or a long prompt could
+            # never start.
             spare = pool.size // SPARE if beside_others else 0
             if free < -(-end // size) - full + spare:
                 return False
             tables.append([0] * first + shared)
         for (pool, _, _), table in zip(groups, tables, strict=True):
+            # Share before anything is taken: `take` may reuse any free page, also one of this
+            # prefix.
             for page in filter(None, table):
                 pool.share(page)
         sequence.replica = replica
@@ -256,6 +287,8 @@ class PageCache:
 
     def copy_partial_page(self, sequence: TokenSequence, other: TokenSequence) -> list[PageCopy]:
         """Return copies of the pages that a sequence shares with another up to the middle."""
+        # Full pages are shared, since nobody writes to them again. Both sequences will write to the
+        # page in the middle, so the new one gets a copy.
         index, rest = divmod(sequence.computed, self.limits.page)
         if not rest:
             return []
@@ -273,7 +306,8 @@ class PageCache:
         snapshots = self._snapshots[sequence.replica]
         source = snapshots.find(sequence.hashes[pages - 1])
         assert source is not None
-        snapshots.share(source)  # and release: it was used last, so it is replaced last
+        # Share and release moves it to the end of the free ones: used last, replaced last.
+        snapshots.share(source)
         snapshots.release([source])
         return [StateCopy(sequence.replica, source, sequence.slot)]
 
@@ -285,13 +319,16 @@ class PageCache:
         hashes = self._hashes(sequence, sequence.computed // size)
         for i in range(start // size, len(hashes)):
             for pool, table in zip(self.pools[sequence.replica], sequence.tables, strict=True):
+                # 0: the page left the window and may belong to another sequence.
                 if table[i]:
                     pool.describe(table[i], hashes[i])
         snapshots = self._snapshots[sequence.replica]
         if not snapshots.size or sequence.computed % self.limits.snapshot:
             return []
+        # Another sequence took this snapshot already.
         if snapshots.find(hashes[-1]) is not None:
             return []
+        # Release it at once: a snapshot has no user, so the pool replaces the one used longest ago.
         target = snapshots.take()
         snapshots.describe(target, hashes[-1])
         snapshots.release([target])
@@ -300,6 +337,8 @@ class PageCache:
     def release(self, sequence: TokenSequence) -> None:
         """Release the pages and the slot of a sequence; contents can be found again."""
         for pool, table in zip(self.pools[sequence.replica], sequence.tables, strict=True):
+            # The end first: what is released first is taken again first, and a beginning is
+            # likelier shared.
             pool.release(page for page in reversed(table) if page)
         self._slots[sequence.replica].append(sequence.slot)
         sequence.tables = []
@@ -308,6 +347,7 @@ class PageCache:
         """Return the hashes of the first pages of a sequence; they are kept."""
         size, salt = self.limits.page, sequence.adapter.to_bytes(4, "little")
         for i in range(len(sequence.hashes), pages):
+            # Keep the hashes: tokens only get appended, so the hash of a full page never changes.
             parent = sequence.hashes[-1] if sequence.hashes else b""
             tokens = sequence.tokens[i * size : (i + 1) * size]
             sequence.hashes.append(page_hash(parent, tokens, salt))

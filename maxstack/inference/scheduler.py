@@ -49,6 +49,8 @@ class Scheduler:
             )
         self.limits = limits
         self._draft = draft
+        # A recurrent state cannot be cut back to the end of the prompt once its sequence has gone
+        # on, so such models share prefixes by snapshots alone.
         self._share_prompts = share_prompts and limits.prefix_cache and not layout.recurrent
         self._by_prompt: dict[tuple[int, ...], list[TokenSequence]] = {}
         self.waiting: list[TokenSequence] = []
@@ -73,7 +75,8 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
             self._release(sequence)
-            self._refused = None  # it may find the room that this leaves
+            # The refused sequence may find the room that this leaves, so preempt nobody for it.
+            self._refused = None
         else:
             self.waiting.remove(sequence)
             if self._refused is sequence:
@@ -91,20 +94,27 @@ class Scheduler:
         numbers of batched tokens that steps may have, `max_drafts` the drafts of a sequence at
         most. `prompts_first`: prompts alone, as long as there are any with pages for them."""
         self._make_room()
+        # All replicas compute one program, so a step has the same number of rows on each.
         budget = [self._step_size(sizes, max_drafts)] * len(self.pools)
         copies: Copies = []
         running = sorted(
             self.running, key=lambda each: (self._shares.served[each.client], each.order)
         )
+        # A sequence that is decoding has one token that is not computed: the one chosen last.
         prefilling = [each for each in running if len(each.tokens) - each.computed > 1]
         if prompts_first:
+            # Prompts first make the steps after them pure decoding, which one program computes up
+            # to 16 at a time. Prompts that preempted here were a livelock with a full cache (found
+            # by hypothesis).
             chunks = self._continue(prefilling, budget, may_preempt=False)
             chunks += self._admit_waiting(budget, copies, prompts_first=True)
             if chunks:
                 return chunks, copies
+        # Decoding comes before prefill: a long prompt delays no answer that has begun.
         chunks = self._continue([each for each in running if each not in prefilling], budget)
         chunks += self._prefill(prefilling, budget)
-        # a sequence that was preempted after its turn may be admitted again, from its beginning
+        # A later chunk may have preempted the sequence of an earlier one. It may be admitted again
+        # below, from its beginning, so drop its stale chunk first: else it is computed twice.
         chunks = [chunk for chunk in chunks if chunk.sequence in self.running]
         return chunks + self._admit_waiting(budget, copies), copies
 
@@ -113,6 +123,7 @@ class Scheduler:
         more tokens each -> the number of steps, at most `steps`."""
         sequences = [chunk.sequence for chunk in chunks]
         for sequence in sequences:
+            # A snapshot is copied by the host between steps, so no program runs past one.
             steps = min(steps, self._cache.until_snapshot(sequence) or steps)
 
         def lengths() -> list[tuple[TokenSequence, int]]:
@@ -121,6 +132,8 @@ class Scheduler:
                 for sequence, own in zip(sequences, left, strict=True)
             ]
 
+        # Fewer steps rather than preemption: what runs ahead takes only pages that nobody needs
+        # now.
         while steps > 1 and not self._cache.can_grow(lengths()):
             steps //= 2
         for sequence, length in lengths():
@@ -132,13 +145,18 @@ class Scheduler:
         """Record that a chunk was computed and that the tokens `new` follow its sequence -> copies
         to make before the next step."""
         sequence = chunk.sequence
+        # Every computed token counts, also drafts that are refused and tokens computed again: what
+        # a client costs, not what it gets.
         self._shares.served[sequence.client] += chunk.size
         sequence.tokens += new
+        # The last new token is chosen, not computed; those before it are the accepted drafts, whose
+        # arrays this chunk has written. Those of wrong drafts are overwritten by the next chunk.
         accepted = max(0, len(new) - 1) if chunk.drafts else 0
         sequence.computed = chunk.start + chunk.size - len(chunk.drafts) + accepted
         return self._cache.record(sequence, chunk.start)
 
     def _wait(self, sequence: TokenSequence) -> None:
+        # Insert instead of sorting at each request: 512 requests took 17 ms, now 3.
         bisect.insort(self.waiting, sequence, key=lambda each: each.order)
 
     def _make_room(self) -> None:
@@ -147,7 +165,9 @@ class Scheduler:
         refused, self._refused = self._refused, None
         if refused is not None and self.running:
             clients = [each.client for each in self.running]
+            # One preemption a step, because each may cost its sequence all tokens computed so far.
             victim = pick_victim(self.running)
+            # With a difference of one, the two clients would swap places forever.
             if clients.count(victim.client) > clients.count(refused.client) + 1:
                 self._preempt(victim)
 
@@ -156,12 +176,16 @@ class Scheduler:
         tokens, or the size below, where prompts would fill at most half of that one."""
         if not sizes:
             return self.limits.rows
+        # Cost grows with the size of a step, not with the tokens in it: rows without a token are
+        # computed as well.
         running = [len(each.tokens) - each.computed for each in self.running]
         decoding = running.count(1)
         pending = sum(running) + sum(len(each.tokens) for each in self.waiting)
         pending += decoding * max_drafts
         lower = [size for size in sizes if size < pending]
         above = sizes[min(len(lower), len(sizes) - 1)]
+        # A size that would be at most half full costs more than a full smaller one now and the rest
+        # of the prompts in the next step. Decoding sequences are never put off for that.
         if lower and lower[-1] >= decoding * (1 + max_drafts) and 2 * pending <= above:
             return lower[-1]
         return above
@@ -172,11 +196,13 @@ class Scheduler:
         """Return the next chunks of running sequences, whose tokens are taken from the budget."""
         chunks: list[Chunk] = []
         for sequence in sequences:
+            # A chunk of this very loop may have preempted it.
             if sequence in self.running and budget[sequence.replica]:
                 chunk = self._next_chunk(sequence, budget[sequence.replica], may_preempt)
                 if chunk:
                     budget[sequence.replica] -= chunk.size
                     chunks.append(chunk)
+        # Keep no chunk whose sequence was preempted for a later chunk: its pages are gone.
         return [chunk for chunk in chunks if chunk.sequence in self.running]
 
     def _prefill(self, sequences: Sequence[TokenSequence], budget: list[int]) -> list[Chunk]:
@@ -187,6 +213,7 @@ class Scheduler:
         for replica, tokens in enumerate(reserved):
             budget[replica] -= tokens
         chunks = self._continue(sequences, budget)
+        # Give the reserve back for admission, which follows and serves the waiting client first.
         for replica, tokens in enumerate(reserved):
             budget[replica] += tokens
         return chunks
@@ -197,16 +224,21 @@ class Scheduler:
         """Return the next chunk of a running sequence, with pages for it; None where it waits."""
         drafts: tuple[int, ...] = ()
         remaining = len(sequence.tokens) - sequence.computed
+        # Drafts only where one token remains: a prompt's next tokens are known.
         if remaining == 1 and self._draft and budget > 1:
             drafts = tuple(self._draft(sequence))[: budget - 1]
         size = min(remaining + len(drafts), budget)
+        # A snapshot needs the state after a multiple of `Limits.snapshot` tokens, so a chunk ends
+        # there.
         size = min(size, self._cache.until_snapshot(sequence) or size)
         if drafts and not self._cache.grow(sequence, sequence.computed + size):
-            drafts = ()  # drafts take no pages from other requests
+            # A draft is a gamble, so it preempts nobody: fall back to the one known token.
+            drafts = ()
             size = remaining
         while not self._cache.grow(sequence, sequence.computed + size):
             if not may_preempt:
                 return None
+            # Pages of another replica lie on other devices.
             same = [each for each in self.running if each.replica == sequence.replica]
             victim = pick_victim(same)
             self._preempt(victim)
@@ -221,7 +253,8 @@ class Scheduler:
         copies before them. `prompts_first`: sequences whose prompt is computed already wait, and
         so do preempted ones."""
         chunks: list[Chunk] = []
-        reserved = [0] * len(budget)  # slots for sequences that wait for their prompt
+        # Keep a slot for each sequence that waits for its prompt, or others would take them all.
+        reserved = [0] * len(budget)
         for sequence in self._shares.order(self.waiting, self.running):
             replica = self._replica_of_prompt(sequence, reserved, prompts_first)
             if replica is not None:
@@ -231,11 +264,14 @@ class Scheduler:
             if not (prompts_first and sequence.preempted):
                 admitted = self._admit(sequence, budget, reserved)
             if admitted is None:
+                # Stop at the first that finds no place. Smaller requests behind it would pass it
+                # again and again, and it would starve.
                 self._refused = None if prompts_first else sequence
                 break
             self.waiting.remove(sequence)
             copies += admitted
             self.running.append(sequence)
+            # `start` has checked the pages of this chunk, so it preempts nobody.
             chunk = self._next_chunk(sequence, budget[sequence.replica])
             assert chunk, "a sequence was admitted without pages for its first chunk"
             budget[sequence.replica] -= chunk.size
@@ -260,6 +296,8 @@ class Scheduler:
     ) -> list[PageCopy] | None:
         """Start where another sequence has computed the same prompt; the last token is computed
         again, for its logits."""
+        # A shared partial page is copied, so the prompt need not end with a page, as it must in
+        # `_start_after_prefix`.
         known = sequence.prompt_length - 1
         for other in self._same_prompt(sequence):
             done = other.computed >= other.prompt_length
@@ -277,6 +315,7 @@ class Scheduler:
         for i in replicas:
             prefix = self._cache.count_prefix(sequence, i)
             candidates.append((prefix, self.pools[i][0].available, i))
+        # Try the next best replica where the best is full, rather than wait there for a prefix.
         for prefix, _, replica in sorted(candidates, reverse=True):
             known = prefix * self.limits.page
             pages = self._cache.find_pages(sequence, replica, prefix)
@@ -296,8 +335,10 @@ class Scheduler:
         beside_others = any(other.replica == replica for other in self.running)
         if not self._cache.start(sequence, replica, known, budget, pages, beside_others):
             return False
+        # Count successful starts alone: a sequence that waits is tried at every step.
         self.queried += len(sequence.tokens)
         self.hits += known
+        # After a preemption it would find its own pages, which are no saving to report.
         if not sequence.preempted:
             sequence.cached = known
         if self._share_prompts:
@@ -306,6 +347,7 @@ class Scheduler:
 
     def _same_prompt(self, sequence: TokenSequence) -> list[TokenSequence]:
         """Return the running sequences with the same prompt and adapter, if it may be shared."""
+        # Log-probabilities of a prompt need its logits, so its tokens have to be computed.
         if not self._share_prompts or sequence.sampling.prompt_logprobs is not None:
             return []
         return self._by_prompt.get(sequence.prompt_key, [])
@@ -317,6 +359,8 @@ class Scheduler:
         prompt, or with `prompts_first` has computed it; None: nothing to wait for."""
         others = self._same_prompt(sequence)
         done = any(other.computed >= other.prompt_length for other in others)
+        # With `prompts_first` even a computed prompt is waited for: the one token that is left of
+        # it joins the steps of pure decoding instead of prolonging those of prompts.
         if done and not prompts_first:
             return None
         for other in others:
@@ -327,6 +371,8 @@ class Scheduler:
     def _preempt(self, sequence: TokenSequence) -> None:
         self.running.remove(sequence)
         self._release(sequence)
+        # Keep the sampled tokens: computed again, they have the same bits, so the answer goes on as
+        # if nothing had happened. `number` stays, so it waits in its old place.
         sequence.computed = 0
         sequence.preempted += 1
         self.preemptions += 1
