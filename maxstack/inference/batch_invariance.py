@@ -1,6 +1,11 @@
 """Check of batch invariance: that a request's logits are the same bits whatever is computed beside
-it. XLA promises nothing of the kind; a program of a fixed number of rows has it
-where each row is computed by the same instructions in the same order."""
+it.
+
+XLA promises nothing of the kind: it may choose another order of sums for another number of rows. So
+the start of an engine tries it. A random text is computed alone by the largest step, then by each
+size of step behind rows of another request, and all bits of the logits are compared. Sizes that
+differ are not used (`engine_setup.check_identical`).
+"""
 
 import numpy as np
 
@@ -8,6 +13,8 @@ from maxstack.inference.layout import Layout
 from maxstack.inference.runner import ChunkTokens, Runner
 from maxstack.report.progress import progress
 
+# The second step reads keys that the first one cached, so chunked prefill is tried too; large sizes
+# would need long texts and time for it.
 SMALL = 32
 """Rows up to which a size is tried with two steps; larger ones with one."""
 
@@ -16,8 +23,10 @@ def find_variant_sizes(programs: Runner, layout: Layout, vocab: int, max_length:
     """Return the sizes of steps in which a request's logits beside another request differ
     in any bit from those of the largest size alone. Uses the first pages of an empty cache."""
     limits, most = programs.limits, programs.sizes[-1]
+    # Half of the pages for each of two requests.
     room = limits.page * min(limits.pages) // 2
     length = max(1, min(most, max_length, room))
+    # A fixed seed: a server must not choose other sizes at each start.
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, vocab, length).tolist() for _ in range(min(2, limits.requests))]
     pages = -(-length // limits.page)
@@ -25,6 +34,7 @@ def find_variant_sizes(programs: Runner, layout: Layout, vocab: int, max_length:
     def rowed(request: int, start: int, count: int) -> ChunkTokens:
         held = [1 + request * pages + page for page in range(pages)]
         chunk = tokens[request][start : start + count]
+        # With adapters, try one beside rows that have none.
         adapter = 0 if request else programs.adapters
         return ChunkTokens(0, request + 1, start, chunk, [held] * len(layout.reaches), adapter)
 
@@ -35,6 +45,7 @@ def find_variant_sizes(programs: Runner, layout: Layout, vocab: int, max_length:
         for start in range(0, min(length, size * count), size):
             chunks = [rowed(0, start, size)]
             if beside:
+                # Before the tried rows, so that these lie at other places of the batch than alone.
                 chunks.insert(0, rowed(1, start // size * beside % length, beside))
             batch, firsts = programs.batch(chunks)
             x_RD = programs.forward(batch)

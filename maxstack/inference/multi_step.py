@@ -1,7 +1,13 @@
-"""Multi-step decoding: several steps in one program, each of which chooses the tokens that the next
-one reads, so that the host synchronizes once for all of them. Shapes: R rows of all replicas
-P replicas  N steps at most  O rows of the head  E tokens that end an answer  D embed  V vocab
-C likeliest tokens."""
+"""Multi-step decoding: several steps in one program, with one synchronization of the host.
+
+Each step computes one token of every request, chooses the next one on the device and moves the row
+to it. A row whose answer ends becomes unused; the loop ends after `Bounds.steps`, or earlier where
+so few rows are left that a smaller step would hold them, or others want a place. A token has the
+bits and the random key of a single step. Requests that need the host between steps (grammars,
+penalties, drafts) do not run ahead.
+Shapes: R rows of all replicas  P replicas  N steps at most  O rows of the head  E tokens that end
+an answer  D embed  V vocab  C likeliest tokens.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -71,11 +77,13 @@ def can_run_ahead(sequence: TokenSequence) -> bool:
 def make_rules(sequences: Mapping[int, TokenSequence], rows: int, max_length: int) -> Rules:
     """Return the rules of `rows` rows; those of `sequences` by row."""
     longest = max(len(sequence.sampling.stop_tokens) for sequence in sequences.values())
+    # A power of two compiles few shapes; padding of -1 is no token.
     stops = np.full((rows, 1 << max(longest - 1, 0).bit_length()), -1, np.int32)
     last, scale = np.full(rows, -1, np.int32), np.ones(rows, np.float32)
     given: list[Any] = [None] * rows
     for row, sequence in sequences.items():
         own = sequence.sampling
+        # The loop puts each step's own position in place of 0.
         given[row] = own, 0
         stops[row, : len(own.stop_tokens)] = list(own.stop_tokens)
         last[row] = last_position(sequence, max_length)
@@ -116,6 +124,8 @@ def run(
 
     def chosen(x_OD: jax.Array, rules: Rules) -> tuple[jax.Array, ...]:
         logits_OV = head(x_OD)
+        # Without groups of 4 sampling takes 0.17 ms in place of 0.31 for 128 rows, but a row's bits
+        # depend on the number of rows.
         tokens_O = in_groups(sampling.choose, GROUP)(logits_OV, rules.settings)
         return tokens_O, *logprobs(logits_OV, tokens_O, rules.scale_R, top)
 
@@ -129,22 +139,30 @@ def run(
         step, rows, cache, counts_R, made = carry
         x_RD, cache = forward(rows, cache)
         next_R, live_R = rows.positions_R + 1, rows.positions_R >= 0
+        # The position of the chosen token decides its random key, as in a single step.
         own = rules._replace(settings=rules.settings._replace(position=next_R))
+        # The head takes as many rows at a time as outside the loop, for equal bits and bounded
+        # logits.
         new = in_groups(chosen, min(outputs, len(next_R)))(x_RD, own)
+        # Unused rows write too: `counts_R` tells how many of a row's tokens are real.
         made = jax.tree.map(lambda x_NR, x_R: x_NR.at[step].set(x_R), made, new)
+        # Before `live_R` changes: the token that ends an answer belongs to it.
         counts_R += live_R
         tokens_R = new[0]
         live_R &= (tokens_R[:, None] != rules.stops_RE).all(1) & (next_R < rules.last_R)
+        # An unused row has position -1 and slot 0, as `Runner.batch` makes it.
         positions_R, slots_R = jnp.where(live_R, next_R, -1), jnp.where(live_R, rows.slots_R, 0)
         rows = Rows(tokens_R, positions_R, slots_R, rows.adapters_R)
         return step + 1, rows, cache, counts_R, made
 
     count = rows.tokens_R.shape[0]
+    # STEPS, not `bounds.steps`: one program serves any number of steps.
     begun = [jnp.zeros((STEPS, count), jnp.int32)]
     if top is not None:
         begun += [jnp.zeros((STEPS, count))]
         begun += [jnp.zeros((STEPS, count, top), dtype) for dtype in (jnp.int32, jnp.float32)]
     none_R = jnp.zeros(count, jnp.int32)
     begin = jnp.int32(0), rows, cache, none_R, tuple(begun)
+    # A while loop, because a scan could not end early.
     _, _, cache, counts_R, made = jax.lax.while_loop(going, advanced, begin)
     return Made(counts_R, *made), cache

@@ -1,5 +1,10 @@
-"""Steps of inference as the host prepares them for any kind of program. Shapes: R rows of all
-replicas  O outputs  S slots  W pages of a request at most  D embed  V vocab."""
+"""Steps of inference as the host prepares them, for the programs of a run or of a package.
+
+`batch` lays the chunks of a step out as rows: each replica has an equal share of them, in which the
+rows of a chunk are adjacent and unused rows come last. Beside the rows go the page tables, one line
+for each slot. `copy` moves recurrent states and pages inside the cache between steps.
+Shapes: R rows of all replicas  O outputs  S slots  W pages of a request at most  D embed  V vocab.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -116,6 +121,7 @@ class Runner:
     @property
     def outputs(self) -> tuple[int, ...]:
         """Numbers of rows whose logits are computed at a time."""
+        # The sizes of steps, because those are checked for batch invariance.
         return tuple(size for size in self.sizes if size <= OUTPUTS) or (OUTPUTS,)
 
     def batch(self, chunks: Sequence[ChunkTokens]) -> tuple[Batch, list[int]]:
@@ -124,9 +130,12 @@ class Runner:
         used = [0] * self.replicas
         for chunk in chunks:
             used[chunk.replica] += len(chunk.tokens)
+        # All replicas run one program, so the fullest one decides.
         size = next(size for size in self.sizes if size >= max(used)) if chunks else self.sizes[-1]
         rows = np.zeros((4, self.replicas * size), np.int32)
+        # Position -1: the row is unused.
         rows[1] = -1
+        # Tables of all slots and full width: a program's shapes must not depend on who runs.
         tables = np.zeros(
             (len(self._layout.reaches), self.replicas * self.slots, self.width), np.int32
         )
@@ -152,10 +161,14 @@ class Runner:
             else:
                 first = copy.replica * self.slots
                 self.cache = self._copy(self.cache, first + copy.source, first + copy.target)
+        # All pages of a group together: their targets were just taken, so no copy reads another's
+        # target.
         for group in range(len(self._layout.reaches)):
             own = [ids for of, *ids in pages if of == group]
             for start in range(0, len(own), COPIES):
-                ids = np.zeros((2, COPIES), np.int32)  # page 0 is nobody's
+                # A fixed number is one program a group; padding copies page 0, which is nobody's,
+                # onto itself.
+                ids = np.zeros((2, COPIES), np.int32)
                 some = own[start : start + COPIES]
                 ids[:, : len(some)] = np.transpose(some)
                 self.cache = self._copy_pages(self.cache, *ids, group)
