@@ -1,5 +1,11 @@
-"""The configuration of a run from a YAML file, a preset's name or a mapping: composed, completed,
-validated and checked against the rules between its sections."""
+"""The configuration of a run from a YAML file, a preset's name or a mapping.
+
+The file is composed with what it extends and with overrides into a tree that knows where each value
+came from. Code that an untrusted record names is taken out of the tree, before anything validates
+or runs it. Then the tree is completed by what the weights' folder says (architecture, tokenizer,
+image preprocessing) unless the same file or the command line says otherwise; last it is validated
+and checked against the rules between sections. What came from where decides throughout.
+"""
 
 import dataclasses
 import functools
@@ -99,6 +105,7 @@ def _load_trusted(
 
     def is_suspect(where: str) -> bool:
         file = _file(where)
+        # What the user types, and what comes with maxstack, needs no trust.
         if file in GIVEN or Path(file).resolve().is_relative_to(presets_dir()):
             return False
         return (record or trust.is_record(file)) and not trust.is_trusted(file)
@@ -109,9 +116,12 @@ def _load_trusted(
             entries = {f"{index}": item for index, item in enumerate(node.value)}
         if not path or path[-1] not in INSTEAD:
             inside = {key: sift(item, *path, key) for key, item in entries.items()}
+            # A scalar has no entries and stays what it is, as an empty mapping does.
             value = [*inside.values()] if isinstance(node.value, list) else inside or node.value
             return dataclasses.replace(node, value=value)
+        # A trusted file may hold the mapping and a record one entry of it.
         places = node.where, *(each.where for each in entries.values())
+        # The defaults, which every record holds, name nobody's code.
         if node.value in (None, {}, USUAL) or not any(map(is_suspect, places)):
             return node
         found.append(f"{node.where}: {'.'.join(path)}: {trust.ADVICE}")
@@ -130,6 +140,8 @@ def _place_in_run(cfg: Config, tree: Node) -> Config:
     that the run has learned lies beside its config.yml, wherever that is read from."""
     said = tree.at("data", "tokenizer", "path")
     file = Path(_file(said.where)) if said else Path()
+    # The run's folder may have been moved or copied since: what lies beside its config.yml counts,
+    # not where its configuration says that it was.
     own = file.parent if file.name == "config.yml" else None
 
     def placed(data: DataConfig | None) -> DataConfig | None:
@@ -159,6 +171,7 @@ def find_learned_tokenizer(own: Path, path: str) -> str:
 
 def run_folder(path: str) -> Path | None:
     """The folder of the run that `path` is, or is a checkpoint of; None for others."""
+    # Runs lie on file systems alone.
     if storage.is_url(path) or storage.kind(path) != "directory":
         return None
     folder = Path(path)
@@ -189,11 +202,14 @@ def model_of_folder(path: str, name: str) -> tuple[str, dict[str, Any]]:
         model = config.plain_data(load_record(own).model)
         return path, model | {"weights": path}
     is_path = storage.kind(path) is not None
+    # A folder that is there takes precedence over a model of the hub.
     of_hub = hub.NAME.fullmatch(name) is not None and not is_path
     if not of_hub and not is_path:
         raise ConfigError(f"{shortened(path, 200)}: {hub.NOWHERE}")
     if of_hub:
         check_no_run_beside(path)
+    # The commit stands in the run's config.yml, so a resume and another machine read the same
+    # weights.
     folder = hub.pin_commit(name) if of_hub else path
     if runs := sorted(file.parent.name for file in Path(folder).glob("*/config.yml")):
         raise ConfigError(f"{shortened(path, 200)}: is a folder of runs; give one: {listed(runs)}")
@@ -222,6 +238,7 @@ def _complete(tree: Node) -> Node:
     tree = _with_images(_with_tokenizer(_with_head(tree)))
     path = "eval", "data", "tokenizer"
     tokenizer = tree.at("data", "tokenizer")
+    # Evaluation texts are cut by the model's tokenizer unless eval.data names its own.
     if tokenizer is None or tokenizer.mapping is None or tree.at(*path):
         return tree
     return supply(tree, path, plain(tokenizer), tokenizer.where)
@@ -259,6 +276,8 @@ def _with_pixels(tree: Node, side: int) -> Node:
     path = "data", "image"
     origin, data = _origin(tree), tree.at("data")
     known = tree.at(*path, "resize")
+    # A run's own record has its preprocessing already, though the folder that it came from may be
+    # gone.
     if origin and data and not (known and Path(_file(known.where)).name == "config.yml"):
         own = run_folder(origin.value)
         said = (
@@ -314,6 +333,8 @@ def _origin(tree: Node) -> Any:
     """The node of the folder or run that the weights come from: model.weights, or the folder beside
     the import at checkpoint.restore; None where there is none."""
     folder, restored = tree.at("model", "weights"), tree.at("checkpoint", "restore")
+    # `maxstack import` leaves tokenizer and preprocessing in the folder hf/ of the run that it
+    # makes.
     if (folder is None or folder.value is None) and restored:
         beside = Path(f"{restored.value}").expanduser() / "hf"
         folder = dataclasses.replace(restored, value=str(beside)) if beside.is_dir() else None
@@ -328,6 +349,8 @@ def _with_tokenizer(tree: Node) -> Node:
         return tree
     if given:
         origins = {_file(node.where) for node in (given, *(given.mapping or {}).values())}
+        # Whoever names tokenizer and weights in one file means the pair. One of another file, such
+        # as a preset, was meant for other weights: its token ids would mean nothing to these.
         if "override" in origins or _file(given.where) == _file(folder.where):
             return tree
     from maxstack.hf.tokenizer import tokenizer_of, unread
@@ -340,6 +363,7 @@ def _with_tokenizer(tree: Node) -> Node:
         return tree
     local = hub.model_folder(folder.value, weights=False)
     if tokenizer := tokenizer_of(local):
+        # The name, not the path in this machine's cache: the record is read on other machines too.
         if hub.is_model_name(folder.value) or storage.is_url(folder.value):
             tokenizer["path"] = f"{folder.value}/{Path(tokenizer['path']).name}"
         if given:
@@ -348,6 +372,7 @@ def _with_tokenizer(tree: Node) -> Node:
             )
         return supply(tree, ("data", "tokenizer"), tokenizer, folder.value)
     listed = sources.value if sources and isinstance(sources.value, list) else []
+    # Without text there is nothing to cut: token shards have the ids already.
     if any(holds_text(plain(source)) for source in listed if source.mapping):
         raise ConfigError(f"{folder.where}: {unread(local)}")
     return tree

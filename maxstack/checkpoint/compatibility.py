@@ -162,6 +162,8 @@ class Compatibility(NamedTuple):
         """List `key: old -> new` for each difference below some keys."""
         now = self.cfg.model_dump(mode="json")
         different = list(config.difference(self.saved, now))
+        # A key that the checkpoint lacks is no change where it has its default now; where it has
+        # another value the completed configuration differs there too.
         added = {key for key, old, _ in different if old == config.ABSENT}
         added -= {key for key, *_ in config.difference(self._completed, now)}
         return [

@@ -48,6 +48,8 @@ class Local:
         self._holders: dict[int, list[list[int]]] = {}
         self._saves: dict[int, str] = {}
         self._turn = 0
+        # With the turn it names a save, the same on all hosts. Shards of one step of two histories
+        # were taken together before, and the run went on with a mixed state.
         self._began = peers.exchange("local began", f"{time.time_ns():020}")[0]
 
     def clear(self) -> list[str]:
@@ -60,6 +62,8 @@ class Local:
             except Unreadable:
                 continue  # told where it is restored
             except Damage as error:
+                # A manifest that is damaged was finished once; without one the save was cut off,
+                # and nothing here can be another program's.
                 if (path / manifest.NAME).exists():
                     aside = self._move(path, f"damaged_{self._peers.number}")
                     lines.append(f"DAMAGED CHECKPOINT: {error}; put aside as {aside}")
@@ -84,6 +88,8 @@ class Local:
         except Unreadable as error:
             unreadable = f"{error}"
         found = self._peers.exchange("local steps", [own, unreadable])
+        # Exchanged first, raised afterwards: a process that raised alone would leave the others
+        # waiting.
         manifest.judge([([], each) for _, each in found])
         disks = [disk for disk, _ in found]
         self._holders, self._saves = {}, {}
@@ -110,6 +116,7 @@ class Local:
             for name, array in parts[part].items()
         }
         for array in arrays.values():
+            # All copies begin before the first is waited for.
             array.copy_to_host_async()
         shards = [
             (name, index, array.shape, data)
@@ -135,9 +142,13 @@ class Local:
             manifest.write(part, manifest.checksums(part), {**facts, **more})
         except Exception as error:  # the others wait for the exchange
             failures.append(f"process {number}: {error}")
+        # All processes come here whatever happened to them: a copy is fetched only where every one
+        # has written.
         failures = self._of_all("local written", failures)
         if not failures:
             for back in range(1, self._copies + 1):
+                # The processes before this one: with as many copies as processes a host has,
+                # another host has one.
                 owner = (number - back) % count
                 try:
                     self._fetch(step, owner, owner)
@@ -145,6 +156,7 @@ class Local:
                     failures.append(f"no copy on process {number}: {error}")
             failures = self._of_all("local copied", failures)
         if failures:
+            # In all processes: a step that lacks one's shards is nobody's.
             shutil.rmtree(self._own / f"{step}", ignore_errors=True)
             raise OSError("; ".join(failures))
 
@@ -171,12 +183,14 @@ class Local:
         """Load parts of a step: arrays as their shardings say, from this process's shards."""
         saved = self._index(step)
         path = self._part(step, self._peers.number) / SHARDS
+        # Mapped, so that no more is read than the devices take; an empty file cannot be mapped.
         data = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
         shards = {(entry["name"], json.dumps(entry["index"])): entry for entry in saved["shards"]}
 
         def array(name: str, abstract: Any) -> jax.Array:
             def piece(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None
+                # Found by its exact bounds: the mesh is that which wrote it (`layout`).
                 entry = shards[name, json.dumps(_index(index, abstract.shape))]
                 dtype, shape = jnp.dtype(entry["dtype"]), entry["shape"]
                 size = int(np.prod(shape)) * dtype.itemsize
@@ -201,6 +215,7 @@ class Local:
         unreadable = ""
         try:
             damages = list(manifest.damages(part))
+            # Intact, but of a save that not all hosts have.
             if not damages and self._save_of(part) != self._saves.get(step):
                 damages = [f"{part}: belongs to another save"]
         except Unreadable as error:
@@ -213,6 +228,7 @@ class Local:
                     damages, unreadable = [], ""
                 except (OSError, Damage) as error:
                     damages.append(str(error))
+        # Before any process reads: all go on with this step, or all with the next.
         manifest.judge(self._peers.exchange("local verified", [damages, unreadable]))
         yield
 
@@ -235,10 +251,12 @@ class Local:
         parts, and steps of another mesh. Every process calls it at the same time."""
         steps = self.steps()
         gone = chosen(steps)
+        # Parts of older steps whose other parts are lost would stay for ever.
         oldest = min({*steps} - {*gone}, default=0)
         for step in self._on_disk():
             if step in gone or step < oldest:
                 for part in (self._own / f"{step}").glob("of_*"):
+                    # Manifests first: a kill in between leaves no step that looks whole.
                     manifest.delete(part)
                 shutil.rmtree(self._own / f"{step}", ignore_errors=True)
 
@@ -279,6 +297,7 @@ class Local:
         part.mkdir(parents=True)
         with (part / SHARDS).open("wb") as file:
             for name, index, whole, data in shards:
+                # Aligned, so that views into the memory map are aligned arrays.
                 offset += file.write(bytes(-offset % ALIGNED))
                 entries.append(
                     {
@@ -315,6 +334,7 @@ def _holding(parts: list[dict[str, str]], owner: int, save: str) -> list[int]:
 
 def _own_shards(array: jax.Array) -> Iterator[tuple[Index, np.ndarray]]:
     """Yield each different part of an array that this process's devices hold."""
+    # Once for each part: several devices may hold copies.
     shards = {f"{shard.index}": shard for shard in array.addressable_shards}
     for shard in shards.values():
         yield _index(shard.index, array.shape), np.asarray(shard.data)

@@ -1,5 +1,5 @@
-"""The run that a tier's folder belongs to. Two runs of one name would each resume from the other's
-steps there."""
+"""The run that a tier's folder belongs to, as noted in it. Tiers of all runs may lie below one path,
+by the runs' names: two runs of one name would each resume from the other's steps there."""
 
 import json
 from pathlib import Path
@@ -25,11 +25,13 @@ def claim(path: Path, run: Path) -> None:
     own = run.resolve()
     text = json.dumps({"run": str(own)})
     try:
+        # Of several processes that begin at once, one creates it and the others read what it holds.
         with note.open("x", encoding="utf-8") as file:
             file.write(text)
         return
     except FileExistsError:
         other = read(path)
+    # A run that was moved or deleted leaves its tier to whoever has the name next.
     if other and other != own and other.exists():
         raise ConfigError(
             f"checkpoint.tiers: {path} holds the steps of {other}; choose another run.name, or "

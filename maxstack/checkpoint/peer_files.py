@@ -25,6 +25,7 @@ class PeerFiles:
     same time."""
 
     def __init__(self, folder: Path, peers: Peers):
+        # Resolved, since a name is held to it after its own links are followed.
         self._folder = folder.resolve()
         self._key = peers.key
         listener = socket.create_server((peers.own_address(), 0), backlog=peers.count)
@@ -38,6 +39,7 @@ class PeerFiles:
         try:
             with connect(self._addresses[process], self._key, PURPOSE) as connection:
                 connection.send_bytes(name.encode())
+                # An empty message stands for success, and one after the last block for the end.
                 if reason := connection.recv_bytes(BLOCK):
                     raise OSError(f"process {process}: {name}: {reason.decode()}")
                 while block := connection.recv_bytes(BLOCK):
@@ -48,6 +50,7 @@ class PeerFiles:
     def _answer(self, connection: Connection) -> None:
         with connection, contextlib.suppress(OSError, EOFError, ValueError):
             path = (self._folder / connection.recv_bytes(LONGEST).decode()).resolve()
+            # A peer that knows the key may still not read other files of this host.
             if not path.is_relative_to(self._folder) or not path.is_file():
                 connection.send_bytes(b"no such file")
                 return

@@ -49,6 +49,8 @@ class Shared:
     def steps(self) -> list[int]:
         """List the finished steps that process 0 sees, oldest first. Every process calls it at the
         same time."""
+        # Process 0's list for all: two processes once listed a folder before and after a step was
+        # moved out of it, and one then waited 600 s.
         own = manifest.steps(self.folder) if self._peers.number == 0 else []
         return self._peers.exchange("steps", own)[0]
 
@@ -68,6 +70,8 @@ class Shared:
                 if number.isdigit() and path.is_dir() and not (path / manifest.NAME).exists():
                     why = f"{path / manifest.NAME}: is missing, so the save was never finished"
                     begun = manifest.mark(path).exists()
+                    # Ours for certain: marked, Orbax's own temporary, or empty. Anything else is
+                    # moved, not deleted.
                     if begun or more.startswith("orbax-checkpoint-tmp") or not any(path.iterdir()):
                         shutil.rmtree(path)
                         lines.append(f"cleared away: {why}")
@@ -85,6 +89,7 @@ class Shared:
             if self._peers.number == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._clear_failed()
+                # Before Orbax writes: a kill at any moment leaves a mark beside what it left.
                 manifest.mark(self.path(step)).touch()
             saving = ocp.save_checkpointables_async(self.path(step), dict(parts))
         except Exception as error:  # `finish` raises it and tells the other processes
@@ -102,9 +107,12 @@ class Shared:
         failure = ""
         try:
             written()
+            # Read back from the disk, and shared out: one process would read all that the others
+            # have written.
             entries = manifest.checksums(folder, slice(peers.number, None, peers.count))
         except Exception as error:  # of a file system, tensorstore or Orbax
             failure = _first_line(error)
+        # Through the coordination service, since this runs in a thread beside steps.
         results = peers.exchange("written", [failure, entries])
         failures = [failure for failure, _ in results if failure]
         if first and not failures:
@@ -113,6 +121,8 @@ class Shared:
                 manifest.mark(folder).unlink(missing_ok=True)
             except OSError as error:
                 failures = [_first_line(error)]
+        # Whether the step counts is process 0's to say: it alone knows whether the manifest was
+        # written.
         if failures := peers.exchange("finished", failures)[0]:
             if first:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -141,6 +151,7 @@ class Shared:
     def load(self, step: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Load parts of a step, of the state the wanted arrays alone."""
         context = ocp.Context()
+        # Otherwise Orbax asks for every array of the step.
         context.pytree.loading.partial_load = True
         with context:
             return ocp.load_checkpointables(self.path(step), dict(wanted))
@@ -159,6 +170,7 @@ class Shared:
                 yield
             except Exception as error:  # a damaged file can make any library fail
                 checking.result()
+                # tensorstore reads by itself, without our retries: a disk that fails is no damage.
                 if found := _OS_ERROR.search(f"{error}"):
                     raise Unreadable(f"{self.path(step)}: cannot be read: {found[0]}") from error
                 raise
@@ -184,6 +196,7 @@ class Shared:
         return to
 
     def _move(self, path: Path, name: str) -> Path:
+        # By the time, so that two damaged steps of one number keep apart.
         to = self._aside / name / f"{time.time_ns()}" / path.name
         to.parent.mkdir(parents=True)
         return path.rename(to)

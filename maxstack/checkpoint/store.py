@@ -61,6 +61,7 @@ class Tier(NamedTuple):
     def due(self, step: int, last: bool) -> bool:
         """True for a step that is saved here; a run's last step goes to every shared tier."""
         every = self.rule.every
+        # The last step goes where it outlives the hosts.
         return every > 0 and (step % every == 0 or (last and isinstance(self.storage, Shared)))
 
 
@@ -98,6 +99,7 @@ class Checkpoints:
         self.owed = False
         self.notes, self.saved_config = {}, {}
         for tier in self._tiers:
+            # Before the first save, whose files would look like what a kill left.
             for line in tier.storage.clear():
                 self._say(line)
 
@@ -121,6 +123,8 @@ class Checkpoints:
                     f"{error.strerror}; give another path"
                 ) from error
             if tier.replicate is None:
+                # Damaged and abandoned steps stay on the tier's own disk, where moving them is a
+                # rename.
                 others.append(Tier(Shared(path, peers, aside=path), tier))
                 continue
             if tier.replicate >= peers.count:
@@ -129,6 +133,8 @@ class Checkpoints:
                     f"{peers.count - 1} other processes can hold a copy"
                 )
             local.append(Tier(Local(path, peers, tier.replicate, self._layout()), tier))
+        # Nearest first: of equal steps a restore takes the first, and a host's own disk takes 0.11
+        # s where a shared folder takes 1.84 (1.01 GB).
         return [*local, Tier(self._own, cfg), *others]
 
     def _layout(self) -> str:
@@ -137,6 +143,7 @@ class Checkpoints:
             f"{path} {leaf.shape} {leaf.dtype} {leaf.sharding.spec}"
             for path, leaf in _flatten(self._run.abstract).items()
         ]
+        # Plain shards fit only the mesh that wrote them: those of another layout must not count.
         return f"{dict(self._run.mesh.shape)} {zlib.crc32(' '.join(leaves).encode()):08x}"
 
     def steps(self) -> list[int]:
@@ -170,6 +177,8 @@ class Checkpoints:
         ConfigError where another process has taken the run's folder."""
         self.wait()
         if self._peers.number == 0:
+            # Where hosts do not see each other's locks, a second process may write here: the older
+            # one ends.
             run_folder.check_owner(self._own.folder.parent)
         if tiers is None:
             tiers = [tier for tier in self._tiers if tier.due(step, last)]
@@ -186,6 +195,8 @@ class Checkpoints:
             "meta": {"format": FORMAT, "json": json.dumps(meta)},
         }
         facts = _facts(evaluated, owed)
+        # In the loop's thread: the next step is donated these arrays, so they are copied before it
+        # begins.
         begun = [(tier, tier.storage.begin(step, parts)) for tier in tiers]
         self._saving = threading.Thread(
             target=self._finish, args=(step, begun, facts), name="checkpoint"
@@ -215,9 +226,11 @@ class Checkpoints:
     def _finish(
         self, step: int, begun: list[tuple[Tier, Callable[[], None]]], facts: Mapping[str, Any]
     ) -> None:
+        # One tier after the other; a full disk of one does not keep the step from the next.
         for (storage, rule), written in begun:
             try:
                 storage.finish(step, written, facts)
+                # Old steps go only once the new one is finished.
                 storage.trim(functools.partial(removable, storage, rule))
             except Exception as error:  # a thread's exception would be lost
                 self._failed = (
@@ -305,6 +318,7 @@ class Checkpoints:
                         f"number of processes; going on from step {step}"
                     )
                 self._went_back = self._cfg.restore if isinstance(self._cfg.restore, int) else None
+            # Only now that one is restored: a start that finds none intact moves nothing.
             self._set_aside(step, damaged)
             return state
         if unreadable:
@@ -340,6 +354,7 @@ class Checkpoints:
 
     def _candidates(self, wanted: int | str, before: int | None) -> list[tuple[Tier, int]]:
         """List tiers and steps to restore from, the best first."""
+        # The sort is stable, so of equal steps the tiers keep their order.
         newest = sorted(self._found(), key=lambda candidate: -candidate[1])
         if before is not None:
             return [(tier, step) for tier, step in newest if step < before]
@@ -369,6 +384,8 @@ class Checkpoints:
                         f"step {other} was put aside as "
                         f"{tier.storage.set_aside(other, 'damaged')}; going on from step {step}"
                     )
+                # A history that the run does not continue: its steps would otherwise be the newest
+                # at the next start.
                 elif other > step:
                     tier.storage.set_aside(other, "abandoned")
         if self.steps():
@@ -385,10 +402,14 @@ class Checkpoints:
         they are made of (for quantization, adapters), its weights alone are taken.
         """
         where, run = f"{storage.folder}/{step}", self._run
+        # All reading is inside: a single process checks the files while it reads them, and a
+        # damaged file may make any library fail first.
         with storage.verify(step):
             parts = storage.contents(step)
             if "meta" not in parts or (elsewhere and self._lacks_weights(parts["state"])):
                 return self._load_weights(where)
+            # The configuration is read and compared before any array: a refusal takes no time, and
+            # arrays of other shapes cannot be asked for.
             meta = strict_json.parse(storage.load(step, {"meta": None})["meta"]["json"], where)
             match = compatibility.Compatibility(where, meta["config"], run.cfg, elsewhere)
             restored = self._parts_to_restore(meta["config"])
@@ -405,6 +426,7 @@ class Checkpoints:
         feed.restore(feed.mixture.adopt(sources, positions, step, changed))
         self._report(storage, step, match, changes)
         facts = storage.facts(step)
+        # The manifest's come later: an evaluation that ended after the save adds them there.
         self.notes = meta["notes"] | facts.get("notes", {})
         self.saved_config = meta["config"]
         self.owed = not elsewhere and facts.get("owed", False)
@@ -476,6 +498,7 @@ class Checkpoints:
         """Return the parts of a checkpoint to take: all, where a run with the same
         checkpoint.restore_parts wrote it, since that began with them."""
         parts = [*self._cfg.restore_parts]
+        # Otherwise each restart would begin the optimizer anew.
         same = saved["checkpoint"].get("restore_parts", [*PARTS]) == parts
         return {*PARTS} if same else {*parts}
 
@@ -495,6 +518,8 @@ class Checkpoints:
         def set_count(state: Any) -> Any:
             if not is_schedule(state):
                 return state
+            # A copy for each schedule: the step donates the state, and one array cannot be donated
+            # twice.
             updates = jnp.copy(given.guard.updates)
             return state._replace(count=jax.device_put(updates, state.count.sharding))
 
@@ -525,6 +550,7 @@ class Checkpoints:
 def _local_position(position: jax.Array) -> np.ndarray:
     """Return this process's lane positions, int64 [rows, K]; older versions kept int32 [rows,
     K]."""
+    # By first row, since devices that hold copies of the same rows give them once.
     shards = {shard.index[0].start or 0: shard.data for shard in position.addressable_shards}
     rows = np.concatenate([shards[first] for first in sorted(shards)])
     return rows.view("<i8")[..., 0] if rows.ndim == 3 else rows.astype(np.int64)
@@ -541,6 +567,7 @@ def removable(storage: Any, cfg: CheckpointConfig | TierConfig, steps: list[int]
             try:
                 facts = storage.facts(step)
             except Unreadable:
+                # Its metrics are unknown: it may be the best.
                 stay.add(step)
             except Damage:  # reported when it is restored or verified
                 continue

@@ -22,6 +22,7 @@ def find_steps(run: Path) -> Held:
     if not run.is_dir():
         problem = "is a file" if run.exists() else "no such folder"
         raise ConfigError(f"{escape(run)}: {problem}; give a run's folder, as runs/quickstart")
+    # The path is that of a step.
     if (run / manifest.NAME).exists() and run.name.isdecimal():
         return {int(run.name): [run]}
     held: Held = {}
@@ -54,6 +55,7 @@ def tier_folders(run: Path) -> list[Path]:
         Path(tier["path"]).expanduser() / config["run"]["name"]
         for tier in config.get("checkpoint", {}).get("tiers") or ()
     ]
+    # A folder of this name may be another run's.
     own = [tier for tier in tiers if owner.read(tier) in (None, run.resolve())]
     return [run / "checkpoints", run, *own]
 

@@ -55,6 +55,7 @@ class WeightsWriter:
         self._partial = self._run / ".importing"
         self._step = self._partial / "0"
         self._journal = self._partial / "done.txt"
+        # The journal comes last: without it the placeholders may be incomplete, so all begins anew.
         if not self._journal.exists():
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
@@ -65,6 +66,7 @@ class WeightsWriter:
             ocp.save_checkpointables(self._step, {"state": blanks})
             self._journal.touch()
         lines = self._journal.read_text().splitlines(keepends=True)
+        # A line without its end was cut off by a kill, before or after its weight was whole.
         self.done = {line[:-1] for line in lines if line.endswith("\n")}
         """Paths of the weights that are on disk."""
         # A kill may leave half a line, which the next path would be glued to.
@@ -92,6 +94,7 @@ class WeightsWriter:
             "metadata": metadata,
             "store_data_equal_to_fill_value": True,
         }
+        # In place of the placeholder, or of what a kill left of this weight.
         array = tensorstore.open(spec, create=True, delete_existing=True).result()
         starts = (range(0, size, step) for size, step in zip(shape, chunk, strict=True))
         for corner in itertools.product(*starts):
@@ -106,6 +109,7 @@ class WeightsWriter:
         assert self.done | {*self._journal.read_text().splitlines()} >= self._weights.keys()
         manifest.write(self._step, manifest.checksums(self._step), {"eval_loss": None})
         (self._run / "checkpoints").mkdir(exist_ok=True)
+        # A rename after the manifest: the step appears whole or not at all.
         self._step.rename(self._run / "checkpoints" / "0")
         shutil.rmtree(self._partial)
 
@@ -116,6 +120,7 @@ class WeightsReader:
     def __init__(self, path: Path):
         folder, self.step = step_of(path, f"{path}:")
         self._path = folder / f"{self.step}"
+        # Checked before, not while it is read: commands read a few weights at a time, in any order.
         if damages := list(manifest.damages(self._path)):
             raise ConfigError(
                 "\n".join([f"{self._path} is damaged:", *damages, "give another step"])
@@ -148,6 +153,8 @@ class WeightsReader:
         averaged = choice == "average" or (ema and ema.eval and kept["average"])
         wanted = ("average",) if averaged else ("slow", "z")
         chosen = [field for field in wanted if kept[field]]
+        # Schedule-Free keeps y and z; the averaged weights x are in neither and are computed as
+        # they are read (Defazio et al. 2024, arXiv:2405.15682).
         for field in {*chosen} - {"z"}:
             self._keys |= {path: key for path, (key, _) in kept[field].items()}
         if "z" in chosen:
@@ -203,6 +210,8 @@ class WeightsReader:
         """
         for abstract, made in ((wanted, dict), *sources):
             if {path: tuple(leaf.shape) for path, leaf in abstract.items()} == self.shapes:
+                # A generator: weights are read as `made` asks for them, so both forms are never
+                # whole in memory.
                 return made((path, self._load(path, leaf)) for path, leaf in abstract.items())
         odd = sorted(
             path

@@ -53,7 +53,10 @@ def judge(
 
     A step without targets has no loss, so it is accepted and left out of the statistics.
     """
+    # Statistics are kept without faults.spike too: it may be set at a resume.
     spike = cfg.spike or SpikeConfig()
+    # Norms differ by factors, so their logarithms are compared; the bound keeps a norm of 0, whose
+    # logarithm would make the mean infinite for good.
     height = jnp.log(jnp.maximum(norm.astype(jnp.float32), jnp.finfo(jnp.float32).tiny))
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     counts = weight > 0
@@ -61,10 +64,13 @@ def judge(
     if cfg.spike:
         high = _is_above(spike, guard.loss_mean, guard.loss_variance, loss)
         high |= _is_above(spike, guard.norm_mean, guard.norm_variance, height)
+        # A variance of few values says nothing.
         high &= counts & (guard.measured >= spike.warm_up)
+    # Finite first: a comparison with NaN is false, so a NaN is never a spike.
     skipped = jnp.where(finite, jnp.where(high, SPIKE, ACCEPTED), NOT_FINITE).astype(jnp.int32)
     accepted = skipped == ACCEPTED
-    # The mean of all values so far, then an exponential one of about `window` values.
+    # The mean of all values so far, then an exponential one of about `window` values: an
+    # exponential mean from the start would lean on its first values.
     share = 1.0 / jnp.minimum(guard.measured + 1, spike.window).astype(jnp.float32)
     unmeasured = guard._replace(updates=guard.updates + 1, refused=jnp.zeros_like(guard.refused))
     loss_mean, loss_variance = _moments(
@@ -78,6 +84,7 @@ def judge(
         norm_mean=norm_mean,
         norm_variance=norm_variance,
     )
+    # The statistics stay: a row of spikes must not become the norm.
     refused = guard._replace(refused=guard.refused + 1, refused_in_all=guard.refused_in_all + 1)
     return skipped, where(accepted, where(counts, after, unmeasured), refused)
 
@@ -85,6 +92,7 @@ def judge(
 def where(condition: jax.Array, yes: Tree, no: Tree) -> Tree:
     """Select tree `yes` where the scalar `condition` holds, else tree `no`, bit for bit, in the
     types of `no`."""
+    # Types of the old state: the compiled step takes no others, and `where` would promote.
     return jax.tree.map(functools.partial(jnp.where, condition), _cast_like(no, yes), no)
 
 

@@ -1,5 +1,10 @@
-"""The process's side of the watchdog: reports phase and step, and exits when the watchdog says
-so."""
+"""The process's side of the watchdog: reports phase and step, and exits when the watchdog says so.
+
+Each message says what the main thread does and how long that may take; the watchdog (watchdog.py)
+decides alone. Messages go over a socket of datagrams, without waiting. In a run of several
+processes this side also connects the watchdogs, that of process 0 with each other one, after the
+job's key is proved, and hands them the open connections.
+"""
 
 import contextlib
 import json
@@ -56,9 +61,12 @@ class Heartbeat:
         self._sent = self._slowest = 0.0
         self._phase = ""
         self._watchdog_gone = self._retired = False
+        # Where each thread writes its stack at SIGUSR2, even while the main thread is stuck in C++.
         file = stacks.new_file()
         stacks.show()
+        # Datagrams keep the bounds of messages, and file descriptors travel with them.
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        # A watchdog that is stopped must not hold up the run for more than 5 s.
         self._line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 5, 0))
         arguments = {
             "line": theirs.fileno(),
@@ -71,10 +79,13 @@ class Heartbeat:
             "retry": RETRY,
         }
         self._process = subprocess.Popen(
+            # Without site-packages and the user's environment: 70 ms, and nothing of the run's can
+            # break it.
             [sys.executable, "-I", "-S", watchdog.__file__, json.dumps(arguments)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            # A terminal's ^C goes to the process alone.
             start_new_session=True,
         )
         theirs.close()
@@ -89,6 +100,7 @@ class Heartbeat:
         """End the watchdog's process."""
         preemption.watched = None
         self._retired = True
+        # It is not told that the run is over: it would then watch this process until that ends.
         self._process.kill()
         self._process.wait()
 
@@ -99,6 +111,7 @@ class Heartbeat:
         if self._first:
             listener = socket.create_server((peers.own_address(), 0), backlog=peers.count)
             address = listener.getsockname()
+        # After the roll call all processes are there, so a minute is enough.
         address = peers.exchange("watchdog", address, JOINED_MS)[0]
         if listener is None:
             self._hand_over([connect(tuple(address), peers.key, PURPOSE)])
@@ -120,6 +133,7 @@ class Heartbeat:
             part = lines[begin : begin + watchdog.LINES]
             socket.send_fds(self._line, [b"{}"], [line.fileno() for line in part])
         for line in lines:
+            # The watchdog's copies are the only ones: a connection then breaks when that dies.
             line.close()
 
     def __enter__(self) -> "Heartbeat":
@@ -130,14 +144,18 @@ class Heartbeat:
         `step`, that this step is done and took `seconds`."""
         now = time.monotonic()
         self._slowest = max(self._slowest, seconds)
+        # Steps may be slower than the default limit; the slowest so far says what is normal here.
         limit = max(self._cfg.step, 10 * self._slowest) if phase == "steps" else self._cfg.other
         message: dict[str, Any] = {"doing": phase, "limit": limit}
         if step is not None:
             message["step"] = step
+            # A change of phase is always sent: before it was, the limit of a save held for the
+            # steps after it, and 6 of 8 hung workers were ended after 120 s, at a limit of 5.
             if now - self._sent < OFTEN and phase == self._phase:
                 return
         self._sent = now
         self._phase = phase
+        # A full socket loses a message, and the next one has the same news.
         self._send(message, socket.MSG_DONTWAIT)
 
     def done(self) -> None:
@@ -163,6 +181,7 @@ class Heartbeat:
             else:
                 self.retire()
             return
+        # A lost peer shows itself as an error of jax here; the watchdog knows which one it was.
         if isinstance(error, RuntimeError):
             time.sleep(VERDICT)
         code = getattr(error, "exit_code", CRASHED)
@@ -172,6 +191,7 @@ class Heartbeat:
             {"end": "failed", "code": code, "why": f"{type(error).__name__}: {error}"[:1000]}
         )
         after = watchdog.FAILED if self._first else watchdog.TOLD  # or when the watchdog says so
+        # Python's own end could wait for ever: for a collective that the others never join.
         threading.Thread(target=_leave, args=(code, after), daemon=True).start()
 
     def _send(self, message: dict[str, Any], flags: int = 0) -> None:

@@ -51,6 +51,8 @@ class Policy:
         if row["skipped"] == SPIKE:
             self._spikes.append(int(row["step"]))
         spike = self._cfg.spike
+        # Before max_skips is looked at, since spikes count as refused there too: the run would end
+        # where a rewind was asked for.
         if spike and spike.rewind_after and len(self._spikes) >= spike.rewind_after:
             return self._rewind(
                 max(self._spikes[0] - spike.before, 1), self._spikes[-1], spike.max_rewinds
@@ -86,6 +88,7 @@ class Policy:
             )
         self.rewinds += 1
         self._spikes = []
+        # Kept for good: a replay from any checkpoint skips the same batches.
         self.skipped.append([first, last])
         return Rewind(first, last)
 

@@ -84,8 +84,11 @@ def listen() -> None:
     # 40 s after its signal; this way it leaves within 2.2 s.
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
+    # Where it is full of earlier signals, the thread has enough to read.
     signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     for number in ASKING:
+        # Any handler of Python's will do: only with one does its handler in C write to the
+        # descriptor.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _nothing)
 
@@ -146,6 +149,8 @@ class Preemption:
         global _hear, _current
         _hear, _current = self._ask, self
         self._before = {}
+        # In a process that goes on after its run, such as a notebook, the main thread's handlers
+        # are set for the time of the run; a thread that ends the process would be wrong there.
         if not _listens:
             self._before = {
                 number: signal.signal(number, lambda number, frame: self._ask(number))
@@ -193,12 +198,15 @@ class Preemption:
         """Record where the main thread is, and that the state is `whole` meanwhile; return whether
         it is to leave here."""
         with self._turn:
+            # While the main thread waits here the other one may save, if the state is whole.
             stays, self._whole = self._whole, whole
             self._reached = at
             self._turn.notify_all()
             self._wait_turn()
             self._whole, self._leaves = stays, self._asked.is_set()
             if self._peers.count > 1:
+                # Of several processes the signal alone decides nothing: each would leave after
+                # another step.
                 self._leaves = self._last is not None and at >= self._last
             return self._leaves
 
@@ -210,6 +218,8 @@ class Preemption:
         with self._turn:
             if self._reached[0] != step:
                 self._reached = step, 0
+            # A save of several processes has collectives, which met those of an evaluation: gloo
+            # aborted both, 4 of 4 times.
             self._whole = not computes or self._peers.count == 1
             self._turn.notify_all()
         try:
@@ -219,6 +229,7 @@ class Preemption:
                 raise
             self._request(f"{error}")
             with self._turn:
+                # For ever: the other thread saves and ends the process.
                 self._turn.wait_for(lambda: False)
         finally:
             with self._turn:
@@ -244,6 +255,8 @@ class Preemption:
         self.why = why
         if self._peers.count > 1:
             with contextlib.suppress(RuntimeError):  # another process posted before
+                # Before the event is set: the others must hear of it even where this process ends
+                # at once.
                 self._peers.post(_NOTICE, 0, f"process {self._peers.number}: {why}")
         self._asked.set()
 
@@ -273,6 +286,8 @@ class Preemption:
                 self._take()
             return
         with contextlib.suppress(RuntimeError):  # a peer was lost; the watchdog ends this process
+            # The place to leave at is agreed on once and never changes; what follows only asks
+            # whether all got there.
             at = self._agree(first=True)
             while not all(leaves for _, leaves, _ in at):
                 self._wait_for_main()
@@ -290,14 +305,19 @@ class Preemption:
         whole. At `first` agree to leave after the furthest; later, where all wait at one place, to
         stay there."""
         with self._turn:
+            # No step may begin between telling the place and hearing of the others': a process
+            # would pass the step that all agree on.
             self._held = True
             own = self._reached, self._leaves or self._closed, self._whole
         at = self._peers.exchange("leaving at", own)
         with self._turn:
             if first:
                 step, pieces = max(tuple(place) for place, *_ in at)
+                # The furthest process may be within that piece already, so all leave at the next.
                 self._last = step, pieces + 1
             one = [at[0][0], False, True]
+            # All wait at one place with a whole state: only then can all threads save the same
+            # step.
             self._stays = _listens and not first and all(each == one for each in at)
             self._held = False
             self._turn.notify_all()
@@ -312,6 +332,7 @@ class Preemption:
             try:
                 self._leave(self._reached[0])
                 self._peers.barrier("left")
+                # jax aborts the processes that lose process 0.
                 if self._peers.count > 1 and self._peers.number == 0:
                     time.sleep(POLL)
             except Exception as error:  # printed, since the process ends next

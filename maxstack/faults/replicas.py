@@ -79,8 +79,10 @@ class Replicas:
         split = frozenset(axis for axis, size in mesh.shape.items() if size > 1)
         numbers: dict[tuple[str, frozenset[str]], list[int]] = {}
         for i, (path, leaf) in enumerate(flat):
+            # Along an axis that does not split a leaf, its devices hold copies.
             axes = split.intersection(itertools.chain(*map(names, leaf.sharding.spec)))
             if axes != split and leaf.sharding.memory_kind != HOST:
+                # Leaves that are sharded alike make one sum, so that few numbers are gathered.
                 name = path[0].name if path[0].name in ("params", "opt") else "counters"
                 numbers.setdefault((name, axes), []).append(i)
         leaves = [leaf for _, leaf in flat]
@@ -122,6 +124,8 @@ class Replicas:
         differences = []
         for column, part in enumerate(self.parts):
             values = hashes[:, column]
+            # Each copy is compared with the first one of its shard; which of them is wrong is told
+            # later.
             _, first, inverse = np.unique(part.shards, return_index=True, return_inverse=True)
             for shard in np.unique(part.shards[values != values[first[inverse]]]):
                 devices = np.flatnonzero(part.shards == shard)
@@ -154,10 +158,12 @@ class Replicas:
             local,
             mesh=self._mesh,
             in_specs=(specs,),
+            # A row for each device, which no sum over devices makes equal.
             out_specs=PartitionSpec(self._mesh.axis_names),
             check_vma=False,
         )
         return (
+            # Replicated, so that every process reads the same numbers and decides alike.
             jax.jit(mapped, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
             .lower(self._compared)
             .compile()
@@ -192,8 +198,11 @@ class Corruption:
             return self._recompute(step, hashes, differences) if differences else None
         first, before = self._suspected
         if differences:
+            # Hashes of another step say nothing about which copy changed.
             after = hashes if step == first else None
             raise ConfigError(f"step {step}: {self._describe_lasting(before, after, differences)}")
+        # Between the checkpoint and the suspected step there may be checks that pass: only that
+        # step, once computed again, clears the device.
         if step >= first:
             self._suspected = None
             self._say(
@@ -206,6 +215,7 @@ class Corruption:
     def _recompute(self, step: int, hashes: np.ndarray, differences: list[Difference]) -> Recompute:
         text = f"step {step}: SILENT DATA CORRUPTION in {describe_sizes(differences)}"
         self._faults += 1
+        # One that passes each time would otherwise cost the steps since a checkpoint for ever.
         if self._faults > MOST:
             raise ConfigError(
                 f"{text}; it is fault number {self._faults} since this process began, and {MOST} "
@@ -243,6 +253,7 @@ class Corruption:
         """Return the error about a fault that stays; `after`: the hashes, where the steps were
         computed again up to the same one."""
         first = self._replicas.compare(before)
+        # A device that is at fault is under suspicion both times.
         both = find_suspects(first) & find_suspects(differences)
         text = (
             "silent data corruption, again after computing the steps again, in "
@@ -284,6 +295,7 @@ def _hash(number: int, leaf: jax.Array, in_chunks: bool) -> jax.Array:
     rounds = leaf.size // CHUNK
     if not in_chunks or rounds < 2 or leaf.dtype.itemsize != 4:
         bits = _bits(leaf)
+        # Modulo 2^32 a sum does not depend on its order, so XLA may reduce as it likes.
         return _mix(bits, seed + _positions(bits.shape)).sum(dtype=jnp.uint32)
     # In one pass XLA on a CPU writes all summands to memory first: 1.6 GB/s, with temporaries of
     # half the state. In a loop over chunks they stay in the cache: 4 to 6 GB/s, 0.6 MB
@@ -342,6 +354,7 @@ def _find_outvoted(differences: list[Difference]) -> set[int]:
 def find_suspects(differences: list[Difference]) -> set[int]:
     """Return the fewest devices that explain the differences: the outvoted ones, and where the
     other copies have no majority, all of them."""
+    # One faulty device may differ in several shards, in some of which it has only one other copy.
     suspects = outvoted = _find_outvoted(differences)
     for difference in differences:
         left = {

@@ -77,6 +77,8 @@ class Stragglers:
             size, dtype = (CPU_SIZE, jnp.float32) if cpu else (SIZE, jnp.bfloat16)
             matrix = jnp.full((size, size), 0.5, dtype)
             self._inputs = [jax.device_put(matrix, device) for device in self._devices]
+            # A thread waits for each device: waiting in turn would give later devices the earlier
+            # ones' time.
             self._waiting = ThreadPoolExecutor(len(self._devices), "probe")
             self._rounds = self._calibrate()
 
@@ -91,6 +93,7 @@ class Stragglers:
         best = [math.inf] * len(self._devices)
         for _ in range(TRIES):
             self._peers.barrier("stragglers")
+            # The least of the tries: other programs only ever add time.
             best = [min(pair) for pair in zip(best, self._probe(self._rounds), strict=True)]
             own = Speed(
                 socket.gethostname(),
@@ -125,12 +128,16 @@ class Stragglers:
 
     def _calibrate(self) -> int:
         """Return how often all repeat the problem, by the speed of process 0."""
+        # Compiles.
         self._probe(1)
         rounds = 1
         if self._peers.number == 0:
+            # Doubled until it can be timed, then scaled to PROBE: a device's speed is not known
+            # beforehand.
             while (seconds := min(max(self._probe(rounds)) for _ in range(5))) < PROBE / 4:
                 rounds *= 2
             rounds = max(1, round(rounds * PROBE / seconds))
+        # That of process 0: with a number of its own each would do other work.
         return self._peers.exchange("stragglers", rounds)[0]
 
     def _probe(self, rounds: int) -> list[float]:
@@ -178,6 +185,7 @@ def find_slow_hosts(speeds: Sequence[Speed], slow: float) -> dict[tuple[int, str
     for process, (speed, held_up, other) in enumerate(
         zip(speeds, _held_up(speeds), others, strict=True)
     ):
+        # A step that is `slow` times as long as it would be waits this share of itself.
         if held_up > 1.0 - 1.0 / slow:
             what = "its batches" if speed.starved > speed.late / 2 else "its Python thread"
             reasons[process, "host"] = (

@@ -61,9 +61,12 @@ def follow_parent() -> None:
 
     Linux sends the signal (PR_SET_PDEATHSIG); on other systems a thread checks every second.
     """
+    # Taken out of the environment: processes that the training starts are not this one's children.
     parent = int(os.environ.pop(PARENT, "0"))
     if not parent:
         return
+    # The parent's death breaks its pipe, and the handler of the signal that this sends writes a
+    # line first: the error lost all steps since the last save.
     sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)  # type: ignore[assignment]
     if sys.platform == "linux":
         import ctypes
@@ -71,6 +74,7 @@ def follow_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     else:
         threading.Thread(target=_poll, args=(parent,), daemon=True, name="parent").start()
+    # It ended before it was asked to send a signal.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -94,6 +98,7 @@ class Supervisor:
             if signal.getsignal(asking) != signal.SIG_IGN or asking != signal.SIGHUP:
                 before[asking] = signal.signal(asking, self._ask)
         before[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._ask_for_trace)
+        # A supervisor may be a child too, of `maxstack submit`.
         follow_parent()
         try:
             while True:
@@ -101,6 +106,8 @@ class Supervisor:
                 size = self._size()
                 code = self._live()
                 lived = time.monotonic() - began
+                # A signal to the supervisor means the run, so a child that left for it is not
+                # restarted.
                 if code == 0 or code in MISTAKES or self._asked:
                     return self._end(code)
                 if self._made_progress(size, lived):
@@ -143,6 +150,8 @@ class Supervisor:
     def _made_progress(self, size: int, lived: float) -> bool:
         """Return whether the child came further than any before it. `size`: bytes of goodput.jsonl
         before it."""
+        # It did not grow: process 0, which writes it, may be on a host whose folder is not seen
+        # from here.
         if self._size() == size:
             return lived >= LONG
         before = self._steps
@@ -151,6 +160,8 @@ class Supervisor:
 
     def _wait(self, code: int, lived: float) -> None:
         """Print the reason and the pause before the restart, and wait; a signal ends the pause."""
+        # What fails at once, such as a store that is away, is given time: the pauses of ten
+        # restarts are some 5 minutes.
         pause = min(LONGEST_PAUSE, self._pause * 2**self._in_a_row)
         self._restarts += 1
         self._in_a_row += 1

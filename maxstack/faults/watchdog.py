@@ -87,6 +87,8 @@ class Watchdog:
                 else:
                     self._read_watchdog(ready)  # type: ignore[arg-type]
             self._look()
+            # The kernel gives an orphan another parent, so this cannot be fooled by a new process
+            # with the same number.
             lives = os.getppid() == self._pid
         if not self._own["done"]:
             self._alarm(
@@ -101,6 +103,8 @@ class Watchdog:
         own["state"] = state_of(self._pid)
         if now - self._looked > PAUSED:  # the watchdog stood still too, and perhaps all of them
             self._tell_pause(now - self._looked, "its whole machine, or all that runs here")
+            # Otherwise all watchdogs of a machine that was suspended would end their runs as it
+            # wakes up.
             self._beat = self._ran = now
             self._heard = dict.fromkeys(self._heard, now)
         self._looked = now
@@ -140,6 +144,7 @@ class Watchdog:
         for line in lines:
             link: Connection = Connection(line)
             self._heard[link] = self._beat
+            # Only process 0 is handed more than one connection.
             if self._own["process"]:
                 self._first = link
                 self._send({"status": self._own})
@@ -167,6 +172,7 @@ class Watchdog:
             status = self._others.pop(link, None)
             if link is self._first:
                 self._first = None
+                # Where this process is done itself, process 0 may end without a word.
                 status = {"process": 0, "done": self._own["done"] or self._first_done}
             if status and not status.get("done"):
                 self._alarm(f"the watchdog of {_name(status)} is gone", stacks=False)
@@ -198,6 +204,7 @@ class Watchdog:
         if self._first:
             self._send({"status": self._own})
             self._send({"alarm": alarm})
+            # 5 s for the verdict of process 0, which names the states of all.
             for _ in range(20):
                 if self._first and wait([self._first], TICK):
                     self._read_watchdog(self._first)
@@ -221,9 +228,12 @@ class Watchdog:
             self._say("".join(stacks_of(self._pid, Path(self._arguments["stacks"]))), log=True)
         if first and lives:
             self._let_others_leave()  # or jax aborts them, with 134, when it loses process 0
+        # One that failed by itself is already leaving with its own code.
         if lives and (first or not self._failed):
             with contextlib.suppress(OSError):
                 self._line.send(json.dumps({"leave": code}).encode())
+        # Then SIGKILL: a process that hangs in C++ runs no handler of Python's, so asking may not
+        # help.
         deadline = time.monotonic() + (FAILED if self._failed else ASKED)
         while os.getppid() == self._pid and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -237,6 +247,8 @@ class Watchdog:
         while links and time.monotonic() < begin + LAST:
             for link in wait(links, TICK):
                 try:
+                    # What they say no longer matters; the end of the connection is the end of the
+                    # watchdog.
                     link.recv_bytes()  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     links.remove(link)  # type: ignore[arg-type]
@@ -293,11 +305,14 @@ def _stacks(pid: int, file: Path) -> str:
         return "  none: it is stopped by a signal\n"
     if not _handles_signal(pid):
         return "  none: it is not a Python process, or has only begun\n"
+    # All processes append to one file: read is what is new in it.
     before = size = file.stat().st_size
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGUSR2)
     for _ in range(20):
         time.sleep(0.1)
+        # faulthandler writes thread by thread and does not say when it is done: once nothing is
+        # added.
         if (now := file.stat().st_size) == size > before:
             break
         size = now
@@ -309,6 +324,7 @@ def _stacks(pid: int, file: Path) -> str:
 def _stat(pid: int) -> list[str]:
     """Read state, parent, and so on, of a process; empty where there is no /proc."""
     try:
+        # The name before the fields may hold spaces and brackets itself.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:
         return []
@@ -343,6 +359,7 @@ def _handles_signal(pid: int) -> bool:
 
 
 if __name__ == "__main__":
+    # Launchers signal all processes of a job; this one has to outlive its own.
     for ignored in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     arguments = json.loads(sys.argv[1])
