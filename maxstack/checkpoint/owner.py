@@ -1,5 +1,5 @@
-"""The run that a tier's folder belongs to, as noted in it. Tiers of all runs may lie below one path,
-by the runs' names: two runs of one name would each resume from the other's steps there."""
+"""The run that a tier's folder belongs to, as a note in it says. Tiers lie below one path by the
+names of their runs: two runs of one name would each resume from the other's steps there."""
 
 import json
 from pathlib import Path
