@@ -26,6 +26,7 @@ from maxstack.schema.lora import LoraConfig
 from maxstack.sharding import holding
 from maxstack.weights.spec import WeightSpec, stacked
 
+# A column of zeros has no direction to scale.
 TINY = 1e-12
 _off: contextvars.ContextVar[bool] = contextvars.ContextVar("adapters_off", default=False)
 LEAVES = "lora_a", "lora_b", "magnitude"
@@ -49,10 +50,12 @@ class AdaptedWeight(Substitute, nnx.Module):
         self.base, self.path = base, path
         self.cfg, self.contract = cfg, split
         make = functools.partial(weight, dtype="float32")
+        # The deviation of a uniform distribution up to 1 / sqrt(inputs).
         std = (3 * math.prod(spec.shape[:split])) ** -0.5
         shape_a = (*spec.shape[:split], cfg.rank)
         a = make(shape_a, f"{before} latent", std=std, use="matmul", contract=split)
         self.lora_a = stacked(a, lead)
+        # B has no std, so it is zero and a new adapter changes nothing; A alone is random.
         self.lora_b = stacked(make((cfg.rank, *outputs), f"latent {after}", use="matmul"), lead)
         if cfg.dora:
             self.magnitude = stacked(make(outputs, after), lead)
@@ -61,6 +64,7 @@ class AdaptedWeight(Substitute, nnx.Module):
         """See weight.project."""
         if _off.get():
             return project(x, self.base)
+        # Two thin products: making W + scale B A would take a matrix as large as W at each step.
         change = project(project(self._drop(x), self.lora_a), self.lora_b)
         y = project(x, self.base) + change * self.cfg.scale
         if not self.cfg.dora:
@@ -80,11 +84,12 @@ class AdaptedWeight(Substitute, nnx.Module):
         return merge(self.cfg, self.contract, w, self.lora_a[...], self.lora_b[...], magnitude)
 
     def _drop(self, x: Array) -> Array:
-        """Return x [B, T, ...] after dropout in training, drawn by the key of the position, which
-        has the layer in it, and by the weight's path: the same on any mesh and in any microbatch.
-        """
+        """Return x [B, T, ...] after dropout, and outside of training x itself."""
         if not self.cfg.dropout or (keys_BT2 := position_keys()) is None:
             return x
+        # The key of a position holds the seed, the step, the row of the global batch and the layer;
+        # the path tells the weights of a layer apart. Drawn for arrays as devices hold them, a ring
+        # over context dropped other positions than one device: gradients differed by 63 %.
         word = int.from_bytes(hashlib.blake2b(self.path.encode(), digest_size=4).digest(), "little")
 
         def mask(key: Array) -> Array:
@@ -105,6 +110,7 @@ def merge(
 ) -> Array:
     """Return W + scale B A in float32, with columns of the norms `magnitude` if given; the first
     `contract` dimensions are contracted."""
+    # In float32: the change may be smaller than a step of W in bfloat16.
     whole = w + cfg.scale * multiply(a, b)
     return whole if magnitude is None else whole * _factors(whole, magnitude, contract)
 

@@ -1,10 +1,11 @@
 """Matmuls of quantized operands on Qwix's arrays, and their gradients.
 
-`product` is the one matmul: forward in low precision where both operands allow it, backward by the
-rule's own types. Qwix's interception of dot_general would do the same from outside, but it takes
-two to four times as long to trace, finds weights by the shapes of tracers, reaches neither experts
-nor the head, and its tiles depend on how a mesh splits a contraction.
-Shapes: K contracted, all of it in one dimension.
+`product` is the one matmul. Forward, it rounds both operands and multiplies them in low precision
+where both allow it, else in the compute dtype. Backward, it rounds the incoming gradient by the
+rule's own types; gradients pass straight through the rounding, and are zero where it clips.
+Qwix's interception of dot_general would do the same from outside, but it takes two to four times as
+long to trace, finds weights by the shapes of tracers, reaches neither experts nor the head, and its
+tiles depend on how a mesh splits a contraction. Shapes: K contracted, all of it in one dimension.
 """
 
 import dataclasses
@@ -42,6 +43,7 @@ class Operand:
     def symmetric(self) -> bool:
         """True where zero stands for zero, so no zero point is needed."""
         method, *args = self.method.split(",")
+        # "fixed,LOW,HIGH" is symmetric only where the bounds cancel.
         if method == "fixed" and len(args) == 2:
             return float(args[0]) + float(args[1]) == 0
         return method != "minmax"
@@ -49,12 +51,14 @@ class Operand:
     @property
     def multiplies(self) -> bool:
         """True where values can be multiplied before they are scaled."""
+        # Numbers of nf4 are indices into a table of 16 unevenly spaced values (arXiv:2305.14314).
         return self.symmetric and self.qtype != "nf4"
 
     @property
     def clips(self) -> bool:
         """True where values can lie beyond the range; these have no gradient."""
         method, *args = self.method.split(",")
+        # absmax and minmax reach the largest value, unless a factor below 1 narrows their range.
         return method not in ("absmax", "minmax") or bool(args and float(args[0]) < 1)
 
 
@@ -82,6 +86,8 @@ def quantize(x: Array, how: Operand, *axes: int) -> QArray:
     contracted = [axis % x.ndim for axis in axes]
     others = tuple(i for i in range(x.ndim) if i not in contracted)
     return qwix.quantize(
+        # Qwix gives scales the dtype of x, and a scale rounded to bfloat16 moves every value that
+        # it scales.
         x.astype(jnp.float32),
         how.qtype,
         channelwise_axes=others if how.channelwise else (),
@@ -115,6 +121,8 @@ def _bounds(how: Operand) -> tuple[float, float]:
         return -1.0, 1.0
     if how.qtype in BITS:
         half = 2.0 ** (BITS[how.qtype] - 1)
+        # Qwix maps the largest value of a symmetric type half a step beyond the largest integer
+        # (127.5 for int8), so that the last bucket is as wide as the others.
         return (-half + 0.5, half - 0.5) if how.symmetric else (-half, half - 1)
     largest = float(jnp.finfo(FLOATS.get(how.qtype, how.qtype)).max)
     return -largest, largest
@@ -137,6 +145,7 @@ def fake_quantize(x: Array, how: Operand, axis: int) -> Array:
 
 def _fake_forward(x: Array, how: Operand, axis: int) -> tuple[Array, Array | None]:
     q = quantize(x, how, axis)
+    # Without clipping all values are in range, and no mask is kept for the backward pass.
     return dequantize(q, x.dtype), in_range(x, q, how) if how.clips else None
 
 
@@ -161,27 +170,40 @@ def product(quant: QuantSpec, axes: str, x: Array, w: MaybeQuantized) -> Array:
 def _forward(quant: QuantSpec, axes: str, x: Array, w: MaybeQuantized) -> tuple[Array, Any]:
     qw = _gather(w if isinstance(w, QArray) else quantize(w, quant.weight, 0), axes)
     qx = quantize(x, quant.act, -1) if quant.act else None
+    # The numbers are multiplied first and scaled afterwards, so the matmul itself is in low
+    # precision.
     if quant.low:
         out = qwix.dot_general(qx, qw, (((x.ndim - 1,), (0,)), ((), ()))).astype(x.dtype)
     else:
+        # Rules of weights alone, zero points and nf4: rounded values are multiplied in the compute
+        # dtype.
         out = multiply(x if qx is None else dequantize(qx, x.dtype), dequantize(qw, x.dtype))
+    # Rounded operands are kept only for a rounded backward pass; a float one differentiates by the
+    # float operands, as Qwix does.
     return out, (x, w, *((qx, qw) if quant.grad else (None, None)))
 
 
 def _backward(quant: QuantSpec, axes: str, saved: Any, g: Array) -> tuple[Array, Any]:
     x, w, qx, qw = saved
+    # g has the leading dimensions of x, then the output dimensions of w.
     rows, columns = tuple(range(x.ndim - 1)), tuple(range(x.ndim - 1, g.ndim))
     stored = isinstance(w, QArray)
+    # Tiles along K give a column several scales, which cannot all move into g (see _times); the
+    # float weight is multiplied then.
     if quant.grad and _one_scale(qw, quant.weight, 0):
         y = qw
     else:
         y = _gather(w if stored else w.astype(x.dtype), axes)
     dx = _times(g, y, (columns, tuple(range(1, w.ndim))), quant.grad, x.dtype)
     dx = clip_gradient(dx, x, quant.act, -1)
+    # A stored weight is frozen, and its integers have no gradient.
     if stored:
         return dx, None
+    # Not x: with the float activations here, the weight's gradient was not Qwix's (EXPERIMENTS.md,
+    # "Quantized training").
     y = qx if quant.grad and quant.act and _one_scale(qx, quant.act, -1) else x
     dw = _times(g, y, (rows, rows), quant.weight_grad, x.dtype)
+    # dot_general puts the free dimensions of g first and K last; w has K first.
     return dx, clip_gradient(jnp.moveaxis(dw, -1, 0).astype(w.dtype), w, quant.weight, 0)
 
 
@@ -203,11 +225,13 @@ def _times(
     if not isinstance(y, QArray):
         q = dequantize(quantize(g, how, *contracted[0]), dtype)
         return jax.lax.dot_general(q, y.astype(dtype), dims)
+    # Lay the scales along the dimensions of g, with 1 where g is not contracted.
     sizes = dict(zip(contracted[0], (y.scale.shape[i] for i in contracted[1]), strict=True))
     others = (i for i in range(y.ndim) if i not in contracted[1])
     scale = y.scale.transpose(*contracted[1], *others)
     scale = scale.reshape([sizes.get(i, 1) for i in range(g.ndim)])
     q = quantize(g.astype(jnp.float32) * scale, how, *contracted[0])
+    # The scales are in q already; with them here, each would count twice.
     unscaled = QArray(y.qvalue, jnp.ones((1,) * y.ndim, jnp.float32), None, y.qtype)
     return qwix.dot_general(q, unscaled, dims).astype(dtype)
 

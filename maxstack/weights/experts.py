@@ -1,8 +1,11 @@
 """Experts whose rows and matrices are multiplied in low precision.
 
-Integers have no gradient, so the quantized numbers travel as floats of the compute dtype (`codes`),
-which hold each of them exactly. Shapes: E experts  S rows sorted by
-expert  K contracted  N columns."""
+Rows arrive sorted by expert, and one grouped product multiplies each group by its expert's matrix.
+The matrices are rounded before they get there, so their gradient has to pass through the numbers:
+integers have none, so the quantized numbers travel as floats of the compute dtype (`codes`), which
+hold each of them exactly. The backward products run in the compute dtype, on gradients that a rule
+may round. Shapes: E experts  S rows sorted by expert  K contracted  N columns.
+"""
 
 import functools
 from typing import Any
@@ -45,6 +48,7 @@ class QuantizedExperts(Experts):
             backend,
             x_SK,
             self.codes_EKN,
+            # Straight through: the scale is a constant of the gradient.
             jax.lax.stop_gradient(self.scale_EKN),
             sizes_E,
         )
@@ -79,6 +83,8 @@ def _rounded_gradients(
     """Return gradients in the compute dtype, from incoming ones that a rule may round."""
     x_SK, w_EKN, sizes_E = saved
     pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes_E, backend), x_SK, w_EKN)[1]
+    # Two pulls, because the two products contract different dimensions of g, so each rounds g by
+    # scales of its own. XLA drops the half of each that is not used.
     dx_SK = pull(fake_quantize(g_SN, quant.grad, -1) if quant.grad else g_SN)[0]
     dw_EKN = pull(fake_quantize(g_SN, quant.weight_grad, 0) if quant.weight_grad else g_SN)[1]
     return dx_SK, dw_EKN, None
@@ -104,6 +110,7 @@ def _codes_forward(w_EKN: Array, how: Operand, dtype: Any) -> tuple[Array, Any]:
 
 def _codes_backward(how: Operand, dtype: Any, saved: Any, g_EKN: Array) -> tuple[Array]:
     scale_EKN, within = saved
+    # Undo the factor of `_backward`: the gradient of a code is that of the weight times its scale.
     g_EKN = g_EKN.astype(jnp.float32) / expand_scale(scale_EKN, g_EKN.shape)
     return (g_EKN if within is None else jnp.where(within, g_EKN, 0),)
 
@@ -124,8 +131,10 @@ def _forward(
     codes_EKN, scale_EKN, sizes_E = rest
     assert quant.act
     grouped_S1 = group_mask(x_SK.shape[0], sizes_E)
+    # Rows of no group may hold anything, and must not widen a scale that all rows share.
     x_SK = jnp.where(grouped_S1, x_SK, 0)
     qtype = quant.weight.qtype
+    # Back to the stored dtype, exactly: only that is multiplied in low precision.
     w = QArray(codes_EKN.astype(_stored_dtype(qtype)), scale_EKN, None, qtype)
     out_SN = qwix.ragged_dot(quantize(x_SK, quant.act, -1), w, sizes_E)
     return jnp.where(grouped_S1, out_SN, 0).astype(x_SK.dtype), (x_SK, *rest)
@@ -135,6 +144,7 @@ def _backward(quant: QuantSpec, backend: GroupedMatmul, saved: Any, g_SN: Array)
     """Return gradients as `_rounded_gradients` does."""
     x_SK, codes_EKN, scale_EKN, sizes_E = saved
     scales_EKN = expand_scale(scale_EKN, codes_EKN.shape)
+    # The backward products run in the compute dtype, so the codes become values again.
     w_EKN = (codes_EKN.astype(jnp.float32) * scales_EKN).astype(x_SK.dtype)
     dx_SK, dw_EKN, _ = _rounded_gradients(quant, backend, (x_SK, w_EKN, sizes_E), g_SN)
     dcodes_EKN = (dw_EKN * scales_EKN).astype(codes_EKN.dtype)

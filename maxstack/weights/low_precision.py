@@ -35,9 +35,9 @@ HALF = {
     "mxfp4": jnp.float4_e2m1fn,
     **{qtype: jnp.int4 for qtype, bits in BITS.items() if bits <= 4},
 }
-"""Types of which two values share a byte of uint8 -> XLA's types. XLA's own 4-bit arrays cannot be
-leaves of the state: a compiled step refuses its own arguments, whose layouts disagree, and
-tensorstore knows no uint4."""
+"""Types whose values are stored two to a byte of uint8 -> XLA's types. XLA's own 4-bit arrays
+cannot be leaves of the state: a compiled step refuses its own arguments ("input layouts that
+disagree"), and tensorstore knows no uint4."""
 SCALES = "scale", "zero_point"
 """Leaves beside the values of a StoredWeight; only asymmetric ones have a zero point."""
 
@@ -52,6 +52,8 @@ class Quantized(Substitute):
         return fake_quantize(x, self.quant.act, -1) if self.quant.act else x
 
 
+# A Param under the path of the original, so that optimizer, sharding and checkpoints treat it as
+# the float weight that it is.
 class TrainedWeight(Quantized, nnx.Param):
     """Floats that the optimizer updates; each use rounds them (Qwix's quantized training)."""
 
@@ -66,6 +68,8 @@ class TrainedWeight(Quantized, nnx.Param):
 
     def lookup(self, index: Array, dtype: Any) -> Array:
         """See weight.lookup; the rows are rounded after they are taken."""
+        # Each row has scales of its own, so rounding the rows that are taken gives what rounding
+        # the whole table would.
         return fake_quantize(self[...][index], self.quant.weight, -1).astype(dtype)
 
     def values(self, dtype: Any) -> Array:
@@ -97,6 +101,8 @@ class StoredWeight(Quantized, nnx.Module):
         for name, leaf in leaves.items():
             shape = leaf.shape[dims:]
             axes = [
+                # One scale for a whole dimension cannot be split; several (tiles) are split like
+                # their values.
                 "norm" if size == 1 and name in SCALES else axis
                 for size, axis in zip(shape, self.spec.matrix_axes, strict=True)
             ]
@@ -138,9 +144,11 @@ def quantize_weight(w: Array, spec: WeightSpec, quant: QuantSpec) -> dict[str, A
     dimensions in front. The values are named by their type, so that a checkpoint says what its
     bytes mean."""
     lead, qtype = w.shape[: w.ndim - len(spec.shape)], quant.weight.qtype
+    # A stack is quantized at once: with channelwise axes each layer has scales of its own.
     q = quantize(w.reshape(*lead, *spec.matrix), quant.weight, len(lead) + spec.contracted)
     values = _pack(q.qvalue, spec.packed) if qtype in HALF else q.qvalue
     leaves = {qtype: values, "scale": q.scale}
+    # A zero point has the type of the values, which may be XLA's int4: see HALF.
     return leaves if q.zero_point is None else leaves | {"zero_point": q.zero_point.astype("int8")}
 
 
@@ -158,6 +166,7 @@ def _array(leaves: Mapping[str, Array | np.ndarray], spec: WeightSpec, how: Oper
     if how.qtype in HALF:
         values = _unpack(values, spec.packed, HALF[how.qtype])
     zero = None if zero is None else zero.astype(values.dtype)
+    # The others are told by the dtype of the values.
     qtype = how.qtype if how.qtype in ("nf4", "mxfp8", "mxfp4") else None
     return QArray(values, leaves["scale"], zero, qtype)
 
@@ -185,7 +194,8 @@ def _project(
     the gathered or unpacked matrix until then.
     """
     rows = x.shape[: x.ndim - spec.contract]
-    # Tiles of positions lie along a sequence, so rows keep their dimensions.
+    # Rows keep their dimensions on a mesh, which may split them over different axes, and where
+    # tiles of positions lie along a sequence; else they become one (see weight.project).
     apart = current() or (quant.weight_grad and quant.weight_grad.tile)
     x = x.reshape(*(rows if apart else (math.prod(rows),)), -1)
     axes = gathered_axes(spec.matrix_axes)
@@ -194,5 +204,7 @@ def _project(
         return product(quant, axes, x, matrix(kept))
 
     if current() is not None or isinstance(kept, dict):
+        # Keeping what `matrix` makes would hold every layer's weight unpacked, or gathered, until
+        # the backward pass.
         run = jax.checkpoint(run, prevent_cse=False)
     return run(x, kept).reshape(*rows, *spec.shape[spec.contract :])

@@ -1,8 +1,9 @@
 """Weights with several adapters (LoRA, DoRA), of which each row of an inference step has its own.
 
-Rows are multiplied by the A of all adapters, and what is not their own's is dropped. For no more
-adapters than rows that reads less than the A and B of each row: gathering A and B by row took a
-step of a 50M model on a CPU from 113 ms to 202 (4 adapters of rank 16), this takes it to 119.
+All rows are multiplied by the A of all adapters at once, the products with other adapters than the
+row's own are set to zero, and the result is multiplied by all B at once. With no more adapters than
+rows this reads less memory than the A and B of each row: gathering them by row took a step of a 50M
+model on a CPU from 113 ms to 202 (4 adapters of rank 16), this takes it to 119.
 Shapes: R rows  T 1  A adapters  Z rank.
 """
 
@@ -36,8 +37,8 @@ def with_adapters(
 
 
 class MultiAdapter(Substitute, nnx.Module):
-    """W x + B A x with the A and B of the row's adapter, and with DoRA that times a factor of each
-    column; W x, bit for bit, for rows without an adapter. W may itself be a substitute."""
+    """W x + B A x with the A and B of the row's adapter, for DoRA times a factor for each column.
+    Rows without an adapter get W x, bit for bit. W may itself be a substitute."""
 
     def __init__(self, base: Weight, spec: WeightSpec, leaves: Mapping[str, Any]):
         """Shapes of `leaves`: a [in..., A, Z]; b [A, Z, out...], which includes the scale; where an
@@ -45,6 +46,8 @@ class MultiAdapter(Substitute, nnx.Module):
         self.base, self.contract = base, spec.contract
         before, after = spec.axes[: spec.contract], spec.axes[spec.contract :]
         inner = ("latent", "latent")
+        # Both are matmuls of their own, so that on a CPU they become panels too: a plain product
+        # rounds otherwise with another number of rows, and answers would depend on their company.
         self.a: Weight = _placeholder(leaves["a"], (*before, *inner), "matmul", spec.contract)
         self.b: Weight = _placeholder(leaves["b"], (*inner, *after), "matmul", 2)
         factor = leaves["factor"]
@@ -54,6 +57,8 @@ class MultiAdapter(Substitute, nnx.Module):
         """See weight.project; x is [R, T, in...]."""
         y = project(x, self.base)
         adapted = y + project(_own(project(x, self.a)), self.b)
+        # DoRA's factor is computed at the load: the weights are fixed, and so is the norm of each
+        # column.
         if self.factor is not None:
             adapted *= self.factor[...][batch_invariance.adapters()][:, None].astype(x.dtype)
         return _choose(adapted, y)
@@ -69,9 +74,12 @@ class MultiAdapter(Substitute, nnx.Module):
             own = self.factor[...][batch_invariance.adapters()].astype(x.dtype)
             return jnp.einsum(f"{dims},R{outputs}->{dims}", x, own)
 
+        # Latent attention multiplies from the side of the outputs when it absorbs a matrix: the
+        # factor of a column then belongs to x.
         x = scale_columns(x, read)
         y = product(equation, x, self.base)
         (first, m), (second, n) = (f"{inputs}AZ", self.a), (f"AZ{outputs}", self.b)
+        # Such a product contracts the outputs, so B comes first and A second.
         if not {*inputs} <= {*read}:
             (first, m), (second, n) = (second, n), (first, m)
         kept = "".join(dim for dim in read if dim in written or dim not in first)
@@ -91,6 +99,8 @@ def _own(h: Array) -> Array:
 
 
 def _choose(adapted: Array, plain: Array) -> Array:
+    # Not plain + 0, which turns -0 into 0, nor times a factor of 1: the bits are those without
+    # adapters.
     return jnp.where(_numbers(plain) > 0, adapted, plain)
 
 

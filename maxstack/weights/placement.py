@@ -1,5 +1,9 @@
-"""The weights of a run by path: where they lie on the mesh, and how they are made of the original
-weights of the model and of adapters."""
+"""The weights of a run by path: their sharding, and how they are made of other weights.
+
+A checkpoint or a model folder may hold the original float weights, or quantized ones without
+adapters. `sources` lists what a run can be made of, and the functions that make it. Original
+weights are rewritten one at a time, so that no second copy of the model is in memory.
+"""
 
 import dataclasses
 import functools
@@ -45,6 +49,8 @@ class PlacedWeights:
         """Parameters of the original model and of adapters."""
         if not self.rewrite.replaced:
             return count(self.shapes)[0]
+        # Quantized leaves do not count parameters: 4-bit types store two in an element, and scales
+        # are none.
         return count(self.original)[0] + self._size_of(*LEAVES)
 
     def _size_of(self, *names: str) -> int:
@@ -72,6 +78,8 @@ class PlacedWeights:
         leaves = rebase(dict(weights), self.rewrite.adapted)
         for path in self.rewrite.adapted:
             under = f"{path}/base/"
+            # With the slash, PATH/base itself matches too, and not only the quantized leaves below
+            # it.
             base = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(under)}
             leaves |= self._make(functools.partial(self.rewrite.new_adapter, path), base)
         return leaves
@@ -124,6 +132,9 @@ class PlacedWeights:
         return {path: leaf.update(sharding=shardings[path]) for path, leaf in flat(params).items()}
 
     def _make(self, make: Callable[..., dict[str, Array]], operands: Any) -> dict[str, Array]:
+        # jit needs the shardings of exactly the leaves that `make` returns; out_shardings let each
+        # device make its own shard.
         shardings = {path: self.shapes[path].sharding for path in jax.eval_shape(make, operands)}
+        # Several collectives at once on CPU devices may wait for each other for ever.
         options = compiling.in_order(self.mesh)
         return jax.jit(make, out_shardings=shardings, compiler_options=options)(operands)

@@ -1,5 +1,9 @@
-"""Errors of quantization in each layer: every product is computed with the float weight and with
-the weight that a recipe makes of it; the first goes on, and their difference is counted."""
+"""Errors of quantization in each layer.
+
+Every product is computed twice, by the float weight and by the weight that a recipe makes of it.
+The float output goes on to the next layer, so that errors of layers do not add up, and the sums of
+squares of the output and of the difference leave the program by a callback.
+"""
 
 import collections
 import contextlib
@@ -43,6 +47,8 @@ class Errors:
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, int], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+        # Each device of a mesh calls back from a thread of its own, and += of a list's item is not
+        # atomic.
         self._adding = threading.Lock()
 
     def add(self, path: str, layer: Any, output: Any, change: Any) -> None:
@@ -55,6 +61,7 @@ class Errors:
 
     def relative(self) -> dict[tuple[str, int], float]:
         """Return the relative root mean square error by (path, number in its stack)."""
+        # Callbacks run asynchronously: without the barrier the last products are missing.
         jax.effects_barrier()
         return {
             key: (change / output) ** 0.5 if output else 0.0
@@ -71,6 +78,8 @@ class ObservedWeight(Substitute, nnx.Module):
         self.base, self.quant, self.spec = param, quant, spec
         self.path, self.errors = path, errors
         lead = param.shape[: param.ndim - len(spec.shape)]
+        # A scan traces the layers of a stack once, so their number has to be an array that the scan
+        # slices.
         self.layer = stacked(weight((), "", dtype="int32"), lead, frozen=True)
         """Number of the layer in its stack."""
 
@@ -89,6 +98,7 @@ class ObservedWeight(Substitute, nnx.Module):
     def experts(self, dtype: Any) -> "ObservedExperts":
         """See weight.experts."""
         pair = experts(self.base, dtype), self._quantize().experts(dtype)
+        # Experts are arrays of three dimensions each (layers/weight.py).
         return ObservedExperts(*pair, self.layer[...].reshape(1, 1, 1), self.path, self.errors)
 
     def _quantize(self) -> StoredWeight:
@@ -124,6 +134,7 @@ def _compare(errors: Errors, path: str, layer: Array, output: Array, changed: Ar
     if real_BT is not None and exact.shape[:2] == real_BT.shape:
         real = real_BT.reshape(*real_BT.shape, *(1,) * (exact.ndim - 2))
         exact, change = jnp.where(real, exact, 0), jnp.where(real, change, 0)
+    # A callback, since layers return activations alone and know nothing of quantization.
     jax.debug.callback(
         functools.partial(errors.add, path), layer, jnp.sum(exact * exact), jnp.sum(change * change)
     )

@@ -93,6 +93,7 @@ def match_rules(cfg: QuantizationConfig, params: Mapping[str, nnx.Param]) -> dic
                 )
             where = f"quantization.rules.{number}.module_path: {quoted(rule.module_path)}"
             raise ConfigError(f"{where} {why}")
+        # Before the next line: a rule without a type takes its weights from later rules too.
         taken |= dict.fromkeys(own, number)
         if not rule.weight_qtype:
             continue
@@ -185,6 +186,8 @@ def _quant_spec(rule: RuleConfig) -> QuantSpec:
     return QuantSpec(
         weight,
         act=operand(rule.act_qtype, rule.tile_size, rule.act_calibration_method),
+        # As in Qwix, tile_size is of the forward pass; the weights' gradient has a tile size of its
+        # own.
         grad=operand(rule.bwd_qtype, None, rule.bwd_calibration_method),
         weight_grad=operand(
             rule.bwd_qtype, rule.bwd_weight_grad_tile_size, rule.bwd_calibration_method

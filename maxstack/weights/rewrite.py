@@ -85,6 +85,8 @@ class Rewrite:
 
     def leaves_of(self, path: str, array: Array) -> dict[str, Array]:
         """Return the leaves kept of an original weight; a new adapter is drawn by train.seed."""
+        # Weights are rewritten one by one, so that a model can be read and quantized without a
+        # whole copy of it in floats.
         match, leaves = self.matches.get(path), {path: array}
         if match and self._errors is not None:
             lead = array.shape[: array.ndim - len(match.spec.shape)]
@@ -99,12 +101,15 @@ class Rewrite:
         """Draw an adapter for the weight at `path`, of which `leaves` are kept."""
         spec, seed = self.adapted[path], self._cfg.train.seed
         made = {
+            # By path and seed, like every weight: neither the mesh nor other adapters change what
+            # is drawn.
             f"{path}/{name}": draw(self._params[f"{path}/{name}"], (path, name), seed)
             for name in adapter.LEAVES[:2]
         }
         if f"{path}/magnitude" in self._params:
             base = jnp.asarray(self.base_weight(path, leaves), jnp.float32)
             lead = base.ndim - len(spec.shape)
+            # The norms of the base, rounded as it is stored, so that a new adapter changes nothing.
             norms = adapter.column_norms(base, range(lead, lead + spec.contract))
             made[f"{path}/magnitude"] = norms
         return made
@@ -128,11 +133,14 @@ class Rewrite:
         base, lora = self.base_weight(path, leaves), self._cfg.lora
         match = self.matches.get(path)
         if evaluated and match and match.mode == "qat":
+            # An export of the unrounded weights scored otherwise than the run that had been
+            # evaluated.
             base = match.dequantize(match.quantize(jnp.asarray(base)))
         if path not in self.adapted or not lora:
             return base
         spec = self.adapted[path]
         merge = functools.partial(adapter.merge, lora, spec.contract)
+        # One vmap for each dimension of a stack, which lies before the contracted ones.
         for _ in range(base.ndim - len(spec.shape)):
             merge = jax.vmap(merge)
         names = [f"{path}/{name}" for name in adapter.LEAVES]
@@ -152,6 +160,7 @@ class Rewrite:
 
     def _build(self) -> Model:
         cfg, model = self._cfg, model_of(self._cfg.model)(self._cfg.model)
+        # Listed before the first substitute is set, since substitutes hold Params of their own.
         owners = {path: (module, name) for path, module, name in _params(model)}
         params = {path: getattr(module, name) for path, (module, name) in owners.items()}
         if cfg.quantization.rules:
@@ -162,17 +171,21 @@ class Rewrite:
         self.adapted = {
             path: WeightSpec.of(params[path])
             for path in self._find_targets(params)
+            # A weight that is trained whole needs no adapter.
             if path not in self.saved
         }
         self._check_magnitudes()
         for path, (module, name) in owners.items():
             param = params[path]
             if cfg.lora and path not in self.saved:
+                # Before the substitute is made: a TrainedWeight copies the metadata.
                 param.set_metadata(frozen=True)
             weight: Weight = param
             if path in self.matches:
                 weight = self.matches[path].substitute(param, path, self._errors)
             if cfg.lora and path in self.adapted:
+                # The adapter wraps the quantized weight: B A is trained in floats beside it
+                # (QLoRA).
                 weight = adapter.AdaptedWeight(weight, param, path, cfg.lora)
             setattr(module, name, weight)
         return model
@@ -241,6 +254,7 @@ def rebase(leaves: Mapping[str, Any], adapted: Collection[str]) -> dict[str, Any
     """Rename the leaves of weights with adapters to the paths that they have beside these."""
     moved: dict[str, Any] = {}
     for name, leaf in leaves.items():
+        # The leaf is the weight itself, or a leaf PATH/TYPE or PATH/scale of a quantized one.
         path = next((path for path in (name, module_of(name)) if path in adapted), None)
         moved[name if path is None else f"{path}/base{name.removeprefix(path)}"] = leaf
     return moved

@@ -25,6 +25,7 @@ class WeightSpec:
     @classmethod
     def of(cls, param: nnx.Param) -> "WeightSpec":
         meta = param.get_metadata()
+        # A stack puts dimensions in front of the shape, and none into the axes.
         shape = tuple(param.shape[param.ndim - len(meta["axes"]) :])
         return cls(meta["use"], meta["contract"], shape, meta["axes"])
 
@@ -49,6 +50,8 @@ class WeightSpec:
     def packed(self) -> int:
         """The dimension of `matrix`, counted from the end, along which two values share a byte: the
         longest one, but a table is not packed across its rows."""
+        # A lookup takes single rows of a table, which must not share bytes; experts stay apart
+        # likewise.
         first = self.contracted if self.use in ("rows", "experts") else 0
         return max(range(first, len(self.matrix)), key=lambda i: self.matrix[i]) - len(self.matrix)
 
