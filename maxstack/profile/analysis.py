@@ -161,6 +161,7 @@ def summary(run: Path, trace: int | None = None, process: int = 0) -> Summary:
     ConfigError if there is none, DataError if it is damaged or holds no whole step."""
     folder = trace_files.choose(run, trace)
     text, facts = trace_files.read(folder)
+    # Only files are read here, so that a profile needs neither the model nor a compiler.
     program = parse(text)
     recorded = planes.read(trace_files.planes(folder, process))
     origins = Origins(program, facts.mesh)
@@ -169,7 +170,10 @@ def summary(run: Path, trace: int | None = None, process: int = 0) -> Summary:
     chip = by_kind(facts.device_kind)
     operations = tuple(_operations(spent, chip))
     bounds = [row.bound for row in operations if row.bound is not None]
+    # From the end of the step before to the end of this one, so idle time before a step belongs to
+    # it.
     seconds = spent.mean(run.end - run.begin for run in steps.runs)
+    # All devices of the mesh, though the trace holds those of one process: facts.flops are of all.
     peak = chip.peak_flops * facts.devices * seconds if chip else None
     waiting = _waiting(run, steps)
     remarks = [*_remarks(facts, spent, chip)]
@@ -184,6 +188,8 @@ def summary(run: Path, trace: int | None = None, process: int = 0) -> Summary:
         devices=len({run.device for run in steps.runs}),
         process=process,
         processes=facts.processes,
+        # Readers of GPU and TPU traces are tested on planes made by hand, not on traces of
+        # hardware.
         unproven=recorded.platform != "cpu",
         step_seconds=seconds,
         busy=spent.busy,
@@ -229,6 +235,7 @@ class _Spent:
             events = [event for run in runs for event in run.events]
             begins = np.array([event.begin for event in events])
             ends = np.array([event.end for event in events])
+            # By device, since only operations of one device compete for its time.
             own = exclusive_times(begins, ends, np.array([self.level(event) for event in events]))
             for event, mine in zip(events, own.tolist(), strict=True):
                 origin = self.origin(event)
@@ -244,6 +251,8 @@ class _Spent:
     @functools.cached_property
     def _others(self) -> dict[planes.Program, Origin]:
         """Origins of the events of other programs, one each."""
+        # Programs beside the step (evaluation, a save's copies) have no text here; each becomes one
+        # row.
         found = {event.program for run in self.runs for event in run.events} - {self.program}
         return {
             program: Origin(
@@ -265,10 +274,12 @@ class _Spent:
 
     def level(self, event: planes.Event) -> int:
         """Return the level of an event, as in timeline.py."""
+        # What a trace marks as overlapping never counts as work, whatever the text says of it.
         return min(self.origin(event).level, BESIDE if event.beside else OWN)
 
     def mean(self, ns: Iterable[float]) -> float:
         """Return seconds per step and device, from the ns of all."""
+        # self.runs holds a row for each step and device, so this is a mean over both.
         return float(sum(ns)) * 1e-9 / len(self.runs)
 
 
@@ -277,6 +288,8 @@ def _layers(spent: _Spent) -> list[Layer]:
         lambda: collections.defaultdict(float)
     )
     for row in spent.rows:
+        # What the program's text does not hold keeps its own name; what it holds without a scope is
+        # NONE.
         name = row.origin.layer or (row.origin.name if not row.origin.opcode else NONE)
         sums[name][row.origin.direction] += spent.mean([row.own])
     rows = [Layer(name, dict(seconds)) for name, seconds in sums.items()]
@@ -286,6 +299,7 @@ def _layers(spent: _Spent) -> list[Layer]:
 def _lines(spent: _Spent) -> list[Line]:
     sums: dict[tuple[str, str], float] = collections.defaultdict(float)
     for row in spent.rows:
+        # Padded, as an origin has no, one or two lines.
         sources = (*row.origin.sources, "", "")
         sums[sources[0], sources[1]] += spent.mean([row.own])
     return sorted((Line(*key, seconds) for key, seconds in sums.items()), key=lambda x: -x.seconds)
@@ -303,6 +317,7 @@ def _operations(spent: _Spent, chip: Chip | None) -> list[Operation]:
         if chip and done:
             by_flops = flops / chip.flops(done.dtype)
             by_bytes = moved / chip.memory_bandwidth_per_device
+            # Products and traffic overlap within an operation, so the longer of both bounds it.
             bound, limit = max((by_flops, "compute"), (by_bytes, "memory"))
         rows.append(
             Operation(
@@ -337,6 +352,8 @@ def _collectives(spent: _Spent) -> list[Collective]:
             for name, events in _by_collective(spent, run.events).items():
                 sent = spent.origins.of(name).collective
                 assert sent
+                # By instruction: its many events must not multiply the bytes that it sends per
+                # step.
                 parts[sent.kind, sent.axes][sent.instruction] = sent
                 intervals[sent.kind, sent.axes] += [*_stretches(spent, events)]
         for key, stretches in intervals.items():
@@ -355,6 +372,8 @@ def _by_collective(spent: _Spent, events: Iterable[planes.Event]) -> dict[str, l
     """Group the events of collectives by the instruction that starts each."""
     found = collections.defaultdict(list)
     for event in events:
+        # The -start, -done and update of a collective are events of their own, which belong
+        # together.
         if sent := spent.origin(event).collective:
             found[sent.instruction].append(event)
     return found
@@ -369,6 +388,7 @@ def _stretches(spent: _Spent, events: list[planes.Event]) -> Iterator[tuple[floa
         opcode = spent.origin(event).opcode
         if opcode.endswith("-start"):
             started = event.begin if started is None else started
+        # Between -start and -done the collective runs in the background, though no event says so.
         elif opcode.endswith("-done") and started is not None:
             yield started, event.end
             started = None
@@ -381,6 +401,7 @@ def _host(spans: list[planes.Span], steps: list[int]) -> dict[str, float]:
     for step in whole:
         until = step.begin
         for span in spans:
+            # Spans nest; only the outermost counts, or time would count twice.
             if step.begin <= span.begin < step.end and span is not step and span.begin >= until:
                 sums[span.name] += span.end - span.begin
                 until = span.end
@@ -401,8 +422,11 @@ def _waiting(run: Path, steps: Timeline) -> float | None:
         for row in _metrics(run / "metrics.jsonl")
         if row.get("step") in steps.steps and "data_wait" in row
     }
+    # Told for all steps or not at all: a mean over some would be of other steps than the rest of
+    # the page.
     if not starved.keys() >= {*steps.steps}:
         return None
+    # data_wait is measured by the host; the device cannot have waited longer than it was idle.
     waits = [min(starved[each.step], (each.started - each.begin) * 1e-9) for each in steps.runs]
     return sum(waits) / len(waits)
 
@@ -424,6 +448,8 @@ def _remarks(facts: trace_files.Facts, spent: _Spent, chip: Chip | None) -> Iter
             "core"
         )
     named = spent.mean(row.own for row in spent.rows if row.origin.layer)
+    # Scopes name the layers of 99.99 % of the busy time, so less than half means that they are
+    # missing.
     if named < spent.busy / 2:
         yield (
             "the program's text names few layers: it was compiled by an older maxstack, or its "
@@ -436,5 +462,7 @@ def _remarks(facts: trace_files.Facts, spent: _Spent, chip: Chip | None) -> Iter
             "train.profile recompiles if they changed"
         )
     outer = spent.mean(row.own for row in spent.rows if row.origin.level == OUTER)
+    # Loops count only where nothing inside them runs, so much of it means that the trace lacks
+    # operations.
     if outer > 0.1 * spent.busy:
         yield f"{outer / spent.busy:.0%} of the busy time belongs to loops and calls themselves"

@@ -30,6 +30,7 @@ def take(run: Path, steps: int) -> int:
         raise ConfigError(f"{run}: cannot be written to: {error.strerror}") from error
     try:
         return _wait(run, name, steps)
+    # However the waiting ends, no request stays behind for a job that runs later.
     finally:
         trace_requests.withdraw(run, name)
 
@@ -40,6 +41,7 @@ def _wait(run: Path, name: str, steps: int) -> int:
     stamp = _stamp(run)
     with progress(steps, "trace", "steps") as bar:
         while True:
+            # The job drops a request that nobody holds, so a requester that was killed leaves none.
             trace_requests.hold(run, name)
             answer = trace_requests.answered(run, name)
             state = answer["state"]
@@ -53,6 +55,7 @@ def _wait(run: Path, name: str, steps: int) -> int:
                 bar.set_description_str(_words(answer))
             if state == "tracing":
                 bar.update(max(0, min(steps, last_step(run) - answer["first"] + 1) - bar.n))
+            # By change and the monotonic clock: the file may lie on a host with another clock.
             if (now_stamp := _stamp(run)) != stamp:
                 seen, stamp = time.monotonic(), now_stamp
             if time.monotonic() - seen > SILENT:

@@ -20,12 +20,14 @@ DIRECTIONS = ("forward", "backward", "recomputed", "optimizer", "other")
 repeats during the backward pass."""
 OPTIMIZER = "optimizer"
 SEVERAL = "(several layers)"
+# Fusions call computations too, but as parts of one operation.
 CONTAINERS = {*CALLS} - {*WRAPPERS}
 STRUCTURE = re.compile(
     r"(jit|pjit)\(.*|closed_call|checkpoint|rematted_computation|remat\d*|while|body|cond|scan|"
     r"branch_\d+_fun|custom_[jv][vj]p_call(_jaxpr)?|shard_map|shmap_body|pallas_call|.*->.*"
 )
 """Parts of an op_name that jax adds by itself and that name no layer."""
+# jit( is no transformation: its argument is a function's name, not a scope.
 _TRANSFORM = re.compile(r"(?!p?jit\()\w+\((.*)\)")
 
 
@@ -61,6 +63,7 @@ class Origins:
         self._made = {instruction.name: instruction for instruction in program.instructions()}
         self._work = {row.name: row for row in work.operations(program)}
         self._sent = {row.instruction: row for row in traffic.collectives(program, mesh)}
+        # A trace may hold thousands of events of one instruction.
         self._of = functools.cache(self._origin)
 
     def __contains__(self, name: str) -> bool:
@@ -81,6 +84,7 @@ class Origins:
             return Origin(name, "", "", "other", (), timeline.OWN, "")
         maker = work.origin(made)
         collective = self._collective(made)
+        # A loop's event lasts as long as everything inside, which is counted by itself.
         level = timeline.OUTER if made.opcode in CONTAINERS else timeline.OWN
         return Origin(
             name=name,
@@ -96,6 +100,7 @@ class Origins:
 
     def _collective(self, made: Instruction) -> traffic.Collective | None:
         """Return the collective that an instruction is, starts, or waits for."""
+        # A -done and -update lead back to the -start, which names the groups.
         while made.opcode.endswith(("-done", "-update")) and made.operands:
             made = made.inputs[0]
         within = made.inside
@@ -120,8 +125,11 @@ def layer_of(op_name: str) -> str:
     adds; for operations that XLA merged, the scopes that all share, or SEVERAL."""
     all_scopes = [_scopes(name) for name in split_merged(op_name)]
     first, *others = [scopes for scopes in all_scopes if scopes] or [[]]
+    # XLA merges sums over devices of several layers into one operation, with a name of up to 4,000
+    # characters.
     if not all(scopes[:1] == first[:1] for scopes in others):
         return SEVERAL
+    # Lists of scopes, not texts: commonprefix compares whole scopes.
     return "/".join(os.path.commonprefix([first, *others]))
 
 
@@ -131,16 +139,21 @@ def direction_of(op_name: str) -> str:
     first = split_merged(op_name)[0]
     if layer.partition("/")[0] == OPTIMIZER:
         return "optimizer"
+    # Before `transpose(`: the recomputed forward pass runs inside the backward pass and bears both
+    # names.
     if "rematted_computation" in first:
         return "recomputed"
     if "transpose(" in first:
         return "backward"
+    # Operations without a layer are forward only where jax differentiated them; others are the
+    # step's own bookkeeping.
     return "forward" if "/" in first and (layer or "jvp(" in first) else "other"
 
 
 def split_merged(op_name: str) -> list[str]:
     """Split the op_name of an operation that XLA merged from several, which it writes as
     a/(b/c:d)."""
+    # A leading slash, so that a name that begins with the bracket splits too.
     shared, bracket, rest = f"/{op_name}".partition("/(")
     if not bracket or not rest.endswith(")"):
         return [op_name]
@@ -152,7 +165,9 @@ def _scopes(op_name: str) -> list[str]:
     if "/" not in op_name:
         return [op_name.partition("[")[0]] if "[" in op_name else []
     scopes: list[str] = []
+    # The last part is the primitive.
     for part in op_name.split("/")[:-1]:
+        # Transformations nest: transpose(jvp(scope)).
         while wrapped := _TRANSFORM.fullmatch(part):
             part = wrapped[1]
         if part and not STRUCTURE.fullmatch(part):

@@ -81,12 +81,14 @@ def read(path: Path) -> Trace:
     from jax.profiler import ProfileData
 
     try:
+        # jax's own reader, so that tensorflow is not needed.
         planes = [*ProfileData.from_file(str(path)).planes]
     except Exception as error:  # jaxlib has no class of its own for this
         raise DataError(f"{path}: is not a trace of jax's profiler: {error}") from error
     events: list[Event] = []
     spans: list[Span] = []
     platform = "cpu"
+    # Accelerators first: whether the host's operations count depends on whether there are any.
     for plane in planes:
         if device := _DEVICE.fullmatch(plane.name):
             platform = device[1].lower()
@@ -119,23 +121,32 @@ def _of_host(plane: Any, spans: list[Span]) -> Iterator[Event]:
                 program = Program(stats["hlo_module"], stats.get("program_id"))
                 device, run = stats.get("device_ordinal", 0), stats.get("run_id")
                 begin, end = event.start_ns, event.end_ns
+                # Calls without a context get negative keys, so that none replaces another.
                 calls[stats.get("_p", -len(calls) - 1)] = Event(
                     device, program, stats["hlo_op"], begin, end, run, end - begin
                 )
+            # A stack of those that enclose the present moment: events of a line come in the order
+            # of their starts.
             elif event.name == _SUCCESSORS:
                 while around and around[-1][1] <= event.start_ns - _SLACK:
                     around.pop()
                 around.append((event.start_ns, event.end_ns))
             elif event.name.startswith("end: "):
                 at = event.start_ns
+                # Taken at the `end:` event itself, small operations got the time of the large
+                # products that waited for them: norms 8 % of a step instead of 2 %.
                 ran = [begin for begin, end in around if at - _SLACK <= end <= at]
                 ends[stats.get("_c", 0)] = [*ran, at]
             else:
                 own.append(Span(event.name, event.start_ns, event.end_ns, stats.get("step_num")))
+        # The loop's thread is the one with annotations of steps; other threads' spans would overlap
+        # with it.
         if any(span.name == STEP for span in own):
             spans += own
     for context, call in calls.items():
         ended = (at for at in ends.get(context, ()) if at >= call.begin)
+        # Without its `end:` event an operation ended with its call. Calls alone miss what goes on
+        # in other threads: 284 of 455 ms of quickstart's step.
         call.end = max(call.end, next(ended, 0.0))
         yield call
 
@@ -148,6 +159,7 @@ def _of_gpu(plane: Any, device: int) -> Iterator[Event]:
                 stats = dict(event.stats)
                 program = Program(stats.get("hlo_module", ""), stats.get("program_id"))
                 name = stats.get("hlo_op", event.name)
+                # Copies between host and device, which no instruction of the program names.
                 beside = "hlo_op" not in stats and event.name.startswith("Mem")
                 yield _event(device, program, name, event, stats.get("run_id"), beside)
 
@@ -163,11 +175,14 @@ def _of_tpu(plane: Any, device: int) -> Iterator[Event]:
     begins = [begin for begin, *_ in modules]
     for name in ("XLA Ops", "Async XLA Ops"):
         for event in lines[name].events if name in lines else ():
+            # A TPU's operations do not say which program they belong to; the module that runs at
+            # the time does.
             at = bisect.bisect(begins, event.start_ns) - 1
             program = Program("", None)
             run = None
             if at >= 0 and event.start_ns < modules[at][1]:
                 _, _, title, stats = modules[at]
+                # The title is NAME(FINGERPRINT); programs of one name differ in the fingerprint.
                 module, _, fingerprint = title.rstrip(")").partition("(")
                 program = Program(module, int(fingerprint) if fingerprint.isdecimal() else None)
                 run = stats.get("run_id", at)

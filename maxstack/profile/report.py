@@ -140,6 +140,7 @@ def _operations(profile: Summary) -> Iterator[str]:
     header = ["ms/step", "", "operation", "times", "GFLOP/s", "GB/s", "of its bound", "layer"]
     sides = "rrlrrrrl"
     if profile.bound is None:
+        # The column says nothing for a chip without figures.
         for cells in (header, *rows):
             cells.pop(6)
         sides = "rrlrrrl"
@@ -225,6 +226,7 @@ def _side_by_side(name: str, before: Mapping[str, float], after: Mapping[str, fl
     names = dict.fromkeys([*before, *after])
     order: Iterable[str] = names
     if name:
+        # By absolute change: what became slower and what became faster matter alike.
         order = sorted(names, key=lambda key: -abs(after.get(key, 0.0) - before.get(key, 0.0)))
     rows = [_both(key, before.get(key), after.get(key)) for key in [*order][:SHOWN]]
     return table("lrrrr", rows, (name or "ms/step", "A", "B", "B - A", ""))

@@ -57,16 +57,23 @@ def timeline(
     own: dict[int, list[Event]] = collections.defaultdict(list)
     others: dict[int, list[Event]] = collections.defaultdict(list)
     for event in trace.events:
+        # One trace holds evaluation and others beside the step.
         (own if event.program == program else others)[event.device].append(event)
     places = {name: place for place, name in enumerate(entry)}
     runs = {device: _runs(events, places) for device, events in own.items()}
+    # Many instructions of the text leave no event, so a whole step is measured by what any step of
+    # the trace has, not by the text.
     needed = {event.name for events in own.values() for event in events} & places.keys()
     broken = set()
     for by_number in runs.values():
         for number, events in by_number.items():
             if not needed.issubset(event.name for event in events):
+                # A step that is cut on one device is left out on all, so that means are over the
+                # same steps.
                 broken.add(number)
     numbers = _by_time(runs)
+    # From the end: the step before the first was often still under way when the trace began (4 runs
+    # in a trace of 3 steps).
     asked = dict(zip(reversed(numbers), reversed(steps), strict=False))
     whole = [
         run
@@ -84,6 +91,7 @@ def _program(events: Iterable[Event], known: Collection[str]) -> Program:
     """Return the program that spends most time in known instructions."""
     spent: dict[Program, float] = collections.defaultdict(float)
     for event in events:
+        # By time: another program may share the names of a few small instructions.
         if event.name in known and event.program.module:
             spent[event.program] += event.end - event.begin
     if not spent:
@@ -107,10 +115,12 @@ def _runs(events: list[Event], places: dict[str, int]) -> dict[int, list[Event]]
     number = 0
     before = ""
     for event in sorted(events, key=lambda event: event.begin):
+        # Several events of the first instruction in a row begin one run.
         if event.name == first and before not in ("", first):
             number += 1
         runs[number].append(event)
         before = event.name
+    # Numbered from the end, so that devices agree even if one recorded an earlier run too.
     return {of - number: run for of, run in runs.items()}
 
 
@@ -136,8 +146,10 @@ def _of_device(
         events = runs[number]
         started = min(event.begin for event in events)
         end = max(event.end for event in events)
+        # The first step has no step before it to wait for.
         begin = started if before is None else min(before, started)
         if number in asked and number not in broken:
+            # An event of another program belongs to the step that holds its middle.
             between = [e for e in others if begin <= (e.begin + e.end) / 2 <= end]
             yield Run(device, asked[number], begin, started, end, events + between)
         before = end
@@ -146,9 +158,13 @@ def _of_device(
 def exclusive_times(begins: np.ndarray, ends: np.ndarray, levels: np.ndarray) -> np.ndarray:
     """Return each interval's own time: every moment goes in equal parts to the running intervals of
     the highest level. The sum is the time in which anything runs."""
+    # Between two neighbouring times nothing starts or ends. So one pass over intervals is enough,
+    # where a comparison of all pairs would grow with the square of the events.
     times, running = _running(begins, ends, levels)
+    # Intervals of higher levels that run at the same moment; they take all of it.
     above = running[::-1].cumsum(0)[::-1] - running
     rate = np.where((running > 0) & (above == 0), 1.0 / np.maximum(running, 1), 0.0)
+    # Summed up once, the own time of any interval is a difference of two sums.
     done = np.concatenate([np.zeros((3, 1)), (rate * np.diff(times)).cumsum(1)], axis=1)
     first, last = np.searchsorted(times, begins), np.searchsorted(times, ends)
     return done[levels, last] - done[levels, first]

@@ -54,8 +54,10 @@ def session(process: int) -> str:
 
 def write(folder: Path, text: str, facts: Facts) -> None:
     """Write text and facts to the folder of a trace, the facts last."""
+    # mtime=0: the same text gives the same bytes.
     with atomic.writing(folder / TEXT) as unfinished:
         unfinished.write_bytes(gzip.compress(text.encode(), 6, mtime=0))
+    # Last, since a folder counts as a trace once it has its facts.
     with atomic.writing(folder / FACTS) as unfinished:
         unfinished.write_text(json.dumps(dataclasses.asdict(facts)) + "\n")
 
@@ -76,6 +78,7 @@ def read(folder: Path) -> tuple[str, Facts]:
 def traces(run: Path) -> dict[int, Path]:
     """Return the traces of a run by their first step, the newest last."""
     found = [path.parent for path in (run / FOLDER).glob(f"*/{FACTS}")]
+    # By time, not by step: a run that was rewound traces earlier steps later.
     found.sort(key=lambda folder: (folder / FACTS).stat().st_mtime_ns)
     return {int(folder.name): folder for folder in found if folder.name.isdecimal()}
 
@@ -115,6 +118,7 @@ def allocations(assignment: bytes, module: bytes) -> list[Allocation]:
     """Read the buffer assignment from XLA's BufferAssignmentProto, with the names of a
     HloModuleProto (xla/service/hlo.proto); plan/buffers.allocations reads the same from a dump. The
     fields are decoded here because jax ships no Python classes for these messages."""
+    # The assignment refers to instructions by id; names stand in the module.
     names = {
         _number(instruction, 35): _text(instruction, 1)
         for computation in _messages(_fields(module), 3)
@@ -162,12 +166,15 @@ def _fields(data: bytes) -> Message:
     while at < len(data):
         key = varint()
         kind = key & 7
+        # Wire types (protobuf's encoding): 0 varint, 1 eight bytes, 2 length-delimited, 5 four
+        # bytes.
         if kind == 0:
             value: int | bytes = varint()
         else:
             size = varint() if kind == 2 else {1: 8, 5: 4}[kind]
             value = data[at : at + size]
             at += size
+        # Repeated fields are lists; of others the last value counts, as protobuf says.
         fields.setdefault(key >> 3, []).append(value)
     return fields
 
