@@ -72,7 +72,10 @@ class Chip(Section):
     def flops(self, dtype: str) -> float:
         """Return the peak FLOP/s of one device for matmuls of a dtype by jax's or XLA's name;
         formats without hardware support run as bfloat16."""
+        # float8_e4m3fn in jax, f8e4m3fn in XLA.
         unit = "fp8" if dtype.startswith(("float8", "f8")) else PEAK_OF.get(dtype, "bf16")
+        # A TPU computes float32 by passes of bfloat16 and has no tf32; a chip without fp8 converts
+        # it first.
         return self.peak.get(unit, self.peak["bf16"]) / self.devices
 
     @property
@@ -109,9 +112,11 @@ def chip(name: str) -> Chip:
 
 def by_kind(device_kind: str) -> Chip | None:
     """Return the chip that jax calls `device_kind`; None if the table does not have it."""
+    # jax may call one chip by several names, by version or form factor.
     return next((chip for chip in chips().values() if device_kind in chip.kinds), None)
 
 
+# The file is read when the first chip is asked for: most commands need none.
 @functools.cache
 def chips() -> dict[str, Chip]:
     """Return all chips by name, in the order of chips.yml."""

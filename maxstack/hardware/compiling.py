@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _EFFORT = "xla_backend_optimization_level"
+# Reference step at levels 3, 2 and 1: compiled in 3.65, 3.2 and 3.05 s, run in 511, 510 and 519 ms.
+# Level 0 gives initial weights other bits.
 QUICK = {_EFFORT: 2}
 """On a CPU, a step runs as fast as at the default 3 and compiles sooner; the program of initial
 weights compiles in a third of the time."""
@@ -42,6 +44,7 @@ def keep_programs(folder: str | None, named: bool = False) -> None:
     """Cache compiled programs in `folder` for the next start. `named`: reuse a program only if the
     names and lines of its source, which a profile shows, are the same too. ConfigError if others
     may write to the default folder; any other folder is the user's choice."""
+    # A compiled program is code. The default folder may be one that somebody else made first.
     if folder and folder == RunConfig.model_fields["compilation_cache"].default:
         try:
             trust.private(Path(folder).expanduser())
@@ -51,6 +54,7 @@ def keep_programs(folder: str | None, named: bool = False) -> None:
     if folder:
         jax.config.update("jax_compilation_cache_include_metadata_in_key", named)
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
+        # jax keeps only programs that took a second or more; a start compiles many smaller ones.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -77,6 +81,7 @@ def flags_for(cfg: "Config", platform: str) -> dict[str, Any]:
 def options_for(cfg: "Config", mesh: Mesh) -> dict[str, Any]:
     """Return the step's compiler options: `in_order` and on a CPU `QUICK`, unless the configuration
     or $XLA_FLAGS says otherwise."""
+    # An effort that the user names in the environment stays.
     ours = in_order(mesh) if _EFFORT in os.environ.get("XLA_FLAGS", "") else quickly(mesh)
     return ours | flags_for(cfg, mesh.devices.flat[0].platform)
 
@@ -110,8 +115,10 @@ def sparing(mesh: Mesh) -> dict[str, Any]:
 def _knows(option: str, value: Any, told: str) -> bool:
     """Return False and warn of the consequence if the compiler lacks an option."""
     try:
+        # XLA has no list of its options; compiling a program of nothing is the way to ask.
         jax.jit(lambda: 0, compiler_options={option: value}).lower().compile()
     except jax.errors.JaxRuntimeError as error:
+        # Another error is not about the option and must not be hidden.
         if not _REFUSED.search(str(error)):
             raise
         warnings.warn(f"jaxlib {jaxlib.__version__} has no {option}: {told}", stacklevel=3)

@@ -25,6 +25,7 @@ def environment(virtual_devices: int | None) -> None:
     """Set the environment variables that jax reads at import. `virtual_devices`: number of devices
     to split the CPU into; None: use the real ones."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    # setdefault throughout: what the user has set wins.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_SHARE))
     if virtual_devices:
         os.environ |= cpu_devices(virtual_devices)
@@ -75,9 +76,11 @@ def arrange(devices: Sequence[Any], shape: Sequence[int]) -> "np.ndarray":
     if platform != "tpu":
         ordered = sorted(devices, key=lambda device: device.id) if platform == "gpu" else devices
         return _array(ordered).reshape(shape)
+    # z, y, x, core: row-major in the torus, as the code below cuts it.
     ordered = sorted(devices, key=_position)
     slices = len({slice_of(device) for device in devices})
     sides = _sides(ordered, slices)
+    # No cuboid, so no sides to give to mesh axes; by position is the nearest there is.
     if sides is None:
         return _array(ordered).reshape(shape)
     outer = over_slices(shape, slices)
@@ -94,6 +97,7 @@ def over_slices(shape: Sequence[int], slices: int) -> list[int]:
     left = slices
     outer = []
     for size in shape:
+        # Outermost first: the network between slices is the slowest link.
         outer.append(math.gcd(size, left))
         left //= outer[-1]
     if left > 1:
@@ -151,6 +155,7 @@ def _shares(sides: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
     from the last untouched side, otherwise from any."""
     left = list(sides)
     parts = [[1] * len(shape) for _ in sides]
+    # Innermost first, since these axes talk most and should get whole sides of the torus.
     for axis in reversed(range(len(shape))):
         for prime in _primes(shape[axis]):
             having = [side for side, size in enumerate(left) if size % prime == 0]
@@ -178,6 +183,7 @@ def _array(devices: Sequence[Any]) -> "np.ndarray":
     """Make a one-dimensional array of objects."""
     import numpy as np
 
+    # np.array(devices) would look into objects that have a length.
     out = np.empty(len(devices), dtype=object)
     out[:] = devices
     return out

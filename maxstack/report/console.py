@@ -8,6 +8,7 @@ from typing import Any, TextIO
 
 def tell(text: str) -> None:
     """Write to stderr from a signal handler; errors are ignored."""
+    # os.write and not print: a handler may interrupt a print that holds the stream's lock.
     with contextlib.suppress(OSError):
         os.write(sys.stderr.fileno(), text.encode())
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
+# Everything is inside the one file, so that it can be sent, and opened without a network.
 FILES = {
     "css": "page.css",
     "script": "page.js",
@@ -22,6 +23,8 @@ FILES = {
 def page(data: Mapping[str, Any], live: bool = False) -> str:
     """Return the page with the data. Its policy allows only its own scripts and no requests, except
     to its own server if it is `live`."""
+    # Hashes of the inline elements, not 'unsafe-inline': texts of a run's data cannot become
+    # scripts.
     parts = {name: read(file) for name, file in FILES.items()}
     text = string.Template(read("page.html"))
     title = "maxstack: " + ", ".join(run["name"] for run in data["runs"])
@@ -42,6 +45,7 @@ def plain(title: str, body: str) -> str:
 
 def encoded(data: Mapping[str, Any]) -> str:
     """Encode the data as JSON that is safe inside HTML."""
+    # "</script>" in a text would end the element; NaN is no JSON, and no browser reads it.
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

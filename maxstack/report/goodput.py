@@ -44,6 +44,7 @@ CAUSES = {
 }
 MOVED = 60.0
 """Seconds by which two clocks may differ without a remark."""
+# Damaged digits may still be a number; one absurd row must not swallow the sums.
 FAR = 1e11
 """Bound on seconds and steps; a line with more is damaged."""
 
@@ -120,6 +121,7 @@ class Account:
 
     def read(self, row: dict[str, Any]) -> None:
         """Add the next row."""
+        # A file whose first line is lost still begins with a process.
         if row["event"] == "begin" or not self._processes:
             self._begin_process(row)
         self._last = max(self._last, row["time"])
@@ -132,15 +134,20 @@ class Account:
             first, last = row["steps"]
             stepping = row.get("stepping", 0.0)
             waited = row.get("waited", 0.0)
+            # Steps that are done again undo what stood for them, also where the row `resume` was
+            # lost.
             self._undo(first - 1)
             self._steps.append((first, last, stepping, waited))
             self._done += last - first + 1
+            # Waiting for a batch lies inside a step's time; it must not count twice.
             self._spend("useful", stepping - waited)
             self._spend("data wait", waited)
         if row["event"] == "resume":
             if self._restarts:
                 kind = "rewind" if self._resumed else "resume"
                 self._resumes.append((row["time"], int(row.get("step", 0)), kind))
+            # A process counts once it has steps to do: one that fails at its start is no restart. A
+            # second `resume` in one process is a rewind.
             if not self._resumed:
                 self._restarts += 1
             self._resumed = True
@@ -156,6 +163,7 @@ class Account:
     def goodput(self) -> Goodput:
         """Return the sums; zero seconds if there are no rows."""
         lived = self._lived()
+        # Whatever a process did not account for is `other`, so the sums always add up to `wall`.
         seconds = self._seconds | {"other": self._seconds["other"] + lived - self._claimed}
         return Goodput(
             self._first,
@@ -173,6 +181,8 @@ class Account:
 
     def _lived(self) -> float:
         """Return the lifetime of the current process in seconds."""
+        # The last rows of a killed process may be lost, or the clock set back; what it claimed to
+        # have spent it has lived.
         return max(self._last - self._begin, self._claimed)
 
     def _spend(self, cause: str, seconds: float) -> None:
@@ -200,6 +210,8 @@ class Account:
         clock if both ran on one machine, otherwise by the calendar."""
         by_calendar = row["time"] - self._last
         by_machine = row.get("monotonic", 0.0) - self.seen_on(row.get("boot", ""))
+        # Two processes on one boot share a monotonic clock, which nobody can set. A tiny negative
+        # gap is the rounding of floats.
         if -1e-3 < by_machine < math.inf:
             if abs(by_calendar - by_machine) > MOVED:
                 self._moved.append(by_calendar - by_machine)
@@ -213,6 +225,7 @@ class Account:
         count as equally long."""
         while self._steps and self._steps[-1][1] > step:
             first, last, stepping, waited = self._steps.pop()
+            # A row holds the sum of its steps; without times of each, they count as equally long.
             share = max(0, step - first + 1) / (last - first + 1)
             if share:
                 self._steps.append((first, int(step), stepping * share, waited * share))
@@ -223,6 +236,7 @@ class Account:
                 ("useful", (stepping - waited) * (1 - share)),
                 ("data wait", waited * (1 - share)),
             ):
+                # Rounding must not leave a cause below zero.
                 seconds = min(seconds, self._seconds[cause])
                 self._seconds[cause] -= seconds
                 self._seconds["lost work"] += seconds
@@ -309,6 +323,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
         return None
     seconds = row.get("seconds", {})
     steps = row.get("steps", [0, 0])
+    # A cause that this version does not know would break the sum over CAUSES.
     if not isinstance(seconds, dict) or not seconds.keys() <= SPENT.keys():
         return None
     if not isinstance(steps, list) or len(steps) != 2:

@@ -104,6 +104,7 @@ class History:
         """Read what was written since the last call; False if that is nothing. OSError if the file
         cannot be read."""
         size = self._path.stat().st_size if self._path.exists() else 0
+        # A file that was replaced is read from its beginning.
         if size < self._end:  # the file was replaced
             self._forget()
         if size == self._size:
@@ -111,6 +112,7 @@ class History:
         self._size = size
         if size - self._end > SMALL:
             with progress(size - self._end, f"reading {self._path}", "B", delay=2) as bar:
+                # Full blocks alone. What is left at the end is read below with all its values.
                 for block in _blocks(self._path, self._end, self._done, whole=False):
                     self._add(block)
                     bar.update(block.end - block.begin)
@@ -133,6 +135,8 @@ class History:
                     means[key].append(([step], [value], [count]))
                 else:
                     means[key].append((steps, values, [1] * len(steps)))
+        # Extremes alone would fill the chart with noise, and means alone would hide a spike: the
+        # page draws means over extremes.
         thinned = {key: _thinned(parts) for key, parts in points.items()}
         few = {key: len(steps) < POINTS // 2 for key, (steps, _) in thinned.items()}
         averaged = {key: _averaged(means[key]) for key in thinned if not few[key]}
@@ -142,6 +146,7 @@ class History:
         """Return (step, text) of the last `count` rows that hold texts."""
         found = []
         places = itertools.chain.from_iterable(block.texts for block in self._blocks)
+        # Places in the file, not texts, are kept in memory.
         for place in [*places][-count:]:
             with open_regular(self._path) as file:
                 file.seek(place)
@@ -161,11 +166,14 @@ class History:
         self.damaged += block.damaged
         self.events |= dict.fromkeys((step, kind) for step, kind in block.events)
         if block.back:
+            # Blocks are in order of steps, so what is undone lies at the end.
             while self._blocks and self._blocks[-1].first >= block.first:
                 self._blocks.pop()
             if self._blocks and self._blocks[-1].last >= block.first:
                 old = self._blocks.pop()
                 lines = _lines(self._path, old.begin, old.end)
+                # Its values may have been reduced to extremes, which do not tell which row they
+                # came from; so it is read again.
                 self._blocks += _digest(old.begin, lines, -1, whole=True, below=block.first)
         if block.rows:
             self._blocks.append(block)
@@ -185,8 +193,10 @@ def _blocks(path: Path, begin: int, done: int, *, whole: bool) -> Iterator[Block
         file.seek(begin)
         rows = strict_json.lines(file, str(path))
         while lines := [*itertools.islice(rows, ROWS)]:
+            # The last line may be under way; it is read next time.
             if not lines[-1].endswith(b"\n"):
                 del lines[-1]
+            # Full blocks hold ROWS lines each, however the file grew between two reads.
             if not lines or (len(lines) < ROWS and not whole):
                 return
             for block in _digest(begin, lines, done, whole=whole):
@@ -206,6 +216,8 @@ def _digest(
             if line.strip():
                 block.damaged += 1
         elif row["step"] < below:
+            # Evaluations come after their step with its number, so only a trained row repeats a
+            # step.
             trained = "loss" in row or "passed_over" in row
             if row["step"] < done or (trained and row["step"] == done):
                 blocks.append((Block(block.end, block.end, done, back=True), []))
@@ -227,6 +239,7 @@ def _filled(block: Block, rows: Sequence[tuple[int, dict[str, Any]]], whole: boo
     block.rows = len(rows)
     alike = collections.defaultdict(list)
     for begin, row in rows:
+        # Keys in order: rows of one kind (steps, evaluations) have the same.
         alike[tuple(row)].append((begin, row))
         if kind := REFUSED.get(row.get("skipped", 0)) or ("passed_over" in row and "passed over"):
             block.events.append((row["step"], kind))
@@ -235,6 +248,7 @@ def _filled(block: Block, rows: Sequence[tuple[int, dict[str, Any]]], whole: boo
         begins, fields = zip(*group, strict=True)
         steps = np.array([row["step"] for row in fields])
         for key, column in zip(keys, zip(*map(dict.values, fields), strict=True), strict=True):
+            # By exact type: bool is an int for isinstance, and no figure.
             kinds = {*map(type, column)}
             if kinds == {list}:
                 block.texts += begins
@@ -242,6 +256,7 @@ def _filled(block: Block, rows: Sequence[tuple[int, dict[str, Any]]], whole: boo
                 columns[key].append((steps, np.array(column, float)))
     for key, parts in columns.items():
         steps, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        # Stable: of two rows of one step the later one stays last, and _thinned keeps the last.
         order = np.argsort(steps, kind="stable")
         order = order[np.isfinite(values[order])]
         if not len(order):
@@ -249,6 +264,7 @@ def _filled(block: Block, rows: Sequence[tuple[int, dict[str, Any]]], whole: boo
         steps, values = steps[order], values[order]
         if not whole:
             block.means[key] = float(steps.mean()), float(values.mean()), len(values)
+            # A set, as the last value may be the largest.
             kept = sorted({int(values.argmin()), int(values.argmax()), len(values) - 1})
             steps, values = steps[kept], values[kept]
         block.points[key] = steps.tolist(), values.tolist()
@@ -259,10 +275,13 @@ def _thinned(parts: Sequence[Points]) -> Points:
     """Reduce the points of all parts, of each step the last: to all if they are POINTS or fewer, or
     to the first, the last, and the smallest and largest in each of many equal spans of steps."""
     steps, values = _concatenated(parts)
+    # Evaluations and metrics of one step may come twice; the last one counts.
     last = np.append(steps[1:] != steps[:-1], True)
     steps, values = steps[last], values[last]
     if len(steps) > POINTS:
+        # Two points a span, and the first and the last point.
         span = _spans(steps, POINTS // 2 - 1)
+        # Sorted by span, then by value: the ends of each span are its smallest and largest.
         order = np.lexsort((values, span))
         begins = np.flatnonzero(np.append(True, np.diff(span[order]) > 0))
         ends = np.append(begins[1:], len(order)) - 1
@@ -298,6 +317,7 @@ def _spans(steps: np.ndarray, count: int) -> np.ndarray:
 def _parsed(lines: Sequence[bytes]) -> list[dict[str, Any] | None]:
     """Parse the row of each line, None for a line that is not one. Parsing many lines as one array
     takes 5 us a row instead of 8."""
+    # One line that is not JSON spoils the array; then each line is parsed by itself.
     with contextlib.suppress(ValueError):
         rows = strict_json.parse(b"[" + b",".join(lines) + b"]", FILE, strict=False)
         if len(rows) == len(lines) and all(map(_is_row, rows)):

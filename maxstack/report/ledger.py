@@ -37,8 +37,11 @@ class Ledger:
         self._account = Account()
         self._rows = ""
         self._file = Appender(folder / FILE)
+        # Held for sums only, never while a disk is written to.
         self._lock = threading.Lock()
         self._stop = threading.Event()
+        # A stack: an evaluation that waits for a compilation charges the compilation, and goes on
+        # as evaluation.
         self._stack = ["start-up"]
         self._spent: dict[str, float] = {}
         self._steps: dict[str, Any] = {}
@@ -55,9 +58,11 @@ class Ledger:
                     file=sys.stderr,
                 )
         self._began = now if started is None else started
+        # A start before the last sign of life of the process before would count that time twice.
         if self._began < (seen := self._account.seen_on(boot)) <= now:
             self._began = seen
         self._mark = self._began
+        # One look at the calendar: later changes of the clock do not stretch a process's time.
         self._clock = time.time() - now
         if first:
             self._thread = threading.Thread(target=self._keep_writing, daemon=True, name="ledger")
@@ -108,8 +113,11 @@ class Ledger:
         self._doing("steps", step, seconds)
         with self._lock:
             assert not self._stack, self._stack
+            # A row holds steps without a gap, so that `undo` can cut it at any step.
             if self._steps and (not counts or self._steps["steps"][1] != step - 1):
                 self._cut("spent")
+            # Refused steps come as rows of their own, because `steps` of a row are those that
+            # count.
             if not counts:
                 self._steps = {"refused": 1, "refusing": seconds}
                 self._cut("spent")
@@ -118,6 +126,7 @@ class Ledger:
             self._steps = {
                 "steps": [sums["steps"][0], step],
                 "stepping": sums["stepping"] + seconds,
+                # Waiting is measured on the host; it cannot exceed the step.
                 "waited": sums["waited"] + min(max(waited, 0.0), seconds),
             }
 
@@ -142,6 +151,7 @@ class Ledger:
         if self._thread is None:
             return None
         if not self._stop.is_set():
+            # The thread ends first, so that `end` is the last row.
             self._stop.set()
             self._thread.join()
             with self._lock:
@@ -153,12 +163,15 @@ class Ledger:
 
     def _keep_writing(self) -> None:
         """Write rows until the ledger ends."""
+        # 1 % of the age: a kill loses little of what was counted, and the file grows slowly.
         while not self._stop.wait(
             max(self._every, min(30.0, (time.monotonic() - self._began) / 100))
         ):
             with self._lock:
                 self._charge()
                 self._cut("spent")
+                # The account reads what is written, so what a run says of itself and what a reader
+                # computes later are the same.
                 self._share = self._account.goodput().share
             self._write_rows()
 

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from maxstack.errors import ConfigError
 from maxstack.report.document import policy
 
+# Not 0.0.0.0: the page has no login.
 ADDRESS = "127.0.0.1"
 HEADERS = {
     "Content-Security-Policy": f"{policy(live=True)}; frame-ancestors 'none'",
@@ -32,11 +33,14 @@ def serve(page: Callable[[], str], data: Callable[[], str], port: int) -> None:
         timeout = 30  # seconds for which a thread waits for a client
 
         def do_GET(self) -> None:
+            # Against DNS rebinding: a site whose name resolves to 127.0.0.1 is another origin by
+            # its Host.
             if self.headers.get("Host") not in names:
                 return self.send_error(421, "This server answers only to 127.0.0.1 and localhost")
             if self.path not in kinds:
                 return self.send_error(404)
             kind, content = kinds[self.path]
+            # One reader at a time: History.update moves on through the file.
             with lock:
                 body = content().encode()
             self.send_response(200)
@@ -54,6 +58,7 @@ def serve(page: Callable[[], str], data: Callable[[], str], port: int) -> None:
     except OSError as error:
         raise ConfigError(f"--port {port}: {error.strerror}; give another port") from error
     names |= {f"{name}:{server.server_port}" for name in (ADDRESS, "localhost")}
+    # SIGTERM ends like Ctrl-C, so that the port is closed in one way.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with server, contextlib.suppress(KeyboardInterrupt):
         print(f"http://{ADDRESS}:{server.server_port}", flush=True)

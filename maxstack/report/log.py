@@ -34,6 +34,7 @@ class Log:
         self._out: TextIO | None = sys.stdout if first else None
         self._live = False
         self._warnings = _Warnings(self)
+        # Parts of the package warn by `logging`, without knowing a run; the run's log shows them.
         logging.getLogger("maxstack").addHandler(self._warnings)
 
     def say(self, text: str) -> None:
@@ -68,11 +69,13 @@ class Log:
             f"{figures}{rate}{mfu}{wait}  {_clock(left)} left"
         )
         if self._out.isatty():
+            # Back to the line's beginning, and clear it: the new text may be shorter.
             self._out.write(f"\r\x1b[K{text}")
             self._out.flush()
             self._live = True
         if now - self._last >= self._seconds or number in (1, self._steps):
             self._last = now
+            # On a terminal the live line shows it already; log.txt gets it in both cases.
             if not self._out.isatty():
                 print(text, file=self._out, flush=True)
             self._note(text)

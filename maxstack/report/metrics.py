@@ -28,6 +28,8 @@ class Writer:
         self._folder = folder
         self._trackers = trackers
         self._file = Appender(folder / history.FILE) if first else None
+        # A tracker's buffer dies with a killed process: wandb's file grows by 32 KiB, and a killed
+        # run of 3 s had no row.
         if trackers and trackers.cut_short:
             for row in _rows_that_count(history.last_rows(folder), begin):
                 self._track(row)
@@ -35,6 +37,7 @@ class Writer:
     def write(self, row: dict[str, Any]) -> None:
         """Append one object; `row["step"]` is the step that trackers log it at."""
         if self._file:
+            # Not json.dumps: bare NaN and Infinity are read by no parser but Python's.
             self._file.add(strict_json.write(row) + "\n")
         self._track(row)
 
@@ -73,9 +76,11 @@ def _rows_that_count(rows: list[dict[str, Any]], last: int) -> list[dict[str, An
     """Return the rows up to a step, without those that a later row undoes."""
     kept = []
     undone = last + 1
+    # From the end: a row counts unless a later row trains its step, or an earlier one, again.
     for row in reversed(rows):
         if row["step"] < undone:
             kept.append(row)
+            # Rows of evaluations bear the step after which they ran and undo nothing.
             if "loss" in row or "passed_over" in row:
                 undone = row["step"]
     return kept[::-1]

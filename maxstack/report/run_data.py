@@ -56,6 +56,7 @@ class RunData:
 
     def data(self, checkpoints: Sequence[tuple[int, Sequence[str]]]) -> dict[str, Any]:
         """Return all that the page shows of the run. `checkpoints`: (step, cells of the table)."""
+        # A live page asks every few seconds, and mostly nothing has changed.
         if self._history.update():
             self._series, self._means = self._history.series()
         config = self.config()
@@ -112,6 +113,8 @@ class RunData:
         self, config: dict[str, Any], spent: goodput.Goodput, lines: Sequence[tuple[str, str]]
     ) -> dict[str, Any]:
         """Return the run's progress and speed, and whether it is running."""
+        # The last bytes of metrics.jsonl are enough, so progress costs the same for a run of any
+        # length.
         trained = [row for row in last_rows(self.folder) if "loss" in row]
         last = trained[-1] if trained else {}
         recent = [row for row in trained if not row.get("skipped")][-RECENT:]
@@ -121,6 +124,7 @@ class RunData:
         errors: list[str] = []
         """Those of the last process."""
         for _, line in lines:
+            # log.txt holds all processes of the run; each begins with a line of its devices.
             if line.startswith(BEGINS):
                 errors.clear()
             elif line.startswith(ENDED):
@@ -132,6 +136,7 @@ class RunData:
             words = "" if state == "finished" else "run the same command to resume"
         elif errors:
             state, words = "failed", errors[-1]
+        # Three times the pause between two rows of the ledger (ledger.py), and 5 s for a slow disk.
         elif quiet < 5 + 3 * max(1.0, min(30.0, spent.lived / 100)):
             state, words = "running", ""
         else:
@@ -212,10 +217,13 @@ def pictures(folder: Path) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     paths = sorted(folder.glob("*.png"), reverse=True) if folder.is_dir() else []
     for path in paths:
+        # A folder that was sent may hold links to files of this machine, which the page would
+        # embed.
         if len(found) == PICTURES or path.is_symlink() or not path.is_file():
             continue
         if path.stat().st_size > LARGEST:
             continue
+        # By content, not by name: only a picture may go into the page.
         if (data := path.read_bytes()).startswith(PNG):
             url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
             found.append((path.name, url))

@@ -47,8 +47,11 @@ def claim(cfg: "Config", first: bool, ending: contextlib.ExitStack) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if first:
+            # A lock of the kernel goes with its process, however that ends, so a killed run leaves
+            # no lock. The file itself stays: deleting it would let two processes lock two files.
             lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
             ending.callback(os.close, lock)
+            # Without waiting: a second start is a mistake to report, not a queue.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _own(folder)
     except BlockingIOError as error:
@@ -95,11 +98,13 @@ def _check_seen_by_all(folder: Path) -> None:
     closed; a mounted bucket shows files once they are closed."""
     if (peers := Peers()).count == 1:
         return
+    # A new token for each start: the file of an earlier start says nothing about this mount.
     token, file = peers.exchange("folder", secrets.token_hex(8))[0], folder / ".seen"
     if peers.number == 0:
         file.write_text(token)
     peers.barrier("folder")
     deadline = time.monotonic() + SEEN
+    # Polled, because network file systems show a new file late.
     while not (file.exists() and file.read_text() == token):
         if time.monotonic() > deadline:
             raise ConfigError(
@@ -130,9 +135,11 @@ def _git_revision() -> str | None:
     root = Path(maxstack.__file__).parent.parent
     if not (root / ".git").exists():
         return None
+    # --dirty: figures of a changed checkout must not be taken for the commit's.
     words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=GIT)
+    # A start once waited for `git describe` without a limit.
     except subprocess.TimeoutExpired:  # a slow disk, or a git hook
         return None
     return done.stdout.strip() or None

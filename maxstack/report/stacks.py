@@ -22,8 +22,11 @@ def new_file() -> Path:
 def show() -> None:
     """Register the signal handler if there is a file."""
     if os.path.exists(os.environ.get(FILE, "")):
+        # faulthandler runs in C without the interpreter, so it works in a process that hangs in C++
+        # or holds the GIL.
         faulthandler.register(
             signal.SIGUSR2,
+            # O_APPEND: several processes write to this file at once.
             file=os.open(os.environ[FILE], os.O_WRONLY | os.O_APPEND),
             all_threads=True,
         )

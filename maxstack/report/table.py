@@ -19,10 +19,13 @@ def table(sides: str, rows: Iterable[Sequence[str]], header: Sequence[str] = ())
         grid.add_column(title, justify="right" if side == "r" else "left", no_wrap=True)
     for row in rows:
         grid.add_row(*row)
+    # A million columns wide: rich folds or cuts cells that do not fit the terminal, and scripts
+    # read this text.
     console = Console(
         width=10**6,
         force_terminal=sys.stdout.isatty(),
         force_jupyter=False,
+        # Cells hold paths of arguments such as ['embed'], which rich would read as markup.
         markup=False,
         emoji=False,
         highlight=False,

@@ -40,6 +40,7 @@ def signalled() -> bool:
 def ask(run: Path, steps: int, waits: bool = False) -> str:
     """Request a trace of `steps` steps; return the request's name. `waits`: the caller waits for
     answers, and calls `hold` meanwhile. OSError if the run's folder cannot be written."""
+    # A file for each request: two people who ask at once do not replace each other's.
     name = secrets.token_hex(8)
     _write(_request(run, name), {"request": name if waits else "", "steps": steps})
     return name
@@ -62,6 +63,7 @@ def take(run: Path) -> dict[str, Any] | None:
     """Take the oldest request; None if there is none. Requests whose requester is gone are
     dropped."""
     for path in sorted((run / FOLDER).glob("request-*.json"), key=_time):
+        # Files are removed whatever they hold, so that a broken one is looked at once.
         request = _read(path)
         age = time.time() - _time(path)
         with contextlib.suppress(OSError):
@@ -106,6 +108,8 @@ def _write(path: Path, row: dict[str, Any]) -> None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
+        # Not strict_json: the supervisor imports this file and should load only the standard
+        # library.
         row = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return None
@@ -113,5 +117,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
+    # The handler only counts; the thread of the tracer does the rest, outside of the signal.
     global _signals
     _signals += 1

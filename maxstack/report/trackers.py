@@ -78,6 +78,7 @@ class TensorBoard:
     thread ends at a full disk."""
 
     def __init__(self, folder: Path, cfg: "Config"):
+        # None in sys.modules makes an import fail at once.
         stores = {name: None for name in _UNUSED if name not in sys.modules}
         sys.modules.update(stores)  # type: ignore[arg-type]
         try:
@@ -91,9 +92,13 @@ class TensorBoard:
         self._checksum = record_writer.masked_crc32c
         board = folder / "tensorboard"
         board.mkdir(exist_ok=True)
+        # With the clock set back, TensorBoard's reader showed 199 of 400 steps; two sessions of one
+        # second shared a file.
         seconds = re.findall(r"tfevents\.(\d{10})\.", " ".join(os.listdir(board)))
         number = max(int(time.time()), *(int(older) + 1 for older in ("0", *seconds)))
         name = f"events.out.tfevents.{number:010}.{socket.gethostname()}"
+        # Not tensorboardX's writer, whose thread ends at a full disk: Appender writes later what
+        # the disk refused.
         self._file = Appender(board / name, lines=False)
         self._add(0, file_version="brain.Event:2")
         self._last: int | None = None
@@ -116,6 +121,7 @@ class TensorBoard:
 
     def _mark(self, step: int) -> None:
         """Mark earlier events of this step and later ones as obsolete."""
+        # Without the mark TensorBoard draws both curves of a step that was repeated.
         if self._last is None or step < self._last:
             log = self._proto.SessionLog
             self._add(step, session_log=log(status=log.START))
@@ -137,6 +143,7 @@ class Trackio:
     both rows of a repeated step."""
 
     def __init__(self, folder: Path, cfg: "Config"):
+        # setdefault: a folder that the user names wins.
         os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))
         import trackio
 
@@ -167,6 +174,8 @@ class WandB:
     def __init__(self, folder: Path, cfg: "Config"):
         import wandb
 
+        # Offline unless asked: nothing leaves the machine by default, and no start waits for a
+        # network.
         mode = os.environ.get("WANDB_MODE", "offline")
         quiet = wandb.Settings(
             console="off", disable_git=True, disable_code=True, silent=mode == "offline"
@@ -217,6 +226,8 @@ class MLflow:
             own = (folder / "mlflow").resolve()
             own.mkdir(exist_ok=True)
             uri, place = f"sqlite:///{own / 'mlflow.db'}", own.as_uri()
+            # MLflow stores absolute paths; a folder that was moved or copied would write to its old
+            # place.
             if (own / "mlflow.db").exists():
                 _relocate_artifacts(own / "mlflow.db", place)
         client = self._client = mlflow.MlflowClient(uri)
@@ -241,6 +252,7 @@ class MLflow:
             self._metric(self.REFUSED.sub("_", name), value, now, step)
             for name, value in values.items()
         ]
+        # Once a second: a call takes MLflow's database 10 to 15 ms, which is several short steps.
         if time.monotonic() > self._written + 1:
             self._write()
 
@@ -278,6 +290,7 @@ class _Feeder(threading.Thread):
 
     def __init__(self, name: str, make: Callable[[], Tracker], known: bool):
         """`known`: the run had it before, and continues without it if it fails."""
+        # A daemon: a tracker that hangs must not keep the process from ending.
         super().__init__(daemon=True, name=name)
         self._make = make
         self._known = known
@@ -299,6 +312,8 @@ class _Feeder(threading.Thread):
     def add(self, *call: Any) -> None:
         """Queue a call of Tracker."""
         began = time.monotonic()
+        # A full queue of a tracker that still takes calls is waited for; one that has taken none
+        # for PATIENCE is dropped, because it would stop training.
         while self._calls.qsize() >= WAITING and not self.lost:
             if time.monotonic() > max(began, self._latest) + PATIENCE:
                 self._drop(f"takes no calls, and {WAITING:,} are queued")
@@ -361,7 +376,10 @@ class Trackers:
         buffered."""
         for name in dict.fromkeys(cfg.run.trackers):
             known = name in kept.get("started", ())
+            # In its thread: MLflow takes 3.2 s to start with a new database, wandb 0.9 s.
             feeder = _Feeder(name, functools.partial(TRACKERS[name][1], folder, cfg), known)
+            # Only the first start waits: a mistake in it should stop a new run. A resumed run must
+            # not fail because a server is away.
             if not known:
                 feeder.begin()
             if feeder.error and not known:
@@ -384,12 +402,16 @@ class Trackers:
         for feeder in self._feeders:
             feeder.begin()
             feeder.end()
+        # One deadline for all: an MLflow server that accepted and never answered once held a
+        # process for 288 s.
         until = time.monotonic() + PATIENCE
         for feeder in self._feeders:
             feeder.wait(until)
         with contextlib.suppress(
             OSError
         ):  # a full disk; the next process writes the last rows again
+            # "open" stays true where a tracker was dropped, so that the next process hands it the
+            # last rows again.
             _keep(self._folder, open=any(feeder.lost for feeder in self._feeders))
 
 
@@ -427,6 +449,7 @@ def _claim(folder: Path) -> None:
     other = Path(kept.get("run", own))
     ids = kept.keys() & TRACKERS
     try:
+        # Two runs with one id would write two losses for one step.
         is_copy = not other.samefile(own) and any(_kept(other).get(n) == kept[n] for n in ids)
     except (FileNotFoundError, NotADirectoryError):
         is_copy = False
