@@ -52,6 +52,7 @@ class Batches:
 
     def rows(self, batch_size: int) -> list[int]:
         """Return the rows of a global batch (its lanes) that this process's devices hold."""
+        # Devices that differ along other axes of the mesh only give the same span several times.
         spans = self.of_rows.addressable_devices_indices_map((batch_size, 1)).values()
         return sorted(
             {row for span in spans if span for row in range(*span[0].indices(batch_size))}
@@ -76,6 +77,8 @@ class Batches:
 
         def piece(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index
+            # A device's rows are neighbours in the global batch, and local rows are sorted, so they
+            # are neighbours here too.
             span = range(*index[0].indices(batch_size))
             return local[where[span[0]] : where[span[-1]] + 1][:, *index[1:]]
 
@@ -89,8 +92,11 @@ class BatchMetrics:
         self._batches = batches
         self._names = cfg.named
         ends = any(source.epochs for source in cfg.sources)
+        # concat fills each row, so only the end of the data leaves padding.
         self._packed = (cfg.packing != "concat" or ends) and "image" not in fields
         everywhere = NamedSharding(batches.of_rows.mesh, PartitionSpec())
+        # Summed on the devices over the rows of all processes, so that every process sees the same
+        # numbers without an exchange between hosts.
         self._sum = jax.jit(self._metrics, static_argnums=1, out_shardings=everywhere)
 
     @property

@@ -59,6 +59,8 @@ class BestFitLane(Lane):
         row of a window the position after it: int64 [K]."""
         if self._resumes or self._rows:
             before = self._before.copy()
+            # A window is marked by values of `current` that no source has, so positions of every
+            # packing have the same shape.
             before.current = WINDOW - before.step
             before.offset = self._resumes or self._given
             before.step = self._at.step
@@ -77,6 +79,7 @@ class BestFitLane(Lane):
         if begun >= 0 and given:  # another packing began the document: its rest is passed over
             self._at.finished[begun] += 1
         self._before = self._at.copy()
+        # The window may have been packed at an earlier step, with another row length.
         if begun <= WINDOW:
             self._before.step = WINDOW - begun
             self._resumes = given
@@ -91,6 +94,7 @@ class BestFitLane(Lane):
         for piece in self._rows.pop():
             for segment in piece.unit.segments:
                 count = len(segment.ids) - 1 if piece.unit.whole else piece.length
+                # A whole unit may have several segments, of which `length` is the sum.
                 writer.write(segment, piece.start, count, piece.source)
         self._given += 1
 
@@ -100,6 +104,7 @@ class BestFitLane(Lane):
         if not self._rows:
             self._draw()
         elif self._packed != self.length:
+            # Rows of the old length would not fit, or would waste a longer row.
             self._pack(_join_parts([*itertools.chain(*self._rows)]))
         return bool(self._rows)
 
@@ -109,6 +114,7 @@ class BestFitLane(Lane):
         now = self._at.step
         self._at.step = self._before.step
         for _ in range(self._resumes):
+            # Batches that left this lane out took none of the window's rows.
             while not self._mixture.stages.takes(self._at.step + 1, self._lane):
                 self._at.step += 1
             if self._next_row():
@@ -124,6 +130,8 @@ class BestFitLane(Lane):
         self._given = 0
         pieces = list[Piece]()
         tokens = 0
+        # Documents are counted as finished when they are drawn; a position inside of the window is
+        # the one before it, so none of them is lost.
         while tokens < self._mixture.cfg.window * self.length and self._current():
             source = self._at.current
             for unit in self._units:
@@ -164,7 +172,9 @@ def pack_rows(pieces: Sequence[Piece], length: int) -> list[list[Piece]]:
     documents."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    # A stable sort: pieces of equal length stay in the order of documents, in every process.
     for i in sorted(range(len(pieces)), key=lambda i: -pieces[i].length):
+        # Row numbers begin at 0, so -1 finds the first row with at least this room.
         at = bisect.bisect_left(room, (pieces[i].length, -1))
         left, row = room.pop(at) if at < len(room) else (length, len(rows))
         if row == len(rows):

@@ -1,4 +1,10 @@
-"""Byte-level BPE (Radford et al. 2019) in vocab.json and merges.txt, without tokenizer.json."""
+"""Byte-level BPE (Radford et al. 2019) in vocab.json and merges.txt, without tokenizer.json.
+
+The two files lack the pattern that splits a text into words before merges are applied. Another
+pattern gives other ids than those of training, so only models whose pattern is known are read
+(SPLITS). Added and special tokens come from the files beside them. All of it becomes one
+tokenizer.json, so that the class that reads such files reads these too.
+"""
 
 import json
 import os

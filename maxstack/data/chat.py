@@ -1,4 +1,11 @@
-"""Chat templates: conversations become the text that a model was trained on."""
+"""Chat templates: conversations become the text that a model was trained on.
+
+A template is Jinja from a model's folder (jinja.py renders it), with the names of special tokens as
+variables. Templates differ in what they take: arguments of tool calls as objects or as JSON text,
+content as one text or as parts. No file says which, so each template is tried once with a small
+conversation. Answers are found in the text by marks that `{% generation %}` blocks write around
+them. The text is then encoded with special tokens as such.
+"""
 
 import contextlib
 import json
@@ -29,7 +36,7 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 NAMED_TEMPLATES = Path(__file__).parent / "templates"
 MARKER = re.compile(r"\{%[-+]?\s*generation\b")
 THOUGHT = "reasoning_content", "thinking", "reasoning"
-"""Names that a message's thought has in data; templates read the first, gpt-oss's the second
+"""Keys of a message's reasoning in data sets. Templates read the first, that of gpt-oss the second
 (transformers 5.24, utils/chat_template_utils.py)."""
 PROBE = {
     "role": "assistant",
@@ -42,7 +49,7 @@ PROBE = {
         }
     ],
 }
-"""A message with a call, by which it is found how a template takes its arguments."""
+"""A message with a tool call, rendered once to find how a template takes the arguments."""
 PART = "words of a part"
 Span = tuple[int, int]
 ASKED = (
@@ -79,6 +86,7 @@ class ChatTemplate:
         self._takes_parts: dict[tuple[str, str], bool] = {}
         try:
             self._templates = (Guarded if guarded else Templates)(sources)
+        # jinja2 is not installed, which is not a fault of the template.
         except ConfigError:
             raise
         except Exception as error:  # TemplateSyntaxError, and Python's for deep nesting
@@ -96,6 +104,7 @@ class ChatTemplate:
         for a template that does what the sandbox refuses."""
         name = self._name(tools)
         messages = [self._with_content(name, message) for message in messages]
+        # Probing renders twice, so only conversations with calls pay for it.
         if any(message.get("tool_calls") for message in messages) and self._reads_text(name):
             messages = [_with_text_arguments(message) for message in messages]
         return self._rendered(name, messages, tools, add_generation_prompt, **extra)
@@ -108,12 +117,16 @@ class ChatTemplate:
             return message
         if (name, role) not in self._takes_parts:
             probe = {"role": role, "content": [{"type": "text", "text": PART}]}
+            # A template may refuse a conversation that does not begin with a user's turn, or has no
+            # user at all.
             before = [] if role in ("system", "user") else [{"role": "user", "content": "a"}]
             after = [{"role": "user", "content": "a"}] if role == "system" else []
             try:
                 found = self._rendered(name, [*before, probe, *after], None, False)
             except DataError:
                 found = ""
+            # A template that does not take parts may write the list itself, as Python shows it:
+            # {'type': 'text', ...}.
             self._takes_parts[name, role] = PART in found and not re.search("['\"]text['\"]", found)
         if self._takes_parts[name, role]:
             return message
@@ -130,6 +143,7 @@ class ChatTemplate:
                     works.append(True)
                 except DataError:
                     works.append(False)
+            # Templates that take both, or neither, get objects, as transformers gives them.
             self._wants_text[name] = works == [False, True]
         return self._wants_text[name]
 
@@ -159,11 +173,12 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[str, list[Span]] | None:
-        """Return the text of a conversation and what its `{% generation %}` blocks wrote, from
-        character to character; None if the template has none. DataError if it changes what a block
-        wrote."""
+        """Return the text of a conversation and the spans, in characters, that its
+        `{% generation %}` blocks wrote; None if the template has none. DataError if the template
+        changes what a block wrote."""
         if not MARKER.search(self.sources[self._name(tools)]):
             return None
+        # Random and of a private character, so no message can hold or guess them.
         marks = [f"\ue000{secrets.token_hex(8)}\ue000" for _ in range(2)]
         parts = self.render(
             messages,
@@ -178,6 +193,7 @@ class ChatTemplate:
             inside, _, after = block.partition(marks[1])
             spans.append((len(text), len(text) + len(inside)))
             text += inside + after
+        # A filter around a block, such as trim, works otherwise on a text with marks in it.
         if text != self.render(messages, tools, add_generation_prompt=False):
             raise DataError(
                 f"{self.where}: the chat template changes what a {{% generation %}} block "
@@ -187,6 +203,8 @@ class ChatTemplate:
 
     def ends(self, tokenizer: Tokenizer) -> set[int]:
         """Return special tokens that end a turn of the assistant."""
+        # Rendered, since no file says what a template writes after an answer; "b" stands for the
+        # answer, and what follows the last one ends the turn.
         question = [{"role": "user", "content": "a"}]
         messages = [*question, {"role": "assistant", "content": "b"}]
         text = self.render(messages, add_generation_prompt=False)
@@ -215,12 +233,14 @@ def read_chat_template(
     beside = folder / "hf" if (folder / "hf").is_dir() else folder
     config = read_special_tokens(beside)
     tokens = {name: text for name in NAMED if (text := token_text(config.get(name))) is not None}
+    # The tokenizer's own file is asked last: the folder's files are what transformers reads.
     tokens = {**(named or {}), **tokens}
     if file:
         return ChatTemplate({DEFAULT: _read_text(Path(file))}, tokens, str(file), guarded)
     further = {
         path.stem: _read_text(path) for path in sorted((beside / hub.FURTHER).glob("*.jinja"))
     }
+    # In transformers' order: chat_template.jinja, then the files of JSON.
     path = beside / JINJA
     if path.is_file():
         return ChatTemplate({**further, DEFAULT: _read_text(path)}, tokens, str(path), guarded)
@@ -303,6 +323,7 @@ def encode_chat(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray
     UTF-8 cannot.
     """
     try:
+        # Otherwise an error of the tokenizer that names no message.
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"messages: are not Unicode text: {error}; send whole characters") from None
@@ -325,6 +346,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
                 raise DataError(f"{where}.content: a part {quoted(kind)}; only text can be read")
     thoughts = [message[name] for name in THOUGHT if message.get(name) is not None]
     if thoughts:
+        # Templates differ in the key that they read, so the reasoning stands under both.
         changed["reasoning_content"] = thoughts[0]
         changed.setdefault("thinking", thoughts[0])
     if message.get("tool_calls"):
@@ -342,6 +364,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     function = dict(function)
     where = f"{where}.tool_calls: arguments of {quoted(function['name'])}"
     if isinstance(function["arguments"], str):
+        # OpenAI's API sends arguments as a text of JSON, empty for a function without any.
         function["arguments"] = parse((function["arguments"] or "{}").encode(), where)
     if not isinstance(function["arguments"], dict):
         raise DataError(f"{where}: are no JSON object")

@@ -1,5 +1,12 @@
 """Conversations, completions and preferences in the forms that data sets have, as messages or
-texts."""
+texts.
+
+OpenAI's `messages`, ShareGPT's `conversations`, and prompts with completions become one of two
+forms: a Conversation, which a chat template renders, or a Completion, a text and its continuation.
+A preference becomes two of them with the same prompt; if the record has none by itself, the prompt
+is what both answers begin with. A key or a form that is not known is a DataError rather than a
+guess, since it would change in silence what is trained on.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -68,6 +75,7 @@ def read_continuation(record: Mapping[str, Any], key: str) -> Example:
     prompt = record.get("prompt")
     if prompt is None:
         raise _missing_keys(record, "prompt")
+    # Two texts are a completion without a template; a system message has a place in a chat alone.
     if isinstance(prompt, str) and isinstance(record.get(key), str) and not record.get("system"):
         return Completion(prompt, record[key])
     if isinstance(prompt, str):
@@ -91,6 +99,7 @@ def read_prompt(record: Mapping[str, Any]) -> Example:
     if "prompt" not in record and "messages" not in record:
         raise _missing_keys(record, "prompt or messages")
     messages = _messages(record, "prompt" if "prompt" in record else "messages")
+    # A prompt with its answer would show the model what it is to find.
     if messages[-1]["role"] == "assistant":
         raise DataError(
             "ends with an answer of the assistant, which the model would be shown; leave the last "
@@ -147,6 +156,7 @@ def read_preference(record: Mapping[str, Any]) -> tuple[Example, Example]:
         if ours != theirs:
             break
         shared += 1
+    # With nothing left on one side there is no answer that could be chosen or rejected.
     if shared == 0 or shared in map(len, both):
         raise DataError(
             "chosen and rejected share no prompt, or one holds the other; give the prompt by itself"
@@ -167,6 +177,7 @@ def read_margin(record: Mapping[str, Any]) -> float:
 def read_label(record: Mapping[str, Any]) -> bool:
     """Return the `label` of a record: true for an answer that is wanted."""
     label = record.get("label")
+    # 1 and 0 are equal to True and False, so they pass as well.
     if label not in (True, False):
         raise DataError(f"label={quoted(label)}: must be true (wanted) or false")
     return bool(label)
@@ -175,6 +186,7 @@ def read_label(record: Mapping[str, Any]) -> bool:
 def read_number(record: Mapping[str, Any], key: str) -> float:
     """Return a finite number of a record. DataError for anything else."""
     value = record.get(key)
+    # Written so that NaN fails the comparison; the bound keeps float32 finite.
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e30:
         raise DataError(f"{key}={quoted(value)}: must be a number")
     return float(value)
@@ -185,6 +197,8 @@ def _split_where_they_part(chosen: str, rejected: str) -> tuple[Completion, Comp
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
+    # Back to a space: answers that begin with the same letters would otherwise be cut inside a
+    # word.
     space = max(chosen.rfind(" ", 0, shared), chosen.rfind("\n", 0, shared))
     if space < 0 or chosen == rejected:
         raise DataError("chosen and rejected share no prompt, or are equal; give the prompt itself")
@@ -217,6 +231,7 @@ def _cut_prompt(before: Messages, answer: Messages, key: str) -> Messages:
     """Return an answer to messages, which may begin with them, as ultrafeedback_binarized's do.
     DataError where another turn of a user is in it."""
     asked = before
+    # The answer may repeat the prompt without the system message that a record has by itself.
     if before[0]["role"] == "system" and answer[0]["role"] != "system":
         asked = before[1:]
     if asked and answer[: len(asked)] == asked:
@@ -235,6 +250,7 @@ def _conversation(messages: Messages, tools: list[Any] | None, trained: int = 0)
     weight that is none, and for other keys that say what is to be trained on."""
     weights, plain = {}, []
     for i, message in enumerate(messages):
+        # Other programs read these keys; passing over them would train on what should be left out.
         if unread := [key for key in message if key in TRAINING_KEYS]:
             raise DataError(
                 f"message {i}: {unread[0]} is not read, and would be trained on in silence; say it "
@@ -248,6 +264,7 @@ def _conversation(messages: Messages, tools: list[Any] | None, trained: int = 0)
                     f"message {i}: weight={quoted(weight)} of a message of the "
                     f"{message['role']}; only messages of the assistant count, from 0 on"
                 )
+        # A template could write the weight into the text.
         plain.append({key: value for key, value in message.items() if key != "weight"})
     return Conversation(plain, tools, trained, weights)
 
@@ -284,6 +301,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: content {said}, and a message without calls needs it")
     if not isinstance(message.get("content"), str | list | None):
         raise DataError(f"{where}.content={quoted(message['content'])}: must be text")
+    # Tables such as Parquet fill absent keys with null, which templates would take for values.
     plain = {name: value for name, value in message.items() if value is not None}
     return {"content": "", **plain}
 
@@ -309,6 +327,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 def _tools(record: Mapping[str, Any]) -> list[Any] | None:
     tools = record.get("tools")
+    # Data sets of tables hold the list as a text of JSON.
     if isinstance(tools, str) and tools.strip():
         tools = strict_json.parse(tools, "tools")
     if not tools:

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class Batches(grain.IterDataset):
-    """What a run of a configuration (maxstack.load.load) would train on: arrays [rows, seq_len] by
-    name, `tokens`, `targets`, `positions`, `segments` and `mask`, without end; or with `evaluation`
-    the held-out documents, once.
+    """The batches that a run of a configuration (maxstack.load.load) trains on, without end: arrays
+    [rows, seq_len] `tokens`, `targets`, `positions`, `segments` and `mask`. With `evaluation` the
+    held-out documents, once.
 
-    Of `processes` this is number `process`, which gets its share of the rows of each batch of
-    train.batch_size. The iterator's state is where each of its rows stands: it goes on from there
-    in any process, and `data.workers` processes make the rows. DataError as of `maxstack train`.
+    Number `process` of `processes` gets its share of the rows of each batch of train.batch_size.
+    The iterator's state is the positions of its rows, from which any process can continue;
+    `data.workers` processes make the rows. Raises the DataErrors of `maxstack train`.
     """
 
     def __init__(
@@ -55,18 +55,19 @@ class BatchIterator(grain.DatasetIterator):
 
     def __next__(self) -> Batch:
         batch = next(self._feed)
+        # Past its end an evaluation gives empty batches without end.
         if self._ends and not batch["segments"].any():
             raise StopIteration
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return the positions after the last batch, as plain JSON."""
         return {"position": self._feed.state().tolist()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on after the batch that `state` was taken after."""
+        """Continue after the batch that `state` was taken after."""
         self._feed.restore(np.array(state["position"], np.int64))
 
     def close(self) -> None:
-        """Stop what makes batches in the background."""
+        """Stop the thread or the workers that make batches."""
         self._feed.close()

@@ -56,8 +56,11 @@ def level_lanes(passes: Iterable[Pass], sources: int, lanes: int) -> list[np.nda
         in_turn = (first + np.arange(len(lengths))) % lanes
         taker = in_turn
         pooled = 0
+        # Totals go on from pass to pass, so an earlier rest is made good by the next exchange.
         before = totals + np.bincount(in_turn, lengths, lanes)
         levelled = before
+        # The smallest pool that levels: each document moved is one more entry for each process to
+        # keep.
         while levelled.max() > (1 + LEVEL) * levelled.mean() and pooled * lanes < len(lengths):
             pooled = 2 * pooled or POOLED
             taker, levelled = _exchange(before, lengths, in_turn, pooled)
@@ -77,13 +80,16 @@ def _exchange(
     floor = totals.mean() - pooled * lengths.mean()
     pool = list[int]()
     for lane in range(len(totals)):
+        # From the last document backwards, so that the beginning of a pass keeps its order.
         own = np.arange((lane - in_turn[0]) % len(totals), len(lengths), len(totals))[::-1]
         left = totals[lane] - np.cumsum(lengths[own]) + lengths[own]
+        # Documents without targets cost no room, so moving them levels nothing.
         given = own[(left > floor) & (lengths[own] > 0)]
         totals[lane] -= lengths[given].sum()
         pool += given.tolist()
     shortest = [(total, lane) for lane, total in enumerate(totals.tolist())]
     heapq.heapify(shortest)
+    # Equal lengths by place, so that every process makes the same deal.
     for at in sorted(pool, key=lambda at: (-lengths[at], at)):
         total, taker[at] = shortest[0]
         heapq.heapreplace(shortest, (total + float(lengths[at]), int(taker[at])))
@@ -114,6 +120,7 @@ class Deal:
         if before < len(numbers) and numbers[before] == number:
             return added[before]
         number -= before  # numbers of its own turns alone
+        # Each document that was given away before this one moves it on by a turn.
         number += bisect.bisect_right(gone, number)
         return number * self._lanes + lane
 
@@ -126,6 +133,7 @@ class Deal:
             places, takers = self._moves.T
             gone = np.sort(places[places % self._lanes == lane])
             added = np.sort(places[takers == lane])
+            # Own turns before the added place, rounded up, less those that were given away.
             own = -((lane - added) // self._lanes) - np.searchsorted(gone, added)
             self._known[lane] = (
                 (own + np.arange(len(added))).tolist(),

@@ -58,6 +58,7 @@ class _Blanks(Mixture):
         whole = bool(self.sources[source].record)
         units = []
         for count in tokens[ends[at] : ends[at + 1]].tolist():
+            # A broadcast view has the length without the memory.
             units.append(Unit([Segment(np.broadcast_to(BLANK, count + 1), {})], whole))
         return units
 
@@ -84,15 +85,19 @@ def plan_epochs(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field
     stages = [stage.model_dump() for stage in cfg.train.stages]
     key = digest(json.dumps(["epochs", *described, stages, sorted(fields)]).encode())
     kept = storage.cache_folder() / "epochs" / f"{key}.npz"
+    # Measuring is collective, so all processes must take the same branch, though one host's cache
+    # may lack the file.
     if all(peers.exchange("epochs", kept.exists())):
         with np.load(kept) as known:
             moves = [known[f"moves.{i}"] for i in range(len(data.sources))]
             return EpochPlan(int(known["steps"]), moves)
+    # No moves: where each row is one document, lanes that take turns end together.
     moves = level_lanes((), len(data.sources), size)
     if lane_class(fields, data).packs:
         lengths = [_measure(mixture, source, peers) for source in range(len(data.sources))]
         moves = level_lanes(_passes(mixture, lengths), len(data.sources), size)
         mixture = _Blanks(lengths, *given, EpochPlan(0, moves))
+    # A process counts its own lanes; the longest of all lanes ends the run.
     steps = max(peers.exchange("epochs", _count_steps(mixture, lanes)))
     if not steps:
         raise DataError(f"train.epochs: {nothing_to_predict(mixture)}")
@@ -120,12 +125,14 @@ def _measure(mixture: Mixture, source: int, peers: Peers) -> Lengths:
                 units = mixture.units(source, index, at, quarantine)
                 own.append([unit.length for unit in units])
                 bar.update()
+        # Raised only after the exchange: a process that left alone would let the others wait.
         except DataError as error:
             fault = str(error)
     tokens = np.array([*itertools.chain(*own)], np.int32)
     told = peers.exchange("measured", [len(tokens), fault])
     if faults := [fault for _, fault in told if fault]:
         raise DataError(faults[0])
+    # process_allgather wants arrays of equal shapes from all processes.
     counts = np.zeros(-(-count // peers.count), np.int32)
     counts[: len(own)] = [len(lengths) for lengths in own]
     if peers.count == 1:
@@ -163,6 +170,7 @@ def _passes(mixture: Mixture, lengths: Sequence[Lengths]) -> Iterator[Pass]:
         first = number * sizes[source]
         places = np.arange(first, min(limits[source], first + sizes[source]))
         read = places
+        # With fill-in-the-middle lengths were measured by place, else by document.
         if not mixture.infills(source):
             read = np.array([mixture.drawn(source, place) for place in places.tolist()], np.int64)
         if len(places):

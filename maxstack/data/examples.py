@@ -144,6 +144,8 @@ class Examples:
             segments = [self._completion(given)]
         else:
             segments = self._conversation(given, self._train)
+        # An objective reads the last token of a sequence, which is an input only if a target
+        # follows it.
         if "ends" in self._fields:
             segments = [add_end_token(segment) for segment in segments]
         wanted = values.keys() & self._fields.keys()
@@ -183,6 +185,7 @@ class Examples:
         return open_prompt_tokenizer(self._cfg.tokenizer, bos=False, eos=True)
 
     def _conversation(self, given: Conversation, train: str) -> list[Segment]:
+        # With `trained`, earlier answers belong to the prompt, and only what comes after it counts.
         turns = {
             i: given.weights.get(i, 1.0)
             for i, message in enumerate(given.messages)
@@ -194,11 +197,13 @@ class Examples:
                 f"no message of the assistant, so there is nothing to train on; roles are {roles}"
             )
         if train == "all":
+            # Weights belong to answers, and "all" has one span for the whole text.
             if {*turns.values()} != {1.0}:
                 raise DataError(
                     "a message has a weight, and record.train=all trains on the whole conversation;"
                     " set record.train=assistant, or leave the weight out"
                 )
+            # A template that leaves out tool calls would train an empty turn; see omissions.py.
             refuse_omissions(self._template, given.messages, given.tools, turns)
             text = self._template.render(given.messages, given.tools, add_generation_prompt=False)
             return [self._tokens(text, {(0, len(text)): 1.0}, check=False)]
@@ -213,6 +218,8 @@ class Examples:
             )
         if train == "each":
             return [
+                # Rendered up to each answer: templates may write an earlier turn otherwise once
+                # others follow, such as without its reasoning.
                 self._spelt(given.messages[: turn + 1], given, {turn: weight})
                 for turn, weight in turns.items()
             ]
@@ -230,6 +237,7 @@ class Examples:
         refuse_omissions(self._template, messages, given.tools, turns)
         if marked := self._template.marked(messages, given.tools):
             text, spans = marked
+            # Spans and answers are matched by their order alone.
             if len(spans) != len(answers):
                 raise DataError(
                     f"{self._template.where}: {len(spans)} {{% generation %}} blocks for "
@@ -246,6 +254,8 @@ class Examples:
     ) -> Span:
         """Return where a turn stands in the text: after the prompt for it, up to where the
         conversation that ends with it does. DataError if these are no beginnings of the text."""
+        # By rendering twice rather than searching for the answer's text, which the template may
+        # trim or escape, or which may occur twice.
         prompt = self._template.render(messages[:turn], given.tools)
         whole = self._template.render(
             messages[: turn + 1], given.tools, add_generation_prompt=False
@@ -274,6 +284,7 @@ class Examples:
         segment = Segment(ids, {"mask": mask})
         for (first, after), weight in spans.items():
             begin, end = len(text[:first].encode()), len(text[:after].encode())
+            # Spans are in bytes, as the tokenizer reports tokens; templates give characters.
             inside = np.flatnonzero((tokens[:, 0] >= begin) & (tokens[:, 1] <= end))
             mask[inside] = weight
             if not check:
@@ -281,6 +292,7 @@ class Examples:
             last = len(inside)
             while last and not written[slice(*tokens[inside[last - 1]])].strip():
                 last -= 1  # white space after the end of a turn is never generated
+            # An answer that does not end in a stop token trains a model that never stops.
             if not last or int(ids[inside[last - 1]]) not in self._tokenizer.special:
                 tail = written[begin:end].decode(errors="replace")[-30:]
                 raise DataError(
@@ -301,6 +313,8 @@ class Examples:
             at = len(text[:begin].encode())
             if np.any((tokens[:, 0] < at) & (tokens[:, 1] > at)):
                 cuts.append(begin)
+        # Encoding the text once keeps merges across all other places; parts are needed only for
+        # cuts.
         if not cuts:
             return ids, tokens
         if self._joined:
@@ -367,6 +381,7 @@ class Prompts(Examples):
     def units(self, record: Raw, another: Another) -> list[Unit]:
         """Return one unit of one segment."""
         given = read_prompt(record)
+        # Without EOS: the model goes on from here.
         if isinstance(given, Completion):
             ids = self._prompts.encode(given.prompt.encode())
         else:
@@ -397,6 +412,7 @@ def units_of(
         return _record(documents, (index + step) % len(documents), cfg)
 
     assert documents.record
+    # Templates and tokenizers are opened once a process, not once a record.
     maker = _examples(documents.record, cfg, frozenset(fields.items()))
     with name_errors(documents, index):
         record = _record(documents, index, cfg)
@@ -446,6 +462,7 @@ def _add_teacher(
     for name, key in (("teacher_tokens", "top_tokens"), ("teacher_logps", "top_logprobs")):
         shape = len(segment.ids), top
         try:
+            # A file may hold more candidates than the objective asks for, the likeliest first.
             stored = np.array(record[key], fields[name].dtype)[:, :top]
         except (KeyError, ValueError, TypeError, IndexError):
             stored = np.zeros(0)
@@ -461,6 +478,7 @@ def _add_teacher(
 def add_end_token(segment: Segment) -> Segment:
     """Return the segment with one more token, of no meaning, as the target of the last; only that
     counts, at the last token."""
+    # One shared array serves both values: where the sequence ends is all that counts.
     mask = np.zeros(len(segment.ids) + 1, np.float32)
     mask[-1] = 1
     return Segment(np.append(segment.ids, np.int32(0)), {"mask": mask, "ends": mask})

@@ -1,5 +1,11 @@
 """The feed: batches made ahead by a thread or by worker processes, neither of which changes their
-order."""
+order.
+
+A feed keeps the positions of its lanes (lanes.py). Makers begin at these positions and make whole
+batches ahead of their use. Each batch carries the positions after it, so a checkpoint does not
+count batches that were made and not used. The feed cuts a batch to the shape of its stage, counts
+documents that makers passed over, and raises a maker's error when its batch is due.
+"""
 
 import codecs
 import contextlib
@@ -113,6 +119,8 @@ class Feed(BatchFeed):
         section = "eval.data" if whole else "data"
         self.mixture = Mixture(
             cfg,
+            # An evaluation is a single lane, whose rows spread over the batch
+            # (lanes.EvaluationRows).
             open_sources(cfg, evaluation, whole),
             1 if evaluation else batch_size,
             evaluation,
@@ -121,6 +129,7 @@ class Feed(BatchFeed):
             stages,
             plan,
         )
+        # For its ConfigError, before anything is compiled.
         lane_class(self.mixture.fields, cfg)
         self._quarantine = self.mixture.quarantine()
         self._notices = self.mixture.notices()
@@ -146,6 +155,8 @@ class Feed(BatchFeed):
         try:
             if error is not None:
                 raise error
+            # Counted here once more: each maker knows its own rows alone, and data.quarantine
+            # bounds all.
             for source, document in news.empty.items():
                 self._quarantine.empty(source, document)
             for source, (record, count) in news.long.items():
@@ -176,6 +187,7 @@ class Feed(BatchFeed):
         taken = [i for i, lane in enumerate(self._lanes) if stages.takes(step, lane)]
         length = stages.at(step).length
         whole = stages.length
+        # Makers write whole rows of every lane, since slots of shared memory have one shape.
         self._counts = batch.pop(FED)[taken]
         if len(taken) == len(self._lanes) and length == whole:
             return batch
@@ -217,6 +229,7 @@ class Feed(BatchFeed):
         workers = min(self._cfg.workers, len(self._lanes))
         ahead = self._cfg.prefetch
         if workers:
+            # Interleaved: Workers puts row i of a batch together from row i // n of worker i % n.
             parts = [slice(worker, None, workers) for worker in range(workers)]
             self._batches = Workers([self._maker(part) for part in parts], ahead)
         else:
@@ -246,6 +259,7 @@ class Feed(BatchFeed):
         if isinstance(batches, Workers):
             batches.close()
             return
+        # In a thread, since Grain joins its own without a limit and a source may never answer.
         self._closing = threading.Thread(target=batches.close, name="closing feed", daemon=True)
         self._closing.start()
         self._closing.join(PATIENCE)
@@ -332,6 +346,7 @@ def _describe_marks(source: Documents) -> str:
 
 def _sample_texts(source: Documents) -> Iterator[tuple[int, bytes]]:
     """Yield a few documents spread over a source, with their numbers; none if they are no texts."""
+    # Rounded up, since rounding down would look at up to twice as many.
     for index in range(0, len(source), max(1, -(-len(source) // SAMPLED))):
         try:
             document = source[index]

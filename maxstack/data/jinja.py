@@ -1,4 +1,4 @@
-"""Jinja as chat templates are written in, in this process or in one with limits.
+"""The dialect of Jinja of chat templates, rendered in this process or in one with limits.
 
 A template comes with a folder, and what it renders with a request, so either may be made to cost
 much. The sandbox and the size of the text are limits here. `Guarded` parses and renders in a
@@ -23,13 +23,13 @@ LARGEST = 1 << 25
 SECONDS, MEMORY = 2, 512 << 20
 """Processor time and bytes of a conversation in a process of its own."""
 SHORT = 1 << 16
-"""Conversations of fewer bytes do not wait for longer ones: each kind has a process."""
+"""Conversations of fewer bytes have a process of their own, so they do not wait for longer ones."""
 BEGIN, END = "generation_begins", "generation_ends"
 """Variables of a template that are written before and after what is trained on."""
 
 
 class Failed(Exception):
-    """What went wrong with a template, and at which line where that is known."""
+    """An error of a template, with its line if that is known."""
 
     def __init__(self, message: str, lineno: int | None = None):
         super().__init__(message)
@@ -45,6 +45,7 @@ class Templates:
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
         """Return the text that a template writes. Any error where it writes none, or too much."""
         parts, size = [], 0
+        # Piece by piece, so that a loop that writes without end stops at LARGEST.
         for part in self._parsed[name].generate(variables):
             parts.append(part)
             size += len(part)
@@ -58,9 +59,12 @@ class Guarded(Templates):
 
     def __init__(self, sources: Mapping[str, str]):
         _environment()  # ConfigError here, where it is not installed
+        # Two processes: a conversation that uses up its seconds does not hold up short ones.
         self._short, self._long = (
             limited.Limited(__name__, dict(sources), SECONDS, MEMORY) for _ in range(2)
         )
+        # Parse now, in the process too, so that a template that cannot be parsed fails at the
+        # start.
         self._ask(self._short, None)
 
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
@@ -85,8 +89,11 @@ class _Renders:
     def __call__(self, request: Any) -> tuple[str | None, str | None, int | None]:
         """Return the text of a conversation, or what went wrong and at which line."""
         try:
+            # Parsed here and not by the caller: parsing a hostile template may cost as much as
+            # rendering it.
             self._templates = self._templates or Templates(self._sources)
             return self._templates.render(*request) if request else "", None, None
+        # Left to end the process, whose memory may be in any state.
         except MemoryError:
             raise
         except Exception as error:  # a template can do anything
@@ -113,15 +120,19 @@ def _environment() -> "ImmutableSandboxedEnvironment":
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # Written as variables, since only the caller knows marks that no message contains.
             begin, end = (nodes.Output([nodes.Name(name, "load")]) for name in (BEGIN, END))
             return nodes.Scope([begin, *body, end]).set_lineno(line)
 
     class Environment(ImmutableSandboxedEnvironment):
         """The sandbox, without products that fill the memory."""
 
+        # The sandbox bounds neither repetition nor powers, and one such call allocates before any
+        # limit on the text is looked at.
         intercepted_binops = frozenset(("*", "**"))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            # Python repeats a sequence from either side of `*`.
             for value, times in ((left, right), (right, left)):
                 size = len(value) if isinstance(value, Sized) else 0
                 if operator == "**" and isinstance(value, int) and value is left:
@@ -133,6 +144,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
+    # Jinja's own tojson escapes <, > and & for HTML, which would be trained on.
     def to_json(
         value: Any,
         ensure_ascii: bool = False,

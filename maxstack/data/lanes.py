@@ -51,14 +51,19 @@ class RowWriter:
         first = self.at if self._across else 0  # positions count on, or restart with a segment
         self._segments += 1
         row["tokens"][span] = segment.ids[start : start + count]
+        # Targets come from the document, not from the row: the last input of a row has its target
+        # although that token is an input only in the next row.
         row["targets"][span] = segment.ids[start + 1 : start + count + 1]
         row["positions"][span] = np.arange(first, first + count)
         row["segments"][span] = 1 if self._across else self._segments
         row["mask"][span] = 1
+        # After the ones, so that a record's own mask replaces them. Values belong to predicted
+        # tokens, hence the shift by one.
         for name in segment.values.keys() & row.keys():
             row[name][span] = segment.values[name][start + 1 : start + count + 1]
         if FED in row:
             row[FED][self._source_of[source]] += count
+            # Only the row in which a document begins counts it, however many rows it goes over.
             if start == 0:
                 row[FED][-2] += 1
                 if count < len(segment.ids) - 1:
@@ -92,6 +97,7 @@ class Lane:
         self._at = Position.start(mixture.counters)
         self._units: list[Unit] = []
 
+    # The tokens of the current document are no part of the state: it is read again after a restore.
     def state(self) -> np.ndarray:
         """Return the position after the last row: int64 [K]."""
         return self._at.packed()
@@ -123,6 +129,8 @@ class Lane:
         while writer.at < length and (unit := self._current()):
             start = 0 if unit.whole else place.offset
             left, room = unit.length - start, length - writer.at
+            # An empty row takes the document even if it is longer; it would otherwise never find a
+            # row.
             if (unit.whole or self._packing == "fit") and writer.at and left > room:
                 return
             for segment in unit.segments:
@@ -139,6 +147,7 @@ class Lane:
         place = self._at
         units = self._units
         used = sum(unit.length for unit in units)
+        # Tokens that packing=none cuts off are not read, so the source does not pay for them.
         if self._packing == "none" and units and not units[0].whole:
             used = place.offset
         self._mixture.count(place, place.current, used, self._lane)
@@ -156,9 +165,13 @@ class Lane:
         mixture = self._mixture
         place = self._at
         passed = 0
+        # At weight 0 a source gives nothing, not even the rest of a document. The rest is not
+        # counted in the debts, since nobody reads it.
         if place.current >= 0 and not mixture.gives(place.current, place.step + 1):
             place.finished[place.current] += 1
             self._leave()
+        # Choose first, read afterwards: the length of a document is not known before it is
+        # tokenized, so the choice can only depend on what was counted so far.
         while not self._units:
             if place.current < 0:
                 picked = mixture.pick(place, self._phase, self._lane)
@@ -185,6 +198,7 @@ class Lane:
                 self._quarantine.empty(source.name, source.where(index))
             self._finish()
             passed += 1
+            # Sources repeat without end, so data without any target would be searched for ever.
             if passed > 2 * mixture.documents + 100:
                 raise DataError(nothing_to_predict(mixture))
         return self._units[place.offset if self._units[0].whole else 0]
@@ -233,6 +247,8 @@ class Rows:
 
     def next(self) -> Batch:
         """Return arrays [lanes, ...] by name, and `state` int64 [lanes, K]."""
+        # Also lanes that this batch leaves out: weights and lengths follow the run's step, not the
+        # number of rows that a lane gave.
         for lane in self._lanes:
             lane.begin(self._step)
         self._step += 1
@@ -247,9 +263,12 @@ class Rows:
 
     def _fill(self, lanes: Sequence[Lane | None]) -> Batch:
         """Return arrays with the next row of each lane; zero for None."""
+        # Zeros are padding: mask 0 counts nothing, and segment 0 is no document.
         batch = {name: np.zeros(len(lanes), kind) for name, kind in self.arrays.items()}
         for i, lane in enumerate(lanes):
             if lane is not None:
+                # The ellipsis keeps a view where a row has a single number; array[i] would be a
+                # copy.
                 lane.fill({name: array[i, ...] for name, array in batch.items()})
         return batch
 
@@ -273,6 +292,7 @@ class EvaluationRows(Rows):
     def next(self) -> Batch:
         """Return arrays as Rows.next does, and `bytes` float32: the bytes of text that each target
         stands for."""
+        # One lane cannot be entered in the middle, so each process packs every row of the batch.
         batch = self._fill(self._lanes * self._batch_size)
         state = np.tile(self._lanes[0].state(), (len(self), 1))
         return {name: array[self._rows] for name, array in batch.items()} | {"state": state}
@@ -285,6 +305,7 @@ LANE_CLASSES = ["maxstack.data.lanes:Lane", "maxstack.data.images:ImageLane"]
 def lane_class(fields: Mapping[str, "Field"], cfg: DataConfig) -> type[Lane]:
     """Return the first kind of lane that gives all fields of an objective. ConfigError if none
     does."""
+    # In front of Lane, which gives the same fields and would be taken first.
     best = ["maxstack.data.best_fit:BestFitLane"] if cfg.packing == "best" else []
     for kind in map(pkgutil.resolve_name, [*best, *LANE_CLASSES]):
         arrays = kind.arrays(cfg, fields)

@@ -1,5 +1,11 @@
 """Long texts in parts that are tokenized one after the other, cut where the tokenizer has a
-boundary anyway, and how long a text may be that a number of tokens holds."""
+boundary anyway, and the most bytes that a token stands for.
+
+The memory of a tokenizer grows with the text, so a long text is encoded in parts, whose ids must be
+those of the whole. No library tells where a cut changes nothing, so cuts are tried near the end of
+a part, first at white space: a cut is taken if the ids of a window around it are those of its two
+halves, which says that no token and no rule reaches over it.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -42,23 +48,27 @@ def split_text(text: bytes, longest: int, encode: Encode) -> Iterator[tuple[int,
 
 def _cut(text: bytes, start: int, limit: int, encode: Encode) -> tuple[int, int]:
     """Return where a part ends and the next begins."""
+    # At least half of a part is used, so the number of parts stays bounded.
     reach = max(start + (limit - start) // 2, limit - _REACH)
     spaces = [match.start() for match in _SPACE.finditer(text, reach, limit)]
     for at in reversed(spaces[-_TRIES:]):
         for cut in ((at, at), (at + 1, at + 1), (at, at + 1)):
             if _holds(text, *cut, encode):
                 return cut
+    # Text without white space, such as Chinese or base64, has boundaries at characters.
     last = at = _character(text, limit)
     while at > max(reach, last - _CHARACTERS):
         if _holds(text, at, at, encode):
             return at, at
         at = _character(text, at - 1)
+    # No boundary was found. An error here would stop a run for a text that is odd, not damaged.
     return last, last
 
 
 def _holds(text: bytes, stop: int, begin: int, encode: Encode) -> bool:
     """Return True if the ids of windows around a cut are those of their halves."""
     for size in _WINDOWS:
+        # Windows begin at whole characters: half of one is no UTF-8.
         first = _character(text, max(0, stop - size))
         last = _character(text, min(len(text), begin + size))
         halves = encode(text[first:stop]), encode(text[begin:last])
@@ -82,6 +92,7 @@ def widest_token(spec: dict[str, Any]) -> tuple[int | None, bytes]:
     step = spec.get("pre_tokenizer")
     added = spec.get("added_tokens") or ()
     steps = step.get("pretokenizers", [step]) if step else []
+    # Each of these may let a token stand for more text than its own bytes.
     if (
         model.get("type") != "BPE"
         or spec.get("normalizer")

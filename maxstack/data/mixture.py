@@ -96,6 +96,8 @@ class Mixture:
         self._counts = dict[int, np.ndarray]()
         self._orders = list[Order]()
         if not evaluation:
+            # An evaluation reads its documents once, in order, so it needs neither shares nor
+            # orders.
             self._whole = sources
             self._factors = size_factors(cfg, sources)
             self._set(self._described)
@@ -123,6 +125,8 @@ class Mixture:
             files = documents.by_file() if len(documents.files) <= MOST_FILES else None
             known = files[0] if files else []
             key = source.name or f"{number}"
+            # The mark is part of the key, so a checkpoint from before it keeps its order of four
+            # rounds.
             if len(documents) > SMALL:
                 key += EVEN
             dealt = self._plan.mark(number) if self._plan else ""
@@ -138,6 +142,7 @@ class Mixture:
             self._whole[place] if part.whole else _files_of(self._whole[place], part)
             for place, part in zip(self.source_of, parts, strict=True)
         ]
+        # Seeded by key, not by place in the list, so sources may change places.
         self._orders = [
             Order(f"{self.cfg.seed} shuffle {part.key}", len(source))
             for part, source in zip(parts, self.sources, strict=True)
@@ -153,6 +158,7 @@ class Mixture:
             moves = self._plan.moves[number] if self._plan else None
             self._deals.append(Deal(self.batch_size, limit, moves))
         scheduled = any(isinstance(source.weight, tuple) for source in self.cfg.sources)
+        # Shares are asked for with every document; constant ones are computed once.
         self._constant_shares = None if scheduled else self.shares(1)
 
     def changes(self, saved: Sources) -> list[str]:
@@ -176,6 +182,7 @@ class Mixture:
         these sources, whose orders go on by the keys that they have there. `changed`: the
         configuration of the data changed."""
         self._set(saved.carried(self._described, step))
+        # The width tells the versions apart: positions have 2 * sources + 3 numbers now.
         if states.shape[1] == len(saved) + 1:  # of an older version
             states = self._upgraded(saved, states, step)
         return saved.moved(states, self._parts, changed)
@@ -215,6 +222,7 @@ class Mixture:
         upgraded = []
         for state in states.astype(np.int64):
             finished = state[:-1]
+            # Older versions chose the source that was furthest behind its share of documents.
             owed = np.rint((shares * finished.sum() - finished) * UNIT).astype(np.int64)
             upgraded.append(Position(finished, owed, -1, int(state[-1]), step).packed())
         return np.stack(upgraded)
@@ -231,6 +239,7 @@ class Mixture:
         shares = self._constant_shares
         if shares is None:
             shares = self.shares(position.step + 1)
+        # By lane, since the deal of train.epochs gives lanes different numbers of documents.
         if lane not in self._counts:
             self._counts[lane] = np.array([deal.count(lane) for deal in self._deals])
         given = np.where(position.finished < self._counts[lane], shares, 0.0)
@@ -239,6 +248,7 @@ class Mixture:
     def phase(self, lane: int) -> np.ndarray:
         """Return a lane's start in the cycle of the mixture: float64 in [0, 1) for each source."""
         keys = ["0"] if self.evaluation else [part.key for part in self._parts]
+        # By key as well, so a lane keeps its phase when sources come, go or change places.
         seeds = [f"{self.cfg.seed} mixture {lane} {key}" for key in keys]
         return np.array([text_hash(seed) * 2.0**-64 for seed in seeds])
 
@@ -251,6 +261,8 @@ class Mixture:
         given = shares > 0
         if not given.any():
             return None
+        # The share of the next document is added before its size is known, so by tokens a full row
+        # stands for it. Sums below 2**53 are exact in float64, so all processes choose alike.
         owed = position.owed + np.rint((shares + phase) * self._unit)
         return int(np.argmax(np.where(given, owed, -np.inf)))
 
@@ -274,6 +286,8 @@ class Mixture:
         shares."""
         if not self.evaluation:
             size = tokens if self.cfg.mixture.by == "tokens" else 1
+            # Before `finished` counts this document: a source that ends with it still has a share
+            # of it.
             shares = self._open_shares(position, lane)
             position.owed += np.rint(shares * size * UNIT).astype(np.int64)
             position.owed[source] -= size * UNIT
@@ -331,9 +345,12 @@ class Mixture:
             ids = np.concatenate([before, ids])
             values = {name: np.pad(each, (len(before), 0)) for name, each in values.items()}
             return [Unit([Segment(ids, values)], whole=False)]
+        # Neither is damage of the record: TooLong is what data.overlong asks for, and a store that
+        # is away would make documents vanish from the run.
         except (TooLong, StoreError):
             raise
         except DataError as error:
+            # By the document, not its place, so that a damaged one counts once in all epochs.
             quarantine.add(f"{source} {index}", str(error))
             return []
 
@@ -428,6 +445,7 @@ def unimax(sizes: np.ndarray, epochs: float, budget: float) -> np.ndarray:
     given = np.zeros(len(sizes))
     left = float(budget)
     for i, source in enumerate(np.argsort(sizes, kind="stable")):
+        # From the smallest on, so that each source's unspent part is shared by all larger ones.
         given[source] = min(left / (len(sizes) - i), epochs * sizes[source])
         left -= given[source]
     return given / given.sum()

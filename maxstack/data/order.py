@@ -38,14 +38,17 @@ class Order:
         self._documents = documents
         self._left_over = (
             documents > SMALL
+            # documents == 4**k + 1: one less is a power of two, and of four if the length is odd.
             and (documents - 1).bit_count() == 1
             and documents.bit_length() % 2 == 1
         )
         if documents > SMALL:
             self._large = _sixteen_rounds if EVEN in seed else _four_rounds
+        # Two epochs at least: lanes pass from one to the next at different steps.
         self._small = functools.lru_cache(max(2, _CACHED_ENTRIES // documents))(self._shuffled)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Worker processes get mixtures by pickle, and a cached function cannot be pickled.
         return Order, (self._seed, self._documents)  # without the cache
 
     def __getitem__(self, position: int) -> int:
@@ -70,10 +73,12 @@ class Order:
 def _sixteen_rounds(seed: str, documents: int, epoch: int, index: int) -> int:
     from grain.experimental import index_shuffle
 
+    # Grain takes seeds of 32 bits.
     return index_shuffle(index, documents - 1, text_hash(f"{seed} {epoch}") >> 32, ROUNDS)
 
 
 def _four_rounds(seed: str, documents: int, epoch: int, index: int) -> int:
+    # Kept for runs that began with it: another order would repeat documents.
     return int(_dataset(seed, documents)[epoch * documents + index])
 
 

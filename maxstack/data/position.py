@@ -54,6 +54,8 @@ class Position:
 
     def packed(self) -> np.ndarray:
         """Return the position as an array, int64 [2 * sources + 3]."""
+        # One flat array of a fixed size for each lane, so that checkpoints hold all positions as
+        # one array that is sharded like the batch.
         return np.array([*self.finished, *self.owed, self.current, self.offset, self.step])
 
     def copy(self) -> "Position":
@@ -100,6 +102,7 @@ class Sources(list[Part]):
             )
         sources = before["sources"]
         names = _names(sources)
+        # Made-up documents depend on the configuration alone, which is compared elsewhere.
         made_up = any(source["kind"] in ("synthetic", "function") for source in sources)
         same = made_up or meta["sources"] == " ".join(part.identity for part in now)
         same = same and names == [part.name for part in now]
@@ -158,10 +161,16 @@ class Sources(list[Part]):
             if not before:
                 parts.append(part)
             elif added is None:
+                # The step makes the key unlike all earlier ones of the source, however often it
+                # changes.
                 parts.append(part._replace(key=f"{before[0].key} {step}"))
             elif not added and len(before) == 1:
+                # The old key, not that of the present list: it seeds the order that the run has
+                # followed.
                 parts.append(part._replace(key=before[0].key))
             else:
+                # Old files keep an order of their own; shuffled together with new ones, documents
+                # that were read would come again and others never in this epoch.
                 parts += [old._replace(whole=False) for old in before]
             if before and added:
                 name = f"{part.name}+{step}"
@@ -174,12 +183,14 @@ class Sources(list[Part]):
         new. The rest of a document of a source that is gone is passed over. `changed`: the
         configuration by which windows of packing=best were packed changed, so they are packed anew
         from their first document on."""
+        # Finished counts are numbers in an order, so they carry over only to the same documents.
         before = {(part.name, part.identity): place for place, part in enumerate(self)}
         same = [before.get((part.name, part.identity)) for part in now]
         moved = []
         for old in map(Position.unpacked, states):
             new = Position.start(len(now))
             new.step = old.step
+            # A source's number may be another one in `now`; -1 and windows name no source.
             if old.current == -1 or (old.current <= WINDOW and not changed):
                 new.current = old.current
                 new.offset = old.offset

@@ -20,7 +20,7 @@ class News(NamedTuple):
 
 
 def empty_news() -> News:
-    """None so far."""
+    """Return news without any document."""
     return News({}, {}, {})
 
 
@@ -38,6 +38,7 @@ class Quarantine:
     def add(self, record: str, reason: str) -> None:
         """Pass over a record; `reason` names its file and number. DataError if there are too
         many."""
+        # A damaged record comes again in every epoch, and counts once.
         if record not in self._damaged:
             self._damaged.add(record)
             self._news.damaged[record] = reason
@@ -56,6 +57,7 @@ class Quarantine:
 
     def empty(self, source: str, document: str) -> None:
         """Pass over a document without anything to predict, by its file and number."""
+        # One of a source is told: files with many blank documents would fill the log.
         if source not in self._empty:
             self._empty.add(source)
             self._news.empty[source] = document
@@ -94,9 +96,12 @@ class Notices:
         for source, (record, count) in news.long.items():
             before = self._long.get(source, 0)
             self._long[source] = before + count
+            # At 1, 10, 100, ...: counts of several batches come at once, so compare digits, not
+            # remainders.
             if not before or len(str(before + count)) > len(str(before)):
                 lines.append(
                     f"{section}.overlong={self._overlong}: {before + count} records of "
                     f"{source} so far are longer than {self._room}, such as {record}"
                 )
+        # A name or a record may hold half a surrogate pair, which no log can write.
         return [line.encode(errors="backslashreplace").decode() for line in lines]

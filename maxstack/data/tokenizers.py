@@ -1,5 +1,12 @@
 """Tokenizers: the bytes of a document to token ids and back, and how many bytes each id stands
-for."""
+for.
+
+A subclass for each kind of file encodes a plain text; Tokenizer adds BOS and EOS, special tokens
+that are spelt out, and long texts in parts (long_texts.py). Bits per byte need the bytes of each
+id: the lengths of the vocabulary's pieces if they sum to the text, else the spans that the library
+reports. Ids that a model was not trained with do silent harm, so a file is refused if the library
+would number its tokens in another way.
+"""
 
 import contextlib
 import functools
@@ -83,6 +90,7 @@ class Tokenizer(ABC):
             if not isinstance(text, bytes):
                 ids.append(np.atleast_1d(text).astype(np.int32))
                 continue
+            # Ids of parts are those of the whole text; memory is that of one part.
             for start, stop in self._parts(text, longest, self._text_ids):
                 ids.append(np.asarray(self._text_ids(text[start:stop]), np.int32))
         return np.concatenate([*ids, np.asarray(self._eos, np.int32)])
@@ -90,6 +98,8 @@ class Tokenizer(ABC):
     def without_ends(self, ids: np.ndarray) -> np.ndarray:
         """Return ids of a document without the configured beginning and end."""
         begin, end = len(self._bos), len(ids) - len(self._eos)
+        # Prepared shards may come from a tokenizer with other ends; only ends that are there are
+        # cut.
         if [*ids[:begin]] != [*self._bos]:
             begin = 0
         return ids[begin : end if [*ids[end:]] == [*self._eos] else len(ids)]
@@ -106,6 +116,8 @@ class Tokenizer(ABC):
         """Return int64 [N]: the byte of the document at which the text of each id of `encode` ends;
         they increase, and the last is the document's size."""
         ends = self.spans(document, longest)[:, 1]
+        # White space that the tokenizer leaves out at the end counts for the last token, so that
+        # all bytes of the document are counted.
         ends[len(self._bos) :][-1 - len(self._eos) :] = len(document)
         return np.maximum.accumulate(ends)
 
@@ -122,6 +134,7 @@ class Tokenizer(ABC):
     def bytes_of(self, ids: np.ndarray) -> np.ndarray:
         """Return the number of bytes of text that each id stands for; 0 for ids beyond the
         vocabulary, which synthetic sources may have."""
+        # Ids beyond the table are clipped to its last entry, which is 0.
         return self._sizes.take(ids, mode="clip")
 
     @functools.cached_property
@@ -170,6 +183,7 @@ class Tokenizer(ABC):
             yield np.asarray(self._marked_ids(document[start:stop]), np.int32), stop
 
     def _parts(self, text: bytes, longest: int, encode: Encode) -> Iterator[tuple[int, int]]:
+        # A text that the steps multiply is encoded in smaller parts, so memory keeps its bound.
         return split_text(text, min(longest, int(AT_ONCE / self.grows)), encode)
 
     def _marked_ids(self, document: bytes) -> Sequence[int] | np.ndarray:
@@ -182,6 +196,7 @@ class Tokenizer(ABC):
     @functools.cached_property
     def _marks(self) -> re.Pattern[str]:
         """Special tokens that are spelt out, of which the longest counts."""
+        # A regular expression takes the first alternative that matches, not the longest.
         names = sorted(self.special.values(), key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
 
@@ -318,11 +333,17 @@ class HuggingFace(Tokenizer):
         except Exception as error:  # the library's own, as it makes one of other files
             raise DataError(f"{cfg.path}: {files}: {error}") from error
         self.grows = max_growth(self._model, cfg.path)
+        # A tokenizer.json may carry the settings of its last use, and would cut documents in
+        # silence.
         self._model.no_truncation()
         self._model.no_padding()
+        # Documents are data: a special token that somebody spelt out in one must not become that
+        # token.
         self._model.encode_special_tokens = True
         ids = self._model.get_vocab(with_added_tokens=True)
         for token in spec.get("added_tokens") or ():
+            # The library renumbers added tokens without a word; the model's embeddings have the
+            # file's numbers.
             if ids[token["content"]] != token["id"]:
                 raise DataError(
                     f"{cfg.path}: added token {token['content']!r} has id {token['id']}, "
@@ -332,6 +353,7 @@ class HuggingFace(Tokenizer):
                 )
         self.name, self.vocab_size = cfg.path, _size(cfg.path, ids)
         ends = {"bos": cfg.bos, "eos": cfg.eos}
+        # The hub is asked only if its files decide.
         if OF_FILES in ends.values():
             beside = hub.model_folder(folder or ".", weights=False)
             named = byte_level.read_ends(beside, spec.get("post_processor"))
@@ -353,6 +375,7 @@ class HuggingFace(Tokenizer):
     def fewest(self, document: bytes) -> int:
         if self._widest is None:
             return 0
+        # Bytes that may get no id are taken out first, or the bound would be too high.
         return -(-len(document.translate(None, self._lost)) // self._widest)
 
     def text_of(self, token: int) -> str:
@@ -387,6 +410,7 @@ class HuggingFace(Tokenizer):
         import tokenizers
 
         read = tokenizers.Tokenizer.from_str
+        # A copy, since the setting is one of the whole model and documents need the other value.
         model = call_rust(self.name, read, self._model.to_str())
         model.encode_special_tokens = False
         return model
@@ -432,6 +456,7 @@ def open_prompt_tokenizer(cfg: TokenizerConfig, bos: bool = True, eos: bool = Fa
     """Return the tokenizer of a configuration, with BOS and EOS as it says or not at all: by
     default it encodes texts that a model goes on from, or scores, and without BOS what goes on from
     them."""
+    # The kinds say "no such token" in two ways: a name or None, and a flag.
     none = None if cfg.kind == "huggingface" else False
     wanted = {"bos": bos, "eos": eos}
     return open_tokenizer(
@@ -472,12 +497,16 @@ def tokenize_with_sizes(
     with name_errors(documents, index):
         document = read_document(documents, index, longest, beyond)
         ids = _encode(document, tokenizer, longest)
+        # Lengths of pieces come from a table; spans would encode the text a second time with
+        # offsets.
         sizes = tokenizer.bytes_of(ids)
         if isinstance(document, bytes) and sizes.sum() != len(document):
             sizes = np.diff(tokenizer.ends(document, longest), prepend=0)
         sizes = sizes.astype(np.float32)
         if isinstance(document, Tokens) and document.sizes is not None:
             sizes[document.sizes[:, 0]] = document.sizes[:, 1]
+        # Bits per byte of these would be of another text, so no figure is given rather than a wrong
+        # one.
         elif isinstance(document, Tokens) and not isinstance(tokenizer, Bytes):
             sizes[:] = np.nan
         return ids, sizes
@@ -562,12 +591,14 @@ def _hugging_face_pieces(spec: dict[str, Any], vocab: dict[str, int], size: int)
         else:
             pieces[token] = _text(text.removeprefix("##") if word_piece else text)
     for token in spec.get("added_tokens") or ():
+        # Added tokens are written as they are, also in a byte-level vocabulary.
         pieces[token["id"]] = b"" if token.get("special") else token["content"].encode()
     return pieces
 
 
 def _in_bytes(characters: list[tuple[int, int]], document: bytes) -> np.ndarray:
     """Return spans of characters of a UTF-8 text as spans of bytes, int64 [N, 2]."""
+    # The library counts characters; every byte but a continuation byte of UTF-8 begins one.
     continued = np.frombuffer(document, np.uint8) & 0xC0 == 0x80
     begins = np.append(np.flatnonzero(~continued), len(document))
     return begins[np.array(characters, np.int64).reshape(-1, 2)]
