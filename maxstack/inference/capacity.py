@@ -1,5 +1,12 @@
 """Capacity of an engine on hardware that need not be here: memory, requests that fit and a bound on
-tokens per second, computed from shapes without a compiler."""
+tokens per second.
+
+Everything is computed from shapes, without a compiler: a device's memory less the weights that it
+keeps and the arrays of a step leaves room for the cache, of which the engine takes a share; that
+over the bytes of a request of some length is how many fit. Tokens per second are the roofline
+(roofline.py) of steps of decoding and of prefill. Where not one request fits, the message names the
+changes under which one would, each tried by the same computation.
+"""
 
 import dataclasses
 import math
@@ -102,8 +109,11 @@ def read_bytes(layout: Layout, cache: CacheBytes, start: int, end: int) -> float
     states are read and written."""
     total = 0.0
     for reach, size in zip(layout.reaches, cache.reads, strict=True):
+        # Summed over positions, because a window or a chunk makes the reach bend; the mean position
+        # alone would be wrong for it.
         keys = sum(position - reach.first(position) + 1 for position in range(start, end))
         total += keys / (end - start) * size
+    # A state is read and written whole for each token.
     return total + 2 * cache.request
 
 
@@ -134,6 +144,7 @@ def step_bytes(cfg: "Config", sizes: Mapping[str, int]) -> float:
         outputs += weights(block.mlp, Dim("embed", model.embed))
         widest = max(widest, sum(weight.outputs for _, weight, _ in outputs))
     width = 4 if model.dtype == "float32" else 2
+    # Logits are float32 and whole on every device, since the head's outputs are replicated.
     return min(rows, OUTPUTS) * 4 * model.ids + rows * widest * width / sizes["tensor"]
 
 
@@ -214,6 +225,7 @@ def capacity(
     rows = []
     for length in lengths:
         given = max(1, length // 2) if prompt is None else prompt
+        # Whole pages, as the engine takes them.
         each = request_bytes(cfg, layout, cache, length)
         fit = memory.requests(each)
         row = Row(length, given, each, fit, {}, None)
@@ -222,9 +234,12 @@ def capacity(
             read = read_bytes(layout, cache, given, length)
             row.decode.update(
                 (count, device.speed(count, flops, count * read))
+                # `fit` too, so that the table ends with what the device can do at most.
                 for count in sorted({*COUNTS, fit})
                 if 0 < count <= fit
             )
+            # The cache once a step, not once a token: tokens of one prompt read the same keys
+            # together.
             flops, read = forward_flops(cfg, 0, given), read_bytes(layout, cache, 0, given)
             row = dataclasses.replace(row, prefill=device.speed(cfg.serve.rows, flops, read))
         rows.append(row)
@@ -259,6 +274,7 @@ def _memory(cfg: "Config", layout: Layout, topology: Topology, sizes: Mapping[st
     if serve.cache is not None:
         shards = layout.shards(cfg.mesh, sizes)
         taken = serve.cache * GIB / shards
+        # With no free memory at all `capacity` refuses with changes that would help.
         if taken > free > 0:
             raise ConfigError(
                 f"serve.cache={serve.cache:g}: a device has {free / GIB:.2f} GiB beside "

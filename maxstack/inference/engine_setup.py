@@ -1,4 +1,10 @@
-"""Setup of an engine for a model: read its weights, size its cache, check its programs."""
+"""Setup of an engine for a model: read its weights, size its cache, check its programs.
+
+Cheap checks come first, so that a mistake is told before weights are read for minutes: mesh, kind
+of model, layout of the cache, tokenizer. Then the run is assembled on the mesh and its weights and
+adapters are read; the memory that these leave decides the pages of the cache; and steps of all
+sizes are tried for batch invariance, which compiles them too.
+"""
 
 import contextlib
 import dataclasses
@@ -96,9 +102,11 @@ def start(
     from maxstack.inference.engine import Engine
     from maxstack.run import assemble
 
+    # Before the first program is compiled.
     keep_programs(cfg.run.compilation_cache)
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, jax.devices()), trains=False)
     params = read_weights(model, run, own)
+    # A name of serve.adapters wins over a folder of the same name.
     folders = ({adapter: adapter} if adapter else {}) | cfg.serve.adapters
     adapters = read_adapters(run, params, folders)
     free = _free(run, layout, adapters.weights)
@@ -113,9 +121,13 @@ def place_on_devices(
 ) -> Opened:
     """Open a configuration with the mesh of `overrides`, or by default with as many devices over
     `tensor` as divide the model's sizes, and replicas over the rest."""
+    # The rules of training hold for the configuration too, so give it a batch that divides
+    # anywhere.
     each = *OVERRIDES, *_rollout_overrides(opened, devices), f"train.batch_size={devices}"
     if any(override.startswith("mesh") for override in overrides):
         return opened([*each, *overrides])
+    # As many devices to a replica as the model's sizes allow: a ConfigError means that this number
+    # does not divide them.
     for tensor in range(devices, 1, -1):
         sizes = f"mesh.tensor={tensor}", f"mesh.data={devices // tensor}"
         if devices % tensor == 0:
@@ -150,12 +162,15 @@ def make_limits(
     if serve.cache is not None:
         budget = int(serve.cache * GIB) - states
     elif free is not None:
+        # No more than serve.max_requests can use at the full length.
         budget = min(wanted, int(free * SHARE))
     else:
         budget = wanted
+    # A model of states alone has no pages; its requests cost nothing here.
     requests = budget / each if each else serve.max_requests
     if requests < 1 and serve.max_length is None and serve.cache is None:
-        # the longest text that fits, in place of the longest that the model could read
+        # Serve the longest text that fits rather than refuse a model made for longer ones. A length
+        # that was asked for is refused below instead.
         length = max(serve.page, int(requests * length) // serve.page * serve.page)
         smaller = cfg.model_copy(update={"serve": serve.model_copy(update={"max_length": length})})
         log.warning(
@@ -170,6 +185,7 @@ def make_limits(
             f"serve.max_length={length}: a request needs {each / GIB:.3f} GiB of cache, and "
             f"{max(budget, 0) / GIB:.3f} are available; lower it, or raise serve.cache"
         )
+    # In each group at least what one request of the full length needs, or it would wait forever.
     counts = tuple(max(count, int(count * requests)) for count in bounded)
     sizes = serve.rows, serve.page, counts, serve.max_requests
     return Limits(*sizes, snapshots, serve.snapshot, serve.prefix_cache), length
@@ -189,6 +205,8 @@ def check_identical(engine: "Engine", layout: Layout) -> None:
         return find_variant_sizes(programs, layout, engine.cfg.decoder.vocab, engine.max_length)
 
     left = different()
+    # Sizes are compared with the largest. Where most differ from it, it is the odd one out, so
+    # compare the others among themselves.
     if 2 * len(left) > len(sizes):
         programs.sizes = tuple(left)
         left = different()
@@ -200,6 +218,7 @@ def check_identical(engine: "Engine", layout: Layout) -> None:
             ", ".join(map(str, sizes)),
             ", ".join(map(str, programs.sizes)),
         )
+        # Again: the sizes that are left may differ from the new largest one.
         left = different()
     if not left:
         return
@@ -218,10 +237,13 @@ def _free(run: Any, layout: Layout, adapters: Any) -> int | None:
     from maxstack.plan.fit import shard_bytes, usable
     from maxstack.state import count
 
+    # Devices of a mesh are alike, so the first stands for all.
     limit = usable(run.mesh.local_devices[0], run.mesh.size)
     if limit is None:
         return None
     weights = shard_bytes(run.abstract.params) + count(adapters)[1]
+    # From a device to its replica: the cache is sharded over some of its devices and repeated on
+    # others.
     return int((limit - weights) * layout.shards(run.cfg.mesh, run.mesh.shape))
 
 
@@ -242,6 +264,7 @@ def chat_template(
     """Read the chat template of `file`, or the one that a run was trained with, or the model's own,
     to be rendered in a process with limits. ConfigError where there is none."""
     folder, data = model_files(cfg, own), cfg.data
+    # A run answers in the form that it was trained with.
     if own is not None and (data.template or folder is None):
         named = file or data.template
         if named or data.tokenizer.kind != "bytes":
@@ -251,6 +274,7 @@ def chat_template(
 
 def max_length_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
     """Return the most tokens of a text that the model was made for."""
+    # Models of text and images keep the language model's sizes under `text_config`.
     outer = read_json(folder / "config.json") if folder else {}
     config = outer.get("text_config") or outer
     lengths = [
@@ -258,6 +282,8 @@ def max_length_of(cfg: "Config", own: Path | None, folder: Path | None) -> int:
         config.get("max_position_embeddings") or 0,
         cfg.data.seq_len if own else 0,
     ]
+    # A learned table of positions ends there. Without one, take the longest text that config.json
+    # or training names.
     return cfg.decoder.positions or max(lengths) or USUAL
 
 
@@ -269,6 +295,7 @@ def open_model_tokenizer(
     from maxstack.data.tokenizers import open_prompt_tokenizer, open_tokenizer
 
     said = read_ends(folder) if folder else set[int]()
+    # Some folders name an end that their vocabulary lacks beside one that it has.
     stops = {token for token in said if 0 <= token < cfg.decoder.vocab}
     if said and not stops:
         raise ConfigError(

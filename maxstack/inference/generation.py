@@ -60,6 +60,7 @@ def read_prompts(file: str) -> list[Prompt]:
             kind = kinds[0]
             check_prompt(where, kind, row[kind])
             own = row.get("id", number)
+            # An id may be any JSON value, also one that cannot be the key of a dict.
             key = json.dumps(own)
             if key in lines:
                 raise DataError(f"{where}: line {lines[key]} has the id {shortened(key, 80)} too")
@@ -154,11 +155,13 @@ class Generator:
             )
         number = engine.add(prompt, sampling, adapter=self._adapter)
         try:
+            # Stop strings are found here, because the engine knows tokens alone.
             while engine.sequence(number) is not None and text.stopped is None:
                 for output in engine.step():
                     for token in output.tokens:
                         yield text.feed(token.token)
         finally:
+            # Also where the caller stops reading: its pages go back.
             engine.abort(number)
         yield text.flush()
 
@@ -168,6 +171,7 @@ class Generator:
         """Write `count` answers to each prompt to the file `out`, in the order of the prompts.
         Answers are appended to OUT.unfinished as they end, from which a later call resumes."""
         answers = ResumableFile(out, self._settings(prompts, count, chat, system))
+        # Encode all before answering any, so that a bad prompt is told at once and not after hours.
         encoded = {}
         for i, prompt in enumerate(prompts):
             for choice in range(count):
@@ -185,14 +189,18 @@ class Generator:
     ) -> None:
         engine, limit = self._served.engine, self._served.cfg.serve.max_requests * AHEAD
         waiting, running = list(encoded), dict[int, _Answer]()
+        # `pop` takes from the end in constant time.
         waiting.reverse()
         shown = progress(len(prompts) * count, "generating", "answers", len(answers.lines))
         made = 0
         with shown:
             while waiting or running:
+                # A few more than run at a time keep the engine full; the rest need not be held
+                # there as well.
                 while waiting and len(running) < limit:
                     i, choice = key = waiting.pop()
-                    # a choice of its own for each answer, so that equal prompts get different ones
+                    # A choice of its own for each answer, so that equal prompts get different
+                    # answers; by its place in the file, so that a resumed call makes the same.
                     sampling = dataclasses.replace(
                         self.sampling, choice=i * count + choice, logprobs=0
                     )
@@ -201,6 +209,7 @@ class Generator:
                     except DataError as error:
                         raise DataError(f"{prompts[i].where}: {error}") from None
                     running[number] = _Answer(key, self._text(encoded[key]))
+                # Nobody reads along, so several steps in one program cost no latency.
                 for output in engine.step(many=STEPS):
                     answer = running[output.request]
                     made += len(output.tokens)
@@ -239,9 +248,11 @@ class Generator:
 
     def _settings(self, prompts: Sequence[Prompt], *others: Any) -> str:
         """Return a hash of all that answers depend on."""
+        # Without `where`: the same prompts in a file of another name have the same answers.
         told = [dataclasses.astuple(prompt)[1:] for prompt in prompts], others, self._stops
         sampling = dataclasses.asdict(self.sampling)
         sampling["stop_tokens"] = sorted(sampling["stop_tokens"])
+        # No grammar can be given here, and it would not be JSON.
         del sampling["grammar"]
         words = json.dumps([self._served.model, self._adapter, told, sampling], sort_keys=True)
         return hashlib.sha256(words.encode()).hexdigest()

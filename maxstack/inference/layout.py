@@ -76,6 +76,7 @@ class Layout:
         for i, name in enumerate([*cfg.order, *further]):
             mixer = cfg.blocks[name].mixer
             key = f"model.blocks.{name}.mixer"
+            # What a token's layers cache must not change when later tokens come.
             if mixer.two_sided:
                 raise ConfigError(
                     f"{key}: reads positions after its own, so the model cannot generate token by "
@@ -90,12 +91,15 @@ class Layout:
                 ) from None
             shared = mixer.keys_of
             owner = (
+                # The nearest layer before this one of the block that owns the keys.
                 max(j for j in range(len(cfg.prefix)) if cfg.prefix[j] == shared and j < i)
                 if (shared is not None)
                 else i
             )
             owners.append(owner)
             reaches.append(mixer.reach)
+        # One group for each distinct reach: layers with a window need few pages, and would hold as
+        # many as full attention in a shared table.
         paged = []
         for reach, kept in zip(reaches, arrays, strict=True):
             if not all(array.per_request for array in kept.values()):
@@ -105,6 +109,7 @@ class Layout:
         groups = []
         for owner in owners:
             reach = reaches[owner]
+            # Layers with a state alone have no pages; any group will do for them.
             groups.append(distinct.index(reach) if reach in distinct else 0)
         layers = tuple(owners), tuple(arrays), tuple(groups)
         return cls(*layers, distinct, cfg.dtype, platform)
@@ -123,6 +128,8 @@ class Layout:
         """Return by group the most pages that a request of `length` tokens holds, with steps of at
         most `rows` tokens."""
         reads = [reach.window or reach.chunk or length for reach in self.reaches]
+        # A window, a step's new tokens before the window moves on, and one more page, since neither
+        # begins at the edge of one.
         return [min(-(-length // page), -(-(read + rows) // page) + 1) for read in reads]
 
     def on(self, mesh: MeshConfig, sizes: Mapping[str, int]) -> CacheBytes:
@@ -134,6 +141,7 @@ class Layout:
             for array in arrays:
                 if array.per_request == per_request:
                     axes = ["batch", *(dim.axis for dim in array.dims)]
+                    # Without the batch axis: it makes replicas, each with a cache of its own.
                     own = [axis for entry in spec(axes, mesh.rules)[1:] for axis in names(entry)]
                     total += self.array_bytes(array) / parts(own, sizes)
             return total
@@ -162,6 +170,7 @@ class Layout:
     @property
     def recurrent(self) -> bool:
         """True where a layer keeps a state per request, which has to see all tokens in order."""
+        # Only states take bytes for a request besides its tokens.
         return self.request_bytes > 0
 
     def snapshots(self, serve: ServeConfig) -> int:
@@ -182,6 +191,9 @@ class Layout:
         paged = not array.per_request and not array.dtype and len(array.dims) == 2
         if self.platform != "tpu" or not paged or array.dims[1].size % LANES == 0:
             return None
+        # Compiled for a v5e, head_dim 64: a step's temporary memory 271 -> 47 MiB, for a cache of
+        # twice the bytes. Latents have one array a token, so tokens take the last dimension but
+        # one: a size of 1 there would be padded to a tile.
         return (0, 2, 1, 3) if array.dims[0].size == 1 else (0, 1, 2, 3)
 
 

@@ -50,12 +50,15 @@ def score_records(
     source = JsonlSource(kind="jsonl", files=(file,), record=record)
     cfg = run.cfg.data.model_copy(update={"sources": (source,), "packing": "none"})
     documents = open_source(source, split="all")
+    # All that values depend on; a resumed file with other settings is refused.
     said = [file, record.model_dump(), documents.identity(), model, top]
     settings = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     done = ResumableFile(out, settings)
     left = [index for index in range(len(documents)) if (index, 0) not in done.lines]
     step = Step(run, params, batch_size, top)
     with progress(len(documents), "scoring", "records", len(done.lines)) as shown:
+        # Sorted by length, rows of a batch need little padding. Only 64 batches at a time, so that
+        # memory is bounded and a killed call loses little.
         for begin in range(0, len(left), batch_size * AT_ONCE):
             part = left[begin : begin + batch_size * AT_ONCE]
             read = {index: _read(documents, index, cfg, run, record) for index in part}
@@ -68,6 +71,8 @@ def score_records(
                 for (index, i), values in zip(batch, step(segments), strict=True):
                     name = NAMES[record.kind][i]
                     found[index] |= {_key(key, name): value for key, value in values.items()}
+                    # A record's segments may lie in different batches; it is written once all are
+                    # there.
                     if len(found[index]) == len(values) * len(read[index][1]):
                         done.append((index, 0), {**read[index][0], **found[index]})
                         shown.update()
@@ -85,6 +90,7 @@ def _read(
     documents: "Documents", index: int, cfg: DataConfig, run: "Run", record: Record
 ) -> tuple[Mapping[str, Any], list[Segment]]:
     """Read a record and its segments. DataError for several answers in rows of their own."""
+    # A reward is read at the end of a segment.
     fields = {"ends": None} if run.cfg.decoder.head.scores else {}
     units = units_of(documents, index, cfg, fields)  # type: ignore[arg-type]
     if len(units) != 1:
@@ -111,6 +117,7 @@ class Step:
 
         rules, shape = run.cfg.mesh.rules, run.mesh.shape
         over, pieces = parts(rules["batch"], shape), parts(rules["seq"], shape)
+        # One height for all batches and a few widths: few programs.
         self._height = -(-batch_size // over) * over
         self._multiple = math.lcm(ROUND, 2 * pieces)
         self._everywhere = NamedSharding(run.mesh, PartitionSpec())
@@ -150,6 +157,7 @@ class Step:
             if self._top:
                 tokens = made["top_tokens"][i, :size].tolist()
                 logps = made["top_logprobs"][i, :size]
+                # The first token has none before it; so lists are as long as the tokens.
                 nothing = [[0] * self._top]
                 values["top_tokens"] = nothing + tokens
                 values["top_logprobs"] = nothing + [list(map(_brief, row)) for row in logps]
@@ -178,6 +186,7 @@ def _computed(run: "Run", top: int) -> Any:
         logps_BT = jnp.where(batch["mask"] > 0, log_probs(model, normed_BTD, batch["targets"]), 0)
         made = {"sum": logps_BT.sum(axis=1)}
         if top:
+            # Block by block, so that logits [B, T, V] are never whole.
             found = map_blocks([model], likeliest, [natural(normed_BTD)])
             made["top_tokens"], made["top_logprobs"] = found
         return made
@@ -187,4 +196,5 @@ def _computed(run: "Run", top: int) -> Any:
 
 def _brief(value: Any) -> float:
     """Return a float32 in the 9 digits that identify it."""
+    # Half of the digits that a float64 of the same number would be written with.
     return float(f"{float(value):.9g}")

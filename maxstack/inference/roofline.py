@@ -1,5 +1,11 @@
 """Roofline of a step of inference: a bound on its speed by the bytes that a device reads, the FLOPs
-it computes and the bytes it receives. Computed from shapes; the hardware need not be here."""
+it computes and the bytes it receives. Computed from shapes; the hardware need not be here.
+
+A step takes at least the longest of three times, which are assumed to overlap: reading weights and
+cache from memory, the matmuls of its tokens, and receiving the shards of weights that other devices
+keep (Williams et al. 2009). Few tokens leave experts unread, so their weights count by the chance
+that some token chooses them.
+"""
 
 import collections
 import dataclasses
@@ -43,6 +49,7 @@ class DeviceWeight(NamedTuple):
     def needed(self, rows: int) -> float:
         """Bytes that `rows` rows of each replica need on average, of experts that are chosen evenly
         and independently."""
+        # The chance that a token passes an expert by, to the power of the tokens, is that all do.
         return self.read * (1 - (1 - self.chosen) ** (rows * self.spread))
 
 
@@ -82,6 +89,8 @@ class Device:
 
     def compute(self, flops: float) -> float:
         """Return the seconds of matmuls for a token with so many FLOPs."""
+        # Only the matmuls of quantized weights are faster; attention and the rest run in the
+        # model's dtype.
         low = sum(each / self.chip.flops(dtype) for dtype, each in self.low.items())
         rest = max(0.0, flops - sum(self.low.values()))
         return self.share * (low + rest / self.chip.flops(self.dtype))
@@ -109,6 +118,7 @@ class Device:
             if (number := parts(each.gathered, self.sizes)) > 1:
                 over = self.link(each.gathered)
                 if over.bandwidth:
+                    # One part of `number` lies on the device itself.
                     received = each.read * (number - 1) / number
                     seconds[over.kind] += received / over.bandwidth
         limit = max(seconds, key=lambda kind: seconds[kind])
@@ -136,12 +146,16 @@ def weights_on_device(cfg: "Config", sizes: Mapping[str, int]) -> list[DeviceWei
             (m for key, m in rewrite.matches.items() if f"{path}/".startswith(f"{key}/")), None
         )
         use = match.spec.use if match else param.get_metadata().get("use")
+        # The types that `programs.prepare_weights` keeps.
         cast = use and path in original
         size = leaf.size * (width if cast else leaf.dtype.itemsize)
         axes = mesh_axes(info[path].axes, rules)
         kept = size / parts(axes, sizes)
+        # Experts stay where they are and tokens travel to them; all other shards over the axes of
+        # the batch are gathered.
         over = [axis for axis in names(rules["expert"]) if use == "experts" and axis in axes]
         gathered = tuple(axis for axis in axes if axis in batch and axis not in over)
+        # A step looks a few rows of an embedding up, unless the head multiplies by all of it.
         unread = use == "rows" and not cfg.decoder.head.tied
         unread |= path.startswith("mtp/") and not cfg.serve.modules
         read = 0.0 if unread or "per_layer_embed" in path else kept * parts(gathered, sizes)
@@ -160,6 +174,8 @@ def forward_flops(cfg: "Config", start: int, end: int) -> float:
     def total(length: int) -> float:
         counts = components(cfg.model, length) if length else {}
         each = sum(count.causal for name, count in counts.items() if name != "further tokens")
-        return length * each / 3  # training's, of which a third is forward
+        # FLOPs of training: a third is forward, two thirds are the two products of the backward.
+        return length * each / 3
 
+    # The difference of two whole texts, because attention costs more the later a token stands.
     return (total(end) - total(start)) / (end - start)

@@ -1,5 +1,9 @@
-"""Scores: the log-probability of every token of texts under a model. Shapes: B rows  T time
-V vocab."""
+"""Scores: the log-probability of every token of texts under a model.
+
+Rows are padded to a multiple of 32 tokens and batches to a fixed number of rows, so that few shapes
+are compiled; padding has a segment of its own and is masked. Position t scores token t given those
+before it. Shapes: B rows  T time  V vocab.
+"""
 
 import dataclasses
 import math
@@ -71,6 +75,7 @@ def read_tokens(file: str, vocab: int) -> Rows:
             f"{file}: row {row}, position {position}: token {tokens[row, position]} is outside "
             f"the model's vocabulary of {vocab}"
         )
+    # Whatever the padding held, it is a valid token now.
     return _check_rows(file, np.where(real, tokens, 0), lengths)
 
 
@@ -132,6 +137,8 @@ def score(
     shape = (*rows.tokens.shape, run.cfg.decoder.vocab)
     with storage.replacing(out) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
         if logits:
+            # Written as it is computed, because [B, T, V] may not fit in memory. zip64, because a
+            # member may pass 4 GiB.
             with archive.open("logits.npy", "w", force_zip64=True) as file:
                 header = {"descr": "<f4", "fortran_order": False, "shape": shape}
                 np.lib.format.write_array_header_1_0(file, header)  # type: ignore[arg-type]
@@ -164,6 +171,7 @@ def logprobs_of(
     everywhere = NamedSharding(run.mesh, PartitionSpec())
     rules, shape = run.cfg.mesh.rules, run.mesh.shape
     over, pieces = parts(rules["batch"], shape), parts(rules["seq"], shape)
+    # A ring over `seq` cuts each row in two pieces for each device.
     height, multiple = -(-batch_size // over) * over, math.lcm(ROUND, 2 * pieces)
     count, length = rows.tokens.shape
     logprobs = np.zeros((count, length), np.float32)
@@ -171,8 +179,10 @@ def logprobs_of(
         range(0, count, batch_size), desc="scoring", unit=" batches", disable=None
     ):
         lengths = rows.lengths[begin : begin + batch_size]
+        # Two tokens at least, so that there is one to score.
         width = -(-max(2, lengths.max()) // multiple) * multiple
         real, used = len(lengths), min(width, length)
+        # The last batch is padded to full height too: another shape would be another program.
         tokens = np.zeros((height, width), np.int32)
         tokens[:real, :used] = rows.tokens[begin : begin + real, :used]
         batch = jax.device_put((tokens, np.pad(lengths, (0, height - real))), everywhere)
@@ -187,6 +197,7 @@ def logprobs_of(
 
 def mean_loss(logprobs: np.ndarray, rows: Rows) -> float:
     """Return the mean negative log-likelihood of the scored tokens, in nats."""
+    # float64: a sum of millions in float32 loses digits.
     return -float(logprobs.sum(dtype=np.float64)) / rows.scored
 
 
@@ -216,6 +227,7 @@ def make_scorer(run: "Run", logits: bool) -> Any:
     def step(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> dict[str, jax.Array]:
         batch, real_BT = text_batch(tokens_BT, lengths_B)
         model = nnx.merge(run.graph, nnx.State(params))
+        # Quantization errors are counted at real tokens alone.
         with run.weights.rewrite.count_only(real_BT):
             logits_BTV = model.logits(model.hidden(batch))
         nll_BT, _ = cross_entropy(logits_BTV[:, :-1], tokens_BT[:, 1:])

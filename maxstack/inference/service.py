@@ -1,4 +1,12 @@
-"""The engine in a thread of its own, for callers on an event loop."""
+"""The engine in a thread of its own, for callers on an event loop.
+
+The engine is not safe to call from several threads, so the event loop only queues commands (add,
+abort), which the engine's thread runs between steps, in their order. After each step the thread
+hands all progress to the event loop in one call, which puts it into the queues of the `Answers`.
+What is open is counted on the event loop alone, and what runs in the engine's thread alone, so no
+lock guards either; a request that ended on one side may get one more event from the other, which is
+dropped. An engine that fails ends every request and takes no more.
+"""
 
 import asyncio
 import collections
@@ -103,14 +111,17 @@ class Service:
         self._open_of: collections.Counter[str] = collections.Counter()
         self._idle = asyncio.Event()
         self._idle.set()
+        # Guards `_commands` and `_stopped`, which both threads use.
         self._changed = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._stopped = False
         self._requests: dict[int, _Pending] = {}
+        # A daemon, because a step that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def warm(self) -> None:
         """Compile the programs that most requests need. Call it before `start`."""
+        # Each compiles another program: choices alone, log-probabilities, adjusted logits.
         for sampling in (Sampling(), Sampling(logprobs=1), Sampling(presence_penalty=1)):
             self.engine.add([0], dataclasses.replace(sampling, max_tokens=2))
             while self.engine.busy:
@@ -124,8 +135,10 @@ class Service:
     async def submit(self, requests: Sequence[EngineRequest], client: str = "") -> Answers:
         """Queue requests of a client, all or none. DataError for a prompt that cannot be answered,
         Full, Closed, Failed."""
+        # Checking a long prompt takes a pass over its tokens, too long for the event loop.
         answers = await asyncio.to_thread(self._answers, requests, client)
         self.check(len(requests), client)
+        # No await since `check`, so no other request takes the room in between.
         self._open.update(answers.requests)
         self._open_of[client] += len(requests)
         self._idle.clear()
@@ -135,6 +148,7 @@ class Service:
 
     def _answers(self, requests: Sequence[EngineRequest], client: str) -> Answers:
         """Check the prompts, outside the event loop; n answers share one."""
+        # By identity: comparing long prompts would cost as much as checking them again.
         for prompt in {id(each.prompt): each.prompt for each in requests}.values():
             self.engine.check(prompt)
         return Answers(self, requests, client)
@@ -152,6 +166,7 @@ class Service:
                 f"{count} answers are asked for at once, and serve.max_waiting lets {most} of one "
                 "client run and wait; ask for fewer, or raise serve.max_waiting"
             )
+        # Refuse at once rather than queue without bound: a client learns that it should wait.
         if len(self._open) + count > self.capacity:
             raise Full(
                 f"{len(self._open)} requests run and wait, of {self.capacity} that may; try later"
@@ -180,6 +195,7 @@ class Service:
         with self._changed:
             self._stopped = True
             self._changed.notify()
+        # Waiting for a thread would block the event loop, which must still deliver.
         await asyncio.to_thread(self._thread.join, STOP_SECONDS)
         self._fail(Closed("the server is shutting down"))
 
@@ -203,6 +219,7 @@ class Service:
     def _deliver(self, outputs: Sequence[tuple[_Pending, Output | Exception]]) -> None:
         now = time.monotonic()
         for request, output in outputs:
+            # The engine may have computed a step before it ran the abort.
             if request.ended:
                 continue
             request.answers.events.put_nowait((request.index, output))
@@ -224,6 +241,7 @@ class Service:
         request.latest = now
 
     def _fail(self, error: Exception) -> None:
+        # A copy, because `_end` takes requests out of the set.
         self._deliver([(request, error) for request in [*self._open]])
 
     # The methods below run in the engine's thread.
@@ -235,7 +253,9 @@ class Service:
                 outputs = self.engine.step()
                 self._note_begun(began, outputs)
                 delivered = [self._take(output) for output in outputs]
+                # One call for a step, not one for a token: each wakes the event loop.
                 self._loop.call_soon_threadsafe(self._deliver, delivered)
+        # Whatever it was, the engine's state is unknown now, so every request ends with it.
         except BaseException as error:
             log.exception("the engine failed")
             self.failure = error
@@ -247,6 +267,7 @@ class Service:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped or self._commands or self.engine.busy)
                 commands, self._commands = self._commands, []
+            # Without the lock, which the event loop takes to queue more.
             for command in commands:
                 command()
             if self.engine.busy:
@@ -266,6 +287,7 @@ class Service:
 
     def _note_begun(self, began: float, outputs: Sequence[Output]) -> None:
         """Observe how long the requests waited that started with the last step."""
+        # With those that ended in their first step, which run no more.
         running = {sequence.number for sequence in self.engine.scheduler.running}
         for number in running.union(output.request for output in outputs):
             request = self._requests[number]
@@ -287,4 +309,5 @@ class Service:
 
 def _share(count: int) -> int:
     """Return how many of `count` requests one client may have."""
+    # Rounded up, so that the last free place can be had.
     return -(-3 * count // 4)

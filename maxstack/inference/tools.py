@@ -63,6 +63,7 @@ def guess_format(template: str) -> str | None:
     }
     others = "<function=", "<arg_key>", "[ARGS]"
     names = [name for name, found in shown.items() if found]
+    # A wrong guess would swallow text as calls, so refuse to guess where anything is unclear.
     if len(names) != 1 or any(other in template for other in others):
         return None
     return names[0]
@@ -76,6 +77,7 @@ def marker_tokens(tokenizer: Tokenizer, form: ToolFormat) -> set[int]:
 
 def read_calls(form: ToolFormat, text: str) -> list[ToolCall]:
     """Return the calls in the text of a whole answer, with the same ids each time."""
+    # A fixed seed: the ids of a text that is read again must be equal.
     stream = ToolStream(form, random.Random(0))
     return [*stream.feed(text)[1], *stream.flush()[1]]
 
@@ -91,6 +93,7 @@ class ToolStream:
 
     def __init__(self, form: ToolFormat, source: random.Random, bare: bool = False):
         self._form, self._source = form, source
+        # JSON that begins otherwise is no call in this format.
         self._opening = "[" if form.many else "{"
         self._bare = bare or form.bare
         self._called = False
@@ -114,10 +117,12 @@ class ToolStream:
         calls: list[ToolCall] = []
         while True:
             before, at = self._mark()
+            # What began like a call and is none becomes content up to its end, mark and all.
             end, new = self._read(at, last) if at is not None else (None, [])
             certain = before if end is None or new else end
             content += self._held[:certain]
             self._held = self._held[certain if end is None else end :]
+            # Bare JSON is a call only at the start of an answer: content was before.
             self._bare &= not certain
             if end is None:
                 return content, calls
@@ -130,6 +135,7 @@ class ToolStream:
         """Return the end of the content before a possible call, and the start of its JSON; None
         where no call has begun."""
         held, begin = self._held, self._form.begin
+        # Llama 3 separates bare calls by `;`.
         blanks = _BLANKS + ";" if self._called else _BLANKS
         if self._bare:
             start = len(held) - len(held.lstrip(blanks))
@@ -138,6 +144,7 @@ class ToolStream:
         start = held.find(begin)
         if start >= 0:
             return len(held[:start].rstrip(_BLANKS)), start + len(begin)
+        # Hold back what may be the beginning of the mark.
         partial = [size for size in range(1, len(begin)) if held.endswith(begin[:size])]
         certain = held[: len(held) - max(partial, default=0)]
         return len(certain.rstrip(blanks if self._bare else _BLANKS)), None
@@ -150,6 +157,8 @@ class ToolStream:
         if not text:
             return None, []
         key = _FIRST_KEY.match(text)
+        # The first key tells early that JSON is no call, or a whole answer of JSON would be held
+        # back.
         if text[0] != self._opening or key and key[1] not in _CALL_KEYS:
             return start + 1, []
         size = self._extent.end(text)
@@ -160,6 +169,7 @@ class ToolStream:
             rest = self._held[end:].lstrip(_BLANKS)
             if rest.startswith(closing):
                 end = len(self._held) - len(rest) + len(closing)
+            # The end mark may still be arriving.
             elif closing.startswith(rest) and not last:
                 return None, []
             elif rest:
@@ -168,6 +178,7 @@ class ToolStream:
 
     def _calls(self, text: str) -> list[ToolCall]:
         try:
+            # The bounded parser: the text is written by a model, which a client steers.
             value = parse(text.encode(), "call")
         except DataError:
             return []
@@ -193,6 +204,7 @@ class _Extent:
         """Return its size; None if it is not complete."""
         if self._at and not self._depth:
             return self._at
+        # Goes on where the last search ended, so the JSON of a long call is searched once.
         for mark in _MARKS.finditer(text, self._at):
             self._at = mark.end()
             if mark[0] == '"':
@@ -203,6 +215,7 @@ class _Extent:
                 self._depth -= 1
                 if not self._depth:
                     return self._at
+        # A backslash at the end may escape a quote that has not arrived yet.
         self._at = max(self._at, len(text) - text.endswith("\\"))
         return None
 
@@ -226,6 +239,7 @@ def required_schema(
             continue
         parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
         for key, value in parameters.pop("$defs", {}).items():
+            # All tools share one schema, whose $defs are at its top.
             if shared.setdefault(key, value) != value:
                 raise DataError(
                     f"tools: $defs/{key} of {quoted(function['name'])} differs from another tool's;"
