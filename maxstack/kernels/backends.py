@@ -95,6 +95,7 @@ class Backend:
 
     def supports(self, case: Any) -> str | None:
         """Why this backend cannot serve `case`; None if it can."""
+        # Before anything that imports the module.
         if case.device.platform not in self.platforms:
             return f"runs on {' and '.join(self.platforms)}, and this is a {case.device.platform}"
         if self.refuses and (reason := self.refuses(case)):
@@ -139,6 +140,7 @@ class Op:
                 f"{where}: no backend {asked}{did_you_mean(asked, self.names)}; there "
                 f"are auto, {', '.join(self.names)}"
             )
+        # All are asked, also after one that serves, since `maxstack kernels` prints every reason.
         refusals = {backend.name: backend.supports(case) for backend in self.backends}
         serving = [name for name, reason in refusals.items() if reason is None]
         if asked != "auto" and asked not in serving:

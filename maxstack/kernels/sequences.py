@@ -65,6 +65,8 @@ def _reorder(x_BT: jax.Array, back: bool) -> jax.Array:
     if context_kind() != "ring":
         return x_BT
     parts = sharding.size_of(*axes)
+    # i and 2C-1-i differ in parity: every device holds one even and one odd chunk, so two
+    # permutations move them all.
     holder = {chunk: i // 2 for i, chunk in enumerate(zigzag(parts))}
     even = [(part, holder[2 * part]) for part in range(parts)]
     odd = [(part, holder[2 * part + 1]) for part in range(parts)]
@@ -74,6 +76,7 @@ def _reorder(x_BT: jax.Array, back: bool) -> jax.Array:
 
     def local(x_BT: jax.Array) -> jax.Array:
         first, second = jnp.split(x_BT, 2, axis=1)
+        # A device's earlier chunk is number i, so the even one comes first where i is even.
         swap = jax.lax.axis_index(axes) % 2 == 1
 
         def in_order(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -124,6 +127,7 @@ def head_axes(heads: int, kv: int) -> tuple[RuleAxes, RuleAxes, Axes]:
     if heads == kv:
         of_kv = of_heads
     outer = names(of_kv)
+    # A device's kv heads are those of its query heads only if their axes begin alike.
     if names(of_heads)[: len(outer)] != outer:
         of_kv, outer = None, ()
     return of_heads, of_kv, sharding.split(names(of_heads)[len(outer) :])

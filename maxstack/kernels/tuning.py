@@ -62,6 +62,7 @@ def rows(path: str | Path) -> list[Mapping[str, Any]]:
     """Read the rows of a table at a path or URL; none where there is no file. ConfigError for
     anything but a table."""
     try:
+        # The stamp is part of the cache's key, so a table that `tune` rewrote is read again.
         return _read(str(path), *storage.stamp(str(path)))
     except FileNotFoundError:
         return []

@@ -94,6 +94,7 @@ def _match_numbers(
     if not request.chunk:
         return same
     if positions_BT is None or key_positions is None:
+        # Counting from the start of a device's part would begin a new chunk there.
         assert not sequences.sequence_axes(), "parts of a sequence cannot count its positions"
         assert keys is None and not request.offset, "keys of their own come with positions"
         positions_BT = key_positions = _positions(segments_BT, queries)
@@ -116,5 +117,6 @@ def _positions(segments_BT: jax.Array | None, t: int) -> jax.Array:
     index = jnp.arange(t)[None]
     if segments_BT is None:
         return index
+    # The first position begins a document whatever its number: it is compared with another one.
     new_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
     return index - jax.lax.cummax(jnp.where(new_BT, index, 0), axis=1)

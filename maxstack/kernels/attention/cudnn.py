@@ -114,6 +114,7 @@ def run(inputs: Inputs, request: Request, blocks: Mapping[str, int] | None = Non
     assert sinks_N is None and not same and not request.soft_cap and not request.chunk
     assert request.causal or not request.window, "supports refuses these"
     window = (
+        # A window as long as the sequence hides nothing.
         (request.window - 1, 0) if request.window and request.window < k_BSKH.shape[1] else None
     )
     return jax.nn.dot_product_attention(

@@ -92,6 +92,7 @@ def run(
 def _forward(inputs: Inputs, call: Call) -> tuple[jax.Array, jax.Array]:
     o_BTNV, log_BNT = forward(call, [*_arrays(inputs, call), *_numbers(inputs, call)])
     if inputs.sinks_N is not None:
+        # A sink only scales what the other keys give, so the kernels know nothing of sinks.
         sinks_N1 = inputs.sinks_N.astype(jnp.float32)[:, None] * LOG2E
         with_sinks_BNT = jnp.logaddexp2(log_BNT, sinks_N1)
         share_BNT = jnp.exp2(log_BNT - with_sinks_BNT)
@@ -105,7 +106,9 @@ def _backward(
     call: Call, inputs: Inputs, log_BNT: jax.Array, mean_BNT: jax.Array, do_BTNV: jax.Array
 ) -> list[jax.Array]:
     t, s = inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1]
+    # exp2(score - inf) is 0, so queries that see nothing have no gradient; -inf would give NaN.
     seen_BNT = jnp.where(log_BNT == -jnp.inf, jnp.inf, log_BNT)
+    # Padded queries have do = 0 and delta = 0, so they add nothing to dk and dv.
     rows = [_padded(do_BTNV.astype(call.dtype), call.queries, 1)]
     rows += [_padded(x, call.queries, 2) for x in (seen_BNT, mean_BNT)]
     operands = [*_arrays(inputs, call), *rows, *_numbers(inputs, call)]
@@ -164,6 +167,8 @@ def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
 
     @pl.when(warpgroup < COMPUTE)
     def compute() -> None:
+        # 2 x 232 + 40 registers a thread, for 128 threads each, fit into the 65,536 of a
+        # multiprocessor.
         plgpu.set_max_registers(232, action="increase")
         first = start + warpgroup * ROWS
         here, log_tile = pl.ds(first, ROWS), scratch["logs"][0].at[warpgroup]
@@ -174,7 +179,9 @@ def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
         gathered, highest, total = parts.walk(
             call, call.keys_of(first, ROWS, call.forward_keys), block, visit, nothing
         )
+        # The output is divided once, after all keys; a query that sees none gives zeros.
         inverse = jnp.where(total > 0, 1 / total, 0.0)
+        # The query has been read for the last time, so its buffer takes the output.
         query_tile[...] = (gathered * lax.broadcast_in_dim(inverse, gathered.shape, [0])).astype(
             call.dtype
         )
@@ -204,6 +211,7 @@ def _visit(
     (key_tile, *numbers), done = keys.take(tile - lo)
     s = call.product(query_tile, key_tile, transpose=True)
     others = call.columns(numbers)
+    # The slot is free before the softmax, so that the loader refills it meanwhile.
     done()
     s, _ = call.scores(s)
     s = call.hide(s, masked, first, tile * call.forward_keys, own, others)

@@ -35,6 +35,8 @@ def of_keys(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.A
     scratch = {
         "own": parts.own_tiles(matrix, matrix),
         "queries": Ring.scratch(call.stages, *steps),
+        # A ring of its own: a step is done with the output's gradient before it is with the
+        # queries.
         "gradients": Ring.scratch(call.stages, matrix, vector),
     }
     tiles, name = (call.kv_heads, call.keys // BLOCK), "attention_backward_keys"
@@ -83,12 +85,15 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
                 queries,
                 gradients,
                 first,
+                # Steps count on from head to head, as the loader's do, since they number the ring's
+                # slots.
                 lambda tile: group * (end - lo) + tile - lo,
             )
             return parts.walk(call, bounds, block, visit, carry)
 
         nothing = call.full((ROWS, call.dim), 0)
         of_k, of_v = lax.fori_loop(0, call.groups, of_head, (nothing, nothing))
+        # The scale is multiplied in once, after the sum, and in float32.
         key_tile[...] = (of_k * call.request.scale).astype(call.dtype)
         value_tile[...] = of_v.astype(call.dtype)
         parts.store((key_tile, dk.at[row, here, head]), (value_tile, dv.at[row, here, head]))
@@ -139,6 +144,7 @@ def _visit_queries(
     (query_tile, *vectors), done_queries = queries.take(step_of(tile))
     log, *numbers = call.columns(vectors)
     s, slope = call.scores(call.product(key_tile, query_tile, transpose=True))
+    # Keys are rows, so that dk and dv are products of a score matrix as it lies in registers.
     s = call.hide(s, masked, tile * STEP, first, own, numbers, keys_are_rows=True)
     p = jnp.exp2(s - lax.broadcast_in_dim(log, s.shape, [1]))
     (gradient_tile, delta_vector), done_gradients = gradients.take(step_of(tile))
@@ -157,6 +163,7 @@ def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
     q, k, v, do, log, delta, *numbers, dq = refs
     mine, theirs = numbers[: call.numbered], numbers[call.numbered :]
     head, row, warpgroup = parts.axes()
+    # The last queries have the most keys, and go first.
     start = (call.queries // BLOCK - 1 - lax.axis_index("tile")) * BLOCK
     block = call.keys_of(start, BLOCK, STEP)
     keys, values = (Ring(scratch[name], call.stages) for name in ("keys", "values"))

@@ -89,6 +89,7 @@ class Call:
         )
         first = start - request.offset
         lo, whole, cut, end = _bounds(first, rows, low, high, self.queries, block)
+        # A tile that holds padded keys needs a mask for every query.
         if self.real_keys < self.keys:
             whole = jnp.where(start + rows > self.real_keys, end, whole)
         return _ordered(lo, whole, cut, end)
@@ -111,6 +112,7 @@ class Call:
     ) -> jax.Array:
         """Scores with -inf where a query does not see a key. `query`, `key`: indices of the tile's
         first ones, compared if `masked`; `own`, `others`: numbers of its rows and columns."""
+        # Positions are compared in tiles on the edge alone; numbers of documents in every tile.
         if masked:
             rows, columns = (
                 plgpu.broadcasted_iota(
@@ -136,7 +138,9 @@ class Call:
         """q.k -> (scores times log2 e, slope of the soft cap)."""
         scale, cap = self.request.scale, self.request.soft_cap
         if cap is None:
+            # log2 e is part of the scale, so that the softmax takes exp2.
             return s * (scale * LOG2E), None
+        # tanh by the same exp2.
         t = 1 - 2 / (1 + jnp.exp2(s * (2 * LOG2E * scale / cap)))
         return t * (cap * LOG2E), 1 - t * t
 
@@ -170,6 +174,7 @@ class Call:
         """A vector for the rows or the columns of tiles."""
         if self.interpret:
             return ref[...]
+        # Versions of jax differ in whether `load` takes an index.
         index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
         return plgpu.load(ref, *index, layout=layout, optimized=not device_memory)
 
@@ -208,6 +213,7 @@ def _ordered(first: Index, whole: Index, broken: Index, last: Index) -> Bounds:
 
 def _over(x: Index, block: int) -> Index:
     """x // block, and 0 for negative x."""
+    # lax.div rounds towards zero, which is // for what is not negative alone.
     return lax.div(jnp.maximum(x, 0), jnp.int32(block))
 
 
@@ -222,6 +228,7 @@ class Ring:
     @staticmethod
     def scratch(stages: int, *shapes: Any) -> Any:
         """Shared memory and barriers of a ring of arrays of each (shape, dtype)."""
+        # Each copy arrives once at `full`, each computing warpgroup once at `free`.
         full = plgpu.Barrier(num_arrivals=len(shapes), num_barriers=stages)
         free = plgpu.Barrier(num_arrivals=COMPUTE, num_barriers=stages)
         return buffers(stages, *shapes), (full, free)
@@ -230,6 +237,7 @@ class Ring:
         """Starts the copies of a step, once its slot is free."""
         slot = lax.rem(step, jnp.int32(self.stages))
 
+        # In the first round the slots are empty, and no reader would arrive.
         @pl.when(step >= self.stages)
         def _() -> None:
             plgpu.barrier_wait(self.free.at[slot])
@@ -280,6 +288,8 @@ def walk(
 ) -> Any:
     """`visit(masked, tile, carry)` over the tiles of the `block` of threads, with masks only where
     the warpgroup's `own` rows need one."""
+    # Both warpgroups visit all tiles of the block, also those that their own rows do not see: a
+    # slot is free only when both have arrived.
     lo, _, _, end = block
     whole, cut = (jnp.clip(bound, lo, end) for bound in own[1:3])
     if not call.bounded:
@@ -301,6 +311,7 @@ def fetch(call: Call, scratch: Any, warpgroup: Any, sources: Refs, numbers: Refs
     tiles, here = [x.at[warpgroup] for x in shared], arrived.at[warpgroup]
     for source, tile in zip(sources, tiles, strict=True):
         plgpu.copy_gmem_to_smem(source, tile, here)
+    # Loaded while the copies are under way.
     own = [call.load(x, OF_ROWS, device_memory=True) for x in numbers]
     plgpu.barrier_wait(here)
     return tiles, own

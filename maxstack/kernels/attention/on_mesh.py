@@ -29,15 +29,19 @@ def on_mesh(serve: Callable[..., jax.Array], request: Request, inputs: Inputs) -
 
     def local(inputs: Inputs) -> jax.Array:
         q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
+        # Where the mesh splits query heads further than kv heads, a device takes those of its
+        # queries.
         k_BSKH, v_BSKV = (
             sequences.kv_heads_of_queries(x, q_BTNH.shape[2], groups, inner)
             for x in (k_BSKH, v_BSKV)
         )
         if not ulysses:
             return serve(axes, Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, same))
+        # An all-to-all cuts heads into equal parts, and there may be fewer kv heads than devices.
         repeated = [sequences.repeat_kv_heads(x, axes) for x in (k_BSKH, v_BSKV)]
         q_BTNH, k_BSKH, v_BSKV = (sequences.to_heads(x, axes) for x in (q_BTNH, *repeated))
         sinks_N = None if sinks_N is None else sequences.slice_heads(sinks_N, axes)
+        # Each device has whole sequences of its heads, so it needs the numbers of all positions.
         same = jax.tree.map(lambda x_BT: sequences.gather_sequences(x_BT, axes), same)
         whole = Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
         return sequences.to_parts(serve((), whole), axes)

@@ -98,6 +98,7 @@ class AttentionCase:
             head_dim=q_BTNH.shape[3],
             value_dim=v_BSKV.shape[3],
             dtype=q_BTNH.dtype.name,
+            # Chunks are a pair of numbers of their own; one pair more means documents.
             packed=len(same) > (1 if request.chunk else 0),
             sinks=sinks_N is not None,
             device=device,
@@ -123,6 +124,7 @@ class AttentionCase:
             "head_dim": self.head_dim,
             "value_dim": self.value_dim,
             "groups": self.groups,
+            # A power of two, so that sizes measured for one length serve its neighbours.
             "span": 1 << (span - 1).bit_length(),
         }
 
@@ -168,11 +170,14 @@ def differentiable(
 
     def gradients(call: Any, saved: Any, do_BTNV: jax.Array) -> Any:
         inputs, o_BTNV, log_BNT = saved
+        # The sum over keys of p dp equals do . o, so the backward pass needs no walk of its own for
+        # it.
         products_BTNV = do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32)
         mean_BNT = products_BTNV.sum(axis=-1).swapaxes(1, 2)
         floats: list[Any] = [*backward(call, inputs, log_BNT, mean_BNT, do_BTNV), None]
         if inputs.sinks_N is not None:
             share_BNT = jnp.exp(inputs.sinks_N.astype(jnp.float32)[:, None] - log_BNT * unit)
+            # In plain XLA for every backend: none needs to know the gradient of a sink.
             floats[3] = -(share_BNT * mean_BNT).sum(axis=(0, 2))
         pairs = zip(floats, inputs[:4], strict=True)
         cast = [None if d is None else d.astype(x.dtype) for d, x in pairs]

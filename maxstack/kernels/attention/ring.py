@@ -39,6 +39,8 @@ def chunk_pairs(
     device `shift` != 0 before it on the ring: the two pairs whose keys are earlier, or all four
     without a causal mask."""
     if not causal:
+        # Every pair of chunks may have keys that are seen, so all devices have equal work without a
+        # choice.
         return [(0, 0), (0, 1), (1, 0), (1, 1)]
     # Keys of a later device: of its chunks, the second is earlier than the queries' second one.
     # An earlier device's first chunk is earlier than both.
@@ -51,9 +53,14 @@ def routes(parts: int, chunk: int, window: int | None) -> list[tuple[int, int]]:
     as a window reaches in both directions."""
     if window is None:
         return [(1, parts - 1)]
+    # The furthest key lies window - 1 positions back, so the first query of a chunk reaches so many
+    # chunks back.
     reach = (window - 2) // chunk + 1 if window > 1 else 0
+    # Two routes would then send no less than one whole round.
     if 2 * reach >= parts - 1:
         return [(1, parts - 1)] if reach else []
+    # In both directions: the chunk before i lies on the device before, but that before 2C-1-i on
+    # the device after.
     return [(1, reach), (-1, reach)] if reach else []
 
 
@@ -97,6 +104,8 @@ class Ring:
                     for mine, theirs in chunk_pairs(self.parts, self.device, shift, causal)
                 ]
                 starts, firsts = (jnp.concatenate(x) for x in zip(*pairs, strict=True))
+                # All keys of these pairs are earlier than the queries, so only a window needs a
+                # mask.
                 tiles.append(Tiles(starts, firsts, rows[2], keys[2], bool(window), not window))
         return tiles
 
@@ -135,10 +144,12 @@ class Ring:
 
             def step(carry: Any, shift: Step, direction: int = direction) -> tuple[Any, None]:
                 state, kv, cargo = carry
+                # Both leave before the visit, so that they travel during its work.
                 onward, cargo = self.send(kv, direction), self.send(cargo, direction)
                 state, added = visit(state, kv, shift)
                 return (state, onward, _sum(cargo, added)), None
 
+            # The last stop is outside of the scan, since its keys go no further.
             if steps > 1:
                 shifts = direction * jnp.arange(1, steps)
                 (state, kv, added), _ = jax.lax.scan(step, (state, kv, empty), shifts)
@@ -156,6 +167,7 @@ def _ring(inputs: Inputs, call: Call) -> Ring:
         jax.lax.axis_index(axes),
         inputs.q_BTNH.shape[1] // 2,
         request,
+        # Gathered once instead of sent around: they are one integer a position.
         tuple(gather_sequences(x, axes) for x in inputs.same),
     )
 
@@ -184,7 +196,14 @@ def _backward(
 
     def visit(dq: jax.Array, kv: Keys, shift: Step) -> Gradients:
         return blocks.add_gradients(
-            (dq, none), queries, kv, ring.numbers(shift), ring.remote_tiles(shift), ring.request
+            # The gradients of these keys start at zero here; `circulate` adds them to those of
+            # other devices.
+            (dq, none),
+            queries,
+            kv,
+            ring.numbers(shift),
+            ring.remote_tiles(shift),
+            ring.request,
         )
 
     dq, of_own = blocks.add_gradients(

@@ -76,6 +76,7 @@ def run(
     b, t, n, _ = q_BTNH.shape
     s = k_BSKH.shape[1]
     sizes = tuple((_default(t, s) | dict(blocks or {})).items())
+    # Splash has no scale: q is multiplied by it, and requests that differ in it share their tables.
     attend = _kernel(dataclasses.replace(request, scale=1.0), n, t, s, sizes, interpret)
     scaled = (q_BTNH.astype(jnp.float32) * request.scale).astype(q_BTNH.dtype)
     q_BNTH, k_BKSH, v_BKSV = (x.swapaxes(1, 2) for x in (scaled, k_BSKH, v_BSKV))
@@ -86,6 +87,7 @@ def run(
     if same:
         of_q, of_k = (jnp.broadcast_to(x, (b, x.shape[1])) for x in same[0])
         numbers = kernels.SegmentIds(of_q, of_k)
+    # Splash attends in one row of a batch.
     rows = 0, 0, 0, numbers and 0, None
     return jax.vmap(attend, in_axes=rows)(q_BNTH, k_BKSH, v_BKSV, numbers, sinks).swapaxes(1, 2)
 
@@ -117,6 +119,7 @@ def _kernel(
     else:
         mask = masks.FullMask((t, s))
     q, k, q_dkv, k_dkv = dict(sizes).values()
+    # The tables outlive the trace that first asks for them, so they may not be tracers of it.
     with jax.ensure_compile_time_eval():
         made = kernels.make_splash_mha(
             masks.MultiHeadMask([mask] * heads),

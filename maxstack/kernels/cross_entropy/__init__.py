@@ -59,6 +59,7 @@ def linear_cross_entropy(
     layout = Layout.of(x_BTD.shape, vocab, kept) if sharding.current() else None
     rows = sharding.size_of(*layout.rows) if layout else 1
     columns = sharding.size_of(*layout.vocab) if layout else 1
+    # Sizes of one device, which are what its kernel is chosen by.
     case = CrossEntropyCase(
         request,
         targets_BT.size // rows,
@@ -71,6 +72,7 @@ def linear_cross_entropy(
     )
     choice = OP.choose(case, backend)
     arrays = x_BTD, targets_BT, weights_BT
+    # On a mesh rows stay [B, T], since those two dimensions may be split over different axes.
     if not layout:
         arrays = x_BTD.reshape(-1, embed), targets_BT.reshape(-1), weights_BT.reshape(-1)
     x, targets, weights = arrays

@@ -42,6 +42,8 @@ def forward_with_gradients(inputs: Inputs, call: Call) -> tuple[Scores, Gradient
     def step(x_RD: jax.Array, targets_R: jax.Array, weights_R: jax.Array) -> Any:
         logits_RV = scores(x_RD, inputs.head_DV, inputs.bias_V, call.request.soft_cap)
         nll_R, log_z_R = combine(statistics(logits_RV, targets_R), call.axes)
+        # Targets in other slices of the vocabulary lie before or after these columns, and match
+        # none.
         is_target_RV = jnp.arange(logits_RV.shape[1]) == targets_R[:, None]
         return (nll_R, log_z_R), gradient(
             logits_RV, is_target_RV, weights_R[:, None], log_z_R[:, None], call.request

@@ -38,11 +38,14 @@ class Layout:
     def of(cls, shape: tuple[int, ...], vocab: int, kept: str) -> "Layout":
         """The layout for x [B, T, D] and a head whose weight has the logical axes `kept`."""
         batch, seq, columns = (sharding.split(part) for part in sharding.here("batch seq vocab"))
+        # A vocabulary that does not divide is computed whole by every device.
         columns = columns if vocab % sharding.size_of(*columns) == 0 else ()
         parts = dict(zip(kept.split(), sharding.here(kept), strict=True))
         embed, own = sharding.split(parts["embed"]), sharding.split(parts["vocab"])
         more = own[len(columns) :] if own[: len(columns)] == columns else ()
         rows = {*batch, *seq}
+        # The head's gradient is summed and scattered along these axes at once, so they must split
+        # tokens.
         embed = embed if rows >= {*embed} and shape[2] % sharding.size_of(*embed) == 0 else ()
         more = more if rows >= {*more} and vocab % sharding.size_of(*columns, *more) == 0 else ()
         length = shape[1] // sharding.size_of(*seq)
@@ -77,6 +80,7 @@ class Layout:
         weights: jax.Array,
     ) -> Inputs:
         """The inputs of one device, its slice of the head gathered."""
+        # Cast first, so that the gather moves x's dtype.
         gathered = _gather(_gather(head.astype(x.dtype), self.embed, 0), self.columns, 1)
         first = jax.lax.axis_index(self.vocab) * gathered.shape[1] if self.vocab else 0
         rows, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1) - first

@@ -106,6 +106,7 @@ def _call(
     m, d = x_MD.shape
     v = head_DV.shape[1]
     tile = {**_tile(Device.here().kind), **call.blocks}
+    # Tiles are no larger than the problem, in whole sublanes (8) and lanes (128).
     rows = min(tile["tile_rows"], m + -m % 8)
     columns = min(tile["tile_columns"], v + -v % LANES)
     depth = _depth(d, tile["depth"])
@@ -136,6 +137,8 @@ def _call(
         ],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
+            # Tiles of rows are independent; statistics go from column to column, sums along the
+            # depth.
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=VECTOR_MEMORY,
         ),

@@ -12,8 +12,9 @@ from maxstack.kernels.cross_entropy.request import Call, CrossEntropyCase, Gradi
 from maxstack.kernels.cross_entropy.softmax import multiply
 
 BYTES = {"cpu": 8 << 20, "gpu": 1 << 30, "tpu": 512 << 20}
-"""Size of a block's float32 logits: on a CPU, what its cache holds; elsewhere, enough to make
-reading and writing the head's gradient once a block cheap."""
+"""Size of a block's float32 logits: on a CPU, what its cache holds (with 16 or 32 MiB, head and
+loss take 91 and not 94 ms of a step of 520); elsewhere, enough to make reading and writing the
+head's gradient once a block cheap."""
 LEAST, MOST = {"cpu": 256, "gpu": 1024, "tpu": 1024}, 8192
 
 
@@ -78,6 +79,7 @@ def _loop(
     most = call.blocks.get("rows") or rows_of(inputs.head_DV.shape[1], Device.here().platform)
     rows = arrays[0].shape[0]
     count = -(-rows // most)
+    # Blocks of equal size need less padding than full blocks and a remainder.
     size = -(-rows // count)
     size += -size % 8
 

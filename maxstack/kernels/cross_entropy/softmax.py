@@ -27,6 +27,7 @@ class Statistics(NamedTuple):
         """Running statistics after one logit for each element; `inside` is False for columns past
         the last one, None where there are none."""
         greater = logits > self.top
+        # One exponential serves both cases, since the greater of the two counts as 1.
         decay = jnp.exp(-jnp.abs(logits - self.top))
         total = jnp.where(greater, self.sum * decay + 1, self.sum + decay)
         if inside is not None:
@@ -87,6 +88,7 @@ def combine(part: Statistics, axes: tuple[str, ...]) -> tuple[jax.Array, jax.Arr
     slice is the whole vocabulary."""
     top_R, sum_R, picked_R = part
     if axes:
+        # One collective for all three statistics.
         tops, sums, picked = jnp.moveaxis(jax.lax.all_gather(jnp.stack(part), axes), 1, 0)
         top_R = tops.max(axis=0)
         sum_R, picked_R = (sums * jnp.exp(tops - top_R)).sum(axis=0), picked.sum(axis=0)
@@ -111,6 +113,7 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Arr
     over the mesh is not moved.
     """
     logits_BTV = logits_BTV.astype(jnp.float32)
+    # The maximum cancels in log Z, so its gradient is zero and need not be computed.
     top_BT = jax.lax.stop_gradient(logits_BTV.max(axis=-1))
     log_z_BT = top_BT + jnp.log(jnp.exp(logits_BTV - top_BT[:, :, None]).sum(axis=-1))
     is_target_BTV = jnp.arange(logits_BTV.shape[2]) == targets_BT[:, :, None]

