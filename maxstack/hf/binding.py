@@ -67,6 +67,8 @@ def bind(family: Family, model: StackConfig, shapes: Mapping[str, Shape]) -> lis
     for row in family.rows:
         for block in _blocks(row, family, model):
             bound += _of_block(row, block, shapes)
+    # A weight with leading dimensions (layers, experts) is whole only if every index of these came
+    # from one tensor.
     held: collections.Counter[str] = collections.Counter()
     wanted = dict.fromkeys(shapes, 1)
     for tensor in bound:
@@ -75,6 +77,7 @@ def bind(family: Family, model: StackConfig, shapes: Mapping[str, Shape]) -> lis
             if tensor.experts is not None:
                 dims += 1
             wanted[target.path] = math.prod(shapes[target.path][:dims])
+            # A copy must not count: it may be absent, and repeats what another tensor holds.
             if not tensor.row.copy:
                 held[target.path] += tensor.experts or 1
     for path, count in wanted.items():
@@ -94,8 +97,12 @@ def _of_block(row: Row, block: _Block, shapes: Mapping[str, Shape]) -> Iterator[
     absent = [
         path
         for path, part in zip(paths, row.parts, strict=True)
+        # A path with other dimensions is another kind of layer: a dense mlp/gate has none of
+        # experts.
         if len(shapes.get(path, ())) != skip + part.dims
     ]
+    # All absent: the row is of another kind of block. Some absent: the family cannot hold the
+    # model.
     if len(absent) == len(paths) or any(block.path + hint.path not in shapes for hint in row.hints):
         return
     if any(block.path + path in shapes for path in row.absent):
@@ -104,10 +111,12 @@ def _of_block(row: Row, block: _Block, shapes: Mapping[str, Shape]) -> Iterator[
         raise ValueError(
             f"{row.name} holds {', '.join(paths)}, but the model has no {', '.join(absent)}"
         )
+    # Hints have no dimension of experts; parts lose theirs.
     inner = {hint.path: shapes[block.path + hint.path][stacked:] for hint in row.hints}
     inner |= {part.path: shapes[block.path + part.path][skip:] for part in row.parts}
     count = shapes[paths[0]][stacked] if row.experts else None
     sizes = row.sizes(inner)
+    # A tensor for each expert, or one for all with the expert as its first index.
     each = range(count) if count is not None and not row.indexed else (None,)
     for expert in each:
         lead = block.lead if expert is None else (*block.lead, expert)
@@ -128,6 +137,7 @@ def _blocks(row: Row, family: Family, model: StackConfig) -> Iterator[_Block]:
     further = [family.further.format(first + i) for i in range(depth)]
     if "{further}" in row.name:
         for i, name in enumerate(further):
+            # A copy in such a module repeats the model's own embedding or head.
             yield _Block("" if row.copy else f"mtp/{i}/", (), name)
     elif "{layer}" not in row.name:
         yield _Block("", (), "")

@@ -62,6 +62,7 @@ class Every:
     def read(self, source: Source, layers: int) -> list[str]:
         step = source.get(self.of, self.default)
         listed = source.get(self.flags)
+        # An empty list of flags says nothing, an empty list of indices says none.
         if listed is None or (not listed and not self.indices):
             chosen = {*range(step - 1, layers, step)}
         elif self.indices:
@@ -73,6 +74,7 @@ class Every:
         return [self.name if i in chosen else self.others for i in range(layers)]
 
     def write(self, names: Names, sink: Sink) -> None:
+        # The list expresses any order; n would only express regular ones.
         flags = [int(name != self.name) for name in names]
         chosen = [i for i, flag in enumerate(flags) if not flag]
         sink.put(self.flags, chosen if self.indices else flags)
@@ -128,6 +130,7 @@ class Layers:
     def read(self, source: Source) -> dict[str, Any]:
         """Return the keys of a DecoderConfig that describe its layers."""
         layers = source.need(self.key)
+        # Checked here, before lists of that many names are made of it.
         if type(layers) is not int or not 0 < layers < 10_000:
             raise source.fail(self.key, "must be the number of layers")
         names = self.order.read(source, layers) if self.order else [*self.tables] * layers
@@ -148,16 +151,19 @@ class Layers:
 
 
 def find_pattern(names: Names, unrolled: int = 0) -> tuple[list[str], list[str]]:
-    """Return the (prefix, pattern) of these layers with the fewest compiled blocks: prefix, one
-    period, and the remainder."""
+    """Return the (prefix, pattern) of these layers with the fewest compiled blocks: those of the
+    prefix, of one period, and of the remainder after the last whole period."""
     layers = len(names)
     best = layers + 1, layers, 0
+    # The bounds keep the search short for models of thousands of layers.
     for first in range(unrolled, min(layers, unrolled + 64) + 1):
         for period in range(1, min(layers - first, 128) + 1):
+            # The cost only grows from here.
             if first + period >= best[0]:
                 break
             if all(names[i] == names[i - period] for i in range(first + period, layers)):
                 cost = first + period + (layers - first) % period
+                # Longer periods of this prefix cost more. Ties go to the shorter prefix.
                 best = min(best, (cost, first, period))
                 break
     _, first, period = best

@@ -78,11 +78,13 @@ class Family:
         source = Source({**self.defaults, **config}, where, mtp)
         inside = config.get("rope_parameters")
         for key in self.needed:
+            # The new spelling keeps rope_theta in rope_parameters.
             if not isinstance(inside, Mapping) or key not in inside:
                 source.need(key)
         model = table.read(self.model, source) | self.layers.read(source)
         if self.schema is DecoderConfig and scores(config):
             _check_labels(config, where)
+            # The head of a reward model is a matrix of its own, even over a tied embedding.
             model["head"] = {**model["head"], "scores": True, "tied": False}
         self._refuse(source, config)
         return {key: value for key, value in model.items() if value is not None}
@@ -100,6 +102,7 @@ class Family:
             sink |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         named = {"architectures": [architecture], "model_type": self.model_type}
         config = {**(named if self.model_type else {CLASS_NAME: architecture}), **sink}
+        # Modules of multi-token prediction are counted by their tensors, which do not exist yet.
         mtp = model.mtp_depth if self.further else 0
         again = canonical_form(self.schema.model_validate(self.read(config, architecture, mtp)))
         if different := sorted(_different(wanted, again, "")):
@@ -119,8 +122,11 @@ class Family:
         reasons = []
         for key, allowed in fixed.items():
             values = allowed if isinstance(allowed, tuple) else (allowed,)
+            # null means the same as absence here.
             if config.get(key) is not None and config[key] not in values:
                 reasons.append(f"{key}={quoted(config[key])} (supported: {quoted(allowed)})")
+        # An unknown key may be an argument of the arithmetic: passing it over gives another model
+        # in silence.
         unknown = config_checks.refused(config, known, source.where)
         if other := config_checks.other_class(config, self._classes):
             reasons.append(f"auto_map={quoted(other)} (supported: {self.architecture})")
@@ -159,6 +165,8 @@ def canonical_form(model: StackConfig) -> dict[str, Any]:
     for name in model.order:
         mixer = blocks[name]["mixer"]
         if mixer.get("share_kv"):
+            # Blocks have any name; what counts is the number of the layer that owns keys and
+            # values, the last one of that name before the sharing layers.
             owner = len(model.prefix) - 1 - model.prefix[::-1].index(mixer["share_kv"])
             layers.append(blocks[name] | {"mixer": mixer | {"share_kv": owner}})
         else:
@@ -177,6 +185,8 @@ def _without(mapping: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any
 
 
 def _block(block: dict[str, Any]) -> dict[str, Any]:
+    # `chunk` of attention limits what is seen; of the gated delta rule it only orders the same
+    # sums.
     speed = ["backend", "chunk"] if block["mixer"]["kind"] == "gated_delta" else ["backend"]
     mixer = _without(block["mixer"], speed)
     if mixer["kind"] == "attention":
@@ -196,6 +206,7 @@ def _mlp(mlp: dict[str, Any]) -> dict[str, Any]:
         return mlp
     router = _without(mlp["router"], ["balance_loss", "z_loss", "bias_update"])
     groups = router["groups"] or 1
+    # Choosing among all groups restricts nothing, however many there are.
     top_groups = router["top_groups"] or groups
     if top_groups < groups:
         router |= {"groups": groups, "top_groups": top_groups}
@@ -225,6 +236,7 @@ def of_config(config: Mapping[str, Any], families: Mapping[str, Family], where: 
     said = f"{where}: architectures={quoted(architectures)}, model_type={quoted(model_type)}"
     if not all(isinstance(name, str | None) for name in names):
         raise ConfigError(f"{said}: these are names, written as text")
+    # A reward model has the tables and rows of its language model.
     names = [name.replace(SCORING, CAUSAL) if name else name for name in names]
     named = [families[name] for name in names if name in families]
     if not named:
@@ -235,6 +247,8 @@ def of_config(config: Mapping[str, Any], families: Mapping[str, Family], where: 
         )
     if any(family is not named[0] for family in named):
         raise ConfigError(f"{said}: contradict each other; correct the one that is wrong")
+    # It was ignored once beside a known architecture, and a model of another kind was scored as
+    # Llama.
     if model_type not in (None, *families):
         raise ConfigError(
             f"{said}: model_type is of no family that is supported"

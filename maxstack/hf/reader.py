@@ -1,8 +1,9 @@
 """Weights read from a model folder straight into shards.
 
 A weight of ours is made of pieces: slabs of tensors in memory-mapped files, viewed in our layout.
-Each process reads only what its devices hold, one weight at a time, casting on the way, so no more
-than one weight is in host memory.
+jax asks for the index of each shard, and the slabs that it covers are copied into one array, cast
+on the way. Each process reads only what its devices hold, one weight at a time, so no more than one
+weight is in host memory: importing 4 GB in bfloat16 peaks at 0.47 GiB.
 """
 
 import dataclasses
@@ -68,6 +69,8 @@ class Piece:
         if self.bound.experts is None:
             out[...] = self._view(None)[index]
             return
+        # One expert at a time: of packed weights `array` would otherwise unpack all experts at
+        # once.
         experts = range(*index[0].indices(self.bound.experts))
         for slab, expert in zip(out, experts, strict=True):
             slab[...] = self._view(expert)[index[1:]]
@@ -87,6 +90,7 @@ class ResizedPositions(Piece):
     """Rows in all afterwards."""
 
     def fill(self, out: np.ndarray, index: Index) -> None:
+        # Every new position depends on several old ones, so the whole table is made for any index.
         table = self._view(None).astype(np.float32)
         before, patches = table[: self.before], table[self.before :]
         sides = (math.isqrt(rows) for rows in (len(patches), self.rows - self.before))
@@ -119,6 +123,7 @@ def bicubic(old: int, new: int) -> np.ndarray:
         near = (1.25 * x - 2.25) * x * x + 1
         far = ((-0.75 * x + 3.75) * x - 6) * x + 3
         at = np.clip(first + tap, 0, old - 1)
+        # At an edge several taps fall on one pixel: plain indexing would keep the last alone.
         np.add.at(weights, (np.arange(new), at), np.where(x <= 1, near, far))
     return weights.astype(np.float32)
 
@@ -132,6 +137,7 @@ def pieces_of(
     fresh, left = model.head_changes(contents.model)
     shapes = {path: shape for path, shape in shapes.items() if path not in fresh}
     places = contents.model.position_rows
+    # Rows are bound by the shapes of the folder; pieces then resize to those that are wanted.
     own = dict(shapes)
     if places and "positions" in own:
         own["positions"] = sum(places), *own["positions"][1:]
@@ -149,6 +155,7 @@ def pieces_of(
     check_tensors(contents, bound, [re.escape(row.name) for row in heads])
     pieces: dict[str, list[Piece]] = {path: [] for path in shapes}
     for tensor in bound:
+        # A copy repeats another tensor and may be absent.
         for target in () if tensor.row.copy else tensor.targets:
             piece = Piece(tensor, target, contents.tensors[tensor.name])
             if places and own[target.path] != shapes[target.path]:
@@ -176,13 +183,17 @@ def slab_reader(
 
     def values(index: Index) -> np.ndarray:
         spans = [range(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
+        # Slabs are cast as they are assigned, so a weight never exists in two dtypes.
         out = np.empty([len(span) for span in spans], dtype)
         for indices in np.ndindex(*map(len, spans[:lead])):
             piece = by_lead[tuple(span[i] for span, i in zip(spans, indices, strict=False))]
             slab: Any = (*indices, ...)
             piece.fill(out[slab], index[lead:])
+            # After the cast, so that a number too large for the run's dtype is found too, and
+            # nothing is read twice.
             if finite:
                 check_finite(out[slab], piece.tensor.where)
+            # Pages of a map count as memory of this process until they are given back.
             piece.tensor.forget()
         return out
 
@@ -198,9 +209,12 @@ def _sharded(pieces: Sequence[Piece], leaf: Any, finite: bool) -> jax.Array:
         """Return the values, which several devices may ask for in turn."""
         assert index is not None
         key = str(index)
+        # Devices with the same shard ask one after the other. Only the last is kept: all shards
+        # together may be the whole weight.
         if key not in last:
             last.clear()
             last[key] = values(index)
         return last[key]
 
+    # Without waiting, the next weight would be read while this one is still in host memory.
     return jax.make_array_from_callback(leaf.shape, sharding, once).block_until_ready()

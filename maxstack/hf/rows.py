@@ -1,5 +1,4 @@
-"""Rows: a tensor of a file and our weights in it, with the layout of both, and the conversion that
-follows from a row, both ways.
+"""Rows: each describes a tensor of a file and our weights in it, and converts both ways.
 
 A row is `NAME | OURS | LAYOUT`. In NAME, {layer} is a block's name, {e} an expert's number, and [e]
 at the end an index into the tensor's first dimension; our weight then has a leading dimension of
@@ -91,6 +90,8 @@ class Row:
         pairs: list[tuple[tuple[str, ...], int]] = []
         for part in (*self.parts, *self.hints):
             pairs += zip(axes_in(part.ours), shapes[part.path], strict=True)
+        # Dimensions of a single axis come first: they give the sizes by which grouped ones are
+        # divided.
         for names, size in sorted(pairs, key=lambda pair: len(pair[0])):
             unknown = [name for name in names if name not in sizes]
             product = math.prod(sizes.get(name, 1) for name in names)
@@ -106,6 +107,7 @@ class Row:
 
     def ours(self, part: Part, tensor: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
         """Return a part of a tensor in our layout; a view where possible."""
+        # A transposition stays a view, so that only the shard that is wanted is read from the file.
         layout = f"{self._layout(part)} -> {part.ours}"
         return einops.rearrange(self._cut(part, tensor, sizes), layout, **_used(sizes, layout))
 
@@ -115,6 +117,8 @@ class Row:
         """Write a weight of ours into its part of a tensor."""
         layout = f"{part.ours} -> {self._layout(part)}"
         view = self._cut(part, tensor, sizes)
+        # Reshaping an array that is not contiguous copies it, and the weight would be written
+        # nowhere.
         assert np.shares_memory(view, tensor)
         view[...] = einops.rearrange(weight, layout, **_used(sizes, layout))
 
@@ -125,6 +129,7 @@ class Row:
     def _cut(self, part: Part, tensor: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
         """Return a view of a part, with a dimension for each axis."""
         widths = self._widths(sizes)
+        # By reshape and split: einops has no layout for parts of unequal widths.
         whole = tensor.reshape([sizes.get(axis, sum(widths)) for axis in self.axes])
         if "+" not in self.axes:
             return whole
@@ -148,6 +153,7 @@ def modules(text: str) -> tuple[Row, ...]:
     for line in filter(str.strip, text.splitlines()):
         name, ours, layout = (column.strip() for column in line.split("|"))
         if "->" in layout:
+            # A bias has the axes of the outputs, the first dimension of a weight in torch.
             (out,) = re.findall(r"^(?:\([^)]*\)|\S+)", layout)
             biases = re.sub(r"[\w/]+(?=:|$)", r"\g<0>_bias", ours)
             weight, bias = f"{ours} | {layout}", f"{biases} | {out} -> {out.strip('()')}"
@@ -185,10 +191,12 @@ def _row(line: str) -> Row:
     for weight in weights.split(","):
         path, _, rest = (side.strip() for side in weight.partition(":"))
         axes, _, own = (side.strip() for side in rest.partition("->"))
+        # A part one wide (gate and up in turn) has no axis in our layout.
         parts.append(Part(path, axes or "1", own or ours.replace("+", "" if axes == "1" else axes)))
     return Row(name, tuple(parts), theirs, copy=more == ["copy"])
 
 
 def _used(sizes: Mapping[str, int], layout: str) -> dict[str, int]:
     """Return the sizes of the axes in a layout, as einops wants them."""
+    # einops refuses the size of an axis that the layout lacks.
     return {name: sizes[name] for name in re.findall(r"[a-z]\w*", layout) if name in sizes}

@@ -1,8 +1,10 @@
 """Reader of untrusted safetensors files: the header is checked, and tensors are views of a memory
 map.
 
-The safetensors package's own reader names neither the tensor nor the two sizes where a header is
-wrong, accepts names that are paths, and copies every tensor that it gives, float8 not at all.
+The header is read within limits, each description is checked by itself, and then all in the order
+of their offsets: they must fill the file without a hole or an overlap. The safetensors package's
+own reader (0.8.0) names neither the tensor nor the two sizes where a header is wrong, accepts names
+that are paths, copies every tensor (512 MiB took 512 MiB of memory), and has no float8 for numpy.
 """
 
 import math
@@ -63,6 +65,7 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         self.path = path
         try:
+            # The map outlives the file's descriptor.
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 self.entries: Mapping[str, Entry] = _entries(path, file, size)
@@ -77,6 +80,7 @@ class SafetensorsFile:
 
     def forget(self) -> None:
         """Let the system reclaim the pages that have been read."""
+        # The map is read-only, so its pages are clean and nothing is lost.
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -98,6 +102,7 @@ def _entries(path: Path, file: Any, size: int) -> dict[str, Entry]:
     entries = {}
     end = 0
     before = "the header"
+    # In order of offsets one comparison finds overlaps and another holes.
     for name, spec in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         where, dtype = f"{path}: tensor {name}", DTYPES[spec["dtype"]]
         start, stop = spec["data_offsets"]
@@ -126,6 +131,8 @@ def _entries(path: Path, file: Any, size: int) -> dict[str, Entry]:
 
 def _check_spec(where: str, spec: Any) -> None:
     """DataError where a tensor's description has other keys or types than the format."""
+    # By hand: pydantic collects every error before it tells the first, and took 72 s instead of 6
+    # for 400,000 broken entries.
     if not isinstance(spec, dict) or spec.keys() != {"dtype", "shape", "data_offsets"}:
         raise DataError(f"{where}: must have exactly dtype, shape and data_offsets")
     dtype, shape = spec["dtype"], spec["shape"]
@@ -139,6 +146,7 @@ def _check_spec(where: str, spec: Any) -> None:
 
 
 def _are_sizes(value: Any) -> bool:
+    # Not isinstance: True is an int.
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**48 for n in value)
 
 
@@ -147,6 +155,7 @@ def _header(path: Path, file: Any, size: int) -> dict[str, Any]:
     if size < 8:
         raise DataError(f"{path}: {size} bytes, too short for a safetensors file")
     length = int.from_bytes(file.read(8), "little")
+    # Checked before reading, which would allocate as much memory as a hostile length says.
     if length > min(LARGEST_HEADER, size - 8):
         raise DataError(
             f"{path}: the header claims {length:,} bytes; the file has {size - 8:,} "

@@ -1,9 +1,9 @@
 """Two-way tables between config.json and a model's configuration.
 
 A table has the structure of the model's mapping. Its leaves are constants, which must hold both
-ways, and entries, which read a value from config.json and write it there. Reading remembers which
-keys were used, so that unknown ones can be refused; writing raises Mismatch with the path of the
-value that the table cannot express.
+ways, and entries, which read a value from config.json and write it there: one declaration gives
+import and export. Reading remembers which keys were used, so that unknown ones can be refused;
+writing raises Mismatch with the path of the value that the table cannot express.
 """
 
 import dataclasses
@@ -58,6 +58,8 @@ class Source:
         return ConfigError(f"{self.where}: {key}={quoted(self._config.get(key))}: {message}")
 
 
+# Blocks of several kinds write the same keys; where they disagree, the family cannot express the
+# model.
 class Sink(dict[str, Any]):
     """A config.json that is written; a key keeps its first value."""
 
@@ -103,12 +105,15 @@ class Key:
     def read(self, source: Source) -> Any:
         source.used |= {*self.also}
         value = source.get(self.name, self.absent)
+        # A file may hold both spellings; two different values leave open which one was trained.
         if self.other and (second := source.get(self.other)) is not None:
             if value not in (_MISSING, None, second):
                 raise source.fail(
                     self.name, f"{self.other} says {second}; leave out the one that is wrong"
                 )
             value = second
+        # transformers takes the default of its class for an absent key; null may mean something
+        # else there, hence `absent`, `default` and `null`.
         if value is _MISSING or (value is None and not self.null):
             if self.default is _MISSING:
                 return source.need(self.name)
@@ -121,6 +126,7 @@ class Key:
         for name in self.also:
             sink.put(name, value)
         if self.words is not None:
+            # The first word of a meaning is written: silu, not swish.
             for word, meaning in self.words.items():
                 if meaning == value:
                     sink.put(self.name, word)
@@ -128,12 +134,14 @@ class Key:
             raise Mismatch(f"{self.name} cannot say {quoted(value)}")
         if value is None and self.default is _MISSING and not self.null:
             raise Mismatch(f"{self.name} is needed")
+        # Reading null would give the default, not None.
         if value is None and self.default is not None and not self.null:
             raise Mismatch(f"{self.name} cannot be null")
         sink.put(self.name, value if value is None else self.back(value))
 
 
 @dataclasses.dataclass(frozen=True)
+# Writing has nothing to do: Family.write reads its file back and compares.
 class Derived:
     """A value that follows from keys of other entries; reading back what was written checks it."""
 
@@ -165,13 +173,14 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Optional:
-    """A table where a key has a value, None where it is null or 0. The key may not be absent."""
+    """A table where a key has a value, None where it is null or 0. An absent key is refused."""
 
     key: str
     table: Any
     off: Any = None
 
     def read(self, source: Source) -> Any:
+        # An absent key means the default of a class of transformers, which differs from null.
         set_ = source.get(self.key, _MISSING)
         if set_ is _MISSING:
             source.need(self.key)
@@ -196,6 +205,7 @@ def keys(table: Any) -> set[str]:
     found: set[str] = set()
     if isinstance(table, Key):
         found |= {table.name, *table.also, *filter(None, [table.other])}
+    # A key of a case that was not chosen changes nothing, so it is known and not refused.
     elif isinstance(table, Case | Optional):
         found.add(table.key)
     if isinstance(table, Mapping):
@@ -205,6 +215,7 @@ def keys(table: Any) -> set[str]:
     else:
         parts = [*vars(table).values()] if hasattr(table, "__dict__") else []
     for part in parts:
+        # Functions among the fields (`to`, `default`) hold no entries.
         if not callable(part):
             found |= keys(part)
     return found
@@ -215,6 +226,7 @@ def write(table: Any, value: Any, sink: Sink) -> None:
     if isinstance(table, Mapping):
         if not isinstance(value, Mapping):
             raise Mismatch(f"{quoted(value)} where there is a mapping")
+        # Keys of the value that the table lacks are found by Family.write, which reads back.
         for key, inner in table.items():
             try:
                 write(inner, value.get(key), sink)
@@ -231,6 +243,7 @@ def write_first(tables: Mapping[Any, Any], value: Any, sink: Sink, key: str | No
     name. Mismatch with all reasons where none does."""
     reasons = []
     for name, table in tables.items():
+        # A copy, since a table that fails halfway would leave its keys behind.
         trial = Sink(sink)
         try:
             write(table, value, trial)
@@ -250,6 +263,7 @@ def same(first: Any, second: Any) -> bool:
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
+    # Not isinstance: True would equal 1. Conversions (scale to scalar and back) round.
     if type(first) in (int, float) and type(second) in (int, float):
         return math.isclose(first, second, rel_tol=1e-6)
     return type(first) is type(second) and first == second
