@@ -34,9 +34,12 @@ def connect(address: Any, key: bytes, purpose: str) -> Connection:
     key."""
     with socket.create_connection(address, PROVING) as found:
         deadline = time.monotonic() + PROVING
+        # Both sides give a nonce: with one alone, the other side could replay an HMAC that it has
+        # seen.
         nonces = _receive(found, SIZE, deadline) + secrets.token_bytes(SIZE)
         found.sendall(nonces[SIZE:] + _proof(key, f"caller {purpose}", nonces))
         given = _receive(found, SIZE, deadline)
+        # In constant time, so that the answer's time does not tell how many bytes were right.
         if not hmac.compare_digest(given, _proof(key, f"listener {purpose}", nonces)):
             raise ConnectionError("the listener does not know the job's key")
         return _with_messages(found)
@@ -92,9 +95,12 @@ class Acceptor:
                 continue
             with self._lock:
                 self._proving.append(connection)
+                # The oldest, since a process of the job proves itself in a moment: strangers that
+                # stay silent only close each other's connections.
                 if len(self._proving) > STRANGERS:
                     _hang_up(self._proving.pop(0))
             caller = connection, address[0]
+            # A thread each: one silent stranger holds up nobody.
             threading.Thread(target=self._admit, args=caller, daemon=True).start()
 
     def _admit(self, connection: socket.socket, host: str) -> None:
@@ -138,6 +144,8 @@ def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
     """Receive so many bytes. OSError after `deadline`, even while bytes still come."""
     data = b""
     while len(data) < size:
+        # Of what is left in all: a timeout for each read would let a byte now and then go on for
+        # ever.
         connection.settimeout(max(deadline - time.monotonic(), 1e-6))
         if not (more := connection.recv(size - len(data))):
             raise ConnectionError("the connection was closed")
@@ -147,6 +155,7 @@ def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
 
 def _with_messages(connection: socket.socket) -> Connection:
     """Make a socket a Connection, on which a message that has begun is given up after STALLED s."""
+    # Blocking, since Connection reads the descriptor itself; its time limits are then the kernel's.
     connection.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALLED, 0))

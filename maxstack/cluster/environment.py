@@ -64,6 +64,8 @@ def member(variables: Variables, on_tpu: bool) -> Member | None:
     """Return the member that the first launcher in the environment describes; None where this
     process is alone. `on_tpu`: there are TPUs, so Google's metadata server may be asked.
     ConfigError where a launcher set only some of its variables."""
+    # Variables that somebody sets come before those that a scheduler or libtpu leaves in every
+    # environment.
     for launcher in (_plain, _torchrun, _open_mpi, _slurm, _jobset, _gke_tpu):
         if own := launcher(variables):
             if own.process >= own.processes:
@@ -83,6 +85,8 @@ def member(variables: Variables, on_tpu: bool) -> Member | None:
             f"{' and '.join(sorted(TORCHRUN - missing))} are in the environment, but not "
             f"{', '.join(missing)}; set it, or unset them"
         )
+    # Last, and only where there are TPUs: elsewhere nobody answers, and each name costs
+    # METADATA_WAIT.
     if on_tpu and "TPU_SKIP_MDS_QUERY" not in variables:
         host = variables.get("GCE_METADATA_HOST", METADATA)
         own = _tpu_pod(lambda name: _attribute(host, name))
@@ -98,6 +102,7 @@ def check_others(own: Member, variables: Variables) -> None:
         if not variables.keys() >= {*group}:
             continue
         name, count = group[0], _number(variables, group[0])
+        # A count of 1 is what a launcher leaves around a single process, and contradicts nothing.
         if count == 1 or count == own.processes or f"{count}" == agents:
             continue
         if own.processes == 1:
@@ -151,8 +156,12 @@ def _slurm(variables: Variables) -> Member | None:
             )
         return None
     job, step = _number(variables, "SLURM_JOB_ID"), int(variables.get("SLURM_STEP_ID", 0))
+    # All tasks know job and step, and no message between them is needed. 97 keeps steps of one job,
+    # and jobs with neighbouring numbers, apart on a host that they share.
     port = PORTS[(job + 97 * step) % len(PORTS)]
     bind = variables.get("SLURM_GPU_BIND", "none")
+    # Where Slurm binds GPUs to tasks each sees its own alone, and must not take a share of these
+    # again.
     has_own_gpus = (
         not bind.startswith(("none", "verbose"))
         or "SLURM_GPUS_PER_TASK" in variables
@@ -223,6 +232,7 @@ def _jobset(variables: Variables) -> Member | None:
     needed = {"JAX_COORDINATOR_ADDRESS", "PROCESSES_IN_JOB", "JOB_COMPLETION_INDEX"}
     if not variables.keys() >= needed:
         return None
+    # Kubernetes counts the pods of each job from 0; a JobSet has a job for each slice.
     pods_before = int(variables.get("JOB_INDEX", 0)) * _number(variables, "PROCESSES_IN_JOB")
     return Member(
         f"JobSet {variables.get('JOBSET_NAME', '')}".strip(),
@@ -260,6 +270,7 @@ def _tpu_pod(attribute: Callable[[str], str | None]) -> Member | None:
 def _of_slices(source: str, hosts: list[str], number: int, variables: Variables) -> Member:
     slices = int(variables.get("MEGASCALE_NUM_SLICES") or 1)
     own = int(variables.get("MEGASCALE_SLICE_ID") or 0)
+    # Of several slices the first host of the first one; each knows only the hosts of its own.
     first = (variables.get("MEGASCALE_COORDINATOR_ADDRESS") or hosts[0]).split(":")[0]
     return Member(
         f"{source}, slice {own} of {slices}" if slices > 1 else source,

@@ -38,6 +38,7 @@ def share(folder: Path, first: bool) -> Iterator[Callable[[], bytes]]:
     if not first:
         yield lambda: _read(path)
         return
+    # A new one for each start: a process that was left over from the last one is a stranger.
     key = secrets.token_hex(LEAST).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,11 +51,13 @@ def share(folder: Path, first: bool) -> Iterator[Callable[[], bytes]]:
     try:
         yield lambda: key
     finally:
+        # All have met: it need not lie there for longer.
         path.unlink(missing_ok=True)
 
 
 def _write(path: Path, key: bytes) -> None:
     new = path.with_name(f"{FILE}.{secrets.token_hex(4)}")
+    # Never readable by others, not even before a chmod, and renamed once it is whole.
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(key)
     new.replace(path)

@@ -33,6 +33,7 @@ def initialize() -> None:
     deadline = time.monotonic() + WAIT
     while True:
         try:
+            # Tried first, so that a proxy that does not come is an error with its address.
             socket.create_connection((host, port), timeout=5.0).close()
             break
         except OSError as error:

@@ -98,6 +98,7 @@ def own_address(host: str) -> str | None:
     for address in sorted(map(str, found), key=lambda each: (":" in each, each)):
         if host in LOOPBACK or not ipaddress.ip_address(address).is_loopback:
             with contextlib.suppress(OSError):
+                # Bound for a moment: only that tells whether the address is one of this machine's.
                 socket.create_server((address, 0), family=_family(address)).close()
                 return address
     return None
@@ -137,6 +138,7 @@ class _Leader:
                     here = self._here.items()
                     self._here = {number: each for number, each in here if not each[0].poll()}
                 if (now := time.monotonic()) > self._deadline:
+                    # The others leave at the same time, with the same names.
                     self._send_all({"missing": self._missing, "over": True})
                     raise Missing(_describe(self._missing, self._card.processes))
                 if now - reported >= self._between:
@@ -147,6 +149,7 @@ class _Leader:
                         f"{self._deadline - self._begin:.0f}; here: {self._present()}"
                     )
                     self._send_all({"missing": self._missing})
+            # The acceptor closes next: jax's service then listens on the same port.
             self._send_all({"go": True})
 
     def _listen(self, host: str, port: int) -> socket.socket:
@@ -181,6 +184,7 @@ class _Leader:
             connection.close()
 
     def _add(self, connection: Connection, card: Card) -> None:
+        # All are told, so that each host's log has the reason.
         if fault := self._fault(card):
             _send(connection, {"error": fault})
             self._send_all({"error": fault})
@@ -197,6 +201,8 @@ class _Leader:
                 f"{card.host}, but {own.processes} for process 0 on {own.host}; give all the same"
             )
         connection, other = self._here.get(card.process, (None, own))
+        # A process that was started again is no mistake, and its first connection may not be closed
+        # yet: where a host lost its power it never is.
         if card.process == 0 or (connection and _alive(connection)):
             return (
                 f"distributed.process: two processes have number {card.process}, on "
@@ -240,9 +246,12 @@ def _answer(
     why = "nobody answers"
     while time.monotonic() < deadline:
         try:
+            # Anew each time: process 0 may have been started again, with another key, or not have
+            # written it yet.
             key = find_key()
             with connect((host, port), key, PURPOSE) as connection:
                 _send(connection, asdict(card))
+                # Process 0 speaks every `between` seconds: three times in silence, and it is gone.
                 while "go" not in (word := _read(connection, 3 * between)):
                     if "again" in word:
                         _send(connection, asdict(card))

@@ -45,6 +45,7 @@ def valid_json(
 ) -> float:
     """Return 1.0 where the completion is JSON, and an object with all `keys` if any are given."""
     try:
+        # Integers stay texts: Python refuses, or takes long for, those of very many digits.
         found = json.loads(completion, parse_int=str, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return 0.0
@@ -62,6 +63,7 @@ def number(prompt: str, completion: str, row: Mapping[str, Any], *, field: str =
             f"row[{field!r}] is {quoted(text)}, which has {several if found else 'no number'}; "
             "fix the row, or compare by `kind: math` or `kind: exact`"
         )
+    # Only the last match is kept: a completion may hold very many.
     last = deque(_QUANTITY.finditer(completion), maxlen=1)
     return float(bool(last and right & _values(last[0])))
 
@@ -78,6 +80,7 @@ def _values(match: re.Match[str]) -> set[Fraction | Decimal]:
     ]
     if any(abs(part.adjusted()) > _MOST_DIGITS for part in parts):
         return set(parts[:1]) if len(parts) == 1 else set()
+    # Fractions, so that 1/3 and 0.1 are compared exactly.
     above, *below = map(Fraction, parts)
     if below == [0]:
         return set()

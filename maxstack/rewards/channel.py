@@ -44,6 +44,8 @@ class Channel:
     def receive(self, seconds: float | None = None) -> Any:
         """Return the next message. ValueError if it is too long or not JSON."""
         deadline = None if seconds is None else time.monotonic() + seconds
+        # Only what is new is searched: from the start each time it would be quadratic in the
+        # message.
         while (end := self._buffer.find(b"\n", self._searched)) < 0:
             self._searched = len(self._buffer)
             if self._searched > _LONGEST:

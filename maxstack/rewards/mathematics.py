@@ -31,6 +31,7 @@ def equal(prompt: str, completion: str, row: Mapping[str, Any], *, field: str = 
     """Return 1.0 where the completion's last box, or else its last expression, equals row[field].
     ValueError if row[field] is not an expression."""
     text = str(read_field(row, field))
+    # A bare answer such as 1/2 has no marks by which math-verify would find it.
     right = _parse(text, marked=last_box(text) is None and "$" not in text)
     if not right:
         raise ValueError(f"row[{field!r}] is {quoted(text)}, which is not an expression")

@@ -126,6 +126,7 @@ class Pool:
         self._rewards = [*rewards]
         self._children = [_Child(prefix) for _ in range(workers)]
         self._shared: deque[Job] = deque()
+        # An environment's turns go to the worker that has it; all else to whichever is free.
         self._pinned: list[deque[Job]] = [deque() for _ in range(workers)]
         self._change = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -147,6 +148,7 @@ class Pool:
             methods = ["reset", "step"]
             calls["rollout.environment"] = {"do": "load", "call": environment, "methods": methods}
         for where, request in calls.items():
+            # Imported in a worker, not here: an import runs code of the user.
             answer = self._put(partial(_Child.ask, request=request, seconds=0)).result()
             if "failure" in answer:
                 raise ConfigError(f"{where}: {shortened(answer['failure'], _LONGEST)}")
@@ -168,6 +170,7 @@ class Pool:
         """Give up a session that is not done."""
         request = {"do": "forget", "session": session}
         with contextlib.suppress(Closed):
+            # A worker that died took the session with it: none is started to forget it.
             self._put(lambda child: child.alive and child.ask(request, 0), session)
 
     def news(self) -> list[str]:
@@ -193,6 +196,7 @@ class Pool:
                     future.cancel()
             self._change.notify_all()
         for child in self._children:
+            # All are told before any thread is waited for.
             child.hang_up()
         for thread in self._threads:
             thread.join()
@@ -206,6 +210,7 @@ class Pool:
         with self._change:
             if self._closed:
                 raise Closed
+            # Begun with the first request, so runs without such rewards start no processes.
             if not self._threads:
                 self._threads = [
                     threading.Thread(target=self._work, args=pair, daemon=True, name="rewards")
@@ -225,6 +230,7 @@ class Pool:
                     self._change.wait()
                 if self._closed:
                     return
+                # Its own first: nobody else can do them.
                 future, work = (pinned or self._shared).popleft()
             if not future.set_running_or_notify_cancel():
                 continue
@@ -268,7 +274,9 @@ def _compute(child: "_Child", part: RewardPart, case: Case) -> Outcome | None:
 
 def _observe(child: "_Child", turn: Turn) -> Observation:
     assert len(turn.texts) == len(turn.tools)
+    # All texts so far: a worker that has lost the environment replays them.
     request = turn._asdict() | {"do": "turn", "row": dict(turn.row)}
+    # Time for the replay of all turns, should the worker be new.
     answer = _ask(child, request, turn.timeout * (len(turn.texts) + 1))
     if "failure" in answer:
         who = f"environment {turn.call}, turn {len(turn.texts)}"
@@ -318,6 +326,7 @@ class _Child:
         A process that a signal ended need not have caused that itself, so its request is repeated
         once on a new worker.
         """
+        # It died between requests, so this request did not cause it and is not counted as repeated.
         if self._process and self._channel and self._process.poll() is not None:
             self._end()
         answer = self._try(request, seconds)
@@ -336,6 +345,7 @@ class _Child:
         channel = self._start()
         # An answer bears the request's random name: a call could write one of its own beside it.
         name = secrets.token_hex(16)
+        # The worker keeps the limits; this one only has to find out that it no longer does.
         deadline = time.monotonic() + LOAD_SECONDS + seconds + KILL_SECONDS + _GRACE_SECONDS
         try:
             channel.send({**request, "id": name}, SILENCE)
@@ -387,6 +397,8 @@ class _Child:
                     stderr=subprocess.DEVNULL if self._prefix else None,
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
+                    # Sets of strings then have one order in all workers; and a reward that imports
+                    # jax must not take the devices of the run.
                     env={"PYTHONHASHSEED": "0", **own, "JAX_PLATFORMS": "cpu"},
                 )
             channel = self._channel = Channel(ours)
@@ -408,6 +420,7 @@ class _Child:
             assert self._channel and self._process
             self._channel.hang_up()
             try:
+                # It kills its descendants first, which it alone can find.
                 code = self._process.wait(2 * KILL_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -72,10 +72,13 @@ class Runner:
             self._request = request["id"]
             try:
                 answer = actions[request["do"]](request)
+                # Tried here, where an answer that JSON cannot hold is the reward's failure.
                 json.dumps(answer)
             except BaseException as error:
                 answer = {"failure": describe(error, request), "over": True}
                 self._sessions.pop(request.get("session", ""), None)
+            # A call that keeps its memory would leave less to each call after it: the worker
+            # replaces this process.
             grown = own_memory()[0] - self._imported
             self._send(answer | {"grown": grown > request.get("memory", math.inf) * _GIB})
 
@@ -87,6 +90,7 @@ class Runner:
         try:
             found = self._resolve(call)
         except ModuleNotFoundError as error:
+            # Another module is missing, one that this one imports: that error says more.
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             raise ConfigError(
@@ -123,6 +127,7 @@ class Runner:
         make, name = self._resolve(request["call"]), request["session"]
         texts = (*request["texts"],)
         about = request["call"], request["seed"], request["row"]
+        # Taken out while it plays: where step raises, the session is over.
         session = self._sessions.pop(name, None)
         answer: dict[str, Any] = {}
         if session is None or session.texts != texts[:-1] or not texts:
@@ -150,6 +155,7 @@ class Runner:
         if call not in self._calls:
             before = own_memory()[0]
             self._calls[call] = pkgutil.resolve_name(call)
+            # Modules stay in the process and are no call's memory.
             self._imported += own_memory()[0] - before
         return self._calls[call]
 
@@ -158,15 +164,19 @@ class Runner:
         """Report to the worker that a call begins, seed random generators from its arguments and
         bound its memory; afterwards undo an alarm and a change of folder."""
         self._send({"begin": True})
+        # Of the call's content: values must not depend on the worker, nor on the calls before.
         digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).digest()
         random.seed(digest)
+        # Only where it is imported; importing it here would cost each runner its time.
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(int.from_bytes(digest[:4], "little"))
         before = resource.getrlimit(resource.RLIMIT_AS)
+        # Where /proc tells nothing there is no bound that would not end the process at once.
         if used := own_memory()[0]:
             most = used + int(request["memory"] * _GIB)
             if before[1] != resource.RLIM_INFINITY:
                 most = min(most, before[1])
+            # The soft limit alone, so that it can be raised again afterwards.
             resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
         try:
             yield
@@ -197,6 +207,7 @@ def main(channel: Channel, worker: int) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != worker:  # it ended before it could send a signal
         os._exit(1)
+    # A group of its own: a call that kills its group must not reach the worker.
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in range(3):

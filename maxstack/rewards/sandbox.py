@@ -41,13 +41,17 @@ def prefix() -> list[str]:
         words += ["--ro-bind-try", path, path]
     places = _import_paths()
     whole = {*places.values()}
+    # A folder inside another one comes with it.
     for real in sorted(whole):
         if not whole.intersection(map(str, Path(real).parents)):
             words += ["--ro-bind", real, real]
     for path, real in places.items():
         if path != real and not whole.intersection(map(str, Path(path).parents)):
+            # Under the name by which Python knows it, since sys.path has that.
             words += ["--symlink", real, path]
     words += [*"--remount-ro /dev --remount-ro / --chdir".split(), os.getcwd(), "--"]
+    # Tried once here: a kernel that refuses namespaces would end every worker with a bare exit
+    # code.
     _check(words)
     return words
 

@@ -114,6 +114,7 @@ class Worker:
         elif session:
             self._kept.pop(session, None)
         deadline = time.monotonic() + KILL_SECONDS
+        # Again until none is left: one that is being killed may fork.
         while (found := self._left_over()) and time.monotonic() < deadline:
             _kill(found)
             self._reap()
@@ -133,6 +134,8 @@ class Worker:
         try:
             answers.send(request, SILENCE / 2)
             while True:
+                # Before the answer is looked for: a runner that answered and then died has
+                # answered.
                 dead = self._reap()
                 try:
                     message = answers.receive(min(_TICK, deadline - time.monotonic()))
@@ -156,6 +159,7 @@ class Worker:
                     return _check(message, request["do"])
                 if begun == calls:  # user code wrote this
                     raise ValueError(message)
+                # What importing took is not the call's.
                 if self._bounded and not begun:
                     self._before = _private_memory().get(self._runner, 0)
                     self._memory = request["memory"]
@@ -176,10 +180,13 @@ class Worker:
         self._end_runner()
         ours, theirs = socket.socketpair()
         worker = os.getpid()
+        # A fork has Python and this package loaded already; nothing of the user's was ever run
+        # here.
         self._runner = os.fork()
         if not self._runner:
             try:
                 ours.close()
+                # Or user code could write to the trainer.
                 self._requests.close()
                 runner.main(Channel(theirs), worker)
             finally:
@@ -271,11 +278,13 @@ def pid_namespace() -> str:
 def main() -> NoReturn:
     """Serve the parent. A signal to end is ignored: the parent may still want answers."""
     if _LINUX:
+        # Linux gives orphans to this process, not to init, so daemons of a call can be found.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs started here inherit
     outside = sys.argv[2]
     assert outside.startswith("pid:[") or not outside, "the name of a namespace"
+    # Found out, not told: an argument that says so could be wrong.
     bounded = pid_namespace() != outside
     if bounded:
         _seal()
@@ -352,6 +361,7 @@ def _children(pid: int) -> list[int]:
 
 def _read_process(pid: int) -> Process | None:
     fields = _stat(pid)
+    # Zombies cannot be killed again; field 22 of stat(5) is the start time.
     return None if fields is None or fields[0] in b"ZX" else Process(pid, fields[19].decode())
 
 
@@ -361,6 +371,7 @@ def _stat(pid: int) -> list[bytes] | None:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
+    # The name before it may hold spaces and brackets.
     return stat[stat.rindex(b")") + 2 :].split()
 
 

@@ -75,6 +75,7 @@ def with_rollouts(plan: "Plan", run: "Run", topology: Topology, lengths: Lengths
     in_update, in_rollout = _memory(run, engine, layout, limits)
     device = Device.of(cfg, _of_engine(topology, engine), sizes)
     engines = run.mesh.size // engine.mesh.size
+    # Processes have an engine each, and within one every part of the batch axes samples by itself.
     replicas = engines * parts(cfg.mesh.rules["batch"], sizes)
     answers = math.ceil(rollout.prompts * rollout.samples * rollout.on_policy / replicas)
     sampling: dict[str, Least] = {}
@@ -106,6 +107,8 @@ def with_rollouts(plan: "Plan", run: "Run", topology: Topology, lengths: Lengths
         sampling=sampling,
         learning=learning,
     )
+    # Updates and rollouts take turns, so memory is the larger of the two, not their sum; with
+    # rollout.ahead on one device `_memory` counts both in each.
     beside = plan.needed + sum(in_update.values())
     sampled = sum(phases(plan.memory, planned)["rollout"].values())
     return dataclasses.replace(plan, rollout=planned, needed=max(beside, sampled))
@@ -175,6 +178,8 @@ def copied_bytes(engine: "Run") -> int:
     read = functools.partial(
         prepare_weights, state, makers=makers, original=original, dtype=cfg.model.dtype, keep=True
     )
+    # By shapes: nothing is allocated, and what the engine really does is followed, not reckoned
+    # again.
     made = flat(jax.eval_shape(read, params))
     total = 0
     for path, leaf in flat(params).items():
@@ -246,11 +251,13 @@ class _Times:
         rows = self.limits.rows
         tokens = number * times * self.lengths.prompt
         speed = self._speed(0, self.lengths.prompt, rows, 1)
+        # At least one step, however few prompts there are.
         return Least(max(1.0, tokens / rows) * speed.seconds, speed.limit)
 
     def answers(self, number: int) -> Least:
         """Bound the time for so many answers, as many at a time as requests and batched tokens
         allow: a token of each in a step, or more where all drafts are accepted."""
+        # A bound: all drafts are accepted.
         guessed = 1 + self.cfg.serve.speculate
         lengths = self.lengths
         most = max(1, min(number, self.limits.requests, self.limits.rows // guessed))

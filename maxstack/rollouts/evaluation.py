@@ -48,6 +48,7 @@ class RewardEvaluator:
         samples: list[Sample] = []
         with self._maker.using(params, temperature=self._temperature):
             for groups in self._batches():
+                # A signal ends the evaluation between batches: all processes agree on which.
                 preemption.raise_if_leaving()
                 self._maker.complete("evaluation", groups)
                 samples += [sample for group in groups for sample in group.samples]
@@ -70,10 +71,13 @@ class RewardEvaluator:
         if "reward" in found:
             mean = f"reward {found['reward']:.4f}"
         self._log.say(f"eval at step {step}: {mean}{parts} over {len(samples):,} held-out prompts")
+        # Where nothing counts, the worst there is: -0, the loss of no reward, was the best where
+        # rewards are negative.
         reward = found.get("reward", -math.inf)
         return {**row, "eval_reward": reward, "eval_loss": -reward}
 
     def _batches(self) -> Iterator[list[Group]]:
+        # The same prompts at each call, from the first on.
         self._prompts.restore(self._start)
         left = self._run.cfg.eval.steps
         while left is None or left > 0:

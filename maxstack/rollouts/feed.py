@@ -67,8 +67,12 @@ class RolloutFeed(BatchFeed):
         self._cfg = rollout
         size = cfg.train.batch_size
         self._rows = run.batches.rows(size)
+        # A lane for each prompt of a minibatch, whose samples fill whole rows; or for each row,
+        # which then holds the samples of several prompts.
         self._lanes = min(size, rollout.prompts // rollout.minibatches)
         self._rows_each = size // self._lanes
+        # A process draws the prompts of its own rows; the samples of one prompt are made in one
+        # place.
         held = sorted({row // self._rows_each for row in self._rows})
         if len(held) * self._rows_each != len(self._rows):
             raise ConfigError(
@@ -77,6 +81,7 @@ class RolloutFeed(BatchFeed):
             )
         self._peers = Peers()
         self._held = held
+        # No rollout is made ahead that no step would learn from.
         self._last = (cfg.train.steps - 1) // rollout.steps
         limit = maker.prompt_limit(cfg.data.seq_len)
         self._prompts = Prompts(cfg.data, self._lanes, held, *limit)
@@ -85,6 +90,7 @@ class RolloutFeed(BatchFeed):
         self.waited = 0.0
         self._reset(self._lane_positions())
         self._told: list[str] = []
+        # On a mesh a thread would start programs of all devices in an order of its own.
         beside = rollout.ahead and run.mesh.size == 1
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "rollouts") if beside else None
 
@@ -106,12 +112,15 @@ class RolloutFeed(BatchFeed):
         self._step += 1
         self._metrics = {} if inside else self._current.metrics
         ended = inside == self._cfg.steps - 1
+        # A rollout of which some steps are done is made again from before it, so its prompts are
+        # drawn again.
         self._position = self._current.after if ended else self._current.before
         return self._current.batches[inside % self._cfg.minibatches]
 
     def refresh(self, state: State, frozen: Sequence[Any] = ()) -> None:
         """Make what the next step needs and begin what later ones do; `state` is that before the
         step, `frozen` its further inputs."""
+        # Read from the devices once: reading it each time would wait for the update before.
         if self._step is None:
             self._step = int(state.step)
         number, inside = divmod(self._step, self._cfg.steps)
@@ -120,6 +129,7 @@ class RolloutFeed(BatchFeed):
         if not self._thread:
             jax.block_until_ready(state.step)  # or the last update would count as rollout time
         began = time.perf_counter()
+        # Rollouts under way have drawn their prompts already, in order.
         if not self._futures:
             self._prompts.restore(self._position[:: self._rows_each])
         ahead = range(number, min(number + self._cfg.ahead, self._last) + 1)
@@ -128,6 +138,8 @@ class RolloutFeed(BatchFeed):
                 self._begin(later, state)
         self._current = self._futures.pop(number).result()
         waited = time.perf_counter() - began
+        # Counted as waiting for data: in a thread all of it, else only the rewards, since the
+        # devices work while they sample.
         self.waited += waited if self._thread else self._current.metrics["reward_seconds"]
         if not inside:
             self._current.metrics["rollout_wait"] = waited
@@ -138,6 +150,7 @@ class RolloutFeed(BatchFeed):
     def _weights(self, state: State, number: int) -> Any:
         """Return all weights of the model from before the first step of a rollout."""
         assert self._step is not None
+        # Rollouts before the first one have the weights with which the run began.
         older = weights_at(state, self._step, max(number, 0), self._cfg.steps)
         return state.params if older is None else combine(older, state.params)
 
@@ -165,10 +178,13 @@ class RolloutFeed(BatchFeed):
         shape = self._rows_each, self._run.cfg.data.seq_len
         share = each // cfg.minibatches
         for minibatch in range(cfg.minibatches):
+            # Whole groups go to a minibatch: an advantage is relative to the other samples of its
+            # prompt.
             own = slice(minibatch * share, (minibatch + 1) * share)
             parts = [make_rows(by_lane[lane][own], 1 + lane * share, shape, cfg) for lane in lanes]
             batches.append(jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts))
         groups = [group for lane in lanes for group in by_lane[lane]]
+        # Through the coordination service, which a thread beside training may use.
         sums = self._peers.exchange("rollouts", metrics.sum_groups(groups, drawn, waited))
         computed = metrics.compute(metrics.merge(sums))
         computed["staleness"] = float(cfg.steps * min(number, cfg.ahead))
@@ -185,6 +201,8 @@ class RolloutFeed(BatchFeed):
         for batch in rollout.batches:
             added = run.annotate(weights, run.batches.place(batch, size), *frozen)
             for name, array in added.items():
+                # Whole on every device; this process keeps the rows that it gives to the next
+                # steps.
                 batch[name] = np.asarray(array)[self._rows]
 
     def _report(self, rollout: Rollout) -> None:
@@ -213,6 +231,7 @@ class RolloutFeed(BatchFeed):
 
     def restore(self, state: np.ndarray) -> None:
         """Go on after the step that `state` was taken at."""
+        # A rollout under way has drawn prompts of the history that is given up.
         self.close()
         self._reset(np.array(state, np.int64))
 

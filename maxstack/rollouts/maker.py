@@ -1,4 +1,10 @@
-"""Makes groups of samples: answers of an engine, turns of an environment, rewards."""
+"""Makes groups of samples: answers of an engine, turns of an environment, rewards.
+
+Prompts are drawn by lane, each answered `rollout.samples` times, and each answer is rewarded in the
+background as soon as it is complete. With rollout.drop_equal, groups whose rewards are all equal
+are replaced by new draws. Random numbers belong to (seed, rollout, prompt, sample), so a group is
+the same whichever process makes it, and however often.
+"""
 
 import contextlib
 import random
@@ -55,6 +61,7 @@ class Maker:
     ) -> Iterator[None]:
         """Sample with these weights inside the context, in one thread at a time; `wanted` returns
         whether to go on."""
+        # One engine serves the rollout thread and evaluations, with different weights.
         with self._lock:
             self._wanted = wanted
             self.drawn, self.reward_seconds = 0, 0.0
@@ -65,6 +72,7 @@ class Maker:
             try:
                 yield
             finally:
+                # The engine's copies are memory that the update needs.
                 self.generator.load(None)
                 self._scores.forget()
 
@@ -80,6 +88,8 @@ class Maker:
             made = self._make(number, {lane: each - len(kept[lane]) for lane in lanes}, draw)
             for lane, groups in made.items():
                 for group in groups:
+                    # Equal rewards have advantages of 0 (DAPO's dynamic sampling, arXiv:2503.14476,
+                    # section 3.2).
                     useless = cfg.drop_equal and group.has_no_signal
                     (spare if useless else kept)[lane].append(group)
             if all(len(groups) == each for groups in kept.values()):
@@ -90,6 +100,7 @@ class Maker:
                 f"rollout.drop_equal: after {cfg.draws} draws {missing} groups of rollout {number} "
                 "still have equal rewards; they stay in the batch and teach nothing"
             )
+        # The batch is filled all the same: its shape is the program's.
         return {lane: (groups + spare[lane])[:each] for lane, groups in kept.items()}
 
     def _make(self, number: int, counts: dict[int, int], draw: Draw) -> dict[int, list[Group]]:
@@ -100,6 +111,7 @@ class Maker:
         groups = [group for made in by_lane.values() for group in made]
         self.drawn += len(groups)
         self.complete(f"rollout {number}", groups)
+        # A control: rewards that say nothing of their answers must teach nothing.
         if self._cfg.permute:
             samples = [sample for group in groups for sample in group.samples]
             rewards = [sample.reward for sample in samples]
@@ -112,6 +124,7 @@ class Maker:
         """Make a group of samples that are still to be answered, or, for the share of prompts that
         rollout.on_policy leaves, with the record's answer."""
         group = Group.of(prompt, self._cfg.samples)
+        # By a hash of the prompt, so that the choice does not depend on lanes or processes.
         if seed_of(self._seed, "on policy", number, prompt.key) < self._cfg.on_policy * 2**64:
             return group
         try:
@@ -162,6 +175,8 @@ class Maker:
             if sample.from_record:
                 self._submit(sample)
         began = time.perf_counter()
+        # Rewards were computed while other samples were answered; what is waited for here is the
+        # rest.
         self._scores.collect(samples)
         self.reward_seconds += time.perf_counter() - began
         if not self._wanted():

@@ -83,6 +83,8 @@ def merge(found: Sequence[Mapping[str, Sequence[float]]]) -> Sums:
     """Merge the sums of all processes into those of one (Chan et al. 1983, Algorithms for computing
     the sample variance, eq. 2.1)."""
     merged = {}
+    # Sums travel, not means: the mean of the processes' deviations was 0.779 where that of all
+    # samples is 0.671, and a process without values counted with 0.
     for name in dict.fromkeys(name for one in found for name in one):
         number, total, squares, largest = np.array([one[name] for one in found if name in one]).T
         apart = number * (total / number - total.sum() / number.sum()) ** 2
@@ -97,6 +99,7 @@ def compute(sums: Sums) -> dict[str, float]:
     for name, values in sums.items():
         if name == "prompts" or name.endswith("/failed"):
             made[name] = values.total
+        # All wait for the slowest process.
         elif name == "reward_seconds":
             made[name] = values.largest
         elif name != "turns" or values.largest > 1:

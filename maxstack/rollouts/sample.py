@@ -1,4 +1,10 @@
-"""Samples of a rollout, their groups, and the rows of a batch that hold them."""
+"""Samples of a rollout, their groups, and the rows of a batch that hold them.
+
+Rows are packed: each holds equally many samples, one after the other, as segments that do not
+attend to each other. A token carries whether the model sampled it, its log-probability in the
+engine, and its sample's reward and group, so that advantages can be computed inside the step, over
+the global batch, where every process and mesh sees the same.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -107,6 +113,8 @@ def make_rows(
         at, segment = 0, 0
         for number, sample in samples[row * each : (row + 1) * each]:
             if not sample.dropped:
+                # 0 is padding. A dropped sample leaves its place to padding, so that the others
+                # keep their rows.
                 segment += 1
                 at = _write(own, at, segment, number, sample, cfg)
     return arrays
@@ -124,10 +132,12 @@ def _write(
     it."""
     count = len(sample.ids) - 1
     span = slice(at, at + count)
+    # The last token is only a target.
     row["tokens"][span] = sample.ids[:-1]
     row["targets"][span] = sample.ids[1:]
     row["positions"][span] = np.arange(count)
     row["segments"][span] = segment
+    # DAPO's overlong filtering (arXiv:2503.14476, section 3.4): what was cut off is not punished.
     if not (cfg.truncated == "mask" and sample.finish == "length"):
         row["mask"][span] = sample.sampled[1:]
     row["sampler"][span] = sample.logps[1:]

@@ -51,6 +51,7 @@ class Scores:
     def collect(self, samples: Sequence[Sample]) -> None:
         """Wait for the rewards of samples and set them. DataError for a failure of a reward with
         `failure: fail`."""
+        # The devices score while the workers still compute; both are waited for below.
         by_model = {i: model(samples) for i, model in self._models.items()}
         for at, sample in enumerate(samples):
             sample.reward = sample.environment_reward

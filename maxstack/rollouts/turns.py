@@ -1,4 +1,10 @@
-"""Samples of several turns between the model and an environment."""
+"""Samples of several turns between the model and an environment.
+
+An environment is reset, then each of the model's answers is given to it, and what it says is added
+to the sample as tokens that the model did not sample and does not learn. The tokens that it did
+sample stay as they are from turn to turn: a chat template that would render an answer differently
+once something follows it is refused.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -44,6 +50,7 @@ class Turns:
     ) -> None:
         """Play each sample to its end; `done` is called with it then. DataError for a failure with
         `failure: fail`."""
+        # Without texts so far this resets the environments.
         self._observe(samples, seed)
         for _ in range(self._cfg.turns):
             playing = [sample for sample in samples if not sample.done]
@@ -53,6 +60,7 @@ class Turns:
             self._observe(playing, seed)
         for sample in samples:
             if not sample.done:
+                # Its environment stays in a worker until it is given up.
                 self._pool.forget(self._session(sample, seed))
                 sample.finish = "length"
             sample.rewards[NAME] = sample.environment_reward
@@ -76,6 +84,7 @@ class Turns:
                 where=f"{sample.prompt.where}, sample {sample.number}",
                 tools=tuple(sample.calls),
             )
+            # All are asked before the first is waited for.
             futures.append(self._pool.turn(turn))
         for sample, future in zip(samples, futures, strict=True):
             self._take(sample, future.result())
@@ -138,6 +147,9 @@ class Turns:
         before = sample.messages
         tools = sample.prompt.record.get("tools")
         spoken = [*before, {"role": "assistant", "content": sample.texts[-1]}]
+        # The template renders the whole conversation and what it adds after the answer is taken:
+        # the answer's own tokens must stay those that were sampled, or their log-probabilities are
+        # another text's.
         whole = self._chat.render([*spoken, *read_messages(after)], tools)
         answered = self._chat.render(before, tools) + sample.texts[-1]
         if not whole.startswith(answered):

@@ -1,5 +1,10 @@
 """A JobSet for GKE: a job per slice, a pod per host. It is restarted as a whole after any exit code
-but 0 and those of a user's mistake (1, 2)."""
+but 0 and those of a user's mistake (1, 2), since one process alone cannot go on.
+
+The JobSet holds the run's configuration, packed into a variable. Beside it a Secret with the job's
+key and a NetworkPolicy are applied first. Nothing has run on a cluster: the trees are checked
+against JobSet's schema and the `restricted` Pod Security Standard.
+"""
 
 import json
 from collections.abc import Mapping
@@ -42,10 +47,14 @@ def submission(job: Job) -> Submission:
     }
     before = None
     if VARIABLE not in job.cluster.secrets:
+        # Applied before the JobSet, whose pods need the key; server-side, since client-side apply
+        # keeps a copy of the Secret in an annotation.
         before = [*words, "apply", "--server-side", "--filename", "-"], protection(job)
         own = [f"secret/{job.name}-job", f"networkpolicy/{job.name}-job"]
         later["stop"] += [*own, "--ignore-not-found"]
     return Submission(
+        # `create`, which refuses a name that exists: `apply` would change a running job. One
+        # object, since kubectl goes on after an error and would leave the first of two.
         [*words, "create", "--filename", "-"],
         manifest(job),
         monitor_commands(job, ["--container", CONTAINER], job.topology.hosts) | later,
@@ -61,6 +70,7 @@ def protection(job: Job) -> str:
         "namespace": job.cluster.namespace,
         "labels": labels(job),
     }
+    # Two equal mappings, not one twice, which YAML would write as an alias.
     pods = [{"matchLabels": {"jobset.sigs.k8s.io/jobset-name": job.name}} for _ in range(2)]
     policy = {
         "podSelector": pods[0],
@@ -97,6 +107,7 @@ def kubectl(job: Placement) -> list[str]:
 def manifest(job: Job) -> str:
     """Return the YAML of the JobSet, with the run's configuration packed into it."""
     tree = jobset(job)
+    # As etcd stores it, which bounds its size.
     stored = json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
     check_size(job, "gke", "the JobSet", stored, OBJECT)
     return yaml.safe_dump(tree, sort_keys=False, width=10**6)
@@ -127,6 +138,7 @@ def jobset(job: Job) -> dict[str, Any]:
             "ttlSecondsAfterFinished": cluster.ttl_seconds_after_finished,
             "failurePolicy": {
                 "maxRestarts": cluster.max_restarts,
+                # All pods are gone before new ones begin.
                 "restartStrategy": "BlockingRecreate",
                 "rules": [
                     {
@@ -136,6 +148,7 @@ def jobset(job: Job) -> dict[str, Any]:
                     }
                 ],
             },
+            # Pods find process 0 by its name, before any of them is ready.
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "replicatedJobs": [
                 {
@@ -146,6 +159,7 @@ def jobset(job: Job) -> dict[str, Any]:
                             "parallelism": job.hosts,
                             "completions": job.hosts,
                             "completionMode": "Indexed",
+                            # A pod is never restarted alone: the JobSet counts restarts of all.
                             "backoffLimit": 0,
                             "podFailurePolicy": {
                                 "rules": [
@@ -176,6 +190,7 @@ def _pod(job: Job) -> dict[str, Any]:
         "command": ["sh", "-c", command(job)],
         "env": _environment(job),
     }
+    # A pod failure policy needs it.
     return pod_template(job, container, labels(job), {"restartPolicy": "Never"})
 
 
@@ -215,6 +230,7 @@ def pod_template(
     if cluster.service_account:
         spec["serviceAccountName"] = cluster.service_account
     if not job.tpu:
+        # GKE taints its GPU nodes.
         spec["tolerations"] = [
             {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
         ]
@@ -265,6 +281,7 @@ def _resources(job: Placement) -> dict[str, dict[str, Any]]:
 def _volumes(job: Placement) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the volumes of a pod and their mounts in its container."""
     cluster, pod = job.cluster, job.cluster.pod
+    # Without it a container has 64 MiB of /dev/shm.
     memory = {"medium": "Memory", "sizeLimit": pod.shared_memory}
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": memory}]
     mounts: list[dict[str, Any]] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
@@ -347,6 +364,7 @@ def _environment(job: Job) -> list[dict[str, Any]]:
     Kubernetes sets, and those of the cluster's file."""
     plain = {
         "JOBSET_NAME": job.name,
+        # The first pod of the first job, by the name that JobSet gives it.
         "JAX_COORDINATOR_ADDRESS": f"{job.name}-{WORKERS}-0-0.{job.name}",
         "PROCESSES_IN_JOB": str(job.hosts),
         "JAX_PROCESS_COUNT": str(job.topology.hosts),

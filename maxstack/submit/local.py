@@ -41,6 +41,8 @@ def process_variables(count: int) -> list[dict[str, str]]:
     if count == 1:
         return [{}]
     with socket.socket() as free:
+        # A port that was free a moment ago: the roll call waits for it, should somebody else take
+        # it.
         free.bind(("127.0.0.1", 0))
         address = f"localhost:{free.getsockname()[1]}"
     return [
@@ -92,6 +94,7 @@ class Group:
     def __init__(self, log: Path):
         self._log = log
         self._lock = threading.Lock()
+        # A key for each submission: two on this machine cannot join each other.
         self._key = {job_key.VARIABLE: secrets.token_hex(job_key.LEAST)}
         self._started: list[subprocess.Popen[str]] = []
         self._asked: list[int] = []
@@ -106,6 +109,7 @@ class Group:
                 "choose another run.output_dir"
             ) from error
         try:
+            # The system lets go of the lock when this process ends, however it does.
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._file.close()
@@ -146,6 +150,7 @@ class Group:
     def _start(
         self, number: int, command: Sequence[str], own: Mapping[str, str]
     ) -> threading.Thread:
+        # PARENT: children get SIGTERM where this process dies, and save.
         environment = os.environ | own | self._key | {PARENT: str(os.getpid())}
         process = subprocess.Popen(
             command,
@@ -155,6 +160,7 @@ class Group:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            # A terminal's ^C reaches this process alone, which passes it on once.
             process_group=0,
         )
         self._started.append(process)
@@ -183,8 +189,11 @@ class Group:
         since: float | None = None
         signals = [(PATIENCE, signal.SIGTERM), (PATIENCE + KILL, signal.SIGKILL)]
         while None in (codes := [process.poll() for process in self._started]):
+            # Of all: looking only up to the first that runs would miss a later one's failure while
+            # an earlier one hangs.
             failed = next((i for i, code in enumerate(codes) if code), None)
             if failed is not None and not self._asked and signals:
+                # They usually leave by themselves, told by their watchdogs.
                 since = since or time.monotonic()
                 if time.monotonic() - since > signals[0][0]:
                     number = signals.pop(0)[1]
@@ -202,6 +211,7 @@ class Group:
         if again and number == signal.SIGINT:
             number = signal.SIGKILL
         elif number == signal.SIGHUP:
+            # The supervisors pass on both alike.
             number = signal.SIGTERM
         self._send(number)
 
@@ -214,6 +224,7 @@ class Group:
 def _code(codes: Sequence[int]) -> int:
     """Return the exit code of the run: that of a user's mistake, else the largest."""
     left = [code if code >= 0 else 128 - code for code in codes]
+    # A mistake explains the others' exit codes, and a restart would not help.
     return next((code for code in (1, 2) if code in left), max(left))
 
 

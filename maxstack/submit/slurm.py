@@ -1,5 +1,10 @@
 """An sbatch script for nodes with GPUs: srun starts a process per host or per GPU, and the exit
-code decides whether the job is requeued."""
+code decides whether the job is requeued.
+
+The script holds the packed configuration. A file NAME-JOB.stop beside the log says that the user
+stopped the job: without it a job that left after SIGTERM would be requeued like one whose time was
+over.
+"""
 
 import shlex
 from pathlib import Path
@@ -45,7 +50,9 @@ def script(job: Job) -> str:
         "mem": slurm.mem,
         "cpus-per-task": slurm.cpus_per_task,
         "time": slurm.time,
+        # Sent to the tasks that long before the time is over, so that they save.
         "signal": f"TERM@{cluster.grace + MARGIN}",
+        # A requeued job goes on in the same log.
         "open-mode": "append",
         "output": f"{job.name}-%j.log",
         "partition": slurm.partition,
