@@ -1,4 +1,9 @@
-"""Adapters that an engine serves beside its model, read from folders in PEFT's format."""
+"""Adapters that an engine serves beside its model, read from folders in PEFT's format.
+
+The adapters of one weight are stacked and padded to the largest rank, so that a step multiplies by
+all of them in one product and keeps each row's own (weights/multi_adapter.py). A gather of A and B
+by row took a step of a 50 M model from 113 to 202 ms (4 adapters of rank 16), this to 119.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -35,6 +40,7 @@ def read_adapters(run: "Run", params: Any, folders: Mapping[str, str]) -> Adapte
     """Read the adapters in folders, by name, for the weights `params` of a run. ConfigError for a
     folder without an adapter of this model, and for one that cannot be served."""
     specs: dict[str, WeightSpec] = {}
+    # `specs` is complete only after all are read: an adapter may change weights that others leave.
     read = [_leaves(run, params, folder, specs) for folder in folders.values()]
     everywhere = NamedSharding(run.mesh, PartitionSpec())
     weights = {}
@@ -62,6 +68,8 @@ def _leaves(
         a, b = read[f"{path}/lora_a"], read[f"{path}/lora_b"]
         leaves[path] = {"a": a, "b": b * lora.scale}
         if lora.dora:
+            # DoRA's norms need the base weight, so they are computed once here and not in each
+            # step.
             factor = functools.partial(dora_factors, lora, spec.contract)
             for _ in range(a.ndim - spec.contract - 1):
                 factor = jax.vmap(factor)
@@ -79,8 +87,11 @@ def _stack(leaves: Sequence[Leaves | None], contract: int) -> Leaves:
     a, b = present[0]["a"], present[0]["b"]
     lead = a.ndim - contract - 1
     outputs = *b.shape[:lead], *b.shape[lead + 1 :]
+    # Zeros change nothing: neither the padding of a smaller rank nor an adapter without this
+    # weight.
     whole_a = np.zeros((*a.shape[:-1], len(leaves), rank), np.float32)
     whole_b = np.zeros((len(leaves), rank, *outputs), np.float32)
+    # One more than there are adapters: factor 0 is that of rows without an adapter.
     factor = np.ones((1 + len(leaves), *outputs), np.float32)
     for i, own in enumerate(leaves):
         if own:

@@ -1,4 +1,10 @@
-"""Images from a diffusion transformer. Shapes: N images  S side of an image  C channels."""
+"""Images from a diffusion transformer.
+
+A solver follows the model's prediction from noise at t = 1 to an image at t = 0. The model's output
+is turned into the ends of the path through the present point, image and noise, and the next point
+lies on that path; so one solver serves all kinds of prediction and path (objectives/flow.py). Heun
+corrects Euler's step by the velocity at its end. Shapes: N images  S side of an image  C channels.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -54,6 +60,7 @@ class ImageSamples:
         self._sampler.params = optim.eval_params(cfg.optimizer, state.opt, state.params)
         labels = (np.arange(self._settings.count) % classes).astype(np.int32)
         images = [*self._sampler(labels, 0, cfg.train.seed)]
+        # Hold no weights between evaluations: the next step replaces them.
         self._sampler.params = None
         path = self._writer.image("samples", step, tile_images(images, classes))
         self._log.say(f"samples at step {step}: {path}")
@@ -82,6 +89,7 @@ class Sampler:
         self.latents: bool = objective_rules.makes_latents(run.cfg)
         """True where the model makes latents, not pixels."""
         over = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
+        # One number of rows for all calls, so that one program serves them.
         self._rows = -(-AT_ONCE // over) * over
         times = 1.0 - np.arange(steps + 1) / steps
         self._times = np.asarray(self._flow.shifted(times), np.float32)  # type: ignore[arg-type]
@@ -126,6 +134,7 @@ class Sampler:
         model = self._flow.model
         shape = model.image_size, model.image_size, model.channels
         key = jax.random.key(seed, impl="threefry2x32")
+        # By number, so that an image does not depend on what is drawn beside it.
         return jax.vmap(lambda n: jax.random.normal(jax.random.fold_in(key, n), shape))(numbers_N)
 
     def _ends(
@@ -140,6 +149,7 @@ class Sampler:
             return made[..., : flow.model.channels]
 
         made = by_class(label)
+        # Two passes in place of one; with w = 1 the prediction without class cancels out.
         if self._guidance != 1:
             without = by_class(jnp.full_like(label, flow.model.classes))
             made = without + self._guidance * (made - without)

@@ -1,4 +1,5 @@
-"""The engine on the programs of a package. Shapes: R rows  O outputs  D embed  V vocab."""
+"""The engine on the programs of a package: `prefill` computes a step of rows, `logits` its head.
+Shapes: R rows  O outputs  D embed  V vocab."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -37,8 +38,10 @@ def start_package(package: Package) -> Served:
     section = text["tokenizer"]
     file = section.get("path") if section else None
     cfg = load_record(folder, [f"data.tokenizer.path={folder / file}"] if file else [])
+    # A package runs on any device, so its cache has no device's own layout.
     layout = Layout.of(cfg.decoder, cfg.serve, PORTABLE)
     pages = tuple(sizes["pages"])
+    # The sizes are part of the programs' shapes; a user cannot change them.
     fixed = sizes["rows"], sizes["page"], pages, sizes["requests"], sizes["snapshots"]
     limits = Limits(*fixed, cfg.serve.snapshot, cfg.serve.prefix_cache)
     programs = PackageRunner(package, layout, limits, sizes["max_length"])
@@ -92,6 +95,7 @@ class PackageRunner(Runner):
         size = next(size for size in self.outputs if size >= len(rows))
         wanted_O = np.zeros(size, np.int32)
         wanted_O[: len(rows)] = rows
+        # Rows are taken here: `logits` has the number of its own rows in its shape alone.
         results, _ = self._call("logits", size, {}, {"states": jnp.take(x_RD, wanted_O, 0)})
         return results["normed"], results["logits"]
 

@@ -40,6 +40,7 @@ class Pooling:
         vector = hidden[:size]
         if not self.normalize and size is None:
             return vector
+        # A vector that was cut is normalized in any case: its length has changed.
         return vector / max(float(np.linalg.norm(vector)), 1e-12)
 
 
@@ -52,6 +53,7 @@ def read_pooling(folder: Path) -> Pooling:
         kinds = {}
         for module in strict_json.parse(read_regular(file, strict_json.SMALL), str(file)):
             kinds[module["type"].rpartition(".")[2]] = folder / module["path"]
+        # Without modules.json the vectors are normalized.
         normalize = "Normalize" in kinds
         _check(file, kinds)
     sizes = config.get("matryoshka_dimensions") or ()
@@ -66,6 +68,7 @@ def _check(file: Path, kinds: dict[str, Path]) -> None:
     if others := {*kinds} - {"Transformer", "Pooling", "Normalize"}:
         raise ConfigError(f"{file}: {', '.join(sorted(others))}: such modules are not supported")
     pooling = read_json(kinds["Pooling"] / "config.json") if "Pooling" in kinds else {}
+    # sentence-transformers writes a flag for each mode, or the mode's name as a text.
     modes = [key.removeprefix("pooling_mode_") for key, value in pooling.items() if value is True]
     if "Pooling" in kinds and (modes or [str(pooling.get("pooling_mode"))]) != ["lasttoken"]:
         raise ConfigError(
@@ -79,6 +82,7 @@ def _after(processor: dict[str, Any]) -> list[int]:
     return [
         token
         for each in processor.get("processors", [processor])
+        # Only what stands behind the text; tokens before it are the tokenizer's own to write.
         for part in itertools.dropwhile(lambda part: "Sequence" not in part, each.get("single", ()))
         if "SpecialToken" in part
         for token in each["special_tokens"][part["SpecialToken"]["id"]]["ids"]

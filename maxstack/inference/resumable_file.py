@@ -1,4 +1,8 @@
-"""A file of JSON lines that takes long to write and resumes after a kill."""
+"""A file of JSON lines that takes long to write and resumes after a kill.
+
+Lines are appended to FILE.unfinished in whatever order they end, each with its key; the first line
+is a hash of all that they depend on. The file itself appears at the end, whole and in order.
+"""
 
 import json
 from pathlib import Path
@@ -15,6 +19,7 @@ class ResumableFile:
     def __init__(self, out: str, settings: str):
         self._out, self._unfinished = out, Path(f"{out}.unfinished")
         self.lines: dict[tuple[int, int], str] = {}
+        # Object stores cannot append.
         if storage.is_url(out):
             raise ConfigError(
                 f"--out {out}: must be on this machine, so that it can resume after a kill"
@@ -27,6 +32,7 @@ class ResumableFile:
 
     def _read(self, header: str) -> None:
         """Read the lines of an earlier call; one that was not written whole is dropped."""
+        # What follows the last line end was being written when the process was killed.
         whole = self._unfinished.read_bytes().rpartition(b"\n")[0].decode().splitlines()
         if not whole or whole[0] != header:
             raise ConfigError(
@@ -41,6 +47,7 @@ class ResumableFile:
     def append(self, key: tuple[int, int], row: dict[str, Any]) -> None:
         """Append a line."""
         self.lines[key] = strict_json.write(row, ensure_ascii=False)
+        # Closed after each line, so that a kill loses at most the one being written.
         with self._unfinished.open("a", encoding="utf-8") as file:
             file.write(f"[{json.dumps(key)}, {self.lines[key]}]\n")
 

@@ -65,6 +65,7 @@ class Samples:
         while engine.busy:
             for output in engine.step(many=STEPS):
                 tokens[output.request] += [token.token for token in output.tokens]
+        # Hold no weights between evaluations: the next step replaces them.
         engine.load(None)
         texts = [
             prompt + self._text(tokens[n])
@@ -81,6 +82,7 @@ class Samples:
 def make_engine_beside(run: "Run", requests: int, length: int) -> Engine:
     """Return an engine on the mesh of a run of one process, for `requests` at a time of at most
     `length` tokens; `load` gives it weights and takes them away."""
+    # Rows of inference have no sequence to shard.
     rules = {**run.cfg.mesh.rules, "seq": (), "residual": ()}
     serve = run.cfg.serve.model_copy(
         update={"max_requests": requests, "max_length": length, "prefix_cache": False}

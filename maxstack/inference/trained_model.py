@@ -79,6 +79,7 @@ def assemble_model(
 
     faults: list[Fault] = []
     alone = [f"mesh.{axis}=1" for axis in AXES]
+    # Sizes that do not divide are known only for a mesh, so try the meshes in turn.
     for more in PLACED:
         placed = ["run.virtual_devices=null", *alone, *more, *overrides]
         cfg, own = config_of(model, placed, runs_code=trains)
@@ -131,11 +132,13 @@ def config_of(
         raise ConfigError(
             f"{model}: an import that was not finished; give the same `maxstack import` again"
         )
+    # A run's folder itself, or checkpoints/STEP in it.
     for own in (folder, folder.parent, folder.parent.parent) if folder.is_dir() else ():
         if (own / "config.yml").is_file():
             return load_record(own, overrides, runs_code), own
     _, section = model_of_folder(model, model)
-    data = {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 1}  # rows are as given
+    # A configuration needs data; nothing reads these, since the rows are given.
+    data = {"sources": [{"kind": "synthetic", "vocab": 2}], "seq_len": 1}
     if (images := parse_model(section)).tokens:
         data = images.placeholder(1)
     return load({"model": section, "data": data}, overrides), None

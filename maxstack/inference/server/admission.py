@@ -46,6 +46,7 @@ class Access:
         """Return the number of the key. Takes as long for each key."""
         scheme, _, given = header.partition(" ")
         key = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        # A list, not `any` of a generator: comparing all keys tells nothing by its time.
         same = [hmac.compare_digest(key, own) for own in self.keys]
         if not any(same):
             raise Refusal(
@@ -65,11 +66,13 @@ def _host(request: Request) -> str:
 
 def _network(host: str) -> str:
     """Return an address, or of IPv6 the network of 64 bits that one client owns whole."""
-    if ":" not in host or host.startswith(("::ffff:", "fe80:")):  # IPv4's, or of one link
+    # IPv4, also written as IPv6, and addresses of one link, where the first 64 bits are equal.
+    if ":" not in host or host.startswith(("::ffff:", "fe80:")):
         return host
     try:
         return str(ipaddress.ip_network(f"{host}/64", strict=False))
-    except ValueError:  # a proxy wrote something else
+    except ValueError:
+        # A proxy wrote something else.
         return host
 
 
@@ -81,6 +84,7 @@ async def read_bytes(request: Request, most: int) -> bytes:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
+                # Read on without keeping: a client that is still sending does not see an answer.
                 if size <= most:
                     parts.append(part)
                 elif size > most * DISCARDED:
@@ -93,4 +97,5 @@ async def read_bytes(request: Request, most: int) -> bytes:
     if size > most:
         why = f"the body is larger than {most} bytes; send less at a time"
         raise Refusal(413, why, headers=CLOSE if size > most * DISCARDED else None)
+    # Joining 8 MB would hold the event loop.
     return b"".join(parts) if size < JOINED else await asyncio.to_thread(b"".join, parts)

@@ -32,6 +32,8 @@ def make_app(state: State) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        # Before the first thread starts: grammars that compile on the sandbox's 2 MiB recurse here
+        # too.
         threading.stack_size(STACK)
         state.service.start()
         yield

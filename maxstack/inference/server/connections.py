@@ -54,6 +54,7 @@ class Connection(socket.socket):
         """Count the connection and wait for the head of a request."""
         self.listener = listener
         self.address = address
+        # Kept, because a closed socket has none any more.
         self.number = self.fileno()
         self.transport: asyncio.Transport | None = None
         self.state = ""
@@ -68,6 +69,8 @@ class Connection(socket.socket):
 
     def enter(self, state: str) -> None:
         """Record what the connection waits for; entering the same state again adds no time."""
+        # Entering a state again must not start its time anew, or a byte a second would hold it for
+        # ever.
         if state == self.state or self not in self.listener.open:
             return
         self.state = state
@@ -82,7 +85,8 @@ class Connection(socket.socket):
             self._leave()
             if self.transport:
                 self.transport.abort()
-            else:  # in the handshake of TLS or before it: the transport will read the end
+            else:
+                # In the handshake of TLS or before it: the transport will read the end.
                 with contextlib.suppress(OSError):
                     self.shutdown(socket.SHUT_RDWR)
 
@@ -107,6 +111,7 @@ class Connection(socket.socket):
 
     def _expire(self) -> None:
         if self.state == READING and self.transport:
+            # A slow client that reads 32 KiB in its time may go on.
             before, self.left = self.left, self.transport.get_write_buffer_size()
             if before - self.left >= PROGRESS:
                 return self._arm()
@@ -119,6 +124,7 @@ class Listener(socket.socket):
     def limit(self, most: int, each: int) -> None:
         """Accept `most` connections, `each` of one address, and raise the process's limit of open
         files for them where allowed. ConfigError where that leaves no connections."""
+        # Descriptors of clients must run out before those that the server needs for itself.
         files = allow_files(most + RESERVE)
         if (most := min(most, files - RESERVE)) < 1:
             raise ConfigError(
@@ -131,12 +137,16 @@ class Listener(socket.socket):
         """All connections by descriptor; `open` are those that are not closing."""
         self.open: set[Connection] = set()
         self.closed: collections.Counter[str] = collections.Counter()
+        # By closing this one, `_drop` can accept and refuse a connection when descriptors run out.
         self._spare = os.open(os.devnull, os.O_RDONLY)
         self.tls: ssl.SSLContext | None = None
+        # The system's own buffers took 4 MB of an answer that nobody read, so the server could not
+        # see it.
         self.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Accept a connection. The event loop calls this until BlockingIOError."""
+        # Closing sockets still hold descriptors. Let them end before more are accepted.
         if len(self.known) - len(self.open) >= ENDING:
             raise BlockingIOError
         try:
@@ -145,6 +155,7 @@ class Listener(socket.socket):
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._drop()
             raise
+        # uvicorn's limit_concurrency counts accepted connections alone: descriptors run out before.
         if not self._make_room(address[0]):
             self.closed[REFUSED] += 1
             with found, contextlib.suppress(OSError):
@@ -159,6 +170,7 @@ class Listener(socket.socket):
         """Return the connection of a transport."""
         connection = self.known[transport.get_extra_info("socket").fileno()]
         connection.transport = transport
+        # It was pushed out during the handshake.
         if connection not in self.open:
             transport.abort()
         return connection
@@ -193,12 +205,15 @@ class Listener(socket.socket):
         ]
         if not waiting:
             return False
+        # Of the address with most connections first: whoever opens many pushes out their own.
         max(waiting, key=lambda each: (crowd[each.address], -each.since)).end(CROWD)
         return True
 
     def _drop(self) -> None:
         """Refuse the next connection with the descriptor that is kept for this. Otherwise it would
         stay in the backlog, and the event loop would spin on it."""
+        # asyncio's own pause here leaves the server without any client for a second, with a
+        # traceback each time.
         os.close(self._spare)
         with contextlib.suppress(OSError):
             super().accept()[0].close()

@@ -1,4 +1,10 @@
-"""Grammars of requests, compiled outside the event loop, in threads of their own."""
+"""Grammars of requests, compiled outside the event loop, in threads of their own.
+
+Two are compiled at a time, and of a client one, so that a client with many waits for itself. Each
+is tried in a sandbox process first, which also measures its memory, and then compiled here. Small
+ones are cached; the memory of all that are cached or in use is counted, by an object that dies with
+the last answer, and more is refused.
+"""
 
 import asyncio
 import collections
@@ -24,6 +30,7 @@ WAITING = 64
 """Requests of a client that may wait for their grammars."""
 KEPT = 64
 """Compiled grammars that are cached."""
+# Without this limit 64 grammars of 50 MB each were kept.
 KEPT_BYTES = 4 << 20
 """Bytes of the largest grammar that is cached."""
 LIVE = 1 << 30
@@ -60,6 +67,7 @@ class Grammars:
     async def answers(self, rule: Rule, count: int, client: str) -> list[Answer]:
         """Return so many answers that follow a rule. Refusal for a rule that cannot be compiled,
         Full where the client waits for as many as it may. Cancelling it ends the sandbox."""
+        # Waiting costs memory too, so it is bounded.
         if self._turns.present[client] == WAITING:
             raise Full(f"{WAITING} requests of this client wait for their grammars; try later")
         try:
@@ -83,6 +91,7 @@ class Grammars:
         )
         try:
             answers = await run(self._compile, sandbox, rule, count)
+        # The client left: only ending the process ends the library's work.
         except asyncio.CancelledError:
             sandbox.end()
             raise
@@ -95,9 +104,11 @@ class Grammars:
     def _compile(self, sandbox: GrammarSandbox, rule: Rule, count: int) -> list[Answer]:
         check_size(rule.value)
         key = json.dumps(rule[1:])
+        # Take it out and put it back at the end: the one used longest ago is dropped first.
         answer = self._kept.pop(key, None)
         if answer is None:
             compiled, copied = sandbox.check(rule.kind, rule.value)
+            # Count before compiling here, where no limit of memory holds.
             memory = self._hold(compiled + count * copied)
             answer = Answer(self._compiler.compile(rule.kind, rule.value), memory)
             if compiled + len(key) > KEPT_BYTES:
@@ -113,13 +124,16 @@ class Grammars:
             raise Full(f"grammars have {self._live + size >> 20} MiB of {LIVE >> 20}; try later")
         self._live += size
         memory = _Memory()
+        # Answers share the object and are dropped in the engine's thread or here, whenever they
+        # end.
         weakref.finalize(memory, self._free_memory, size)
         return memory
 
     def _free_memory(self, size: int) -> None:
         self._live -= size
         if size > FREED:
-            with contextlib.suppress(RuntimeError):  # the server ends
+            # The threads take no more work where the server ends.
+            with contextlib.suppress(RuntimeError):
                 self._threads.submit(give_back)
 
     @functools.cached_property

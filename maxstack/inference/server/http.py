@@ -57,7 +57,7 @@ async def read_body(request: Request, kind: type[AnyBody]) -> Received[AnyBody]:
     client = state.access.check(request)
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
-        # a page of another site cannot send this type without a preflight request
+        # A page of another site cannot send this type without a preflight request.
         raise Refusal(415, "Content-Type: must be application/json")
     data = await read_bytes(request, BODY)
     body = await state.threads.run(len(data), client, parse_body, kind, data)
@@ -75,6 +75,7 @@ async def answer(
     of a body, `make_writer` the writer of their answers."""
     given = await read_body(request, kind)
     state = given.state
+    # Refuse before the prompt is tokenized.
     state.service.check()
     requests, choices = await given.read(build)
     requests = await _with_grammar(request, given, requests)
@@ -113,6 +114,7 @@ async def whole(
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Return the result of `work`; cancel it with a Refusal where the client leaves."""
+    # Starlette does not cancel a handler whose client leaves, so watch for it beside the work.
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_gone(request))
     try:
@@ -123,6 +125,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
     finally:
         for each in (task, gone):
             each.cancel()
+            # Wait for both to end: a cancelled task may still release what it holds.
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await each
 
@@ -137,6 +140,7 @@ class EventStream(StreamingResponse):
     leaves."""
 
     def __init__(self, answers: Answers, events: AsyncIterator[bytes]):
+        # The second keeps nginx from holding events back.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_encode(events), media_type="text/event-stream", headers=headers)
         self._answers = answers
@@ -153,5 +157,6 @@ async def _encode(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         async for content in events:
             yield content
     except Exception as error:
+        # The status is sent already, so an error can only be an event.
         yield event(refusal_of(error).body)
     yield b"data: [DONE]\n\n"

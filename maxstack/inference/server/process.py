@@ -1,4 +1,9 @@
-"""The server's process: its socket, and its end by a signal."""
+"""The server's process: its socket, and its end by a signal.
+
+SIGTERM or SIGINT refuses new requests and waits for the running ones, up to a grace period; then
+clients have 30 s to read what is left before their connections are aborted. Requests that hold on
+are cancelled 5 s later. A second SIGINT ends at once.
+"""
 
 import asyncio
 import contextlib
@@ -18,8 +23,12 @@ from maxstack.inference.server.connections import IDLE, SECONDS, Listener
 from maxstack.inference.server.protocol import Protocol
 
 log = logging.getLogger(__name__)
+# 16 streams of 4,000 tokens that nobody reads: the server ended after 38 s with 30 s to read, after
+# more than 60 s with 60.
 GRACE = 30
 """Seconds for clients to read their last answers once all are computed."""
+# With 300 bodies that do not end, cancelling in the same moment printed 241 tracebacks. After an
+# abort handlers end by themselves.
 CANCEL = 5
 """Seconds after which requests whose connections were aborted are cancelled."""
 
@@ -30,6 +39,8 @@ def bound_socket(host: str, port: int) -> Listener:
         family, kind, number, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
+        # Bound before the model loads, so that a port in use is told at once; listening comes
+        # later, or clients would wait in the backlog for minutes.
         sock = Listener(family, kind, number)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -69,7 +80,8 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app,
             http=functools.partial(Protocol, listener),  # type: ignore[arg-type]
-            loop="asyncio",  # the one that calls Listener.accept
+            # uvloop does not ask Python for each connection, which `Listener.accept` counts.
+            loop="asyncio",
             ws="none",
             log_config=None,
             log_level=logging.ERROR,  # any client could fill the log with warnings
@@ -98,6 +110,7 @@ class Server(uvicorn.Server):
         print(self._said(origin), flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # A second SIGTERM changes nothing: some send it to a process and to its group.
         again = self._draining is not None and sig == signal.SIGINT
         if again or not self.started:
             self.should_exit = self.force_exit = True
@@ -105,6 +118,7 @@ class Server(uvicorn.Server):
                 logging.CRITICAL
             )  # it would list open requests
         else:
+            # A signal handler may run anywhere in Python code; this wakes the loop.
             self._loop.call_soon_threadsafe(self._begin_drain, signal.Signals(sig).name)
 
     def _begin_drain(self, name: str) -> None:

@@ -1,4 +1,9 @@
-"""Threads that read requests and write answers outside the event loop."""
+"""Threads that read requests and write answers outside the event loop.
+
+Short bodies go to several threads, two of a client at a time. Long ones go to a single thread, at
+which clients take turns, and only so many bytes of them may be in memory; more are refused. A
+second after the last long body its memory is given back to the system.
+"""
 
 import asyncio
 import collections
@@ -12,6 +17,8 @@ from maxstack.inference.service import Full
 
 LONG = 1 << 16
 """Bytes from which on a body is handled by the thread for long ones."""
+# Without this limit, conversations that took their template's two seconds held all threads that
+# read short requests.
 SHORT = 2
 """Threads for the short bodies of one client at a time."""
 WAITING = 1 << 26
@@ -35,11 +42,13 @@ class Queues:
         """Wait for a turn of a client, and hold it."""
         self.present[client] += 1
         try:
+            # A semaphore wakes waiters in their order.
             async with self._turns.setdefault(client, asyncio.Semaphore(self._each)):
                 yield
         finally:
             self.present[client] -= 1
             if not self.present[client]:
+                # Or the tables would grow with every address that ever asked.
                 del self.present[client], self._turns[client]
 
 
@@ -62,6 +71,7 @@ class Threads:
         if size < LONG:
             async with self._turns.turn(client):
                 return await loop.run_in_executor(None, function, *args)
+        # Count before waiting: a body is in memory while it waits.
         if self._bytes.total() + size > WAITING or self._bytes[client] + size > WAITING // 2:
             raise Full(f"long requests of {self._bytes.total()} bytes wait; try later")
         self._bytes[client] += size
@@ -73,5 +83,6 @@ class Threads:
             if not self._bytes[client]:
                 del self._bytes[client]
             if self._trim:
+                # Not after each body: the next one would only take the memory again.
                 self._trim.cancel()
             self._trim = loop.call_later(AFTER, self._long.submit, give_back)

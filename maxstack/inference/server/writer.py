@@ -90,6 +90,8 @@ class Writer(ABC):
         def chunk(index: int, delta: Delta, further: dict[str, Any]) -> bytes:
             return event({**head, "choices": [self.chunk(index, delta)], **further})
 
+        # A token may add no text yet (half a character, the start of a stop string): it waits for
+        # the next, unless ids or log-probabilities were asked for.
         async for index, delta in deltas(answers, self.choices):
             delta = waiting.pop(index, Delta()) + delta
             if delta.text or delta.calls or delta.finish or tokens_count and delta.tokens:
@@ -99,6 +101,7 @@ class Writer(ABC):
                 size = len(delta.tokens)
                 if delta.finish:
                     size += len(self.choices[index].prompt_tokens)
+                # Token ids of the prompt come with the first chunk, and may be many.
                 if size > FEW or above:
                     yield await asyncio.to_thread(chunk, index, delta, more)
                 else:
