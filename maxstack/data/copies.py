@@ -65,6 +65,7 @@ def read_file(file: File, most: int | None = None) -> bytes:
     longer than a record, StoreError if it is at a URL and not as it was listed."""
     pieces = list[bytes]()
     size = 0
+    # check_length bounds one record; limit_growth bounds what a small file may become.
     for piece in limit_growth(read_pieces(file.path, file.version), file, most):
         pieces.append(piece)
         check_length(size := size + len(piece), file.path)
@@ -95,6 +96,7 @@ def _limit_cache(pieces: Iterator[bytes], folder: Path) -> Iterator[bytes]:
     """Pass on pieces that are written to a folder of copies. ConfigError if it has no room."""
     size = measured = 0
     for piece in pieces:
+        # Measured before the first piece and again later, since other processes write there too.
         if not size or size - measured > _STEP:
             measured = size
             _check_room(folder)
@@ -116,6 +118,7 @@ def _check_room(folder: Path) -> None:
     except ValueError as error:
         raise ConfigError(f"MAXSTACK_CACHE_BYTES: {error}; give a number, such as 2e12") from None
     most = min(given, used + disk.free - min(disk.total // 20, _LEAST))
+    # plain_copy sets the modification time at each use, since many systems keep no access times.
     for path in sorted(states, key=lambda path: states[path].st_mtime):
         if used <= most or states[path].st_mtime > time.time() - _UNUSED:
             break
@@ -154,6 +157,8 @@ def plain_copy(
         size, version = file.version or storage.stamp(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
+    # With size and version, so a file that changed gets a copy of its own; the old one is deleted
+    # once nobody has used it for a week and the space is needed.
     identity = f"{path if is_url else os.path.abspath(path)}\0{size}\0{version}{form[1]}"
     copy = storage.cache_folder() / "data" / digest(identity.encode())
     if copy.exists():
@@ -170,6 +175,7 @@ def plain_copy(
             f"{path}: its plain copy cannot be written to {copy.parent}: {error.strerror}; "
             "set MAXSTACK_CACHE to a folder with room"
         ) from error
+    # Ranges read before and after a change would be put together to a file that never was.
     if is_url and storage.stamp(path) != (size, version):
         copy.unlink(missing_ok=True)
         raise DataError(f"{path}: changed while it was copied; start again once it is whole")
@@ -194,6 +200,8 @@ def local_folder(path: str, patterns: Sequence[str] = ("*",), depth: int | None 
         versions = repr([path, *((name, found[name]) for name in names)])
         key, name = digest(versions.encode()), posixpath.basename(path.rstrip("/"))
         folder = storage.cache_folder() / "folders" / key / name
+        # Files appear one by one, each whole, so a copy that was stopped goes on with what is
+        # absent.
         absent = [name for name in names if not (folder / name).exists()]
         size = sum(found[name][0] for name in absent)
         with progress(size, f"copying {path}", "B", delay=_PATIENCE) as bar:
@@ -222,9 +230,12 @@ def _find_compression(path: str, file: IO[bytes]) -> str | None:
     name. Bagz begins with its records, each compressed."""
     if path.endswith(".bagz"):
         return None
+    # First bytes before the name: a gzip file under another name was taken for UTF-16, and
+    # compressed bytes would be trained on.
     begin = file.read(10)
     file.seek(0)
     found = [end for end, magic in _COMPRESSED.items() if begin.startswith(magic)]
+    # A text may begin with BZh; the magic number of a block does not come by chance.
     if found == [".bz2"] and begin[4:] != b"1AY&SY":
         found = []
     return next(iter(found), os.path.splitext(path)[1] if path.endswith((*_COMPRESSED,)) else None)
@@ -250,6 +261,7 @@ def read_pieces(
 
 def _decompress(path: str, file: IO[bytes]) -> Iterator[bytes]:
     kind = _find_compression(path, file)
+    # Readers take an empty file for empty data, and the source would lose its documents in silence.
     if kind and not file.read(1):
         raise DataError(f"{path}: empty, which no compressed file is; it was cut short")
     file.seek(0)
@@ -266,6 +278,7 @@ def _zstd_pieces(path: str, file: IO[bytes]) -> Iterator[bytes]:
     frame = None
     try:
         for piece in iter(functools.partial(file.read, _FEED), b""):
+            # A decompressor ends with its frame, and a file may have several, one after the other.
             while piece:
                 frame = zstandard.ZstdDecompressor().decompressobj() if frame is None else frame
                 yield frame.decompress(piece)

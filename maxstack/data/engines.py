@@ -1,5 +1,12 @@
 """Engines: tasks over many processes, of this machine or of a Ray cluster, and the check that these
-see the same files."""
+see the same files.
+
+A task's values travel as they come, so progress can be shown within a task. On one machine each
+process has a pipe and gets the next task when it has ended one; a pipe that breaks is a process
+that died. On Ray a task is a streaming generator, which runs again elsewhere if its process is
+lost, and gives nothing twice. Machines may mount other folders under the same path, so each process
+checks once that it sees the sizes of the sources and a note that the main process wrote.
+"""
 
 import contextlib
 import functools
@@ -50,6 +57,7 @@ class Processes(Engine):
     def map(
         self, function: Function[Task], context: Any, tasks: Sequence[Task]
     ) -> Iterator[tuple[Task, Any]]:
+        # A pipe for each process rather than a queue, whose lock may die with its holder.
         spawn, waiting = get_context("spawn"), iter(tasks)
         pipes = [spawn.Pipe() for _ in range(min(self._workers, len(tasks)))]
         processes = [
@@ -73,6 +81,7 @@ class Processes(Engine):
                         yield running[ours], value
                         continue
                     del running[ours]
+                    # The next task goes to whoever is free, since tasks differ in length.
                     for task in waiting:
                         running[ours] = task
                         ours.send(task)
@@ -84,6 +93,7 @@ class Processes(Engine):
         finally:
             for process in processes:
                 if process.pid is not None:
+                    # Safe at any moment, since what a task writes is atomic.
                     process.kill()
                     process.join()
 
@@ -100,6 +110,7 @@ class Ray(Engine):
         self._workers, self._address = workers, address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if address is None:  # a cluster runs what anyone sends it: this one listens on 127.0.0.1
+            # Without this, Ray replaces 127.0.0.1 by the machine's own address.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         try:
             import ray
@@ -112,7 +123,9 @@ class Ray(Engine):
     ) -> Iterator[tuple[Task, Any]]:
         ray, waiting = self._ray, iter(tasks)
         self._connect()
+        # Streaming, since values of a task that ran again are then not given twice.
         run = ray.remote(num_cpus=1, max_retries=_RETRIES, num_returns="streaming")(_run_there)
+        # Once, rather than with each task: the context holds the positions of all records.
         shared = ray.put((function, context, os.getcwd()))
         running: dict[Any, Task] = {}
         try:
@@ -163,7 +176,7 @@ class Ray(Engine):
 
 
 def _run_there(shared: tuple[Function[Task], Any, str], task: Task) -> Iterator[tuple[str, Any]]:
-    """`_values` in a process of a cluster."""
+    """Run `_values` in a process of a cluster."""
     function, context, folder = shared
     with contextlib.suppress(OSError):  # relative paths are then missing, and named
         os.chdir(folder)
@@ -205,6 +218,7 @@ class SharedFiles:
 
 def shared_files(read: Iterable[str], note: str) -> SharedFiles:
     """Write the note, and record the sizes of the local files that are read."""
+    # The sizes of sources do not tell whether --out is shared; a text that nobody else has does.
     text = secrets.token_hex(8)
     with storage.replacing(note) as unfinished:
         unfinished.write_text(text)

@@ -1,4 +1,11 @@
-"""Models of the Hugging Face hub by name: pinned to a commit, and read from the hub's own cache."""
+"""Models of the Hugging Face hub by name: pinned to a commit, and read from the hub's own cache.
+
+The first file that is asked for, config.json, tells the commit of a revision; all others are
+downloaded by that commit, so a push in between cannot mix two versions. A run writes the commit
+into its config.yml, so a resume and another machine read the same files. Only files that are read
+are downloaded. If the hub cannot be asked, the cache answers, with a warning; a pinned model whose
+weights are all there asks nobody.
+"""
 
 import concurrent.futures
 import functools
@@ -65,7 +72,7 @@ def is_model_name(path: str | Path) -> bool:
 
 
 def pin_commit(name: str) -> str:
-    """Org/Name@COMMIT, the model as it is now, for good."""
+    """Return Org/Name@COMMIT of a model's present commit."""
     return f"{name.partition('@')[0]}@{download_snapshot(name, weights=False).name}"
 
 
@@ -115,10 +122,13 @@ def download_snapshot(name: str, weights: bool) -> Path:
     try:
         config = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
         cached = Path(config).parent if isinstance(config, str) else None
+        # Such a commit never changes, so a resume needs no network.
         if cached and weights and COMMIT.fullmatch(revision) and not _missing_weights(cached):
             return cached
         first = huggingface_hub.hf_hub_download(repo, "config.json", revision=revision)
         commit = Path(first).parent.name
+        # Which files a model has is asked once; trying each name would be a request each, most of
+        # them 404.
         siblings = huggingface_hub.HfApi().model_info(repo, revision=commit).siblings or ()
     except (ConfigError, DataError):
         raise
@@ -158,11 +168,13 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
         small = sorted(files.intersection(SMALL))
         folder = Path([*pool.map(get, [*small, *templates])][0]).parent
         if weights:
+            # Pickles of torch run code when they are opened, so they are no substitute.
             if not {INDEX.format(MODEL), SINGLE.format(MODEL)} & files:
                 raise ConfigError(
                     f"{repo}: has no safetensors on the hub, and maxstack reads "
                     "nothing else; choose another version of the model"
                 )
+            # After the small files, since the index names the shards.
             [*pool.map(get, _missing_weights(folder))]
     return folder
 
@@ -174,6 +186,7 @@ def _missing_weights(folder: Path) -> list[str]:
     names = (
         sorted({*read_weight_map(index).values()}) if index.is_file() else [SINGLE.format(MODEL)]
     )
+    # A name comes from a file of others and must not become a path.
     return [name for name in names if SHARD.fullmatch(name) and not (folder / name).is_file()]
 
 

@@ -1,5 +1,10 @@
 """Pictures to pixels: decoding, crops, random changes, and the lane that makes rows of them.
 
+A picture is a document with a class, so order, mixture, holdout and resume are those of text. A row
+holds one picture, cut and resized to the model's size. What is random about it is drawn from (seed,
+source, place in the order of all epochs), so it changes with the epoch and with nothing else. Files
+come from others: formats, pixels and scans are bounded before anything is decoded.
+
 Shapes: H height  W width  C channels  S side of the model's images.
 """
 
@@ -79,6 +84,8 @@ class ImageLane(Lane):
             if located is None:
                 return None, 0
             source, index = located
+            # Before it is read: a broken picture takes its place too, so the order of the others
+            # stays.
             mixture.count(self._at, counter, 1, self._lane)
             documents = mixture.sources[source]
             try:
@@ -146,6 +153,7 @@ def decode_image(content: bytes | np.ndarray, channels: int) -> "Image":
             picture = Image.open(io.BytesIO(content), formats=FORMATS)
         except UnidentifiedImageError:
             raise ValueError(f"none of {', '.join(FORMATS)}") from None
+    # Pillow has read the header alone so far; pixels are decoded by the first change.
     _check_pixels(*picture.size)
     if picture.format == "JPEG" and content.count(b"\xff\xda") > SCANS:  # type: ignore[union-attr]
         raise ValueError(f"more than {SCANS} scans, each of which decodes the whole picture")
@@ -242,6 +250,7 @@ def center_crop(picture: "Image", side: int, cfg: ImageConfig) -> "Image":
         width, height = (int(shorter * length / least) for length in picture.size)
     _check_pixels(width, height)
     left, top = (width - side) // 2, (height - side) // 2
+    # Resized whole and then cut, as transformers do; a resized box would interpolate other pixels.
     made = picture.resize((width, height), _filter(cfg))
     return made.crop((left, top, left + side, top + side))
 
@@ -254,6 +263,7 @@ def inception_crop(
     width, height = picture.size
     for _ in range(TRIES):
         area = random.uniform(cfg.least_area, 1.0) * width * height
+        # Uniform in the logarithm, so wide and high parts are equally likely.
         ratio = np.exp(random.uniform(*np.log(RATIO)))
         wide, high = round((area * ratio) ** 0.5), round((area / ratio) ** 0.5)
         if 0 < wide <= width and 0 < high <= height:

@@ -1,4 +1,12 @@
-"""Writing any source as token shards, in parallel; finished shards survive a crash."""
+"""Writing any source as token shards, in parallel; finished shards survive a crash.
+
+Documents of each source and split are divided into shards by their number alone, so files are the
+same for any engine and number of workers. A shard is a task: a worker tokenizes its documents into
+a file that appears under its name when it is whole, and then leaves a note with its counts. A hash
+of all that the shards depend on, the plan, stands in notes and manifest: the same command keeps
+shards with its plan and makes the others, and a finished folder of another plan is refused. The
+manifest is written last, so a folder without one is unfinished.
+"""
 
 import hashlib
 import json
@@ -99,6 +107,7 @@ def prepare(
     if _is_complete(out, plan, shards):
         print(f"{out}: already complete")
         return
+    # What an earlier, stopped call finished under the same plan.
     made = {
         shard.name: counts
         for shard in shards
@@ -118,6 +127,7 @@ def prepare(
             bar.update(written.documents)
             if written.counts is not None:
                 made[shard.name] = written.counts
+    # Over all shards in their order: a worker sees its own alone, and the bound is one of the data.
     quarantine = _quarantine(cfg)
     for reason in (reason for shard in shards for reason in made[shard.name].get("damaged", ())):
         quarantine.add(reason, reason)
@@ -135,6 +145,7 @@ def prepare(
             manifest["files"][source] = pins
     if steps:
         manifest["steps"] = steps["steps"]
+    # In this order: without notes and without a manifest all work would be done again.
     _write_json(storage.join(out, MANIFEST), manifest, indent=1)
     storage.delete(out, _FINISHED, f".*{atomic.UNFINISHED}")
     if steps:
@@ -152,7 +163,8 @@ def prepare(
 
 
 def _count_copies(shards: Sequence[Shard], made: dict[str, dict[str, Any]]) -> int:
-    """Held-out documents that are also trained on, by hashes of their tokens, which are dropped."""
+    """Count held-out documents that are also trained on, by hashes of their tokens. Remove the
+    hashes, which the manifest does not keep."""
     hashes: dict[Split, list[int]] = {"train": [], "eval": []}
     for shard in shards:
         hashes[shard.split] += made[shard.name].pop(_HASHES, [])
@@ -161,8 +173,8 @@ def _count_copies(shards: Sequence[Shard], made: dict[str, dict[str, Any]]) -> i
 
 
 def _format_overrides(cfg: DataConfig, out: str, split: Split, names: Sequence[str]) -> str:
-    """Words of a command by which a run of the same configuration reads the shards of a split,
-    which have these names, as it would read the texts."""
+    """Return the overrides by which a run of the same configuration reads the shards of a split,
+    written under these names, in place of the texts."""
     whole = [source for source in cfg.sources if split == "train" or source.holdout]
     sources = [
         {"kind": "array_record", "content": "tokens", "files": [f"{out}/{name}-{split}-*"]}
@@ -178,7 +190,7 @@ def _format_overrides(cfg: DataConfig, out: str, split: Split, names: Sequence[s
 
 
 def _check_folder(out: str) -> None:
-    """ConfigError for a local path where no folder can be."""
+    """Raise ConfigError for a local path where no folder can be written."""
     if storage.is_url(out):
         return
     there = next(path for path in (Path(out), *Path(out).absolute().parents) if path.exists())
@@ -200,6 +212,7 @@ def _open_splits(cfg: DataConfig) -> Sources:
 
 
 def _plan_shards(source: str, split: Split, documents: int, size: int | None) -> list[Shard]:
+    # By the documents alone, never by workers, so that any machine continues the same shards.
     size = size or max(1, min(_LARGEST_SHARD, math.ceil(documents / 16)))
     count = math.ceil(documents / size)
     names = [f"{source}-{split}-{n:05d}-of-{count:05d}.array_record" for n in range(count)]
@@ -265,12 +278,14 @@ def _write(
 ) -> Iterator[Progress]:
     """Write a shard, then note that it is finished."""
     cfg, sources, folder, plan, files = context
+    # Before anything is written: another machine may mount another folder under this path.
     check_shared(files)
     documents, tokenizer = sources[shard.source, shard.split], open_tokenizer(cfg.tokenizer)
     path = storage.join(folder, shard.name)
     try:
         with storage.replacing(path) as unfinished:
             counts = yield from _write_records(unfinished, shard, documents, tokenizer, cfg)
+        # After the shard has its name, since a note says that it is whole.
         note = storage.join(folder, f"{_FINISHED}/{shard.name}.json")
         _write_json(note, {"plan": plan, "shard": counts})
     except (RuntimeError, OSError) as error:
@@ -292,6 +307,8 @@ def _write_records(
     counts, quarantine = {"documents": 0, "tokens": 0, "bytes": 0}, _quarantine(cfg)
     hashes, held_out = list[int](), any(source.holdout for source in cfg.sources)
     told = dict(counts)
+    # One record a group, so that a document is read without its neighbours; zstd's first level
+    # gives the size of the third in 45 ms where that takes 60.
     writer = ArrayRecordWriter(str(path), "group_size:1,zstd:1")
     for index in range(shard.start, shard.stop):
         try:
@@ -306,12 +323,14 @@ def _write_records(
                 f"{documents.where(index)}: tokens without the size of their "
                 "text, as older versions kept them; prepare from the text"
             )
+        # Only sizes that differ from the vocabulary's are stored.
         special = np.flatnonzero(sizes != tokenizer.bytes_of(ids))
         writer.write(pack(Tokens(ids, np.stack([special, sizes[special]], 1))))
         if held_out:
             hashes.append(content_hash(ids))
         counts["documents"] += 1
         counts["tokens"] += len(ids)
+        # float32 counts exactly only to 2**24.
         counts["bytes"] += int(sizes.sum(dtype=np.float64))
         if counts["bytes"] - told["bytes"] > _STEP or index + 1 == shard.stop:
             step = {key: counts[key] - told[key] for key in counts}
@@ -319,6 +338,7 @@ def _write_records(
             told = dict(counts)
     writer.close()
     with open(path, "rb") as file:
+        # Before the rename: after a power failure a name must not stand for an empty file.
         os.fsync(file.fileno())
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         damaged = [*quarantine.news().damaged.values()]

@@ -1,5 +1,10 @@
-"""Opening sources of documents, and their splits by a stable hash of each document's key. Files of
-many documents each: records.py."""
+"""Sources of documents, and their splits into training and held-out documents.
+
+A document is held out if a hash of its file's key and its number, scaled to [0, 1), is below
+`holdout`. This reads nothing and does not change when other files are added. Copies of a document
+may then lie on both sides, so `holdout_by: content` hashes what documents hold instead, after
+reading all of them once. Files of many documents each: records.py.
+"""
 
 import functools
 import json
@@ -79,6 +84,7 @@ class Synthetic(Documents):
         return self._cfg.documents
 
     def __getitem__(self, index: int) -> np.ndarray:
+        # Seeded by the index, so a document is the same in any process and order.
         random, length = np.random.Generator(np.random.PCG64(index)), self._cfg.length
         if self._cfg.ragged:
             length = int(random.integers(1, length, endpoint=True))
@@ -202,6 +208,7 @@ class GrainDocuments(Documents):
 
 def _resolve_call(call: str) -> Callable[..., Any]:
     """Return what module:function names, of the working folder too, as for `python -m`."""
+    # At the end, so that no file of the folder shadows an installed module.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
@@ -251,6 +258,7 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
     if split == "all" or (split == "train" and not cfg.holdout):
         return documents
     hashes = _hash_contents(documents) if cfg.holdout_by == "content" else documents.hashes()
+    # 53 bits are what a float64 in [0, 1) holds exactly.
     held = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53 < cfg.holdout
     indices = np.flatnonzero(held if split == "eval" else ~held)
     if not len(indices):
@@ -272,12 +280,14 @@ def _hash_contents(documents: Documents) -> np.ndarray:
     kept = storage.cache_folder() / "contents" / f"{digest(json.dumps(described).encode())}.npy"
     if kept.exists():
         return np.load(kept)
+    # Also the hashes of documents that cannot be read, so that these stay on one side.
     hashes = documents.hashes()
     with progress(len(documents), f"holdout of {documents.name}", "documents") as bar:
         for index in range(len(documents)):
             bar.update()
             try:
                 document = documents[index]
+            # The store may be back later; a split by another hash would stay for good.
             except StoreError:
                 raise
             except DataError:
@@ -294,6 +304,7 @@ def open_sources(cfg: DataConfig, evaluation: bool = False, whole: bool = False)
     documents of the sources that hold nothing out."""
     from maxstack.data.shards import check_tokenizer, refuse_held_out
 
+    # Some filters compare all documents, which no lane could do as it reads.
     if cfg.steps:
         raise ConfigError(
             "data.steps are applied by `maxstack data prepare`; train on what it writes, with "

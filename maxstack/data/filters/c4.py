@@ -28,6 +28,8 @@ class C4(Filter):
 
     def __call__(self, text: str) -> str | Removed:
         cfg = self._cfg
+        # In the whole page. datatrove looks only at lines that other rules keep, which is most of
+        # the difference between the two.
         if cfg.lorem_ipsum and _LOREM_IPSUM.search(text):
             return Removed("lorem_ipsum", True)
         if cfg.curly_bracket and "{" in text:
@@ -45,6 +47,7 @@ class C4(Filter):
         cfg, stripped = self._cfg, line.strip()
         return not (
             (cfg.terminal_punctuation and not stripped.endswith(_TERMINAL))
+            # An ellipsis ends in a full stop too, but is no end of a sentence.
             or (cfg.terminal_punctuation and stripped.endswith("..."))
             or len(stripped.split()) < cfg.min_line_words
             or (cfg.javascript and _JAVASCRIPT.search(line))

@@ -1,4 +1,9 @@
-"""Removal of documents that share n-grams of words with evaluation tasks (decontamination)."""
+"""Removal of documents that share n-grams of words with evaluation tasks (decontamination; Brown et
+al. 2020, arXiv:2005.14165, who use 13 words).
+
+The main process hashes all n-grams of the tasks once, into a sorted array; workers look up the
+n-grams of each document in it by binary search. A document with enough of them is removed whole.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +41,7 @@ class Decontaminate(Filter):
     def __call__(self, text: str) -> str | Removed:
         own = ngrams(hash_units(split_words(text)), self._cfg.ngram)
         at = np.searchsorted(self._grams, own)
+        # Past the end: larger than all, so equal to none, also not to the first.
         at[at == len(self._grams)] = 0
         found = at[self._grams[at] == own]
         if len(found) < self._cfg.min_matches:

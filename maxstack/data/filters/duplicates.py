@@ -58,6 +58,7 @@ def signature_type(cfg: ExactDuplicatesFilter | NearDuplicatesFilter) -> tuple[i
 def shingles(cfg: NearDuplicatesFilter, text: str) -> np.ndarray:
     """Return a hash of each n-gram of a text, uint64; of a text that is shorter than an n-gram or
     has no words, one hash of the whole."""
+    # The text itself if it has no words, or all texts of signs would be duplicates of each other.
     units = (split_words(text) if cfg.unit == "words" else [*text.lower()]) or [text]
     return ngrams(hash_units(units), max(1, min(cfg.ngram, len(units))))
 
@@ -78,12 +79,17 @@ def find_keepers(
     for band in bands:
         order, starts = _sort_by_band(signatures, band)
         first = order[np.maximum.accumulate(np.where(starts, np.arange(count), 0))]
+        # With the first of a run and with the neighbour alone, since all pairs of a run are
+        # quadratic; clusters are joined from links, so most pairs need not be compared.
         for others in (first[~starts], np.roll(order, 1)[~starts]):
+            # Pairs that are in one cluster by an earlier band cost no comparison.
             new = labels[order[~starts]] != labels[others]
             own = order[~starts][new]
             other = others[new]
+            # An equal band only makes a candidate, which may be far below the threshold.
             alike = _similarity(signatures, own, other) >= threshold
             labels = _join_clusters(labels, own[alike], other[alike])
+    # May be below the threshold, where links join two documents through others.
     return labels, _similarity(signatures, np.arange(count), labels)
 
 
@@ -95,6 +101,7 @@ def choose_bands(permutations: int, threshold: float) -> list[slice]:
         return 1 - (1 - threshold**rows) ** (permutations // rows)
 
     rows = 1
+    # Longer bands make fewer candidates, so take the longest that still find enough.
     while rows < permutations and share_found(rows + 1) >= _FOUND:
         rows += 1
     return [slice(at, at + rows) for at in range(0, permutations - rows + 1, rows)]
@@ -115,6 +122,7 @@ def _sort_by_band(signatures: np.ndarray, band: slice) -> tuple[np.ndarray, np.n
     """Return the documents in the order of a band's hash and then of their place, and True for the
     first of each hash."""
     hashes = np.empty(len(signatures), np.uint64)
+    # Chunks, since signatures are a map of a file that may be larger than memory.
     for at in range(0, len(signatures), _CHUNK):
         part = np.ascontiguousarray(signatures[at : at + _CHUNK, band].T).astype(np.uint64)
         hashes[at : at + _CHUNK] = ngrams(part, len(part))[0]
@@ -144,5 +152,6 @@ def _join_clusters(labels: np.ndarray, left: np.ndarray, right: np.ndarray) -> n
     columns = np.concatenate([labels, right])
     graph = coo_array((np.ones(len(rows), np.int8), (rows, columns)), (count, count))
     _, component = connected_components(graph, directed=False)
+    # The first document in the order of sources, so that the result depends on no engine.
     _, first = np.unique(component, return_index=True)
     return first[component]

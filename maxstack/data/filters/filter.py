@@ -79,6 +79,7 @@ def split_words(text: str) -> list[str]:
 
 def hash_units(units: list[str]) -> np.ndarray:
     """Return a hash of each unit, the same on every machine: uint64 [N]."""
+    # Not hash(), which is seeded anew in each process.
     encoded = (unit.encode(errors="surrogatepass") for unit in units)
     return np.fromiter(map(xxhash.xxh3_64_intdigest, encoded), np.uint64, len(units))
 
@@ -90,6 +91,8 @@ def ngrams(hashes: np.ndarray, size: int) -> np.ndarray:
         return np.zeros(0, np.uint64)
     made = np.zeros(count, np.uint64)
     for at in range(size):
+        # The shift and the product make the order of units count; products wrap at 64 bits on
+        # purpose.
         made = (made ^ (made >> np.uint64(29))) * _MULTIPLIER + hashes[at : at + count]
     return made ^ (made >> np.uint64(32))
 

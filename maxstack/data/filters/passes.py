@@ -102,6 +102,8 @@ def run(job: Job, each: Range) -> Iterator[int]:
     path = job.note_path(job.number, each)
     if storage.kind(path) is None:
         try:
+            # The file of removed documents is whole before the note, which says that the range is
+            # done.
             note = _Pass(job, each).note()
             with storage.replacing(path) as unfinished, unfinished.open("wb") as file:
                 np.savez(file, **note)  # type: ignore[arg-type]
@@ -149,6 +151,7 @@ class _Pass:
                 if not job.last:
                     section = job.sections[self._stop]
                     parts.append(duplicates.signatures(section, texts))  # type: ignore[arg-type]
+        # What the comparison before this pass removed is known only now.
         if self._first:
             kept = (self._by == -1) | (self._by >= self._first)
             self._counts[self._first - 1, 2:4] = kept.sum(), before[kept].sum()
@@ -176,8 +179,11 @@ class _Pass:
             if not gone and not self._filters and self._job.last and self._job.number:
                 continue  # the text is neither changed nor removed nor compared any more
             text = self._text(at)
+            # Sizes of the source's own texts, before any filter.
             if not self._job.number:
                 before[at] = self._sizes[at] = len(text.encode())
+            # Filters of earlier passes that change texts run again, which is cheaper than storing
+            # all texts.
             text = change(text, self._before)
             if keeper is not None and gone:
                 self._remove(at, self._first - 1, text, self._duplicate(keeper), stack)
@@ -188,6 +194,7 @@ class _Pass:
                 size += int(self._sizes[at])
                 if not self._job.last:
                     texts.append(result)
+            # Bounded by bytes too: 256 long documents would fill a worker's memory.
             if len(texts) == _BATCH or size > _BATCH_BYTES:
                 yield texts
                 texts = []
@@ -206,6 +213,7 @@ class _Pass:
             row[2:4] += 1, len(result.encode())
             if result != text:
                 row[4] += 1
+                # Only while samples are wanted: a difference is found character by character.
                 if (samples := self._open_samples("changed", number)) is not None:
                     samples.append({"place": self._place(at), **difference(text, result)})
             text = result
@@ -230,6 +238,7 @@ class _Pass:
         }
         if (samples := self._open_samples("removed", number)) is not None:
             samples.append(row | {"text": text[: 2 * _SAMPLE]})
+        # Opened with the first document, so that ranges without removals leave no file.
         if self._out is None:
             path = f"{REMOVED}/{self._range.name}-{self._job.number}.jsonl.zst"
             unfinished = stack.enter_context(storage.replacing(storage.join(self._job.out, path)))

@@ -61,7 +61,10 @@ class PersonalData(Filter):
     def __call__(self, text: str) -> str:
         for mask, pattern, test in self._masks:
             text = pattern.sub(_masked(mask, test), text)
+        # The library reads 0.6 MB/s where words hold digits, so it is asked only if a number is
+        # possible.
         if self._cfg.phone is not None and _DIGITS.search(text):
+            # Without a country only numbers with + can be told.
             regions = self._cfg.phone_regions or (None,) * ("+" in text or "\uff0b" in text)
             for region in regions:
                 text = self._without_phones(text, region)
@@ -83,6 +86,7 @@ def _masked(mask: str, test: Callable[[str], bool]) -> Callable[[re.Match[str]],
 def _is_public(text: str) -> bool:
     try:
         address = ipaddress.ip_address(text)
+        # ::ffff:10.0.0.1 is as private as 10.0.0.1.
         return (getattr(address, "ipv4_mapped", None) or address).is_global
     except ValueError:
         return False

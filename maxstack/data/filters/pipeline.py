@@ -96,6 +96,7 @@ def filter_sources(
         files = shared_files(read, storage.join(passes, "begun"))
         job = Job(sections, names_of(sections), data, sources, _ranges(sources), out, passes, files)
         _run(job, engine, result)
+    # After the result is whole, which needs no note any more.
     storage.delete(notes, PASSES)
     kept = read_note(result)
     counts = json.loads(kept["summary"].tobytes())
@@ -142,6 +143,7 @@ def _begin(out: str, notes: str) -> None:
 def _ranges(sources: Sources) -> list[Range]:
     made: list[Range] = []
     for key, documents in sources.items():
+        # By the documents alone, so that notes serve any engine and number of workers.
         size = max(1, min(_LARGEST_RANGE, math.ceil(len(documents) / 16)))
         for start in range(0, len(documents), size):
             made.append(Range(len(made), *key, start, min(start + size, len(documents))))
@@ -179,6 +181,7 @@ def _compare(job: Job) -> list[Range]:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         for path in notes:
+            # A range without documents has an array of another type.
             np.asarray(read_note(path)["signatures"], kind).tofile(file)
         file.flush()
         shape = int(starts[-1]), numbers
@@ -188,6 +191,7 @@ def _compare(job: Job) -> list[Range]:
     owner = np.repeat(np.arange(len(alive)), np.diff(starts))
     index = np.concatenate([r.start + at for r, at in zip(job.ranges, alive, strict=True)])
     made = []
+    # Each task gets the result for its own range alone, not the labels of all documents.
     for each, at, start in zip(job.ranges, alive, starts, strict=False):
         own = kept[start : start + len(at)]
         keepers = np.full((each.stop - each.start, 3), -1, np.int64)

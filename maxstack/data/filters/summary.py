@@ -62,6 +62,7 @@ def _named(counts: np.ndarray) -> dict[str, int]:
 
 def _first(by_range: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return some samples: the first of each range before the second of any."""
+    # Spread over ranges, and in their order, so that samples depend on no engine.
     places = range(max(map(len, by_range)))
     ordered = [rows[place] for place in places for rows in by_range if place < len(rows)]
     return ordered[:_SAMPLES]
