@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 PLACES = {"run", "distributed", "checkpoint"}
-"""Sections whose paths are where a run writes."""
+"""Sections whose paths a run writes to, so that hosts may differ in them."""
 SAMPLED = 128
 """Files of a set whose bytes are hashed; of the others names and sizes."""
 WHOLE, PIECE = 1 << 20, 1 << 16

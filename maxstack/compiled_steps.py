@@ -37,7 +37,7 @@ class CompiledSteps:
         self._made: dict[tuple[int, int], concurrent.futures.Future[CompiledStep]] = {}
 
     def check_memory(self, beside: dict[str, int]) -> None:
-        """ConfigError where a step needs more than the memory of a device, at the least."""
+        """ConfigError where even a lower bound of a step's memory exceeds that of a device."""
         for run in self._runs.values():
             fit.check_memory(run, beside)
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Where a run notes what happens."""
+    """The files and figures in which a run records what happens."""
 
     folder: Path
     ledger: Ledger
@@ -55,7 +55,7 @@ class Records:
 
 
 class Due(NamedTuple):
-    """What comes between a step and the next."""
+    """Work that is due between a step and the next."""
 
     evaluate: bool
     save: bool
@@ -287,7 +287,7 @@ class Loop:
         return back
 
     def _due(self, ends_trace: bool) -> Due:
-        """What comes after the current step."""
+        """Find what is due after the current step."""
         step, every = self._step, self._cfg.eval.every
         done = step == self._cfg.train.steps
         # Asked once a step, and first: it counts the step as reached in all processes.

@@ -200,6 +200,8 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
         trained = jax.tree.map(lambda _: False, info)
         changed = jax.tree.map(lambda i: i.carried and not i.frozen, info)
         optimizer, behind = optax.identity(), 0
+    # The step gives each optimizer the loss and the gradient; those that need neither would refuse
+    # them.
     tx = optax.with_extra_args_support(optimizer)
 
     def start(params: Tree) -> State:
@@ -209,6 +211,7 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
             # Frozen weights have no moments: their leaves are absent, not zeros.
             tx.init(select(trained, params)),
             guard.initial(),
+            # Rollouts before the first have the weights with which the run begins.
             (select(changed, params),) * behind,
         )
 
@@ -226,6 +229,9 @@ def assemble(cfg: "Config", mesh: Mesh, trains: bool = True) -> Run:
     step = TrainingStep(cfg, tx, trained, changed, objective, models, moves)
     # Scalars lie whole on every device, so each process reads them without asking another.
     everywhere = NamedSharding(mesh, PartitionSpec())
+    # The user's flags go to the step and its like as compile options: plan compiles with them too,
+    # and one that XLA does not know is an error by name. In the environment it would end the
+    # process.
     options, ordered = compiling.options_for(cfg, mesh), compiling.in_order(mesh)
 
     def of_models(f: Callable[[Models, Batch], Batch]) -> Any:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, PartitionSpec
 
 
+# A context variable, since threads trace on meshes of their own: a rollout beside training.
 _current: contextvars.ContextVar[tuple["Mesh", MeshConfig] | None] = contextvars.ContextVar(
     "mesh", default=None
 )

@@ -117,6 +117,7 @@ def _of_run(run: "Run", folder: str) -> Iterator[tuple[str, jax.Array]]:
     leaves = load_newest(folder, source, run.cfg.checkpoint.weights)
     fresh, _ = run.cfg.model.head_changes(cfg.model)
     longer = run.cfg.model.extended_tables(cfg.model)
+    # A head that is new here is drawn, whatever the source has in its place.
     for path in (wanted.keys() & source.weights.original.keys()) - fresh:
         # A weight of a run with adapters or quantization is several arrays below its path.
         of_path = {name: leaf for name, leaf in leaves.items() if f"{name}/".startswith(f"{path}/")}
@@ -144,6 +145,7 @@ def _check_shapes(run: "Run", folder: str, source: StackConfig) -> None:
     shapes = {path: tuple(leaf.shape) for path, leaf in weights_of(source).items()}
     fresh, left = run.cfg.model.head_changes(source)
     longer = run.cfg.model.extended_tables(source)
+    # A table that gets rows for new tokens is compared by the rows that the source has.
     wanted |= {path: longer[path].shape_before(wanted[path]) for path in longer.keys() & wanted}
     wanted = {path: shape for path, shape in wanted.items() if path not in fresh}
     shapes = {path: shape for path, shape in shapes.items() if path not in left}

@@ -305,6 +305,8 @@ def check_steps(steps: int, begin: int) -> None:
 def moved_rate(written: dict[str, Any], cfg: "Config", updates: int) -> str:
     """A line where the learning rate of the next update differs from that of the configuration that
     wrote the checkpoint; "" where it does not."""
+    # More train.steps at a resume move the rate of schedules that end with the run, without a word
+    # in the configuration.
     text = (
         optim.describe_rate_change(written, cfg.optimizer, cfg.train.steps, updates)
         if written

@@ -39,9 +39,9 @@ class State(NamedTuple):
 
 
 def weights_at(state: State, step: int, rollout: int, steps: int) -> Tree:
-    """The weights that a step changes as they were before the first step of a rollout, each of
-    which has `steps` steps; None for those of the state. `step` is that of the state, which is
-    known without waiting for the devices."""
+    """Return the weights that a step changes as they were before the first step of a rollout; None
+    where they are those of the state. `steps`: steps of each rollout; `step`: that of the state,
+    given since reading it would wait for the devices."""
     # Before a rollout's first step the state itself has its weights; after it, `behind` does,
     # newest first.
     begun, inside = divmod(step, steps)

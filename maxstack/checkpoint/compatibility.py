@@ -23,6 +23,8 @@ from maxstack.schema.quantization import RuleConfig
 if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
+# Rollouts and rewards too: a rollout that was interrupted is made again, and must come out the
+# same.
 BOUND = (
     *("model", "quantization", "lora", "data", "objective", "rollout", "rewards"),
     "train.batch_size",
@@ -85,6 +87,7 @@ def check_forced(keys: Sequence[str], cfg: "Config") -> None:
 def under(key: str, prefixes: Sequence[str]) -> bool:
     """True for a key that is one of the prefixes or below one; they may hold wildcards."""
     return any(
+        # fnmatch's * matches dots as well: a pattern holds for keys at any depth.
         fnmatch.fnmatchcase(key, prefix) or fnmatch.fnmatchcase(key, f"{prefix}.*")
         for prefix in prefixes
     )

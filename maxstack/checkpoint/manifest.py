@@ -2,9 +2,9 @@
 
 A step counts once its manifest is there: it is written last and deleted first. Orbax has no
 checksums and calls a step latest that was never written whole, so its managers are not used.
-STEP.unfinished marks a step that is being written or deleted; by it a later start tells what a
-killed save left from another program's files. A step may be deleted by a run's retention while it
-is read: whatever was read before the manifest went was whole, so readers look for it afterwards.
+STEP.unfinished marks a step that is being written or deleted, so that a later start can tell what a
+killed save left from files of another program. A run's retention may delete a step while it is
+read: what was read before the manifest went was whole, so readers look for it again afterwards.
 
 The checksum is xxh3 with 64 bits: it finds damage by disks, networks and copies, not an adversary.
 A thread computes 3.6 GB/s of it, of crc32c 1.8 (EXPERIMENTS.md).

@@ -194,6 +194,8 @@ class Checkpoints:
             "data": {"position": self._global_position(position)},
             "meta": {"format": FORMAT, "json": json.dumps(meta)},
         }
+        # In the manifest, which can be written again: an evaluation may end after its step was
+        # saved.
         facts = _facts(evaluated, owed)
         # In the loop's thread: the next step is donated these arrays, so they are copied before it
         # begins.
@@ -332,9 +334,11 @@ class Checkpoints:
     def _restore_elsewhere(self, feed: "BatchFeed", before: int | None) -> Tree | None:
         """Restore where no tier has a step: from another run's checkpoint, or None."""
         if before is not None:
+            # The run begins again, and all that it has saved is of the history that it gives up.
             self._set_aside(0, [])
             return None
         saved = self._read_record().get("step")
+        # Never in silence: the tiers may only be not mounted.
         if self._cfg.restore != "none" and saved is not None:
             raise ConfigError(
                 f"{self._record} says that step {saved} was saved, but no tier holds a checkpoint: "

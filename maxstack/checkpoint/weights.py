@@ -167,6 +167,7 @@ class WeightsReader:
     def _find_kept(self, field: str) -> dict[str, tuple[str, str]]:
         """Map each weight's path to (key of its copy in the optimizer's state, prefix of the
         key)."""
+        # A weight of the model may be named `average` or `z`; the field beside it tells.
         beside = f"/{BESIDE[field]}"
         bases = [
             key.removesuffix(beside[1:])
@@ -208,6 +209,8 @@ class WeightsReader:
         It may also hold the weights of one of the `sources` (weights, function); the function makes
         the wanted ones of them as they are read.
         """
+        # The run's own form first; then those that it can be made of, such as the base without
+        # adapters.
         for abstract, made in ((wanted, dict), *sources):
             if {path: tuple(leaf.shape) for path, leaf in abstract.items()} == self.shapes:
                 # A generator: weights are read as `made` asks for them, so both forms are never
@@ -255,6 +258,7 @@ def _chunk(shape: tuple[int, ...], lead: int, itemsize: int) -> list[int]:
     """Return the chunk's shape: one layer and expert, cut along its first dimensions to at most
     CHUNK bytes."""
     chunk = [1] * lead + [*shape[lead:]]
+    # The first dimensions are cut first: the last ones lie together in memory and on disk.
     for dim in range(lead, len(shape)):
         rest = math.prod(chunk[lead:]) // max(chunk[dim], 1) * itemsize
         chunk[dim] = max(1, min(chunk[dim], CHUNK // max(rest, 1)))

@@ -49,6 +49,7 @@ class Policy:
             self._spikes = []
             return None
         if row["skipped"] == SPIKE:
+            # An update that is not finite neither counts as a spike nor ends a row of them.
             self._spikes.append(int(row["step"]))
         spike = self._cfg.spike
         # Before max_skips is looked at, since spikes count as refused there too: the run would end

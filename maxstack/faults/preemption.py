@@ -7,8 +7,8 @@ saves and leaves itself.
 
 Several processes agree on the step after the furthest: each tells where it is, none begins a step
 meanwhile, and all save the same step. Where one stands still they agree again and again; once all
-wait at one place with a whole state, their threads save that. What runs a program of all devices
-cannot be saved beside, since a save does too: it is split into pieces, and ends before the next.
+wait at one place with a whole state, their threads save that. A save runs programs of all devices,
+and so cannot run beside an evaluation: that is split into pieces, and ends before the next one.
 """
 
 import contextlib

@@ -58,6 +58,7 @@ class Difference(NamedTuple):
 
     def outvoted(self) -> set[int]:
         """Return the devices whose hash is not the majority's; none where there is no majority."""
+        # There are two values at least, or it would be no difference.
         (majority, most), (_, next_most), *_ = Counter(self.hashes.values()).most_common()
         if most == next_most:
             return set()

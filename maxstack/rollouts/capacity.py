@@ -262,6 +262,8 @@ class _Times:
         lengths = self.lengths
         most = max(1, min(number, self.limits.requests, self.limits.rows // guessed))
         steps = max(lengths.answer - 1, 1) / guessed  # the prompt's last row gives the first token
+        # Full waves, and one of what is left: a step of fewer answers is faster, but not in
+        # proportion.
         waves = [most] * (number // most)
         if number % most:
             waves.append(number % most)

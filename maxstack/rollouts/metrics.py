@@ -28,6 +28,7 @@ class Moments(NamedTuple):
     def of(cls, values: Iterable[float]) -> "Moments":
         """Sum one value or more."""
         array = np.array([*values], float)
+        # About the mean: squares about 0 lose their digits where values are large and close.
         return cls(len(array), float(array.sum()), float(array.var() * len(array)), max(array))
 
     @property
@@ -49,6 +50,7 @@ def sum_rewards(samples: Sequence[Sample]) -> Sums:
     """Sum the rewards of samples that were not dropped, and failures."""
     values = collections.defaultdict[str, list[float]](list)
     for sample in samples:
+        # A dropped sample has no reward; its failures count all the same.
         if not sample.dropped:
             values["reward"].append(sample.reward)
             for name, value in sample.rewards.items():

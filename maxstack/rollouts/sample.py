@@ -140,6 +140,7 @@ def _write(
     # DAPO's overlong filtering (arXiv:2503.14476, section 3.4): what was cut off is not punished.
     if not (cfg.truncated == "mask" and sample.finish == "length"):
         row["mask"][span] = sample.sampled[1:]
+    # As mask: what is known of a token stands where that is the target.
     row["sampler"][span] = sample.logps[1:]
     row["group"][span] = number
     row["reward"][span] = sample.reward

@@ -31,6 +31,7 @@ class Scores:
             for i, reward in enumerate(run.cfg.rewards)
             if isinstance(reward, ModelReward)
         }
+        # By identity (Sample has eq=False): equal answers are samples of their own.
         self._futures: dict[Sample, Future[list[Outcome | None]]] = {}
         self.first_failures: dict[str, str] = {}
         """First failure of each reward, to be logged once."""

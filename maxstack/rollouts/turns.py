@@ -37,6 +37,7 @@ class Turns:
         self._data = run.cfg.data
         self._generator = generator
         self._pool = pool
+        # An environment's text goes on a sequence that has begun.
         self._plain = open_prompt_tokenizer(run.cfg.data.tokenizer, bos=False)
         self.crowded = 0
         """Samples that ended because the environment's messages left no room for an answer."""
@@ -100,6 +101,7 @@ class Turns:
             sample.failures[NAME] = observed.failure
             sample.dropped |= self._cfg.failure == "drop"
             sample.done = True
+            # What its earlier turns gave does not count either.
             sample.environment_reward = 0.0
             return
         sample.environment_reward += observed.reward

@@ -211,7 +211,6 @@ class Group:
         if again and number == signal.SIGINT:
             number = signal.SIGKILL
         elif number == signal.SIGHUP:
-            # The supervisors pass on both alike.
             number = signal.SIGTERM
         self._send(number)
 
