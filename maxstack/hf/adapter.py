@@ -67,6 +67,7 @@ class Adapter:
             raise self._fail(
                 f"cannot be read as an adapter of PEFT ({CONFIG} and {TENSORS}): {error}"
             ) from error
+        # Before the tensors: what is not supported is told without reading them.
         self._check_settings()
         self.tensors: dict[str, np.ndarray] = {}
         for name in file.entries:
@@ -80,6 +81,7 @@ class Adapter:
         """Weights that are saved whole, by module."""
         self.rows: dict[str, np.ndarray] = {}
         """Rows of weights, by module."""
+        # Several tensors of one module end with the one that is kept; see TABLE.
         for name in sorted(self.tensors):
             if found := TABLE.fullmatch(name):
                 held = self.rows if found[2] else self.tables
@@ -87,6 +89,7 @@ class Adapter:
         said = self.said.get(SAVED), self.said.get(INDICES)
         self.has_tables = any((self.tables, self.rows, *said))
         self.lora: dict[str, Any] = {
+            # null and false leave a setting at its default.
             key: self.said.get(theirs) or LoraConfig.model_fields[key].default
             for key, theirs in SETTINGS.items()
         }
@@ -159,6 +162,7 @@ class Adapter:
                     f"lora_A {[*a]} and lora_B {[*b]} of {module} are no pair of matrices "
                     "[rank, inputs] and [outputs, rank]"
                 )
+            # Settings that contradict the tensors were passed over once.
             if a[0] != (rank := self._of_module("rank_pattern", module, "r")):
                 raise self._fail(
                     f"lora_A of {module} has {a[0]} rows, and {CONFIG} says rank {rank}; {AGAIN}"
@@ -176,6 +180,8 @@ class Adapter:
             raise self._fail(
                 f"has {norms} norms of columns for {module}, which has {outputs} outputs; {AGAIN}"
             )
+        # By the family's row: a square matrix (GPT-2's attn.c_proj) would fit both ways, and
+        # fan_in_fan_out led to a transposed change in silence.
         change = [inputs, outputs] if inputs_first else [outputs, inputs]
         if change != [*wanted]:
             raise self._fail(
@@ -193,6 +199,7 @@ class Adapter:
         if self.dora:
             axis = 0 if inputs_first else 1
             norms = self.tensors[f"{module}.{MAGNITUDE}"].reshape(-1)
+            # A column of zeros stays zero.
             factor = norms / np.maximum(np.linalg.norm(whole, axis=axis), TINY)
             whole *= np.expand_dims(factor, axis)
         return whole
@@ -211,7 +218,9 @@ class Adapter:
                 raise ValueError
             wrong = f"{INDICES}={quoted(said)} in {CONFIG} are no rows of {source}"
             if source in self.rows:
+                # Unsigned, so that -1 is an error and not the last row.
                 indices = np.array(_rows_of((source, embed), by_name), np.uint64)
+                # The last one would win in silence.
                 if np.unique(indices).size != indices.size:
                     wrong = f"{INDICES}={quoted(said)} in {CONFIG} name a row twice"
                     raise ValueError
@@ -236,6 +245,7 @@ class Adapter:
     def _of_module(self, patterns: str, module: str, key: str) -> Any:
         """Return the value of the first pattern that matches a module, else the key's value."""
         for name, value in (self.said.get(patterns) or {}).items():
+            # As peft matches: the name is a regular expression for the end of a module's name.
             if re.fullmatch(rf"(.*\.)?({name})", module):
                 return value
         return self.said[key]
@@ -245,8 +255,10 @@ class Adapter:
         last name, as peft reads that."""
         targets, layers = self.said.get("target_modules"), self.said.get("layers_to_transform")
         excluded = self.said.get("exclude_modules") or ()
+        # A pattern, or layers, say what peft adapts by other rules than last names.
         if not isinstance(targets, list) or layers is not None or isinstance(excluded, str):
             return
+        # Other stacks of the model may have modules of the same last names, and no adapter.
         stacks = {_stack(module) for module in self.modules}
         absent = [
             name

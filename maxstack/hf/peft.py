@@ -2,9 +2,10 @@
 of matrices for each linear module, and tables beside them, whole or some rows.
 
 A tensor of a family may hold several weights of ours (a fused qkv), each with its own adapter. PEFT
-knows one adapter a module, so theirs are put side by side: A's rows one below the other, B's blocks
-on a diagonal, with the rank and alpha of all together. Reading takes such a pair apart again where
-its blocks are a weight's own. Shapes: I inputs  O outputs of a module  R rank.
+has one adapter for each module, so the adapters are joined: the rows of their A one below the
+other, their B as blocks on a diagonal, with a rank and an alpha for all together. Reading takes
+such a pair apart again if each block belongs to one weight.
+Shapes: I inputs  O outputs of a module  R rank.
 """
 
 import math
@@ -63,12 +64,15 @@ class _Module:
     def _sizes(self, rank: int) -> dict[str, int]:
         """Return the sizes of the tensor's axes with `rank` in place of the inputs."""
         first, *others = self.inputs
+        # B has the shape of the tensor with the rank for its inputs, so the row that lays out the
+        # tensor lays out B too.
         return {**self.tensor.sizes, **dict.fromkeys(others, 1), first: rank}
 
     def in_tensor(self, parts: Mapping[Target, np.ndarray]) -> np.ndarray:
         """Write [R, outputs...] of some parts into [O, R] of the tensor, zero elsewhere."""
         rank = next(iter(parts.values())).shape[0]
         sizes = self._sizes(rank)
+        # The zeros keep the adapter of a part out of the other parts of the tensor.
         whole = np.zeros(self.tensor.row.shape(sizes), np.float32)
         for target, b in parts.items():
             inputs = axes_in(target.part.ours)[: self.contract]
@@ -124,6 +128,8 @@ def write(
         tensors[f"{name}.{A}"] = np.concatenate(rows)
         tensors[f"{name}.{B}"] = np.concatenate(columns, axis=1)
         if lora.dora:
+            # PEFT has one vector of norms for the module: parts without an adapter get those of the
+            # base, which change nothing.
             norms = {
                 target: _norms(target, module.contract, adapted, read, base)[None]
                 for target in module.tensor.targets
@@ -135,11 +141,15 @@ def write(
         if target.path in tables and not tensor.row.copy:
             saved[tensor.name] = np.zeros(tensor.shape, np.float32)
             tensor.row.write(target.part, base(target.path), saved[tensor.name], tensor.sizes)
+    # A tied head has no tensor here, and in PEFT a table of its own.
     if tables and HEAD not in {tensor.name for tensor in bound}:
         saved[HEAD] = next(iter(saved.values()))
     tensors |= {f"{OUTER}{name}": table for name, table in saved.items()}
+    # fan_in_fan_out is of the whole adapter, so all its modules must agree.
     (inputs_first,) = {module.inputs_first for module in modules}
     counts = {module.name: len(module.targets) for module in modules if len(module.targets) > 1}
+    # The factor of B A stays what it was: alpha x count / (rank x count), and with rslora
+    # alpha x sqrt(count) / sqrt(rank x count).
     alphas = {
         name: lora.alpha * (count**0.5 if lora.rslora else count) for name, count in counts.items()
     }
@@ -188,6 +198,8 @@ def read(
         adapter.check_sizes(name, module.inputs_first, wanted, where)
         for target in module.targets:
             a, b = adapter.tensors[f"{name}.{A}"], adapter.tensors[f"{name}.{B}"]
+            # Joined by `write`. An adapter that peft trained on the fused tensor has one rank for
+            # all its parts.
             if count > 1 and a.shape[0] == lora.rank * count:
                 a, b = module.own(target, a, b, lora.rank)
             if a.shape[0] != lora.rank:
@@ -227,6 +239,7 @@ def bind_adapter(
             bound = bind(family, model, shapes)
         except (Mismatch, ConfigError, ValueError):
             continue
+        # Several families may express the model; names of modules decide.
         if adapter.modules <= (names := {_name(tensor) for tensor in bound}):
             adapter.check_whole(sorted(names))
             return bound
@@ -278,6 +291,7 @@ def _target_modules(modules: Sequence[_Module], bound: Sequence[BoundTensor]) ->
     names = {module.name for module in modules}
     last = {name.rpartition(".")[2] for name in names}
     meant = {_name(tensor) for tensor in bound if _name(tensor).rpartition(".")[2] in last}
+    # peft adapts every module whose last name is listed, also those that have no adapter here.
     return sorted(last if meant == names else names)
 
 
@@ -287,6 +301,8 @@ def _refuse_taken_for_experts(modules: Sequence[_Module], bound: Sequence[BoundT
     if not any(tensor.row.experts for tensor in bound):
         return
     for module in modules:
+        # Exported nevertheless, logits of qwen3_next were off by 1.4, with last names and with
+        # whole ones.
         if module.name.rpartition(".")[2] in FUSED:
             raise ConfigError(
                 f"cannot be exported for peft, which takes an adapter of {module.name} for one of "

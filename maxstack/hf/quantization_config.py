@@ -1,9 +1,9 @@
 """quantization_config of config.json: which tensors of a folder are parts of packed weights.
 
 Each method checks its settings and gives a function from the tensors of the files to the weights.
-Every key is one that is read, one that changes no weight, or refused by name: a setting that is
-passed over would give a silently wrong model. Modules that a setting excludes need no rule, since
-theirs are floats in the files.
+Each key is read, or known to change no weight, or refused by name: a setting that is passed over
+would give a silently wrong model. Modules that a setting excludes need no rule, since they are
+floats in the files.
 """
 
 import functools
@@ -57,6 +57,7 @@ def _fp8(settings: Settings) -> Unpack:
 
     def unpack(tensors: Tensors) -> Tensors:
         for name, tensor in tensors.items():
+            # It would be read as floats without their scale.
             if tensor.dtype == ml_dtypes.float8_e4m3fn and f"{name}_scale_inv" not in tensors:
                 raise DataError(
                     f"{tensor.where}: is float8_e4m3fn without its scales {name}_scale_inv"
@@ -70,10 +71,12 @@ def _compressed(settings: Settings) -> Unpack:
     """compressed-tensors: int4 in groups, or eight bits."""
     if settings.get("format") in EIGHT_BITS:
         return _compressed_bytes(settings)
+    # An absent key counts as the value in front, which is refused.
     _expect({"format": "dense", **settings}, {"format": "pack-quantized"})
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
     sizes = []
     for weights in _schemes(settings):
+        # So does num_bits.
         _expect({"num_bits": 8, **weights}, wanted)
         sizes.append(weights.get("group_size"))
     if not sizes:
@@ -91,6 +94,7 @@ def _compressed_bytes(settings: Settings) -> Unpack:
         for key, allowed in (("strategy", ("tensor", "channel")), ("group_size", (None, -1))):
             if weights.get(key) not in allowed:
                 raise ValueError(f"{key}={quoted(weights.get(key))}: only {allowed} are read")
+    # Of no use here, where activations and caches are computed in floats.
     of_activations = ("input_scale", "input_zero_point", "k_scale", "v_scale")
 
     def unpack(tensors: Tensors) -> Tensors:
@@ -119,6 +123,7 @@ def _gptq(settings: Settings) -> Unpack:
         raise ValueError(f"bits={quoted(bits)}: only 2, 4 and 8 are read")
     if form not in ("gptq", "gptq_v2"):
         raise ValueError(f"checkpoint_format={quoted(form)}: only gptq and gptq_v2 are read")
+    # The first format subtracts 1 from zeros when it packs them.
     offset = 1 if form == "gptq" else 0
     make = functools.partial(GroupWords, bits, settings.get("group_size", 128), True, offset)
 
@@ -143,6 +148,7 @@ def _bitsandbytes(settings: Settings) -> Unpack:
     def unpack(tensors: Tensors) -> Tensors:
         for name in [name for name in tensors if ".quant_state.bitsandbytes__" in name]:
             weight = name.partition(".quant_state.")[0]
+            # The state is JSON, as a tensor of bytes.
             state = strict_json.parse_object(tensors.pop(name).array().tobytes(), name)
             parts = [weight, f"{weight}.quant_map", f"{weight}.absmax"]
             if "nested_blocksize" in state:
@@ -231,6 +237,7 @@ def _check_keys(settings: Settings, known: str, where: str = "") -> None:
     """ValueError for unknown keys with a value."""
     nothing: Any = (None, {}, [], {"config_groups": {}})
     given = {key for key, value in settings.items() if value not in nothing}
+    # transform_config, an online rotation, was passed over once: the relative error was 1.41.
     if unknown := sorted(given - {*known.split()}):
         raise ValueError(f"{where}{listed(unknown)}: not known here, and may change the weights")
 
@@ -256,6 +263,7 @@ def _join(
 ) -> Tensors:
     """Join each tensor whose name ends in `first`, and those that end in `others` instead, into one
     weight, whose name ends in `to`."""
+    # A list first, since the tensors change inside.
     for name in [name for name in tensors if name.endswith(first)]:
         stem = name.removesuffix(first)
         parts = _pop(tensors, tensors[name].where, [stem + part for part in (first, *others)])

@@ -46,6 +46,7 @@ def _keys_of(kind: str) -> dict[str, tuple[str, Any]]:
 
 
 SCALINGS: Mapping[str, Mapping[str, tuple[str, Any]]] = {kind: _keys_of(kind) for kind in KINDS}
+# "su" is LongRoPE in older files; all sections of mrope turn alike for a text.
 OTHER_NAMES = {"su": "longrope", "mrope": "default"}
 # Known with every kind; multimodal sections of the frequencies turn alike for text alone.
 HARMLESS = {
@@ -91,6 +92,7 @@ class Rope:
             raise source.fail(
                 self.old_theta, f"rope_parameters say {inside}; leave out the one that is wrong"
             )
+        # Both spellings may be given where they agree.
         theta = inside or beside or self.theta
         fraction = (
             parameters.get("partial_rotary_factor")
@@ -118,6 +120,7 @@ class Rope:
             raise Mismatch(f"fraction={value['fraction']}")
         scaling = value["scaling"] or {"kind": "default"}
         parameters = {"rope_type": scaling["kind"], "rope_theta": value["theta"]}
+        # A family whose default is a share needs a 1 to be said.
         if value["fraction"] != 1 or self.fraction != 1:
             parameters["partial_rotary_factor"] = value["fraction"]
         for ours, (theirs, default) in SCALINGS.get(scaling["kind"], {}).items():
@@ -129,6 +132,7 @@ class Rope:
         if self.layer is None:
             sink.put("rope_parameters", parameters)
             return
+        # Each layer type adds its own to the same key, where Sink.put would see a contradiction.
         by_layer = sink.pop("rope_parameters", {})
         if by_layer.get(self.layer, parameters) != parameters:
             raise Mismatch(f"layers of type {self.layer} differ in their rotary positions")
@@ -147,6 +151,7 @@ class Rope:
             return (old if self.old_scaling else None) or self.default
         by_layer = any(isinstance(value, Mapping) for value in new.values())
         whole = (new.get(self.layer) or {}) if by_layer else new
+        # Compared by meaning: `type` and `su` are old words for `rope_type` and `longrope`.
         if old and self.old_scaling and _scaled(old) != _scaled(whole):
             raise source.fail(
                 "rope_scaling", "rope_parameters say otherwise; leave out the one that is wrong"
@@ -192,8 +197,10 @@ class Rope:
             value = parameters.get(theirs)
             if ours == "original_length":
                 value = original
+            # transformers takes LongRoPE's factor from the lengths where it is not given.
             elif ours == "factor" and value is None and default is ... and length and original:
                 value = length / original
+            # A default would be a guess at the factors that the model was trained with.
             if value is None and default is ...:
                 raise ConfigError(f"{source.where}: RoPE of type {kind} needs {theirs}")
             scaling[ours] = default if value is None else value
