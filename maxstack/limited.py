@@ -31,8 +31,12 @@ class Limited:
         time, and `memory` bytes beyond those of the start, on a `stack` of this many bytes."""
         self._start, self._lock = start, threading.Lock()
         limits = str(seconds), str(memory), str(stack)
+        # A program of its own, not a fork: threads of jax or tokenizers that hold locks would hang
+        # a fork.
         self._words = [sys.executable, "-P", "-m", module, *limits]  # -P: nothing of the folder
         self._ends: dict[int, str] = {
+            # The way in which the process ends tells which limit it met; it may be too broken to
+            # say so itself.
             signal.SIGPROF: f"takes more than {seconds} s of processor time",
             signal.SIGSEGV: f"needs more than {stack >> 20} MiB of stack: it is nested too deeply",
             signal.SIGABRT: f"needs more than {memory >> 20} MiB of memory",
@@ -42,13 +46,18 @@ class Limited:
     def ask(self, request: Any) -> Any:
         """The answer to a request, both JSON. Ended where there is none."""
         with self._lock:
+            # Kept between requests, since starting Python takes far longer than an answer (84 us
+            # for a short conversation).
             if self._process is None or self._process.poll() is not None:
                 self._process = subprocess.Popen(
                     self._words,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
+                    # Crashes of foreign code write traces of their own; `Ended` says what happened.
                     stderr=subprocess.DEVNULL,
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    # Ctrl-C at a terminal goes to the whole group of processes; this one ends with
+                    # its parent's pipe.
                     start_new_session=True,
                 )
                 self._exchange(self._start)
@@ -64,11 +73,14 @@ class Limited:
         assert process and process.stdin and process.stdout
         try:
             _send(process.stdin, request)
+            # The timer counts processor time, so a process that sleeps needs a limit by the clock
+            # too.
             if select.select([process.stdout], [], [], WAIT)[0]:
                 return _receive(process.stdout)
             process.kill()
         except (OSError, EOFError):
             pass  # it has ended, or is about to
+        # Reaps the process, so that its exit code says how it ended.
         process.communicate()
         code = process.returncode
         raise Ended(self._ends.get(-code, f"ended the process that tried it (exit code {code})"))
@@ -81,12 +93,17 @@ def answer_all(answerer: Callable[[Any], Callable[[Any], Any]]) -> None:
     memory, stack = map(int, sys.argv[2:4])
     source, target = sys.stdin.buffer, sys.stdout.buffer
     answer = answerer(_receive(source))
+    # A crash is an answer here; a core file each time would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Measured after the start: what imports and the tokenizer take does not count against a
+    # request.
     if size := own_memory()[0]:
         resource.setrlimit(resource.RLIMIT_AS, (size + memory,) * 2)
     # a parent may have left it ignored, or blocked
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
+    # The main thread's stack is the parent's choice; a thread's can be set, so deep recursion in C
+    # ends this process at a known depth.
     threading.stack_size(stack)
     _send(target, None)
 
@@ -95,6 +112,7 @@ def answer_all(answerer: Callable[[Any], Callable[[Any], Any]]) -> None:
             _send(target, answer(_receive(source)))
         except EOFError:
             os._exit(0)
+        # Not an answer: after it the state of a C++ library is unknown.
         except MemoryError:
             os.abort()
         except BaseException:

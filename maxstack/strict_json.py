@@ -37,23 +37,33 @@ def parse(text: str | bytes, where: str = "", *, strict: bool = True, most: int 
     half of a surrogate pair and duplicate keys. Without `strict`, duplicate keys, half pairs, NaN
     and Infinity, and any number of lists are allowed."""
     begin = where and f"{where}: "
+    # Brackets are counted before anything is parsed, since objects take many times the memory of
+    # their text. Brackets in strings count too, which only makes the bound tighter.
     data = text if isinstance(text, bytes) else text.encode(errors="surrogatepass")
     lists, marked = data.count(b"[") + data.count(b"{"), data.translate(_MARKS)
+    # Parsing each number by a Python function is slower than all the rest, so it is done only where
+    # the text holds one that could be too long: every digit is mapped to 9, to find runs by one
+    # search.
     is_long = any(mark in marked for mark in _LONG)
     if strict and lists > most:
         raise DataError(f"{begin}holds more than {most:,} lists and objects")
     try:
         value = json.loads(
             data.decode("utf-8-sig", "strict" if strict else "surrogatepass"),
+            # int() of a long text takes quadratic time, and Python refuses more than 4,300 digits
+            # with an error of its own.
             parse_int=_whole if is_long else None,
             parse_float=_float if is_long else None,
             object_pairs_hook=_unique if strict else None,
             parse_constant=_refuse if strict else None,
         )
+        # A text with fewer brackets cannot be that deep.
         if lists > DEEPEST:
             _check_depth(value)
+        # Only texts with such an escape can hold half of a pair; encoding finds it.
         if strict and _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode()
+    # json's C parser gives up by itself at Python's own limit.
     except RecursionError:
         raise DataError(f"{begin}nested deeper than {DEEPEST} lists and objects") from None
     except UnicodeEncodeError:
@@ -80,6 +90,8 @@ def read_object(path: Path, largest: int = LARGEST) -> dict[str, Any]:
         state = path.stat()
         if state.st_size > SMALL:
             return parse_object(read_regular(path, largest), str(path))
+        # A copy, so that no caller changes the cached object. The current folder is a part of the
+        # key, because the path may be relative.
         return {**_unchanged(path, os.getcwd(), state.st_ino, state.st_size, state.st_mtime_ns)}
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
@@ -93,6 +105,7 @@ def _unchanged(path: Path, *state: object) -> dict[str, Any]:
 
 def lines(file: IO[bytes], where: str, longest: int = SMALL) -> Iterator[bytes]:
     """Lines of a file. DataError for one of more than `longest` bytes."""
+    # Iterating the file would read an endless line into memory before anybody could count it.
     while line := file.readline(longest + 1):
         if len(line) > longest:
             raise DataError(f"{where}: holds a line of more than {longest:,} bytes, and no row has")
@@ -116,6 +129,7 @@ def read(text: str | bytes) -> dict[str, Any] | None:
 def restore(row: dict[str, Any]) -> dict[str, Any]:
     """The object with the floats that its `not_finite` names."""
     if isinstance(named := row.get(KEY), dict):
+        # Only these three words: `float` would take any number that a file of others names.
         odd = {name: text for name, text in named.items() if name in row and text in _ODD}
         row |= {name: float(text) for name, text in odd.items()}
         del row[KEY]
@@ -161,6 +175,7 @@ def _float(text: str) -> float:
 
 def _check_depth(value: Any) -> None:
     """RecursionError for lists and objects nested deeper than DEEPEST."""
+    # Level by level, without recursion, which is what runs out.
     level, depth = [value], 0
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1

@@ -73,11 +73,13 @@ def merged_tree(
     parsed = []
     for text in overrides:
         keys, node = _override(text)
+        # `model.preset=x` means `model=x`: it replaces what is below it.
         if keys[1:] == ["preset"] and keys[0] in presets:
             keys = keys[:1]
         if keys[1:] == ["from"] and keys[0] in readers:
             keys, node = keys[:1], Node({"from": node}, "override")
         parsed.append((keys, node, text))
+    # A section that an override replaces is not read: what it names may be missing on this machine.
     replaced = {keys[0] for keys, node, _ in parsed if len(keys) == 1 and _is_named(node)}
     composer = _Composer(presets, readers, section_keys or {}, replaced)
     if isinstance(path, Node):
@@ -86,12 +88,16 @@ def merged_tree(
         tree = composer.own(_with_origin(path, "arguments"), "")
     else:
         tree = composer.file(composer.find(str(path), "", ""), "")
+    # Shorter keys first, so `model=x model.embed=64` sets embed in x, in whatever order they are
+    # typed.
     for keys, node, text in sorted(
         parsed, key=lambda o: (len(o[0]), o[0][-1] not in ("kind", "preset", "from"))
     ):
         if len(keys) == 1:
+            # "": a path on the command line is relative to the working folder, not to the file.
             node = composer.expand(Node({keys[0]: node}, "override"), "").at(keys[0]) or node
         tree = _assign(tree, keys, node, text, 0, defaults)
+    # Last, so that `like` copies what overrides have set.
     return _resolve_likes(tree, "", {})
 
 
@@ -100,6 +106,8 @@ def plain(node: Node) -> Any:
     count = itertools.count(1)
 
     def convert(node: Node) -> Any:
+        # Nodes are shared until here; a chain of `like` doubles at each step when it is written
+        # out.
         if next(count) > 2 * MAX_NODES:
             raise ConfigError(
                 f"{node.where}: like: and aliases expand to more than {2 * MAX_NODES} "
@@ -121,6 +129,8 @@ def merge(below: Node | None, above: Node) -> Node:
         return above
     under, over = below.mapping, above.mapping
     if under is None or over is None or _kind_changes(under, over):
+        # Remembered, because this result may itself be merged over another file, which it must
+        # replace too.
         return dataclasses.replace(above, replaces=True)
     merged = under | {key: merge(under.get(key), item) for key, item in over.items()}
     return Node(merged, above.where, below.replaces)
@@ -179,8 +189,12 @@ class _Composer:
     def file(self, path: str, section: str) -> Node:
         """The file's tree, merged over everything that it extends."""
         real = _real(path)
+        # The trust in a record is bound to its path; through a link one path would stand for
+        # another file.
         if os.path.islink(path) and trust.is_record(path):
             raise ConfigError(f"{shown(path)}: is a link, where a run writes a file; name that")
+        # Presets that are shipped are trusted; other files that a record of others extends may name
+        # code.
         if self._open and not Path(real).is_relative_to(self._shipped):
             outer = self._open[-1]
             if trust.is_record(outer) and not trust.is_trusted(outer):
@@ -196,10 +210,14 @@ class _Composer:
             raise ConfigError(
                 f"{shown(path)}: more than {MAX_DEPTH} files extend one another in a row"
             )
+        # Read once: files that extend two others at every level would otherwise double with each
+        # level.
         if (real, section) not in self._trees:
             node = read_file(path)
             entries, keys = node.mapping or {}, self._keys.get(section)
             is_named = self._open or section
+            # Refused without quoting a key: the file may belong to another program and hold
+            # secrets.
             if is_named and keys and entries and not entries.keys() & {*keys, *_WORDS}:
                 raise no_configuration(next(iter(entries.values())).where)
             self._open.append(real)
@@ -213,6 +231,7 @@ class _Composer:
         is_path = "/" in name or name.endswith((".yml", ".yaml"))
         path = storage.join(folder, name)
         folders = [self._shipped / inside for inside in self._presets.get(section, ())]
+        # The working folder comes before what is shipped.
         candidates = [path] if is_path else [str(inside / f"{name}.yml") for inside in folders]
         if is_path and not section:
             candidates.append(str(self._shipped / name.removeprefix("configs/")))
@@ -277,6 +296,7 @@ class _Composer:
         """The tree of a file with sections expand, except those that overrides replace: what
         these name need not exist."""
         entries = dict(node.mapping or {})
+        # Put back unread, for `_assign` to replace.
         left = {key: entries.pop(key) for key in self._replaced if key in entries}
         node = self.expand(dataclasses.replace(node, value=entries), folder)
         return dataclasses.replace(node, value=(node.mapping or {}) | left)
@@ -295,6 +315,8 @@ class _Composer:
         below: Node | None = None
         for name in extends.value if isinstance(extends.value, list) else [extends]:
             text = _text(name, "extends", "a preset's name, a path, or a list of them")
+            # A preset may extend a sibling by its name alone, but not itself: a user's llama.yml
+            # may extend the shipped one.
             path = storage.join(folder, f"{text}.yml")
             if not (section and storage.kind(path) and _real(path) != self._open[-1]):
                 path = self.find(text, section, folder, f"{name.where}: ")
@@ -352,6 +374,7 @@ def _text(node: Node, key: str, allowed: str) -> str:
 
 def _real(path: str) -> str:
     """The same for all paths of one file."""
+    # realpath, so that a circle through links is one.
     return path if storage.is_url(path) else os.path.realpath(path)
 
 
@@ -359,6 +382,7 @@ def read_file(path: str | Path) -> Node:
     """The mapping in one file, before any merging."""
     name = shown(f"{path}")
     try:
+        # One byte more than allowed shows that a file is too large without reading all of it.
         raw = storage.read(f"{path}", MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{name}: cannot be read: {error.strerror or error}") from None
@@ -367,6 +391,7 @@ def read_file(path: str | Path) -> Node:
             f"{name}: is larger than {MAX_BYTES // 1024} KiB; this is not a configuration"
         )
     try:
+        # Editors on Windows begin a file with a byte order mark.
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
@@ -403,8 +428,10 @@ def _override(text: str) -> tuple[list[str], Node]:
         raise ConfigError(
             f"override {quoted(text)}: extends: cannot be overridden; name another file instead"
         )
+    # `a.b=` sets null, as an empty value in a file does.
     value = text[at + 1 :] if text[at + 1 :].strip() else "null"
     node = read_yaml(value, f"override {shortened(text)}", lines=False)
+    # Aliases in an override are expanded here, within the same bounds.
     return keys, _with_origin(plain(node), "override")
 
 
@@ -422,6 +449,7 @@ def _assign(
 ) -> Node:
     if depth == len(keys):
         return merge(tree, node)
+    # `data.sources.0.weight=2` reaches into a list that the file leaves to its default.
     if tree is None and isinstance(default, list | tuple):
         tree = _with_origin(default, "default")
     tree = tree or Node(None, "override")
@@ -460,6 +488,7 @@ def _resolve_likes(node: Node, path: str, done: dict[int, tuple[Node, Node]]) ->
                 key: _resolve_likes(_resolve_like(key, node.value, (), path), f"{path}{key}.", done)
                 for key in node.value
             }
+        # The node is kept beside its replacement, or another node could get its id.
         done[id(node)] = node, dataclasses.replace(node, value=value)
     return done[id(node)][1]
 

@@ -17,6 +17,7 @@ MAX_NODES = 100_000
 MAX_DEPTH = 64
 
 Scalar = str | int | float | bool | None
+# libyaml where PyYAML has it; scalars are resolved below in both cases.
 _PARSER: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _WORDS: Mapping[str, Scalar] = {
     spelling: value
@@ -29,6 +30,7 @@ _BASED = re.compile(r"0x[0-9a-fA-F]+|0o[0-7]+")
 _FLOAT = re.compile(rf"[-+]?(?:\.{_DIGITS}|{_DIGITS}(?:\.(?:{_DIGITS})?)?)(?:[eE][-+]?[0-9]+)?")
 _PADDED = re.compile(r"[-+]?0_?[0-9].*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
+# YAML 1.1 reads these as switches, YAML 1.2 as text. People mean either, so they are refused.
 _OLD_BOOL = re.compile(r"on|off|yes|no", re.IGNORECASE)
 
 
@@ -69,6 +71,8 @@ def read_yaml(text: str, name: str, *, lines: bool = True, sections: bool = Fals
     """Parse the single document in `text`; origins are `name:line`, or `name` if not `lines`.
     ConfigError for anything but plain YAML, and, with `sections`, for a top-level key that is no
     identifier, without quoting it."""
+    # Events, not yaml.load: each value keeps its line, aliases are counted before they are
+    # expanded, and no tag is ever constructed.
     builder = _Builder(yaml.parse(text, Loader=_PARSER), name, lines, sections)
     try:
         return builder.document()
@@ -96,6 +100,7 @@ def scalar(text: str) -> Scalar:
             f"unquoted {text} could be text or a switch; write true or false, or quote "
             f"it ('{text}') if text is meant"
         )
+    # nan is not equal to itself, so a configuration with it would differ from its own copy.
     if text.lower() in (".nan", "+.nan", "-.nan"):
         raise ValueError(f"{text} is not a number, so it is no setting")
     if _BASED.fullmatch(text):
@@ -106,6 +111,7 @@ def scalar(text: str) -> Scalar:
             f"differently; drop the 0, or quote it ({quoted(text)}) if text is meant"
         )
     if _INTEGER.fullmatch(text):
+        # Before int(), which takes quadratic time for long texts.
         if len(text) > 40:
             raise ValueError(f"number {shortened(text, 40)} is too large")
         return _bounded(int(text.replace("_", "")), text)
@@ -183,12 +189,14 @@ class _Builder:
                     f"{where}: *{shortened(str(event.anchor))} refers to no anchor that ends "
                     "before it; text that begins with * must be quoted"
                 )
+            # Counted as if it were written out: ten levels of ten aliases are 10**10 values.
             node, count = self._anchors[event.anchor]
             node = dataclasses.replace(node, where=where)
             self._nodes += count
         else:
             node = Node(self._value(event, where, depth, key), where)
             self._nodes += 1
+            # Only after it has ended, so an alias cannot be inside its own anchor.
             self._anchors[event.anchor] = node, self._nodes - before
         if self._nodes > MAX_NODES:
             raise ConfigError(
@@ -206,12 +214,14 @@ class _Builder:
                 "only; quote text that begins with !"
             )
         if isinstance(event, yaml.ScalarEvent):
+            # Here, before any error message can quote the value.
             secrets.check(event.value, where if self._lines else "override")
         return where
 
     def _value(self, event: yaml.Event, where: str, depth: int, key: str) -> Any:
         if isinstance(event, yaml.ScalarEvent):
             try:
+                # implicit[0] is true for plain scalars alone: what is quoted is text.
                 return scalar(event.value) if event.implicit[0] else event.value
             except ValueError as error:
                 subject = f"{shortened(key)}: " if key else ""
@@ -225,6 +235,7 @@ class _Builder:
             key_where = self._checked(name)
             key = self._key(name, key_where, entries, depth)
             node = self._node(next(self._events), depth + 1, key)
+            # A mapping's value gets the line of its key, where a person looks for it.
             entries[key] = dataclasses.replace(node, where=key_where)
         return entries
 

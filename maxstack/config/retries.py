@@ -34,6 +34,7 @@ _PASSING = {
 _OF_DISKS = {errno.EIO, errno.ENOTCONN, errno.EREMOTEIO, errno.ESTALE}
 """Further transient errors of paths of the operating system, which a network file system may give;
 all errors of stores' drivers come as EIO."""
+# By name, because these packages need not be installed and must not be imported to ask.
 _CONNECTION = {
     "ClientConnectionError",
     "ClientPayloadError",
@@ -64,12 +65,16 @@ def retry(path: str, act: Callable[[], T]) -> T:
         try:
             result = act()
         except Exception as error:
+            # By the clock and not by a number of attempts: an outage has a length, and a driver's
+            # own retries differ.
             left = begin + patience() - time.monotonic()
             if left <= 0 or not may_be_transient(path, error):
                 with _lock:
                     _waiting.pop(store, None)
                 raise
             _tell(path, store, error, left)
+            # Jitter: the hosts of a job lose a store at the same moment and must not come back at
+            # the same moment.
             time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LONGEST)
             continue
@@ -103,6 +108,8 @@ def is_transient(error: BaseException) -> bool:
     """Whether an error of a driver may go away: the store did not answer, cut its answer short, or
     said that it is busy. Errors about the request itself (no such file, not allowed) stay."""
     for link in _chain(error):
+        # A wrong certificate stays wrong, though it may come wrapped in an error of the connection.
+        # FileExpired of s3fs says that the object was replaced.
         if isinstance(link, ssl.SSLCertVerificationError) or type(link).__name__ == "FileExpired":
             return False
         if _of_network(link):
@@ -116,6 +123,7 @@ def root_cause(error: BaseException) -> BaseException:
     """The error, among an error and its causes, that tells what happened: the one with an HTTP
     status other than 404, or of the network; else the error itself."""
     for link in _chain(error):
+        # 404 is an answer: the error itself tells what does not exist.
         if (status := _status(link)) == 404:
             break
         if status is not None or _of_network(link):
@@ -125,6 +133,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 def _of_network(error: BaseException) -> bool:
     if isinstance(error, socket.gaierror):
+        # A name that does not exist is a typing mistake; only a resolver that is busy passes.
         return error.errno == socket.EAI_AGAIN
     if isinstance(error, OSError) and error.errno in _PASSING:
         return True
@@ -133,6 +142,8 @@ def _of_network(error: BaseException) -> bool:
 
 def _status(error: Any) -> int | None:
     """The HTTP status in an error of aiohttp, gcsfs, httpx, requests or botocore."""
+    # botocore's response is a dict, that of requests and httpx an object; aiohttp and gcsfs have
+    # the number themselves.
     response = getattr(error, "response", None)
     found: Any = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(response, dict):
@@ -145,6 +156,7 @@ def _status(error: Any) -> int | None:
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
+        # Drivers wrap what happened, some by `from`, some by raising in an except block.
         error = error.__cause__ or error.__context__
 
 

@@ -33,12 +33,15 @@ ADVICE = (
 def check(text: str, where: str) -> None:
     """ConfigError where a key or text of a configuration looks like a secret; the message does not
     quote it."""
+    # Shapes of known services, not entropy: hashes and commits in a configuration are as random as
+    # a key.
     if SHAPE.search(text):
         raise ConfigError(f"{where}: looks like a secret; {ADVICE}")
 
 
 def is_secret(variable: str, value: str) -> bool:
     """Whether a variable's name says that its value is a secret, and the value can be one."""
+    # camelCase is split first, so that apiKey and API_KEY have the same words.
     words = re.split(r"[^A-Z]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", variable).upper())
     named = any(map(WORDS.fullmatch, words)) and words[-1] not in PLACES
     return named and not SWITCH.fullmatch(value)

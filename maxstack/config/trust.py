@@ -39,6 +39,8 @@ def is_trusted(file: str) -> bool:
         return True
     try:
         note, digest = _note(Path(file))
+        # The note's name is of the path and its text of the content: neither a copy elsewhere nor a
+        # changed file is trusted. A folder that others may write to proves nothing.
         return note.read_text(encoding="utf-8") == digest and bool(private(note.parent))
     except (OSError, ConfigError):
         return False
@@ -50,12 +52,14 @@ def vouch(file: Path) -> None:
         note, digest = _note(file)
         private(note.parent).joinpath(note.name).write_text(digest, encoding="utf-8")
     except (OSError, ConfigError) as error:
+        # Training does not stop for it: the note matters only when the run is opened later.
         log.warning("%s: will not be known as yours: %s", file, error)
 
 
 def private(folder: Path) -> Path:
     """Make a folder that this user alone may read and write, if needed. ConfigError where it
     belongs to another user, or others may write to it; OSError where it cannot be made."""
+    # An existing folder is checked, not taken over: somebody else may have made it first.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = folder.stat()
     if state.st_uid != os.geteuid() or state.st_mode & 0o022:

@@ -17,6 +17,7 @@ def mesh_sizes(cfg: Config, devices: int | None = None) -> dict[str, int]:
     """Mesh axis -> size as far as known: -1 counts as 1 unless the number of devices, or
     run.virtual_devices, is given."""
     sized = math.prod(size for size in _asked(cfg).values() if size > 0)
+    # Rounded down here; `axes` and `sizes_on` refuse what does not divide.
     left = (devices or cfg.run.virtual_devices or sized) // sized
     return {axis: left if size == -1 else size for axis, size in _asked(cfg).items()}
 
@@ -35,10 +36,13 @@ def _asked(cfg: Config) -> dict[str, int]:
 def sizes(cfg: Config, devices: int | None = None) -> Iterator[Fault]:
     """Every size that does not divide over the mesh, as far as the mesh is known."""
     sizes = mesh_sizes(cfg, devices)
+    # A size that the rules do not divide is told once: the optimizer's rules add axes to the same.
     yield from [*_sharding(cfg, sizes)] or _sharding(cfg, sizes, "optimizer_rules")
     batch = [*_batch(cfg, sizes)]
     yield from batch
     for key, message in parallel_rules.faults(cfg, sizes):
+        # One fault of the batch at a time, since a multiple for the pipeline is one for the mesh
+        # too.
         if not batch or key != "train.batch_size":
             yield key, message
 
@@ -90,6 +94,7 @@ def _rule_problems(logical: str, axes: tuple[str, ...]) -> Iterator[str]:
 def _sharding(cfg: Config, sizes: dict[str, int], table: str = "rules") -> Iterator[Fault]:
     """Sizes that one of the two tables of rules does not divide; the optimizer's is for weights
     only."""
+    # A dimension without a key is no key of the file and follows from others.
     seen = {""}
     rules = cfg.mesh.rules | getattr(cfg.mesh, table)
     for tensor in _tensors(cfg):
@@ -97,6 +102,8 @@ def _sharding(cfg: Config, sizes: dict[str, int], table: str = "rules") -> Itera
             continue
         spent: set[str] = set()
         for logical, size, key in tensor:
+            # A mesh axis splits a tensor once, along the first dimension that names it, as
+            # sharding.spec does.
             axes = [axis for axis in names(rules.get(logical)) if axis not in spent]
             spent.update(axes)
             if axes == ["stage"]:
@@ -115,6 +122,7 @@ def _tensors(cfg: Config) -> Iterator[Dims]:
     batch = Dim("batch", 0)
     tokens = batch, Dim("seq", cfg.data.seq_len, "data.seq_len")
     periods = model.repetitions
+    # Blocks of the pattern are stacked along `layers`, those of prefix and remainder are not.
     stacks = ((Dim("layers", periods, "model.layers"),), ()) if periods > 1 else ((),)
     if vocab := model.vocabulary:
         yield from ((vocab, embed), (embed, vocab), (*tokens, vocab))
@@ -147,9 +155,12 @@ def _indivisible(
     remedy = f"{key}={-(-size // pieces) * pieces}"
     if len(axes) > 1:
         by += f" = {pieces}"
+    # Heads and layers are the model's; changing the mesh is the smaller change. Widths and batches
+    # can be rounded up.
     if fixed or (len(axes) == 1 and logical in ("heads", "kv_heads", "layers")):
         *others, axis = axes
         remedy = f"mesh.{axis}={math.gcd(size // parts(others, sizes), sizes[axis])}"
+    # The first axes of the rule that divide the size together, for a rule that is still of use.
     fitting = [axis for i, axis in enumerate(axes) if size % parts(axes[: i + 1], sizes) == 0]
     fewer = f"[{', '.join(fitting)}]" if fitting else "null"
     return (

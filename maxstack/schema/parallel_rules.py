@@ -21,6 +21,7 @@ def _pipeline(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
     microbatches = cfg.mesh.microbatches
     if stages == 1:
         for key, value, least in (("rounds", rounds, 2), ("microbatches", microbatches or 0, 1)):
+            # stage=-1 may become 1 on few devices; then rounds and microbatches are no mistake.
             if value >= least and cfg.mesh.stage == 1:
                 yield (
                     f"mesh.{key}",
@@ -46,6 +47,7 @@ def _pipeline(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
             f"with mesh.stage={stages} the layers lie on the stages; leave "
             "mesh.rules.layers as it is",
         )
+    # Microbatches go round in groups of as many as there are stages.
     if microbatches and microbatches % stages:
         yield (
             "mesh.microbatches",
@@ -68,6 +70,8 @@ def _pipeline(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
 def batch_unit(cfg: Config, sizes: dict[str, int]) -> int:
     """The smallest batch that divides over the mesh, accumulation and a pipeline's microbatches."""
     stages = sizes["stage"]
+    # Rows are split over the stages too, outside of the pipeline, so a group of microbatches takes
+    # one share from each stage.
     groups = max((cfg.mesh.microbatches or 0) // stages, 1) if stages > 1 else 1
     return parts(cfg.mesh.rules["batch"], sizes) * groups * cfg.train.accumulate
 
@@ -82,6 +86,7 @@ def _experts(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
         )
     rules = cfg.mesh.rules
     for axis in (axis for axis in names(rules["expert"]) if sizes[axis] > 1):
+        # An all-to-all over an axis needs tokens that lie split over it.
         if axis not in (*names(rules["batch"]), *names(rules["seq"])):
             yield (
                 "mesh.rules.expert",
@@ -97,6 +102,8 @@ def _experts(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
 
 
 def _context(cfg: Config, sizes: dict[str, int]) -> Iterator[Fault]:
+    # In a ring a device holds one piece from the front and one from the back, so that under a
+    # causal mask all work alike.
     pieces, ring = sizes["context"], cfg.mesh.context_kind == "ring"
     if ring and cfg.data.seq_len % (2 * pieces):
         fits = -(-cfg.data.seq_len // (2 * pieces)) * 2 * pieces

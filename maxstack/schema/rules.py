@@ -33,6 +33,8 @@ def faults(cfg: Config) -> list[Fault]:
         _processes,
     )
     return (
+        # In order: later rules compute with the sizes of the mesh, so a fault in these is told
+        # alone.
         list(_runtime(cfg))
         or list(mesh_rules.axes(cfg))
         or [
@@ -63,6 +65,8 @@ def _with_teacher(rule: Callable[..., Iterator[Fault]]) -> Callable[..., Iterato
         found = [*rule(cfg, *devices)]
         yield from found
         if cfg.teacher:
+            # Each in the other's place: rules that look at both models then see both, and what is
+            # told already is left out.
             other = cfg.model_copy(update={"model": cfg.teacher, "teacher": cfg.model})
             for key, message in rule(other, *devices):
                 if (key, message) not in found:
@@ -86,6 +90,7 @@ def sizes_on(cfg: Config, devices: int, where: str, trains: bool = True) -> dict
     faults = [
         (key, message)
         for key, message in device_faults(cfg, devices)
+        # Without training the batch is not that of the file.
         if trains or key.startswith(("mesh.", "model."))
     ]
     if faults:
@@ -113,6 +118,7 @@ def _stages(cfg: Config) -> Iterator[Fault]:
         return
     if data.has_records or cfg.model.tokens is not None:
         yield "train.stages", "shorter rows are for texts, which may be split; set batch_size alone"
+    # Best-fit packs a window of rows ahead at their length then; a shorter row could not hold them.
     if data.packing == "best" and lengths != sorted(lengths):
         yield "train.stages", "seq_len may only grow with data.packing=best, which packs rows ahead"
 
@@ -218,6 +224,7 @@ def _folder(cfg: Config) -> Iterator[Fault]:
 
 
 def _tiers(cfg: Config) -> Iterator[Fault]:
+    # By real path: two tiers in one folder would take each other's steps for their own.
     taken = {os.path.realpath(os.path.expanduser(cfg.run.output_dir)): "run.output_dir"}
     for index, tier in enumerate(cfg.checkpoint.tiers):
         if storage.is_url(tier.path):
