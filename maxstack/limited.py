@@ -1,6 +1,10 @@
 """A process that answers requests within limits, for code that may crash, hang or fill the memory:
-tokenizers and templates of unknown origin. A module runs `answer_all` as its own program, and
-another process asks it by `Limited`."""
+tokenizers and templates of unknown origin.
+
+A module runs `answer_all` as its own program, and another process asks it by `Limited`. Messages
+are JSON after their length in eight bytes. Each request has a timer of processor time, a limit of
+address space and a thread with a stack of known size; whatever exceeds one ends the process by a
+signal, from which `Limited` knows the reason, and the next request starts another."""
 
 import json
 import os

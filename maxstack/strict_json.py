@@ -1,6 +1,7 @@
-"""Strict and bounded parsing of JSON from outside, and writing of JSON that every parser reads.
-JSON has no NaN and no infinity: where we write such a value it is null, and `not_finite` of its
-object says which: `{"loss": null, "not_finite": {"loss": "nan"}}`. In a list it is null alone."""
+"""Parses JSON from outside strictly and within bounds, and writes JSON that every parser reads.
+
+JSON has no NaN and no infinity: such a value is written as null, and `not_finite` of its object
+says which it was: `{"loss": null, "not_finite": {"loss": "nan"}}`. In a list it is null alone."""
 
 import collections
 import contextlib

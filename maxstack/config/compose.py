@@ -1,8 +1,9 @@
-"""Composition of a configuration from files: `extends`, presets, `like`, overrides. A file is
-merged over what it extends, key by key; a section's preset or `from` is read first and the
-section's keys are merged over it; overrides come next, shorter keys before longer ones and `kind`,
-`preset` and `from` before their neighbours; `like` is resolved last, so that it copies overridden
-values. Knows no field names."""
+"""Composes a configuration from files: `extends`, presets, `like`, overrides.
+
+Files become trees of nodes, each with its origin. A file is merged over what it extends, key by
+key; a section's preset or `from` is read first and the section's keys are merged over it. Overrides
+come next, shorter keys before longer ones and `kind`, `preset` and `from` before their neighbours.
+`like` is resolved last, so that it copies overridden values. The file knows no field names."""
 
 import dataclasses
 import itertools
@@ -265,8 +266,8 @@ class _Composer:
         )
 
     def _advice(self, name: str, path: str) -> str:
-        """What to write instead of a name that is no configuration: data, a model, or a preset of a
-        section; "" if not known."""
+        """Say what to write instead of a name that is not a configuration: data, a model, or a
+        section's preset; "" if not known."""
         kind = DATA.get(Path(name).suffix)
         if kind and storage.kind(path) == "file":
             source = f"[{{kind: {kind}, files: [{name}]}}]"
@@ -293,7 +294,7 @@ class _Composer:
         return ""
 
     def own(self, node: Node, folder: str) -> Node:
-        """The tree of a file with sections expand, except those that overrides replace: what
+        """The tree of a file with its sections expanded, except those that overrides replace: what
         these name need not exist."""
         entries = dict(node.mapping or {})
         # Put back unread, for `_assign` to replace.
@@ -373,7 +374,7 @@ def _text(node: Node, key: str, allowed: str) -> str:
 
 
 def _real(path: str) -> str:
-    """The same for all paths of one file."""
+    """Return one name for all paths of a file."""
     # realpath, so that a circle through links is one.
     return path if storage.is_url(path) else os.path.realpath(path)
 

@@ -57,8 +57,8 @@ class Cut(ConnectionError):
 
 def retry(path: str, act: Callable[[], T]) -> T:
     """Call `act`, again after growing pauses with jitter while the store of `path`, or a disk, does
-    not answer, for at most `patience()` seconds -> its result. Raises other errors at once, and the
-    last one at the end."""
+    not answer, for at most `patience()` seconds; return its result. Other errors are raised at
+    once, and the last one at the end."""
     begin, store = time.monotonic(), _store(path)
     pause = _FIRST
     while True:
@@ -170,6 +170,7 @@ def _store(path: str) -> str:
 def _tell(path: str, store: str, error: Exception, left: float) -> None:
     """Log the first failure of a store since it last answered."""
     with _lock:
+        # One line when an outage begins and one when it ends, however many threads wait.
         if store in _waiting:
             return
         _waiting[store] = time.monotonic()

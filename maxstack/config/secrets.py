@@ -1,5 +1,6 @@
-"""Detection of secrets. A configuration is written into config.yml, reports, trackers and manifests
-that others may read, so it must hold none."""
+"""Detects secrets, by the shapes of known services' keys and by the names of variables. A
+configuration must hold none: it is written into config.yml, reports, trackers and manifests that
+others may read."""
 
 import re
 

@@ -1,5 +1,10 @@
-"""Files by path or URL (gs://, s3://, memory://, ...): URLs go through fsspec, which is imported on
-demand, and paths through the operating system."""
+"""Reads and writes files by path or URL (gs://, s3://, memory://, ...).
+
+URLs go through fsspec, which is imported on demand, and paths through the operating system. A file
+at a URL is read by ranges of bounded size, whose lengths are checked, some of them fetched ahead.
+Its stamp (size and version) is compared at the beginning and the end, so that a file that changes
+meanwhile is an error. Files are written whole or not at all. All errors of drivers become OSError,
+and those that may pass are retried (retries.py)."""
 
 import contextlib
 import errno

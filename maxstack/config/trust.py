@@ -1,7 +1,8 @@
-"""Trust in the config.yml of a run. Whoever trained the run wrote it, and it may name code. That
-code is accepted where this user wrote the file, as a note outside of the run's folder says (the
-file's owner says nothing: an unpacked archive belongs to whoever unpacked it), or with
---trust-code."""
+"""Decides whether to trust the config.yml of a run, which may name code.
+
+Whoever trained the run wrote the file. Its code is accepted if this user wrote it, or with
+--trust-code. Training notes its own files, by path and content, in a folder outside of the run's.
+The file's owner proves nothing: an unpacked archive belongs to whoever unpacked it."""
 
 import hashlib
 import logging
@@ -72,7 +73,7 @@ def private(folder: Path) -> Path:
 
 
 def refused(*_: Any, **__: Any) -> NoReturn:
-    """Stands in for a function that a run's record names: ConfigError."""
+    """Raise ConfigError in place of a function that a run's record names."""
     raise ConfigError(ADVICE)
 
 

@@ -33,6 +33,7 @@ def baselines(train: DataConfig, evaluation: DataConfig | None = None) -> dict[s
     if not total:
         raise DataError("the held-out documents are all empty: there is nothing to compare with")
     zipped = sum(len(gzip.compress(text, 9)) for text in held)
+    # Shuffled, so that the bytes that are counted come from all over the training documents.
     model = Order2(_limit(texts_of(train, open_sources(train), shuffle=True), TRAIN_BYTES))
     return {"gzip": 8 * zipped / total, "order2": sum(model.bits(text) for text in held) / total}
 
@@ -42,6 +43,7 @@ class Order2:
 
     def __init__(self, texts: Iterable[bytes]):
         trigrams = np.concatenate([_trigrams(b""), *map(_trigrams, texts)])
+        # All three orders in one table of 2**24 counts: the lower orders are sums of it.
         triples = np.bincount(trigrams, minlength=1 << 24)
         pairs = triples.reshape(256, 256, 256).sum(0)
         tables = pairs.sum(0, keepdims=True), pairs, triples.reshape(-1, 256)
@@ -53,8 +55,11 @@ class Order2:
         """Return the length of a text's ideal code in bits."""
         trigrams = _trigrams(text)
         byte = trigrams % 256
+        # Below order 0 every byte is equally likely, so no byte of a text has probability 0.
         chance = np.full(len(text), 1 / 256)
         for counts, totals, kinds in self._orders:
+            # Order 0 has one context, order 1 as many as bytes, order 2 as many as pairs: the
+            # remainder picks the right one in each.
             context = trigrams // 256 % len(counts)
             total, kind = totals[context], kinds[context]
             mixed = (counts[context, byte] + kind * chance) / np.maximum(total + kind, 1)
@@ -88,6 +93,8 @@ def _decode(source: Documents, index: int, tokenizer: Tokenizer) -> bytes:
     """Return the text of a document of tokens. DataError where decoding does not give it back."""
     ids, sizes = tokenize_with_sizes(source, index, tokenizer)
     text = tokenizer.decode(ids)
+    # Tokenizers that normalize lose bytes; compressors would be measured on another text than the
+    # model.
     if len(text) != sizes.sum(dtype=np.float64):
         raise DataError(
             f"{source.where(index)}: tokens of {tokenizer.name}, which do not give their text "

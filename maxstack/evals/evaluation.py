@@ -27,6 +27,8 @@ class Evaluation:
         self._chosen_by = {bare(metric): "checkpoint.keep_best" for metric in cfg.checkpoint.best}
         if cfg.train.stop_early:
             self._chosen_by[bare(cfg.train.stop_early.metric)] = "train.stop_early.metric"
+        # Before the first step: a misspelt metric must not be found after hours, at the first
+        # evaluation.
         names = [name for part in parts for name in getattr(part, "names", ())]
         for metric, key in self._chosen_by.items():
             if metric.startswith("tasks/") and metric not in names:
@@ -36,6 +38,8 @@ class Evaluation:
     def __call__(self, step: int, state: State) -> dict[str, float]:
         """Return metrics by name. ConfigError where one that something is chosen by is missing."""
         cfg = self._cfg
+        # Averaged, slow or schedule-free weights where the optimizer has them: these are what is
+        # exported later.
         row = self.figures(step, optim.eval_params(cfg.optimizer, state.opt, state.params))
         for metric, key in self._chosen_by.items():
             if metric not in row:
@@ -77,6 +81,7 @@ class StopEarly:
             return ""
         name = self._cfg.metric
         sign, value = direction(name), figures[bare(name)]
+        # Strictly better by more than min_delta, in the metric's own direction.
         if self._best is None or sign * (value - self._best) > self._cfg.min_delta:
             self._best, self._at = value, step
             self._since = 0

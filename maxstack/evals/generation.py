@@ -26,6 +26,7 @@ class Generator:
     ):
         """`length`: tokens of prompt and answer at most. ConfigError for a run of several
         processes."""
+        # The engine lies on the devices of one process.
         if jax.process_count() > 1:
             raise ConfigError(
                 "output_type=generate_until: is for a run of one process; leave such tasks out, "
@@ -54,14 +55,19 @@ class Generator:
             )
         engine, found = self._engine, [""] * len(prompts)
         special = self._texts.tokenizer.special.items()
+        # A special token in `until` ends the answer by its id.
         stops = self._stops | {token for token, text in special if text in until}
+        # Borrowed: the run keeps the weights.
         engine.load(params)
         running: dict[int, tuple[int, TextStream]] = {}
         for number, text in enumerate(prompts):
+            # The end is kept, since that is where the question stands.
             tokens = self._texts.prompt(text)[-room:]
             sampling = Sampling(
                 max_tokens=cfg.max_gen_toks,
                 seed=self._seed,
+                # Random numbers belong to the prompt's number, so answers do not depend on how many
+                # run at once.
                 choice=number,
                 stop_tokens=stops,
                 temperature=cfg.temperature if cfg.do_sample else 0.0,
@@ -74,6 +80,8 @@ class Generator:
             total=len(prompts), desc=progress, unit=" answers", disable=not progress or None
         ) as bar:
             while engine.busy:
+                # Several steps in one program where the engine can, since nobody reads these
+                # answers as they come.
                 for output in engine.step(many=STEPS):
                     number, stream = running[output.request]
                     for token in output.tokens:
@@ -84,5 +92,6 @@ class Generator:
                         engine.abort(output.request)
                     if output.finish or stream.stopped is not None:
                         bar.update()
+        # The engine must not keep the weights of a step that training leaves behind.
         engine.load(None)
         return found

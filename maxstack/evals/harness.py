@@ -40,6 +40,7 @@ def evaluate(
     except ImportError as error:
         raise ConfigError(MISSING) from error
     with tempfile.TemporaryDirectory() as made:
+        # The harness finds tasks by folders, so ours are written where it looks.
         folders = {made, *filter(None, [library])}
         asked: list[str] = []
         defaults = False
@@ -58,6 +59,8 @@ def evaluate(
         if unknown := [name for name in asked if not manager.match_tasks([name])]:
             raise ConfigError(f"--lm-eval: the harness knows no task {', '.join(unknown)}")
         try:
+            # Read here once by itself, so that an error is known to be the task file's and not the
+            # evaluation's.
             get_task_dict(asked, manager)
         except Exception as error:  # a task file may run any code
             what = shortened(f"{type(error).__name__}: {error}", 400)
@@ -104,6 +107,7 @@ def _model(tasks: Tasks, params: Any) -> Any:
     from lm_eval.api.model import LM
 
     def by_task(requests: Sequence[Any], of: Callable[[list[Any]], list[Any]]) -> list[Any]:
+        # By task, as maxstack scores: rows follow from the requests that are scored together.
         names = dict.fromkeys(request.task_name for request in requests)
         found: dict[int, Any] = {}
         for name in names:
@@ -137,6 +141,7 @@ def _model(tasks: Tasks, params: Any) -> Any:
 
         def generate_until(self, requests: list[Any], *_: Any, **__: Any) -> list[Any]:
             def of(pairs: list[Any]) -> list[Any]:
+                # Requests of one task share their generation_kwargs.
                 cfg, until = _generation(pairs[0][1])
                 prompts = [prompt for prompt, _ in pairs]
                 return tasks.generator(params, prompts, cfg, until, "generating")

@@ -29,6 +29,7 @@ class Evaluator:
         self._data = cfg.eval.data or cfg.data
         self._batch_size = cfg.eval.batch_size or cfg.train.batch_size
         whole = cfg.eval.data is not None
+        # One feed for each source, so that each has a loss of its own; the total adds their sums.
         self._feeds = {
             name: Feed(
                 data,
@@ -43,6 +44,7 @@ class Evaluator:
         sources = [source for feed in self._feeds.values() for source in feed.sources]
         if any(source.classes for source in sources):
             check_classes([*(open_sources(cfg.data) if cfg.eval.data else ()), *sources])
+        # Every evaluation begins here, so that all are over the same tokens.
         self._starts = {name: feed.state() for name, feed in self._feeds.items()}
         self._bits: float | None = None
 
@@ -58,8 +60,11 @@ class Evaluator:
         by_source = {
             f"eval_loss/{name}": own["nll"] / own["weight"] for name, own in sums.items() if own
         }
+        # Sums over sources and batches, divided once: a mean of means would count short batches
+        # more.
         loss = total["nll"] / total["weight"]
         self._bits = total["nll"] / math.log(2) / total["bytes"] if total["bytes"] > 0 else None
+        # Shards without sizes give NaN bytes rather than a wrong number.
         if math.isnan(total["bytes"]):
             self._log.warn(
                 "no bits per byte: held-out token shards of an older version do not say how "
@@ -90,10 +95,14 @@ class Evaluator:
         feed, total = self._feeds[name], dict[str, float]()
         feed.restore(self._starts[name])
         with contextlib.closing(feed):
+            # 0 is no limit: all held-out documents.
             for _ in range(self._run.cfg.eval.steps or sys.maxsize):
+                # At each batch: an evaluation may take longer than the grace of a signal.
                 preemption.raise_if_leaving()
                 batch = self._run.batches.place(next(feed), self._batch_size)
                 sums = self._run.eval_step(params, batch, *self._frozen)
+                # After the last document batches are empty. The weight is a sum over all processes,
+                # so all leave the loop together.
                 if not float(sums["weight"]):
                     break
                 for key, value in sums.items():

@@ -37,6 +37,7 @@ def documents(kind: str, count: int = 50, seed: int = 0) -> list[Question]:
     for an unknown kind, and where the held-out files give fewer questions."""
     if kind not in KINDS:
         raise ConfigError(f"dataset_name: {kind}: no such documents; there are {', '.join(KINDS)}")
+    # By kind, so that questions of one kind do not change with what else is asked.
     rng = random.Random(f"{seed} {kind}")
     lines = [*_lines()]
     rng.shuffle(lines)
@@ -52,6 +53,7 @@ def documents(kind: str, count: int = 50, seed: int = 0) -> list[Question]:
 @functools.cache
 def _lines() -> tuple[Line, ...]:
     """Return the usable lines of the files that quickstart.yml holds out."""
+    # As bytes: the quickstart's own tokenizer is learnt in a run and need not exist here.
     data = load.load("quickstart", ["data.tokenizer={kind: bytes}"]).data
     found = []
     for text in texts_of(data, open_sources(data, evaluation=True)):
@@ -66,6 +68,7 @@ def _lines() -> tuple[Line, ...]:
 
 
 def _question(context: str, text: str, wrong: list[str], rng: random.Random) -> Question:
+    # At no fixed place: a model that prefers the first choice must not gain by it.
     right = rng.randrange(len(wrong) + 1)
     return {"context": context, "choices": [*wrong[:right], text, *wrong[right:]], "right": right}
 
@@ -89,6 +92,7 @@ def _next_words(lines: Sequence[Line], rng: random.Random) -> Iterator[Question]
             end = "\n" if word.end() == len(line) else ""
             begun.append((context + line[: word.start()], word[0] + end))
     for context, right in begun:
+        # Twice as many are drawn as needed, because some are equal.
         others = dict.fromkeys(other for _, other in rng.sample(begun, 2 * CHOICES))
         wrong = [other for other in others if other != right][: CHOICES - 1]
         if len(wrong) == CHOICES - 1:

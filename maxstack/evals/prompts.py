@@ -51,6 +51,7 @@ class PromptFormat:
         try:
             return self.template.render(messages, **extra)
         except DataError as error:
+            # Some templates raise for a system message.
             rest = [message for message in messages if message["role"] != "system"]
             if len(rest) == len(messages):
                 raise
@@ -61,6 +62,7 @@ class PromptFormat:
 PLAIN = PromptFormat()
 
 
+# Once for each message: every question of a task has the same fault.
 @functools.cache
 def _warn(message: str) -> None:
     log.warning(message)

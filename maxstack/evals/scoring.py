@@ -51,19 +51,25 @@ class Scorer:
         rules, shape = run.cfg.mesh.rules, run.mesh.shape
         self._pieces, self._over = parts(rules["seq"], shape), parts(rules["batch"], shape)
         self.height = -(-batch_size // self._over) * self._over
+        # A ring gives each device two pieces of a row.
         unit = 2 * self._pieces if self._pieces > 1 else 1
         self.length = -(-length // unit) * unit
+        # Widths by factors of four: few programs to compile, and little padding. With this, spans
+        # read once and few logits, nine published tasks took 44 s; rows of 4,096 alone were not
+        # done after 428 s.
         self._widths = [self.length]
         while (narrower := -(-self._widths[0] // 4 // unit) * unit) >= NARROWEST:
             self._widths.insert(0, narrower)
         self._vocab = run.cfg.decoder.vocab / parts(rules["vocab"], shape)
         self._run = run
+        # A program for each number of pieces; jit makes one for each shape of rows.
         self._step = functools.cache(lambda chunks: run.of_models(_score(chunks)))
         self.cut = 0
         """Number of requests so far that lost their beginning."""
 
     def too_long(self, request: Scored) -> bool:
         """Return True for a request that loses its beginning."""
+        # One more than a row holds: the last token is a target and no input.
         return len(request.tokens) > self.length + 1
 
     def check(self, request: Scored) -> None:
@@ -85,6 +91,7 @@ class Scorer:
         cut = []
         for tokens, begin in requests:
             lost = max(0, len(tokens) - self.length - 1)
+            # At least one token stays before the first that is scored.
             cut.append(Scored(tokens[lost:], max(begin - lost, 1)))
         found: list[Likelihood | None] = [None] * len(cut)
         batches = [*self._batches(cut)]
@@ -94,6 +101,7 @@ class Scorer:
             preemption.raise_if_leaving()
             scored = batch.arrays["at"].shape[1]
             chunks = 1
+            # Logits of a row that is split over `context` already lie in pieces on the devices.
             if self._pieces == 1:
                 rows = len(batch.arrays["at"]) / self._over
                 chunks = _divisor(scored, rows * scored * self._vocab * 4 / LOGITS)
@@ -102,6 +110,8 @@ class Scorer:
                 tokens, begin = cut[number]
                 span = slice(first, first + len(tokens) - begin)
                 found[number] = Likelihood(
+                    # In float64, so that the sum does not depend on where in a row the request
+                    # lies.
                     -float(result["nll"][row, span].sum(dtype=np.float64)),
                     bool(result["best"][row, span].all()),
                     len(tokens) - begin,
@@ -115,9 +125,12 @@ class Scorer:
         same_inputs: dict[tuple[int, ...], list[int]] = {}
         by_width: dict[int, list[list[int]]] = {width: [] for width in self._widths}
         for number, (tokens, _) in enumerate(cut):
+            # Requests with the same inputs, as choices of a letter have, are one span: it is read
+            # once, and each scores its own target after it.
             inputs = tuple(tokens[:-1])
             width = next(width for width in self._widths if len(inputs) <= width)
             span = same_inputs.get(inputs)
+            # A span that scores more than a row has places is begun anew.
             if span is None or sum(counts[i] for i in [*span, number]) > width:
                 span = same_inputs[inputs] = []
                 by_width[width].append(span)
@@ -128,8 +141,11 @@ class Scorer:
             most = 0
             for row in rows:
                 most = max(most, sum(scores[i] for i, _ in row))
+            # One of two sizes: an exact one would be another program for each batch. Logits are the
+            # largest arrays here, and most requests score few tokens.
             scored = width // 4 if most <= width // 4 and self._pieces == 1 else width
             while rows:
+                # Two heights alone: full batches, then the smallest that the mesh divides.
                 height = self.height if len(rows) >= self.height else self._over
                 yield _Rows(rows[:height], spans, cut, (height, width, scored))
                 rows = rows[height:]
@@ -175,6 +191,7 @@ class _Rows:
                     tokens, begin = cut[number]
                     end = free + len(tokens) - begin
                     self.arrays["targets"][row, free:end] = tokens[begin:]
+                    # The hidden state one before a token predicts it.
                     self.arrays["at"][row, free:end] = start + np.arange(begin - 1, len(inputs))
                     self.places.append((number, row, free))
                     free = end
@@ -189,8 +206,11 @@ def pack(
     Return (number, start) of the spans in each row."""
     rows: list[list[tuple[int, int]]] = []
     left: list[int] = []
+    # Rows by their free places: finding the fullest that fits is a walk over widths and not over
+    # all rows.
     by_room: list[list[int]] = [[] for _ in range(width + 1)]
     counts = scored or [0] * len(lengths)
+    # Stable and by length alone, so that every process packs the same rows.
     for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         need = lengths[number]
         rooms = ((room, row) for room in range(need, width + 1) for row in by_room[room])
@@ -225,10 +245,13 @@ class Texts:
         """Return the context's own tokens, followed by the tokens of the whole text from that
         position on; white space at the context's end belongs to the continuation. DataError where
         nothing is left to score."""
+        # Encoded together: a token may join the end of a context with what follows. The context's
+        # own tokens stay, as lm-evaluation-harness takes them.
         whole = self._encode(context + continuation, bare=not context)
         before = self._encode(context.rstrip()) if context else []
         if not before:
             before = self._begin(continuation)
+            # Not a second BOS where the text begins with one.
             whole = whole if whole[:1] == before else before + whole
         begin = len(before)
         if begin >= len(whole):
@@ -246,6 +269,7 @@ class Texts:
         pieces = [Scored(self._begin(text) + tokens[:length], 1)] if tokens else []
         for first in range(length, len(tokens), length):
             end = min(first + length, len(tokens))
+            # Windows overlap in what they read and not in what they score.
             pieces.append(Scored(tokens[end - length - 1 : end], length + 1 - (end - first)))
         return pieces
 
@@ -272,6 +296,7 @@ def _score(chunks: int) -> Callable[[Models, Batch], Batch]:
 
     def of(models: Models, batch: Batch) -> dict[str, jax.Array]:
         model = models.policy
+        # Before the head: logits of all T positions would be up to four times as many.
         x_BSD = jnp.take_along_axis(model.hidden(batch), batch["at"][..., None], axis=1)
 
         def piece(of_piece: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -283,6 +308,7 @@ def _score(chunks: int) -> Callable[[Models, Batch], Batch]:
         if chunks == 1:
             nll, best = piece((x_BSD, batch["targets"]))
             return {"nll": nll, "best": best}
+        # Cut along S, so that each device keeps its rows.
         cut = jax.tree.map(
             lambda x: jnp.moveaxis(x.reshape(len(x), chunks, -1, *x.shape[2:]), 1, 0),
             (x_BSD, batch["targets"]),

@@ -1,5 +1,9 @@
-"""A task of evaluation: its documents as requests to a model, exactly as lm-evaluation-harness
-makes them of the same file. Templates run in Jinja's sandbox."""
+"""A task of evaluation: turns its documents into requests to a model, exactly as
+lm-evaluation-harness does with the same file.
+
+The question, the answer and the choices of a document are fields of it or templates, which run in
+Jinja's sandbox. Before a question come the description and examples, drawn by one generator over
+all documents. A request is a pair of context and continuation, a text to score, or a prompt."""
 
 import ast
 import dataclasses
@@ -20,6 +24,8 @@ from maxstack.schema.tasks import TaskConfig
 Document = Mapping[str, Any]
 EXAMPLES_SEED = 1234
 """lm-evaluation-harness's seed of the examples before questions."""
+# Task files are downloaded, and a template can reach Python's internals without the sandbox.
+# StrictUndefined: a misspelt field would become an empty text.
 _TEMPLATES = ImmutableSandboxedEnvironment(
     undefined=jinja2.StrictUndefined, keep_trailing_newline=True
 )
@@ -94,6 +100,8 @@ class Task:
     def questions(self) -> list[Question]:
         """All questions, in the order of the documents. DataError for a document that does not fit
         the task."""
+        # One generator for all documents in order, as in lm-evaluation-harness: a question's
+        # examples depend on those drawn before.
         rng, made = random.Random(EXAMPLES_SEED), []
         for number, document in enumerate(self.documents):
             try:
@@ -121,6 +129,7 @@ class Task:
             return Question(document, text=prompt(str(question)), right=(*right,))
         if cfg.output_type == "loglikelihood":
             return Question(document, pairs=((prompt(str(question)), str(answer)),))
+        # A chat template ends the turn, so no delimiter stands before the answer.
         between = "" if self.prompt_format.template else cfg.target_delimiter
         if isinstance(question, int):  # the choices are questions, which all go on alike
             pairs = [(prompt(each), f"{between}{answer}") for each in choices]
@@ -129,6 +138,7 @@ class Task:
             context = prompt(question)
             pairs = [(context, f"{between}{each}") for each in choices]
         answers = answer if isinstance(answer, list | tuple) else (answer,)
+        # A target is the number of a choice or its text.
         numbers = [choices.index(each) if each in choices else each for each in answers]
         if not numbers or not all(
             isinstance(each, int) and 0 <= each < len(choices) for each in numbers
@@ -144,6 +154,8 @@ class Task:
         if cfg.description:
             parts.append(str(self._value(cfg.description, document)))
         parts = [part for part in parts if part]
+        # lm-evaluation-harness joins system text and description so; prompts must be equal to the
+        # letter.
         spaced = len(parts) == 2 and (parts[0][-1].isspace() or parts[1][0].isspace())
         between = "" if spaced else cfg.fewshot_delimiter
         turns = [Turn("system", between.join(parts))] if parts else []
@@ -182,9 +194,11 @@ class Task:
         if cfg.fewshot_config.sampler == "first_n":
             drawn = [*itertools.islice(others, count)]
         else:
+            # One more is drawn, in case the question itself is among them.
             more = 1 if own else 0  # for the document itself
             drawn = rng.sample(pool, min(count + more, len(pool)))
             drawn = [each for each in drawn if not own or each != document][:count]
+            # Equal documents may take more than one place; then the rest is drawn from the others.
             if len(drawn) < count and len(left := [*others]) >= count:
                 drawn = rng.sample(left, count)
         if len(drawn) < count:
@@ -225,6 +239,7 @@ class Task:
             return int(made)
         if made.startswith("[") and made.endswith("]") and len(made) > 1:
             try:
+                # Literals alone, never eval: the text comes from a file of others.
                 return ast.literal_eval(made)
             except (SyntaxError, ValueError):
                 return made
@@ -254,6 +269,7 @@ def _list(template: str, document: Document) -> Any:
 
 
 def _render(template: str, document: Document) -> str:
+    # Jinja would write None as text, and the model would be asked about it.
     values = {name: _mark(value, name) for name, value in document.items()}
     return _template(template).render(values)
 

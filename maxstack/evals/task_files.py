@@ -37,6 +37,8 @@ def open_tasks(
     for name in names:
         for part in _open(Node(name, ""), folder, library, 0):
             twin = opened.get(part.name, part)
+            # One task may come by several groups and is asked once; two different ones cannot share
+            # a name.
             if isinstance(part, Task) and part.cfg != getattr(twin, "cfg", None):
                 raise ConfigError(
                     f"task {part.name}: two files have this name; give one of them another"
@@ -51,6 +53,7 @@ def texts_of(name: str) -> list[str]:
     texts: list[str] = []
     for part in open_tasks([name]):
         if isinstance(part, Task):
+            # Examples come from training splits and may be in training data.
             cfg = part.cfg.model_copy(update={"num_fewshot": 0, "description": ""})
             for question in dataclasses.replace(part, cfg=cfg).questions:
                 pairs = [before + after for before, after in question.pairs]
@@ -79,6 +82,7 @@ def _files(name: str, folder: str, library: str) -> list[str]:
     if "/" in name or name.endswith((".yml", ".yaml")):
         return [name if storage.kind(name) == "file" else storage.join(folder, name)]
     found = files_of(library, True).get(name) if library else None
+    # A shipped task comes before files of the current folder, a name of --tasks-path before both.
     if not found and not (presets_dir() / "tasks" / f"{name}.yml").is_file():
         found = files_of(folder or ".", False).get(name)
     return found or [name]
@@ -120,6 +124,7 @@ def _open_tree(tree: Node, folder: str, library: str, depth: int) -> Iterator[Ta
     assert isinstance(listed, list) and isinstance(cfg, GroupConfig)
     members = [part for each in listed for part in _open(each, folder, library, depth + 1)]
     yield from members
+    # A group counts each task once, also one that two of its members name.
     names = dict.fromkeys(part.name for part in members if isinstance(part, Task))
     yield cfg.model_copy(update={"task": (*names,)})
 
@@ -191,6 +196,7 @@ def _load_dataset(cfg: TaskConfig, given: dict[str, Any]) -> Mapping[str, Iterab
             f"{name}: is read by Hugging Face's library: pip install datasets"
         ) from error
     datasets.disable_progress_bars()
+    # Published files ask for it; no code of a data set is run here.
     given.pop("trust_remote_code", None)
     try:
         return datasets.load_dataset(cfg.dataset_path, cfg.dataset_name, **given)
@@ -215,6 +221,7 @@ def _find(cfg: TaskConfig, path: str, folder: str) -> str:
 def _read(cfg: TaskConfig, path: str) -> list[dict[str, Any]]:
     """Read the objects of a JSON list or of JSON lines."""
     text = storage.read_whole(path, storage.LARGE)
+    # By content: files of both kinds are called .json.
     if text.lstrip()[:1] == b"[":
         rows = strict_json.parse(text, path)
     else:
@@ -234,6 +241,7 @@ def write_for_harness(parts: Sequence[Task | GroupConfig], folder: Path) -> None
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         name, cfg = part.name, part if isinstance(part, GroupConfig) else part.cfg
+        # What is unset stays out, so that the harness's own defaults hold.
         fields = cfg.model_dump(mode="json", exclude_unset=True)
         if isinstance(part, Task):
             files = {split: [*map(_absolute, paths)] for split, paths in part.files.items()}

@@ -43,6 +43,7 @@ def values(task: Task, question: Question, answer: Any) -> dict[str, Any]:
         of = {"perplexity": only.logprob, "acc": float(only.greedy)}
     elif task.cfg.output_type == "loglikelihood_rolling":
         per_byte = (answer.logprob, len(question.text.encode()))
+        # As lm-evaluation-harness counts words: by white space, with empty ones at the ends.
         words = (answer.logprob, len(re.split(r"\s+", question.text)))
         of = {"word_perplexity": words, "byte_perplexity": per_byte, "bits_per_byte": per_byte}
     else:
@@ -53,6 +54,8 @@ def values(task: Task, question: Question, answer: Any) -> dict[str, Any]:
 def _choice_values(question: Question, answer: Sequence[Likelihood]) -> dict[str, float]:
     lengths = {
         "acc": [1 for _ in answer],
+        # Longer choices are less likely; lengths in characters, bytes or tokens make them
+        # comparable.
         "acc_norm": [len(choice) for choice in question.choices],
         "acc_bytes": [len(choice.encode()) for choice in question.choices],
         "acc_tokens": [each.tokens for each in answer],
@@ -60,6 +63,7 @@ def _choice_values(question: Question, answer: Sequence[Likelihood]) -> dict[str
     of = {}
     for name, sizes in lengths.items():
         shares = [
+            # An empty choice has no share and never wins.
             each.logprob / size if size else -math.inf
             for each, size in zip(answer, sizes, strict=True)
         ]
@@ -94,6 +98,7 @@ def _apply(step: FilterStep, answer: str) -> str:
         return step.fallback
     match = matches[step.group_select]
     if isinstance(match, tuple):
+        # Of several groups of a pattern the first that matched counts, as in lm-evaluation-harness.
         match = next((part for part in match if part), step.fallback)
     return match.strip()
 
@@ -118,7 +123,9 @@ def results(
         if chance is None:
             chance = 0.0
             if task.cfg.output_type == "multiple_choice":
+                # Questions of one task may have different numbers of choices.
                 chance = sum(1 / len(each.choices) for each in questions) / len(questions)
+        # Where every guess is right there is nothing beyond chance.
         if chance < 1:
             found["centered"] = (found[share] - chance) / (1 - chance)
     return found
@@ -193,6 +200,8 @@ def group_results(
         found[name] = sum(s * w for s, w in zip(scores, weights, strict=True)) / sum(weights)
         tasks = [task for task in group.members if error_of(name) in by_name[task]]
         errors = [by_name[task][error_of(name)] for task in tasks]
+        # Without the error of one task there is none of the group: it would look smaller than it
+        # is.
         if len(tasks) == len(counts) and not weighted:
             found[error_of(name)] = math.sqrt(sum(error**2 for error in errors)) / len(counts)
         elif len(tasks) == len(counts) < sum(counts):
@@ -208,6 +217,8 @@ def _aggregate(kind: str, items: Sequence[Any]) -> tuple[float, float]:
     count = len(items)
     if kind in ("mean", "perplexity"):
         mean = sum(items) / count
+        # The sample's deviation divides by n - 1; a single value has none, and no error is told for
+        # it.
         spread = sum((each - mean) ** 2 for each in items) / max(count - 1, 1)
         error = math.sqrt(spread) / math.sqrt(count)
         if kind == "mean":
@@ -215,6 +226,8 @@ def _aggregate(kind: str, items: Sequence[Any]) -> tuple[float, float]:
         return math.exp(-mean), math.exp(-mean) * error
     total = sum(size for _, size in items)
     ratio = sum(value for value, _ in items) / total
+    # The delta method: a ratio's error comes from how far each value lies from the ratio times its
+    # size.
     residuals = sum((value - ratio * size) ** 2 for value, size in items)
     error = math.sqrt(count / max(count - 1, 1) * residuals) / total
     if kind == "bits_per_byte":

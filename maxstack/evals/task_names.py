@@ -20,13 +20,16 @@ def files_of(folder: str, below: bool) -> dict[str, list[str]]:
     tag, in the order of its tasks' names; of the folder, and with `below` of those in it."""
     named: dict[str, list[str]] = {}
     tags: dict[str, dict[str, str]] = {}
+    # Sorted, so that the same file wins on every machine where two have one name.
     for path in sorted(Path(folder).glob("**/*.y*ml" if below else "*.y*ml")):
         text = _text(str(path))
         if name := name_in(text):
             named.setdefault(name, [str(path)])
+            # In the file of a group `tag` names no task.
             for tag in [] if _words("group", text) else _words("tag", text):
                 tags.setdefault(tag, {}).setdefault(name, str(path))
     by_tag = {tag: [*dict(sorted(found.items())).values()] for tag, found in tags.items()}
+    # A task's name comes before a tag of the same name.
     return by_tag | named
 
 
@@ -42,6 +45,7 @@ def _text(path: str) -> str:
     waiting = [path]
     while waiting:
         each = os.path.normpath(waiting.pop())
+        # Files may include one another in a circle.
         if each not in texts:
             texts[each] = ""
             with contextlib.suppress(OSError, ValueError):  # reported where the file is asked for

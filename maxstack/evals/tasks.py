@@ -1,4 +1,8 @@
-"""Tasks asked of a model: of a run while it trains, and of a trained model."""
+"""Asks a model tasks: that of a run while it trains, or a trained one.
+
+A task's documents become requests once (task.py); requests are scored in packed rows (scoring.py)
+or answered by the engine (generation.py), and metrics are computed from the answers
+(task_metrics.py)."""
 
 import contextlib
 import dataclasses
@@ -66,6 +70,8 @@ class Tasks:
         ]
         self._groups = [part for part in opened if isinstance(part, GroupConfig)]
         self.metrics = metric_names(opened)
+        # All requests are made here, so that a document that does not fit is told before the first
+        # step of a run.
         self.questions = {task.name: task.questions[:limit] for task in self.tasks}
         self.texts = Texts(run.cfg.data.tokenizer)
         self.scorer = Scorer(run, batch_size, length)
@@ -113,6 +119,7 @@ class Tasks:
         self, params: Any, asked: Sequence[Sequence[Scored]], progress: str
     ) -> list[list[Likelihood]]:
         """Return the likelihoods of groups of requests, scored together."""
+        # All questions of a task at once: the more requests, the fuller the rows.
         flat = iter(self.scorer(params, [each for part in asked for each in part], progress))
         return [[*itertools.islice(flat, len(part))] for part in asked]
 
@@ -144,6 +151,7 @@ class TaskEvaluator:
         """ConfigError or DataError for a task that cannot be asked."""
         cfg = run.cfg
         self._log, self._writer = log, writer
+        # What ends an answer in the run's data ends it here.
         ends = answer_ends(cfg.data, open_tokenizer(cfg.data.tokenizer))
         size = cfg.eval.batch_size or cfg.train.batch_size
         self._tasks = Tasks(run, open_tasks(cfg.eval.tasks), size, cfg.data.seq_len, ends)
@@ -218,6 +226,7 @@ def open_model_tasks(
         raise ConfigError(f"--length {length}: the model has positions for {most} tokens alone")
     length = length or (run.cfg.data.seq_len if own else min(most, USUAL))
     template = None
+    # Without --apply-chat-template a template that cannot be read is no fault.
     with contextlib.nullcontext() if chat else contextlib.suppress(ConfigError, DataError):
         template = chat_template(model, run.cfg, own)
     if chat:
@@ -243,6 +252,7 @@ def check_can_be_asked(run: "Run") -> None:
 def check_finite(run: "Run", records: Sequence[dict[str, Any]]) -> None:
     """DataError where a log-probability is NaN, unless weights that are not finite are allowed."""
     answers = [(each, np.asarray(each["answer"])) for each in records]
+    # max() over NaN depends on their order, so accuracies of such answers would look real.
     odd = [each for each, found in answers if found.dtype.kind == "f" and np.isnan(found).any()]
     if odd and not run.cfg.checkpoint.allow_nonfinite:
         raise DataError(
@@ -267,6 +277,7 @@ def flatten_metrics(found: Mapping[str, Mapping[str, float]]) -> dict[str, float
 def centered(found: Mapping[str, Mapping[str, float]]) -> float | None:
     """Return the mean over tasks of the share of questions beyond chance, (share - chance) / (1 -
     chance), as CORE defines it (DCLM, arXiv:2406.11794); None where no task has a share."""
+    # Groups have no `centered`, so no task counts twice.
     shares = [metrics["centered"] for metrics in found.values() if "centered" in metrics]
     return sum(shares) / len(shares) if shares else None
 

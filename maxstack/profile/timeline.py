@@ -1,4 +1,10 @@
-"""Whole steps of a trace, and the exclusive time of operations that overlap."""
+"""Finds whole steps in a trace, and the exclusive time of operations that overlap.
+
+Events of the step's program are split into runs, by the trace's number of a run or at the first
+instruction of the program. A run with every instruction that any run has is a whole step; runs get
+the numbers of the steps from the end. For exclusive times, all starts and ends are sorted; between
+two of them the set of running operations is constant, and that time goes in equal parts to those of
+the highest level (own work, then what overlaps with it, then loops around)."""
 
 import collections
 import dataclasses

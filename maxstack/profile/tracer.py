@@ -1,5 +1,9 @@
 """Takes traces of a run's steps with jax's profiler: those that train.profile names, and those that
-are requested while the run goes on."""
+are requested while the run goes on.
+
+A thread of process 0 looks for requests, and announces a step far enough ahead for all processes to
+begin with it. The training loop calls `before` and `after` around each step. When a trace ends,
+process 0 writes the program's text and facts beside it in another thread."""
 
 import collections
 import contextlib

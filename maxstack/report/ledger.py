@@ -1,4 +1,8 @@
-"""Records the time of a process by cause in goodput.jsonl, whose rows goodput.py adds up."""
+"""Records the time of a process by cause in goodput.jsonl, whose rows goodput.py adds up.
+
+The training loop's thread charges elapsed time to the innermost cause of a stack, or adds finished
+steps to the current row. A row ends at a refused step, a gap in the steps, a restart, or when the
+writing thread asks. An Account reads the same rows at once, for the goodput so far."""
 
 import contextlib
 import json
