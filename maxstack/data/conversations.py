@@ -62,7 +62,7 @@ Example = Conversation | Completion
 def read_example(record: Mapping[str, Any]) -> Example:
     """Return the conversation of a record with `messages`, or ShareGPT's `conversations`, or
     `prompt` and `completion`, each of them a text or messages. DataError for anything else."""
-    if "completion" in record:
+    if record.get("completion") is not None:
         return read_continuation(record, "completion")
     for key in ("messages", "conversations"):
         if record.get(key) is not None:
@@ -98,7 +98,7 @@ def read_prompt(record: Mapping[str, Any]) -> Example:
         record = {**record, "prompt": [{"role": "user", "content": record["prompt"]}]}
     if "prompt" not in record and "messages" not in record:
         raise _missing_keys(record, "prompt or messages")
-    messages = _messages(record, "prompt" if "prompt" in record else "messages")
+    messages = _messages(record, "messages" if record.get("prompt") is None else "prompt")
     # A prompt with its answer would show the model what it is to find.
     if messages[-1]["role"] == "assistant":
         raise DataError(

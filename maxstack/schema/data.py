@@ -503,7 +503,7 @@ def holds_text(source: Mapping[str, Any]) -> bool:
     pictures = {get_args(cls.model_fields["kind"].annotation)[0] for cls in PICTURES}
     return (
         source.get("kind") not in ("synthetic", *pictures)
-        and kind != "image"
+        and kind not in PICTURED
         and source.get("content", "text") == "text"
     )
 

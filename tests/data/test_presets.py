@@ -158,6 +158,13 @@ def test_conversations(record, row, messages):
     assert read_example(apply_preset(row, kind_of(record))).messages == messages
 
 
+def test_a_key_that_is_null_in_a_row_of_parquet_is_absent():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    row = {"messages": messages, "prompt": None, "completion": None}
+    assert read_example(row).messages == messages
+    assert read_prompt({"messages": messages[:1], "prompt": None}).messages == messages[:1]
+
+
 @pytest.mark.parametrize(("record", "row", "asked"), PAIRS)
 def test_preferences(record, row, asked):
     chosen, rejected = read_preference(apply_preset(row, kind_of(record)))
