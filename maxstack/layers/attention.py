@@ -65,6 +65,7 @@ class Attention(Layer):
         assert context.cache is not None
         new_RCH = None
         if self.cfg.share_kv is None:
+            # [R, 1, K, 2, H]: keys and values in turn, as pages hold them.
             both = jnp.stack(self.keys_values(x_BTD, context), axis=3)
             new_RCH = both.reshape(both.shape[0], -1, self.cfg.head_dim)
         o_RNH = context.cache.attend(q_BTNH[:, 0], new_RCH, request(self.cfg), sinks_N=sinks_N)

@@ -56,10 +56,12 @@ def in_groups(f: Callable[..., Any], size: int | None = None) -> Callable[..., A
             return x.reshape(-1, size, *x.shape[1:])
 
         def one(group: Any) -> Any:
+            # Adapters belong to rows, so their numbers are grouped with them.
             own, adapters_R = group
             with holding(_adapters, adapters_R):
                 return f(*own)
 
+        # One group after the other; a vmap would make one product of all rows again.
         results = jax.lax.map(one, jax.tree.map(grouped, (trees, adapters())))
         return jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[:rows], results)
 

@@ -103,6 +103,7 @@ def _flatten(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 def _unflatten(keys: tuple[Any, ...], parts: tuple[Any, ...]) -> Context:
     positions_BT, segments_BT, tables, kept, real_BT, *others = parts
     named = dict(zip(keys, tables, strict=True))
+    # The cache is left out: layers of inference are unrolled, so no scan or checkpoint sees it.
     return Context(positions_BT, segments_BT, named, kept, real_BT, None, *others)
 
 

@@ -86,9 +86,11 @@ def plan_travel(
     if that is not None."""
     peers = sharding.size_of(*axes)
     each = experts // peers
+    # A token chooses an expert once, so a peer has at most so many of its choices.
     most = tokens * min(chosen, each)
     if taken is not None:
         return Travel(experts, axes, min(most, taken * each), 0, scale_input)
+    # An even load is tokens x chosen / peers rows; `slack` is the room above it.
     first = min(most, _tiles(slack * tokens * chosen / peers)) if peers > 1 else most
     return Travel(
         experts, axes, first, 0 if first == most else _tiles(first / FURTHER), scale_input
@@ -117,6 +119,7 @@ def mix_experts(
     return _windows(window, how, weights, x_ND, weight_NC, lists, more), 1 + more
 
 
+# jax cannot reverse a loop whose number of turns is known only when it runs.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _windows(
     window: Callable[..., Array],
@@ -179,6 +182,7 @@ def _window(
     """Sum of the entries `begin` to `begin + rows` of the lists, float32 [N, D]."""
     slots = _slots(lists, begin, rows)
     x_SD = _fill_slots(x_ND, weight_NC if how.scale_input else None, slots)
+    # Where this device has all experts, its one list is sorted by expert already.
     sizes_L, order_S = lists.coming_PL.sum(axis=0), None
     if how.axes:
         expert_S, sizes_L = _arrivals(lists, begin, rows)
@@ -207,6 +211,7 @@ def _list_by_peer(expert_NC: Array, how: Travel) -> Lists:
     )
     length_P = counts_PL.sum(axis=1)
     start_P = jnp.cumsum(length_P) - length_P
+    # Expert number E, of none, gets the last peer here, and a place in no window.
     peer_NC = jnp.minimum(expert_NC // (how.experts // peers), peers - 1)
     place_NC = _inverse(sorted_M).reshape(expert_NC.shape) - start_P[peer_NC]
     place_NC = jnp.where(expert_NC < how.experts, place_NC, -1)
@@ -225,6 +230,7 @@ def _inverse(order: Array) -> Array:
 def _slots(lists: Lists, begin: Array | int, rows: int) -> Slots:
     place_PR = begin + jnp.broadcast_to(jnp.arange(rows), (lists.start_P.size, rows))
     filled_PR = place_PR < lists.length_P[:, None]
+    # Free slots read the first choice, and become zeros where they are filled.
     choice_PR = lists.sorted_M[jnp.where(filled_PR, lists.start_P[:, None] + place_PR, 0)]
     here_NC = (lists.place_NC >= begin) & (lists.place_NC < begin + rows)
     slot_NC = jnp.where(here_NC, lists.peer_NC * rows + lists.place_NC - begin, 0)
@@ -234,6 +240,8 @@ def _slots(lists: Lists, begin: Array | int, rows: int) -> Slots:
 def _arrivals(lists: Lists, begin: Array | int, rows: int) -> tuple[Array, Array]:
     """Experts of this device that the rows coming in a window are for (L: none), and the number of
     rows of each."""
+    # Each peer sends its list in the order of experts, so counts tell whose each row is: no numbers
+    # of experts travel.
     ends_PL = jnp.cumsum(lists.coming_PL, axis=1)
     inside_PL = jnp.clip(
         jnp.minimum(ends_PL, begin + rows) - jnp.maximum(ends_PL - lists.coming_PL, begin), 0

@@ -105,6 +105,8 @@ def _on_own_heads(
             return _convolve_and_recur(cfg, of_keys, of_values, segments_BT)
         of_keys = tuple(sequences.repeat_kv_heads(x, axes, x.ndim - 2) for x in of_keys)
 
+        # Taps are weights, of which a device has all heads of its queries: they are cut, not
+        # exchanged.
         def of_own_heads(x: Array, taps: bool) -> Array:
             return sequences.slice_heads(x, axes, 1) if taps else sequences.to_heads(x, axes)
 
@@ -138,9 +140,12 @@ def _step_rows(
 
         def row(r: Array, carry: tuple[dict[str, Array], Array]) -> Any:
             state, o_RNV = carry
+            # A slot still holds the state of the request that had it before.
             slot, begins = rows.slots_R[r], rows.positions_R[r] == 0
             mixed, state = {}, dict(state)
             for name, x_RKH, taps_WKH in zip(TAILS, (q_RKH, k_RKH, v_RNV), taps, strict=True):
+                # The last W - 1 inputs of the request, which are what the convolution needs of its
+                # past.
                 last_WKH = jnp.where(begins, 0, state[f"last_{name}"][slot])
                 seen_WKH = jnp.concatenate([last_WKH, x_RKH[r][None].astype(last_WKH.dtype)])
                 state[f"last_{name}"] = state[f"last_{name}"].at[slot].set(seen_WKH[1:])
@@ -157,6 +162,7 @@ def _step_rows(
             state["state"] = state["state"].at[slot].set(s_NHV)
             return state, o_RNV.at[r].set(read_NV.astype(o_RNV.dtype))
 
+        # Unused rows come last, so the loop ends at the last one that is used.
         numbers_R = jnp.arange(1, rows.positions_R.shape[0] + 1)
         end = jnp.where(rows.positions_R >= 0, numbers_R, 0).max()
         state, o_RNV = jax.lax.fori_loop(0, end, row, (state, jnp.zeros_like(v_RNV)))
@@ -193,6 +199,7 @@ def convolve(x_BTKH: Array, taps_WKH: Array, segments_BT: Array | None) -> Array
     """
     width, length = taps_WKH.shape[0], x_BTKH.shape[1]
     x_BTKH, taps_WKH = x_BTKH.astype(jnp.float32), taps_WKH.astype(jnp.float32)
+    # W shifted products, not a convolution, since a document's edge masks each distance by itself.
     y_BTKH = x_BTKH * taps_WKH[-1]
     for back in range(1, min(width, length)):
         earlier_BTKH = jnp.pad(x_BTKH, ((0, 0), (back, 0), (0, 0), (0, 0)))[:, :length]

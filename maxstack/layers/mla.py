@@ -47,6 +47,7 @@ class MLA(Layer):
         latent_R1L, shared_R1R = self._latents(x_BTD, context)
         new_RCH = jnp.concatenate([latent_R1L, shared_R1R], axis=-1)
         nope, rope = q_BTNH[..., : self.cfg.nope_dim], q_BTNH[..., self.cfg.nope_dim :]
+        # Einsums of few rows round otherwise on a CPU, so they take rows in groups of a fixed size.
         keyed = batch_invariance.in_groups(lambda x: product("RTNH,LNH->RTNL", x, self.key_up))
         inner_RTNL = constrain(keyed(nope), HEADS)
         q_RTNL = jnp.concatenate([inner_RTNL, rope], axis=-1)

@@ -61,6 +61,8 @@ class MoE(Layer):
         router has a loss, `router_loss`: its sum over real tokens. A token is real unless its
         segment is 0; no expert sees the others.
         """
+        # Grouped matmuls of few rows round otherwise on a CPU, so rows of inference go through in
+        # groups.
         if not batch_invariance.active():
             return self._mix(x_BTD, residual_BTD, context)
 
@@ -90,6 +92,7 @@ class MoE(Layer):
             for name in ("selection_bias", "expert_scale")
             if getattr(self, name) is not None
         }
+        # Padding must go to no expert: it would fill capacities and count as load.
         real_BT = jnp.ones(x_BTD.shape[:2], bool) if context.real_BT is None else context.real_BT
         split = _expert_sharding(cfg, x_BTD.shape[1])
         out_BTD, experts_BTC, rounds = _on_own_tokens(
@@ -199,6 +202,7 @@ def _part(name: str, split: ExpertSharding, value: Array) -> PartitionSpec:
     """The part of a weight that a device needs: its experts, and of those its hidden units."""
     parts = {HIDDEN[name]: split.hidden, 0: split.experts} if name in HIDDEN else {}
     for i, axes in parts.items():
+        # One long is a scale that all hidden units share, which every device needs.
         if value.shape[i] > 1 and value.shape[i] % sharding.size_of(*axes):
             raise ConfigError(
                 f"quantization: {value.shape[i]} scales along the hidden units of experts' {name} "
@@ -228,6 +232,7 @@ def _mix_own_tokens(
         weights.get("selection_bias"),
         weights.get("expert_scale"),
     )
+    # Choices that do not count go to expert number E, of none, and leave the sort at its end.
     counted_BTC = router.within_capacity(experts_BTC, cfg.experts, real_BT, limit)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
     weight_NC = jnp.where(counted_BTC, weights_BTC, 0).reshape(-1, cfg.top_k)
@@ -246,6 +251,7 @@ def _mix_own_tokens(
         functools.partial(_experts, cfg), how, own, x_ND, weight_NC, expert_NC
     )
     if cfg.bias:
+        # Devices that split the hidden units add their sums up, and only one may add the bias.
         once = jax.lax.axis_index(split.hidden) == 0 if split.hidden else True
         chosen_NCE = (expert_NC[:, :, None] == jnp.arange(cfg.experts)) & once
         share_NE = jnp.where(
@@ -275,6 +281,7 @@ def _experts(cfg: MoEConfig, weights: Weights, x_SD: Array, sizes_E: Array) -> A
             return out
         row_S1 = jnp.arange(x.shape[0])[:, None]
         mine_SE = (row_S1 >= ends_E - sizes_E) & (row_S1 < ends_E)
+        # A product with ones, since the gradient of a gather is a scatter.
         return out + jnp.einsum(
             "SE,EF->SF",
             mine_SE.astype(x.dtype),

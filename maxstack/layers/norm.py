@@ -25,6 +25,7 @@ class Norm(Layer):
         """[..., size] -> the same shape and dtype."""
         scale = None
         if self.cfg.scale:
+            # A zero-centred scale is stored less 1.
             scale = self.scale[...].astype(jnp.float32) + float(self.cfg.zero_centered)
         y = normalize(x, scale, self.cfg.kind == "layer", self.cfg.eps)
         if self.cfg.bias:
@@ -35,7 +36,8 @@ class Norm(Layer):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def normalize(x: Array, scale: Array | None, centered: bool, eps: float) -> Array:
     """Normalise -> float32 [..., size]. The backward pass keeps x and one number a row, not the
-    normalised x in float32, which automatic differentiation would keep."""
+    normalised x in float32, which automatic differentiation would keep (with the same in
+    `mlp.gate`: temporaries of the reference step 319 -> 285 MB, its time within noise)."""
     return _forward(x, scale, centered, eps)[0]
 
 

@@ -51,7 +51,9 @@ def rope_table(
 
 def _once(x: Array) -> Array:
     """x, whose values are at most 1, behind a remainder. XLA computes a cosine again in every
-    fusion that reads it (on a CPU, most of the fusion's time), but not a remainder."""
+    fusion that reads it (on a CPU, most of the fusion's time), but not a remainder: the reference
+    step takes 544 ms and not 562. An `optimization_barrier` does not help, since XLA removes it
+    before it fuses."""
     return jax.lax.rem(x, jnp.full_like(x, 2))
 
 
@@ -121,6 +123,7 @@ def _proportional(scaling: ProportionalScaling, cfg: RopeConfig, rates: np.ndarr
 def _llama3(scaling: Llama3Scaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarray:
     turns = scaling.original_length * rates / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # Llama 4 Scout has high = low: no ramp in between.
     kept = np.clip((turns - low) / (high - low), 0, 1) if high > low else turns > low
     return rates * (kept + (1 - kept) / scaling.factor)
 

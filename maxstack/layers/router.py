@@ -69,6 +69,7 @@ def _choose(
 ) -> Array:
     """The best by score + selection bias, among the best groups where there are groups (DeepSeek-V3
     2024, arXiv:2412.19437, section 2.1.2)."""
+    # The bias moves the choice alone: weights come from the scores without it.
     if selection_bias_E is not None:
         scores_BTE = scores_BTE + jax.lax.stop_gradient(selection_bias_E).astype(jnp.float32)
     if cfg.groups:
@@ -94,6 +95,7 @@ def within_capacity(experts_BTC: Array, experts: int, real_BT: Array, limit: int
     if limit is None:
         return jnp.broadcast_to(real_BT1, experts_BTC.shape)
     chosen_BTE = jax.nn.one_hot(experts_BTC, experts).sum(axis=2) * real_BT1
+    # Earlier tokens of a row come first; rows do not compete, so microbatches change nothing.
     before_BTE = jnp.cumsum(chosen_BTE, axis=1) - chosen_BTE
     return real_BT1 & (_pick(before_BTE, experts_BTC) < limit)
 
@@ -112,6 +114,7 @@ def loss(
     real = real_BT.astype(jnp.float32)
     scores_BTE = SCORES[cfg.score](logits_BTE)
     if cfg.score == "sigmoid":
+        # Sigmoids do not add up to 1, which the balance loss assumes.
         scores_BTE = scores_BTE / (scores_BTE.sum(axis=-1, keepdims=True) + LEAST_SUM)
     sums_BE = jnp.einsum("BTE,BT->BE", scores_BTE, real)
     tokens_B = jnp.maximum(real.sum(axis=-1), 1.0)

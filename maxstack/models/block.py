@@ -34,6 +34,8 @@ class Block(nnx.Module):
         self.dtype = model.dtype
         cfg, size = model.blocks[name], model.embed
         dtype, scale = model.param_dtype, model.init_scale
+        # 2 x layers outputs add up in the residual stream, whose variance then does not grow with
+        # depth.
         stds = {"std": scale, "out_std": scale / (2 * model.layers) ** 0.5, "dtype": dtype}
         before, after = cfg.placement != "post", cfg.placement != "pre"
 
@@ -67,6 +69,7 @@ class Block(nnx.Module):
         self, x_BTD: Array, context: Context, extra_BTP: Array | None = None
     ) -> tuple[Array, Aux]:
         """-> (x, the MLP's report); `extra_BTP` is the layer's own embedding of the tokens."""
+        # Named for remat's policies that save or offload by name.
         x_BTD = checkpoint_name(x_BTD, "input")
         scope = f"model.blocks.{self.name}"
         before = after = UNMODULATED

@@ -38,6 +38,7 @@ class Decoder(Stack):
         if cfg.positions:
             self.positions = drawn((cfg.positions, cfg.embed), "latent embed")
         if extra := cfg.per_layer:
+            # One table for all layers: their embeddings of a token lie together.
             sizes = cfg.layers, extra.size
             self.per_layer_embed = drawn(
                 (extra.vocab, *sizes), "vocab latent latent", std=extra.size**-0.5, use="rows"
@@ -146,6 +147,8 @@ class Decoder(Stack):
     @jax.named_scope("model.embed")
     def embed_tokens(self, tokens_BT: Array) -> Array:
         """Tokens -> [B, T, D] in the compute dtype."""
+        # The residual stream lies split over tensor as well, between a gather and a scatter that
+        # tensor parallelism has anyway.
         x_BTD = constrain(lookup(self.embed, tokens_BT, self.cfg.dtype), "batch residual embed")
         return x_BTD * self.cfg.embed_scale if self.cfg.embed_scale else x_BTD
 
@@ -153,6 +156,7 @@ class Decoder(Stack):
         """The normalised residual stream as the head reads it, the head's matrix [D, V] and bias
         [V], and the logical axes of the matrix as it is stored."""
         head = self.cfg.head
+        # A tied head is stored as the embedding, [V, D]; the last result names axes in that order.
         kept: Weight = self.embed if head.tied else self.head
         table = values(kept, self.cfg.param_dtype)
         bias_V = self.head_bias[...] if head.bias else None

@@ -110,6 +110,7 @@ class Encoder(Stack):
         turns = 2.0 * np.pi * places[:, None] * rates
         rows, columns = np.repeat(turns, side, axis=0), np.tile(turns, (side, 1))
         angles = np.concatenate([rows, columns], axis=1)
+        # An angle of 0 leaves class token and registers as they are.
         angles = np.pad(angles, ((self.cfg.before, 0), (0, 0)))[None, :, None]
         return jnp.cos(jnp.asarray(angles, jnp.float32)), jnp.sin(jnp.asarray(angles, jnp.float32))
 

@@ -16,6 +16,7 @@ def flops_per_token(model: StackConfig, seq_len: int, adapters: int = 0, frozen:
 
 def forward_pass(model: StackConfig, seq_len: int) -> Count:
     """FLOPs a token of a forward pass."""
+    # Forward is 2 of 6.
     whole = components(model, seq_len).values()
     return Count(*(sum(counts) / 3 for counts in zip(*whole, strict=True)))
 

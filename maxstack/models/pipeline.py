@@ -204,11 +204,15 @@ def run_pipeline(
         def work(
             x_NTD: Array, group: Array, turn: Array, member: Array, i: Array
         ) -> tuple[Array, Tree]:
+            # Unsigned, so that jax adds no test for negative indices; weights lie in the order of
+            # arrival.
             mine = (
                 jnp.asarray(moves(stages, cfg.rounds)[2])[jax.lax.axis_index(STAGE), turn] * length
                 + i
             ).astype(jnp.uint32)
 
+            # The number in natural order, by which dropout draws, so that stages and rounds change
+            # nothing.
             period_of_all = (turn * stages + jax.lax.axis_index(STAGE)) * length + i
 
             def read(place: int) -> tuple[Any, Context, Array | None]:
@@ -269,6 +273,7 @@ def _gather_forward(x, dim):
 
 
 def _gather_backward(dim, like, dy):
+    # Integers of the context, as positions, have no gradient.
     if dy.dtype == jax.dtypes.float0:
         return (None,)
     return (
@@ -337,6 +342,7 @@ def _run_schedule(
 
         own_NTD = waiting_GNTD[group]
         x_NTD, own_NTD = (
+            # Every stage takes the same branch, so their collectives meet.
             jax.lax.cond(i == 0, exchanged, lambda *same: same, x_NTD, own_NTD)
             if length > 1
             else exchanged(x_NTD, own_NTD)
@@ -351,12 +357,16 @@ def _run_schedule(
         )
         return (x_NTD, waiting_GNTD), reports
 
+    # What is done comes back when the next group enters and takes its places: one group more, and
+    # results are shifted by one.
     start = x_GNTD[0], jnp.concatenate([x_GNTD, x_GNTD[:1]])
     total = busy + stages - 1
+    # An unrolled step must not reach into the next tick, so it divides the periods of a tick.
     together = max(n for n in range(1, min(unroll, length) + 1) if length % n == 0)
     done, reports = jax.lax.scan(step, start, jnp.arange(total * length), unroll=together)
 
     def summed(report: Array) -> Array:
+        # A stage's first `stage` ticks and its last ones had nothing to do, and do not count.
         mine = jax.lax.dynamic_slice_in_dim(report, stage * length, busy * length)
         return mine.reshape(-1, rounds, stages, length, *report.shape[1:]).sum(axis=(0, 2))
 

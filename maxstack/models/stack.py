@@ -60,6 +60,7 @@ class Stack(Model):
         for path, load in loads.items():
             router = mixture(cfg, path).router
             if router.selection_bias and router.bias_update:
+                # A step of fixed size: only the sign of the imbalance counts.
                 bias = flat[*path, "selection_bias"]
                 step = jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
                 flat[*path, "selection_bias"] = bias + router.bias_update * step
@@ -67,6 +68,7 @@ class Stack(Model):
             fullest = [(load.max(-1) / load.mean(-1)).max() for load in loads.values()]
             scalars["expert_load"] = jnp.stack(fullest).max()
         if dropped := [value.sum() for path, value in reports.items() if path[-1] == "dropped"]:
+            # Choices are counted before the capacity, so this is a share of all of them.
             scalars["dropped"] = sum(dropped) / sum(load.sum() for load in loads.values())
         return nnx.traversals.unflatten_mapping(flat), scalars
 
@@ -108,6 +110,8 @@ class Stack(Model):
         cfg, keys = self.cfg, [*self.cfg.stacks]
         repeats = cfg.repetitions
         graphs, stacked = zip(*(nnx.split(self.blocks[key]) for key in keys), strict=True)
+        # A period's weights are sliced out of the stack inside its checkpoint in a pipeline, so
+        # that no tick keeps copies of them.
         staged = size_of(pipeline.STAGE) > 1
 
         def period(x_BTD: Array, read: pipeline.Read) -> tuple[Array, Aux]:
@@ -150,6 +154,8 @@ class Stack(Model):
                 own = jax.tree.map(
                     lambda leaf, i=repetition: leaf[i],
                     nnx.to_pure_dict(state),
+                    # For inference a stack is a tuple by repetition, which is indexed like an
+                    # array.
                     is_leaf=lambda leaf: isinstance(leaf, tuple),
                 )
                 yield nnx.merge(graph, nnx.State(own))

@@ -35,6 +35,7 @@ class Samples(NamedTuple):
 
     def by_group(self, x_BT: Array) -> Array:
         """At every position, the sum of x over the last positions of its group."""
+        # Group 0 takes everything that is no last position of a sample.
         groups_N = jnp.where(self.last, self.groups, 0).ravel()
         sums_G = jax.ops.segment_sum(x_BT.ravel(), groups_N, self.most + 1)
         return sums_G[self.groups]
@@ -89,6 +90,7 @@ def generalized_advantages(
 ) -> Array:
     """Generalized advantage estimates over the tokens that the model chose, 0 elsewhere (Schulman
     et al. 2016, arXiv:1506.02438, eq. 16); tokens of an environment between them take no time."""
+    # From the end of the row backwards; each sample begins anew at its last position.
     ends_BT = is_last(samples.segments)
 
     def back(

@@ -26,6 +26,7 @@ class Classify(ImageObjective):
         row's, that row's class `other`, int32 [B], and `share`, the weight of the row's own."""
         if not self.section.mixup:
             return batch
+        # One share for the whole batch, and the row before: both need the batch before it is cut.
         share = jax.random.beta(key, self.section.mixup, self.section.mixup)
         share = jnp.maximum(share, 1.0 - share)
         image = batch["image"].astype(jnp.float32)

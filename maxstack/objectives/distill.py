@@ -49,6 +49,7 @@ class Distill(Objective):
             )
         else:
             teacher = models.frozen["teacher"]
+            # A teacher sees no dropout.
             plain = {name: x for name, x in batch.items() if name != "keys"}
             teacher_BTD = natural(teacher.norm(teacher.trunk(plain)[0]))
             divergence_BT, nll_BT, agrees_BT = map_blocks(
@@ -92,6 +93,8 @@ class Distill(Objective):
     ) -> tuple[Array, Array, Array]:
         """The same from stored log-probabilities, where all other tokens count as one."""
         log_z_Bt = jax.nn.logsumexp(student_BtV, axis=-1, keepdims=True)
+        # Normalised over the whole vocabulary, not over the stored tokens, whose rest has its own
+        # share.
         own_BtK = jnp.take_along_axis(student_BtV, tokens_BtK, axis=-1) - log_z_Bt
         # Where nothing is stored all is the rest, of which the divergence is 0.
         divergence_Bt = divergence(_with_rest(own_BtK), _with_rest(logps_BtK), self.section.beta)
@@ -101,6 +104,7 @@ class Distill(Objective):
 
 def divergence(student_V: Array, teacher_V: Array, beta: float) -> Array:
     """Generalized Jensen-Shannon divergence of log-probabilities [..., V] -> [...]."""
+    # At the ends the mixture is one of the two, and the logarithm of beta or of 1 - beta infinite.
     if beta in (0.0, 1.0):
         p, q = (teacher_V, student_V) if beta == 0.0 else (student_V, teacher_V)
         return (jnp.exp(p) * (p - q)).sum(-1)

@@ -35,6 +35,7 @@ class Flow(ImageObjective):
         """Draw `time` float32 [B] and `noise` float32 [B, S, S, C], and hide some classes: `label`
         is then the number of classes. Each depends on the row alone."""
         section, shape = self.section, batch["image"].shape
+        # A key for each row, so that microbatches and meshes draw the same.
         keys_B = jax.random.wrap_key_data(row_keys(key, shape[0]), impl="threefry2x32")
 
         def drawn(key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -59,6 +60,7 @@ class Flow(ImageObjective):
         if self.section.path == "line":
             return 1.0 - time, time
         betas = np.linspace(*BETAS, UNITS)
+        # Entry n is what n steps leave of the image's variance; entry 0 is the image itself.
         kept = jnp.asarray(np.concatenate([[1.0], np.cumprod(1.0 - betas)]), jnp.float32)
         image = kept[self._steps(time).astype(jnp.int32)]
         return jnp.sqrt(image), jnp.sqrt(1.0 - image)

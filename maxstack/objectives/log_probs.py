@@ -98,6 +98,7 @@ class LogProbs(Objective):
         model = models.policy
         x_BTD, aux, _ = model.trunk(batch)
         normed_BTD = model.norm(x_BTD)
+        # Not coupled: the loss of a microbatch needs no other rows, so it is weighed by itself.
         if "coefficients" not in batch:
             batch = self.weigh(self._measured(models, batch, normed_BTD))
         pulled = head_losses(
@@ -120,6 +121,7 @@ class LogProbs(Objective):
     def _measured(self, models: Models, batch: Batch, normed_BTD: Array) -> Batch:
         model, real_BT = models.policy, batch["segments"] > 0
         logps_BT = log_probs(model, normed_BTD, batch["targets"], self.temperature)
+        # 0 in padding, where a log-probability of some token would enter sums over a row.
         measured = {"logps": logps_BT * real_BT}
         if self.needs_sharpness:
             found = statistics(model, natural(normed_BTD), batch["targets"])
@@ -131,6 +133,7 @@ class LogProbs(Objective):
     def _reference(self, models: Models, batch: Batch) -> Array:
         if "reference" in models.frozen:
             return log_probs_of(models.frozen["reference"], batch, self.temperature)
+        # The base model is the reference, which costs no second set of weights.
         with without_adapters():
             return log_probs_of(models.policy, batch, self.temperature)
 
@@ -141,6 +144,7 @@ def log_probs(
     """log p(target) [B, T] in natural order, without gradient; logits are divided by
     `temperature`."""
     targets_BT = arrange(targets_BT)
+    # Weights of 0, since only the log-probabilities of the tokens are read.
     unweighed_BT = jnp.zeros(targets_BT.shape, jnp.float32)
     losses = head_losses(
         model, normed_BTD, targets_BT, unweighed_BT, without_gradient=True, temperature=temperature
@@ -150,6 +154,7 @@ def log_probs(
 
 def log_probs_of(model: "Decoder", batch: Batch, temperature: float = 1.0) -> Array:
     """log p(target) [B, T] under a model that is not trained."""
+    # A reference sees neither dropout nor noise.
     keyless = {name: x for name, x in batch.items() if name not in ("keys", "embedding_noise")}
     x_BTD, _, _ = model.trunk(keyless)
     return jax.lax.stop_gradient(log_probs(model, model.norm(x_BTD), batch["targets"], temperature))

@@ -44,6 +44,8 @@ class MaskedDiffusion(Objective):
         """Draw `time` float32 [B] and `draw` float32 [B, T], uniform in [0, 1): a token whose draw
         is below its row's time is hidden."""
         rows, length = batch["tokens"].shape
+        # One offset and equal strata cover [0, 1) evenly in every batch; `rows` is the number of no
+        # row.
         offset = jax.random.uniform(jax.random.fold_in(key, rows))
         strata = (offset + jnp.arange(rows) / rows) % 1.0
         time_B = self.section.least + (1.0 - self.section.least) * strata
@@ -61,6 +63,7 @@ class MaskedDiffusion(Objective):
             model,
             model.norm(x_BTD),
             arrange(targets_BT),
+            # 1 / t makes rows with few and with many hidden tokens count alike in expectation.
             arrange(predicted_BT / time_B1),
             bias_V=self._exclusion_bias(),
         )
@@ -80,6 +83,8 @@ class MaskedDiffusion(Objective):
         total = jnp.zeros((), jnp.float32)
         for part in range(times):
             time = (part + 0.5) / times
+            # Draws are turned, so that each time hides other tokens, and still the same ones in
+            # each evaluation.
             at = {**batch, "time": jnp.full((rows,), time), "draw": (draw_BT + part / times) % 1.0}
             total += self.loss(models, at).metrics["loss"] / times
         counted_BT = self._predicting(batch)

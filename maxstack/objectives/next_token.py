@@ -72,6 +72,7 @@ def head_losses(
     x_BTD, head_DV, own_V, kept = model.readout(x_BTD)
     if bias_V is not None:
         own_V = bias_V if own_V is None else own_V + bias_V
+    # Stopped before the call, whose forward pass then makes no gradients.
     if without_gradient:
         x_BTD, head_DV, own_V = jax.lax.stop_gradient((x_BTD, head_DV, own_V))
     cap = model.cfg.head.soft_cap
@@ -104,6 +105,7 @@ def mtp_loss(
     for key, further in sorted(model.mtp.items(), key=lambda item: int(item[0])):
         x_BTD, aux = further(x_BTD, model.embed_tokens(arrange(targets_BT)), context)
         reports[key] = {"block": aux}
+        # A target counts only if all tokens between it and the position are of the same document.
         targets_BT, mask_BT = shift_left(targets_BT), mask_BT * shift_left(mask_BT) * same_BT
         losses = head_losses(model, further.norm(x_BTD), arrange(targets_BT), arrange(mask_BT))
         total = total + losses.total

@@ -125,6 +125,7 @@ class Objective:
         if any(block.experts for block in self.cfg.model.blocks.values()):
             factors["factor/router_loss"] = weight / jax.numpy.maximum(self.tokens(batch), 1.0)
         if self.cfg.model.mtp_depth:
+            # Counted targets, also where the objective itself counts samples or pairs.
             targets = Objective.weight(self, batch)
             factors["factor/mtp_loss"] = weight / divisor(targets)
         return factors
@@ -154,6 +155,7 @@ class Objective:
     def evaluate_loss(self, models: Models, batch: Batch, **figures: str) -> dict[str, jax.Array]:
         """The loss of a held-out batch with the same random numbers each time, and metrics of it by
         the names of `figures`."""
+        # A fixed key, so that two evaluations differ by the weights alone.
         result = self.loss(models, self.prepare(batch, jax.random.key(0, impl="threefry2x32")))
         sums = {"nll": result.metrics["loss"], "weight": result.weight}
         for name, metric in figures.items():
@@ -200,9 +202,11 @@ def content_keys(values: jax.Array, seed: int = 0) -> jax.Array:
     """Random keys [B] of a seed by a hash of each row's numbers [B, ...], whatever batch it is
     in."""
     if jax.numpy.issubdtype(values.dtype, jax.numpy.floating):
+        # The bits, since a cast to integers would make all numbers of [0, 1) equal.
         values = jax.lax.bitcast_convert_type(values.astype(jax.numpy.float32), jax.numpy.uint32)
     rows = values.reshape(values.shape[0], -1).astype(jax.numpy.uint32)
     places = jax.numpy.arange(rows.shape[1], dtype=jax.numpy.uint32) * 2 + 1
+    # Odd factors lose no bit modulo 2^32 and differ by place; + 1 makes zeros count too.
     products = (rows + 1) * places * jax.numpy.uint32(0x9E3779B9)
     hashes = products.sum(axis=1, dtype=jax.numpy.uint32)
     first = jax.random.key(seed, impl="threefry2x32")

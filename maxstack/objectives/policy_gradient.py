@@ -119,6 +119,7 @@ class PolicyGradient(LogProbs):
         loss_BT, low_BT, high_BT = self._surrogate(logps_BT, ratio_BT, advantages_BT)
         gap_BT = stop_gradient(old_BT - batch["sampler"]) * mask_BT
         if cfg.off_policy is not None:
+            # Keep what was right; drop what was wrong and has become too unlikely (DeepSeek-V3.2).
             drift_BT = self._means(stop_gradient(batch["sampler"] - logps_BT), batch)
             loss_BT = jnp.where((advantages_BT >= 0) | (drift_BT <= cfg.off_policy), loss_BT, 0.0)
         if cfg.correction:
@@ -129,6 +130,7 @@ class PolicyGradient(LogProbs):
             "ratio": ratio_BT,
             "sampler/difference": jnp.abs(gap_BT),
             "sampler/ratio": jnp.exp(gap_BT),
+            # exp(gap) - 1 would lose the digits of gaps near 1e-7.
             "sampler/kl": jnp.expm1(gap_BT) - gap_BT,
         }
         if cfg.compares:
@@ -139,6 +141,7 @@ class PolicyGradient(LogProbs):
                 kl_BT = kl_BT * jnp.exp(logps_BT - old_BT) if cfg.kl.corrected else kl_BT
                 loss_BT = loss_BT + cfg.kl.weight * kl_BT
         metrics = {name: jnp.where(mask_BT > 0, x, 0.0) for name, x in figures.items()}
+        # Means over tokens, whatever the loss is divided by.
         metrics |= {f"{name}/weight": mask_BT for name in figures}
         return Terms(jnp.where(mask_BT > 0, loss_BT, 0.0) * shares_BT, metrics)
 
@@ -187,6 +190,8 @@ class PolicyGradient(LogProbs):
         if cfg.compares and cfg.kl.where != "loss":
             kl_BT = estimate_kl(cfg.kl.estimate, batch["reference_logps"] - old_BT)
             penalty_BT = cfg.kl.weight * kl_BT * mask_BT
+        # The whole penalty of a sample counts as part of its reward, and is not charged again by
+        # token.
         if cfg.kl.where == "return":
             spent_BT = running_sums(penalty_BT, segments_BT)
             samples = samples._replace(rewards=samples.rewards - spent_BT)
@@ -196,6 +201,7 @@ class PolicyGradient(LogProbs):
             rewards_BT = self._at_last_token(samples) - penalty_BT
             values_BT = batch["old_values"] * mask_BT
             advantages_BT = generalized_advantages(cfg.advantage, rewards_BT, values_BT, samples)
+            # Before whitening, which is for the policy alone.
             made["returns"] = advantages_BT + values_BT
         else:
             advantages_BT = sample_advantages(cfg.advantage, samples)
@@ -239,9 +245,12 @@ class PolicyGradient(LogProbs):
             never_BT = jnp.zeros(ratio_BT.shape, bool)
             return -soft_BT * advantages_BT, never_BT, never_BT
         if cfg.form == "cispo":
+            # The gradient goes through l alone, so a capped token still learns (arXiv:2506.13585).
             held_BT = stop_gradient(jnp.minimum(ratio_BT, cfg.cap))
             never_BT = jnp.zeros(ratio_BT.shape, bool)
             return -held_BT * advantages_BT * logps_BT, never_BT, ratio_BT > cfg.cap
+        # Matters where A < 0 alone, since `minimum` takes the clipped one elsewhere
+        # (arXiv:1912.09729).
         free_BT = ratio_BT if cfg.dual is None else jnp.minimum(ratio_BT, cfg.dual)
         clipped_BT = jnp.clip(ratio_BT, 1 - cfg.low, 1 + cfg.high)
         loss_BT = -jnp.minimum(free_BT * advantages_BT, clipped_BT * advantages_BT)
@@ -263,6 +272,7 @@ class PolicyGradient(LogProbs):
         error_BT, clip = jnp.square(values_BT - batch["returns"]), self.section.value.clip
         if clip is not None:
             old_BT = batch["old_values"]
+            # The larger error: clipping may not make a value look better than it is.
             near_BT = jnp.clip(values_BT, old_BT - clip, old_BT + clip)
             error_BT = jnp.maximum(error_BT, jnp.square(near_BT - batch["returns"]))
         return error_BT / 2
@@ -288,6 +298,7 @@ class PolicyGradient(LogProbs):
 
     def _counted(self, batch: Batch) -> Array:
         """True at the last position of each sample of which a token counts."""
+        # Samples without a counted token are in no denominator; TRL counts them.
         counts_BT = running_sums(batch["mask"], batch["segments"])
         return is_last(batch["segments"]) & (counts_BT > 0)
 

@@ -90,6 +90,8 @@ class Preference(LogProbs):
         total_BT = jnp.zeros_like(mask_BT)
         for name, weight in cfg.losses.items():
             if name == "sft":
+                # A mean over chosen tokens beside sums over pairs: `share` makes the division by
+                # pairs one by tokens.
                 learnt_BT = self._sft_targets(batch)
                 share = batch["pairs"] / divisor(batch["chosen_tokens"])
                 loss_BT = -batch["logps"] * learnt_BT * share
@@ -138,6 +140,7 @@ class Preference(LogProbs):
     def _likelihood_weights(batch: Batch, tokens: Pair, last_BT: Array) -> Array:
         """Weights of WPO: exp of the mean over tokens of log p - log sum p^2, of both answers
         (Zhou et al. 2024, arXiv:2406.11827)."""
+        # A weight, not a term: WPO does not learn to change it.
         aligned_BT = jax.lax.stop_gradient(batch["logps"] - batch["sharpness"])
         both = pair_sums(aligned_BT * batch["mask"], batch["segments"])
         means = (x / divisor(n) for x, n in zip(both, tokens, strict=True))
@@ -207,6 +210,7 @@ class Comparison:
 
     def by_rank(self, differences: Array) -> Array:
         """The smoothed loss of differences of sorted values, one at each pair."""
+        # Once sorted, a difference belongs to no pair: the n-th pair holds the n-th.
         ranks = jnp.cumsum(self.last.reshape(-1)) - 1
         own = differences[jnp.maximum(ranks, 0)].reshape(self.last.shape)
         return self.smooth(self.cfg.beta * own)
@@ -300,6 +304,7 @@ def _simpo(pair: Comparison) -> Array:
 
 
 def _orpo(pair: Comparison) -> Array:
+    # log(1 - p) is infinite at p = 1, and expm1 keeps its digits near there.
     odds = (mean - jnp.log(-jnp.expm1(jnp.minimum(mean, -1e-6))) for mean in pair.mean_logps)
     first, second = odds
     return -pair.cfg.beta * log_sigmoid(first - second)

@@ -54,6 +54,7 @@ def running_sums(x_BT: Array, groups_BT: Array) -> Array:
         total = jnp.where(right_begins, right_sum, left_sum + right_sum)
         return left_begins | right_begins, total
 
+    # Not a difference of sums from the start of the row: that rounds by what stands before.
     return jax.lax.associative_scan(add, (groups_BT != before_BT, x_BT), axis=1)[1]
 
 

@@ -40,6 +40,7 @@ class SFT(NextToken):
         normed_BTD = model.norm(trunk[0])
         weights_BT = self._by_sequence(batch) if cfg.weigh == "sequence" else batch["mask"]
         if cfg.dft:
+            # A weight without gradient: p times the gradient of -log p.
             weights_BT = weights_BT * jnp.exp(log_probs(model, normed_BTD, batch["targets"]))
         more = self._statistics(models, batch, normed_BTD) if cfg.statistics else {}
         return self._weighted(models, batch, trunk, normed_BTD, weights_BT, cfg.z_loss, **more)
@@ -79,6 +80,8 @@ class SFT(NextToken):
         noise_BTD = jax.vmap(
             lambda key: jax.random.uniform(key, (length, embed), minval=-1.0, maxval=1.0)
         )(keys_B)
+        # alpha / sqrt(length x embed), with the length of the token's own sequence in the packed
+        # row.
         scale_BT = self.section.neftune / jnp.sqrt(jnp.maximum(sizes_BT, 1.0) * embed)
         return noise_BTD * scale_BT[:, :, None]
 

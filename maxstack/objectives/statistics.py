@@ -59,6 +59,8 @@ def map_blocks(
     [B, T, ...], made again for the gradient, so that the logits of one block alone are kept.
     `streams`: the models' normed residual streams [B, T, D], in natural order."""
     batch, length = streams[0].shape[:2]
+    # Logits of one position of all rows; a block has as many positions as fit, and divides the row,
+    # so that none is padded.
     each = batch * sum(model.cfg.vocab for model in models)
     count = next(
         n

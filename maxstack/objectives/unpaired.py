@@ -48,7 +48,9 @@ class Unpaired(LogProbs):
             reference_BT = running_sums(batch["reference_logps"] * mask_BT, segments_BT)
         ratio_BT = own_BT - reference_BT
         wanted_BT = batch["label"] > 0
+        # A point of comparison, through which nothing is learnt.
         shift = jax.lax.stop_gradient(self._shift(batch, ratio_BT, answers_BT, wanted_BT))
+        # 0 elsewhere, so that losses and their derivatives are finite under the mask.
         z_BT = jnp.where(answers_BT, cfg.beta * ratio_BT - shift, 0.0)
         z_BT = jnp.where(wanted_BT, z_BT, -z_BT)
         loss_BT = -log_sigmoid(z_BT) if cfg.loss == "bco" else 1 - sigmoid(z_BT)

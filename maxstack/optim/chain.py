@@ -63,6 +63,7 @@ def build(
         parts.append(_partition(scope))
     parts = [wrappers.in_float32(part) for part in parts]
     if cfg.ema:
+        # Last, since it averages the weights after all other items.
         parts.append(wrappers.weight_ema(cfg.ema.decay, steps_of(cfg.ema.start, train_steps)))
     return optax.with_extra_args_support(optax.chain(*parts))
 
@@ -134,6 +135,7 @@ def _partition(scope: _Scope) -> GradientTransformation:
     chains: dict[str, GradientTransformation] = {}
     labels: dict[str, str] = {}
     for i, (selectors, chain) in enumerate(scope.optimizer.groups):
+        # The first group that matches takes a parameter.
         members = {path: info for path, info in rest.items() if selected(selectors, path, info)}
         rest = {path: info for path, info in rest.items() if path not in members}
         if members:
@@ -164,6 +166,8 @@ def _transformation(item: Transform, scope: _Scope) -> GradientTransformation:
             f"optimizer.{item.key}: optax refuses these arguments of {name}: {error}"
         ) from error
     if name in PER_MATRIX:
+        # Before `per_layer`, which is around it: a layer is cut out of the stack, then seen as a
+        # matrix.
         transformation = wrappers.as_matrices(transformation, scope.params)
     if name in PER_MATRIX + PER_LAYER:
         transformation = wrappers.per_layer(

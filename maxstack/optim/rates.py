@@ -14,6 +14,7 @@ from maxstack.schema.optimizer.schedules import Schedule, build_schedule
 def learning_rate_at(cfg: OptimizerConfig, train_steps: int) -> Callable[[Any], Any] | None:
     """The learning rate as a function of the step, for metrics: of the first item that uses
     optimizer.learning_rate, else of the first that takes any; None where no item takes one."""
+    # False sorts first: items without a rate of their own use the shared one.
     items = sorted(cfg.parsed.rated(), key=lambda item: "learning_rate" in item.arguments)
     if not items:
         return None

@@ -22,6 +22,7 @@ def apply_updates(params: Any, updates: Any, rounding: Rounding, key: jax.Array)
     def one(path: str, param: jax.Array, update: jax.Array) -> jax.Array:
         if rounding == "stochastic" and param.dtype == jnp.bfloat16:
             wide = param.astype(jnp.float32) + update
+            # crc32, since Python's own hash of a string differs between processes.
             return to_bfloat16(wide, jax.random.fold_in(key, zlib.crc32(path.encode())))
         return (param + update).astype(param.dtype)
 
@@ -34,6 +35,7 @@ def to_bfloat16(wide: jax.Array, key: jax.Array) -> jax.Array:
     drawn = jax.random.bits(key, wide.shape, jnp.uint16).astype(jnp.uint32)
     bits = (jax.lax.bitcast_convert_type(wide, jnp.uint32) + drawn) & jnp.uint32(0xFFFF0000)
     rounded = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    # Added to the bits of infinity, a draw would make them NaN.
     return jnp.where(jnp.isfinite(wide), rounded, wide).astype(jnp.bfloat16)
 
 

@@ -83,6 +83,7 @@ def lookahead(
         slow = jax.tree.map(
             lambda s, d: jnp.where(sync, s + slow_step_size * d, s).astype(s.dtype), state.slow, gap
         )
+        # Undo so much of the step that the fast weights land on the slow ones.
         updates = jax.tree.map(
             lambda u, d: jnp.where(sync, u - (1 - slow_step_size) * d, u), updates, gap
         )
@@ -108,6 +109,7 @@ def weight_ema(decay: float, start: int) -> GradientTransformation:
     def update(
         updates: Any, state: WeightEmaState, params: Any = None
     ) -> tuple[Any, WeightEmaState]:
+        # 0 until `start`: the average is the weights themselves, without what training began with.
         keep = jnp.where(state.steps < start, 0.0, decay)
         moved = optax.apply_updates(params, updates)
         average = jax.tree.map(
@@ -244,6 +246,7 @@ def _over_leading_axis(
     transform = optax.with_extra_args_support(inner)
 
     def mapped(function: Callable[..., Any], *trees: Any) -> Any:
+        # A state without arrays has no axis to map over.
         if not jax.tree.leaves(trees[0]):
             return function(*trees)
         if sequential:

@@ -57,7 +57,7 @@ def run(
     scores_XBKGCS = _product("XBKCH,XBKSH->XBKCS", q_XBKCH, k_XBKCH)[:, :, :, None] * within_XBKGCS
     earlier_XBKGCV = _product("XBKCH,XBKGHV->XBKGCV", q_XBKCH, states_XBKGHV)
     o_XBKGCV = _product("XBKGCS,XBKGSV->XBKGCV", scores_XBKGCS, new_XBKGCV)
-    # Keys and queries stay undecayed until here, so that no factor grows beyond 1.
+    # Decays multiply products of pairs and are at most 1; keys divided by their own would grow.
     o_XBKGCV = o_XBKGCV + earlier_XBKGCV * since_XBKGC[..., None]
     o_BTNV = jnp.transpose(o_XBKGCV, (1, 0, 4, 2, 3, 5)).reshape(b, -1, n, v)[:, :t]
     return o_BTNV.astype(v_BTNV.dtype)

@@ -182,7 +182,7 @@ def _tile_rows(heads: int, groups: int, value_size: int) -> tuple[int, int]:
     on a CPU adds up otherwise fewer than 32 rows of heads together, a product of one row, and with
     many heads to a kv head one of fewer than 64; and its products change with more rows at sizes
     that were measured (EXPERIMENTS.md, "Few rows on a CPU")."""
-    # With 4 rows at least instead, 32 requests of 20 tokens take 84 ms a step and not 61.
+    # With tiles of 4 rows at least, one at a time, 32 requests of 20 tokens took 84 ms, not 61.
     least = 64 if groups >= 16 else 2
     short = max(-(-32 // (FEW_TOGETHER * heads)), -(-least // groups))
     if groups >= 16:
