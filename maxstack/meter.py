@@ -75,7 +75,7 @@ class Meter:
         return row
 
     def drop(self) -> None:
-        """Forget the step noted last, which the run goes back before."""
+        """Forget the step noted last: the run goes back to before it."""
         self._pending = None
         self.lag()
 

@@ -442,9 +442,9 @@ def first_state(run: Run) -> State:
 
 
 def frozen_weights(run: Run) -> tuple[dict[str, Any], ...]:
-    """The last argument of the step where the objective has second sets of weights, by name. Of
-    this model, as the run began, only the weights that a step changes, since the others are in the
-    state; of another model, all."""
+    """Return the step's last argument where the objective has second sets of weights, by name: of
+    another model all weights; of this model, as the run began, only those that a step changes,
+    since the state has the others."""
     if not run.objective.frozen:
         return ()
     own = {*run.objective.frozen} - {*run.others}

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config, DistributedConfig
 
 JAX_WAITS = {False: 100, True: 24 * 3600}
-"""Seconds until jax ends the process, from C++, because another one is silent: its default, and
-with a watchdog, which decides instead."""
+"""Seconds of another process's silence after which jax ends this one, from C++: jax's default, and
+with a watchdog (True) a day, since the watchdog decides."""
 JOIN = 300.0
 """Seconds that a process waits at most for the others."""
 BETWEEN = 30.0

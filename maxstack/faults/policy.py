@@ -1,10 +1,11 @@
 """The host's decision about refused updates: go on, rewind before a row of spikes, or end the run.
 
-`rewind_after` spikes in a row rewind the run to the newest checkpoint before the first of them,
-less `before` batches, and all these batches are passed over from then on (PaLM, arXiv:2204.02311,
-section 5.1). More than `max_skips` refused updates in a row, or `max_rewinds` rewinds, end it.
-Decisions depend on each step's numbers, read in order, and on earlier decisions alone, so every
-process and every replay decides alike; the past is kept in checkpoints."""
+After `rewind_after` spikes in a row the run goes back to a checkpoint and skips, from then on, all
+batches from `before` ahead of the first spike to the last one (PaLM, arXiv:2204.02311, section
+5.1); the checkpoint is the newest from before these batches. More than `max_skips` refused updates
+in a row, or `max_rewinds` rewinds, end the run. Decisions depend on each step's numbers, read in
+order, and on earlier decisions alone, so every process and every replay decides alike; checkpoints
+keep them."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ REMEDY = (
 
 
 class Rewind(NamedTuple):
-    """Decision to go on from the newest checkpoint before batch `first`, passing over batches
+    """Decision to go on from the newest checkpoint before batch `first`, and to skip batches
     `first` to `last`."""
 
     first: int
@@ -34,7 +35,7 @@ class Policy:
     """Decides by the numbers of every step. `saved`: what `to_json` returned."""
 
     skipped: list[list[int]]
-    """[first, last] of the batches that each rewind passes over."""
+    """[first, last] of the batches that each rewind skips."""
     rewinds: int
 
     def __init__(self, cfg: FaultsConfig, saved: Mapping[str, Any] | None = None):
@@ -44,7 +45,7 @@ class Policy:
     def read(self, row: Mapping[str, float]) -> Rewind | None:
         """Decide by a step's numbers: step, skipped, refused, loss, grad_norm. ConfigError where
         the run is to end. A Rewind restores the run's state, but not this object, which already
-        has the batches to pass over."""
+        has the batches to skip."""
         if row["skipped"] == ACCEPTED:
             self._spikes = []
             return None
@@ -66,7 +67,7 @@ class Policy:
         return None
 
     def skips(self, step: int) -> bool:
-        """Return whether the batch of this step is passed over."""
+        """Return whether the batch of this step is to be skipped."""
         return any(first <= step <= last for first, last in self.skipped)
 
     def to_json(self) -> dict[str, Any]:

@@ -87,9 +87,9 @@ def listen() -> None:
     # Where it is full of earlier signals, the thread has enough to read.
     signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     for number in ASKING:
-        # Any handler of Python's will do: only with one does its handler in C write to the
-        # descriptor.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            # Any handler of Python's will do: only with one does its handler in C write to the
+            # descriptor.
             signal.signal(number, _nothing)
 
     def hear() -> None:

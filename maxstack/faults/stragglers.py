@@ -1,10 +1,10 @@
-"""Naming of the process that holds up the others.
+"""Finds and names the process that holds up the others.
 
 All processes take equally long for a step, since they wait for each other in its collectives, so
-the work that each does alone is compared. Devices: each works on the same small problem at the same
-time. Hosts: how long a process's devices had nothing to do because their next step was not yet
-dispatched. A process is named where it is slow in two comparisons in a row, since other programs on
-its machine can disturb a single one. A slow network between processes is not seen."""
+work is compared that each does alone. Of devices it is a small problem that all solve at the same
+time; of hosts, how long their devices had nothing to do because the next step was not dispatched
+yet. A process is named where it is slow in two comparisons in a row, since other programs on its
+machine can disturb a single one. A slow network between processes is not seen."""
 
 import math
 import socket

@@ -1,10 +1,10 @@
 """A worker: `python -m maxstack.rewards.worker SOCKET NAMESPACE`.
 
 It runs no user code. It forks a process that does (runner.py), and ends that with all of its
-descendants where it takes too long, dies or leaves processes behind, and when the parent ends. A
-call that leaves a daemon has no parent to ask for it, so the worker adopts orphans (Linux alone;
-elsewhere such processes stay) and reads /proc for its descendants after each call. Processes that
-an environment began are spared until its session is over.
+descendants where it takes too long, dies or leaves processes behind, and when the parent ends. The
+system would give a call's daemons to init, so the worker adopts orphans (Linux alone; elsewhere
+such processes stay) and reads /proc for its descendants after each call. Processes that an
+environment began are spared until its session is over.
 
 In a sandbox, NAMESPACE (the parent's PID namespace) is not the worker's. There it sees every
 process, so it also bounds their number and their memory in all: setrlimit bounds one process, and a

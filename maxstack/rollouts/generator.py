@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from maxstack.schema.data import DataConfig
 
 REQUESTS, TOKENS = 256, 1 << 17
-"""Requests at a time on each replica without serve.max_requests: REQUESTS, or more short ones, up
-to the batched tokens of a step, while all have no more than TOKENS."""
+"""Default of serve.max_requests on each replica: REQUESTS, or more where samples are short, up to
+the batched tokens of a step and to TOKENS tokens of all."""
 
 
 class Cancelled(Exception):
