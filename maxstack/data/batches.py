@@ -61,6 +61,7 @@ class Batches:
     def place(self, local: Mapping[str, np.ndarray], batch_size: int) -> dict[str, jax.Array]:
         """Put this process's rows, [len(rows(batch_size)), ...] each, into global arrays
         [batch_size, ...]; arrays that the step does not use are left out."""
+        # Rows of text have no `real`: a position with a document is one.
         if "real" in self._fields and "segments" in local:
             local = {"real": local["segments"] > 0, **local}
         used = {*self._fields, "bytes"}

@@ -97,6 +97,7 @@ def tokenizer_json(vocab: Path) -> bytes:
     _check_ids(ids, vocab)  # the tokenizers library would drop some of them
     tokenizer: Any = Tokenizer(BPE.from_file(str(vocab), str(folder / MERGES)))
     space = bool(read_json(folder / "tokenizer_config.json").get("add_prefix_space"))
+    # The expression of ByteLevel is GPT-2's; beside another pattern it would split words again.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=space, use_regex=split.pattern is None
     )
@@ -108,6 +109,7 @@ def tokenizer_json(vocab: Path) -> bytes:
     for token, wanted in _added_tokens(folder, split):
         tokenizer.add_tokens([token])
         number = tokenizer.token_to_id(token.content)
+        # The library numbers added tokens on from the vocabulary, whatever the files say.
         if wanted not in (None, number):
             raise DataError(
                 f"{folder}: added token {token.content!r} has id {wanted}, and after "
@@ -144,8 +146,8 @@ def why_unknown(folder: Path) -> str:
 
 
 def read_special_tokens(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json; unless it lists added tokens itself, with special_tokens_map.json over
-    it, as in transformers."""
+    """Return tokenizer_config.json. Unless it lists added tokens itself, special_tokens_map.json
+    replaces its keys, as in transformers."""
     config = read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in config:
         return config
@@ -153,11 +155,12 @@ def read_special_tokens(folder: Path) -> dict[str, Any]:
 
 
 def read_ends(folder: Path, processor: Mapping[str, Any] | None) -> dict[str, str | None]:
-    """bos and eos: the tokens, by their text, that begin and end a document by the files of a
-    folder, and by the post_processor of its tokenizer.json where add_bos_token is not said."""
+    """Return bos and eos, the text of the tokens that begin and end a document by the files of a
+    folder. Without add_bos_token the post_processor of tokenizer.json decides about bos."""
     split = known_split(folder)
     settings = (split.defaults if split else {}) | read_special_tokens(folder)
     bos, adds = token_text(settings.get("bos_token")), settings.get("add_bos_token")
+    # Files that do not say it leave it to the post-processor, which transformers runs on each text.
     if adds is None:
         before = tokens_before(processor)
         adds, bos = bool(before), bos if bos in before else next(iter(before), None)
@@ -171,6 +174,7 @@ def tokens_before(processor: Mapping[str, Any] | None) -> list[str]:
         if part["type"] in ("BertProcessing", "RobertaProcessing"):
             tokens.append(part["cls"][0])
         for item in part.get("single", ()):
+            # What follows the text is no beginning.
             if "SpecialToken" not in item:
                 break
             tokens.append(item["SpecialToken"]["id"])
@@ -189,9 +193,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _check_ids(ids: dict[str, Any], path: Path) -> None:
-    """DataError for token -> id if an id is no whole number >= 0, or two tokens have the same."""
+    """Raise DataError if an id of token -> id is no whole number >= 0, or two tokens share one."""
     tokens: dict[int, str] = {}
     for token, number in ids.items():
+        # isinstance would take true and false of JSON for 1 and 0.
         if type(number) is not int or not 0 <= number < MOST_IDS:
             raise DataError(
                 f"{path}: token {quoted(token)} has id {quoted(number)}, and ids are whole numbers "
@@ -214,6 +219,7 @@ def _parse_decoder(decoder: Any, path: Path) -> dict[int, Any]:
     tokens = {}
     for key, token in decoder.items():
         where = f"{path}: added_tokens_decoder: key {quoted(key)}"
+        # int() takes "+1", "1_0" and digits of other scripts too.
         if re.fullmatch("[0-9]{1,9}", key) is None:
             raise DataError(f"{where} is no id, which is a whole number from 0 on")
         try:
@@ -227,7 +233,8 @@ def _parse_decoder(decoder: Any, path: Path) -> dict[int, Any]:
 
 
 def _added_tokens(folder: Path, split: Split) -> Iterator[tuple[Any, int | None]]:
-    """Added tokens by their ids, and then special ones for which no file has an id."""
+    """Yield added tokens with their ids, in the order of these, and then special tokens for which
+    no file has an id, with None."""
     from tokenizers import AddedToken
 
     config = split.defaults | read_special_tokens(folder)

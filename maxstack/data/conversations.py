@@ -50,7 +50,7 @@ class Conversation(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A text and how it goes on, without a template."""
+    """A prompt and its continuation, both plain text that no template changes."""
 
     prompt: str
     completion: str
@@ -71,7 +71,7 @@ def read_example(record: Mapping[str, Any]) -> Example:
 
 
 def read_continuation(record: Mapping[str, Any], key: str) -> Example:
-    """`prompt` and how it goes on under `key`."""
+    """Return a record's `prompt` with the continuation under `key`."""
     prompt = record.get("prompt")
     if prompt is None:
         raise _missing_keys(record, "prompt")
@@ -91,7 +91,8 @@ def read_continuation(record: Mapping[str, Any], key: str) -> Example:
 
 
 def read_prompt(record: Mapping[str, Any]) -> Example:
-    """`prompt` of a record, a text or messages, or its `messages`, without an answer."""
+    """Return the prompt of a record, without an answer: `prompt`, a text or messages, or its
+    `messages`."""
     if isinstance(record.get("prompt"), str):
         if not record.get("system"):
             return Completion(record["prompt"], "")
@@ -166,8 +167,8 @@ def read_preference(record: Mapping[str, Any]) -> tuple[Example, Example]:
 
 
 def read_margin(record: Mapping[str, Any]) -> float:
-    """By how much the chosen answer is better: `margin`, or the difference of the scores; 0 where
-    nothing is said."""
+    """Return by how much the chosen answer is better: `margin`, or the difference of the scores; 0
+    if the record has neither."""
     if "completions" in record and "margin" not in record:
         scores = _scores(record)
         return max(scores) - min(scores)
@@ -193,7 +194,8 @@ def read_number(record: Mapping[str, Any], key: str) -> float:
 
 
 def _split_where_they_part(chosen: str, rejected: str) -> tuple[Completion, Completion]:
-    """Two texts from where they part, which is the last space that both have before."""
+    """Split two texts at the last white space of their common beginning, into one prompt and two
+    answers."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
@@ -307,7 +309,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls of ShareGPT's function_call: JSON of one, or of a list, of name and arguments."""
+    """Return the tool calls of ShareGPT's function_call: JSON of a name with arguments, or of a
+    list of them."""
     try:
         calls = strict_json.parse(value) if isinstance(value, str) else value
         calls = calls if isinstance(calls, list) else [calls]

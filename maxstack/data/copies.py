@@ -132,7 +132,7 @@ def _check_room(folder: Path) -> None:
 
 
 def plain_copies(files: Sequence[File], form: Form, most: int | None = None) -> list[str]:
-    """`plain_copy` of each file, a few at a time, with a bar where that takes longer."""
+    """Return `plain_copy` of each file, made a few at a time, with a bar after some seconds."""
     size = sum(int(file.pin()[0]) for file in files if form[1] or _needs_copy(file.path))
     with (
         progress(size, "copying to the cache", "B", delay=_PATIENCE) as bar,

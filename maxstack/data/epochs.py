@@ -81,6 +81,7 @@ def plan_epochs(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field
     given: Any = data, open_sources(data), size, False, "data", fields, cfg.stages
     mixture = Mixture(*given)
     peers = Peers()
+    # With the lanes, since processes that share a cache must pack and count their own.
     described = [mixture.described(), data.model_dump(mode="json"), size, [*lanes]]
     stages = [stage.model_dump() for stage in cfg.train.stages]
     key = digest(json.dumps(["epochs", *described, stages, sorted(fields)]).encode())
@@ -129,6 +130,7 @@ def _measure(mixture: Mixture, source: int, peers: Peers) -> Lengths:
         except DataError as error:
             fault = str(error)
     tokens = np.array([*itertools.chain(*own)], np.int32)
+    # The coordination service carries small data; the lengths themselves go through the devices.
     told = peers.exchange("measured", [len(tokens), fault])
     if faults := [fault for _, fault in told if fault]:
         raise DataError(faults[0])
@@ -149,6 +151,7 @@ def join_lengths(counts_PN: np.ndarray, tokens_PM: np.ndarray, documents: int) -
     ends = np.concatenate([[0], np.cumsum(counts_PN.T.reshape(-1)[:documents])])
     tokens = np.zeros(ends[-1], np.int32)
     for process, own in enumerate(tokens_PM):
+        # Process p measured the documents p, p + P, p + 2P, ...
         begins = ends[process : -1 : len(tokens_PM)]
         counts = counts_PN[process, : len(begins)]
         within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -161,6 +164,7 @@ def _passes(mixture: Mixture, lengths: Sequence[Lengths]) -> Iterator[Pass]:
     rows = mixture.cfg.packing == "none"
     costs = []
     for tokens, ends in lengths:
+        # With packing=none a document fills a row whatever its length, so rows are levelled.
         sums = np.concatenate([[0], np.cumsum(tokens > 0 if rows else tokens)])[ends]
         costs.append(np.diff(sums).astype(np.float64))
     sizes = [len(documents) for documents in mixture.sources]

@@ -161,6 +161,8 @@ class Examples:
                 "a completion must end in a token at which generation stops, and data.tokenizer "
                 "has none; set data.tokenizer.eos"
             )
+        # Encoded jointly first, as a text is in pretraining; apart only if a token straddles the
+        # border.
         longest, before = self._cfg.longest, given.prompt.encode()
         prompt = self._prompts.encode(before, longest)
         ids = self._tokenizer.encode(before + given.completion.encode(), longest)
@@ -363,6 +365,7 @@ class Labelled(Examples):
             values["reference"] = read_number(record, "ref_logps")
         segments = self._segments(given, **values)
         if "mismatched" in self._fields:
+            # Lazy: most records find another prompt at the first try, and each try reads a record.
             others = (read_example(another(attempt)) for attempt in range(TRIES + MORE))
             other = next((one for one in others if prompt_of(one) != prompt_of(given)), None)
             if other is None:

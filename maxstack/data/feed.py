@@ -152,6 +152,8 @@ class Feed(BatchFeed):
         self.start()
         batch, news, error = next(self._batches)
         self.waited += time.perf_counter() - start
+        # Errors come when the batch that they prevented is due, so all batches before it are
+        # trained on.
         try:
             if error is not None:
                 raise error
@@ -211,11 +213,14 @@ class Feed(BatchFeed):
         """Continue after the batch that `state`, a row for each of this feed's lanes, was taken
         after."""
         if state.shape != (wanted := self.mixture.start(len(self._lanes)).shape):
+            # Another shape would be lanes of other batches or sources, whose positions mean
+            # something else.
             raise DataError(
                 f"the saved position has shape {state.shape}, this feed's is {wanted}: "
                 "the batch size or the number of data.sources changed since the checkpoint; "
                 "restore them, or start a new run"
             )
+        # Batches made ahead follow the old position.
         self.close()
         self._state = np.array(state, np.int64)
 

@@ -185,8 +185,9 @@ def decode_text(data: bytes, cfg: Files, path: str) -> str:
 
 
 def find_other_encoding(begin: bytes) -> str | None:
-    """Advice on text whose first four bytes are those of UTF-16 or UTF-32: a byte order mark, or
-    the zeros of characters below U+0100 (The Unicode Standard, section 23.8)."""
+    """Return advice on text whose first four bytes are those of UTF-16 or UTF-32: a byte order
+    mark, or the zeros of characters below U+0100 (The Unicode Standard, section 23.8); None for
+    other text."""
     # In this order: the mark of UTF-32 LE begins with that of UTF-16 LE.
     marks = {
         codecs.BOM_UTF32_LE: "UTF-32",
@@ -374,8 +375,8 @@ def _may_lead_to(parts: list[str], wanted: list[str]) -> bool:
 
 
 def _matches(parts: list[str], wanted: list[str]) -> bool:
-    """Match of a path with a glob as in a shell: ** stands for any folders, and a wildcard for no
-    name that begins with a dot."""
+    """Return True if a path matches a glob as in a shell: ** stands for any number of folders, and
+    no wildcard matches a name that begins with a dot."""
     if not wanted:
         return not parts
     if wanted[0] == "**":

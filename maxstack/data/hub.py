@@ -164,6 +164,7 @@ def _download(repo: str, commit: str, files: set[str], weights: bool) -> Path:
 
     get = functools.partial(hf_hub_download, repo, revision=commit)
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        # Names come from the hub, so none may lead out of the folder.
         templates = {name for name in files if re.fullmatch(rf"{FURTHER}/[\w-]+[.]jinja", name)}
         small = sorted(files.intersection(SMALL))
         folder = Path([*pool.map(get, [*small, *templates])][0]).parent

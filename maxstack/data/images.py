@@ -101,6 +101,7 @@ class ImageLane(Lane):
     def _made(self, documents: Documents, index: int, place: int) -> Sample:
         mixture, cfg = self._mixture, self._mixture.cfg
         size = mixture.fields["image"].size
+        # By place rather than index, so that each epoch sees other crops of a picture.
         seed = text_hash(f"{cfg.seed} picture {documents.name} {place}")
         random = None if mixture.evaluation else np.random.Generator(np.random.PCG64(seed))
         document = documents[index]
@@ -155,9 +156,11 @@ def decode_image(content: bytes | np.ndarray, channels: int) -> "Image":
             raise ValueError(f"none of {', '.join(FORMATS)}") from None
     # Pillow has read the header alone so far; pixels are decoded by the first change.
     _check_pixels(*picture.size)
+    # FF DA begins a scan; in coded data FF is followed by 00, so it does not occur there by chance.
     if picture.format == "JPEG" and content.count(b"\xff\xda") > SCANS:  # type: ignore[union-attr]
         raise ValueError(f"more than {SCANS} scans, each of which decodes the whole picture")
     ImageOps.exif_transpose(picture, in_place=True)
+    # Pillow opens PNG and PPM of 16 bits in mode I, that of 32 bits.
     if picture.mode == "F" or (picture.mode == "I" and picture.format not in ("PNG", "PPM")):
         raise ValueError(
             "32-bit pixels, whose range the file does not state; convert it to 8 or 16 bits"

@@ -149,6 +149,8 @@ class Mixture:
         ]
         sizes = np.array([len(documents) for documents in self.sources], np.float64)
         every = np.array([len(self._whole[place]) for place in self.source_of])
+        # A part that came later takes its share from the source's own weight, not from other
+        # sources.
         self._portions = sizes / every
         epochs = [self.cfg.sources[place].epochs or np.inf for place in self.source_of]
         self._limits = np.array(epochs) * sizes
@@ -268,6 +270,7 @@ class Mixture:
 
     def limit(self, source: int) -> int:
         """Return how many documents a source with epochs gives in all."""
+        # Epochs may be a fraction; the last place counts if any part of it does.
         return math.ceil(self._limits[source])
 
     def infills(self, source: int) -> bool:
@@ -337,6 +340,7 @@ class Mixture:
             if self.evaluation:
                 ids, values["bytes"] = tokenize_with_sizes(documents, index, tokenizer, *limit)
             elif cut := self._config(source).fill_in_the_middle:
+                # By place rather than index, so that a document is cut otherwise in each epoch.
                 seed = f"{self.cfg.seed} middle {self._parts[source].key} {place}"
                 ids = infill(documents, index, tokenizer, cut, seed, *limit)
             else:

@@ -21,6 +21,7 @@ from maxstack.data.files import digest
 from maxstack.data.order import EVEN
 
 WINDOW = -2
+"""Values of Position.current from this one down mark a window of packing=best."""
 REORDERED = "reordered"
 """The identity of documents that were chosen or ordered differently."""
 
@@ -34,8 +35,8 @@ class Position:
     owed: np.ndarray
     """int64 [sources]: how far each source is behind its share, in units of mixture.UNIT."""
     current: int = -1
-    """The source of the document under way; -1: none, so the next one is chosen by `owed`. Less,
-    with packing=best: WINDOW less the step at which the window was packed."""
+    """The source of the document under way; -1: none, so the next one is chosen by `owed`. Inside
+    of a window of packing=best, WINDOW - the step at which the window was packed."""
     offset: int = 0
     """Tokens used of that document, units of that record, or rows given of that window."""
     step: int = 0
@@ -94,6 +95,8 @@ class Sources(list[Part]):
         compared with that of `now`; with made-up documents it held the configuration instead."""
         before = meta["config"]["data"]
         if not isinstance(meta["sources"], str):
+            # Another seed or holdout gives documents other numbers, so finished counts say nothing
+            # of them.
             known = {name for name, _ in _ordered(before).items() & _ordered(data).items()}
             parts = (Part(*part) for part in meta["sources"])
             return cls(
@@ -138,6 +141,7 @@ class Sources(list[Part]):
         if [old.identity for old in before] == [part.identity]:
             return []
         known = {file for old in before for file in old.files}
+        # A file that is gone would shift the numbers of the others in the old order.
         if not all(old.files for old in before) or not known <= {*part.files}:
             return None
         return [file for file in part.files if file not in known]

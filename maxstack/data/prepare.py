@@ -230,10 +230,12 @@ def _hash_inputs(
 ) -> str:
     """Return a hash of everything that the shards depend on, the source files' sizes and times
     included."""
+    # Times of files too: a file that was edited in place may have the same size.
     files = [
         (path, *storage.stamp(path)) for documents in splits.values() for path in documents.paths()
     ]
     sources = [(*split, documents.identity()) for split, documents in splits.items()]
+    # Keys of training alone are left out, so that another weight keeps the shards.
     read = [source.model_dump(mode="json", exclude=_ELSEWHERE) for source in cfg.sources]
     text = tokenizer.fingerprint, cfg.longest
     described = json.dumps(

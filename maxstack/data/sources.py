@@ -255,6 +255,7 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
     if not len(documents):
         files = f" ({', '.join(cfg.files)})" if isinstance(cfg, Files) else ""
         raise DataError(f"source {documents.name}{files}: no document in it; every file is empty")
+    # No hash of millions of documents if nothing is held out.
     if split == "all" or (split == "train" and not cfg.holdout):
         return documents
     hashes = _hash_contents(documents) if cfg.holdout_by == "content" else documents.hashes()

@@ -60,7 +60,7 @@ class Tokenizer(ABC):
     named: Mapping[str, str] = {}
     """bos_token and eos_token of chat templates, as far as it knows them without other files."""
     grows: float = 1
-    """Bytes of text at most that become of one while it is encoded."""
+    """The most bytes of text that encoding makes of one byte (growth.py)."""
     _bos: Sequence[int]
     _eos: Sequence[int]
 
@@ -171,7 +171,7 @@ class Tokenizer(ABC):
         return np.concatenate(ids), np.concatenate(spans)
 
     def fewest(self, document: bytes) -> int:
-        """Return ids that `encode_by_parts` gives for a text at least, by its size alone."""
+        """Return a lower bound on the number of ids of `encode_by_parts`, without encoding."""
         return 0
 
     def encode_by_parts(
@@ -230,6 +230,7 @@ class Bytes(Tokenizer):
         return self.pieces[token]
 
     def fewest(self, document: bytes) -> int:
+        # Only this token makes one id of several bytes.
         return len(document) // len(byte_level.END)
 
     def text_of(self, token: int) -> str:
@@ -269,6 +270,7 @@ class SentencePiece(Tokenizer):
         self.named = {key: self.special[i] for key, i in known.items() if i in self.special}
 
     def id_of(self, token: str) -> int | None:
+        # For an unknown piece the library gives the id of the unknown token.
         number = self._model.piece_to_id(token)
         return number if self._model.id_to_piece(number) == token else None
 
@@ -453,9 +455,8 @@ def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
 
 
 def open_prompt_tokenizer(cfg: TokenizerConfig, bos: bool = True, eos: bool = False) -> Tokenizer:
-    """Return the tokenizer of a configuration, with BOS and EOS as it says or not at all: by
-    default it encodes texts that a model goes on from, or scores, and without BOS what goes on from
-    them."""
+    """Return the tokenizer of a configuration without EOS, for prompts and texts that are scored.
+    `bos` and `eos`: keep those of the configuration; a completion has EOS and no BOS."""
     # The kinds say "no such token" in two ways: a name or None, and a flag.
     none = None if cfg.kind == "huggingface" else False
     wanted = {"bos": bos, "eos": eos}
@@ -535,8 +536,8 @@ def _encode(document: Document, tokenizer: Tokenizer, longest: int) -> np.ndarra
 
 @contextlib.contextmanager
 def name_errors(documents: Documents, index: int) -> Iterator[None]:
-    """DataError, with the document's file and record, for any error in the block but ConfigError,
-    which is of no one document."""
+    """Raise any error in the block as a DataError with the document's file and record, except for
+    ConfigError, which does not belong to one document."""
     try:
         yield
     except (ConfigError, DataError):

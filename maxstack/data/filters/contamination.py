@@ -73,6 +73,7 @@ def read_grams(cfg: DecontaminateFilter, texts: Mapping[str, Sequence[str]]) -> 
             f"data.steps: decontaminate: no text of {', '.join(given)} has {cfg.ngram} words; give "
             "a smaller ngram"
         )
+    # A sorted array takes 8 bytes an n-gram, and goes to each worker as a single block.
     grams, first = np.unique(np.concatenate(hashes), return_index=True)
     return (*given,), grams, np.concatenate(numbers)[first]
 

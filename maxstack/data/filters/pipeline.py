@@ -185,6 +185,7 @@ def _compare(job: Job) -> list[Range]:
             np.asarray(read_note(path)["signatures"], kind).tofile(file)
         file.flush()
         shape = int(starts[-1]), numbers
+        # An empty file cannot be mapped.
         signatures = np.memmap(file, kind, "r", shape=shape) if shape[0] else np.zeros(shape, kind)
         kept, similarity = duplicates.find_keepers(section, signatures)
         del signatures  # closes the map before the file goes
@@ -195,6 +196,7 @@ def _compare(job: Job) -> list[Range]:
     for each, at, start in zip(job.ranges, alive, starts, strict=False):
         own = kept[start : start + len(at)]
         keepers = np.full((each.stop - each.start, 3), -1, np.int64)
+        # The first document of a cluster is its own keeper.
         gone = own != np.arange(start, start + len(at))
         parts = owner[own], index[own], np.round(similarity[start : start + len(at)] * 1e6)
         keepers[at[gone]] = np.stack(parts, 1)[gone]

@@ -36,6 +36,8 @@ def read_removed(
     def chosen() -> Iterator[Any]:
         for name in names:
             for row in _read(storage.join(folder, name)):
+                # Kept while reading, so that a name that removed nothing is told with those that
+                # did.
                 for key, kept in seen.items():
                     kept.add(row[key])
                 if all(each in (None, row[key]) for key, each in wanted.items()):
