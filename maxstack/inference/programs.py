@@ -278,10 +278,9 @@ def prepare_weights(
     dtype: str,
     keep: bool,
 ) -> Any:
-    """Weights as steps of inference read them: stacks of the pattern's repetitions as tuples, what
-    is multiplied in the compute dtype kept in it if it is `original`, which changes no bit, and
-    some as CPUs read them, by the `makers` of their paths. Arrays that are replaced are deleted,
-    unless they are to be kept."""
+    """Return the weights as steps of inference read them: stacks of the pattern's repetitions as
+    tuples, `original` weights that are multiplied in the compute dtype, and matrices converted by
+    the `makers` of their paths. Replaced arrays are deleted, unless `keep`."""
     uses = {
         "/".join(map(str, path)): param.get_metadata().get("use")
         for path, param in nnx.to_flat_state(state)

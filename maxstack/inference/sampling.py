@@ -46,7 +46,8 @@ class Settings(NamedTuple):
 
 
 def settings(rows: Sequence[tuple[Sampling, int] | None]) -> Settings:
-    """The settings of each row's request and position, as numpy arrays; a row of None is greedy."""
+    """Return the settings of each row's request and position as numpy arrays; a row of None is
+    greedy."""
     # Greedy is the cheapest choice, for rows that pad a step.
     greedy = Sampling(temperature=0.0), 0
     samplings, positions = zip(*(row or greedy for row in rows), strict=True)
@@ -74,7 +75,8 @@ def settings(rows: Sequence[tuple[Sampling, int] | None]) -> Settings:
 
 
 def is_adjusted(sampling: Sampling, made: int) -> bool:
-    """True if `adjust` changes the logits of a request that has `made` tokens of its answer."""
+    """Return True if `adjust` changes the logits of a request that has `made` tokens of its
+    answer."""
     penalties = sampling.presence_penalty or sampling.frequency_penalty
     if penalties or sampling.repetition_penalty != 1:
         return True
@@ -82,9 +84,9 @@ def is_adjusted(sampling: Sampling, made: int) -> bool:
 
 
 def biases(rows: Sequence[tuple[Sampling, int] | None]) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, int32 [O, B] padded with -1, and what is added to their logits, float32 [O, B], for
-    each row's request and the number of tokens that its answer has: logit_bias, and -inf for stop
-    tokens before min_tokens. B is a power of two, so that few shapes are compiled."""
+    """Return tokens, int32 [O, B] padded with -1, and what to add to their logits, float32 [O, B],
+    for each row's request and the number of tokens that its answer has: logit_bias, and -inf for
+    stop tokens before min_tokens. B is a power of two, so that few shapes are compiled."""
     biased = [_biases(*row) if row else {} for row in rows]
     size = 1 << max(max(map(len, biased)) - 1, 0).bit_length()
     tokens = np.full((len(rows), size), -1, np.int32)
@@ -108,7 +110,8 @@ def adjust(
     bias: tuple[jax.Array, jax.Array],
     mask_OW: jax.Array,
 ) -> jax.Array:
-    """Logits, float32 [O, V], after bias, penalties and grammar. Bits of a row without any stay.
+    """Return logits, float32 [O, V], after bias, penalties and grammar. A row without any of these
+    keeps its bits.
 
     `history_OT` has the tokens of prompt and answer, padded with -1; `bias` is of `biases`; a bit
     of `mask_OW` (int32, the lowest bit first) that is 0 bars its token. Penalties: Keskar et al.
@@ -140,7 +143,7 @@ def adjust(
 
 
 def choose(logits_OV: jax.Array, settings: Settings) -> jax.Array:
-    """The next token of each row, int32 [O], by temperature, top_k, top_p and min_p.
+    """Choose the next token of each row, int32 [O], by temperature, top_k, top_p and min_p.
 
     Temperature 0: the likeliest token, of equal ones the first. Else a draw from the tokens that
     the filters keep, by two uniform numbers of the key fold_in(fold_in(seed, choice), position).
@@ -173,9 +176,10 @@ def choose(logits_OV: jax.Array, settings: Settings) -> jax.Array:
 def logprobs(
     logits_OV: jax.Array, tokens_O: jax.Array, top: int, scale_O: jax.Array | float = 1.0
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Log-probability of each row's token by its logits over `scale_O`, float32 [O]; the `top`
-    likeliest tokens, int32 [O, top], the likeliest and of equal ones the first in front; and
-    theirs, float32 [O, top]. A token's are the same bits in both."""
+    """Return the log-probability of each row's token by its logits over `scale_O`, float32 [O];
+    the `top` likeliest tokens, int32 [O, top], the likeliest first and equal ones in the order of
+    the vocabulary; and their log-probabilities, float32 [O, top]. A token has the same bits in
+    both."""
     logits_OV = logits_OV.astype(jnp.float32) / jnp.reshape(scale_O, (-1, 1))
     # `top_k` gives equal logits in the order of tokens.
     top_OC, tokens_OC = jax.lax.top_k(logits_OV, top)
@@ -188,8 +192,8 @@ def logprobs(
 
 
 def _likeliest(logits_OV: jax.Array) -> jax.Array:
-    """jnp.argmax of each row, int32 [O], as two reductions that XLA vectorizes on a CPU, as it does
-    not a reduction of pairs."""
+    """Return jnp.argmax of each row, int32 [O], by two reductions. XLA vectorizes these on a CPU,
+    but not a reduction of pairs."""
     # 152k tokens, 4 rows: argmax 2.8 ms of processor time, this 0.75.
     most_O1 = logits_OV.max(-1, keepdims=True)
     index_V = jnp.arange(logits_OV.shape[1], dtype=jnp.int32)
@@ -197,15 +201,15 @@ def _likeliest(logits_OV: jax.Array) -> jax.Array:
 
 
 def _weights(logits_OV: jax.Array, settings: Settings) -> jax.Array:
-    """Probabilities as multiples of the likeliest token's."""
+    """Return probabilities as multiples of the likeliest token's."""
     # Greedy rows of the same step would divide by 0.
     scale_O = jnp.where(settings.temperature > 0, settings.temperature, 1)
     return jnp.exp((logits_OV - logits_OV.max(-1, keepdims=True)) / scale_O[:, None])
 
 
 def _threshold(logits_OV: jax.Array, weights_OV: jax.Array, settings: Settings) -> jax.Array:
-    """The least logit, [O], of the tokens that top_k and then top_p keep; of a row without
-    them, of all tokens."""
+    """Return the least logit, [O], of the tokens that top_k and then top_p keep; -inf for a row
+    without them."""
     rows, vocab = logits_OV.shape
     k_O = jnp.where(settings.top_k > 0, jnp.minimum(settings.top_k, vocab), vocab)
     # Sort the likeliest tokens alone; a threshold below them is searched for.
@@ -239,8 +243,8 @@ def _threshold(logits_OV: jax.Array, weights_OV: jax.Array, settings: Settings) 
 
 
 def _search(logits_OV: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> jax.Array:
-    """The largest logit, [O], for which the values of all tokens with at least that logit add up to
-    `least_O`; found by the bits of an order-preserving uint32, the highest first."""
+    """Return the largest logit, [O], for which the values of all tokens with at least that logit
+    add up to `least_O`: a search bit by bit, the highest first, in an order-preserving uint32."""
     top_bit = jnp.uint32(1 << 31)
     bits_OV = jax.lax.bitcast_convert_type(logits_OV, jnp.uint32)
     # Bits of negative floats fall as the number grows, so turn all of them; those of positive ones
@@ -273,7 +277,7 @@ def _uniforms(settings: Settings) -> jax.Array:
 
 
 def _draw(weights_OV: jax.Array, uniforms_O2: jax.Array) -> jax.Array:
-    """A token of each row with a probability in proportion to its weight, int32 [O]."""
+    """Draw a token of each row with a probability in proportion to its weight, int32 [O]."""
     rows, vocab = weights_OV.shape
     blocks_ONB = jnp.pad(weights_OV, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
     block_O = _inverse(blocks_ONB.sum(-1), uniforms_O2[:, 0])
@@ -282,8 +286,8 @@ def _draw(weights_OV: jax.Array, uniforms_O2: jax.Array) -> jax.Array:
 
 
 def _inverse(weights_ON: jax.Array, uniform_O: jax.Array) -> jax.Array:
-    """The first index whose cumulative weight is above the uniform's share of the total. Never an
-    index without weight, though rounded sums need not increase."""
+    """Return the first index whose cumulative weight is above the uniform's share of the total;
+    never an index without weight."""
     # XLA adds a cumulative sum up in pieces, so it may fall by rounding from one index to the next.
     sums_ON = jnp.where(weights_ON > 0, jnp.cumsum(weights_ON, 1), 0)
     total_O = sums_ON.max(1)

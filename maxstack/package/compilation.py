@@ -1,4 +1,4 @@
-"""Programs of a package compiled for hardware that need not be here."""
+"""Compilation of a package's programs for hardware that need not be here."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +19,8 @@ def compile_programs(folder: Path, topology: Topology) -> Iterator[tuple[str, in
     """Compile each program -> (file, peak bytes of temporaries, FLOPs). PackageError for another
     platform and for damage, ConfigError for another number of devices and where the compiler
     refuses a program."""
+    # The loader takes the devices of a topology as if they were here, so what is compiled is what a
+    # process on that hardware would compile.
     package = Package(folder, [*topology.devices()])
     if topology.size != (devices := package.manifest["devices"]):
         raise ConfigError(f"{folder}: made for {devices} devices; {topology.name} has others")

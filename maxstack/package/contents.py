@@ -1,4 +1,10 @@
-"""Contents of a package: the model's signatures, the weights that they read, their cache."""
+"""Contents of a package: the model's signatures, the weights that they read, their cache.
+
+A model is opened as the engine opens it. Encoders and diffusion transformers become functions of
+images; decoders become functions of whole texts and, unless they are reward models, the engine's
+steps over a paged cache of fixed sizes. All signatures of a decoder read one set of weights, layers
+apart: `score` stacks them again, which copies the weights in each call but gives equal bits.
+"""
 
 import dataclasses
 import functools
@@ -86,6 +92,7 @@ class Contents:
 def open_contents(model: str, overrides: Sequence[str], options: Options) -> Contents:
     """Read a run, one of its checkpoints or a Hugging Face folder. ConfigError for a model that
     cannot be packaged."""
+    # Export needs no devices, but weights are read onto the mesh.
     if (there := jax.device_count()) < options.devices:
         raise ConfigError(
             f"--devices {options.devices}: there are {there} here; run.virtual_devices="
@@ -99,6 +106,7 @@ def open_contents(model: str, overrides: Sequence[str], options: Options) -> Con
             f"{model}: was trained by masked diffusion, which cannot be packaged; use `maxstack "
             "sample`"
         )
+    # Experts drop no tokens, whatever the run's capacity: a text must not depend on its batch.
     cfg = inference_config(cfg) if text else cfg
     mesh = sharding.make_mesh(cfg.mesh, jax.devices()[: options.devices])
     run = assemble(cfg, mesh, trains=False)
@@ -145,10 +153,13 @@ def _texts(model: str, run: "Run", own: Path | None, options: Options) -> Conten
         return Contents(
             run, [*text_signatures(run, weights, lengths, normalize)], weights.arrays, {}, text
         )
+    # One program is for all platforms, so the cache has no device's own layout.
     layout = Layout.of(cfg.decoder, cfg.serve, PORTABLE)
+    # None: the memory here says nothing about where the package will run.
     limits, length = make_limits(cfg, layout, longest, None)
     programs = Programs(run, layout, limits, length, Adapters())
     weights = Weights(programs.prepare(read_weights(model, run, own), keep=False))
+    # Shapes alone: nothing runs here.
     state = flatten_cache(jax.eval_shape(programs.empty))
     signatures = [
         *text_signatures(run, weights, lengths, normalize),
@@ -172,6 +183,7 @@ def _text(model: str, cfg: "Config", own: Path | None, folder: Path | None) -> T
     template = None
     try:
         template = chat_template(model, cfg, own)
+    # Most functions need no template, so its lack is told and refuses nothing.
     except ConfigError as error:
         log.warning("the package has no chat template: %s", error)
     section = None if tokenizer is None else cfg.data.tokenizer.model_dump(mode="json")

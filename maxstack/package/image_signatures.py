@@ -16,11 +16,12 @@ from maxstack.state import flat, tree
 if TYPE_CHECKING:
     from maxstack.run import Run
 
+# Images have one size, so the batch alone is open.
 ANY = [{"batch": None}]
 
 
 def image_signatures(run: "Run") -> Iterator[Signature]:
-    """Signatures that read images, or latents, as the data of the run has them."""
+    """Yield the signatures that read images, or latents, as the data of the run has them."""
     objective: Any = run.objective
     assert isinstance(objective, ImageObjective)
     model: Any = run.cfg.model
@@ -43,6 +44,7 @@ def image_signatures(run: "Run") -> Iterator[Signature]:
     if model.has_head:
         outputs = {"logits": ("batch", model.classes)}
         yield Signature("classify", "Logits of classes.", classified, inputs, outputs, ANY)
+    # A trace tells the number of features without computing any.
     made = jax.eval_shape(
         lambda arrays, given: run.within(embedded)(arrays, {}, given)[0],
         flat(run.abstract.params),

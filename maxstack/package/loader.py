@@ -3,6 +3,10 @@ flatbuffers and safetensors, nothing else: copy it to wherever the model is to r
 code; load packages of people whom you trust.
 
     Package("digits").signatures["classify"](images=images)["logits"]
+
+Opening checks every file's size and hash and the kind of devices. A call checks its arguments by
+the manifest, picks the smallest program that takes their sizes, pads them with zeros, runs it and
+cuts the results. Programs and weights are loaded when they are first needed.
 """
 
 import datetime
@@ -54,10 +58,12 @@ class Package:
     def _open(self, devices: list[Any] | None) -> None:
         folder = self.folder
         read = {weight["file"] for weight in self.manifest["weights"].values()}
+        # Also files that only the weights name: they would be read without a hash.
         for name in read | {*self.manifest["files"]}:
             checked(self.folder, self.manifest, name)
         devices = jax.devices() if devices is None else devices
         count, version = self.manifest["devices"], devices[0].client.platform_version.lower()
+        # jax calls CUDA and ROCm "gpu"; exported programs are for one of them.
         here = "rocm" if "rocm" in version else devices[0].platform.replace("gpu", "cuda")
         if here not in (platforms := self.manifest["platforms"]) or len(devices) < count:
             there = f"there are {len(devices)} of {here}"
@@ -65,6 +71,8 @@ class Package:
         if (until := self.manifest["good_until"]) < datetime.date.today().isoformat():
             told = f"{folder}: good until {until}: make it again by `maxstack package`"
             warnings.warn(told, stacklevel=2)
+        # Programs of one device have no named sharding: jax would ask any loader for a mesh of the
+        # same axes.
         axes = self.manifest.get("mesh") or {"devices": 1}
         self.mesh = Mesh(np.array(devices[:count]).reshape(*axes.values()), (*axes,))
         self.signatures = {name: Signature(self, name) for name in self.manifest["signatures"]}
@@ -77,13 +85,15 @@ class Package:
             path, dtype = path_of(self.folder, spec["file"]), jnp.dtype(spec["dtype"])
             try:
                 array = safe_open(path, "np").get_tensor(name)
+                # Types that safetensors' numpy reader does not know are stored as bytes.
                 array = array if array.dtype == dtype else array.view(dtype)
                 if [*array.shape] != spec["shape"]:
                     raise ValueError(f"its shape is {array.shape}")
             except Exception as error:
                 raise PackageError(f"{path}: {name} cannot be read: {error}") from error
             read[name] = jax.device_put(array, shardings[name])
-        self._weights |= read  # all of them, or none
+        # All of them or none: after an error the next call tries again.
+        self._weights |= read
         return self._weights
 
     def state(self, name: str = "cache") -> dict[str, Any]:
@@ -97,6 +107,7 @@ class Package:
         sizes = self.manifest["cache"]
         row, page = np.ogrid[: sizes["slots"], : sizes["width"]]
         real = (row > 0) & (row <= sizes["requests"])
+        # A group with a window has fewer pages for a request than its text; they are used in turn.
         most = [count // sizes["requests"] for count in sizes["pages"]]
         tables = [np.where(real, 1 + (row - 1) * each + page % each, 0) for each in most]
         return {f"tables.{group}": table for group, table in enumerate(tables)}
@@ -145,15 +156,19 @@ class Signature:
         for name, spec in wanted.items():
             array, dtype = np.asarray(inputs[name]), jnp.dtype(spec["dtype"])
             given[name] = array.astype(dtype)
+            # Integers may be given in any integer type, such as Python's int64, if no value
+            # changes.
             same = np.can_cast(array.dtype, dtype, "same_kind")
             if not (np.array_equal(given[name], array) if array.dtype.kind in "iu" else same):
                 raise PackageError(f"{where}: {name} is {array.dtype}; it must be {dtype}")
             dims = [*zip(spec["shape"], array.shape, strict=False)]
+            # A named dimension has one size in all arguments: the first that has it decides.
             known = {dim: sizes.setdefault(dim, n) for dim, n in dims if isinstance(dim, str)}
             if [*array.shape] != [known.get(dim, dim) for dim in spec["shape"]]:
                 shape, must = [*array.shape], spec["shape"]
                 raise PackageError(f"{where}: {name} is {shape}; it must be {must} ({known})")
         for name, array in given.items():
+            # An index out of range is no error in XLA: the answer would be wrong without a word.
             low, high = wanted[name].get("range", (None, None))
             high = sizes.get(high, high)
             if low is None or not array.size:
@@ -170,6 +185,7 @@ class Signature:
         for program in self.spec["programs"]:
             if all(most is None or most >= sizes[dim] for dim, most in program["sizes"].items()):
                 fitting.append(program)
+        # Empty arrays would be padded to a text of nothing.
         if not fitting or not all(sizes.values()):
             there = "; ".join(str(program["sizes"]) for program in self.spec["programs"])
             raise PackageError(f"{self.name}: {sizes}: no program takes these sizes: {there}")
@@ -185,9 +201,11 @@ class Signature:
             except Exception as error:
                 made = f"{package.manifest['versions']}; jax {jax.__version__} cannot read it"
                 raise PackageError(f"{package.folder}/{file}: made by {made}: {error}") from error
+            # Before compiling, so that nothing of a refused program is used.
             check_calls(f"{package.folder}/{file}", data, exported)
             whole = NamedSharding(package.mesh, PartitionSpec())
             places, _ = jax.tree.unflatten(exported.in_tree, [each or whole for each in flat])
+            # The state is donated: a cache is large, and its next value takes its place.
             self._programs[file] = jax.jit(exported.call, donate_argnums=1), places
         return self._programs[file]
 
@@ -195,9 +213,11 @@ class Signature:
 def check_calls(where: str, data: bytes, exported: Any) -> None:
     """PackageError for a program that calls functions of its host, by which it could do anything.
     Bytecode has the names of operations as they are."""
+    # Few programs have any (6 of 66 tried), and only these are printed as text.
     if b"custom_call" in data:
         text = exported.mlir_module()
         called = {*re.findall(r'custom_call @"?([^\s"(]+)', text)}
+        # A call that is printed in another form must not pass unseen.
         if len(re.findall(r"\bcustom_call @", text)) < text.count("custom_call"):
             called.add("what is not named")
         if odd := sorted(called - CALLS):
@@ -239,6 +259,7 @@ def path_of(folder: Path, name: str) -> Path:
     parts = [folder.joinpath(*pure.parts[: i + 1]) for i in range(len(pure.parts))]
     if pure.is_absolute() or ".." in pure.parts or "\\" in name or not parts:
         raise PackageError(f"{folder}/manifest.json: {name!r} is no path inside the package")
+    # Each part of the path: a linked folder leads out as well.
     if any(part.is_symlink() for part in parts):
         raise PackageError(f"{parts[-1]}: is a symbolic link; a package holds its own files")
     return parts[-1]

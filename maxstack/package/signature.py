@@ -55,12 +55,13 @@ class Program:
 def programs(
     run: "Run", signature: Signature, weights: Arrays, state: Arrays, platforms: Sequence[str]
 ) -> Iterator[Program]:
-    """The programs of a signature, of `weights` and `state` as shapes. One whose batch cannot be
-    any number has BATCHES in its place."""
+    """Yield the programs of a signature, for `weights` and `state` as shapes. Where the batch
+    cannot be a symbol, there is a program for each of BATCHES."""
     own = state if signature.stateful else {}
 
     def made(sizes: Mapping[str, int | None]) -> Program:
         dims: dict[str | int, Any] = {
+            # A batch may be a symbol; a length may not, because kernels choose their blocks by it.
             name: export.symbolic_shape(name)[0] if size is None else size
             for name, size in sizes.items()
         }
@@ -74,10 +75,11 @@ def programs(
         )
 
     def of_any_batch(sizes: Mapping[str, int | None]) -> Program | None:
-        """None where the function needs to know how many rows there are."""
+        """Return None where the function needs to know how many rows there are."""
         try:
             return made(sizes)
         except Exception as error:
+            # jax has no one type of error for this, so it is known by its words.
             if not any(word in f"{type(error).__name__} {error}" for word in SYMBOLS):
                 raise
             return None
@@ -89,5 +91,6 @@ def programs(
         elif any_batch and (program := of_any_batch(sizes)):
             yield program
         else:
+            # Decided once: what fails for one length fails for all.
             any_batch = False
             yield from (made({**sizes, "batch": batch}) for batch in BATCHES)

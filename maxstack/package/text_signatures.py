@@ -1,5 +1,7 @@
-"""Signatures of decoders. Shapes: B batch  T time  R rows, each a token of a request  O outputs
-S requests  W pages of a request at most  D embed  V vocab."""
+"""Signatures of decoders: functions of whole texts (`score`, `embed`, `reward`), and the engine's
+steps over a paged cache (`prefill`, `logits`, `decode`).
+Shapes: B batch  T time  R rows, each a token of a request  O outputs  S requests  W pages of a
+request at most  D embed  V vocab."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,7 +29,7 @@ FEWEST = 16
 
 
 def lengths_of(longest: int) -> list[int]:
-    """Lengths that have programs of their own: the longest, and quarters of it."""
+    """Return the lengths that have programs of their own: the longest, and quarters of it."""
     lengths = [longest]
     while len(lengths) < 4 and lengths[-1] // 4 >= FEWEST:
         lengths.append(lengths[-1] // 4)
@@ -64,7 +66,7 @@ class Weights:
 
 
 def rows_of(inputs: Mapping[str, Any]) -> Rows:
-    """Rows of a step, of no adapter."""
+    """Return the rows of a step, without adapters."""
     tokens = inputs["tokens"]
     return Rows(tokens, inputs["positions"], inputs["requests"], jnp.zeros_like(tokens))
 
@@ -79,7 +81,7 @@ def _texts(vocab: int) -> dict[str, Array]:
 def text_signatures(
     run: "Run", weights: Weights, lengths: Sequence[int], normalize: bool
 ) -> Iterator[Signature]:
-    """Signatures that read whole texts."""
+    """Yield the signatures that read whole texts."""
     sizes = [{"batch": None, "length": length} for length in lengths]
 
     def hidden(arrays: Arrays, inputs: Arrays) -> tuple[Any, jax.Array, jax.Array]:
@@ -88,6 +90,7 @@ def text_signatures(
         model: Any = nnx.merge(run.graph, nnx.State(weights.stacked(arrays)))
         with run.weights.rewrite.count_only(real_BT):
             x_BTD = model.hidden(batch)
+        # Padding rows have length 0 and no last token.
         return model, x_BTD, jnp.maximum(lengths_B - 1, 0)[:, None]
 
     def rewarded(arrays: Arrays, state: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
@@ -127,9 +130,9 @@ def generation_signatures(
     pages: Sequence[int],
     length: int,
 ) -> list[Signature]:
-    """Signatures that make tokens, over a cache in pages: `prefill` writes rows into it, `logits`
-    reads some of what it gives, `decode` takes the last token of each request and gives the next,
-    by temperature, top_k, top_p, min_p and seed as `maxstack generate` does."""
+    """Return the signatures that generate, over a paged cache: `prefill` writes rows into it,
+    `logits` reads some of its results, `decode` takes the last token of each request and chooses
+    the next by temperature, top_k, top_p, min_p and seed, as `maxstack generate` does."""
     slots, width = programs.slots, programs.width
     tables = {
         f"tables.{i}": Array((slots, width), "int32", (0, most)) for i, most in enumerate(pages)
@@ -157,6 +160,7 @@ def generation_signatures(
         x_RD, cache = stepped(arrays, cache, inputs)
         every = jnp.arange(x_RD.shape[0])
         logits_RV = programs.logits_of(weights.apart(arrays), x_RD, every, None)[1]
+        # No penalties: they need the history of a request, which no program holds.
         one, none = jnp.ones_like(inputs["top_p"]), jnp.zeros_like(inputs["top_p"])
         settings = sampling.Settings(
             inputs["temperature"],
@@ -170,6 +174,7 @@ def generation_signatures(
             inputs["choices"],
             inputs["positions"] + 1,
         )
+        # In the engine's groups, so that a seed gives the tokens of `maxstack generate`.
         next_R = in_groups(sampling.choose, GROUP)(logits_RV, settings)
         chosen = {"next": next_R, "logprobs": logprobs(logits_RV, next_R, one, 0)[0]}
         return chosen, cache
@@ -180,7 +185,9 @@ def generation_signatures(
     reals = {name: Array(("rows",), "float32", (0, last)) for name, last in shares.items()}
     numbers = {name: Array(("rows",), "int32", (0, None)) for name in ("top_k", "choices")}
     seeds = {"seeds": Array(("rows", 2), "uint32")}
+    # Numbers of rows cannot be a symbol: a norm pads two rows at least, so it must know how many.
     some = [{"rows": size} for size in programs.sizes]
+    # Each row has logits [V] in float32, so there are fewer of them at a time.
     few = [{"rows": size} for size in programs.sizes if size <= max(programs.outputs)]
     return [
         Signature(

@@ -1,5 +1,9 @@
 """Writer of a package's folder, whole or not at all: programs, weights, tokenizer, the loader,
-manifest.json."""
+manifest.json.
+
+The manifest comes last, with the size and hash of every other file, so a folder that has one is
+whole. A server that looks for new versions tries a folder only once its manifest is there.
+"""
 
 import datetime
 import hashlib
@@ -76,6 +80,7 @@ def write(
         if contents.text:
             manifest["text"] = _write_text(folder, contents.text)
             (folder / CONFIG).write_text(config.dump(contents.run.cfg), encoding="utf-8")
+        # The loader goes with the package, so that it runs where maxstack is not installed.
         shutil.copyfile(loader.__file__, folder / "loader.py")
         manifest["files"] = dict(_files(folder))
         text = json.dumps(manifest, indent=1)
@@ -85,6 +90,7 @@ def write(
 
 def _shapes(contents: Contents) -> Arrays:
     """Return the weights as shapes, with shardings on several devices."""
+    # On one device a named sharding would ask the loader for a mesh of the same axes.
     several = contents.run.mesh.size > 1
     return {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if several else None)
@@ -100,6 +106,7 @@ def _signature(folder: Path, signature: Signature, made: Sequence[Program]) -> d
         file = f"programs/{'.'.join([signature.name, *fixed])}.bin"
         (folder / file).write_bytes(program.exported.serialize())
         written.append({"file": file, "sizes": dict(program.sizes)})
+    # Types of results come from the export: a signature names their dimensions alone.
     results = jax.tree.unflatten(made[0].exported.out_tree, made[0].exported.out_avals)[0]
     return {
         "about": signature.about,
@@ -140,6 +147,7 @@ def _shards(weights: Arrays) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name, array in weights.items():
+        # Files of 2 GiB at most: all weights of a file are in memory while it is written.
         if names and size + array.nbytes > SHARD:
             yield names
             names, size = [], 0
@@ -150,6 +158,7 @@ def _shards(weights: Arrays) -> Iterator[list[str]]:
 
 def _plain(array: np.ndarray) -> np.ndarray:
     """Return the array in a type that safetensors' numpy reader knows, with the same bytes."""
+    # safetensors writes the bytes of an array as they lie, so they must lie row by row.
     array = np.asarray(array, order="C")
     return array.view(np.uint8) if str(array.dtype).startswith(AS_BYTES) else array
 
@@ -176,6 +185,7 @@ def _files(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:
+                # In pieces: a file of weights need not fit in memory.
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             name = path.relative_to(folder).as_posix()
             yield name, {"bytes": path.stat().st_size, "sha256": digest}

@@ -155,15 +155,18 @@ async def infer(request: Request) -> Response:
     """Answer an inference request."""
     repository = _repository(request)
     repository.check()
+    # A compressed body could expand beyond every limit.
     if (coding := request.headers.get("content-encoding", "identity")) != "identity":
         raise Refusal(415, f"Content-Encoding: {quoted(coding)}; send the body as it is")
     body = await read_bytes(request, BODY)
+    # Again: reading a body may take a minute, and the server may have begun to end.
     repository.check()
     began = time.perf_counter()
     version, name = _found(request)
     metrics = version.queues[name].metrics
     metrics.requests += 1
     try:
+        # Until the answer is written, so that a replaced version keeps its memory for it.
         with version.use():
             return await _answered(request, body, version, name)
     except Exception:
@@ -181,9 +184,11 @@ async def _answered(request: Request, body: bytes, version: Version, name: str) 
         ask = message.read(body, header, name, queue.signature.spec)
         return ask, queue.request(ask.inputs)
 
+    # A thread costs more than reading so little.
     if len(body) <= SMALL:
         ask, waiting = read()
     else:
+        # By its JSON, not its body: binary tensors are read without work for each element.
         state, size = request.app.state, message.json_size(body, header)
         ask, waiting = await state.threads.run(size, state.access.check(request), read)
     answer = await _repository(request).worker.submit(queue, waiting)
@@ -206,6 +211,7 @@ def _repository(request: Request) -> Repository:
     another site, which its browser names in Origin."""
     state = request.app.state
     state.access.check(request)
+    # Bodies need no JSON content type here, so another site could post without a preflight.
     if not state.access.keys and "origin" in request.headers:
         raise Refusal(403, "Origin: pages of other sites may not ask; see --api-key-file")
     return state.repository

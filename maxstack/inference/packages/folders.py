@@ -6,6 +6,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 FORMAT = b"maxstack.package/"
+# `serve` asks this of every folder, so it must not read a manifest of a large model whole.
 HEAD = 1 << 20
 """Bytes of a manifest in which its format is looked for."""
 
@@ -25,6 +26,8 @@ def versions_of(folder: Path) -> list[tuple[int, Path]]:
         return [
             (int(path.name), path)
             for path in folder.iterdir()
+            # ASCII digits alone, because `int` takes those of other scripts too; and no leading
+            # zeros, or two folders would be one version.
             if path.name.isascii() and path.name.isdecimal() and len(path.name) < 20
             if str(int(path.name)) == path.name and (path / MANIFEST).is_file()
         ]

@@ -27,6 +27,7 @@ class Language:
         served = start_package(package)
         self.name = name
         self.service = Service(served.engine, queue)
+        # Before the server listens, as for a run: programs compile for seconds.
         self.service.warm()
         template = served.template
         tools = guess_format("\n".join(template.sources.values())) if template else None
@@ -51,6 +52,7 @@ async def _unknown(request: Request) -> Response:
 def mount(app: Starlette, found: Sequence[Language]) -> None:
     """Add routes to the application of packages: the first one's under /v1, each under
     /models/NAME/v1."""
+    # Starlette runs no lifespan of a mounted application, so run them around the outer one's.
     inner = app.router.lifespan_context
 
     @contextlib.asynccontextmanager
@@ -62,6 +64,7 @@ def mount(app: Starlette, found: Sequence[Language]) -> None:
             yield
 
     app.router.lifespan_context = lifespan
+    # Before the mount at /, which would take every path.
     app.router.routes.append(Route("/v2/{path:path}", _unknown, methods=["GET", "POST"]))
     for language in found:
         app.router.routes.append(Mount(f"/models/{language.name}", app=language.app))

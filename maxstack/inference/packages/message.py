@@ -35,13 +35,14 @@ class Ask:
 
 
 def read(body: bytes, header: str | None, model: str, spec: Mapping[str, Any]) -> Ask:
-    """The request of a body, for a model with a signature of a manifest. Refusal for what is wrong
-    or unknown: nothing is passed over."""
+    """Parse the body of a request to a model; `spec` is its signature in the manifest. Refusal for
+    what is wrong or unknown: nothing is ignored."""
     message, rest = _parts(body, header)
     _known("the request", message, FIELDS)
     number = message.get("id")
     if number is not None and not isinstance(number, str):
         raise Refusal(400, f"id: must be a text, not {quoted(number)}")
+    # KServe's client repeats the name of the path in the body.
     if message.get("model_name") not in (None, model):
         raise Refusal(400, f"model_name: {quoted(message['model_name'])} is asked as {model}")
     own = _parameters("the request", message, {"binary_data_output"})
@@ -52,6 +53,7 @@ def read(body: bytes, header: str | None, model: str, spec: Mapping[str, Any]) -
         inputs[name], rest = _input(name, each, spec["inputs"][name], rest)
     if missing := [name for name in spec["inputs"] if name not in inputs]:
         raise Refusal(400, f"inputs: {', '.join(missing)} is missing")
+    # Sizes that do not add up mean that the tensors were cut at wrong places.
     if len(rest):
         raise Refusal(400, f"{len(rest)} bytes follow the binary data of the inputs")
     outputs: dict[str, bool] = {}
@@ -66,7 +68,8 @@ def read(body: bytes, header: str | None, model: str, spec: Mapping[str, Any]) -
 def write(
     ask: Ask, model: str, version: str, results: Mapping[str, np.ndarray], told: Mapping[str, int]
 ) -> tuple[bytes, dict[str, str]]:
-    """The body of an answer and its headers; `told` are its parameters."""
+    """Return the body of an answer and its headers; `told` are its parameters."""
+    # Results in the order in which they were asked for; their binary data follows in the same.
     wanted = ask.outputs or dict.fromkeys(results, ask.binary)
     outputs: list[dict[str, Any]] = []
     blobs: list[bytes] = []
@@ -95,7 +98,7 @@ def write(
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body; Refusal for anything else."""
+    """Return the JSON object of a body; Refusal for anything else."""
     try:
         return strict_json.parse_object(body, "the body")
     except DataError as error:
@@ -103,9 +106,10 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def json_size(body: bytes, header: str | None) -> int:
-    """Bytes of JSON at the beginning of a body. Refusal for too many."""
+    """Return the bytes of JSON at the beginning of a body. Refusal for too many."""
     length = len(body)
     if header is not None:
+        # Bounded digits: `int` refuses very long ones by an error of its own.
         number = header if header.isascii() and header.isdecimal() and len(header) < 20 else "-1"
         if not 0 <= int(number) <= len(body):
             raise Refusal(400, f"{HEADER}: {quoted(header)} is no length within the body")
@@ -119,13 +123,14 @@ def json_size(body: bytes, header: str | None) -> int:
 
 def _parts(body: bytes, header: str | None) -> tuple[dict[str, Any], memoryview]:
     length = json_size(body, header)
+    # A view, so that tensors of up to 64 MiB are not copied for each slice.
     return read_object(body[:length]), memoryview(body)[length:]
 
 
 def _input(
     name: str, given: Mapping[str, Any], spec: Mapping[str, Any], rest: memoryview
 ) -> tuple[np.ndarray, memoryview]:
-    """A tensor, and the binary data after it."""
+    """Return a tensor of the request, and the binary data after it."""
     _known(name, given, INPUT)
     wanted = tensors.NAMES[spec["dtype"]]
     if (datatype := given.get("datatype")) != wanted:
@@ -136,6 +141,7 @@ def _input(
         return tensors.from_values(name, wanted, shape, given.get("data")), rest
     if "data" in given:
         raise Refusal(400, f"{name}: has data and binary_data_size; give one of them")
+    # True is an int in Python.
     if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(rest):
         raise Refusal(
             400,
@@ -151,7 +157,7 @@ def _objects(field: str, given: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def _name(field: str, given: Mapping[str, Any], there: Mapping[str, Any], seen: Any) -> str:
-    """The name of a tensor that is there, and not yet seen."""
+    """Return the name of a tensor. Refusal where it is unknown, or given twice."""
     name = given.get("name")
     if not isinstance(name, str) or name not in there:
         raise Refusal(400, f"{field}: {quoted(name)} is none of {', '.join(there)}")

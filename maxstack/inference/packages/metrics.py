@@ -1,4 +1,4 @@
-"""SignatureMetrics of the packages that are served, in Prometheus' text format."""
+"""Metrics of the packages that are served, in Prometheus' text format."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from maxstack.inference.server.metrics import FIRST, Histogram, histogram_lines
 
 BOUNDS = (0.0005, *FIRST)
-"""Those of histograms, in seconds."""
+"""Bounds of histograms, in seconds."""
 COUNTERS = {
     "requests": "requests that named the model",
     "failures": "of these, answered with an error",
@@ -18,7 +18,7 @@ COUNTERS = {
 
 @dataclasses.dataclass
 class SignatureMetrics:
-    """Those of one signature of one version."""
+    """Metrics of one signature of one version."""
 
     model: str
     version: str
@@ -64,7 +64,8 @@ def _lines(
                 f"maxstack_package_{name}_seconds", getattr(each, name), each.labels
             )
         )
-        yield from dict.fromkeys(lines)  # a type stands once, before its lines
+        # Prometheus wants the type of a metric once, before its lines.
+        yield from dict.fromkeys(lines)
 
 
 def _escaped(text: str) -> str:

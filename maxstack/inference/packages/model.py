@@ -60,18 +60,23 @@ class Model:
         already or there is none. Refused versions are skipped until their files change, unless
         `again`. `taken` are names of other models. Takes seconds."""
         there = self.on_disk()
+        # Forget versions that were deleted.
         self.refused = {n: why for n, why in self.refused.items() if n in dict(there)}
         for number, folder in there:
             own = self.current is not None and self.current.number == number
             if own and not again:
                 return None
+            # Before it is read: a change meanwhile makes another stamp, so the version is tried
+            # again.
             now = stamp(folder)
             if own and now == self._stamp:
                 return None
+            # Reading a large package again at each poll, only to refuse it, would be for nothing.
             if not again and self.refused.get(number, (None,))[0] == now:
                 continue
             try:
                 version = self._load(number, folder, taken)
+            # Any error, since the folder may hold anything; an older version is tried next.
             except Exception as error:
                 self._refuse(number, now, error)
                 continue
@@ -107,6 +112,7 @@ class Model:
         return rows + refused
 
     def _load(self, number: int, folder: Path, taken: Iterable[str]) -> Version:
+        # Sizes first: a copy may be under way, and hashing all of it takes long.
         check_sizes(folder)
         version = Version(folder, number, self._settings, self._metrics)
         if self._name not in (None, version.name):
@@ -120,6 +126,7 @@ class Model:
     def _refuse(self, number: int, now: Stamp, error: Exception) -> None:
         known = isinstance(error, PackageError)
         why = shortened(str(error) if known else f"cannot be used: {error!r}", 1000)
+        # One line for a reason, not one at each poll.
         if self.refused.get(number, ((), ""))[1] != why:
             log.warning("%s version %s is refused: %s", self.name, number, why)
         self.refused[number] = now, why

@@ -1,4 +1,10 @@
-"""The packages that a process serves: found by name, loaded, replaced, unloaded."""
+"""The packages that a process serves: found by name, loaded, replaced, unloaded.
+
+Folders are looked at every few seconds. A newer version is opened and warmed beside the one that
+answers, one model at a time, and then takes its place for new requests. The old version answers
+those that it has, and its memory is freed after the last. A version that cannot be served is
+refused with a line, and the one before goes on.
+"""
 
 import asyncio
 import gc
@@ -37,6 +43,8 @@ class Repository:
         self.models: list[Model] = []
         for folder in folders:
             model = Model(folder, settings, self.worker, self._metrics_of)
+            # Before the server listens: a folder without a version that works is the user's
+            # mistake.
             version = load_first(model)
             if twice := {*version.queues} & {name for each in self.models for name in each.names}:
                 raise ConfigError(
@@ -55,6 +63,7 @@ class Repository:
     async def drain(self) -> None:
         """Refuse new requests and wait until the others are answered."""
         self.closed = True
+        # Old versions too may still have requests.
         for version in [*self._answering]:
             await version.idle()
 
@@ -77,6 +86,7 @@ class Repository:
         current = model.current
         if current is None:
             raise Refusal(503, f"{name} is unloaded; POST /v2/repository/models/{name}/load")
+        # Known but not served here: 400 with the reason says more than 404.
         if name in current.refused and name not in current.queues:
             raise Refusal(400, f"{name} {current.refused[name]}; open the package by its loader")
         if name not in current.queues:
@@ -123,11 +133,12 @@ class Repository:
             model.unloaded = True
             if old is not None:
                 task = self._spawn(self._retire(old))
+                # This frame would hold the version while `_retire` frees its memory.
                 del old
                 await task
 
     def text(self) -> str:
-        """SignatureMetrics for Prometheus."""
+        """Return metrics for Prometheus."""
         waiting = {
             (queue.metrics.model, queue.metrics.version): queue.length
             for version in self._answering
@@ -149,6 +160,8 @@ class Repository:
                         continue
                     try:
                         await self._replace(model)
+                    # A folder that fails once, as on a network, must not end the polling of the
+                    # others.
                     except Exception as error:
                         log.error(
                             "%s: cannot be checked for newer versions", model.folder, exc_info=error
@@ -156,11 +169,13 @@ class Repository:
 
     async def _replace(self, model: Model, again: bool = False) -> None:
         """Serve a newer version, if there is one; the old one answers its requests."""
+        # Names of the last version of each, also where it is unloaded and may come back.
         taken = {name for each in self.models if each is not model for name in each.names}
         version = await asyncio.to_thread(model.load_newest, taken, again)
         if version is None:
             return
         old = model.current
+        # One assignment on the event loop, so a request sees the old version or the new one.
         model.current = version
         model.unloaded = False
         self._answering.add(version)
@@ -173,7 +188,9 @@ class Repository:
         await version.idle()
         self._answering.discard(version)
         del version
-        gc.collect()  # jax and signatures hold reference cycles through it
+        # jax keeps frames of a program's first call in a cycle, so the weights stay without this:
+        # 0.13 s, 5 ms with the modules frozen at the start.
+        gc.collect()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)

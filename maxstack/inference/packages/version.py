@@ -29,6 +29,7 @@ class Version:
         metrics: Callable[[str, str], SignatureMetrics],
     ):
         self.folder, self.number = folder, number
+        # Hashes of all files are checked here.
         self.package = Package(folder)
         self.name = _check_name(folder, self.package.manifest["name"])
         self.refused: dict[str, str] = {}
@@ -41,6 +42,7 @@ class Version:
                 self.refused[full] = why
                 continue
             queue = Queue(signature, settings, metrics(full, str(number)))
+            # The package's own name is its first signature.
             self.queues.setdefault(self.name, queue)
             self.queues[full] = queue
         if not self.queues:
@@ -54,9 +56,13 @@ class Version:
         """Compile all programs in all allowed sizes -> what was done. Other packages answer
         meanwhile, unless this one runs on several devices."""
         began, count = time.monotonic(), 0
+        # A program of several devices that starts beside another may wait for it for ever
+        # (worker.py).
         alone = self.package.manifest["devices"] > 1
         for queue in dict.fromkeys(self.queues.values()):
             for sizes in queue.sizes():
+                # Between programs: compiling takes seconds each, and a stop should not wait for
+                # all.
                 if worker.stopped:
                     raise PackageError(f"{self.folder}: the server ends")
                 with worker.running if alone else contextlib.nullcontext():
@@ -136,6 +142,8 @@ def stamp(folder: Path) -> Stamp:
     for path in sorted(folder.rglob("*")):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
+            # The inode too: a file that was replaced within the clock's resolution may have the
+            # same size.
             found.append((str(path), status.st_size, status.st_mtime_ns, status.st_ino))
     return tuple(found)
 
@@ -164,6 +172,7 @@ def _check_name(folder: Path, name: Any) -> str:
 
 def _not_served(spec: Mapping[str, Any]) -> str | None:
     """Return why the protocol cannot serve a signature; None where it can."""
+    # The protocol has no place for arrays that calls replace.
     if spec["state"]:
         return "has a state, which the protocol has not"
     for kind in ("inputs", "outputs"):

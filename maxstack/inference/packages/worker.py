@@ -25,6 +25,7 @@ class Worker:
         """Held while a program runs."""
         self.stopped = False
         self._changed = threading.Condition()
+        # So that the worker need not look at every queue.
         self._busy: set[Queue] = set()
         """Queues that are not empty."""
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
@@ -56,8 +57,10 @@ class Worker:
             loop = batch[0].answer.get_loop()
             outcome: Sequence[Answer] | Refusal
             try:
+                # `Version.warm` holds it for packages of several devices.
                 with self.running:
                     outcome = queue.run(batch)
+            # The thread serves all packages, so a failure ends one batch alone.
             except Exception as error:
                 name = f"{queue.metrics.model} version {queue.metrics.version}"
                 log.error("%s failed", name, exc_info=error)
@@ -71,9 +74,11 @@ class Worker:
                 if not self._busy:
                     self._changed.wait()
                     continue
+                # The batch that is due first, of all packages: none can starve another.
                 queue = min(self._busy, key=lambda queue: queue.due()[0])
                 when, bucket = queue.due()
                 if (left := when - time.perf_counter()) > 0:
+                    # Wakes early where a request fills this batch or makes another due sooner.
                     self._changed.wait(left)
                     continue
                 batch = queue.take(bucket)
