@@ -165,6 +165,7 @@ class _Leader:
                         ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
                     )
                 at = address or ""
+                # Thousands of processes may call at once.
                 return socket.create_server((at, port), family=_family(at), backlog=1024)
             except OSError as error:
                 what = f"process 0 cannot listen on port {port}: {error.strerror}"
@@ -271,6 +272,7 @@ def _answer(
                     )
                     reported = time.monotonic()
                 return key
+        # Both are ValueErrors, which below mean that another program answers.
         except (ConfigError, Missing):
             raise
         except ValueError:

@@ -78,6 +78,7 @@ def _values(match: re.Match[str]) -> set[Fraction | Decimal]:
         for name in ("above", "below")
         if match[name]
     ]
+    # Compared as a Decimal, without being written out; nothing is computed with it.
     if any(abs(part.adjusted()) > _MOST_DIGITS for part in parts):
         return set(parts[:1]) if len(parts) == 1 else set()
     # Fractions, so that 1/3 and 0.1 are compared exactly.

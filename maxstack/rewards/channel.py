@@ -48,6 +48,7 @@ class Channel:
         # message.
         while (end := self._buffer.find(b"\n", self._searched)) < 0:
             self._searched = len(self._buffer)
+            # Before anything is parsed: user code may write without end.
             if self._searched > _LONGEST:
                 raise ValueError(f"more than {_LONGEST} bytes")
             try:

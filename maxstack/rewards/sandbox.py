@@ -49,6 +49,7 @@ def prefix() -> list[str]:
         if path != real and not whole.intersection(map(str, Path(path).parents)):
             # Under the name by which Python knows it, since sys.path has that.
             words += ["--symlink", real, path]
+    # Read-only last: mount points and links are made in / before.
     words += [*"--remount-ro /dev --remount-ro / --chdir".split(), os.getcwd(), "--"]
     # Tried once here: a kernel that refuses namespaces would end every worker with a bare exit
     # code.
