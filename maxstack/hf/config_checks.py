@@ -81,6 +81,7 @@ def check_numbers(config: Mapping[str, Any], where: str) -> None:
     """ConfigError for a number outside of LIMITS; a warning for ids of special tokens outside of
     the vocabulary, where -1 for padding means none in transformers."""
     for path, key, value in _values(config, ""):
+        # Not isinstance: True is no number of layers.
         number = type(value) in (int, float)
         limit = next((limit for limit in LIMITS if re.fullmatch(limit.keys, key)), None)
         if limit is None or value is None or (isinstance(value, list) and not limit.whole):
@@ -112,8 +113,11 @@ def passed_over(key: str, value: Any) -> bool:
     """Return True for a key that cannot change what a model computes, or that has no value."""
     if key in FIELDS or PATTERNS.fullmatch(key) or value in (None, [], {}):
         return True
+    # Of flags that are off, only these say nothing: another may switch off what a family always
+    # computes.
     if value is False:
         return key.endswith("_bias") or key == "use_sliding_window"
+    # No shared expert, said to a family that has none.
     return value == 0 and key.startswith("shared_expert")
 
 
@@ -125,6 +129,7 @@ def refused(config: Mapping[str, Any], known: Iterable[str], where: str) -> list
         key for key, value in config.items() if key not in known and not passed_over(key, value)
     ]
     dangerous = sorted(key for key in unread if DANGEROUS.search(key))
+    # No warning beside the error that dangerous keys cause.
     if not dangerous and unread:
         keys = listed(sorted(unread))
         _warn(where, f"keys that the family does not read, passed over: {keys}")
@@ -136,6 +141,7 @@ def other_class(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
     given = config.get("auto_map")
     names = {*names}
     for key, value in given.items() if isinstance(given, Mapping) else ():
+        # The code is never run, but a class of another name may compute otherwise.
         name = str(value).rpartition(".")[2]
         if key.startswith("AutoModel") and value and name not in names:
             return name

@@ -2,7 +2,9 @@
 trusted, and nothing in it is run.
 
 A folder of a model of pictures or sound holds its language model under another key of config.json
-and another beginning of tensor names; both are found here, and other parts are passed over.
+and another beginning of tensor names; both are found here, and other parts are passed over. Tensors
+come from one file, or from shards that an index names; the index and the files must agree exactly,
+since a stale one beside new weights would give a mixture of two models.
 """
 
 import collections
@@ -81,6 +83,7 @@ class Folder:
         """config.json; of a larger model, that of its language model."""
         self.has_parts = False
         """True where the folder holds more than a language model."""
+        # A loop, since wrappers are nested: thinker_config holds text_config.
         parts = [TOWERS[kind]] if (kind := outer.get("model_type")) in TOWERS else TEXT
         while inner := next((key for key in parts if isinstance(self.config.get(key), dict)), None):
             shared = {key: self.config[key] for key in OF_WRAPPER if key in self.config}
@@ -90,6 +93,7 @@ class Folder:
         self.where = str(self.path / "config.json")
         self.stem = hub.DIFFUSERS if CLASS_NAME in outer else hub.MODEL
         """Beginning of the names of weight files."""
+        # Popped, since it is no key of a family's table.
         method = self.config.pop("quantization_config", None) or outer.get("quantization_config")
         self._unpack = unpacking(method, self.where)
         self.quantized: str | None = method["quant_method"] if method else None
@@ -103,6 +107,8 @@ class Folder:
             entry.name for entry in self.path.iterdir() if entry.name.endswith(".safetensors")
         )
         if not shards and single not in names:
+            # Named only where there is nothing else: training leaves optimizer states beside
+            # safetensors.
             unsafe = [
                 f"{entry.relative_to(self.path)}, which is {UNSAFE[entry.suffix.lower()]}"
                 for entry in sorted([*self.path.glob("*"), *self.path.glob("*/*")])
@@ -123,6 +129,7 @@ class Folder:
             file = SafetensorsFile(self.file(shard))
             held = file.entries.keys()
             listed = shards.get(shard, held)
+            # A shard of another version, or an index that lies.
             if absent := sorted(listed - held):
                 raise DataError(
                     f"{index}: tensor {absent[0]}{and_more(absent)} is said to be in "
@@ -152,7 +159,9 @@ class Folder:
     def _of_language_model(self, tensors: dict[str, T], body: str) -> dict[str, T]:
         """Select the language model's tensors, under its own names, with a warning of other parts;
         all tensors for a family that is such a part."""
+        # Told by the embedding, the one tensor that every language model has.
         within = next((begin for begin in WITHIN if f"{begin}embed_tokens.weight" in tensors), "")
+        # Where the body is X.model., the head is X.lm_head.
         outside = within.removesuffix("model.") if within.endswith(".model.") else ""
         tower = OTHER_TOWERS.match(body)
         found, left = dict[str, T](), list[str]()
@@ -160,12 +169,15 @@ class Folder:
             own = name.removeprefix(outside)
             if within and name.startswith(within):
                 own = f"model.{name.removeprefix(within)}"
+            # A wrapper's tensors outside of its language model, except for the head.
             elif within and not own.startswith(OF_ALL):
                 left.append(name)
                 continue
+            # The family is itself a tower, so the language model is the other part.
             elif self.has_parts and tower and not name.startswith(body):
                 left.append(name)
                 continue
+            # Wrappers that keep the names of the language model as they are (qwen2_5_vl).
             elif OTHER_TOWERS.match(name) and not tower:
                 left.append(name)
                 continue
@@ -174,6 +186,7 @@ class Folder:
             parts = collections.Counter(name.removeprefix("model.").split(".")[0] for name in left)
             said = ", ".join(f"{part} ({count})" for part, count in sorted(parts.items()))
             _warn(self.where, "tower of pictures" if tower else "language model", said)
+        # Files of the bare body (AutoModel) lack its prefix.
         if any(name.startswith(body) for name in found):
             return found
         return {
@@ -189,6 +202,7 @@ class Folder:
         index = self.file(self._index)
         for name, shard in hub.read_weight_map(index).items():
             check_name(name, str(index))
+            # A path here could lead out of the folder.
             if not hub.SHARD.fullmatch(shard):
                 raise DataError(
                     f"{index}: tensor {name} is said to be in {quoted(shard)}, which is "
@@ -220,9 +234,11 @@ class Folder:
             inner = self.path / "transformer"
             which = f"{inner}, of the pipeline" if inner.is_dir() else "the folder of a model"
             raise ConfigError(f"{path}: no such file; give {which}")
+        # Pipes, sockets and links to nowhere must not pass for absence.
         if not path.is_file():
             leads = "is a link that leads nowhere" if path.is_symlink() else "is no file"
             raise DataError(f"{path}: {leads if os.path.lexists(path) else 'no such file'}")
+        # The hub's cache keeps files in blobs/ and links to them from snapshots/COMMIT/.
         target, folder = path.resolve(), self.path.resolve()
         cache = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
         if target.parent not in (folder, cache):

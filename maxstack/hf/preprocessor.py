@@ -1,5 +1,10 @@
-"""How a model folder turns pictures into pixels: its preprocessor_config.json as data.image, both
-ways. Every key is computed, changes nothing or is refused."""
+"""preprocessor_config.json of a model folder as data.image, both ways.
+
+The class of the processor gives the values of absent keys (preprocessor.yml); sizes, crop, scaling
+and normalization then become one resize, one square and a mean and deviation. Each key is computed,
+known to change nothing, or refused: nine shapes of published files give the pixels of transformers'
+Pillow processors to 2e-6 of their deviation.
+"""
 
 import functools
 import logging
@@ -42,6 +47,7 @@ class Pictures(NamedTuple):
 
     def at(self, side: int) -> dict[str, Any]:
         """Return KEYS for images of another side that show as much of a picture."""
+        # The border that is cut off stays the same share of the picture.
         resize = round(self.image["resize"] * side / self.side)
         if side != self.side:
             _warn(f"{self.where}: makes {self.side} pixels, not {side}: data.image.resize={resize}")
@@ -57,6 +63,7 @@ def pictures(folder: Folder) -> Pictures | None:
             _warn(f"{where}: no such file, so data.image is what the configuration makes it")
         return None
     kind = said.get("image_processor_type") or said.get("feature_extractor_type")
+    # All classes of a model's processors, old, fast and by Pillow, share their defaults.
     kind = re.sub("(FeatureExtractor|ImageProcessor)(Fast|Pil)?$", "", str(kind or ""))
     kind = kind or folder.config.get("model_type")
     given = {key: value for key, value in said.items() if value not in (None, {}, [])}
@@ -65,6 +72,7 @@ def pictures(folder: Folder) -> Pictures | None:
             raise ValueError(f"image_processor_type: {quoted(kind)} is not computed here")
         values = TABLE["classes"][kind] | given
         known = {*TABLE["classes"]["ViT"], *TABLE["inert"]}
+        # A step that is not done needs no support, whatever it would do.
         off = {key for key, value in given.items() if key.startswith("do_") and value is False}
         if unknown := sorted(given.keys() - known - off):
             raise ValueError(f"unknown keys: {listed(unknown)}")
@@ -92,6 +100,7 @@ def _parse(values: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     express."""
     resize, keep_ratio = _size("size", values)
     side, loose = _size("crop_size", values) if values["do_center_crop"] else (resize, keep_ratio)
+    # Batches are arrays of equal squares; a crop beyond the edges would add a border.
     if not values["do_resize"] or loose or side > resize:
         keys = "do_resize", "size", "do_center_crop", "crop_size"
         said = ", ".join(f"{key}={quoted(values[key])}" for key in keys)
@@ -99,6 +108,7 @@ def _parse(values: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     if values["resample"] not in range(len(FILTERS)):
         raise ValueError(f"resample={quoted(values['resample'])}: is none of Pillow's filters")
     # (factor x - mean) / std of values x up to 255, where data.image has x / 255.
+    # One affine function: dividing both numbers by the factor folds the scaling into them.
     factor = 255 * (values["rescale_factor"] if values["do_rescale"] else 1)
     if not 0 < factor < float("inf"):
         raise ValueError(f"rescale_factor={quoted(values['rescale_factor'])}: must be above 0")
@@ -119,6 +129,7 @@ def _size(key: str, values: dict[str, Any]) -> tuple[int, bool]:
     """Return a side, and whether it is that of the shorter edge alone."""
     size = values[key]
     if isinstance(size, int):
+        # A number alone is both sides, or the shorter edge, as the class has it.
         square = values["default_to_square"] or key == "crop_size"
         size = [size, size] if square else {"shortest_edge": size}
     if isinstance(size, list):
@@ -135,6 +146,7 @@ def of_run(where: str, cfg: "Config") -> Pictures | None:
     if model.tokens is None or model.channels not in (1, 3):
         return None
     image, size = cfg.data.image, model.image_size
+    # One number for each channel, so that settings of a run and of a folder compare.
     mean, std = (
         tuple(np.broadcast_to(each, model.channels).tolist()) for each in (image.mean, image.std)
     )
@@ -150,6 +162,7 @@ def write(out: Path, own: Pictures, source: Path | None) -> None:
         came = pictures(Folder(source, weights=False)) if source else None
     except ConfigError:  # the run cannot have used it
         came = None
+    # The original file keeps keys that other programs may read.
     if came and came[2:] == own[2:]:
         write_json(out / PREPROCESSOR, came.said)
         return

@@ -1,4 +1,8 @@
-"""A SentencePiece model that a run has trained, as the files of a transformers tokenizer."""
+"""A SentencePiece model that a run has trained, as the files of a transformers tokenizer.
+
+The merges of a BPE are all ways to cut a piece into two others, in the order of the pieces' scores.
+A probe text of all pieces must then give the ids of the model, or no files are made.
+"""
 
 import json
 from pathlib import Path
@@ -21,8 +25,10 @@ def files_of(path: Path) -> dict[str, Any]:
     ids = range(model.vocab_size())
     pieces = [model.id_to_piece(i) for i in ids]
     special = [i for i in ids if model.is_control(i) or model.is_unknown(i)]
+    # A byte is a piece like <0x0A>, which stands for no text of that spelling.
     text = {pieces[i]: i for i in ids if i not in special and not model.is_byte(i)}
     pairs = sorted(
+        # SentencePiece scores pieces by the order in which it learnt them, the first one highest.
         (-model.get_score(i), text[piece[:at]], text[piece[at:]], (piece[:at], piece[at:]))
         for piece, i in text.items()
         for at in range(1, len(piece))
@@ -38,14 +44,17 @@ def files_of(path: Path) -> dict[str, Any]:
             byte_fallback=True,
         )
     )
+    # SentencePiece writes spaces as a visible character within pieces.
     made.normalizer = normalizers.Replace(" ", SPACE)
     made.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     made.add_tokens([AddedToken("\n", normalized=False)] if "\n" in text else [])
+    # Every piece once, and bytes and characters that no piece has.
     probe = "".join(piece.replace(SPACE, " ") for piece in text) + " Grüß\n\t日本  x"
     if made.encode(probe, add_special_tokens=False).ids != model.encode(probe):
         return {}
+    # After the probe: SentencePiece reads </s> in a text as characters, transformers as the token.
     made.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in special])
     named = {"bos_token": model.bos_id(), "eos_token": model.eos_id(), "unk_token": model.unk_id()}
     config = {

@@ -22,6 +22,7 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
     """
     processor, file = None, folder / "tokenizer.json"
     if os.path.lexists(file):
+        # A link that leads nowhere must not pass for absence: the next form may give other ids.
         if not file.is_file():
             return None
         processor = read_json(file).get("post_processor")
@@ -30,13 +31,18 @@ def tokenizer_of(folder: Path) -> dict[str, Any] | None:
             return None
         file = tiktoken
     elif (folder / MODEL).is_file():
+        # The model alone would write <|im_end|> in pieces, and no answer would end.
         if _added(folder):
             return None
         settings = read_special_tokens(folder)
         bos, eos = (token_text(settings.get(f"{name}_token")) for name in ("bos", "eos"))
+        # SentencePiece itself puts nothing before a text; tokenizers of this kind in transformers
+        # put BOS unless told otherwise.
         adds = bool(bos) and settings.get("add_bos_token") is not False
         path = str(folder / MODEL)
         return {"kind": "sentencepiece", "path": path, "bos": adds, "eos": eos is not None}
+    # The two files lack the pattern that cuts words, so only models whose pattern is known are
+    # read.
     elif byte_level.known_split(folder) and _has_vocab(folder):
         file = folder / byte_level.VOCAB
     else:
@@ -82,6 +88,7 @@ def _added(folder: Path) -> dict[str, int]:
 
     ids = read_json(folder / "added_tokens.json")
     for number, token in (read_special_tokens(folder).get("added_tokens_decoder") or {}).items():
+        # Short numbers only: int() refuses thousands of digits by an error without a file's name.
         if (text := token_text(token)) is not None and number.isdecimal() and len(number) < 10:
             ids[text] = int(number)
     if not ids:
@@ -94,6 +101,7 @@ def _added(folder: Path) -> dict[str, int]:
     return {
         token: number
         for token, number in ids.items()
+        # Files repeat the model's own special tokens, which are no additions.
         if not 0 <= number < size or model.id_to_piece(number) != token
     }
 

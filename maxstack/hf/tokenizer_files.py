@@ -1,4 +1,9 @@
-"""The tokenizer of a run as files of a model folder that encode texts as in training."""
+"""The tokenizer of a run as files of a model folder that encode texts as in training.
+
+The files of the original folder are copied if the run used that tokenizer, else those beside the
+tokenizer's file, or files made of a SentencePiece model. Then they are changed where they would
+begin or end a text otherwise than training did.
+"""
 
 import filecmp
 import shutil
@@ -39,6 +44,7 @@ def copy_tokenizer(
     the files say."""
     path = tokenizer if isinstance(tokenizer, Path) and tokenizer.is_file() else None
     came = source / path.name if source and path else None
+    # Compared by content: a run names its tokenizer by any path.
     if path is None or (came and came.is_file() and filecmp.cmp(path, came, shallow=False)):
         if tokenizer == "bytes":
             for name, made in byte_level.bytes_tokenizer_files().items():
@@ -75,18 +81,22 @@ def _mark(folder: Path, marks: Marks) -> None:
     """Change files that name other tokens, or put others before a text."""
     settings, named = read_special_tokens(folder), dict[str, Any]()
     for key, token in marks._asdict().items():
+        # Tokens that training did not use keep their names; only where they are put changes.
         if token and token_text(settings.get(f"{key}_token")) != token.text:
             named[f"{key}_token"] = token.text
     bos = [marks.bos.text] if marks.bos else []
     made = read_json(file := folder / "tokenizer.json")
+    # transformers encodes by this file, where it exists.
     if made and tokens_before(made.get("post_processor")) != bos:
         made["post_processor"] = _processor(made.get("post_processor"), marks.bos)
         write_json(file, made)
+    # An absent key means what tokenizer.json puts before a text.
     if settings.get("add_bos_token", bool(bos and made)) != bool(bos):
         named["add_bos_token"] = bool(bos)
     if not named:
         return
     write_json(folder / SETTINGS, read_json(folder / SETTINGS) | named)
+    # An older file that repeats some names and would contradict the others.
     if spelt := read_json(folder / SPELT):
         write_json(folder / SPELT, spelt | {k: v for k, v in named.items() if k in spelt})
 
@@ -94,6 +104,7 @@ def _mark(folder: Path, marks: Marks) -> None:
 def _processor(found: dict[str, Any] | None, bos: Token | None) -> dict[str, Any] | None:
     """Return a post_processor that puts BOS alone before a text, or nothing around it."""
     parts = found.get("processors", [found]) if found else []
+    # Others, such as ByteLevel's offsets, put no tokens around a text and stay.
     parts = [part for part in parts if part["type"] not in AROUND]
     if bos:
         before, text = _part("SpecialToken", bos.text), _part("Sequence", "A")

@@ -1,4 +1,8 @@
-"""Tables and rows that many families share."""
+"""Tables and rows that many families share.
+
+Arguments named `absent` are values of absent keys: defaults of transformers' classes, which differ
+between families. Files in the tests say what transformers reads where each key is deleted.
+"""
 
 import dataclasses
 import logging
@@ -11,6 +15,7 @@ from maxstack.hf.table import Key, Mismatch, Sink, Source
 
 log = logging.getLogger(__name__)
 Table = Mapping[str, Any]
+# The first word of a meaning is what exports write.
 SILU = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -42,6 +47,7 @@ def decoder(
     *, tied: bool = False, norm: Table | None = None, soft_cap: Any = None, **more: Any
 ) -> Table:
     """Return the table around the layers; `tied` is the meaning of an absent key."""
+    # The default of the class: families differ, and files leave the key out.
     head = {"tied": Key("tie_word_embeddings", tied), "bias": False, "soft_cap": soft_cap}
     return {
         "vocab": Key("vocab_size"),
@@ -64,6 +70,7 @@ def attention(
         "kv_heads": Key(
             "num_key_value_heads",
             lambda source: source.need("num_attention_heads"),
+            # Absent: the class's default. null: as many as query heads.
             absent=kv_heads,
         ),
         "head_dim": Key(
@@ -157,6 +164,7 @@ class Times:
         return times * source.need(self.unit)
 
     def write(self, value: Any, sink: Sink) -> None:
+        # The other entry has written the unit already: tables are written in order.
         if value % sink[self.unit]:
             raise Mismatch(f"{value} is no multiple of {self.unit}={sink[self.unit]}")
         sink.put(self.key, value // sink[self.unit])
@@ -171,6 +179,8 @@ class Further:
 
     def read(self, source: Source) -> dict[str, Any] | None:
         promised = (source.get(self.key) if self.key else 0) or 0
+        # The tensors decide, and the key only where they are unknown (a folder without weights or
+        # index).
         depth = promised if source.mtp is None else source.mtp
         if promised > depth:
             log.warning(
