@@ -130,8 +130,8 @@ def answer_all(answerer: Callable[[Any], Callable[[Any], Any]]) -> None:
 
 
 def own_memory() -> tuple[int, int]:
-    """Bytes of this process's address space, and those resident in memory; 0 where the system does
-    not say."""
+    """Return the bytes of this process's address space, and those resident in memory; 0 if the
+    system does not say."""
     file = Path("/proc/self/statm")
     if not file.exists():
         return 0, 0

@@ -47,6 +47,7 @@ DATA = {
 }
 """File extensions of data, and the kind of their source."""
 _WORDS = ("extends", "preset", "from", "kind")
+# Quotes hold a key with dots or an equals sign, as patterns of weights have: `optimizer."a.b"=..`.
 _SEGMENT = re.compile(r'"([^"]*)"|([^."=]+)')
 
 
@@ -168,6 +169,7 @@ def _is_named(section: Node) -> bool:
 
 
 def _kind_changes(under: dict[str, Node], over: dict[str, Node]) -> bool:
+    # A mapping of another kind has other keys; those of the old one would be refused in it.
     return "kind" in under and "kind" in over and under["kind"].value != over["kind"].value
 
 
@@ -342,6 +344,8 @@ class _Composer:
             base = self.file(self.find(text, section, folder, f"{name.where}: "), section)
         else:
             return node
+        # A preset is complete: it replaces what an extended file says of the section, and only keys
+        # beside it are merged over it.
         rest = Node({key: item for key, item in entries.items() if key != word}, node.where)
         return dataclasses.replace(merge(base, rest), where=node.where, replaces=True)
 
@@ -411,6 +415,7 @@ def read_file(path: str | Path) -> Node:
 
 def shown(path: str) -> str:
     """The path as a person would write it: relative if it is inside the working folder."""
+    # Short where it is short: messages of errors name files as a person would type them.
     relative = path if storage.is_url(path) else os.path.relpath(path)
     return os.path.realpath(path) if relative.startswith("..") else relative
 
@@ -468,6 +473,7 @@ def _assign(
     if inside is not None and not isinstance(inside, dict):
         raise ConfigError(f"{problem} {quoted(inside)}, which has no {shortened(key)}")
     entries = inside or {}
+    # `a.kind=x` drops the other keys of `a`, which belong to the kind before.
     if depth + 1 == len(keys) and _kind_changes(entries, {key: node}):
         return Node({key: node}, "override", replaces=True)
     below = default.get(key) if isinstance(default, dict) else None

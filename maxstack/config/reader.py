@@ -30,6 +30,7 @@ _WORDS: Mapping[str, Scalar] = {
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _INTEGER = re.compile(rf"[-+]?{_DIGITS}")
 _BASED = re.compile(r"0x[0-9a-fA-F]+|0o[0-7]+")
+# 1e-4 is a number here; YAML 1.1, as PyYAML reads it, takes it for text.
 _FLOAT = re.compile(rf"[-+]?(?:\.{_DIGITS}|{_DIGITS}(?:\.(?:{_DIGITS})?)?)(?:[eE][-+]?[0-9]+)?")
 _PADDED = re.compile(r"[-+]?0_?[0-9].*")
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -108,6 +109,7 @@ def scalar(text: str) -> Scalar:
         raise ValueError(f"{text} is not a number, so it is no setting")
     if _BASED.fullmatch(text):
         return _bounded(int(text, 0), text)
+    # 010 is eight in YAML 1.1 and ten in YAML 1.2.
     if _PADDED.fullmatch(text) and _FLOAT.fullmatch(text):
         raise ValueError(
             f"number {shortened(text)} starts with 0, which YAML versions read "

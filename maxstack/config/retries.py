@@ -99,7 +99,7 @@ def patience() -> float:
 
 
 def may_be_transient(path: str, error: BaseException) -> bool:
-    """Whether an error of reading `path` may go away."""
+    """Return True if an error of reading `path` may go away."""
     of_disk = "://" not in path and isinstance(error, OSError) and error.errno in _OF_DISKS
     return of_disk or is_transient(error)
 
@@ -120,8 +120,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error, among an error and its causes, that tells what happened: the one with an HTTP
-    status other than 404, or of the network; else the error itself."""
+    """Return the first of an error and its causes that has an HTTP status or is of the network;
+    the error itself if there is none, or if a 404 comes first."""
     for link in _chain(error):
         # 404 is an answer: the error itself tells what does not exist.
         if (status := _status(link)) == 404:

@@ -323,8 +323,8 @@ def _infos(
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[Path]:
     """Yield a local file to write in the block, which becomes `path` at the end, so that nobody
-    sees it half written; its folder is made. What is no regular file, such as /dev/stdout, is
-    written directly. OSError if it fails."""
+    sees it half written; its folder is made. A path that is not a regular file, such as
+    /dev/stdout, is written directly. OSError if it fails."""
     if not is_url(path):
         if os.path.exists(path) and not os.path.isfile(path):
             yield Path(path)

@@ -42,6 +42,8 @@ class Evaluation:
         # exported later.
         row = self.figures(step, optim.eval_params(cfg.optimizer, state.opt, state.params))
         for metric, key in self._chosen_by.items():
+            # A metric may depend on the data, as bits per byte does on known sizes, so it is looked
+            # for again.
             if metric not in row:
                 raise ConfigError(
                     f"{key}: evaluations give no {metric}; they give {', '.join(row)}"
@@ -101,6 +103,7 @@ class StopEarly:
 
     def to_json(self) -> dict[str, Any]:
         """Return its state as plain JSON values, for a checkpoint."""
+        # Saved with each checkpoint: a run that was killed ends where the undisturbed one does.
         return {"stop_early": [self._best, self._at, self._since]} if self._cfg else {}
 
     def restore(self, saved: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Answers that a run's model generates to the prompts of tasks."""
+"""Generates the answers of a run's model to the prompts of tasks, with the inference engine."""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any

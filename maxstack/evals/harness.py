@@ -1,5 +1,5 @@
-"""lm-evaluation-harness over the same scoring and the same engine, for tasks beyond the subset of
-its format that maxstack reads."""
+"""Runs lm-evaluation-harness with maxstack's scoring and engine, for tasks beyond the subset of its
+format that maxstack reads."""
 
 import os
 import tempfile
@@ -46,6 +46,8 @@ def evaluate(
         defaults = False
         for name in names:
             is_file = storage.kind(name) == "file"
+            # What maxstack reads is given to the harness as a file, so that both ask the same
+            # questions.
             if own := _read_here(name):
                 write_for_harness(own, Path(made))
                 asked.append(own[-1].name)

@@ -62,6 +62,7 @@ def _lines() -> tuple[Line, ...]:
             line, context = lines[i], "".join(f"{line}\n" for line in lines[i - BEFORE : i])
             is_code = line.isascii() and not line.lstrip().startswith("#")
             size = len(context.encode()) + len(line.encode())
+            # Line and context fit a row of quickstart.yml, so no request loses its beginning.
             if SHORTEST < len(line) < LONGEST and is_code and size <= MOST:
                 found.append((context, line))
     return (*found,)
@@ -77,8 +78,9 @@ Change = Callable[[str, random.Random], str | None]
 
 
 def _pairs(change: Change, lines: Sequence[Line], rng: random.Random) -> Iterator[Question]:
-    """Yield the lines that a change makes wrong."""
+    """Yield a question for each line that the change alters."""
     for context, line in lines:
+        # Some changes give the same line, as of two equal letters.
         if (wrong := change(line, rng)) and wrong != line:
             yield _question(context, f"{line}\n", [f"{wrong}\n"], rng)
 

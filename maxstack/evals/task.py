@@ -36,7 +36,7 @@ _TEMPLATES.tests["none"] = lambda value: value is None or isinstance(value, Null
 
 
 class Null:
-    """A null in a template: false and none, and refused where it would become text."""
+    """A null in a template: false, equal to None, and an error where it would be rendered."""
 
     def __init__(self, field: str):
         self.field = field

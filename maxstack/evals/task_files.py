@@ -73,6 +73,8 @@ def _open(member: Node, folder: str, library: str, depth: int) -> Iterator[Task 
         raise ConfigError(f"group {name}: more than {DEEPEST} groups inside one another")
     for file in _files(name, folder, library):
         tree = _tree(file, library)
+        # Keys of a group's member replace whole keys of its file, as in lm-evaluation-harness;
+        # nothing is merged.
         whole = dataclasses.replace(tree, value=(tree.mapping or {}) | keys)
         yield from _open_tree(whole, os.path.dirname(file), library, depth)
 
@@ -246,6 +248,8 @@ def write_for_harness(parts: Sequence[Task | GroupConfig], folder: Path) -> None
         if isinstance(part, Task):
             files = {split: [*map(_absolute, paths)] for split, paths in part.files.items()}
             if part.cfg.dataset_path == GENERATED:
+                # The harness cannot make these documents; it reads the very ones that maxstack
+                # asks.
                 rows = folder / f"{name}.jsonl"
                 rows.write_text("".join(json.dumps(each) + "\n" for each in part.documents))
                 files = {part.cfg.split: [str(rows)]}

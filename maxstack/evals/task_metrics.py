@@ -32,6 +32,7 @@ def values(task: Task, question: Question, answer: Any) -> dict[str, Any]:
     if task.cfg.output_type == "generate_until":
         found = {}
         for kept in task.cfg.filter_list or (FilterConfig(name="none", filter=()),):
+            # Each list of filters gives a metric of its own, from the same answer.
             filtered = _filter(kept, answer)
             for each in metrics:
                 right = any(_matches_exactly(each, filtered, other) for other in question.right)
@@ -68,6 +69,7 @@ def _choice_values(question: Question, answer: Sequence[Likelihood]) -> dict[str
             for each, size in zip(answer, sizes, strict=True)
         ]
         best = shares.index(max(shares))  # the first of equals
+        # A question may have several right choices.
         of[name] = float(best in question.right)
     return of | {"exact_match": float(any(answer[number].greedy for number in question.right))}
 
@@ -223,6 +225,7 @@ def _aggregate(kind: str, items: Sequence[Any]) -> tuple[float, float]:
         error = math.sqrt(spread) / math.sqrt(count)
         if kind == "mean":
             return mean, error
+        # The derivative of exp(-x): the harness draws this error by bootstrap instead.
         return math.exp(-mean), math.exp(-mean) * error
     total = sum(size for _, size in items)
     ratio = sum(value for value, _ in items) / total

@@ -16,8 +16,8 @@ from maxstack.regular_file import read_regular
 
 @functools.cache
 def files_of(folder: str, below: bool) -> dict[str, list[str]]:
-    """Return by name the file of a task or group, the first in the order of paths, or those of a
-    tag, in the order of its tasks' names; of the folder, and with `below` of those in it."""
+    """Return the files of each name in a folder, with `below` also in the folders below it: of a
+    task or group its file, the first by path; of a tag those of its tasks, by their names."""
     named: dict[str, list[str]] = {}
     tags: dict[str, dict[str, str]] = {}
     # Sorted, so that the same file wins on every machine where two have one name.
@@ -56,7 +56,8 @@ def _text(path: str) -> str:
 
 
 def _words(key: str, text: str) -> list[str]:
-    """Return the words of a top-level key where it comes first, in its line or a list below it."""
+    """Return the words after the first occurrence of a top-level key, in its line or a list below
+    it."""
     found = re.search(rf"^[\"']?{key}[\"']?:([^\n]*(?:\n[ \t]*- [^\n]*)*)", text, re.M)
     if not found:
         return []

@@ -105,7 +105,7 @@ class Tasks:
         return sum(self.scorer.too_long(each) for part in asked for each in part)
 
     def answers(self, task: Task, params: Any, progress: bool = False) -> list[Any]:
-        """Return what `values` takes, for each question."""
+        """Return the answer to each question, in the form that `values` takes."""
         bar = task.name if progress else ""
         if task.cfg.output_type == "generate_until":
             prompts = [question.text for question in self.questions[task.name]]
@@ -167,6 +167,7 @@ class TaskEvaluator:
         """Names of its metrics, without standard errors."""
         by_task = self._tasks.metrics.items()
         names = [f"tasks/{task}/{metric}" for task, metrics in by_task for metric in metrics]
+        # Named beforehand, since a run may choose its checkpoint by them.
         more = [f"tasks/{task.name}/centered" for task in self._tasks.tasks]
         return [*names, *more, "tasks/centered"]
 
@@ -224,6 +225,7 @@ def open_model_tasks(
     most = max_length_of(run.cfg, own, folder)
     if length and run.cfg.decoder.positions and length > most:
         raise ConfigError(f"--length {length}: the model has positions for {most} tokens alone")
+    # A run's rows say how long its texts are; a model folder's limit may be more than memory holds.
     length = length or (run.cfg.data.seq_len if own else min(most, USUAL))
     template = None
     # Without --apply-chat-template a template that cannot be read is no fault.

@@ -83,6 +83,8 @@ def arrange(devices: Sequence[Any], shape: Sequence[int]) -> "np.ndarray":
     # No cuboid, so no sides to give to mesh axes; by position is the nearest there is.
     if sides is None:
         return _array(ordered).reshape(shape)
+    # Each mesh axis is a part over slices times a part within a slice; the transpose below joins
+    # the two.
     outer = over_slices(shape, slices)
     inner = [size // part for size, part in zip(shape, outer, strict=True)]
     size = len(devices) // slices
@@ -158,6 +160,8 @@ def _shares(sides: Sequence[int], shape: Sequence[int]) -> list[list[int]]:
     # Innermost first, since these axes talk most and should get whole sides of the torus.
     for axis in reversed(range(len(shape))):
         for prime in _primes(shape[axis]):
+            # A side that the axis already has a part of comes first, so that a mesh axis stays on
+            # one side of the torus, whose links form a ring.
             having = [side for side, size in enumerate(left) if size % prime == 0]
             side = max(
                 having, key=lambda side: (parts[side][axis] > 1, left[side] == sides[side], side)

@@ -86,8 +86,7 @@ def _read(computation: Computation, line: str) -> None:
         name=head[2],
         opcode=kind,
         shape=line[head.end() : opcode.start()],
-        # What stands in a constant's parentheses is data, a parameter's its number; neither names
-        # an operand.
+        # A constant's parentheses hold data, a parameter's its number; neither names an operand.
         operands=() if literal else tuple(_NAME.findall(inside)),
         attributes=line[end + 1 :].lstrip(", "),
         computation=computation,
@@ -100,8 +99,8 @@ def _read(computation: Computation, line: str) -> None:
 def _closing(line: str, start: int) -> int:
     """Find the parenthesis that closes the one just before `start`."""
     end = line.find(")", start)
-    # Counts parentheses between closing ones with str.count, which is far faster than a loop over
-    # characters for a constant of many numbers.
+    # Parentheses are counted by str.count between closing ones, since a constant's line may hold
+    # many numbers.
     depth = line.count("(", start, end)
     while depth and end >= 0:
         after = line.find(")", end + 1)
@@ -147,7 +146,7 @@ def _count(program: Program) -> None:
         if not times:
             continue
         turns = loops.turns(instruction) if instruction.opcode == "while" else 1
-        # One turn keeps every figure that is built on it a lower bound; the plan names these loops.
+        # One turn keeps every figure that is built on it a lower bound.
         if turns is None:
             program.uncounted.append(instruction.name)
             turns = 1

@@ -397,6 +397,7 @@ def _stretches(spent: _Spent, events: list[planes.Event]) -> Iterator[tuple[floa
 def _host(spans: list[planes.Span], steps: list[int]) -> dict[str, float]:
     """Sum the seconds per step of the loop's thread by outermost named span, and the rest."""
     sums: dict[str, float] = collections.defaultdict(float)
+    # Host spans are cut at steps too, so that they are of the same steps as the device's times.
     whole = [span for span in spans if span.name == planes.STEP and span.step in steps]
     for step in whole:
         until = step.begin

@@ -184,6 +184,7 @@ def _messages(message: Message, number: int) -> Iterator[Message]:
 
 
 def _number(message: Message, number: int) -> int:
+    # Protobuf leaves out fields of value 0.
     value = message.get(number, (0,))[-1]
     return value if isinstance(value, int) else 0
 

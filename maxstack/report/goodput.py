@@ -143,6 +143,7 @@ class Account:
             self._spend("useful", stepping - waited)
             self._spend("data wait", waited)
         if row["event"] == "resume":
+            # The first process resumes nothing.
             if self._restarts:
                 kind = "rewind" if self._resumed else "resume"
                 self._resumes.append((row["time"], int(row.get("step", 0)), kind))
@@ -232,6 +233,8 @@ class Account:
             lost = last - max(int(step), first - 1)
             self._done -= lost
             self._lost += lost
+            # Lost steps keep no cause: the time of a batch that is read again is lost with its
+            # step.
             for cause, seconds in (
                 ("useful", (stepping - waited) * (1 - share)),
                 ("data wait", waited * (1 - share)),

@@ -103,6 +103,7 @@ class RunData:
         """Return (time, text) of the lines of log.txt that are not routine."""
         try:
             with (self.folder / "log.txt").open("rb") as file:
+                # From its end: the log of a run of months is larger than a page should read.
                 file.seek(max(0, file.seek(0, 2) - LOG))
                 text = file.read().decode(errors="replace")
         except OSError:
@@ -188,7 +189,10 @@ def compared(runs: Sequence[RunData]) -> dict[str, Any]:
     changes: dict[str, list[str]] = {}
     for i, other in enumerate(configs[1:], 1):
         for key, old, new in difference(configs[0], other):
+            # Each run is compared with the first; a run that does not differ in this key shows the
+            # first's value.
             changes.setdefault(key, [inline(old)] * len(runs))[i] = inline(new)
+    # Names of runs always differ.
     changes.pop("run.name", None)
 
     def row(name: str) -> list[str]:

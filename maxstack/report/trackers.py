@@ -342,6 +342,7 @@ class _Feeder(threading.Thread):
                 self._drop(f"cannot start: {error}")
             return
         finally:
+            # Also where it fails, or the run would wait for STARTING seconds to learn of it.
             self._ready.set()
         while (call := self._calls.get()) is not None:
             self._try(getattr(tracker, call[0]), *call[1:])
@@ -357,6 +358,7 @@ class _Feeder(threading.Thread):
             self.error = error
 
     def _drop(self, why: str) -> None:
+        # Nothing is queued from here on, and the thread may stay in its call: it is a daemon.
         self.lost = True
         self.end()
         _tell(self.name, f"dropped because it {why}")
@@ -371,6 +373,7 @@ class Trackers:
         self._feeders: list[_Feeder] = []
         _claim(folder)
         kept = _kept(folder)
+        # "open" is written at the start and taken back at the end, so a killed process leaves it.
         self.cut_short = bool(kept.get("open"))
         """True if those of the previous process were not closed, and may have lost what they
         buffered."""
@@ -485,6 +488,7 @@ def _kept(folder: Path) -> dict[str, Any]:
 
 
 def _keep(folder: Path, **values: Any) -> None:
+    # Trackers create their ids in threads of their own, and each write replaces the whole file.
     with _KEPT_LOCK, atomic.writing(folder / KEPT) as unfinished:
         text = json.dumps(_kept(folder) | values, indent=1)
         unfinished.write_text(f"{text}\n", encoding="utf-8")

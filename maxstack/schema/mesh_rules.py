@@ -116,7 +116,8 @@ def _sharding(cfg: Config, sizes: dict[str, int], table: str = "rules") -> Itera
 
 
 def _tensors(cfg: Config) -> Iterator[Dims]:
-    """Weights and activations of the model, as far as their axes differ, with whole keys."""
+    """Yield the dimensions of weights and activations, with full keys; of tensors that the mesh
+    shards alike, such as norms, one is enough."""
     model = cfg.model
     embed = Dim("embed", model.embed, "model.embed")
     batch = Dim("batch", 0)

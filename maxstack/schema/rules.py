@@ -127,6 +127,7 @@ def _shapes(cfg: Config, *devices: int) -> Iterator[Fault]:
     """Faults of the shapes of stages other than the largest."""
     for rows, length in cfg.stages.shapes if cfg.train.stages else ():
         for key, message in mesh_rules.sizes(cfg.of_shape(rows, length), *devices):
+            # Other faults are not of this shape and are told by the rules themselves.
             if key in ("train.batch_size", "train.accumulate", "data.seq_len"):
                 yield "train.stages", f"{rows} x {length}: {message}"
 
@@ -246,6 +247,7 @@ def _tiers(cfg: Config) -> Iterator[Fault]:
 def _tiles(cfg: Config) -> Iterator[Fault]:
     for i, rule in enumerate(cfg.quantization.rules):
         tile = rule.bwd_weight_grad_tile_size
+        # A float is a share of the row, a whole number its tokens.
         parts = (1 / tile if isinstance(tile, float) else cfg.data.seq_len / tile) if tile else 1.0
         if not parts.is_integer() or cfg.data.seq_len % parts:
             yield (
@@ -255,6 +257,8 @@ def _tiles(cfg: Config) -> Iterator[Fault]:
 
 
 def _runtime(cfg: Config) -> Iterator[Fault]:
+    # Virtual devices of one process stand for slices, so that elastic training can be tried on a
+    # laptop.
     rehearses = cfg.run.virtual_devices and not cfg.distributed
     if cfg.faults.elastic and cfg.runtime != "pathways" and not rehearses:
         yield (
