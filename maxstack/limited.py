@@ -116,7 +116,7 @@ def answer_all(answerer: Callable[[Any], Callable[[Any], Any]]) -> None:
             _send(target, answer(_receive(source)))
         except EOFError:
             os._exit(0)
-        # Not an answer: after it the state of a C++ library is unknown.
+        # No answer is sent: after a MemoryError the state of a C++ library is unknown.
         except MemoryError:
             os.abort()
         except BaseException:

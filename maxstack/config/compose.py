@@ -415,7 +415,7 @@ def read_file(path: str | Path) -> Node:
 
 def shown(path: str) -> str:
     """The path as a person would write it: relative if it is inside the working folder."""
-    # Short where it is short: messages of errors name files as a person would type them.
+    # Errors name files as a person would type them.
     relative = path if storage.is_url(path) else os.path.relpath(path)
     return os.path.realpath(path) if relative.startswith("..") else relative
 

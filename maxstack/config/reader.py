@@ -1,8 +1,8 @@
 """Reads YAML with the scalars of YAML 1.2's core schema, without tags or duplicate keys.
 
-PyYAML's parser gives events; `_Builder` makes nodes of them, each with its line, and counts nodes
-with aliases written out, so that neither depth nor an alias bomb costs more than a bounded file.
-`scalar` gives plain scalars their types and refuses those that YAML versions read differently."""
+PyYAML's parser gives events; `_Builder` makes nodes of them, each with its line, and bounds their
+depth and their number with aliases written out. `scalar` gives plain scalars their types and
+refuses those that YAML versions read differently."""
 
 import dataclasses
 import math

@@ -1,5 +1,9 @@
-"""Retries for stores and disks that do not answer, on top of the drivers' own: which errors are
-transient, for how long to retry, and what to log."""
+"""Retries for stores and disks that do not answer, on top of the drivers' own.
+
+An error is transient if it, or one of its causes, is of the network or has an HTTP status such as
+429 or 503. Then the call is repeated after pauses that double up to 15 s, with jitter, until
+$MAXSTACK_RETRY_SECONDS are over. Errors that say what is wrong (403, 404, certificates) are raised
+at once. One line is logged when a store's outage begins and one when it ends."""
 
 import errno
 import logging

@@ -1,4 +1,8 @@
-"""Evaluation of a run in training, and early stopping by it."""
+"""Evaluates a run during training, and stops it early.
+
+An evaluation is a list of parts (held-out loss, tasks), each of which returns metrics by name; all
+are computed with the weights that the optimizer chooses for evaluation. Checkpoints and early
+stopping choose by these metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

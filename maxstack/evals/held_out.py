@@ -1,4 +1,8 @@
-"""Evaluation in training: loss and bits per byte on held-out documents."""
+"""Evaluation in training: loss and bits per byte on held-out documents.
+
+Each source has a feed of its own, which is put back to its start for every evaluation. Batches give
+sums (of losses, weights, bytes and the objective's metrics), which are added over batches and
+sources and divided once at the end."""
 
 import collections
 import contextlib

@@ -110,8 +110,7 @@ class Scorer:
                 tokens, begin = cut[number]
                 span = slice(first, first + len(tokens) - begin)
                 found[number] = Likelihood(
-                    # In float64, so that the sum does not depend on where in a row the request
-                    # lies.
+                    # In float64: the score of a long text is a sum of thousands of float32 numbers.
                     -float(result["nll"][row, span].sum(dtype=np.float64)),
                     bool(result["best"][row, span].all()),
                     len(tokens) - begin,

@@ -194,7 +194,6 @@ class Task:
         if cfg.fewshot_config.sampler == "first_n":
             drawn = [*itertools.islice(others, count)]
         else:
-            # One more is drawn, in case the question itself is among them.
             more = 1 if own else 0  # for the document itself
             drawn = rng.sample(pool, min(count + more, len(pool)))
             drawn = [each for each in drawn if not own or each != document][:count]

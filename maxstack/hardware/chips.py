@@ -112,7 +112,7 @@ def chip(name: str) -> Chip:
 
 def by_kind(device_kind: str) -> Chip | None:
     """Return the chip that jax calls `device_kind`; None if the table does not have it."""
-    # jax may call one chip by several names, by version or form factor.
+    # jax may call one chip by several names.
     return next((chip for chip in chips().values() if device_kind in chip.kinds), None)
 
 

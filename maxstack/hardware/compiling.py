@@ -1,5 +1,8 @@
 """Compiler options of a run's programs, its cache of compiled programs, and errors for unknown
-flags."""
+flags.
+
+Options go to the compilation of each program and not into $XLA_FLAGS: plan compiles with them too,
+and a flag that this XLA does not know is reported by name instead of ending the process."""
 
 import contextlib
 import functools

@@ -1,5 +1,9 @@
 """Measures activations: the values that a compiled step keeps from its forward pass for the
-backward pass."""
+backward pass.
+
+jax's op_names tell the passes apart. A value counts if the forward pass computes it, if some
+instruction of the backward pass uses it, directly or through copies and tuples, and if it depends
+on the batch: what depends on the weights alone, such as a cast, is no activation."""
 
 import functools
 from collections.abc import Iterator

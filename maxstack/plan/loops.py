@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from maxstack.plan.hlo import Computation, Instruction
 
-# Ends the interpretation of a loop that a wrong reading would turn forever.
+# Bounds the interpretation of a loop that never ends, such as one that is misread.
 MOST = 100_000
 # A broadcast of a counter holds the same integer in every element.
 SAME = set("copy bitcast convert reshape copy-start copy-done broadcast opt-barrier".split())

@@ -82,8 +82,8 @@ def roofline(
     compute = 0.0
     memory = 0.0
     for operation in operations:
-        # An operation's products and its traffic overlap within it, but no operation overlaps with
-        # the next: the sum over operations of the longer of both.
+        # An operation's products and its traffic overlap, but no operation overlaps with the next:
+        # the bound is the sum over operations of the longer of both.
         by_flops = operation.flops / chip.flops(operation.dtype)
         by_bytes = operation.bytes / chip.memory_bandwidth_per_device
         if by_flops > by_bytes:

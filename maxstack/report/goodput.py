@@ -226,7 +226,6 @@ class Account:
         count as equally long."""
         while self._steps and self._steps[-1][1] > step:
             first, last, stepping, waited = self._steps.pop()
-            # A row holds the sum of its steps; without times of each, they count as equally long.
             share = max(0, step - first + 1) / (last - first + 1)
             if share:
                 self._steps.append((first, int(step), stepping * share, waited * share))

@@ -104,7 +104,6 @@ class History:
         """Read what was written since the last call; False if that is nothing. OSError if the file
         cannot be read."""
         size = self._path.stat().st_size if self._path.exists() else 0
-        # A file that was replaced is read from its beginning.
         if size < self._end:  # the file was replaced
             self._forget()
         if size == self._size:

@@ -1,5 +1,9 @@
 """Rules between the mesh, the model and the batch, checked before jax is imported; each
-rule yields (key, what is wrong and what to do)."""
+rule yields (key, what is wrong and what to do).
+
+Each tensor of the model is a list of dimensions with logical axes, sizes and the keys that decide
+these. The rules map logical axes to mesh axes; a size that the product of their sizes does not
+divide is a fault of its key, told once, with the nearest size or rule that divides."""
 
 import math
 from collections.abc import Iterator
