@@ -64,6 +64,7 @@ class Batches:
         # Rows of text have no `real`: a position with a document is one.
         if "real" in self._fields and "segments" in local:
             local = {"real": local["segments"] > 0, **local}
+        # What a step does not read would be sent to the devices for nothing.
         used = {*self._fields, "bytes"}
         return {
             name: self.put(rows, batch_size, self.sharding(name))

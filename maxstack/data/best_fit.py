@@ -44,7 +44,7 @@ class BestFitLane(Lane):
     def __init__(self, mixture: Mixture, lane: int, quarantine: Quarantine):
         super().__init__(mixture, lane, quarantine)
         self._rows: list[list[Piece]] = []
-        """The rows that are left of the window, the next one last."""
+        """The rows that are left of the window, in reverse, so that pop() takes the next one."""
         self._packed = 0
         """The row length by which they were packed."""
         self._before = self._at.copy()
@@ -52,7 +52,7 @@ class BestFitLane(Lane):
         self._given = 0
         """How many rows of the window were given."""
         self._resumes = 0
-        """How many rows of the window to leave out after restoring."""
+        """How many rows of the window to leave out after restoring, until it is packed again."""
 
     def state(self) -> np.ndarray:
         """Return the position before the window with the number of rows given, or after the last

@@ -110,8 +110,8 @@ class ChatTemplate:
         return self._rendered(name, messages, tools, add_generation_prompt, **extra)
 
     def _with_content(self, name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the message, its parts of text as one text, a line each, unless the template takes
-        parts of this role, as those of models of pictures do."""
+        """Return the message with its parts of text joined as lines, unless the template takes a
+        list of parts for this role, as templates of vision models do."""
         content, role = message.get("content"), str(message.get("role"))
         if not isinstance(content, list):
             return message
@@ -133,8 +133,8 @@ class ChatTemplate:
         return {**message, "content": "\n".join(part["text"] for part in content)}
 
     def _reads_text(self, name: str) -> bool:
-        """Return True for a template that takes the arguments of a tool's call as JSON text, as
-        DeepSeek's do, which put it together with other text, and not as an object."""
+        """Return True if a template takes the arguments of tool calls as JSON text, which those of
+        DeepSeek join with other text, rather than as an object."""
         if name not in self._wants_text:
             works = []
             for call in (PROBE, _with_text_arguments(PROBE)):
@@ -332,7 +332,7 @@ def encode_chat(tokenizer: Tokenizer, text: str) -> tuple[np.ndarray, np.ndarray
 
 def to_template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages of OpenAI's API as templates take them: arguments of tool calls as objects,
-    and a thought by whichever of its names it has under those that templates read. DataError for
+    and reasoning, from any key of THOUGHT, under the keys that templates read. DataError for
     parts of content that are no text, and for arguments that are no JSON object."""
     return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 

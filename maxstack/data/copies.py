@@ -32,6 +32,7 @@ from maxstack.report.progress import progress
 
 log = logging.getLogger(__name__)
 _AT_ONCE = 8
+"""Files that are copied at once, each with two ranges of a store ahead: 384 MiB at most."""
 _CHUNK = 1 << 24
 _COMPRESSED = {
     ".gz": b"\x1f\x8b",
@@ -167,6 +168,8 @@ def plain_copy(
             os.utime(copy)
         return str(copy)
     try:
+        # Shared: a random temporary name, since containers that share a cache may have equal
+        # process ids.
         with atomic.writing(copy, shared=True) as unfinished, unfinished.open("wb") as made:
             pieces = limit_growth(form[0](path, (size, version), told), file, most)
             made.writelines(_limit_cache(pieces, copy.parent))

@@ -29,6 +29,7 @@ Task = TypeVar("Task")
 Function = Callable[[Any, Task], Iterator[Any]]
 _DIED = "Run the same command again: what was finished is kept"
 _RETRIES, _SECONDS = 3, 10
+"""Times that Ray runs a lost task again, and seconds that its address may take to answer."""
 
 
 class Engine(ABC):

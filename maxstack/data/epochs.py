@@ -115,6 +115,7 @@ def _measure(mixture: Mixture, source: int, peers: Peers) -> Lengths:
     documents = mixture.sources[source]
     infills = mixture.infills(source)
     count = mixture.limit(source) if infills else len(documents)
+    # Of its own: the run counts and reports the same documents when it comes to them.
     quarantine = mixture.quarantine()
     own = list[list[int]]()
     fault = None
@@ -165,6 +166,8 @@ def _passes(mixture: Mixture, lengths: Sequence[Lengths]) -> Iterator[Pass]:
     costs = []
     for tokens, ends in lengths:
         # With packing=none a document fills a row whatever its length, so rows are levelled.
+        # By sums up to each end rather than np.add.reduceat, which gives a document without units
+        # the length of the next one.
         sums = np.concatenate([[0], np.cumsum(tokens > 0 if rows else tokens)])[ends]
         costs.append(np.diff(sums).astype(np.float64))
     sizes = [len(documents) for documents in mixture.sources]

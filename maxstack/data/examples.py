@@ -212,6 +212,7 @@ class Examples:
         if train == "last":
             last = max(turns)
             turns = {last: turns[last]}
+        # An answer of weight 0 has no target, so it need not be found in the text.
         turns = {turn: weight for turn, weight in turns.items() if weight}
         if not turns:
             raise DataError(
@@ -233,8 +234,8 @@ class Examples:
         given: Conversation,
         turns: Mapping[int, float],
     ) -> Segment:
-        """Return messages of which these turns count, each with its weight: what the template's
-        markers enclose, or else what comes after the prompt of each turn."""
+        """Return the tokens of messages, of which these turns count, each with its weight. A turn
+        is what the template's markers enclose, or else what follows the prompt before it."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         refuse_omissions(self._template, messages, given.tools, turns)
         if marked := self._template.marked(messages, given.tools):
@@ -306,9 +307,9 @@ class Examples:
         return segment
 
     def _encoded(self, text: str, begins: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids of a rendered conversation, and the bytes that each stands for; what begins
-        where a token would hold the end of a prompt and the beginning of an answer is encoded by
-        itself."""
+        """Return the ids of a rendered conversation, and the span of bytes of each. If a token
+        holds the end of a prompt and the beginning of an answer, the text is encoded in parts that
+        meet there."""
         ids, tokens = encode_chat(self._tokenizer, text)
         cuts = []
         for begin in begins:
@@ -355,8 +356,8 @@ class Pairs(Examples):
 
 
 class Labelled(Examples):
-    """An answer that is wanted or not, and where it is asked for, an answer to another prompt after
-    it."""
+    """An answer that is wanted or not, followed by an answer to another prompt if an objective
+    declares `mismatched`."""
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
         """Return one unit of one segment or two."""
@@ -458,8 +459,8 @@ def _remedy(document: bytes) -> str:
 def _add_teacher(
     segment: Segment, record: Mapping[str, Any], fields: Mapping[str, "Field"]
 ) -> Segment:
-    """Return the segment with what a teacher's `top_tokens` and `top_logprobs`, [tokens, K] each,
-    say of its tokens. DataError if there are others."""
+    """Return the segment with the teacher's `top_tokens` and `top_logprobs` of a record, each
+    [tokens, K]. DataError if they have another shape."""
     (top,) = fields["teacher_tokens"].size
     values = {**segment.values}
     for name, key in (("teacher_tokens", "top_tokens"), ("teacher_logps", "top_logprobs")):
@@ -479,8 +480,8 @@ def _add_teacher(
 
 
 def add_end_token(segment: Segment) -> Segment:
-    """Return the segment with one more token, of no meaning, as the target of the last; only that
-    counts, at the last token."""
+    """Return the segment with a further token of no meaning, the target of the last one. Only this
+    target counts."""
     # One shared array serves both values: where the sequence ends is all that counts.
     mask = np.zeros(len(segment.ids) + 1, np.float32)
     mask[-1] = 1

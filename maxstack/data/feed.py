@@ -172,6 +172,7 @@ class Feed(BatchFeed):
         if self.mixture.evaluation:
             self._state = state
             return batch
+        # The last two counts are numbers of documents, not of tokens.
         if not self._may_end and not batch[FED][:, :-2].any():
             self.close()
             raise DataEnded(
@@ -357,6 +358,7 @@ def _sample_texts(source: Documents) -> Iterator[tuple[int, bytes]]:
             document = source[index]
         except DataError:  # reported when the document is due
             continue
+        # Ids and pictures have no byte order marks, line ends or keys.
         if not isinstance(document, bytes):
             return
         yield index, document

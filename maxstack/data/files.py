@@ -85,8 +85,9 @@ def match_files(cfg: Files) -> list[File]:
 
 
 def refuse_absent(cfg: Files, beside: File, paths: Iterable[str], named_by: str) -> None:
-    """DataError if files of these paths, which are not there, belong to a source, as one beside
-    them does: `files` match them, `exclude` does not, and it is not `partial`."""
+    """Raise DataError if absent files of these paths belong to a source: its `files` match them,
+    its `exclude` does not, and it is not `partial`. `beside`: a file of the same whole that is
+    there."""
     asked, excluded = [_matches_path(pattern) for pattern in cfg.files], _exclusion(cfg)
     root = beside.path.removesuffix(beside.key)
     lost = []

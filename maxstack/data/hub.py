@@ -121,6 +121,7 @@ def download_snapshot(name: str, weights: bool) -> Path:
     cached = None
     try:
         config = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)
+        # The library also answers None, or a mark of its own for a file that the hub does not have.
         cached = Path(config).parent if isinstance(config, str) else None
         # Such a commit never changes, so a resume needs no network.
         if cached and weights and COMMIT.fullmatch(revision) and not _missing_weights(cached):

@@ -68,6 +68,7 @@ class ImageLane(Lane):
         """Write the next picture into the arrays of a row; nothing at the end of an evaluation."""
         sample, source = self._next()
         if sample is not None:
+            # Into the views that the caller gave; an assignment without [...] would replace them.
             row["image"][...], row["label"][...], row["real"][...] = *sample, 1.0
             if FED in row:
                 row[FED][self._mixture.source_of[source]] += 1
@@ -131,6 +132,7 @@ def check_latents(content: bytes | np.ndarray, size: tuple[int, ...], where: str
     """Return latents, which an encoder made of a picture, in the model's shape. DataError for
     another shape, or values that are not finite."""
     assert isinstance(content, np.ndarray)
+    # Records such as tf.train.Example hold flat lists.
     if content.shape != size and content.shape != (math.prod(size),):
         raise DataError(
             f"{where}: latents of shape {list(content.shape)}, but model.image_size and "
@@ -215,6 +217,7 @@ def image_grid(images: np.ndarray, columns: int) -> "Image":
     """Return images uint8 [N, S, S, C] in rows of so many, each at least SHOWN pixels high, with a
     line between them."""
     times = -(-SHOWN // images.shape[1])
+    # By whole pixels rather than by resizing, so that small images stay as they are.
     images = images.repeat(times, axis=1).repeat(times, axis=2)
     side, channels = images.shape[1] + 1, images.shape[3]
     rows = -(-len(images) // columns)

@@ -244,6 +244,8 @@ class Mixture:
         # By lane, since the deal of train.epochs gives lanes different numbers of documents.
         if lane not in self._counts:
             self._counts[lane] = np.array([deal.count(lane) for deal in self._deals])
+        # A source that gave all its epochs has no share; dividing by the rest gives it to the
+        # others.
         given = np.where(position.finished < self._counts[lane], shares, 0.0)
         return given / (given.sum() or 1.0)
 
@@ -266,6 +268,7 @@ class Mixture:
         # The share of the next document is added before its size is known, so by tokens a full row
         # stands for it. Sums below 2**53 are exact in float64, so all processes choose alike.
         owed = position.owed + np.rint((shares + phase) * self._unit)
+        # The phase shifts this choice alone and never enters the debts.
         return int(np.argmax(np.where(given, owed, -np.inf)))
 
     def limit(self, source: int) -> int:
@@ -292,6 +295,7 @@ class Mixture:
             # Before `finished` counts this document: a source that ends with it still has a share
             # of it.
             shares = self._open_shares(position, lane)
+            # Rounded to whole numbers, which loses at most half of 1 / UNIT a source and document.
             position.owed += np.rint(shares * size * UNIT).astype(np.int64)
             position.owed[source] -= size * UNIT
         position.finished[source] += 1
@@ -409,6 +413,7 @@ def _files_of(documents: Documents, part: Part) -> Documents:
     marks, file_of = found
     wanted = {*part.files}
     files = [number for number, mark in enumerate(marks) if mark in wanted]
+    # By file, since new files may stand between old ones in the order of names.
     selected = Selection(documents, np.flatnonzero(np.isin(file_of, files)))
     selected.name = part.name
     return selected

@@ -202,6 +202,7 @@ def _check_folder(out: str) -> None:
 def _open_splits(cfg: DataConfig) -> Sources:
     splits: Sources = {}
     for index, source in enumerate(cfg.sources):
+        # A source's name is a part of file names and may hold anything.
         name = re.sub(r"[^\w.-]+", "_", source.name or f"{source.kind}-{index}")
         if (name, "train") in splits:
             name = f"{name}-{index}"
@@ -318,6 +319,7 @@ def _write_records(
         except StoreError:
             raise
         except DataError as error:
+            # An empty document in its place keeps the numbers of the others, and so every order.
             quarantine.add(f"{index}", str(error))
             ids, sizes = np.zeros(0, np.int32), np.zeros(0, np.float32)
         if np.isnan(sizes).any():

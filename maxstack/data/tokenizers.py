@@ -360,6 +360,7 @@ class HuggingFace(Tokenizer):
             beside = hub.model_folder(folder or ".", weights=False)
             named = byte_level.read_ends(beside, spec.get("post_processor"))
             ends = {key: named[key] if said == OF_FILES else said for key, said in ends.items()}
+        # With the tokens that were found, since the files that name them may change.
         self.fingerprint = digest(text + f" {ends['bos']} {ends['eos']}".encode())
         self._bos, self._eos = (self._special(key, token) for key, token in ends.items())
         self.pieces = _hugging_face_pieces(spec, ids, self.vocab_size)
@@ -369,6 +370,8 @@ class HuggingFace(Tokenizer):
         self.special = {i: token.content for i, token in added if token.special}
         decoder = spec.get("decoder") or {}
         kinds = {part.get("type") for part in decoder.get("decoders", [decoder])}
+        # Only with ByteLevel alone does a token's text stand for its bytes whatever comes before
+        # it.
         self._byte_level, self._byte_fallback = kinds == {"ByteLevel"}, "ByteFallback" in kinds
 
     def id_of(self, token: str) -> int | None:

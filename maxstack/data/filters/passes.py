@@ -45,6 +45,7 @@ class Range:
     split: Split
     start: int
     stop: int
+    # Not compared: arrays have no single truth value.
     keepers: np.ndarray | None = field(default=None, compare=False, repr=False)
     """int64 [N, 3]: of a document that duplicates another one the number of the other one's range,
     its index in the split, and their similarity in millionths; -1 for others."""
@@ -153,6 +154,7 @@ class _Pass:
                     parts.append(duplicates.signatures(section, texts))  # type: ignore[arg-type]
         # What the comparison before this pass removed is known only now.
         if self._first:
+            # What this pass removed was still there after the comparison.
             kept = (self._by == -1) | (self._by >= self._first)
             self._counts[self._first - 1, 2:4] = kept.sum(), before[kept].sum()
         if not job.last:
@@ -206,6 +208,7 @@ class _Pass:
         for number, each in self._filters.items():
             result = each(text)
             row = self._counts[number]
+            # In bytes before each filter, since filters change texts.
             row[:2] += 1, len(text.encode())
             if isinstance(result, Removed):
                 self._remove(at, number, text, result, stack)

@@ -94,4 +94,5 @@ def _is_public(text: str) -> bool:
 
 def _is_card(text: str, has_check_digit: Callable[[str], bool]) -> bool:
     digits = re.sub(r"\D", "", text)
+    # One number in ten has a right check digit by chance, so the issuer's digits must fit too.
     return bool(_ISSUER.match(digits)) and has_check_digit(digits)

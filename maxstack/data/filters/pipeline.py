@@ -108,6 +108,7 @@ def filter_sources(
                 f"source {key[0]} ({key[1]}): data.steps removed all of its {len(documents)} "
                 f"documents; `maxstack data removed {out}` shows why"
             )
+        # Indices and filters rather than texts, which would be stored once more.
         left[key] = FilteredDocuments(documents, indices, sections, data, plan)
     return left, counts
 
@@ -117,6 +118,7 @@ def _plan(cfg: DataConfig, sources: Sources, data: FilterData) -> str:
     files = [
         (path, *storage.stamp(path)) for documents in sources.values() for path in documents.paths()
     ]
+    # The texts of tasks and lists of words are part of `data`, so changed files are another plan.
     described = [
         _FORMAT,
         [section.model_dump(mode="json") for section in cfg.steps],
