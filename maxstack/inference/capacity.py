@@ -123,6 +123,7 @@ def cache_bytes(cache: CacheBytes, limits: Limits) -> int:
         (1 + count) * limits.page * size
         for count, size in zip(limits.pages, cache.tokens, strict=True)
     )
+    # The sizes that `Programs.empty` allocates.
     return round(pages + (1 + limits.requests + limits.snapshots) * cache.request)
 
 
@@ -290,16 +291,20 @@ def _refusal(
 ) -> str:
     """Return the message where no request of `length` tokens fits, with changes that would help."""
     cfg = configured(())
+    # A replica on more devices: each holds less of the weights.
     changes = [
         f"mesh.data={topology.size // size} mesh.fsdp=1 mesh.expert=1 mesh.tensor={size}"
         for size in range(2, topology.size + 1)
         if topology.size % size == 0
     ]
     low = "quantization=int8-weights quantization.mode=ptq"
+    # The first that fits shards least.
     remedies = [words for words in changes if _fits(configured, topology, length, words)][:1]
     if not cfg.quantization.rules:
         also = [low, *(f"{words} {low}" for words in changes)]
         remedies += [words for words in also if _fits(configured, topology, length, words)][:1]
+    # On one device, all bytes are its own; divided by the memory of a device, that is how many it
+    # takes.
     ones = dict.fromkeys(AXES, 1)
     layout = Layout.of(cfg.decoder, cfg.serve, topology.platform)
     whole = sum(each.kept for each in weights_on_device(cfg, ones))
@@ -322,6 +327,7 @@ def _fits(configured: Configured, topology: Topology, length: int, words: str) -
         layout = Layout.of(cfg.decoder, cfg.serve, topology.platform)
         each = request_bytes(cfg, layout, layout.on(cfg.mesh, sizes), length)
         return _memory(cfg, layout, topology, sizes).requests(each) > 0
+    # Overrides that do not suit the model are no remedy.
     except ConfigError:
         return False
 

@@ -75,6 +75,7 @@ class Engine:
         self.adapters = adapters
         self._layout = layout
         self._sampler = Sampler(cfg.decoder.vocab, max_length)
+        # The scheduler asks for drafts as it forms a chunk, since they take part of its budget.
         draft = self._drafts if cfg.serve.speculate else None
         limits = programs.limits
         self.scheduler = Scheduler(layout, limits, programs.replicas, draft, share_prompts=True)
@@ -100,6 +101,7 @@ class Engine:
                 f"{self.max_length} holds prompt and answer; shorten it, or raise serve.max_length"
             )
         vocab = self.cfg.decoder.vocab
+        # An index out of range is no error in XLA: another row of the embedding would answer.
         outside = next((token for token in prompt if not 0 <= token < vocab), None)
         if outside is not None:
             raise DataError(f"token {outside} is outside the model's vocabulary of {vocab}")

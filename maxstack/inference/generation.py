@@ -147,6 +147,7 @@ class Generator:
         text = TextStream(self._tokenizer, prompt, self._stops)
         sampling = dataclasses.replace(self.sampling, choice=choice)
         room = engine.max_length - len(prompt)
+        # Once for a prompt, not for each of its answers.
         if choice == 0 and sampling.max_tokens > room >= 0:
             log.warning(
                 "serve.max_length=%d: the answer ends after %d tokens",
@@ -192,6 +193,7 @@ class Generator:
         # `pop` takes from the end in constant time.
         waiting.reverse()
         shown = progress(len(prompts) * count, "generating", "answers", len(answers.lines))
+        # Tokens of this call alone, for the speed: those of an earlier call cost no time now.
         made = 0
         with shown:
             while waiting or running:
@@ -213,6 +215,7 @@ class Generator:
                 for output in engine.step(many=STEPS):
                     answer = running[output.request]
                     made += len(output.tokens)
+                    # A stop string ends the text before the engine knows of it.
                     if answer.add(output.tokens) and output.finish is None:
                         engine.abort(output.request)
                     elif output.finish is None:

@@ -91,6 +91,7 @@ class Sampler:
         over = parts(run.cfg.mesh.rules["batch"], run.mesh.shape)
         # One number of rows for all calls, so that one program serves them.
         self._rows = -(-AT_ONCE // over) * over
+        # From noise at 1 to the image at 0, in equal steps before the shift.
         times = 1.0 - np.arange(steps + 1) / steps
         self._times = np.asarray(self._flow.shifted(times), np.float32)  # type: ignore[arg-type]
         self._move: Callable[..., jax.Array] = self._heun if solver == "heun" else self._euler
@@ -116,6 +117,7 @@ class Sampler:
             label = jax.device_put(padded, self._placed)
             numbers = np.arange(self._rows, dtype=np.uint32) + np.uint32(first + begin)
             x = self._begin(jax.device_put(numbers, self._placed), seed)
+            # Times are arguments, so one program serves every step.
             for now, after in zip(self._times, self._times[1:], strict=False):
                 x = self._step(self.params, x, label, now, after)
             yield from self._values(np.asarray(self._whole(x)), np)[: len(some)]
@@ -127,6 +129,7 @@ class Sampler:
             return self._move(params, x, labels, *times), None
 
         times = jnp.asarray(self._times)
+        # A scan, because a package holds all steps in one program.
         x, _ = jax.lax.scan(moved, self._noise(numbers, seed), (times[:-1], times[1:]))
         return self._values(x, jnp)
 

@@ -80,6 +80,8 @@ class Output:
     """float32 [D]: the normed residual stream at the prompt's last token, if it was asked for."""
 
 
+# Compared by identity: the scheduler removes sequences from lists, and comparing fields would
+# compare all their tokens.
 @dataclasses.dataclass(eq=False)
 class TokenSequence:
     """The tokens of a request, prompt and answer, and how far they are computed."""
@@ -111,6 +113,7 @@ class TokenSequence:
     preempted: int = 0
     """Times that it was preempted."""
 
+    # Cached, because the scheduler asks for it at each step; a prompt does not change.
     @functools.cached_property
     def prompt_key(self) -> tuple[int, ...]:
         """Equal for sequences whose prompts have equal arrays."""

@@ -80,6 +80,7 @@ class Device:
             weights_on_device(cfg, sizes),
             low_flops(cfg, Rewrite(cfg), trains=False),
             cfg.model.dtype,
+            # A replica's matmuls are shared by its devices.
             replicas / topology.size,
             topology.chip,
             groups(topology, tuple(sizes.values())),
@@ -117,6 +118,7 @@ class Device:
         for each in self.weights:
             if (number := parts(each.gathered, self.sizes)) > 1:
                 over = self.link(each.gathered)
+                # A link without a published bandwidth bounds nothing.
                 if over.bandwidth:
                     # One part of `number` lies on the device itself.
                     received = each.read * (number - 1) / number

@@ -72,6 +72,7 @@ class Runner:
         self._layout = layout
         self.limits = limits
         self.replicas = replicas
+        # Pages of the longest request: the columns of every page table.
         self.width = -(-max_length // limits.page)
         self.sizes = step_sizes(limits)
         self._max_length = max_length
@@ -139,6 +140,7 @@ class Runner:
         tables = np.zeros(
             (len(self._layout.reaches), self.replicas * self.slots, self.width), np.int32
         )
+        # Rows are sharded over the replicas in order, so each replica's begin at its own share.
         filled, firsts = [size * replica for replica in range(self.replicas)], []
         for replica, slot, start, tokens, pages, adapter in chunks:
             first = filled[replica]
@@ -177,6 +179,8 @@ class Runner:
         """Return the cache with pages of a group copied over others."""
 
         def copied(array: jax.Array, per_request: bool, own: int) -> jax.Array:
+            # Numbers of pages are those of a group's pool; the same number is another page
+            # elsewhere.
             return array if per_request or own != group else array.at[target].set(array[source])
 
         layout, after = self._layout, []

@@ -53,6 +53,8 @@ class Sampler:
     def __init__(self, vocab: int, max_length: int):
         self._vocab, self._max_length = vocab, max_length
         self._choose = jax.jit(in_groups(sampling.choose, GROUP))
+        # No groups here: nothing is summed over the vocabulary, so rows do not depend on their
+        # number.
         self._adjust = jax.jit(sampling.adjust)
         self._logprobs = jax.jit(logprobs, static_argnums=3)
 
@@ -75,6 +77,7 @@ class Sampler:
         for i, row in enumerate(wanted):
             if row.target is not None:
                 chosen[i] = row.target
+        # A program less for requests without log-probabilities.
         if all(top is None for top in tops):
             return [Token(int(token)) for token in chosen[: len(wanted)]]
         scale_O = np.ones(count, np.float32)
@@ -106,6 +109,7 @@ class Sampler:
             answered = position + 1 - sequence.prompt_length
             if target is None and sampling.is_adjusted(sequence.sampling, answered):
                 rows[i] = sequence.sampling, answered
+        # Most steps have no such request, and a history of [O, max_length] is not sent for nothing.
         if not any(rows):
             return logits_OV
         # Full width, so that one program serves histories of any length.

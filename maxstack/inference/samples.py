@@ -58,6 +58,7 @@ class Samples:
             seed=self._run.cfg.train.seed,
         )
         numbers = [
+            # A choice of its own for each prompt, so that equal prompts get different texts.
             engine.add(prompt, dataclasses.replace(sampling, choice=i))
             for i, prompt in enumerate(self._prompts)
         ]
@@ -85,6 +86,7 @@ def make_engine_beside(run: "Run", requests: int, length: int) -> Engine:
     # Rows of inference have no sequence to shard.
     rules = {**run.cfg.mesh.rules, "seq": (), "residual": ()}
     serve = run.cfg.serve.model_copy(
+        # Weights differ at each evaluation, so no page could be found again.
         update={"max_requests": requests, "max_length": length, "prefix_cache": False}
     )
     mesh = run.cfg.mesh.model_copy(update={"rules": rules})

@@ -129,10 +129,12 @@ def adjust(
     in_answer_OT = jnp.arange(history_OT.shape[1]) >= prompt_lengths_O[:, None]
     seen_OV = added(none_OV, history_OT, 1) > 0
     counts_OV = added(none_OV, jnp.where(in_answer_OT, history_OT, -1), 1)
+    # In the order of transformers: bias, penalties, grammar.
     x_OV = added(logits_OV.astype(jnp.float32), *bias)
     factor_O1 = settings.repetition[:, None]
     # Dividing a negative logit would make its token likelier.
     penalized_OV = jnp.where(x_OV < 0, x_OV * factor_O1, x_OV / factor_O1)
+    # A selection, so that rows without a penalty keep their bits beside rows with one.
     x_OV = jnp.where(seen_OV & (factor_O1 != 1), penalized_OV, x_OV)
     once_OV = settings.presence[:, None] + settings.frequency[:, None] * counts_OV
     once_OV = jnp.where(counts_OV > 0, once_OV, 0)
@@ -204,6 +206,7 @@ def _weights(logits_OV: jax.Array, settings: Settings) -> jax.Array:
     """Return probabilities as multiples of the likeliest token's."""
     # Greedy rows of the same step would divide by 0.
     scale_O = jnp.where(settings.temperature > 0, settings.temperature, 1)
+    # Subtract the largest first: divided by a tiny temperature, logits themselves would overflow.
     return jnp.exp((logits_OV - logits_OV.max(-1, keepdims=True)) / scale_O[:, None])
 
 

@@ -67,6 +67,7 @@ def read_tokens(file: str, vocab: int) -> Rows:
             f"{file}: lengths go from {lengths.min()} to {lengths.max()}, but rows hold "
             f"{tokens.shape[1]} tokens"
         )
+    # Padding may hold anything, such as -1.
     real = np.arange(tokens.shape[1]) < lengths[:, None]
     beyond = np.argwhere(real & ((tokens < 0) | (tokens >= vocab)))
     if len(beyond):
@@ -115,6 +116,7 @@ def _names_tokenizer(cfg: "Config", own: Path | None, overrides: Sequence[str]) 
     or was used for the texts of a run."""
     if own is None:
         return "tokenizer" in cfg.data.model_fields_set
+    # `bytes` is the default, so it may mean that nothing was said.
     if cfg.data.tokenizer.kind != "bytes":
         return True
     if any(word.startswith("data.tokenizer") for word in overrides):
@@ -135,6 +137,7 @@ def score(
     """Write `out`, an npz file of logprobs, tokens, lengths and, if asked for, logits; return
     logprobs."""
     shape = (*rows.tokens.shape, run.cfg.decoder.vocab)
+    # The file appears whole or not at all.
     with storage.replacing(out) as unfinished, zipfile.ZipFile(unfinished, "w") as archive:
         if logits:
             # Written as it is computed, because [B, T, V] may not fit in memory. zip64, because a

@@ -78,6 +78,7 @@ class Answers:
         """Yield (index, progress) until each has finished or was stopped. Failed where the engine
         failed, ConfigError for a grammar that cannot continue."""
         while self._unread:
+            # A request that was stopped may have events left.
             index, event = await self.events.get()
             if isinstance(event, Exception):
                 raise event
@@ -104,6 +105,7 @@ class Service:
         """`waiting`: requests that may wait besides those that the engine runs at a time."""
         self.engine, self.metrics = engine, Metrics()
         running = engine.scheduler.limits.requests * len(engine.scheduler.pools)
+        # serve.max_waiting counts those that wait, beside those that run.
         self.capacity = running + waiting
         self.failure: BaseException | None = None
         self._closed = False

@@ -46,6 +46,7 @@ class Weights:
         for path, kept in flat(prepared).items():
             if isinstance(kept, tuple):
                 self._repeated[path] = len(kept)
+                # One weight for each repetition, since arguments of a program are arrays by name.
                 self.arrays |= {f"{path}/{i}": array for i, array in enumerate(kept)}
             else:
                 self.arrays[path] = kept
@@ -104,6 +105,7 @@ def text_signatures(
         return
 
     def scored(arrays: Arrays, state: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        # What `maxstack score` computes, so that results agree.
         step = make_scorer(run, True)
         return step(weights.stacked(arrays), inputs["tokens"], inputs["lengths"]), {}
 
@@ -172,6 +174,7 @@ def generation_signatures(
             none,
             inputs["seeds"],
             inputs["choices"],
+            # The position of the token that is chosen decides its random key, as in the engine.
             inputs["positions"] + 1,
         )
         # In the engine's groups, so that a seed gives the tokens of `maxstack generate`.

@@ -82,6 +82,7 @@ def write(
             (folder / CONFIG).write_text(config.dump(contents.run.cfg), encoding="utf-8")
         # The loader goes with the package, so that it runs where maxstack is not installed.
         shutil.copyfile(loader.__file__, folder / "loader.py")
+        # Read back from the disk: the hash is of what was written.
         manifest["files"] = dict(_files(folder))
         text = json.dumps(manifest, indent=1)
         (folder / "manifest.json").write_text(f"{text}\n", encoding="utf-8")
@@ -93,6 +94,8 @@ def _shapes(contents: Contents) -> Arrays:
     # On one device a named sharding would ask the loader for a mesh of the same axes.
     several = contents.run.mesh.size > 1
     return {
+        # Shapes are enough to export, so programs are written before any weight is copied to the
+        # host.
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if several else None)
         for name, x in contents.weights.items()
     }

@@ -31,6 +31,7 @@ def _build(state: State, body: ChatBody) -> tuple[list[EngineRequest], list[Choi
     prompt = Prompt(encode_messages(state, body, tools, **extra))
     options = AnswerOptions(
         body.max_completion_tokens or body.max_tokens,
+        # 0: each token's own log-probability alone.
         (body.top_logprobs or 0) if body.logprobs else None,
         parallel=body.parallel_tool_calls,
     )
@@ -60,6 +61,7 @@ class _Writer(Writer):
         return self._wrap(index, delta, {"message": message | _calls(calls)})
 
     def chunk(self, index: int, delta: Delta) -> dict[str, Any]:
+        # `called` counts those of this chunk already.
         first = self.choices[index].called - len(delta.calls)
         calls = [{"index": first + i} | _call_json(call) for i, call in enumerate(delta.calls)]
         grown: dict[str, Any] = {"content": delta.text} if delta.text else {}
@@ -75,7 +77,7 @@ class _Writer(Writer):
             "index": index,
             **message,
             "logprobs": choice.chat_logprobs(delta.tokens) if self.body.logprobs else None,
-            # a named tool ends with stop in OpenAI's API
+            # A named tool ends with stop in OpenAI's API.
             "finish_reason": "tool_calls"
             if delta.finish == "stop" and choice.called and not named
             else delta.finish,

@@ -31,6 +31,7 @@ def _build(state: State, body: CompletionBody) -> tuple[list[EngineRequest], lis
     prompts = [_prompt(state, body, prompt) for prompt in given]
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
+        # An echo reports its tokens' log-probabilities like the answer's.
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     return build_requests(
         state, body, prompts, AnswerOptions(body.max_tokens, body.logprobs, prompt_logprobs)
@@ -46,6 +47,7 @@ def _prompt(state: State, body: CompletionBody, given: str | list[int]) -> Promp
     if not body.echo:
         return Prompt(given)
     if state.served.tokenizer is None:
+        # Tokens without a tokenizer have no text, and are echoed as ids.
         return Prompt(given, "")
     return Prompt(given, decode(state, given))
 

@@ -41,6 +41,7 @@ class Metrics:
 
     def text(self, engine: "Engine", model: str) -> str:
         """Return all metrics, the engine's too, labelled with the model's name."""
+        # The escapes of Prometheus' text format; a model's name may hold anything.
         escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         return "\n".join(self._lines(engine, f'model_name="{escaped}"')) + "\n"
 
@@ -86,6 +87,7 @@ class Metrics:
 def histogram_lines(name: str, histogram: Histogram, label: str) -> Iterator[str]:
     """Yield the lines of a histogram, with the type first."""
     yield f"# TYPE {name} histogram"
+    # Buckets of Prometheus are cumulative.
     total = 0
     for bound, count in zip([*histogram.bounds, "+Inf"], histogram.counts, strict=True):
         total += count

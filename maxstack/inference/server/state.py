@@ -36,6 +36,7 @@ class State:
     """Time of the start in seconds since 1970."""
 
     def __post_init__(self) -> None:
+        # A function, because the vocabulary takes seconds to make and few servers need it.
         self.grammars = Grammars(self._vocabulary)
         self.threads = Threads()
 
