@@ -187,6 +187,7 @@ class _Composer:
         self._keys, self._replaced = section_keys, replaced
         self._shipped = presets_dir()
         self._trees: dict[tuple[str, str], Node] = {}
+        # The files that are being read, outermost first: for circles, and for who names whom.
         self._open: list[str] = []
 
     def file(self, path: str, section: str) -> Node:
@@ -364,6 +365,8 @@ class _Composer:
             raise ConfigError(f"{name.where}: {section}.from: {error}") from error
         return Node(
             {
+                # A value that is the source's own name was written at `from`, so errors about it
+                # point there.
                 key: _with_origin(value, name.where if value == source else source)
                 for key, value in content.items()
             },

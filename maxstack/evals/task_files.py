@@ -96,6 +96,7 @@ def _tree(name: str, library: str, depth: int = 0) -> Node:
     try:
         tree = merged_tree(TaskConfig.PRESETS, name)
     except ConfigError as error:
+        # The reader's own words are about YAML; here the cause is known.
         if "tag !function" in (said := str(error)):
             said = f"{said.partition(' is refused')[0]}: is code, and none is run; {OTHERWISE}"
         elif "no configuration preset" in said:

@@ -114,6 +114,7 @@ def results(
     found: dict[str, float] = {}
     for metric in all_values[0]:
         items = [each[metric] for each in all_values]
+        # Ratios of totals, such as bits per byte, have no value over nothing.
         if isinstance(items[0], tuple) and not sum(size for _, size in items):
             raise DataError(f"task {task.name}: all its texts are empty")
         kind = METRICS[task.cfg.output_type][metric.partition(",")[0]]

@@ -49,6 +49,7 @@ class Topology:
     """Devices of one program. `sides`: a TPU slice in chips, or (hosts, GPUs per host)."""
 
     name: str
+    # compare=False: a chip holds dicts, which have no hash, and the name decides it anyway.
     chip: Chip | None = dataclasses.field(compare=False)
     """None if chips.yml does not have it, as for a CPU."""
     sides: tuple[int, ...]
@@ -68,6 +69,7 @@ class Topology:
     def hosts(self) -> int:
         """Number of hosts, which is jax's number of processes."""
         chip = self.chip
+        # A rack whose 72 GPUs share one NVLink domain is several hosts.
         if chip is None or (chip.platform == "cuda" and self.sides[-1] <= chip.chips_per_host):
             return self.sides[0]
         return self.slices * -(-math.prod(self.sides) // chip.chips_per_host)
@@ -348,6 +350,7 @@ def _link(topology: Topology, group: Sequence[Any]) -> Link:
         return Link("memory", None)
     if chip.nvlink:
         full = 1 if topology.name == "here" else chip.chips_per_host
+        # Hosts with fewer GPUs than usual make the domain smaller in proportion.
         size = chip.nvlink.domain * min(topology.sides[-1], full) // full
         domains = collections.Counter(device.id // size for device in group)
         if len(domains) == 1:

@@ -269,7 +269,7 @@ def _scatters(reduced: Instruction, size: int) -> bool:
                 names.add(instruction.name)
             elif (
                 instruction.opcode == "dynamic-slice"
-                # Not `==`: a piece may be padded to whole tiles.
+                # Not `==`: where the size does not divide, pieces are padded.
                 and instruction.bytes * size < 2 * reduced.bytes
             ):
                 cuts += 1

@@ -159,6 +159,7 @@ class Account:
         came from another boot."""
         if not boot or boot != self._boot:
             return -math.inf
+        # The last row's age by the process's own clock, put onto the machine's.
         return self._monotonic + self._last - self._begin
 
     def goodput(self) -> Goodput:
