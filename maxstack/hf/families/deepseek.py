@@ -71,6 +71,7 @@ def _latent(interleaved: object) -> Table:
         "rope_dim": Key("qk_rope_head_dim"),
         "value_dim": Key("v_head_dim"),
         "rope": Rope(interleaved=interleaved),
+        # Norms of latents have this eps in transformers, whatever rms_norm_eps says.
         "norm": {**rms(), "eps": 1e-6},
         "bias": BIAS,
     }

@@ -87,6 +87,7 @@ proj_out_2     | out        | (p q c) d -> d p q c
     },
     silent=("dropout", "norm_num_groups", "num_vector_embeds", "cross_attention_dim"),
     layer="transformer_blocks.{}",
+    # Sines and cosines of the patches' places, which follow from the sizes.
     unused=(r"pos_embed\.pos_embed",),
     body="",
     schema=DiTConfig,

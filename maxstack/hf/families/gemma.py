@@ -33,6 +33,7 @@ SCALE = Key(
     "query_pre_attn_scalar",
     256,
     to=lambda scalar: scalar**-0.5,
+    # Published scalars are whole numbers, which the square root would miss by a rounding.
     back=lambda scale: round(scale**-2),
 )
 MIXER = {"scale": SCALE, **BIASED}
@@ -83,6 +84,8 @@ GEMMA3 = Family(
         WINDOW,
         (
             Rope("full_attention", theta=1e6),
+            # The old spelling scales full layers alone, and sliding layers have a theta of their
+            # own.
             Rope("sliding_attention", old_theta="rope_local_base_freq", old_scaling=False),
         ),
         MIXER
@@ -115,6 +118,7 @@ class OfGlobal:
 
     def read(self, source: Source) -> Any:
         usual, own = source.need(self.key), source.get(self.own, self.default)
+        # Two spellings: sizes of full layers by their numbers, or one key for all of them.
         by_layer = source.get("per_layer_config")
         if by_layer is None:
             applies = not self.only_if or source.get(self.only_if)
@@ -180,6 +184,8 @@ class Shared:
         sink.put("num_kv_shared_layers", shared)
 
 
+# Layers that share keys and values read those of the last layer of their type before them, which
+# must lie outside of the scan.
 def _unrolled(source: Source, layers: int) -> int:
     shared = source.get("num_kv_shared_layers", 0)
     return layers - shared if shared else 0
@@ -296,5 +302,6 @@ model.per_layer_projection_norm.weight    | per_layer_norm/scale     | p
     moe_intermediate_size hidden_act global_head_dim num_global_key_value_heads
     per_layer_config num_kv_shared_layers
     """.split(),
+    # Files keep these also for layers that use another's keys and values.
     unused=(r"model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight",),
 )

@@ -55,5 +55,6 @@ score.weight               | score            | l d -> d l
     """.split(),
     layer="transformer.h.{}",
     body="transformer.",
+    # Causal masks, which older files hold as tensors.
     unused=(r".*\.attn\.(bias|masked_bias)",),
 )

@@ -30,6 +30,7 @@ MISTRAL = Family(
     "MistralForCausalLM",
     "mistral",
     decoder(),
+    # null: no window; absent: the class's default of 4,096.
     alike(attention(Rope(), (8, None), window=Key("sliding_window", None, absent=4096))),
     LLAMA_ROWS,
 )

@@ -20,6 +20,7 @@ PHI3 = Family(
     "Phi3ForCausalLM",
     "phi3",
     decoder(norm=NORM),
+    # The original length, on which LongRoPE's factors depend, stands beside rope_parameters.
     alike(
         attention(Rope(partial=True, outside=True), window=Key("sliding_window", None)), norm=NORM
     ),

@@ -112,6 +112,7 @@ WORDS = {"linear_attention": "linear", "full_attention": "full"}
 SHARED = {"hidden": Key("shared_expert_intermediate_size"), "gate": True}
 OUTSIDE = decoder(norm=NORM, mtp=Further("full"))
 
+# Full layers alone have norms of queries, and their q_proj holds a gate after each head's query.
 FULL_ROWS = only(
     "mixer/query_norm/scale: h",
     KEY_VALUE
@@ -129,6 +130,8 @@ LINEAR_ROWS = rows("""
     "mixer/conv_query: w k h",
     rows("{layer}.linear_attn.out_proj.weight | mixer/out | d (n v) -> n v d"),
 )
+# Qwen3-Next packs projections by key head g, each with its r value heads; Qwen3.5 one after the
+# other.
 BY_KEY_HEAD = only(
     "mixer/conv_query: w g h",
     rows("""

@@ -48,6 +48,7 @@ class SwiGLU:
 
     def write(self, value: Any, sink: Sink) -> None:
         width = sink["hidden_size"]
+        # The size is rounded twice, so the ratio cannot be computed from it and is searched.
         fitting = (ratio for ratio in range(1, 65) if self.size(width, ratio) == value)
         ratio = next(fitting, None)
         if ratio is None:
