@@ -74,6 +74,7 @@ class Adapter:
             tensor = file.array(name)
             if finite:
                 check_finite(tensor, f"{file.path}: tensor {name}")
+            # The sum with the base is in float32 whatever the adapter was saved in.
             self.tensors[name.removeprefix(OUTER)] = tensor.astype(np.float32)
         pairs = [name for name in self.tensors if name.endswith(f".{A}")]
         self.modules = {name.removesuffix(f".{A}") for name in pairs}

@@ -1,5 +1,10 @@
-"""What a model folder contains: its family, its model's configuration and its tensors. Imports no
-jax, so that errors come quickly."""
+"""The contents of a model folder: its family, its model's configuration and its tensors.
+
+config.json names the family, whose tables make the model's configuration of it; the tensors of the
+files must then be exactly those of that model. Opening reads names, dtypes and shapes, and numbers
+only where a stored head must be compared with the embedding. Imports no jax, so that errors come
+quickly.
+"""
 
 import collections
 import functools
@@ -42,10 +47,13 @@ class Contents:
     def __init__(self, path: str | Path, *, weights: bool = True):
         self.folder = Folder(path, weights=weights)
         self.family: Family = of_config(self.folder.config, FAMILIES, self.folder.where)
+        # First, since a size such as 1e300 would fail somewhere inside a table or a layer, without
+        # its key.
         config_checks.check_numbers(self.folder.config, self.folder.where)
         self.folder.check_generation()
         self.tensors = self.folder.tensors(self.family.body) if weights else {}
         names = self.tensors if weights else self.folder.listed(self.family.body)
+        # Counted, since num_nextn_predict_layers may promise modules that no file holds.
         depth = None if names is None else _mtp_depth(self.family, self.folder.config, names)
         self.mapping = self.family.read(self.folder.config, self.folder.where, depth)
         """The mapping of a DecoderConfig."""
@@ -65,6 +73,7 @@ class Contents:
         """The dtype of most numbers of the folder, as a config names it; without weights, that of
         config.json."""
         said = self.folder.config.get("dtype") or self.folder.config.get("torch_dtype") or "float32"
+        # By the tensors: config.json may lack the key, and a folder may mix dtypes.
         sizes: collections.Counter[str] = collections.Counter()
         for tensor in self.tensors.values():
             sizes[tensor.dtype.name] += math.prod(tensor.shape)
@@ -76,6 +85,7 @@ class Contents:
         table; a head that repeats the table is dropped."""
         if not isinstance(self.model, DecoderConfig) or self.model.scores:
             return
+        # Some files store a tied head too, and reading it as a head of its own would untie it.
         head, tied = self.tensors.get(HEAD), self.model.head.tied
         if head is None and not tied:
             raise DataError(
@@ -99,6 +109,8 @@ def open_contents(path: str | Path) -> Contents:
     """Return contents with weights; those of the last call if no file of the folder has changed
     since, so that a start of training opens each file once."""
     folder = hub.model_folder(str(path), weights=True)
+    # A start opened config.json six times and each safetensors file three times. The object cannot
+    # ride along in Config, which is copied, compared and pickled.
     return _unchanged(str(path), folder.absolute(), frozenset(file_states(folder).items()))
 
 
@@ -122,6 +134,7 @@ def check_tensors(
     wanted = {tensor.name: tensor for tensor in bound}
     patterns = (*contents.family.unused, *left)
     held = contents.tensors
+    # "$." matches nothing.
     unused = re.compile("|".join([f"(?:{pattern})" for pattern in patterns]) or "$.")
     missing = [name for name, tensor in wanted.items() if name not in held and not tensor.row.copy]
     unknown = [
@@ -140,6 +153,7 @@ def check_tensors(
         for tensor, _ in pairs
         if tensor.dtype.name not in FLOATS
     ]
+    # All faults in one error, found before any tensor is read.
     reasons = [*shapes[:5], *dtypes[:5]]
     if missing:
         reasons.append(f"missing {', '.join(missing[:5])}{and_more(missing, 5)}")
@@ -156,6 +170,7 @@ def _equal(first: Tensor, second: Tensor) -> bool:
     """Compare bit by bit, some rows at a time, so that no table is in memory whole."""
     for begin in range(0, first.shape[0], ROWS_AT_ONCE):
         rows = slice(begin, begin + ROWS_AT_ONCE)
+        # As bytes: NaN equals itself, and -0 is not 0.
         one, other = (x.array()[rows].view(np.uint8) for x in (first, second))
         same = np.array_equal(one, other)
         first.forget()

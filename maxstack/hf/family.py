@@ -96,6 +96,8 @@ class Family:
         wanted, sink = canonical_form(model), Sink()
         table.write(self.model, wanted, sink)
         self.layers.write(wanted["layers"], sink)
+        # A model without a head has its own class in transformers, and its files lack the body's
+        # prefix.
         architecture = self.architecture if model.has_head else self.bare
         if model.scores:
             architecture = architecture.replace(CAUSAL, SCORING)
@@ -104,6 +106,7 @@ class Family:
         config = {**(named if self.model_type else {CLASS_NAME: architecture}), **sink}
         # Modules of multi-token prediction are counted by their tensors, which do not exist yet.
         mtp = model.mtp_depth if self.further else 0
+        # What the tables could not express is missing or different here, whatever it is.
         again = canonical_form(self.schema.model_validate(self.read(config, architecture, mtp)))
         if different := sorted(_different(wanted, again, "")):
             more = " and more" if len(different) > 5 else ""

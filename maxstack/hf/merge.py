@@ -54,6 +54,7 @@ def merge(
     # By the family's rows, not fan_in_fan_out, which peft writes as false for GPT-2 beside a head.
     turned = tuple(row.name.removeprefix("{layer}") for row in family.rows if row.inputs_first)
     size = 0
+    # Shard by shard, so that the index stays valid.
     files: dict[Path, dict[str, Plain]] = {}
     for name, tensor in tensors.items():
         files.setdefault(tensor.file, {})[name] = tensor

@@ -41,6 +41,8 @@ class _Module:
         """Our weights in the tensor that have adapters."""
         self.contract = adapted[self.targets[0].path]
         ours = axes_in(self.targets[0].part.ours)[: self.contract]
+        # An input of ours may be several axes (heads, head_dim) that their tensor holds in one
+        # dimension.
         names = {name for axis in ours for name in axis}
         self.inputs = [name for name in tensor.row.axes if name in names]
         """Names of the input axes, in the tensor's order."""
@@ -94,6 +96,7 @@ class _Module:
         of them where other parts use these too."""
         begin = self.targets.index(target) * rank
         own = slice(begin, begin + rank)
+        # Rows of A that other parts use too are of one adapter, trained on the fused tensor.
         others = (self.of_part(other, b[:, own]) for other in self.targets if other != target)
         return (a, b) if any(other.any() for other in others) else (a[own], b[:, own])
 
@@ -233,6 +236,7 @@ def bind_adapter(
             "folder (of a run: maxstack export), and use the merged one without it: maxstack lora "
             f"merge FOLDER --adapter {adapter.folder} --out MERGED"
         )
+    # A configuration names no family, and an adapter only modules.
     for family in ALL:
         try:
             family.write(model)

@@ -66,6 +66,7 @@ class Piece:
 
     def fill(self, out: np.ndarray, index: Index) -> None:
         """Write the values at `index`, without the slab's lead, into `out`."""
+        # numpy reads only the pages of the map that the index needs.
         if self.bound.experts is None:
             out[...] = self._view(None)[index]
             return
@@ -120,6 +121,8 @@ def bicubic(old: int, new: int) -> np.ndarray:
     weights = np.zeros((new, old))
     for tap in range(-1, 3):
         x = np.abs(places - first - tap)
+        # (a + 2) x^3 - (a + 3) x^2 + 1 up to a distance of 1, and a (x^3 - 5 x^2 + 8 x - 4) up to
+        # 2.
         near = (1.25 * x - 2.25) * x * x + 1
         far = ((-0.75 * x + 3.75) * x - 6) * x + 3
         at = np.clip(first + tap, 0, old - 1)
@@ -151,6 +154,7 @@ def pieces_of(
             f"{error}; with `model: {{from: {contents.folder.path}}}` alone, the architecture, "
             "the number of layers and the names of blocks are those of the folder"
         ) from error
+    # A head that the run replaces may be there or not.
     heads = [row for row in contents.family.rows if row.paths <= left]
     check_tensors(contents, bound, [re.escape(row.name) for row in heads])
     pieces: dict[str, list[Piece]] = {path: [] for path in shapes}
@@ -185,6 +189,8 @@ def slab_reader(
         spans = [range(*cut.indices(size)) for cut, size in zip(index, shape, strict=True)]
         # Slabs are cast as they are assigned, so a weight never exists in two dtypes.
         out = np.empty([len(span) for span in spans], dtype)
+        # A stacked weight has one tensor for each layer, and for experts often one for each of
+        # them.
         for indices in np.ndindex(*map(len, spans[:lead])):
             piece = by_lead[tuple(span[i] for span, i in zip(spans, indices, strict=False))]
             slab: Any = (*indices, ...)

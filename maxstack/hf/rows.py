@@ -89,6 +89,7 @@ class Row:
         sizes = {"1": 1}
         pairs: list[tuple[tuple[str, ...], int]] = []
         for part in (*self.parts, *self.hints):
+            # Sizes come from our weights: the file's shapes are checked against the result.
             pairs += zip(axes_in(part.ours), shapes[part.path], strict=True)
         # Dimensions of a single axis come first: they give the sizes by which grouped ones are
         # divided.
@@ -102,6 +103,7 @@ class Row:
 
     def shape(self, sizes: Mapping[str, int]) -> Shape:
         """Return the shape of the tensor, or of one expert's part."""
+        # The parts lie one after the other along +.
         size_of = {**sizes, "+": sum(self._widths(sizes))}.__getitem__
         return tuple(math.prod(map(size_of, names)) for names in axes_in(self.theirs))
 

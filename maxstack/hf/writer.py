@@ -33,6 +33,7 @@ class Shard:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         starts: dict[str, int] = {}
         size = 0
+        # The largest items first: with the header's padding every tensor is aligned to its items.
         for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
             dtype, shape = tensors[name]
             starts[name] = size
@@ -47,6 +48,8 @@ class Shard:
         begin = 8 + len(text)
         with path.open("wb+") as file:
             file.write(len(text).to_bytes(8, "little") + text)
+            # The file has its full size before anything is in it, so tensors can be filled in any
+            # order.
             file.truncate(begin + size)
             self._map = mmap.mmap(file.fileno(), 0)
         self.arrays = {
@@ -66,6 +69,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Context with a folder to fill, which becomes `out` at the end. ConfigError where `out` exists
     or cannot be written."""
     atomic.check_absent(out)
+    # The errors of entering alone are about --out; those of the block pass through.
     with contextlib.ExitStack() as ending:
         try:
             unfinished = ending.enter_context(atomic.writing(out))
@@ -94,6 +98,7 @@ def write_tensors(
     size of each weight written.
     """
     shards = _shards(folder, bound, dtypes, shard_size, stem, body)
+    # By weight: a stacked one lies in many tensors, and is read once for all of them.
     by_path: dict[str, list[tuple[BoundTensor, Target]]] = {}
     for tensor in bound:
         for target in tensor.targets:
@@ -105,12 +110,15 @@ def write_tensors(
             out, slab = shards[tensor.name].arrays[tensor.name], np.asarray(weight[target.lead])
             slabs = [(out, slab)] if tensor.experts is None else zip(out, slab, strict=True)
             for part, values in slabs:
+                # Told below by the tensors' names and the largest number, in place of numpy's
+                # warning.
                 with np.errstate(over="ignore"):
                     tensor.row.write(target.part, values, part, tensor.sizes)
                     largest = np.maximum(values.max(), -values.min())
                     if np.isfinite(largest) and np.isinf(largest.astype(part.dtype)):
                         beyond[tensor.name] = max(beyond.get(tensor.name, 0), float(largest))
         done(weight.size)
+        # Pages that were written count as memory of this process until they are given back.
         for shard in {shards[tensor.name] for tensor, _ in uses}:
             shard.forget()
     if beyond:
@@ -140,6 +148,7 @@ def _shards(
     for tensor in bound:
         dtype = dtypes[tensor.name]
         size = math.prod(tensor.shape) * dtype.itemsize
+        # A tensor larger than a shard gets a file of its own.
         if groups[-1] and filled + size > shard_size:
             groups.append({})
             filled = 0

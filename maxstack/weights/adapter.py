@@ -85,11 +85,13 @@ class AdaptedWeight(Substitute, nnx.Module):
 
     def _drop(self, x: Array) -> Array:
         """Return x [B, T, ...] after dropout, and outside of training x itself."""
+        # Evaluation and inference have no keys of positions.
         if not self.cfg.dropout or (keys_BT2 := position_keys()) is None:
             return x
         # The key of a position holds the seed, the step, the row of the global batch and the layer;
-        # the path tells the weights of a layer apart. Drawn for arrays as devices hold them, a ring
-        # over context dropped other positions than one device: gradients differed by 63 %.
+        # the path tells the weights of a layer apart. Drawn for arrays as devices hold them,
+        # dropout on a ring over context hit other positions than on one device (gradients differed
+        # by 63 %).
         word = int.from_bytes(hashlib.blake2b(self.path.encode(), digest_size=4).digest(), "little")
 
         def mask(key: Array) -> Array:

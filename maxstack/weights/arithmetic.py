@@ -244,6 +244,7 @@ def _one_scale(q: QArray, how: Operand, axis: int) -> bool:
 def _gather(w: MaybeQuantized, axes: str) -> MaybeQuantized:
     """Constrain a weight to the sharding of `axes`. A dimension with fewer scales than values is
     whole on every device."""
+    # One device holds the whole weight.
     if current() is None:
         return w
 

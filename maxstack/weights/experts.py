@@ -63,6 +63,7 @@ class RoundedExperts(Experts):
     quant: QuantSpec = flax.struct.field(pytree_node=False)
 
     def multiply(self, x_SK: Array, sizes_E: Array, backend: GroupedMatmul) -> Array:
+        # Not quant.low: nf4, zero points and rules of weights alone multiply rounded floats.
         rows_SK = fake_quantize(x_SK, self.quant.act, -1) if self.quant.act else x_SK
         return _in_compute_dtype(self.quant, backend, rows_SK, self.values_EKN, sizes_E)
 

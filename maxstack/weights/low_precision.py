@@ -94,6 +94,7 @@ class StoredWeight(Quantized, nnx.Module):
     def __init__(self, param: nnx.Param, quant: QuantSpec):
         self.spec, self.quant = WeightSpec.of(param), quant
         dims = param.ndim - len(self.spec.shape)
+        # Shapes alone: the arrays come from a checkpoint or from the original weights.
         leaves = jax.eval_shape(
             lambda w: quantize_weight(w, self.spec, quant),
             jax.ShapeDtypeStruct(param.shape, param.dtype),
@@ -112,6 +113,7 @@ class StoredWeight(Quantized, nnx.Module):
     @property
     def leaves(self) -> dict[str, Array]:
         """Leaves as `quantize_weight` gives them."""
+        # A symmetric type has no zero point.
         names = (self.quant.weight.qtype, *SCALES)
         return {name: getattr(self, name)[...] for name in names if hasattr(self, name)}
 
@@ -173,7 +175,9 @@ def _array(leaves: Mapping[str, Array | np.ndarray], spec: WeightSpec, how: Oper
 
 def _pack(x: Array, dim: int) -> Array:
     """Return uint8 whose halves are neighbours along a dimension, which is counted from the end."""
+    # The bits, not the value: a negative int4 would set the upper half of the byte.
     nibbles = jax.lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8)
+    # Neighbours share a byte, so that a shard of the bytes holds the values of a shard.
     pairs = nibbles.reshape(*x.shape[:dim], x.shape[dim] // 2, 2, *x.shape[x.ndim + dim + 1 :])
     low, high = jnp.split(pairs, 2, axis=dim)
     return (low | (high << 4)).squeeze(dim)

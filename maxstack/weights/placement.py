@@ -68,6 +68,7 @@ class PlacedWeights:
         without adapters."""
         if not self.rewrite.replaced:
             return ()
+        # The same recipe without lora: what a run that only quantizes keeps in its checkpoints.
         quantized = self._place(Rewrite(self.cfg.model_copy(update={"lora": None})).state)
         return (self.original, self.from_original), (quantized, self.add_adapters)
 
@@ -88,6 +89,7 @@ class PlacedWeights:
         """Make the run's weights of original ones, by path and sharded; each is rewritten before
         the next is read."""
         leaves: dict[str, Array] = {}
+        # An iterator: the next weight is read when this one's float array is no longer needed.
         for path, array in weights:
             if path in self.shapes:
                 leaves[path] = array

@@ -164,6 +164,7 @@ class Rewrite:
         owners = {path: (module, name) for path, module, name in _params(model)}
         params = {path: getattr(module, name) for path, (module, name) in owners.items()}
         if cfg.quantization.rules:
+            # Imported here, since recipes alone need Qwix.
             from maxstack.weights.recipe import match_rules
 
             self.matches = match_rules(cfg.quantization, params)
@@ -234,6 +235,7 @@ class Rewrite:
         for i, pattern in enumerate(self._cfg.lora.targets if self._cfg.lora else ()):
             matching = [path for path in params if matches(pattern, path)]
             own = [path for path in matching if path in matmuls]
+            # Skipped where the pattern matches projections too, and told at the start.
             others = [path for path in matching if uses[path] in ("experts", "rows", "head")]
             self.skipped |= dict.fromkeys(others)
             if not own:
