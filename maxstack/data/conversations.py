@@ -46,7 +46,7 @@ class Conversation(NamedTuple):
     tools: list[Any] | None
     trained: int = 0
     weights: Mapping[int, float] = {}
-    """By the number of a message, where it says so itself: the weight of its tokens."""
+    """Weights of the tokens of messages that give one, by the number of the message."""
 
 
 class Completion(NamedTuple):
@@ -126,6 +126,7 @@ def exchange_answer(given: Example, other: Example) -> Example:
         return Completion(given.prompt, other.completion)
     if isinstance(given, Conversation) and isinstance(other, Conversation):
         before, begin = given.messages[: _answer(given)], _answer(other)
+        # Numbers of messages change with the prompt that is before them.
         moved = {i - begin + len(before): weight for i, weight in other.weights.items()}
         return Conversation(before + other.messages[begin:], given.tools, len(before), moved)
     raise DataError("some records are texts and others are messages; make them all one kind")
@@ -237,6 +238,7 @@ def _cut_prompt(before: Messages, answer: Messages, key: str) -> Messages:
     if before[0]["role"] == "system" and answer[0]["role"] != "system":
         asked = before[1:]
     if asked and answer[: len(asked)] == asked:
+        # The prompt would otherwise stand twice in the conversation.
         answer = answer[len(asked) :]
     if any(message["role"] == "user" for message in answer):
         raise DataError(
@@ -293,6 +295,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
             raise DataError(f"{where}.from={quoted(role)}: must be one of {', '.join(ROLES)}")
         if role == "function_call":
             return {"role": "assistant", "content": "", "tool_calls": _calls(value, where)}
+        # ShareGPT's names vary by data set; templates know those of OpenAI.
         message = {"role": ROLES[role], "content": value}
     if not isinstance(message.get("role"), str):
         raise DataError(f"{where}: has no role; must be a mapping with role and content")

@@ -203,8 +203,7 @@ def local_folder(path: str, patterns: Sequence[str] = ("*",), depth: int | None 
         versions = repr([path, *((name, found[name]) for name in names)])
         key, name = digest(versions.encode()), posixpath.basename(path.rstrip("/"))
         folder = storage.cache_folder() / "folders" / key / name
-        # Files appear one by one, each whole, so a copy that was stopped goes on with what is
-        # absent.
+        # Files appear one by one, each whole, so a copy that was stopped continues with the others.
         absent = [name for name in names if not (folder / name).exists()]
         size = sum(found[name][0] for name in absent)
         with progress(size, f"copying {path}", "B", delay=_PATIENCE) as bar:

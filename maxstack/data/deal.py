@@ -56,7 +56,7 @@ def level_lanes(passes: Iterable[Pass], sources: int, lanes: int) -> list[np.nda
         in_turn = (first + np.arange(len(lengths))) % lanes
         taker = in_turn
         pooled = 0
-        # Totals go on from pass to pass, so an earlier rest is made good by the next exchange.
+        # Totals carry over, so the next pass evens out what this one leaves.
         before = totals + np.bincount(in_turn, lengths, lanes)
         levelled = before
         # The smallest pool that levels: each document moved is one more entry for each process to

@@ -195,6 +195,7 @@ class Feed(BatchFeed):
         if len(taken) == len(self._lanes) and length == whole:
             return batch
         return {
+            # An array without positions, such as a label, is cut in rows alone.
             name: array[taken] if array.shape[1:2] != (whole,) else array[taken, :length]
             for name, array in batch.items()
         }

@@ -56,7 +56,7 @@ class File:
 
 def match_files(cfg: Files) -> list[File]:
     """Return the files of a source, sorted by key. DataError for a missing file, a glob without a
-    match, and a file whose number others name: 00003-of-00016."""
+    match, and an absent part of a whole that other names count (00003-of-00016)."""
     files: dict[str, File] = {}
     for pattern in cfg.files:
         paths = _list_matches(pattern)

@@ -18,11 +18,13 @@ MOST, MOST_DECODED = 1 << 14, 64
 """Growth at most while a text is encoded, and while ids are decoded. Of the published ones,
 XLNet's steps may grow a text 4,400 times, by these bounds."""
 AT_ONCE = 1 << 26
-"""Bytes that a text grows to at once at most; the library takes about 20 times as many."""
+"""Most bytes that a text may grow to in one call of the library, which takes about 20 times as
+many."""
 _ENCODING = "normalizer", "pre_tokenizer", "post_processor"
 _LISTS = "normalizers", "pretokenizers", "processors", "decoders"
 _FORMS = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 1.5}
-"""Bytes of UTF-8 for one: https://unicode.org/faq/normalization.html#12 and SpecialCasing.txt."""
+"""Most bytes of UTF-8 that these make of one byte:
+https://unicode.org/faq/normalization.html#12 and SpecialCasing.txt."""
 _SPACES = {"BertNormalizer": 12, "ByteLevel": 4, "BPEDecoder": 2, "CTC": 2, "WordPiece": 2}
 """Steps that put spaces between characters, or write a byte as a character of two bytes."""
 

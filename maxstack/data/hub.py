@@ -51,7 +51,7 @@ TOKENIZER = (
 )
 GENERATION = "generation_config.json"
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
-"""How pictures are made pixels; the other holds it too where transformers wrote both in one."""
+"""Files that say how pictures become pixels; transformers may write the first into the second."""
 SMALL = (
     *("config.json", INDEX.format(MODEL), INDEX.format(DIFFUSERS), GENERATION),
     *(PREPROCESSOR, PROCESSOR, *TOKENIZER),

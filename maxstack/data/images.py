@@ -43,7 +43,7 @@ LARGEST = 89_478_485
 
 
 class Sample(NamedTuple):
-    """What a row holds."""
+    """The contents of a row."""
 
     pixels: np.ndarray
     """[S, S, C], uint8, or float16 of latents."""
@@ -207,6 +207,7 @@ def pixels_of(
         if cfg.randaugment:
             for _ in range(cfg.randaugment.layers):
                 picture = random_change(picture, cfg.randaugment.magnitude / 10, random)
+    # A gray picture has no axis of channels, which `size` adds.
     pixels = np.asarray(picture, np.uint8).reshape(size)
     if random is not None and cfg.shift:
         pixels = shift_pixels(pixels, cfg.shift, random)

@@ -55,7 +55,8 @@ class Templates:
 
 
 class Guarded(Templates):
-    """The same in processes with limits. Safe to call from any thread. Failed for all errors."""
+    """Templates rendered in processes with limits. Safe to call from any thread. All errors are
+    Failed."""
 
     def __init__(self, sources: Mapping[str, str]):
         _environment()  # ConfigError here, where it is not installed

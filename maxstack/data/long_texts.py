@@ -16,11 +16,11 @@ import numpy as np
 from maxstack.data import byte_level
 
 LONGEST = 1 << 20
-"""Bytes of a text that are tokenized at once, where nothing else is said."""
+"""Bytes of a text that are tokenized at once, by default."""
 Encode = Callable[[bytes], Sequence[int] | np.ndarray]
 _WINDOWS = 256, 199
-"""Bytes on each side of a cut that tell whether it is one. Two numbers without a common divisor: of
-one, the tokens of a long run of one character may end at the middle by chance."""
+"""Bytes on each side of a cut that are encoded to test it. Two sizes without a common divisor: in
+one window a token of a long run of one character may end at the middle by chance."""
 _REACH = 1 << 14
 _TRIES = 16
 _CHARACTERS = 32

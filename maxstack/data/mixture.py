@@ -342,6 +342,7 @@ class Mixture:
             limit = self.cfg.longest, self.cfg.beyond
             values = {}
             if self.evaluation:
+                # Sizes may cost a second encoding, and only bits per byte need them.
                 ids, values["bytes"] = tokenize_with_sizes(documents, index, tokenizer, *limit)
             elif cut := self._config(source).fill_in_the_middle:
                 # By place rather than index, so that a document is cut otherwise in each epoch.

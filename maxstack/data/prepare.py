@@ -40,7 +40,7 @@ from maxstack.schema.data import DataConfig, SentencePieceTokenizer
 
 _LARGEST_SHARD = 10_000
 _STEP = 1 << 22
-"""Bytes of text after which progress is told."""
+"""Bytes of text between reports of progress."""
 _FINISHED, _BEGUN = ".finished", "begun"
 _FORMAT, _HASHES = 2, "hashes"
 _OF_TRAINING = {"name", "weight", "epochs", "fill_in_the_middle"}
@@ -54,7 +54,7 @@ Sources = dict[tuple[str, Split], Documents]
 
 
 class Progress(NamedTuple):
-    """What was written of a shard since the last of these."""
+    """Progress of a shard since the last report."""
 
     documents: int
     bytes: int

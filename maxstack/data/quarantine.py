@@ -57,7 +57,7 @@ class Quarantine:
 
     def empty(self, source: str, document: str) -> None:
         """Pass over a document without anything to predict, by its file and number."""
-        # One of a source is told: files with many blank documents would fill the log.
+        # Only the first of a source is reported: many blank documents would fill the log.
         if source not in self._empty:
             self._empty.add(source)
             self._news.empty[source] = document

@@ -66,7 +66,7 @@ from maxstack.schema.data import (
 
 _OPEN_FILES = 64
 _ROWS, _BUFFER = 64, 1 << 22
-"""Of Parquet: rows that are decoded at once, and bytes of a column that are read at once."""
+"""For Parquet: rows that are decoded at once, and bytes of a column that are read at once."""
 _READABLE, _UNREADABLE = b"+", b"-"
 _SHORTER = "the file became shorter while it was in use"
 

@@ -139,7 +139,7 @@ class Tokenizer(ABC):
 
     @functools.cached_property
     def _sizes(self) -> np.ndarray:
-        """`token_bytes`, and 0 for what is beyond."""
+        """`token_bytes`, with a 0 at the end for ids beyond the vocabulary."""
         return np.append(self.token_bytes, np.int32(0))
 
     @abstractmethod

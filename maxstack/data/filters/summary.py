@@ -107,6 +107,7 @@ def write_page(summary: Mapping[str, Any], out: str) -> None:
         "<h2>Samples</h2>",
     ]
     for name, rows in sorted(summary["samples"].items()):
+        # Samples of removals and of changes have different keys, the same in all rows of a name.
         columns = ("where", "place", "rule", "value", "text", "before", "after")
         shown = [key for key in columns if key in rows[0]]
         cells = []
