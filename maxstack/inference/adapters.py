@@ -55,8 +55,9 @@ def read_adapters(run: "Run", params: Any, folders: Mapping[str, str]) -> Adapte
 def _leaves(
     run: "Run", params: Any, folder: str, specs: dict[str, WeightSpec]
 ) -> dict[str, Leaves]:
-    """By path: a [..., in..., rank] and b [..., rank, out...] times the scale, with DoRA `factor`
-    [..., out...]; in front the repetitions of the pattern, if any. Adds the weights to `specs`."""
+    """Return by path a [..., in..., rank] and b [..., rank, out...] times the scale, with DoRA
+    `factor` [..., out...]; in front the repetitions of the pattern, if any. Adds the weights to
+    `specs`."""
     adapted = adapt_run(run, folder)
     lora, weights = adapted.cfg.lora, adapted.weights
     assert lora

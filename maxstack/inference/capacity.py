@@ -52,7 +52,7 @@ class Memory:
     step: float
     cache: float
     fixed: float
-    """Of the cache: snapshots of recurrent states, and slot 0, which is nobody's."""
+    """Of the cache: snapshots of recurrent states, and slot 0, which stays unused."""
 
     def requests(self, each: float) -> int:
         """Return how many requests fit in the cache."""
@@ -118,7 +118,7 @@ def read_bytes(layout: Layout, cache: CacheBytes, start: int, end: int) -> float
 
 
 def cache_bytes(cache: CacheBytes, limits: Limits) -> int:
-    """Return bytes of the cache on a device, with page 0 and slot 0, which are nobody's."""
+    """Return bytes of the cache on a device, with page 0 and slot 0, which stay unused."""
     pages = sum(
         (1 + count) * limits.page * size
         for count, size in zip(limits.pages, cache.tokens, strict=True)

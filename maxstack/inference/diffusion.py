@@ -38,7 +38,7 @@ def sample(
     temperature: float,
     seed: int,
 ) -> np.ndarray:
-    """Rows with every position filled in that is not `given_BT`, int32 [B, T].
+    """Return rows with every position filled in that is not `given_BT`, int32 [B, T].
 
     Each of `steps` steps fills an equal share of what is hidden: where `order` says, by a draw from
     the model's distribution at `temperature` (0: the likeliest token). A row's numbers follow from
@@ -116,7 +116,7 @@ def _step(
 
 
 def _score(order: Order, log_p_BTV: jax.Array, best_BT: jax.Array) -> jax.Array:
-    """Confidence in each position, [B, T]."""
+    """Return the confidence in each position, [B, T]."""
     if order == "confidence":
         return jnp.take_along_axis(log_p_BTV, best_BT[..., None], axis=-1)[..., 0]
     if order == "margin":

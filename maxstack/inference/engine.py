@@ -92,7 +92,7 @@ class Engine:
         self.scheduler.forget()
 
     def check(self, prompt: Sequence[int]) -> None:
-        """DataError for a prompt that cannot be answered. Safe to call from any thread."""
+        """Raise DataError for a prompt that cannot be answered. Safe to call from any thread."""
         if not prompt:
             raise DataError("the prompt is empty; give at least one token")
         if len(prompt) >= self.max_length:

@@ -74,7 +74,8 @@ def read_prompts(file: str) -> list[Prompt]:
 def check_prompts(
     model: str, tokenizer: Any, vocab: int, prompts: Sequence[Prompt], text: bool
 ) -> None:
-    """ConfigError or DataError where the model cannot answer; `text`: there are prompts of text."""
+    """Raise ConfigError or DataError where the model cannot answer; `text`: there are prompts of
+    text."""
     if tokenizer is None and (text or any(prompt.kind != "tokens" for prompt in prompts)):
         raise ConfigError(
             f"{model} has no tokenizer; name one in data.tokenizer, or give prompts as "
@@ -90,7 +91,7 @@ def check_prompts(
 
 
 def check_prompt(where: str, kind: str, value: Any) -> None:
-    """DataError where the value is not of its kind."""
+    """Raise DataError where the value is not of its kind."""
     if kind == "prompt" and not isinstance(value, str):
         raise DataError(f"{where}: prompt is {shortened(json.dumps(value), 80)}, and must be text")
     if kind == "tokens" and not (

@@ -49,7 +49,7 @@ class Compiler:
     milliseconds per grammar."""
 
     def __init__(self, vocabulary: "Vocabulary"):
-        """ConfigError if the library is missing."""
+        """Raise ConfigError if the library is missing."""
         try:
             import llguidance
         except ImportError as error:
@@ -169,7 +169,7 @@ class Answer:
         return self.error is not None or self._matcher.finished
 
     def mask(self) -> np.ndarray:
-        """The matcher's, or its last one where it has none."""
+        """Return the matcher's mask, or the last one where it has none."""
         self._timed(self._masked)
         return self._mask
 
@@ -180,7 +180,7 @@ class Answer:
         self._timed(lambda: self._matcher.accept(token))
 
     def copy(self) -> "Answer":
-        """Another answer from the same state, with time of its own."""
+        """Return another answer from the same state, with time of its own."""
         return Answer(self._matcher.copy(), self._held)
 
     def _masked(self) -> None:
@@ -232,8 +232,8 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: "Tokenizer", stop_tokens: Collection[int], vocab: int) -> "Vocabulary":
-        """A tokenizer's, `vocab` wide. ConfigError if there is no stop token, or the tokenizer's
-        text is not its tokens' bytes in a row."""
+        """Return the vocabulary of a tokenizer, `vocab` tokens wide. ConfigError if there is no
+        stop token, or the tokenizer's text is not its tokens' bytes in a row."""
         if not stop_tokens:
             raise ConfigError(
                 f"{tokenizer.name}: a grammar needs a token that ends an answer, and neither "
@@ -251,9 +251,9 @@ class Vocabulary:
 
 
 def check_size(grammar: Any) -> None:
-    """ConfigError for a grammar of more than `LONGEST` bytes or `DEEPEST` levels. A local `$ref` is
-    followed once, the first time that it is met; what is deeper by another path, the sandbox
-    finds."""
+    """Raise ConfigError for a grammar of more than `LONGEST` bytes or `DEEPEST` levels. A local
+    `$ref` is followed once, the first time that it is met; what is deeper by another path, the
+    sandbox finds."""
     size = 0
     # A list instead of recursion: the walk must survive what it is to refuse.
     found = [(grammar, 1)]

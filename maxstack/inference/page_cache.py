@@ -35,7 +35,7 @@ class Limits(NamedTuple):
     page: int
     """Tokens of a page."""
     pages: tuple[int, ...]
-    """By group, without page 0, which is nobody's."""
+    """Pages by group, without page 0, which stays unused."""
     requests: int
     snapshots: int = 0
     snapshot: int = 512
@@ -152,7 +152,7 @@ class PageCache:
         self._snapshots: list[Pool] = []
         for _ in range(replicas):
             self.pools.append([Pool(size) for size in limits.pages])
-            # Slot 0 is nobody's: rows without a token name it.
+            # Slot 0 stays unused: rows without a token name it.
             self._slots.append(list(range(limits.requests, 0, -1)))
             self._snapshots.append(Pool(limits.snapshots, limits.requests + 1))
 

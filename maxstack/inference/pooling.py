@@ -27,7 +27,7 @@ class Pooling:
     """Sizes that a vector may be cut to (matryoshka, arXiv:2205.13147); None: any."""
 
     def check(self, size: int | None) -> None:
-        """ConfigError for a size that the model was not trained for."""
+        """Raise ConfigError for a size that the model was not trained for."""
         if size is not None and self.sizes is not None and size not in self.sizes:
             known = ", ".join(map(str, sorted(self.sizes))) or "none"
             raise ConfigError(

@@ -47,8 +47,8 @@ class DeviceWeight(NamedTuple):
     """Replicas whose rows come to the experts of this device."""
 
     def needed(self, rows: int) -> float:
-        """Bytes that `rows` rows of each replica need on average, of experts that are chosen evenly
-        and independently."""
+        """Return the bytes that `rows` rows of each replica need on average, where experts are
+        chosen evenly and independently."""
         # The chance that a token passes an expert by, to the power of the tokens, is that all do.
         return self.read * (1 - (1 - self.chosen) ** (rows * self.spread))
 

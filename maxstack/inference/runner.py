@@ -116,7 +116,8 @@ class Runner:
 
     @property
     def slots(self) -> int:
-        """Slots of a replica: slot 0, which is nobody's, then of requests, then of snapshots."""
+        """Slots of a replica: slot 0, which stays unused, then those of requests, then of
+        snapshots."""
         return 1 + self.limits.requests + self.limits.snapshots
 
     @property
@@ -168,7 +169,7 @@ class Runner:
         for group in range(len(self._layout.reaches)):
             own = [ids for of, *ids in pages if of == group]
             for start in range(0, len(own), COPIES):
-                # A fixed number is one program a group; padding copies page 0, which is nobody's,
+                # A fixed number is one program a group; padding copies page 0, which is unused,
                 # onto itself.
                 ids = np.zeros((2, COPIES), np.int32)
                 some = own[start : start + COPIES]

@@ -32,7 +32,7 @@ class LogitsRow(NamedTuple):
 def logprobs(
     logits_OV: jax.Array, tokens_O: jax.Array, scale_O: jax.Array, top: int | None
 ) -> tuple[jax.Array, ...]:
-    """`sampling.logprobs` in groups of rows; nothing where `top` is None."""
+    """Compute `sampling.logprobs` in groups of rows; nothing where `top` is None."""
     if top is None:
         return ()
 

@@ -28,7 +28,7 @@ class Samples:
     """Answers the prompts of eval.samples with the weights of a step, on the mesh of the run."""
 
     def __init__(self, run: "Run", log: "Log", writer: "Writer"):
-        """ConfigError where the run has several processes."""
+        """Raise ConfigError where the run has several processes."""
         settings = run.cfg.eval.samples
         assert settings
         if jax.process_count() > 1:

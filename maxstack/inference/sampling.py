@@ -268,7 +268,7 @@ def _search(logits_OV: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> j
 
 
 def _uniforms(settings: Settings) -> jax.Array:
-    """float32 [O, 2] in [0, 1)."""
+    """Return two uniform numbers of each row's key, float32 [O, 2] in [0, 1)."""
 
     def of_row(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Array:
         # Named, so that a changed default of jax does not change answers.

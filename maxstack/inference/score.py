@@ -44,7 +44,7 @@ class Rows:
 
 
 def check_length(run: "Run", tokens: int, where: str) -> None:
-    """DataError for more tokens than a learned table of positions has rows."""
+    """Raise DataError for more tokens than a learned table of positions has rows."""
     most = run.cfg.decoder.positions
     if most and tokens > most:
         raise DataError(

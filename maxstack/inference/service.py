@@ -156,9 +156,9 @@ class Service:
         return Answers(self, requests, client)
 
     def check(self, count: int = 0, client: str | None = None) -> None:
-        """Closed or Failed where no request is taken; Full where `count` more of a client may not
-        wait now, ConfigError where they never may. A client gets at most three quarters of what the
-        others leave, so there is always room for the next one."""
+        """Raise Closed or Failed where no request is taken, Full where `count` more of a client may
+        not wait now, ConfigError where they never may. A client gets at most three quarters of what
+        the others leave, so there is always room for the next one."""
         if self.failure is not None:
             raise Failed(f"the engine failed: {self.failure!r}")
         if self._closed:

@@ -57,8 +57,8 @@ def image_signatures(run: "Run") -> Iterator[Signature]:
 def sampling_signatures(
     run: "Run", steps: int, solver: Solver, guidance: float
 ) -> Iterator[Signature]:
-    """The signature that makes images of classes, as `maxstack sample` does: number n of a seed is
-    the same whatever else is made."""
+    """Yield the signature that makes images of classes, as `maxstack sample` does: number n of a
+    seed is the same whatever else is made."""
     sampler = Sampler(run, None, steps, solver, guidance)
     model: Any = run.cfg.model
     outputs = {"images": ("batch", model.image_size, model.image_size, model.channels)}

@@ -79,7 +79,7 @@ class Package:
         self._weights: dict[str, Any] = {}
 
     def weights(self, shardings: dict[str, Any]) -> dict[str, Any]:
-        """The weights on the devices; read once."""
+        """Return the weights on the devices; they are read once."""
         read: dict[str, Any] = {}
         for name, spec in () if self._weights else self.manifest["weights"].items():
             path, dtype = path_of(self.folder, spec["file"]), jnp.dtype(spec["dtype"])
@@ -97,13 +97,14 @@ class Package:
         return self._weights
 
     def state(self, name: str = "cache") -> dict[str, Any]:
-        """The arrays that calls of some signatures read and replace, before the first call."""
+        """Return the arrays that calls of some signatures read and replace, as before the first
+        call."""
         specs = self.manifest["states"][name]
         return {key: jnp.zeros(specs[key]["shape"], specs[key]["dtype"]) for key in specs}
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Pages of the cache for requests 1, 2, .., each of which has its own; windows of attention
-        use theirs in turn. Page 0 and request 0 are nobody's."""
+        """Return page tables for requests 1, 2, and so on, each with pages of its own; windows of
+        attention use theirs in turn. Page 0 and request 0 stay unused."""
         sizes = self.manifest["cache"]
         row, page = np.ogrid[: sizes["slots"], : sizes["width"]]
         real = (row > 0) & (row <= sizes["requests"])
@@ -122,15 +123,15 @@ class Signature:
         self._programs: dict[str, Any] = {}
 
     def __call__(self, state: dict[str, Any] | None = None, /, **inputs: Any) -> Any:
-        """Results, numpy arrays by name; for a signature with a state, (results, the next state):
-        the state that is given is used up. Batches and lengths for which there is no program are
+        """Return the results, numpy arrays by name; of a signature with a state (results, next
+        state). The given state is used up. Batches and lengths without a program of their own are
         padded with zeros, and the results cut."""
         return self.compute(*self.arrays(inputs), state)
 
     def compute(
         self, arrays: dict[str, Any], sizes: dict[str, int], state: dict[str, Any] | None = None
     ) -> Any:
-        """As a call with what `arrays` gives."""
+        """Compute a call from what `arrays` returns."""
         program = self.program(sizes)
         call, (weights, states, places) = self.loaded(program["file"])
         padded = dict[str, Any]()
@@ -147,8 +148,9 @@ class Signature:
         return (used, after) if self.spec["state"] else used
 
     def arrays(self, inputs: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """Arguments as arrays of their types, and the sizes of named dimensions. PackageError for
-        wrong names, types or shapes, and for values beyond a range of the manifest."""
+        """Return arguments as arrays of their types, and the sizes of named dimensions.
+        PackageError for wrong names, types or shapes, and for values beyond a range of the
+        manifest."""
         wanted, where = self.spec["inputs"], f"{self.package.manifest['name']}.{self.name}"
         if inputs.keys() != wanted.keys():
             raise PackageError(f"{where}: takes {', '.join(wanted)}; not {', '.join(inputs)}")
@@ -180,7 +182,7 @@ class Signature:
         return given, sizes
 
     def program(self, sizes: dict[str, int]) -> dict[str, Any]:
-        """The smallest program that takes these sizes. PackageError where there is none."""
+        """Return the smallest program that takes these sizes. PackageError where there is none."""
         fitting = []
         for program in self.spec["programs"]:
             if all(most is None or most >= sizes[dim] for dim, most in program["sizes"].items()):
@@ -192,7 +194,7 @@ class Signature:
         return min(fitting, key=lambda program: [size or 0 for size in program["sizes"].values()])
 
     def loaded(self, file: str) -> tuple[Any, Any]:
-        """The function of a program, and the shardings of its arguments."""
+        """Return the function of a program, and the shardings of its arguments."""
         if file not in self._programs:
             package, data = self.package, checked(self.package.folder, self.package.manifest, file)
             try:
@@ -211,8 +213,8 @@ class Signature:
 
 
 def check_calls(where: str, data: bytes, exported: Any) -> None:
-    """PackageError for a program that calls functions of its host, by which it could do anything.
-    Bytecode has the names of operations as they are."""
+    """Raise PackageError for a program that calls functions of its host, by which it could do
+    anything. Bytecode holds the names of operations in plain text."""
     # Few programs have any (6 of 66 tried), and only these are printed as text.
     if b"custom_call" in data:
         text = exported.mlir_module()
@@ -225,7 +227,7 @@ def check_calls(where: str, data: bytes, exported: Any) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a package."""
+    """Read the manifest of a package."""
     file = folder / "manifest.json"
     if not file.is_file():
         raise PackageError(f"{folder}: is no package: it has no manifest.json")
@@ -241,7 +243,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def checked(folder: Path, manifest: dict[str, Any], name: str) -> bytes:
-    """The bytes of a file of the manifest; PackageError where they are not those that it names."""
+    """Return the bytes of a file of the manifest; PackageError where their size or hash differs."""
     path, said = path_of(folder, name), manifest["files"].get(name)
     if said is None or not path.is_file():
         raise PackageError(f"{path}: is {'missing' if said else 'not in manifest.json'}")
@@ -254,7 +256,7 @@ def checked(folder: Path, manifest: dict[str, Any], name: str) -> bytes:
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """The path of a file of a package. PackageError for one that leads out of the folder."""
+    """Return the path of a file of a package. PackageError for one that leads out of the folder."""
     pure = PurePosixPath(name)
     parts = [folder.joinpath(*pure.parts[: i + 1]) for i in range(len(pure.parts))]
     if pure.is_absolute() or ".." in pure.parts or "\\" in name or not parts:

@@ -39,7 +39,7 @@ class SignatureMetrics:
 
 
 def text(metrics: Iterable[SignatureMetrics], waiting: Mapping[tuple[str, str], int]) -> str:
-    """All metrics; `waiting` are the lengths of queues by model and version."""
+    """Return all metrics; `waiting` are the lengths of queues by model and version."""
     return "\n".join(_lines([*metrics], waiting)) + "\n"
 
 

@@ -76,7 +76,7 @@ class Repository:
         await asyncio.to_thread(self.worker.stop)
 
     def check(self) -> None:
-        """Refusal while shutting down."""
+        """Raise Refusal while shutting down."""
         if self.closed:
             raise Refusal(503, "the server is shutting down")
 

@@ -149,8 +149,8 @@ def stamp(folder: Path) -> Stamp:
 
 
 def check_sizes(folder: Path) -> None:
-    """PackageError for a file that is missing or of another size, before any is read: a copy may
-    be under way."""
+    """Raise PackageError for a file that is missing or of another size, before any is read: a copy
+    may be under way."""
     for name, said in read_manifest(folder)["files"].items():
         path = path_of(folder, name)
         if not path.is_file():

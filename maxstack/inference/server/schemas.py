@@ -348,7 +348,7 @@ def parse_body(kind: type[AnyBody], data: bytes) -> AnyBody:
 
 
 def _check_sizes(content: Any) -> None:
-    """Refusal for objects with too many keys: pydantic would report each."""
+    """Raise Refusal for objects with too many keys: pydantic would report each."""
     objects = [content, *content.values()] if isinstance(content, dict) else []
     if any(isinstance(each, dict) and len(each) > FIELDS for each in objects):
         raise Refusal(400, f"the body has an object of more than {FIELDS} keys")
