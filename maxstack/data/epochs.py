@@ -81,7 +81,6 @@ def plan_epochs(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field
     given: Any = data, open_sources(data), size, False, "data", fields, cfg.stages
     mixture = Mixture(*given)
     peers = Peers()
-    # With the lanes, since processes that share a cache must pack and count their own.
     described = [mixture.described(), data.model_dump(mode="json"), size, [*lanes]]
     stages = [stage.model_dump() for stage in cfg.train.stages]
     key = digest(json.dumps(["epochs", *described, stages, sorted(fields)]).encode())

@@ -158,7 +158,7 @@ class Feed(BatchFeed):
             if error is not None:
                 raise error
             # Counted here once more: each maker knows its own rows alone, and data.quarantine
-            # bounds all.
+            # bounds those of the process.
             for source, document in news.empty.items():
                 self._quarantine.empty(source, document)
             for source, (record, count) in news.long.items():
