@@ -99,6 +99,7 @@ class FirstDense:
         sink.put(self.key, dense)
 
 
+# For layers with two properties in keys of their own (Llama 4: RoPE or none, dense or experts).
 class Both:
     """Two orders at once: a layer's name is both names joined by _."""
 
@@ -135,6 +136,7 @@ class Layers:
             raise source.fail(self.key, "must be the number of layers")
         names = self.order.read(source, layers) if self.order else [*self.tables] * layers
         prefix, pattern = find_pattern(names, self.unrolled(source, layers))
+        # Blocks that no layer is are not read, since their keys may be absent.
         blocks = {name: read(self.tables[name], source) for name in dict.fromkeys(names)}
         return {"layers": layers, "blocks": blocks, "prefix": prefix, "pattern": pattern}
 

@@ -166,6 +166,7 @@ def write(
         "fan_in_fan_out": inputs_first,
         "inference_mode": True,
         "init_lora_weights": True,
+        # Tables that are there because the vocabulary grew are not named, as peft leaves them.
         SAVED: [name.split(".")[-2] for name in saved] if lora.modules_to_save else None,
         "rank_pattern": {name: lora.rank * count for name, count in counts.items()},
         "alpha_pattern": {name: _whole(alpha) for name, alpha in alphas.items()},
@@ -212,6 +213,7 @@ def read(
                     f"lora one rank for all, {lora.rank}; merge it instead: maxstack lora merge"
                     f"{anew if len(module.tensor.targets) > 1 else ''}"
                 )
+            # Equal up to rounding: both may divide by a square root.
             if abs(adapter.scale(name) - lora.scale) > 1e-6:
                 raise ConfigError(
                     f"lora.adapter: {folder} multiplies {name} by {adapter.scale(name):g}, and "
@@ -268,6 +270,7 @@ def _refuse_others(
     wrong = {
         key: value
         for key, value in adapter.lora.items()
+        # Dropout does not change what an adapter computes.
         if key != "dropout" and getattr(lora, key) != value
     }
     targets: set[str] = set()

@@ -62,6 +62,7 @@ def _fp8(settings: Settings) -> Unpack:
                 raise DataError(
                     f"{tensor.where}: is float8_e4m3fn without its scales {name}_scale_inv"
                 )
+        # Despite the name, weight_scale_inv is what codes are multiplied by.
         return _join("_scale_inv", [""], functools.partial(BlockFP8, tuple(block)), tensors)
 
     return unpack
@@ -82,6 +83,7 @@ def _compressed(settings: Settings) -> Unpack:
     if not sizes:
         raise ValueError("config_groups={}: must say how weights are quantized")
     size = sizes[0]
+    # The function below does not know which group a tensor belongs to.
     if sizes != [size] * len(sizes) or type(size) is not int or size < 1:
         raise ValueError("config_groups: must have one group_size for all weights")
     make = functools.partial(GroupInt4, size)
@@ -226,6 +228,7 @@ def _schemes(settings: Settings) -> Iterator[Settings]:
         _check_keys(group, GROUP, f"config_groups.{name}.")
         _check_keys(weights, SCHEME, f"config_groups.{name}.weights.")
         form = settings["format"]
+        # A group may have a format of its own, packed otherwise than the folder's.
         _expect({"format": group.get("format") or form}, {"format": form})
         _expect(weights, {"dynamic": False})
         if weights.get("actorder") not in (None, False, "weight", "static"):

@@ -37,6 +37,7 @@ def _keys_of(kind: str) -> dict[str, tuple[str, Any]]:
     """Return our key -> (their key, default) of a kind; `...`: the key is needed; None: it may be
     absent."""
     keys = {}
+    # The fields of our sections are the keys, so that each is declared once.
     for name, field in KINDS[kind].model_fields.items():
         if name != "kind":
             needed = field.is_required() or name in NEEDED.get(kind, ())

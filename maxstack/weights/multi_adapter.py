@@ -82,6 +82,8 @@ class MultiAdapter(Substitute, nnx.Module):
         # Such a product contracts the outputs, so B comes first and A second.
         if not {*inputs} <= {*read}:
             (first, m), (second, n) = (second, n), (first, m)
+        # A dimension of x, the weight and the result (the heads of a latent's matrix) is kept, not
+        # summed.
         kept = "".join(dim for dim in read if dim in written or dim not in first)
         h = _own(jnp.einsum(f"{read},{first}->{kept}AZ", x, values(m, x.dtype)))
         adapted = y + jnp.einsum(f"{kept}AZ,{second}->{written}", h, values(n, x.dtype))
@@ -95,6 +97,7 @@ def _placeholder(leaf: Any, axes: tuple[str, ...], use: str | None, contract: in
 
 def _own(h: Array) -> Array:
     """Return h [R, .., A, Z] with zeros for other adapters than the row's."""
+    # 0 is a row without an adapter, so adapters count from 1.
     return jnp.where(_numbers(h) == jnp.arange(1, h.shape[-2] + 1)[:, None], h, 0)
 
 

@@ -77,6 +77,8 @@ def match_rules(cfg: QuantizationConfig, params: Mapping[str, nnx.Param]) -> dic
     specs = {
         path: WeightSpec.of(param)
         for path, param in params.items()
+        # The others (routers, norms, biases, convolutions) are operands of no matmul that can be
+        # rounded.
         if param.get_metadata().get("use")
     }
     taken: dict[str, int] = {}
@@ -145,6 +147,7 @@ def _problems(
             f"{tile} does not divide the {inputs} inputs of {path}; use a divisor, or give {path} "
             f"{own}",
         )
+    # qt and qat keep floats, which fit any width.
     if rule.weight_qtype in HALF and mode == "ptq" and spec.matrix[spec.packed] % 2:
         yield (
             "weight_qtype",

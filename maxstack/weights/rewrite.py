@@ -149,7 +149,7 @@ class Rewrite:
 
     @property
     def unlike(self) -> list[str]:
-        """What evaluation rounds and `original` does not, in words."""
+        """Describe what evaluation rounds and `original` does not."""
         said = dict[str, None]()
         for match in self.matches.values():
             if match.mode == "qt":

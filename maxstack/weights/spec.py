@@ -32,6 +32,7 @@ class WeightSpec:
     @property
     def matrix(self) -> tuple[int, ...]:
         """The shape with all contracted dimensions of a matmul as one."""
+        # Experts and tables are matrices already.
         if self.use != "matmul":
             return self.shape
         return (math.prod(self.shape[: self.contract]), *self.shape[self.contract :])

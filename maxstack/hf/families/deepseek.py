@@ -94,7 +94,7 @@ LIMITED = {"groups": Key("n_group"), "top_groups": Key("topk_group"), "group_sco
 
 
 def _by_top_two(scale: float, groups: int, top_groups: int) -> Table:
-    """The router of V3; its arguments are what absent keys mean."""
+    """Return the router of V3; the arguments are the values of absent keys."""
     return {
         "score": "sigmoid",
         "normalize": Key("norm_topk_prob", True),

@@ -108,8 +108,8 @@ PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rop
 
 @dataclasses.dataclass(frozen=True)
 class OfGlobal:
-    """A size of the full layers: `key` of per_layer_config, or a key of its own, which is the only
-    one written."""
+    """A size of the full layers: `key` in per_layer_config, or else the key `own`, which is the one
+    that exports write."""
 
     key: str
     own: str

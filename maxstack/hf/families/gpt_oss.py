@@ -49,6 +49,7 @@ GPT_OSS = Family(
         mlp=EXPERTS,
         norm=NORM,
     ),
+    # Gate and up alternate along the outputs of gate_up_proj: (f +), each part one wide.
     PRE_NORMED
     + rows("""
 {layer}.mlp.router.weight                | mlp/router                         | e d -> d e

@@ -72,6 +72,7 @@ LLAMA4 = Family(
                 of="interleave_moe_layer_step",
                 default=1,
                 flags="moe_layers",
+                # moe_layers holds the numbers of the layers, no_rope_layers a flag for each.
                 indices=True,
             ),
         ),

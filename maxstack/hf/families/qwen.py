@@ -168,7 +168,8 @@ COMMON_ROWS = OUTER + PRE_NORMS + FULL_ROWS + LINEAR_ROWS + MLP_ROWS + FURTHER_R
 
 
 def _layers(mlp: Table, kv_heads: int) -> Layers:
-    """Its second argument is what an absent key means."""
+    """Return linear layers with a full one after every three; `kv_heads` is the number where the
+    key is absent."""
     full = attention(
         Rope(fraction=0.25),
         (kv_heads, None),

@@ -192,8 +192,8 @@ GATED = {
 
 
 def _dinov2(name: str, body: str, patch: int, **more: Any) -> Family:
-    """DINOv2, the beginning of whose classes' names is `name`; `patch` is what an absent key means,
-    `more` of the model."""
+    """Return the family of DINOv2 whose classes' names begin with `name`. `patch`: size of a patch
+    where the key is absent; `more`: further keys of the model."""
     return Family(
         f"{name}ForImageClassification",
         body,
