@@ -143,6 +143,8 @@ class Op:
         # All are asked, also after one that serves, since `maxstack kernels` prints every reason.
         refusals = {backend.name: backend.supports(case) for backend in self.backends}
         serving = [name for name, reason in refusals.items() if reason is None]
+        # An error, never another backend: a pinned one is what a measurement or a bit-exact resume
+        # rests on.
         if asked != "auto" and asked not in serving:
             raise ConfigError(
                 f"{where}: backend {asked} cannot serve: {refusals[asked]}; "
@@ -156,6 +158,7 @@ class Op:
         }
         blocks = self._blocks(chosen, case)
         choice = Choice(self.name, case, asked, chosen, reasons, blocks, (part,) if part else ())
+        # Recorded as programs are traced, with the shapes that they have there.
         if (choices := _choices.get()) is not None:
             _add(choices, choice)
         return choice
@@ -166,6 +169,7 @@ class Op:
         if tuned is None:
             return None
         default = next(iter(self[name].candidates(case)), {})
+        # A table of another version of the kernel.
         if default.keys() != tuned.keys():
             raise ConfigError(
                 f"run.tuned: blocks of {self.name} {name} for {dict(case.shape_class)} "

@@ -33,6 +33,7 @@ def call(
 def with_gradients(f: Call, *args: Any) -> Call:
     """Compile `f` with the gradients, by all arguments, of the sum of its result with fixed
     weights. The weights are made beforehand, because their cosines took longer than a norm."""
+    # Weights that differ, since the gradient of a plain sum hides errors that cancel.
     weights = jax.tree.map(_weights, jax.eval_shape(f, *args))
 
     def both(weights: Any, *args: Any) -> Any:
@@ -58,6 +59,7 @@ def deviation(
 def difference(array: Any, wanted: Any) -> float:
     """The largest difference as a share of the largest wanted value; infinite where one is not
     finite."""
+    # As a share of the largest value: small entries of a product carry the rounding of large ones.
     array, wanted = (np.asarray(x, np.float64) for x in (array, wanted))
     if not np.isfinite(array).all():
         return float("inf")
@@ -66,6 +68,7 @@ def difference(array: Any, wanted: Any) -> float:
 
 def seconds(run: Call, args: tuple[Any, ...]) -> float:
     """Seconds a call, after one that does not count."""
+    # The first call warms caches and allocators.
     jax.block_until_ready(run(*args))
     return time_call(run, args)[0]
 

@@ -94,6 +94,7 @@ def _reorder(x_BT: jax.Array, back: bool) -> jax.Array:
 def to_heads(x_BTNH: jax.Array, axes: Axes) -> jax.Array:
     """[B, T, N, ..] -> [B, parts T, N / parts, ..]: whole sequences of this device's share of the
     heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509)."""
+    # An all-to-all moves each part once; gathering whole sequences would send it to every device.
     return jax.lax.all_to_all(x_BTNH, axes, split_axis=2, concat_axis=1, tiled=True)
 
 
@@ -141,6 +142,8 @@ def kv_heads_of_queries(
     if not axes:
         return x_BSKH
     numbers = kv_head_numbers(queries, groups, axes)
+    # A device's query heads begin in the middle of a group: no slice holds their kv heads, one
+    # each.
     if queries % groups and groups % queries:
         return jnp.take(x_BSKH, numbers, axis=axis)
     return jax.lax.dynamic_slice_in_dim(x_BSKH, numbers[0], numbers.size, axis=axis)

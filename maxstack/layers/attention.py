@@ -33,6 +33,7 @@ class Attention(Layer):
         q_BTNH = self._norm_and_rotate(q_BTNH, self.query_norm, context)
         if cfg.temperature:
             factor_BT = temperature(cfg.temperature, context.positions_BT)
+            # On the queries, so that the kernel knows one scale for all positions.
             q_BTNH = (q_BTNH * factor_BT[:, :, None, None]).astype(x_BTD.dtype)
         q_BTNH = checkpoint_name(constrain(q_BTNH, "batch seq heads head_dim"), "query")
         sinks_N = None if self.sinks is None else self.sinks[...]
@@ -42,6 +43,7 @@ class Attention(Layer):
             if cfg.share_kv is None:
                 k_BSKH, v_BSKH = self.keys_values(x_BTD, context)
             else:
+                # Keys and values of an earlier block, which this one has no weights for.
                 k_BSKH, v_BSKH = context.kept[cfg.share_kv]
             o_BTNH = attention(
                 q_BTNH,
@@ -74,6 +76,7 @@ class Attention(Layer):
     def keys_values(self, x_BTD: Array, context: Context) -> tuple[Array, Array]:
         """Normalised and rotated keys, and normalised values: each [B, S, K, H]."""
         assert self.key is not None, "a block with share_kv has no keys of its own"
+        # Without a value projection the raw key is the value, before norm and rotation.
         raw_BSKH = v_BSKH = _project_heads(x_BTD, self.key, self.key_bias, "kv_heads")
         if self.value is not None:
             v_BSKH = _project_heads(x_BTD, self.value, self.value_bias, "kv_heads")
@@ -91,6 +94,7 @@ class Attention(Layer):
             if norm is None:
                 return x_BTNH
             if cfg.qk_norm_over == "all":
+                # One norm over all heads together, as OLMo 2 has it.
                 return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
             return norm(x_BTNH)
 

@@ -52,6 +52,7 @@ def in_groups(f: Callable[..., Any], size: int | None = None) -> Callable[..., A
         rows = jax.tree.leaves(trees)[0].shape[0]
 
         def grouped(x: jax.Array) -> jax.Array:
+            # The last group is filled up, since a smaller one would be computed in another way.
             x = jnp.pad(x, ((0, -rows % size), *((0, 0),) * (x.ndim - 1)))
             return x.reshape(-1, size, *x.shape[1:])
 

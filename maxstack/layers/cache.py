@@ -86,6 +86,7 @@ class Cache:
 
     def layer(self, i: int, rows: Rows) -> LayerCache:
         """Arrays that layer `i` reads and replaces."""
+        # Layers that share keys and values read the pages of the layer that makes them.
         owner = self.owners[i]
         return LayerCache(rows, self.tables[owner], dict(self.arrays[owner]), self.backend)
 

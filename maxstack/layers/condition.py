@@ -22,6 +22,7 @@ class Condition(Layer):
 
     def __call__(self, time_B: Array, label_B: Array, dtype: str) -> Array:
         """`time_B` float32, from 0 to 1000; `label_B` int32, `classes` for none -> [B, D]."""
+        # Sines in float32: at 1,000 turns bfloat16 would not tell neighbouring times apart.
         waves = time_waves(time_B).astype(dtype)
         hidden = constrain(project(waves, self.time_in, self.time_in_bias), "batch embed")
         hidden = jax.nn.silu(hidden)

@@ -112,6 +112,7 @@ def mix_experts(
     lists = _list_by_peer(expert_NC, how)
     window = functools.partial(_window, run, how)
     if not how.further:
+        # Everything fits: no loop, and no collective to agree on its turns.
         return window(how.first, 0, weights, x_ND, weight_NC, lists), jnp.ones((), jnp.int32)
     more = jnp.maximum(-(-(lists.length_P.max() - how.first) // how.further), 0)
     # The most of all devices: one that entered a window alone would wait for the others for ever.
@@ -136,6 +137,8 @@ def _windows(
 
 def _forward(window, how, weights, x_ND, weight_NC, lists, more):
     operands = weights, x_ND, weight_NC
+    # jax keeps what the first window needs; further ones, of which an even load has none, are
+    # computed again.
     out_ND, pull = jax.vjp(lambda *operands: window(how.first, 0, *operands, lists), *operands)
     with jax.named_scope(FURTHER_SCOPE):
         out_ND = jax.lax.fori_loop(
@@ -156,6 +159,7 @@ def _backward(window, how, saved, dout_ND):
         )[1]
         return jax.tree.map(jnp.add, grads, again(dout_ND))
 
+    # The gradients add up over windows, since each holds other entries of the lists.
     grads = pull(dout_ND)
     with jax.named_scope(FURTHER_SCOPE):
         grads = jax.lax.fori_loop(0, more, add, grads)
@@ -213,6 +217,7 @@ def _list_by_peer(expert_NC: Array, how: Travel) -> Lists:
     start_P = jnp.cumsum(length_P) - length_P
     # Expert number E, of none, gets the last peer here, and a place in no window.
     peer_NC = jnp.minimum(expert_NC // (how.experts // peers), peers - 1)
+    # Where a choice went in the sort, less the start of its peer's list.
     place_NC = _inverse(sorted_M).reshape(expert_NC.shape) - start_P[peer_NC]
     place_NC = jnp.where(expert_NC < how.experts, place_NC, -1)
     return Lists(sorted_M, peer_NC, place_NC, start_P, length_P, _exchange(counts_PL, how.axes))
@@ -243,6 +248,7 @@ def _arrivals(lists: Lists, begin: Array | int, rows: int) -> tuple[Array, Array
     # Each peer sends its list in the order of experts, so counts tell whose each row is: no numbers
     # of experts travel.
     ends_PL = jnp.cumsum(lists.coming_PL, axis=1)
+    # The part of each expert's rows that falls into this window.
     inside_PL = jnp.clip(
         jnp.minimum(ends_PL, begin + rows) - jnp.maximum(ends_PL - lists.coming_PL, begin), 0
     )

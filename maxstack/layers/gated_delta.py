@@ -54,6 +54,8 @@ class GatedDelta(Layer):
         step_BTN = jax.nn.softplus(
             project(x_BTD, self.decay).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
         )
+        # The logarithm of the factor, at most 0: the kernel adds logarithms instead of multiplying
+        # factors.
         decay_BTN = -jnp.exp(self.a_log[...].astype(jnp.float32)) * step_BTN
         of_keys = q_BTKH, k_BTKH, self.conv_query[...], self.conv_key[...]
         of_values = v_BTNV, decay_BTN, beta_BTN, self.conv_value[...]
@@ -76,6 +78,7 @@ def _convolve_and_recur(
     v_BTNV, decay_BTN, beta_BTN, taps_v = of_values
 
     def convolved(x_BTKH: Array, taps_WKH: Array) -> Array:
+        # Documents do not see each other through the convolution either.
         return jax.nn.silu(convolve(x_BTKH, taps_WKH, segments_BT))
 
     q = _unit(convolved(q_BTKH, taps[0])) * cfg.key_dim**-0.5
@@ -103,6 +106,7 @@ def _on_own_heads(
         )
         if not axes:
             return _convolve_and_recur(cfg, of_keys, of_values, segments_BT)
+        # An all-to-all cuts heads into equal parts, and there may be fewer key heads than devices.
         of_keys = tuple(sequences.repeat_kv_heads(x, axes, x.ndim - 2) for x in of_keys)
 
         # Taps are weights, of which a device has all heads of its queries: they are cut, not
@@ -153,6 +157,7 @@ def _step_rows(
                 mixed[name] = jax.nn.silu(product_WKH.sum(axis=0))
             q_KH = _unit(mixed["query"]) * cfg.key_dim**-0.5
             q_NH, k_NH = (
+                # Rounded as in training, where the kernel gets activations in this type.
                 jnp.repeat(x.astype(v_RNV.dtype).astype(jnp.float32), groups, axis=0)
                 for x in (q_KH, _unit(mixed["key"]))
             )

@@ -45,6 +45,7 @@ class MLA(Layer):
         projection goes into the queries, values' comes after (arXiv:2405.04434, section 2.1.2)."""
         assert context.cache is not None
         latent_R1L, shared_R1R = self._latents(x_BTD, context)
+        # The cache holds a latent and a rotated key for each token, whatever the number of heads.
         new_RCH = jnp.concatenate([latent_R1L, shared_R1R], axis=-1)
         nope, rope = q_BTNH[..., : self.cfg.nope_dim], q_BTNH[..., self.cfg.nope_dim :]
         # Einsums of few rows round otherwise on a CPU, so they take rows in groups of a fixed size.
@@ -71,6 +72,7 @@ class MLA(Layer):
         latent_BSL = self.kv_norm(project(x_BTD, self.kv_down, self.kv_down_bias))
         shared_BSR = project(x_BTD, self.key_rope, self.key_rope_bias)
         shared_BSR = constrain(shared_BSR, "batch seq head_dim")
+        # As one head, since all heads share it.
         shared_BSR = self._rotate(shared_BSR[:, :, None], context)[:, :, 0]
         return constrain(latent_BSL, "batch seq latent"), shared_BSR
 
@@ -95,6 +97,7 @@ def request(cfg: MLAConfig) -> Request:
     The part without positions is sharpened too, which cosines and sines cannot do (the released
     code of DeepSeek-V2 and V3 says so; no paper does).
     """
+    # Both parts of a key add to one product.
     scale = (cfg.nope_dim + cfg.rope_dim) ** -0.5
     scaling = cfg.rope.scaling
     if isinstance(scaling, YarnScaling) and scaling.mscale_all_dim:

@@ -70,6 +70,7 @@ class MoE(Layer):
             here = dataclasses.replace(context, real_BT=real_BT)
             return self._mix(x_BTD, residual_BTD, here)[0]
 
+        # No report: inference reads none.
         return batch_invariance.in_groups(own)(x_BTD, residual_BTD, context.real_BT), {}
 
     def _mix(self, x_BTD: Array, residual_BTD: Array, context: Context) -> tuple[Array, Report]:
@@ -87,6 +88,7 @@ class MoE(Layer):
             for name in (*HIDDEN, "down_bias")
             if getattr(self, name) is not None
         }
+        # These multiply no rows and stay in the types that they have.
         weights |= {
             name: getattr(self, name)[...]
             for name in ("selection_bias", "expert_scale")
@@ -100,6 +102,7 @@ class MoE(Layer):
         )
         out_BTD = sharding.constrain(out_BTD, "batch residual embed")
         if cfg.shared:
+            # Every token goes through it, so it needs no dispatch, and works as any MLP.
             shared_BTD = self.shared(x_BTD, residual_BTD, context)[0]
             if cfg.shared.gate:
                 open_BT1 = jax.nn.sigmoid(
@@ -162,6 +165,8 @@ def _expert_sharding(cfg: MoEConfig, length: int) -> ExpertSharding:
     residual = names(sharding.here("batch residual embed")[1])
     if sharding.size_of(*hidden) == 1:  # libtpu aborts on a reduce-scatter among one device
         hidden = ()
+    # The sum over hidden units then leaves each device its part of time, as the residual stream
+    # lies.
     scattered = (
         bool(hidden) and residual == (*seq, *hidden) and length % sharding.size_of(*residual) == 0
     )
@@ -235,6 +240,7 @@ def _mix_own_tokens(
     # Choices that do not count go to expert number E, of none, and leave the sort at its end.
     counted_BTC = router.within_capacity(experts_BTC, cfg.experts, real_BT, limit)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    # Zeroed and not left out, since shapes are fixed.
     weight_NC = jnp.where(counted_BTC, weights_BTC, 0).reshape(-1, cfg.top_k)
     expert_NC = jnp.where(counted_BTC, experts_BTC, cfg.experts).reshape(weight_NC.shape)
     how = dispatch.plan_travel(
@@ -243,6 +249,8 @@ def _mix_own_tokens(
         x_ND.shape[0],
         cfg.top_k,
         cfg.slack,
+        # A capacity is of a row and expert, so a device's expert gets at most that for each of its
+        # rows.
         limit and limit * x_BTD.shape[0],
         cfg.router.scale_input,
     )
@@ -273,6 +281,7 @@ def _mix_own_tokens(
 
 def _experts(cfg: MoEConfig, weights: Weights, x_SD: Array, sizes_E: Array) -> Array:
     """Apply each expert to its own rows, without the bias of its output."""
+    # Rows are sorted, so an expert's are those between two ends.
     ends_E = jnp.cumsum(sizes_E)
 
     def times(x: Array, name: str) -> Array:
@@ -297,5 +306,6 @@ def _experts(cfg: MoEConfig, weights: Weights, x_SD: Array, sizes_E: Array) -> A
 def _gate(cfg: MoEConfig, gate_MF: Array, up_MF: Array) -> Array:
     if cfg.clamp is None:
         return ACTIVATIONS[cfg.activation](gate_MF) * up_MF
+    # The gate from above alone, as gpt-oss has it: from below its sigmoid closes.
     gate_MF, up_MF = jnp.minimum(gate_MF, cfg.clamp), jnp.clip(up_MF, -cfg.clamp, cfg.clamp)
     return (up_MF + 1) * gate_MF * jax.nn.sigmoid(SIGMOID_SLOPE * gate_MF)

@@ -58,6 +58,7 @@ def _mean(x: Array) -> Array:
     # XLA on a CPU has another kernel for a product of one row
     padded = jnp.pad(rows, ((0, max(0, 2 - len(rows))), (0, 0)))
     ones = jnp.ones((x.shape[-1], COLUMNS), x.dtype)
+    # A product adds up each row in one order, whatever the number of rows; a sum does not.
     sums = jnp.matmul(padded, ones, precision=jax.lax.Precision.HIGHEST)
     return sums[: len(rows), :1].reshape(*x.shape[:-1], 1) / x.shape[-1]
 
@@ -66,6 +67,7 @@ def _backward(centered, eps, saved, dy):
     """Gradients of x and scale: with n = (x - mean) * inverse and g = dy * scale, dx = inverse *
     (g - mean(g) - n * mean(g * n)), mean(g) where the mean was taken from x."""
     x, scale, mean, inverse = saved
+    # Made again of x and the inverse.
     n = (x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean) * inverse
     g = dy if scale is None else dy * scale
     dx = g - n * jnp.mean(g * n, axis=-1, keepdims=True)

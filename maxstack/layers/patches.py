@@ -25,6 +25,7 @@ def patches(pixels_BSSC: Array, patch: int) -> Array:
     rows, side, _, channels = pixels_BSSC.shape
     count = side // patch
     covered = pixels_BSSC[:, : count * patch, : count * patch]
+    # A reshape and a product instead of a convolution: the weight is then a matrix like any other.
     x = covered.reshape(rows, count, patch, count, patch, channels).swapaxes(2, 3)
     return x.reshape(rows, count * count, patch, patch, channels)
 

@@ -18,6 +18,7 @@ class MapPool(Layer):
     def __call__(self, x_BTD: Array) -> Array:
         """[B, D]."""
         probe_11D = self.probe[...].astype(x_BTD.dtype)[None, None]
+        # One query for all images, so it is projected once.
         query_NH = project(probe_11D, self.query, self.query_bias)[0, 0]
         key_BTNH = project(x_BTD, self.key, self.key_bias)
         value_BTNH = project(x_BTD, self.value, self.value_bias)

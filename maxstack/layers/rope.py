@@ -45,6 +45,7 @@ def rope_table(
         long_BT = lengths_BT > cfg.scaling.original_length
         rate = jnp.where(long_BT[:, :, None, None], long_R, short_R)
     angle = positions_BT.astype(jnp.float32)[:, :, None, None] * rate
+    # On both cosines and sines, so on queries and on keys: scores grow by its square.
     factor = attention_factor(cfg)
     return _once(jnp.cos(angle)) * factor, _once(jnp.sin(angle)) * factor
 
@@ -66,6 +67,7 @@ def rotate(x_BTNH: Array, table: tuple[Array, Array], cfg: RopeConfig) -> Array:
     cos, sin = table
     size = 2 * cos.shape[-1]
     x, rest = x_BTNH[..., :size].astype(jnp.float32), x_BTNH[..., size:]
+    # Interleaved pairs are the paper's; halves are those of GPT-NeoX and transformers.
     first, second = (x[..., 0::2], x[..., 1::2]) if cfg.interleaved else jnp.split(x, 2, axis=-1)
     turned = first * cos - second * sin, second * cos + first * sin
     if cfg.interleaved:
@@ -80,6 +82,8 @@ def frequencies(cfg: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]
     """Radians a position for each rotated pair, float64 [R]: of documents within the original
     length, and of longer ones."""
     scaling = cfg.scaling
+    # Proportional scaling keeps the rates of the whole head and stops some; others spread them over
+    # the rotated part.
     size = head_dim if isinstance(scaling, ProportionalScaling) else int(head_dim * cfg.fraction)
     rates = cfg.theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     if isinstance(scaling, LongRopeScaling):
@@ -116,11 +120,13 @@ def _linear(scaling: LinearScaling, cfg: RopeConfig, rates: np.ndarray) -> np.nd
 
 
 def _proportional(scaling: ProportionalScaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarray:
+    # Pairs that do not turn have rate 0: they pass as they are.
     turning = np.arange(len(rates)) < int(cfg.fraction * len(rates))
     return np.where(turning, rates / scaling.factor, 0.0)
 
 
 def _llama3(scaling: Llama3Scaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarray:
+    # Turns within the original length decide, so that a long wave, never seen whole, is stretched.
     turns = scaling.original_length * rates / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # Llama 4 Scout has high = low: no ramp in between.
@@ -139,6 +145,7 @@ def _yarn(scaling: YarnScaling, cfg: RopeConfig, rates: np.ndarray) -> np.ndarra
     low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
+    # Clipped as transformers does, at 2R - 1 and not at the last pair.
     low, high = max(low, 0), min(high, 2 * len(rates) - 1)
     kept = 1 - np.clip((np.arange(len(rates)) - low) / ((high - low) or 0.001), 0, 1)
     return rates * (kept + (1 - kept) / scaling.factor)
@@ -157,6 +164,7 @@ def _document_length(positions_BT: Array, segments_BT: Array | None) -> Array:
     if segments_BT is None:
         return positions_BT.max(axis=1, keepdims=True) + 1
     b, t = segments_BT.shape
+    # The row's end ends a document as well.
     last_BT = jnp.concatenate(
         [segments_BT[:, 1:] != segments_BT[:, :-1], jnp.ones((b, 1), bool)], axis=1
     )

@@ -20,6 +20,7 @@ LEAST_SUM = 1e-20
 
 def normalize_input(x_BTD: Array, scale_D: Array, eps: float) -> Array:
     """x / rms(x) * scale / sqrt(D), float32: the input of Gemma 4's router."""
+    # One scale for both factors, so that there is one rounding.
     scale_D = scale_D.astype(jnp.float32) * x_BTD.shape[-1] ** -0.5
     return norm.normalize(x_BTD, scale_D, False, eps)
 
@@ -49,6 +50,7 @@ def route(
     experts_BTC = _choose(cfg, top_k, jax.lax.stop_gradient(scores_BTE), selection_bias_E)
     weights_BTC = _pick(scores_BTE, experts_BTC)
     if cfg.normalize:
+        # Over the chosen experts alone, after the choice.
         weights_BTC = weights_BTC / (weights_BTC.sum(axis=-1, keepdims=True) + LEAST_SUM)
     weights_BTC = weights_BTC * cfg.scale
     if expert_scale_E is not None:
@@ -74,10 +76,12 @@ def _choose(
         scores_BTE = scores_BTE + jax.lax.stop_gradient(selection_bias_E).astype(jnp.float32)
     if cfg.groups:
         scores_BTGI = scores_BTE.reshape(*scores_BTE.shape[:2], cfg.groups, -1)
+        # A group counts by its best expert, or as in DeepSeek-V3 by its two best.
         best = min(1 if cfg.group_score == "max" else 2, scores_BTGI.shape[-1])
         group_BTG = jax.lax.top_k(scores_BTGI, best)[0].sum(axis=-1)
         kept = jax.lax.top_k(group_BTG, cfg.top_groups or cfg.groups)[1]
         kept_BTG = jax.nn.one_hot(kept, cfg.groups, dtype=bool).any(axis=-2)
+        # Masked, not cut out, so that numbers of experts stay those of the whole list.
         scores_BTE = jnp.where(kept_BTG[..., None], scores_BTGI, -jnp.inf).reshape(scores_BTE.shape)
     return jax.lax.top_k(scores_BTE, top_k)[1]
 
@@ -117,6 +121,7 @@ def loss(
         # Sigmoids do not add up to 1, which the balance loss assumes.
         scores_BTE = scores_BTE / (scores_BTE.sum(axis=-1, keepdims=True) + LEAST_SUM)
     sums_BE = jnp.einsum("BTE,BT->BE", scores_BTE, real)
+    # A row of padding alone has no choices; 1 keeps 0 / 0 out.
     tokens_B = jnp.maximum(real.sum(axis=-1), 1.0)
     balance = logits_BTE.shape[-1] / top_k * ((counts_BE * sums_BE).sum(axis=-1) / tokens_B).sum()
     z = (jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)) * real).sum()

@@ -37,6 +37,7 @@ class Block(nnx.Module):
         # 2 x layers outputs add up in the residual stream, whose variance then does not grow with
         # depth.
         stds = {"std": scale, "out_std": scale / (2 * model.layers) ** 0.5, "dtype": dtype}
+        # "sandwich" has norms before and after.
         before, after = cfg.placement != "post", cfg.placement != "pre"
 
         def norm(wanted: bool, section: NormConfig = cfg.norm) -> Norm | None:
@@ -72,13 +73,17 @@ class Block(nnx.Module):
         # Named for remat's policies that save or offload by name.
         x_BTD = checkpoint_name(x_BTD, "input")
         scope = f"model.blocks.{self.name}"
+        # One path for blocks with and without conditions.
         before = after = UNMODULATED
         if self.is_modulated:
             before, after = self._modulations(context)
         with context.draw_with_keys(), config_scope(f"{scope}.mixer"):
             mixed_BTD = self.mixer(before.modulate(_apply(self.mixer_norm, x_BTD)), context)
         mixed_BTD = _scale(_apply(self.mixer_out_norm, mixed_BTD), self.mixer_scale)
+        # Gated last, so that a gate of zero, with which training begins, makes the block the
+        # identity.
         mixed_BTD = before.gate_output(mixed_BTD)
+        # Pinned after every sum, so that the residual stream is laid out alike in all layers.
         x_BTD = constrain(x_BTD + mixed_BTD, "batch residual embed")
         with context.draw_with_keys(), config_scope(f"{scope}.mlp"):
             out_BTD, aux = self.mlp(after.modulate(_apply(self.mlp_norm, x_BTD)), x_BTD, context)
@@ -86,6 +91,7 @@ class Block(nnx.Module):
         x_BTD = constrain(x_BTD + out_BTD, "batch residual embed")
         if extra_BTP is not None:
             with context.draw_with_keys():
+                # After both parts, from the stream that they have changed.
                 gated_BTP = self.act(project(x_BTD, self.per_layer_gate)) * extra_BTP
                 out_BTD = project(gated_BTP, self.per_layer_out)
             x_BTD = x_BTD + self.per_layer_norm(out_BTD)

@@ -100,6 +100,7 @@ class Decoder(Stack):
         """The residual stream before the first block, and the layers' own embeddings."""
         x_BTD = self.embed_tokens(tokens_BT)
         if self.cfg.positions:
+            # By position in the document, so packed rows count from 0 in each.
             x_BTD = x_BTD + self.positions[...].astype(self.cfg.dtype)[context.positions_BT]
         with context.draw_with_keys():
             return x_BTD, self._per_layer(tokens_BT, x_BTD) if self.cfg.per_layer else None
@@ -136,6 +137,7 @@ class Decoder(Stack):
     def _decode_context(self, rows: Rows, length: int) -> Context:
         batch = {
             "positions": jnp.maximum(rows.positions_R, 0)[:, None],
+            # Unused rows may choose no expert.
             "real": (rows.positions_R >= 0)[:, None],
         }
         return _context(self.cfg, batch, 1, length)
@@ -168,11 +170,13 @@ class Decoder(Stack):
 
     def logits(self, x_BTD: Array) -> Array:
         """Normalised residual stream -> float32 logits [B, T, V]."""
+        # A substitute multiplies in its own way; a plain weight as the loss does, from `readout`.
         kept: Weight = self.embed if self.cfg.head.tied else self.head
         if isinstance(kept, Substitute):
             logits_BTV = kept.scores(x_BTD, self.cfg.head.tied, self.cfg.param_dtype)
         else:
             logits_BTV = multiply(x_BTD, self.readout(x_BTD)[1])
+        # Pinned before the cast, so that nothing is resharded in float32.
         logits_BTV = constrain(logits_BTV, "batch seq vocab").astype(jnp.float32)
         if self.cfg.head.bias:
             logits_BTV = logits_BTV + self.head_bias[...].astype(jnp.float32)
@@ -196,6 +200,7 @@ class Decoder(Stack):
         size = self.cfg.per_layer.size
         own_BTLP = lookup(self.per_layer_embed, tokens_BT, x_BTD.dtype) * size**0.5
         seen_BTLP = project(x_BTD, self.per_layer_project) * self.cfg.embed**-0.5
+        # Layers first, since each block takes one, by slice or by scan.
         return jnp.moveaxis((own_BTLP + self.per_layer_norm(seen_BTLP)) * 0.5**0.5, 2, 0)
 
 
@@ -232,7 +237,9 @@ def _context(cfg: DecoderConfig, batch: Batch, length: int, longest: int | None 
     `length` of rope_table."""
     positions_BT = batch.get("positions", jnp.arange(length)[None])
     segments_BT = batch.get("segments")
+    # Once a step: everything that follows from them is in the order of the devices too.
     places_BT, documents_BT = arrange(positions_BT), arrange(segments_BT)
+    # Padding of packed rows is segment 0.
     real_BT = arrange(batch.get("real")) if documents_BT is None else documents_BT > 0
 
     def table(rope: RopeConfig, size: int) -> Table:

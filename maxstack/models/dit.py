@@ -42,6 +42,7 @@ class DiT(Stack):
         `batch` holds `pixels`, float [B, S, S, C], `time`, float32 [B], from 0 to 1000, `label`,
         int32 [B], `classes` for none, and in training with dropout `keys`."""
         cfg, context = self.cfg, self._context(batch)
+        # Arranged after the embedding: pixels become tokens in natural order alone.
         x_BTD = constrain(arrange(self.embed_patches(batch["pixels"])), "batch residual embed")
         x_BTD, aux, _ = self.run_blocks(x_BTD, context)
         condition_BD = context.condition_BD
@@ -52,6 +53,7 @@ class DiT(Stack):
             )
         moved_B2D = project(condition_BD, self.modulation, self.modulation_bias)
         shift_B1D, scale_B1D = moved_B2D[:, :1], moved_B2D[:, 1:]
+        # 1 + scale: projections that begin at zero leave the norm as it is.
         normed_BTD = self.norm(x_BTD) * (1 + scale_B1D) + shift_B1D
         with jax.named_scope("model.head"):
             made = natural(project(normed_BTD, self.out, self.out_bias))
@@ -85,5 +87,6 @@ class DiT(Stack):
             return first
         stacked = self.blocks[next(iter(self.cfg.stacks))].condition
         assert stacked is not None
+        # The first repetition's, cut out of the stack.
         graph, state = nnx.split(stacked)
         return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], state))

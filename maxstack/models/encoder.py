@@ -40,6 +40,7 @@ class Encoder(Stack):
             self.registers = weight((cfg.registers, size), "latent norm", std=std, dtype=dtype)
         if cfg.mask_token:
             self.mask_token = weight((size,), "norm", dtype=dtype)
+            # No objective here hides patches, so that no gradient reaches it; folders have it.
             self.mask_token.set_metadata(frozen=True)
         if cfg.positions == "learned":
             rows = (cfg.image_size // cfg.patch) ** 2 + cfg.cls
@@ -84,6 +85,8 @@ class Encoder(Stack):
             places = self.positions[...].astype(dtype)
             x_BTD = x_BTD + places[int(cfg.cls) :]
             if cfg.cls:
+                # A learned table's first row belongs to the class token; registers have no
+                # positions.
                 before[0] = before[0].astype(dtype) + places[:1]
         elif cfg.positions == "sincos2d":
             x_BTD = x_BTD + jnp.asarray(sincos2d(side, cfg.embed), dtype)
@@ -106,6 +109,7 @@ class Encoder(Stack):
         image; tokens before the patches are not rotated (DINOv3, arXiv:2508.10104)."""
         side = self.cfg.image_size // self.cfg.patch
         rates = frequencies(rope, head_dim // 2)[0]
+        # Centres of patches, so that another image size keeps the same range.
         places = 2.0 * (np.arange(side) + 0.5) / side - 1.0
         turns = 2.0 * np.pi * places[:, None] * rates
         rows, columns = np.repeat(turns, side, axis=0), np.tile(turns, (side, 1))
@@ -118,9 +122,11 @@ class Encoder(Stack):
     def features(self, x_BTD: Array) -> Array:
         """The residual stream after the last block -> features of images [B, F]."""
         x_BTD = natural(self.norm(x_BTD))
+        # Class token and registers come first, and are not pooled.
         patches_BTD = x_BTD[:, self.cfg.before :]
         if self.pool is not None:
             return self.pool(patches_BTD)
+        # In float32, since it adds up all patches.
         mean_BD = patches_BTD.astype(jnp.float32).mean(axis=1).astype(x_BTD.dtype)
         parts = {
             "cls": [x_BTD[:, 0]],

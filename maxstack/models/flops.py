@@ -33,6 +33,7 @@ def components(
     """
     total: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     parts = [
+        # A frozen weight passes gradients on to its inputs and gets none itself: 2 of 6 less.
         *_parts(model, seq_len, 4.0 if adapters else 6.0),
         *([("adapters", _weights(adapters, 6.0))] if adapters else []),
     ]
@@ -40,6 +41,7 @@ def components(
         forward = [*_parts(model, seq_len, 2.0, 1 / 3), ("adapters", _weights(adapters, 2.0))]
         parts += [*forward * frozen]
     for name, count in parts:
+        # Components without products are in no table.
         if not count.full:
             continue
         total[name][0] += count.causal

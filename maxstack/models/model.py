@@ -47,5 +47,6 @@ def weights_of(cfg: ModelPart) -> dict[str, jax.ShapeDtypeStruct]:
 
 def initial(cfg: ModelPart, seed: int) -> dict[str, Any]:
     """Initial weights by path, as nested dicts."""
+    # By path and not in order, so that a weight's values do not depend on which others there are.
     drawn = {path: draw(param, path, seed) for path, param in nnx.to_flat_state(abstract(cfg)[1])}
     return nnx.traversals.unflatten_mapping(drawn)

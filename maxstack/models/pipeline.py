@@ -86,10 +86,12 @@ def moves(stages: int, rounds: int) -> tuple[tuple[tuple[int, ...], ...], np.nda
     for move in range(rounds):
         edges = np.zeros((stages, stages), bool)
         sources, places = np.nonzero(left)
+        # An edge from the stage that stores a chunk to the one that uses it.
         edges[sources, chunks[sources, places] % stages] = True
         targets = maximum_bipartite_matching(csr_array(edges), perm_type="column").tolist()
         permutations.append(tuple(targets))
         for source, target in enumerate(targets):
+            # Any chunk for that target does; the first one left.
             place = int(np.argmax(left[source] & (chunks[source] % stages == target)))
             sent[source, move] = place
             kept[target, chunks[source, place] // stages] = move
@@ -113,6 +115,8 @@ class Rows:
     def on(cls, mesh: Any, cfg: MeshConfig) -> "Rows":
         """Sharding by the rules of `cfg`."""
         axes = dict.fromkeys((*names(cfg.rules["batch"]), STAGE))
+        # Axes that split weights too stay with XLA; by hand, their shards would have to be gathered
+        # here.
         others = {
             axis
             for logical, rule in cfg.rules.items()
@@ -144,6 +148,7 @@ class Rows:
     def by_microbatch(self, x: Array, dim: int = 0) -> Array:
         """[A..., G, n, ...] as it lies by hand -> [G, 1 or stages, N, ...]."""
         end = dim + len(self.sizes)
+        # Rows of the stages first and by group, as the schedule takes them.
         x = jnp.moveaxis(x, (end, dim + self.stage), (dim, dim + 1))
         return x.reshape(
             *x.shape[: dim + 2], math.prod(x.shape[dim + 2 : end + 2]), *x.shape[end + 2 :]
@@ -189,6 +194,7 @@ def run_pipeline(
     def inside(
         x: Array, stacked: Tree, context: Context, extra: Array | None
     ) -> tuple[Array, Tree]:
+        # Once a step and before the loop, so that no tick waits for weights.
         stacked = _move_chunks(jax.tree.map(lambda w: w[0], stacked), stages, cfg.rounds)
         context = jax.tree.map(
             lambda leaf, own: rows.by_microbatch(_of_all_stages(leaf, rows.stage)) if own else leaf,
@@ -196,6 +202,8 @@ def run_pipeline(
             per_row,
         )
         if extra is not None:
+            # A stage needs its own periods' rows of every microbatch, not all periods of its own
+            # rows.
             extra = rows.by_microbatch(
                 jax.lax.all_to_all(extra, STAGE, 1, 4 + rows.stage, tiled=True), 4
             )
@@ -216,6 +224,8 @@ def run_pipeline(
             period_of_all = (turn * stages + jax.lax.axis_index(STAGE)) * length + i
 
             def read(place: int) -> tuple[Any, Context, Array | None]:
+                # Sliced in here, inside the period's checkpoint, so that no copy is kept for the
+                # backward pass.
                 here: Context = jax.tree.map(
                     lambda leaf, own: leaf[group, member] if own else leaf, context, per_row
                 )
@@ -233,6 +243,7 @@ def run_pipeline(
         out_GNTD, reports = _run_schedule(
             work, rows.by_microbatch(x)[:, 0], stages, cfg.rounds, length, unroll
         )
+        # Reports get two axes of 1, which lie along stages and replicas outside.
         return rows.to_device_layout(out_GNTD, x), jax.tree.map(
             lambda report: report[:, None, None], reports
         )
@@ -289,9 +300,11 @@ _of_all_stages.defvjp(_gather_forward, _gather_backward)
 def _move_chunks(stacked: Tree, stages: int, rounds: int) -> Tree:
     """Move the chunks that this stage works on here, in the order of arrival: [periods on a stage,
     ...]."""
+    # The order of storage is the order of use.
     if rounds == 1:
         return stacked
     permutations, sent, _ = moves(stages, rounds)
+    # Which chunk to send depends on the stage, but every stage runs one program.
     own_R = jnp.asarray(sent, jnp.uint32)[jax.lax.axis_index(STAGE)]
     sends = [(own_R[i], list(enumerate(targets))) for i, targets in enumerate(permutations)]
 
@@ -334,6 +347,7 @@ def _run_schedule(
         group, turn, _ = work_at(now, stages, rounds)
 
         def exchanged(x_NTD: Array, own_NTD: Array) -> tuple[Array, Array]:
+            # Results move up a stage while those that wait move down.
             x_NTD = jax.lax.ppermute(x_NTD, STAGE, up)
             here = (stage == 0) & (turn == 0)
             return jnp.where(here, own_NTD, x_NTD), jax.lax.ppermute(
@@ -370,4 +384,5 @@ def _run_schedule(
         mine = jax.lax.dynamic_slice_in_dim(report, stage * length, busy * length)
         return mine.reshape(-1, rounds, stages, length, *report.shape[1:]).sum(axis=(0, 2))
 
+    # A last exchange brings what left the last stage back to its place.
     return enter(*done, total, 0)[1][1:], jax.tree.map(summed, reports)

@@ -65,6 +65,7 @@ class Stack(Model):
                 step = jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
                 flat[*path, "selection_bias"] = bias + router.bias_update * step
         if loads:
+            # Over the mean, so that layers of different numbers of experts compare.
             fullest = [(load.max(-1) / load.mean(-1)).max() for load in loads.values()]
             scalars["expert_load"] = jnp.stack(fullest).max()
         if dropped := [value.sum() for path, value in reports.items() if path[-1] == "dropped"]:
@@ -81,6 +82,7 @@ class Stack(Model):
         the tokens."""
         cfg = self.cfg
         aux: Aux = {"prefix": {}, "blocks": {}, "rest": {}}
+        # Blocks whose keys and values later ones read instead of their own.
         kept_names = {block.mixer.keys_of for block in cfg.blocks.values()}
 
         def run(block: Block, x_BTD: Array, extra_BTP: Array | None) -> tuple[Array, Aux]:
@@ -122,11 +124,14 @@ class Stack(Model):
                     state, context, extra_BTP = read(place)
                     return nnx.merge(graphs[place], state)(x_BTD, context, extra_BTP)
 
+                # By block and not by period, so that the backward pass holds one block's values at
+                # a time.
                 x_BTD, reports[key] = remat(cfg.remat, block, staged)(x_BTD)
             return x_BTD, reports
 
         extra = extra_LBTP
         if extra is not None:
+            # The scan's part of the layers' embeddings, by repetition and place in the pattern.
             extra = extra[len(self.prefix) :][: repeats * len(keys)]
             extra = extra.reshape(repeats, len(keys), *extra.shape[1:])
         if staged:
@@ -139,6 +144,7 @@ class Stack(Model):
             here = context if number is None else context.in_repetition(number)
             return period(x_BTD, lambda place: (states[place], here, layer_slice(extra, place)))
 
+        # Without dropout nothing depends on the number of the repetition.
         numbers = None if context.keys_BT2 is None else jnp.arange(repeats)
         return jax.lax.scan(
             repetition, x_BTD, (stacked, extra, numbers), unroll=min(cfg.unroll, repeats)
@@ -179,6 +185,7 @@ def mixture(cfg: StackConfig, path: tuple[str, ...]) -> MoEConfig:
     elif part == "blocks":
         name = cfg.stacks[key]
     else:
+        # The remainder's blocks are numbered from 0 again.
         first = len(cfg.prefix) + cfg.repetitions * len(cfg.period) if part == "rest" else 0
         name = cfg.order[first + int(key)]
     moe = cfg.blocks[name].experts

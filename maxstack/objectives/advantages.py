@@ -59,15 +59,18 @@ def sample_advantages(cfg: AdvantageConfig, samples: Samples) -> Array:
     rewards_BT = samples.rewards_above_lowest
     sizes_BT = jnp.maximum(samples.by_group(last_BT.astype(jnp.float32)), 1.0)
     means_BT = samples.by_group(rewards_BT) / sizes_BT
+    # Without a baseline the rewards as they are, not above the lowest.
     advantages_BT = samples.rewards
     if cfg.baseline == "mean":
         advantages_BT = rewards_BT - means_BT
     elif cfg.baseline == "others":
         alone_BT = sizes_BT < 2  # nothing to compare with
+        # Leave-one-out: a sample's own reward would bias its baseline.
         others_BT = (means_BT * sizes_BT - rewards_BT) / jnp.maximum(sizes_BT - 1, 1.0)
         advantages_BT = jnp.where(alone_BT, 0.0, rewards_BT - others_BT)
     if cfg.scale == "group":
         squares_BT = samples.by_group(jnp.where(last_BT, jnp.square(rewards_BT - means_BT), 0.0))
+        # ddof 1, as torch's std has it.
         deviations_BT = jnp.sqrt(squares_BT / jnp.maximum(sizes_BT - 1, 1.0))
         advantages_BT = advantages_BT / (deviations_BT + cfg.epsilon)
     elif cfg.scale == "batch":
@@ -98,9 +101,11 @@ def generalized_advantages(
     ) -> tuple[tuple[Array, Array], Array]:
         after_B, value_B = carry
         reward_B, now_B, chosen_B, end_B = at
+        # After a sample's last position there is no value and no advantage.
         after_B, value_B = (jnp.where(end_B, 0.0, x) for x in (after_B, value_B))
         error_B = reward_B + cfg.gamma * value_B - now_B
         advantage_B = error_B + cfg.gamma * cfg.lam * after_B
+        # Tokens that the model did not choose pass both on.
         carry = jnp.where(chosen_B, advantage_B, after_B), jnp.where(chosen_B, now_B, value_B)
         return carry, jnp.where(chosen_B, advantage_B, 0.0)
 

@@ -28,6 +28,7 @@ class Classify(ImageObjective):
             return batch
         # One share for the whole batch, and the row before: both need the batch before it is cut.
         share = jax.random.beta(key, self.section.mixup, self.section.mixup)
+        # The larger share for the row's own class; Beta(a, a) is symmetric.
         share = jnp.maximum(share, 1.0 - share)
         image = batch["image"].astype(jnp.float32)
         mixed = share * image + (1.0 - share) * jnp.roll(image, 1, axis=0)
@@ -75,5 +76,7 @@ class Classify(ImageObjective):
     def _right(logits_BK: jax.Array, batch: Batch, most: int) -> jax.Array:
         """The number of images whose class is among the `most` likeliest; ties count as wrong."""
         own_B1 = jnp.take_along_axis(logits_BK, batch["label"][:, None], axis=1)
+        # Counts the class itself, hence ties are wrong: a model that says the same of all classes
+        # gets none.
         above_B = (logits_BK >= own_B1).sum(axis=1)
         return jnp.where(above_B <= most, batch["real"], 0.0).sum()

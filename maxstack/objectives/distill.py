@@ -51,6 +51,7 @@ class Distill(Objective):
             teacher = models.frozen["teacher"]
             # A teacher sees no dropout.
             plain = {name: x for name, x in batch.items() if name != "keys"}
+            # Natural order, since blocks of positions of both models must be the same ones.
             teacher_BTD = natural(teacher.norm(teacher.trunk(plain)[0]))
             divergence_BT, nll_BT, agrees_BT = map_blocks(
                 [model, teacher],
@@ -77,6 +78,7 @@ class Distill(Objective):
     ) -> tuple[Array, Array, Array]:
         """(divergence, -log p(target), 1 where both find the same token likeliest)."""
         temperature = self.section.temperature
+        # Tables may be padded to different sizes beyond the same tokens.
         shared = min(student_BtV.shape[-1], teacher_BtV.shape[-1])  # others are no tokens
         student_BtV = student_BtV[..., :shared]
         teacher_BtV = jax.lax.stop_gradient(teacher_BtV[..., :shared])

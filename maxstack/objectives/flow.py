@@ -43,6 +43,7 @@ class Flow(ImageObjective):
             if section.times == "uniform":
                 time = jax.random.uniform(first)
             else:
+                # Logit-normal: more of the times in the middle.
                 time = jax.nn.sigmoid(jax.random.normal(first))
             return time, jax.random.normal(second, shape[1:]), jax.random.uniform(third)
 
@@ -69,6 +70,7 @@ class Flow(ImageObjective):
         """Times as the model reads them."""
         if self.section.path == "line":
             return UNITS * time
+        # DDPM counts its steps from 0.
         return jnp.maximum(self._steps(time) - 1, 0)
 
     @staticmethod
@@ -113,5 +115,6 @@ class Flow(ImageObjective):
         given = {**batch, "pixels": pixels, "time": self.units(time_B)}
         made, aux = models.policy(given)
         wanted = {"velocity": noise - x, "x0": x, "eps": noise}[self.section.prediction]
+        # Channels beyond are a variance, which a folder may have and nothing here trains.
         made = made[..., : self.model.channels]
         return jnp.square(made - wanted).mean(axis=(1, 2, 3)), aux

@@ -65,6 +65,8 @@ class MaskedDiffusion(Objective):
             arrange(targets_BT),
             # 1 / t makes rows with few and with many hidden tokens count alike in expectation.
             arrange(predicted_BT / time_B1),
+            # The mask token is no answer, and its share of the softmax would be a loss that nothing
+            # can lower.
             bias_V=self._exclusion_bias(),
         )
         return self.make_loss(batch, losses.total, {"loss": losses.total}, aux)

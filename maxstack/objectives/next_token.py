@@ -44,10 +44,12 @@ class NextToken(Objective):
         """The loss with a weight for each target, in natural order, from what the model's trunk and
         its norm gave; `metrics` are further ones."""
         model, (x_BTD, aux, context) = models.policy, trunk
+        # Losses are computed in the order of the devices: sums do not care, and nothing moves back.
         weights_BT = arrange(weights_BT)
         total, nll_BT, log_z_BT = head_losses(
             model, normed_BTD, arrange(batch["targets"]), weights_BT, z_loss
         )
+        # Without z_loss, so that runs with and without it compare.
         metrics["loss"] = (nll_BT * weights_BT).sum()
         if z_loss:
             metrics["z_loss"] = z_loss * (jnp.square(log_z_BT) * weights_BT).sum()
@@ -107,6 +109,7 @@ def mtp_loss(
         reports[key] = {"block": aux}
         # A target counts only if all tokens between it and the position are of the same document.
         targets_BT, mask_BT = shift_left(targets_BT), mask_BT * shift_left(mask_BT) * same_BT
+        # The model's own head, as in DeepSeek-V3, with the module's norm.
         losses = head_losses(model, further.norm(x_BTD), arrange(targets_BT), arrange(mask_BT))
         total = total + losses.total
     return model.cfg.mtp.loss / model.cfg.mtp.depth * total, reports

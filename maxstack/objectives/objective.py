@@ -112,6 +112,7 @@ class Objective:
 
     def tokens(self, batch: Batch) -> jax.Array:
         """The number of tokens that the layers see, float32: the divisor of the routers' loss."""
+        # Segment 0 is padding.
         if "segments" in batch:
             return (batch["segments"] > 0).sum().astype(jax.numpy.float32)
         real = batch.get("real", jax.numpy.ones(batch["tokens"].shape, bool))
@@ -123,6 +124,7 @@ class Objective:
         `Loss.weight`."""
         weight, factors = self.weight(batch), {}
         if any(block.experts for block in self.cfg.model.blocks.values()):
+            # The step divides by `weight` later, which makes this a mean over real tokens.
             factors["factor/router_loss"] = weight / jax.numpy.maximum(self.tokens(batch), 1.0)
         if self.cfg.model.mtp_depth:
             # Counted targets, also where the objective itself counts samples or pairs.
@@ -143,6 +145,7 @@ class Objective:
         metrics = {**metrics}
         for name, value in (added | routers).items():
             total = total + value * batch.get(f"factor/{name}", 1.0)
+            # The metric is a mean by its own count, without the factor.
             count = self.tokens(batch) if name in routers else Objective.weight(self, batch)
             metrics |= {name: value, f"{name}/weight": count}
         return Loss(total, self.weight(batch), metrics, reports)
@@ -179,6 +182,7 @@ def token_fields(cfg: "Config") -> dict[str, Field]:
     fields = {"tokens": "int32", "targets": "int32", "mask": "float32"}
     if packed:
         fields |= {"positions": "int32", "segments": "int32"}
+    # Padding would fill experts, and rows without segments do not tell it from tokens.
     elif any(block.experts for block in cfg.model.blocks.values()):
         fields |= {"real": "bool"}
     return {

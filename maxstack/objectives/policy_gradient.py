@@ -68,11 +68,14 @@ class PolicyGradient(LogProbs):
     @property
     def coupled(self) -> bool:  # type: ignore[override]
         """True where advantages of the whole batch need measurements of the model."""
+        # Penalties and values by token need the model's figures; annotations bring them with the
+        # batch.
         return self.section.by_token and not self.annotations
 
     @property
     def annotations(self) -> tuple[str, ...]:  # type: ignore[override]
         """Measurements by the weights at the first of several steps of a rollout."""
+        # The step's own forward pass has the weights that the rollout is first learned from.
         if self.rollout.steps == 1:
             return ()
         section = self.section
@@ -114,6 +117,7 @@ class PolicyGradient(LogProbs):
         cfg, mask_BT = self.section, batch["mask"]
         shares_BT = self._shares(batch)
         logps_BT, old_BT = batch["logps"], self._old(batch)
+        # Prompts are masked inside, since sums over a sequence would take them in.
         ratio_BT = self._ratio(logps_BT - old_BT, batch)
         advantages_BT = batch["advantages"]
         loss_BT, low_BT, high_BT = self._surrogate(logps_BT, ratio_BT, advantages_BT)
@@ -135,6 +139,7 @@ class PolicyGradient(LogProbs):
         }
         if cfg.compares:
             distance_BT = batch["reference_logps"] - logps_BT
+            # k3 whatever the loss uses, so that runs compare.
             figures["kl"] = estimate_kl("k3", distance_BT)
             if cfg.kl.where == "loss":
                 kl_BT = estimate_kl(cfg.kl.estimate, distance_BT)
@@ -193,12 +198,15 @@ class PolicyGradient(LogProbs):
         # The whole penalty of a sample counts as part of its reward, and is not charged again by
         # token.
         if cfg.kl.where == "return":
+            # At a sample's last position this is the whole of it.
             spent_BT = running_sums(penalty_BT, segments_BT)
             samples = samples._replace(rewards=samples.rewards - spent_BT)
             penalty_BT = jnp.zeros_like(mask_BT)
         made = {}
         if cfg.has_values:
             rewards_BT = self._at_last_token(samples) - penalty_BT
+            # Of the weights at the rollout's first step, so that several steps learn towards the
+            # same returns.
             values_BT = batch["old_values"] * mask_BT
             advantages_BT = generalized_advantages(cfg.advantage, rewards_BT, values_BT, samples)
             # Before whitening, which is for the policy alone.
@@ -217,6 +225,7 @@ class PolicyGradient(LogProbs):
     def _at_last_token(self, samples: Samples) -> Array:
         """Rewards of samples, at the last token of each that the model chose."""
         left_BT = suffix_sums(samples.mask, samples.segments)
+        # The token after which no chosen one follows; an environment's words may come after it.
         is_last_BT = (left_BT == 1) & (samples.mask > 0)
         rewards_BT = broadcast_last(jnp.where(samples.last, samples.rewards, 0.0), samples.segments)
         return jnp.where(is_last_BT, rewards_BT, 0.0)
@@ -241,6 +250,7 @@ class PolicyGradient(LogProbs):
         cfg, positive_BT = self.section.loss, advantages_BT > 0
         if cfg.form == "sapo":
             tau_BT = jnp.where(positive_BT, cfg.tau_positive, cfg.tau_negative)
+            # 4 / tau makes the slope at r = 1 equal to one.
             soft_BT = jax.nn.sigmoid(tau_BT * (ratio_BT - 1)) * 4 / tau_BT
             never_BT = jnp.zeros(ratio_BT.shape, bool)
             return -soft_BT * advantages_BT, never_BT, never_BT
@@ -263,6 +273,7 @@ class PolicyGradient(LogProbs):
         assert cfg
         by_sequence = cfg.level == "sequence"
         weights_BT = jnp.exp(_sequence_sums(gap_BT, segments_BT) if by_sequence else gap_BT)
+        # A weight, not a mask: `mask` drops what lies outside.
         if cfg.form == "truncate":
             return jnp.clip(weights_BT, cfg.low, cfg.high)
         inside_BT = (weights_BT >= cfg.low) & (weights_BT <= cfg.high)
@@ -285,6 +296,8 @@ class PolicyGradient(LogProbs):
             return mask_BT / jnp.maximum(counts_BT, 1.0)
         if kind == "fixed":
             turns = self.rollout.environment.turns if self.rollout.environment else 1
+            # A constant, so that long answers are not favoured by a division by their own length
+            # (Dr. GRPO).
             return mask_BT / (self.rollout.max_tokens * turns)
         return mask_BT
 

@@ -70,6 +70,7 @@ class Preference(LogProbs):
         mask_BT = batch["mask"]
         last_BT = is_last(pairs_of(segments_BT))
         weights_BT = self._desensitize(mask_BT, segments_BT)
+        # A stored number is of the whole answer, so it is taken once, at the first position.
         if "reference" in batch:  # of whole answers
             reference_BT = jnp.where(batch["positions"] == 0, batch["reference"], 0.0)
         else:
@@ -130,6 +131,7 @@ class Preference(LogProbs):
         """The mask, reduced by LD-DPO's weight beyond the length of the shorter answer."""
         if self.section.desensitize is None:
             return mask_BT
+        # Known at the pair's end, needed at each of its positions.
         shorter_BT = broadcast_last(
             jnp.minimum(*pair_sums(mask_BT, segments_BT)), pairs_of(segments_BT)
         )
@@ -144,6 +146,7 @@ class Preference(LogProbs):
         aligned_BT = jax.lax.stop_gradient(batch["logps"] - batch["sharpness"])
         both = pair_sums(aligned_BT * batch["mask"], batch["segments"])
         means = (x / divisor(n) for x, n in zip(both, tokens, strict=True))
+        # The product of both answers' weights.
         return jnp.where(last_BT, jnp.exp(sum(means)), 0.0)
 
 
@@ -236,6 +239,7 @@ def _hinge(pair: Comparison) -> Array:
 
 
 def _ipo(pair: Comparison) -> Array:
+    # Means over tokens, as in TRL.
     first, second = pair.mean_scores
     if pair.cfg.reward_alpha:
         first, second = (pair.transform_reward(mean) for mean in pair.mean_logps)

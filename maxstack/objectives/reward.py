@@ -33,10 +33,13 @@ class Reward(Objective):
         cfg, segments_BT = self.section, batch["segments"]
         last_BT = is_last(pairs_of(segments_BT))
         chosen_BT, rejected_BT = (
-            jnp.where(last_BT, x, 0.0) for x in pair_sums(scores_BT * batch["ends"], segments_BT)
+            # Zeros elsewhere keep the losses there finite; the mask below drops them.
+            jnp.where(last_BT, x, 0.0)
+            for x in pair_sums(scores_BT * batch["ends"], segments_BT)
         )
         gap_BT = chosen_BT - rejected_BT
         loss_BT = -log_sigmoid(gap_BT - (batch["margin"] if cfg.margins else 0.0))
+        # Only differences matter to the first term, so this one keeps the scores near zero.
         loss_BT = loss_BT + cfg.centre * jnp.square(chosen_BT + rejected_BT)
         figures = {
             "loss": loss_BT,

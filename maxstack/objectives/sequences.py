@@ -40,6 +40,7 @@ def is_second(segments_BT: Array) -> Array:
 
 def is_last(groups_BT: Array) -> Array:
     """True at the last position of each group of equal numbers that are not 0."""
+    # 0 after the end, so that a sequence ends with its row.
     after_BT = jnp.pad(groups_BT[:, 1:], ((0, 0), (0, 1)))
     return (groups_BT > 0) & (groups_BT != after_BT)
 
@@ -47,6 +48,7 @@ def is_last(groups_BT: Array) -> Array:
 def running_sums(x_BT: Array, groups_BT: Array) -> Array:
     """Sum of x over a group up to each position, that included; at its last position, over all of
     it. Added up as a tree, in the same order on every device."""
+    # -1 is no group, so the first position begins one.
     before_BT = jnp.pad(groups_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
 
     def add(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -61,6 +63,7 @@ def running_sums(x_BT: Array, groups_BT: Array) -> Array:
 def broadcast_last(x_BT: Array, groups_BT: Array) -> Array:
     """At every position, the value at the last position of its group."""
     at_last_BT = jnp.where(is_last(groups_BT), x_BT, 0)
+    # Backwards, the last position comes first, and the sum carries its value to the others.
     return jnp.flip(running_sums(jnp.flip(at_last_BT, 1), jnp.flip(groups_BT, 1)), 1)
 
 

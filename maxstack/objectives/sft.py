@@ -49,6 +49,7 @@ class SFT(NextToken):
         """The loss, entropy and token_accuracy."""
         x_BTD, _, _ = models.policy.trunk(batch)
         normed_BTD = models.policy.norm(x_BTD)
+        # Without weights, noise and z_loss, so that runs compare.
         logps_BT = log_probs(models.policy, normed_BTD, batch["targets"])
         return {
             "nll": -(logps_BT * batch["mask"]).sum(),

@@ -37,6 +37,7 @@ def statistics(model: "Decoder", x_BTD: Array, targets_BT: Array) -> Statistics:
             (logits_BtV.argmax(-1) == targets_Bt).astype(jnp.float32),
         )
 
+    # Stopped on both sides, so that no gradient is traced through the head.
     x_BTD, targets_BT = jax.lax.stop_gradient((x_BTD, targets_BT))
     return jax.lax.stop_gradient(map_blocks([model], block, [x_BTD], targets_BT))
 
@@ -71,6 +72,7 @@ def map_blocks(
     def cut(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(batch, count, length // count, *x.shape[2:]), 1, 0)
 
+    # Without it jax would keep the logits of every block for the gradient.
     @jax.checkpoint
     def block(parts: tuple[list[Array], tuple[Array, ...]]) -> Any:
         xs, rest = parts

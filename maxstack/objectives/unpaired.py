@@ -61,6 +61,7 @@ class Unpaired(LogProbs):
             of_kind_BT = answers_BT & kind_BT
             for figure, x_BT in (("rewards", rewards_BT), ("logps", own_BT)):
                 metrics[f"{figure}/{name}"] = jnp.where(of_kind_BT, x_BT, 0.0)
+                # Weights by kind, so that a batch without one kind reports nothing of it.
                 metrics[f"{figure}/{name}/weight"] = of_kind_BT.astype(jnp.float32)
         metrics["kl" if cfg.loss == "kto" else "shift"] = (
             answers_BT * shift / (cfg.beta if cfg.loss == "kto" else 1.0)
@@ -81,6 +82,7 @@ class Unpaired(LogProbs):
         """The reference point that rewards are compared with."""
         beta = self.section.beta
         if self.section.loss == "kto":
+            # Answers of other prompts estimate KL; at least 0, as KL is.
             others_BT = is_last(batch["segments"]) & (batch["mismatched"] > 0)
             return beta * jnp.maximum(_mean_where(ratio_BT, others_BT), 0.0)
         if self.section.loss == "apo_zero":

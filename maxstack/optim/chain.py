@@ -56,11 +56,13 @@ def build(
     for i, (selectors, _) in enumerate(optimizer.groups):
         check_matches(selectors, params, f"groups.{i}.match")
     untrained = {path: info for path, info in params.items() if not chosen[path]}
+    # What is not trained has no gradient and no state.
     params = {path: info for path, info in params.items() if chosen[path]}
     scope = _Scope(optimizer, params, untrained, train_steps)
     parts = [_chain(optimizer.chain, scope)] if optimizer.chain else []
     if optimizer.groups:
         parts.append(_partition(scope))
+    # Around whole chains, so that no item between sees bfloat16.
     parts = [wrappers.in_float32(part) for part in parts]
     if cfg.ema:
         # Last, since it averages the weights after all other items.
@@ -160,6 +162,7 @@ def _transformation(item: Transform, scope: _Scope) -> GradientTransformation:
     arguments = {key: _value(item, key, scope) for key in item.arguments} | _implied(item, scope)
     package = optax.contrib if item.signature.package == "optax.contrib" else optax
     try:
+        # Optax checks the values that the table of signatures cannot.
         transformation = (BUILDERS.get(name) or getattr(package, name))(**arguments)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -189,6 +192,7 @@ def _value(item: Transform, name: str, scope: _Scope) -> Any:
     if isinstance(value, Schedule):
         return build_schedule(value, updates, None)
     if sort == "mask" and not isinstance(value, bool):
+        # A pattern may name weights of other groups, but must name some weight.
         check_matches(value, scope.params | scope.untrained, f"{item.key}.{name}")
         return scope.mask(value)
     if sort == "skip":

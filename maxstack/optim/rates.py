@@ -19,6 +19,7 @@ def learning_rate_at(cfg: OptimizerConfig, train_steps: int) -> Callable[[Any], 
     if not items:
         return None
     every, rate = items[0].every, item_rate(cfg.parsed, items[0], train_steps)
+    # An item inside MultiSteps sees one update in `every` steps.
     return lambda step: rate(step // every) if callable(rate) else rate
 
 
@@ -42,6 +43,8 @@ def describe_rate_change(
         old = rates_at(
             OptimizerConfig.model_validate(saved["optimizer"]), saved["train"]["steps"], updates
         )
+    # A checkpoint of another version may name what this one does not know; that is no reason to
+    # refuse it.
     except (pydantic.ValidationError, KeyError):
         return (
             "the learning rate by the checkpoint's schedule is not known: another version of "

@@ -21,6 +21,7 @@ def apply_updates(params: Any, updates: Any, rounding: Rounding, key: jax.Array)
 
     def one(path: str, param: jax.Array, update: jax.Array) -> jax.Array:
         if rounding == "stochastic" and param.dtype == jnp.bfloat16:
+            # Added in float32, since a sum in bfloat16 has rounded already.
             wide = param.astype(jnp.float32) + update
             # crc32, since Python's own hash of a string differs between processes.
             return to_bfloat16(wide, jax.random.fold_in(key, zlib.crc32(path.encode())))

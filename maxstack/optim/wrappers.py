@@ -71,7 +71,10 @@ def lookahead(
 
     def init(params: Any) -> LookaheadState:
         return LookaheadState(
-            inner.init(params), jax.tree.map(jnp.copy, params), jnp.zeros([], jnp.int32)
+            # A copy, since a buffer that the state holds twice cannot be donated.
+            inner.init(params),
+            jax.tree.map(jnp.copy, params),
+            jnp.zeros([], jnp.int32),
         )
 
     def update(
@@ -129,6 +132,7 @@ def in_float32(inner: GradientTransformation) -> GradientTransformationExtraArgs
             lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), tree
         )
 
+    # Its state is made from the wide view too, so moments of bfloat16 weights are float32.
     return _transform_views(inner, wide)
 
 
@@ -144,6 +148,7 @@ def per_layer(
 
     def transform_of(sizes: tuple[int, ...]) -> GradientTransformation:
         mapped = inner
+        # Once for each stacked axis, layers and then experts.
         for _ in sizes:
             mapped = _over_leading_axis(mapped, sequential)
         return mapped

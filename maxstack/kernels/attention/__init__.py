@@ -70,6 +70,7 @@ def attention(
     that cannot serve.
     """
     request = request.with_narrow_window
+    # Documents and chunks are both equal numbers, so a backend needs to know one kind of mask.
     same = _match_numbers(segments_BT, positions_BT, q_BTNH.shape[1], keys, request)
     inputs = Inputs(q_BTNH, k_BSKH, v_BSKV, sinks_N, same)
     with jax.named_scope("attention"):
@@ -104,6 +105,7 @@ def _match_numbers(
 def _serve(backend: str, request: Request, ring: sequences.Axes, inputs: Inputs) -> jax.Array:
     """One device's attention by the backend chosen for it; `ring`: mesh axes over which keys and
     values go around, if any."""
+    # Chosen in here, where shapes are those of one device.
     choice = OP.choose(AttentionCase.of(inputs, request, Device.here(), bool(ring)), backend)
     if ring:
         assert choice.backend == "blockwise", "ring.py is made of it"

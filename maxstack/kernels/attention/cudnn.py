@@ -95,6 +95,7 @@ def missing() -> str | None:
     """Why cuDNN cannot be loaded; None if it is installed. Needs no GPU."""
     if not any(map(importlib.util.find_spec, PLUGINS)):
         return "jax's CUDA plugin is not installed; pip install jax[cuda13]"
+    # The plugin does not hold cuDNN, which comes from its own package or from the system.
     if any(map(_version, PACKAGES)) or ctypes.util.find_library("cudnn"):
         return None
     return f"cuDNN is not installed; pip install {PACKAGES[0]}"

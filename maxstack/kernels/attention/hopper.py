@@ -41,6 +41,7 @@ def supports(case: AttentionCase) -> str | None:
             f"its kernels are for compute capability 9.0 (H100, H200), and {device.kind} has "
             f"{'.'.join(map(str, device.capability))}"
         )
+    # Asked for without importing it: choosing a backend must not load a plugin.
     if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(
         "jax_plugins.xla_cuda12"
     ):
@@ -82,6 +83,7 @@ def run(
     assert sizes.keys() == DEFAULT.keys() and sizes["keys"] in (64, BLOCK), sizes
     b, t, n, h = inputs.q_BTNH.shape
     s, kv = inputs.k_BSKH.shape[1:3]
+    # Whole blocks, since copies of the tensor memory accelerator are of whole tiles.
     padded_t, padded_s = (-(-length // BLOCK) * BLOCK for length in (t, s))
     dtype, numbered = inputs.q_BTNH.dtype, len(inputs.same)
     shape = b, padded_t, padded_s, s, n, kv, h, dtype
@@ -163,6 +165,7 @@ def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
     # The last queries have the most keys, and go first.
     start = (call.queries // BLOCK - 1 - lax.axis_index("tile")) * BLOCK
     block = call.keys_of(start, BLOCK, call.forward_keys)
+    # Two rings: a key's slot is free after the scores, a value's only after the softmax.
     keys, values = (Ring(scratch[name], call.stages) for name in ("keys", "values"))
 
     @pl.when(warpgroup < COMPUTE)
@@ -173,6 +176,7 @@ def _kernel(call: Call, refs: Refs, scratch: Any) -> None:
         first = start + warpgroup * ROWS
         here, log_tile = pl.ds(first, ROWS), scratch["logs"][0].at[warpgroup]
         sources, numbers = [q.at[row, here, head]], [x.at[row, here] for x in mine]
+        # The queries stay for all steps.
         [query_tile], own = parts.fetch(call, scratch["query"], warpgroup, sources, numbers)
         nothing = call.full((ROWS, call.dim), 0), call.full((ROWS,), LOWEST), call.full((ROWS,), 0)
         visit = functools.partial(_visit, call, query_tile, own, keys, values, first, block.first)
@@ -218,7 +222,9 @@ def _visit(
     higher = jnp.maximum(highest, s.max(axis=1))
     p = jnp.exp2(s - lax.broadcast_in_dim(higher, s.shape, [0]))
     shrink = jnp.exp2(highest - higher)
+    # Kept unnormalised: a division by row once at the end instead of once a step.
     total = total * shrink + p.sum(axis=1)
+    # Before the wait for values, so that it overlaps their copy.
     gathered = gathered * lax.broadcast_in_dim(shrink, gathered.shape, [0])
     (value_tile,), done = values.take(tile - lo)
     gathered = call.product(p.astype(call.dtype), value_tile, onto=gathered)

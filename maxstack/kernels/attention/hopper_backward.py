@@ -33,6 +33,8 @@ def of_keys(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.A
     matrix, vector = ((STEP, call.dim), call.dtype), ((STEP,), jnp.float32)
     steps = [matrix, vector, *[((STEP,), jnp.int32)] * call.numbered]
     scratch = {
+        # Keys and values stay in shared memory for all queries; their gradients leave through the
+        # same tiles.
         "own": parts.own_tiles(matrix, matrix),
         "queries": Ring.scratch(call.stages, *steps),
         # A ring of its own: a step is done with the output's gradient before it is with the
@@ -70,6 +72,8 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
     def compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         first = start + warpgroup * ROWS
+        # Each warpgroup owns 64 keys, so their gradients stay in registers and nothing is added in
+        # memory.
         here = pl.ds(first, ROWS)
         sources = [x.at[row, here, head] for x in (k, v)]
         numbers = [x.at[row, here] for x in theirs]
@@ -91,6 +95,7 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
             )
             return parts.walk(call, bounds, block, visit, carry)
 
+        # Sums run on over the query heads that share these keys: grouped queries need no reduction.
         nothing = call.full((ROWS, call.dim), 0)
         of_k, of_v = lax.fori_loop(0, call.groups, of_head, (nothing, nothing))
         # The scale is multiplied in once, after the sum, and in float32.
@@ -105,6 +110,7 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         def load(group: Any, _: None) -> None:
             def tile_of_head(tile: Any, _: None) -> None:
                 there, step = pl.ds(tile * STEP, STEP), group * (end - lo) + tile - lo
+                # Every query head of this kv head, in the order in which `of_head` takes them.
                 query_head = head * call.groups + group
                 queries.fill(
                     step,
@@ -212,6 +218,7 @@ def _visit_keys(
     others = call.columns(numbers)
     s, slope = call.scores(call.product(query_tile, key_tile, transpose=True))
     s = call.hide(s, masked, first, tile * STEP, own, others)
+    # Of the rows here, and so held in registers for all steps.
     log, delta = (lax.broadcast_in_dim(x, s.shape, [0]) for x in fixed)
     p = jnp.exp2(s - log)
     (value_tile,), done_values = values.take(tile - lo)

@@ -83,6 +83,7 @@ class Call:
     def queries_of(self, start: Index, rows: int, block: int) -> Bounds:
         """The query tiles that visit keys start..start + rows - 1."""
         request = self.request
+        # Seen from a key, distances change their sign, and so the limits their places.
         low, high = (
             None if limit is None else -limit
             for limit in (request.max_distance, request.min_distance)
@@ -127,6 +128,7 @@ class Call:
             if self.real_keys < self.keys:
                 masks.append(keys < self.real_keys - key)
             s = jnp.where(functools.reduce(jnp.logical_and, masks), s, -jnp.inf)
+        # Documents may begin anywhere, so no tile is known to be free of them.
         for row, column in zip(own, others, strict=True):
             equal = lax.broadcast_in_dim(row, s.shape, [0]) == lax.broadcast_in_dim(
                 column, s.shape, [1]
@@ -159,6 +161,7 @@ class Call:
                 plgpu.ACC.init(onto)
             )
 
+        # The sum begins in the tensor cores' accumulator, which starts at zero.
         def multiply(accumulator: Any) -> jax.Array:
             plgpu.wgmma(accumulator, a, b)
             return accumulator[...]
@@ -197,15 +200,18 @@ def _bounds(
     cut: Index = columns // block
     end: Index = -(-columns // block)
     if low is not None:
+        # The last column that every row sees, and the last that any does.
         cut = jnp.minimum(cut, _over(first - low + 1, block))
         end = jnp.minimum(end, _over(last - low + block, block))
     if high is not None:
+        # The first column that any row sees, and the first that every row does.
         lo, whole = _over(first - high, block), _over(last - high + block - 1, block)
     return _ordered(lo, whole, cut, end)
 
 
 def _ordered(first: Index, whole: Index, broken: Index, last: Index) -> Bounds:
     """Bounds of which none is below the one before it."""
+    # Limits may cross, as for queries before every key: the loops between them then run no turn.
     last = jnp.maximum(first, last)
     whole = jnp.minimum(jnp.maximum(whole, first), last)
     return Bounds(first, whole, jnp.minimum(jnp.maximum(broken, whole), last), last)
@@ -346,6 +352,7 @@ def launch(
     """Runs `body` for every (head, tile, row of the batch). `tiles`: numbers of heads and tiles;
     `out`: arrays like the results; `products`: matrix products of a tile. Newer jax takes a cost
     estimate too, here of tiles that no mask leaves out."""
+    # Older versions of jax refuse the argument.
     more: dict[str, Any] = {}
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         more["cost_estimate"] = pl.CostEstimate(

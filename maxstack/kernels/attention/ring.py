@@ -92,6 +92,7 @@ class Ring:
         """Tiles of the device's queries and the keys of the device `shift` before it: whole chunks,
         or with a causal window as many of their last keys as it sees."""
         chunk, causal = self.chunk, self.request.causal
+        # Behind a causal mask a chunk's last `window` - 1 keys are all that a later chunk can see.
         window = self.request.window
         width = min(chunk, max(1, window - 1)) if window and causal else chunk
         most_rows, most_keys = blocks.tile_sizes()
@@ -114,6 +115,7 @@ class Ring:
         return self._of(self.device), self._of((self.device - shift) % self.parts)
 
     def _of(self, device: jax.Array) -> Numbers:
+        # Positions follow from the device's number, so they need not travel.
         within, size = jnp.arange(self.chunk), 2 * self.chunk
         position = jnp.concatenate(
             [device * self.chunk + within, (2 * self.parts - 1 - device) * self.chunk + within]
@@ -136,6 +138,7 @@ class Ring:
         `visit(state, keys, shift)` gives (state, what to add to the cargo of these keys). The cargo
         follows its keys one step behind, so that no device waits for it before its own work.
         """
+        # One's own cargo stays at home; what travels begins at zero.
         total, empty = cargo, jax.tree.map(jnp.zeros_like, cargo)
         ways = routes(self.parts, self.chunk, self.request.window)
         arriving = [self.send(own, direction) for direction, _ in ways]

@@ -41,6 +41,7 @@ def supports(case: AttentionCase) -> str | None:
     for what, length in ("queries", case.queries), ("keys", case.keys):
         if not length or length % LANES:
             return f"{length} {what} are not a multiple of {LANES}"
+    # Refused, and not only slow: tables are made while the step is traced.
     if case.queries * case.keys > MOST_POSITIONS:
         return (
             f"jax visits all of {case.queries} x {case.keys} positions while it traces; at most "
@@ -78,6 +79,7 @@ def run(
     sizes = tuple((_default(t, s) | dict(blocks or {})).items())
     # Splash has no scale: q is multiplied by it, and requests that differ in it share their tables.
     attend = _kernel(dataclasses.replace(request, scale=1.0), n, t, s, sizes, interpret)
+    # Rounded once, after the product in float32.
     scaled = (q_BTNH.astype(jnp.float32) * request.scale).astype(q_BTNH.dtype)
     q_BNTH, k_BKSH, v_BKSV = (x.swapaxes(1, 2) for x in (scaled, k_BSKH, v_BSKV))
     sinks = jnp.full(n, NO_SINK, jnp.float32)
@@ -85,6 +87,7 @@ def run(
         sinks = jnp.maximum(sinks_N.astype(jnp.float32), NO_SINK)
     numbers = None
     if same:
+        # Numbers of one row stand for all, while vmap wants as many as rows.
         of_q, of_k = (jnp.broadcast_to(x, (b, x.shape[1])) for x in same[0])
         numbers = kernels.SegmentIds(of_q, of_k)
     # Splash attends in one row of a batch.
@@ -136,4 +139,5 @@ def _kernel(
             q_seq_shards=1,
             interpret=interpret,
         )
+        # As numpy arrays the tables belong to no device, so any mesh may use them.
         return jax.tree.map(np.asarray, made)

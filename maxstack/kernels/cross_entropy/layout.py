@@ -42,6 +42,8 @@ class Layout:
         columns = columns if vocab % sharding.size_of(*columns) == 0 else ()
         parts = dict(zip(kept.split(), sharding.here(kept), strict=True))
         embed, own = sharding.split(parts["embed"]), sharding.split(parts["vocab"])
+        # A device's columns are consecutive only if the shards of the weight begin with the axes of
+        # `vocab`.
         more = own[len(columns) :] if own[: len(columns)] == columns else ()
         rows = {*batch, *seq}
         # The head's gradient is summed and scattered along these axes at once, so they must split
@@ -49,6 +51,8 @@ class Layout:
         embed = embed if rows >= {*embed} and shape[2] % sharding.size_of(*embed) == 0 else ()
         more = more if rows >= {*more} and vocab % sharding.size_of(*columns, *more) == 0 else ()
         length = shape[1] // sharding.size_of(*seq)
+        # Only where the residual stream is split so anyway; the scatter then is the first half of
+        # the sum.
         scatter = (
             bool(columns)
             and sharding.split(sharding.here("batch residual norm")[1]) == (*seq, *columns)
@@ -99,6 +103,7 @@ class Layout:
         d_x = _scatter(d_x, self.vocab, 1) if self.scatter else _sum(d_x, self.vocab)
         d_head = _scatter(_scatter(d_head.astype(x.dtype), self.embed, 0), self.columns, 1)
         scattered = (*self.embed, *self.columns)
+        # The scatters have summed over their axes already.
         d_head = _sum(d_head, tuple(axis for axis in self.rows if axis not in scattered))
         return Gradients(d_x, d_head, None if d_bias is None else _sum(d_bias, self.rows))
 

@@ -45,6 +45,7 @@ def supports(case: CrossEntropyCase) -> str | None:
     """Why the kernels cannot serve `case`; None if they can."""
     if case.dtype not in ("bfloat16", "float32"):
         return f"they compute in float32, and x is {case.dtype}"
+    # A remainder of the depth would read past the head's rows and add them to the sums.
     if case.embed > DEPTHS[0] and not _depth(case.embed, DEPTHS[0]):
         return f"embed {case.embed} is more than {DEPTHS[0]} and not a multiple of {LANES}"
     return None
@@ -69,6 +70,8 @@ def forward(inputs: Inputs, call: Call) -> Scores:
 
 def forward_with_gradients(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
     """`forward` and the gradients of the total."""
+    # Two passes over the tiles: a gradient needs log Z of the whole row, known only after the
+    # first.
     nll_M, log_z_M = forward(inputs, call)
 
     def step(x_RD: jax.Array, *per_row: jax.Array) -> tuple[None, jax.Array]:
@@ -111,6 +114,7 @@ def _call(
     columns = min(tile["tile_columns"], v + -v % LANES)
     depth = _depth(d, tile["depth"])
     assert depth, "supports() refuses this"
+    # Zeros for no bias, so that there is one kernel.
     bias_1V = (jnp.zeros((v,)) if bias_V is None else bias_V).astype(jnp.float32)[None]
     per_row_spec = pl.BlockSpec((rows, 1), lambda i, j, k: (i, 0))
     scratch = [pltpu.VMEM((rows, columns), jnp.float32)]
@@ -122,9 +126,11 @@ def _call(
         outs = [jax.ShapeDtypeStruct((m, v), dtype)]
         out_specs = [pl.BlockSpec((rows, columns), lambda i, j, k: (i, j))]
     tiles_of_rows, tiles_of_columns = pl.cdiv(m, rows), pl.cdiv(v, columns)
+    # Every tile of rows reads the whole head, every tile of columns all rows.
     moved = tiles_of_rows * d * v + m * d * tiles_of_columns + (0 if dtype is None else m * v)
     return pl.pallas_call(
         functools.partial(_tiles, kernel, request=call.request, vocab=v, per_row=len(per_row)),
+        # The depth is innermost, so a tile of logits stays in scratch until its sum is complete.
         grid=(tiles_of_rows, tiles_of_columns, d // depth),
         out_shape=outs,
         out_specs=out_specs,

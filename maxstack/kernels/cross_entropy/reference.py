@@ -18,6 +18,7 @@ def forward(inputs: Inputs, call: Call) -> Scores:
     x_MD, head_DV, bias_V, targets_M, _ = inputs
     logits_MV = scores(x_MD, head_DV, bias_V, call.request.soft_cap)
     if call.axes:  # logits of other slices have no gradient here
+        # All slices together, as the definition has them; the backends combine statistics instead.
         first = jax.lax.axis_index(call.axes) * logits_MV.shape[1]
         every = jax.lax.all_gather(jax.lax.stop_gradient(logits_MV), call.axes, axis=1, tiled=True)
         logits_MV = jax.lax.dynamic_update_slice_in_dim(every, logits_MV, first, 1)

@@ -27,6 +27,7 @@ def rows_of(vocab: int, platform: str) -> int:
 def sizes(case: CrossEntropyCase) -> list[int]:
     """Rows of a block to measure, the default first."""
     default = rows_of(case.vocab, case.device.platform)
+    # Twice as many rows as there are would be the block of all rows once more.
     others = (default // 2, default * 2)
     return [default, *(rows for rows in others if 64 <= rows < 2 * case.rows)]
 
@@ -50,6 +51,8 @@ def map_rows_with_gradients(
         d_head, d_bias = sums
         x_RD, x_DR, *rows = block
         results, d_RV = step(x_RD, *rows)
+        # Multiplied in x's dtype, as gradients of other weights are; the sum over blocks stays
+        # float32.
         d_RV = d_RV.astype(x_RD.dtype)
         if biased:
             d_bias = d_bias + d_RV.astype(d_bias.dtype).sum(axis=0)
@@ -58,6 +61,7 @@ def map_rows_with_gradients(
 
     dtype = jnp.promote_types(inputs.x_MD.dtype, jnp.float32)
     shape = inputs.head_DV.shape
+    # The head's gradient is one array for all blocks, read and written once a block.
     zero = jnp.zeros(shape, dtype), jnp.zeros(shape[1:], dtype) if biased else None
     (d_head, d_bias), (results, d_x) = _loop(
         block, zero, (inputs.x_MD, *per_row), inputs, call, columns=True

@@ -75,6 +75,7 @@ def statistics(logits_RV: jax.Array, targets_R: jax.Array) -> Statistics:
     top_R = logits_RV.max(axis=1)
     vocab = logits_RV.shape[1]
     inside_R = (targets_R >= 0) & (targets_R < vocab)
+    # A gather here, since nothing differentiates the statistics; `gradient` compares instead.
     picked_R1 = jnp.take_along_axis(logits_RV, jnp.clip(targets_R, 0, vocab - 1)[:, None], axis=1)
     return Statistics(
         top_R,
@@ -101,6 +102,8 @@ def gradient(
 ) -> jax.Array:
     """Gradient of sum(weights * loss) by the logits before the cap. `weights` and `log_z` belong to
     rows, in shapes that broadcast."""
+    # d/dlogits of z_loss log(Z)^2 is 2 z_loss log(Z) softmax, so it only scales the softmax's
+    # share.
     share = weights * (1 + 2 * request.z_loss * log_z) if request.z_loss else weights
     d = share * jnp.exp(logits - log_z) - jnp.where(is_target, weights, 0)
     return d * (1 - jnp.square(logits / request.soft_cap)) if request.soft_cap else d

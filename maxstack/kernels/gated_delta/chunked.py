@@ -36,6 +36,7 @@ def run(
         _chunks(x.astype(jnp.float32).reshape(b, t, *heads, *x.shape[3:]), chunk, 2)
         for x in (v_BTNV, decay_BTN, beta_BTN)
     )
+    # Decays of every pair of positions, once for the system, the state and the reads.
     within_XBKGCS, since_XBKGC = _decays(
         # The sums multiply decays by 0, and 0 times -inf is NaN.
         jnp.maximum(decay_XBKGC, LOWEST),
@@ -51,9 +52,11 @@ def run(
     # u is what the chunk would write if it began empty, w what it reads of the state before it.
     u_XBKGCV = _product("XBKGCS,XBKGSV->XBKGCV", solved_XBKGCS, v_XBKGCV)
     w_XBKGCH = _product("XBKGCS,XBKSH->XBKGCH", solved_XBKGCS * since_XBKGC[..., None, :], k_XBKCH)
+    # What the chunk's end has left of each write.
     left_XBKGCH = within_XBKGCS[..., -1, :, None] * k_XBKCH[:, :, :, None]
     states_XBKGHV, new_XBKGCV = _states(u_XBKGCV, w_XBKGCH, left_XBKGCH, since_XBKGC[..., -1])
 
+    # Reads of the chunk's own writes; those of the state before it follow.
     scores_XBKGCS = _product("XBKCH,XBKSH->XBKCS", q_XBKCH, k_XBKCH)[:, :, :, None] * within_XBKGCS
     earlier_XBKGCV = _product("XBKCH,XBKGHV->XBKGCV", q_XBKCH, states_XBKGHV)
     o_XBKGCV = _product("XBKGCS,XBKGSV->XBKGCV", scores_XBKGCS, new_XBKGCV)
@@ -72,6 +75,7 @@ def _states(
         s_BKGHV: jax.Array, now: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         u_BKGCV, w_BKGCH, left_BKGCH, decay_BKG = now
+        # The delta rule writes what the state does not yet say, hence this difference.
         new_BKGCV = u_BKGCV - _product("BKGCH,BKGHV->BKGCV", w_BKGCH, s_BKGHV)
         after_BKGHV = s_BKGHV * decay_BKG[..., None, None] + _product(
             "BKGCH,BKGCV->BKGHV", left_BKGCH, new_BKGCV
@@ -122,7 +126,9 @@ def _unit_inverse(a: jax.Array) -> jax.Array:
     # triangular_solve takes 0.66 s where this takes 0.29 (whole gradient on a CPU, chunks of 32).
     while width < size:
         block = jnp.arange(size) // width
+        # The block below the diagonal of each pair: [[A, 0], [C, B]]^-1 has -B^-1 C A^-1 there.
         corner = jnp.where((block[:, None] == block + 1) & (block % 2 == 0), a, 0.0)
+        # Blocks of one are 1 themselves, so the first corner needs no products.
         if width > 1:
             corner = jnp.einsum(
                 "...ij,...jk,...kl->...il", inverse, corner, inverse, precision=EXACT

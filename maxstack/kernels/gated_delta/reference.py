@@ -27,6 +27,7 @@ def run(
 
     def next_position(s_BNHV: jax.Array, now: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         *position, begins_B = now
+        # The state is cleared before a document's first position.
         return jax.vmap(step)(jnp.where(begins_B[:, None, None, None], 0.0, s_BNHV), *position)
 
     inputs = [q, key, *(x.astype(jnp.float32) for x in (v_BTNV, decay_BTN, beta_BTN)), begins_BT]
@@ -46,6 +47,7 @@ def step(
     """(state [N, H, V] after a position, the position's output [N, V]), in float32 without matmuls,
     so that the bits do not depend on what else is computed."""
     s_NHV = s_NHV * jnp.exp(decay_N)[:, None, None]
+    # What the decayed state, asked for the key, misses of the value.
     missed_NV = v_NV - (s_NHV * k_NH[:, :, None]).sum(axis=1)
     s_NHV += k_NH[:, :, None] * (beta_N[:, None] * missed_NV)[:, None]
     return s_NHV, (s_NHV * q_NH[:, :, None]).sum(axis=1)

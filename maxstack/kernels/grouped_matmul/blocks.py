@@ -41,17 +41,21 @@ def _multiply_blocks(
 
     def group(out_MN, inputs):
         w_KN, start, size = inputs
+        # Inside the loop over groups, so that one matrix at a time exists in float32.
         w_KN = w_KN.astype(dtype)
 
         def block(i, out_MN):
             x_RK = jax.lax.dynamic_slice_in_dim(padded, start + i * rows, rows)
             y_RN = jnp.einsum(equation, x_RK, w_KN)
+            # The carry is updated in place, so groups must come in order: each overwrites its
+            # forerunner's excess.
             return jax.lax.dynamic_update_slice_in_dim(out_MN, y_RN, start + i * rows, 0)
 
         with jax.named_scope(expected):
             return jax.lax.fori_loop(0, -(-size // rows), block, out_MN), None
 
     out_MN = jnp.zeros((padded.shape[0], w_EKN.shape[1 if transposed else 2]), dtype)
+    # A scan, since groups are many and all alike: unrolled, each would be compiled.
     out_MN, _ = jax.lax.scan(group, out_MN, (w_EKN, jnp.cumsum(sizes_E) - sizes_E, sizes_E))
     m = x_MK.shape[0]
     return jnp.where(group_mask(m, sizes_E), out_MN[:m], 0).astype(x_MK.dtype)

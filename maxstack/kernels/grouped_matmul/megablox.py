@@ -63,6 +63,7 @@ def run(
     blocks = blocks or candidates(GroupedMatmulCase.of(x_MK, w_EKN, Device.here()))[0]
     m = x_MK.shape[0]
     tile = limit_tiles(Blocks(**blocks), m)
+    # Whole tiles; the added rows belong to no group.
     padded = jnp.pad(x_MK, ((0, -m % tile.rows), (0, 0)))
 
     def rows(x_MK, w_EKN, sizes_E, transposed):
@@ -89,6 +90,7 @@ def run(
 
 def limit_tiles(blocks: Blocks, rows: int) -> Blocks:
     """Blocks tall enough for at most `MOST_TILES` tiles."""
+    # Also for measured sizes: a table may come from a smaller case.
     while rows > MOST_TILES * blocks.rows:
         blocks = blocks._replace(rows=2 * blocks.rows)
     return blocks

@@ -44,6 +44,7 @@ def _package() -> Any:
     """Import tokamax, without letting it parse the arguments of this process."""
     from absl import flags
 
+    # tokamax reads absl's flags, which fail where nothing has parsed them.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
     import tokamax

@@ -166,6 +166,8 @@ def paged_attention(
             others = tables, slots, positions, sinks
             if not inner:
                 return local(q, new, pages, *others)
+            # Pages cannot be cut by head for one device, so it reads the kv heads of its queries by
+            # number.
             numbers = sequences.kv_head_numbers(q.shape[1], groups, inner)
             return local(q, new, pages, *others, numbers)
 
@@ -198,6 +200,7 @@ def _write(
         return jnp.where(real_R[:, None, None] & jnp.isfinite(x_RCH), x_RCH, 0)
 
     if not isinstance(pages_PLCH, Quantized):
+        # Rounded to the cache's type before its bits are taken.
         new_RCH = _bitcast_as_kept(finite(new_RCH.astype(number_type(pages_PLCH))), pages_PLCH)
         return pages_PLCH.at[where].set(new_RCH)
     numbers_PLCH, scales_PLC = pages_PLCH
@@ -221,6 +224,7 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Numbers of `dtype` [.., H] and float32 scales [..], whose products are nearly `x`: the
     largest number of each row becomes that of the type."""
     x, whole = x.astype(jnp.float32), jnp.issubdtype(dtype, jnp.integer)
+    # Symmetric: -128 is not used, so the scale alone inverts it.
     most = jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max
     scales = jnp.maximum(jnp.abs(x).max(-1), 1e-30) / float(most)
     numbers = x / scales[..., None]
@@ -232,6 +236,7 @@ def read_pages(inputs: Inputs, ids: jax.Array, dtype: Any) -> jax.Array:
     kept, own = inputs.pages_PLCH[ids], number_type(inputs.pages_PLCH)
     kept = kept if kept.dtype == own else jax.lax.bitcast_convert_type(kept, own)
     if inputs.scales_PLC is not None:
+        # In float32, and rounded to `dtype` once.
         kept = kept.astype(jnp.float32) * inputs.scales_PLC[ids][..., None]
     return kept.astype(dtype)
 

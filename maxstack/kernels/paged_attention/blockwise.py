@@ -26,6 +26,7 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     length = pages_PLCH.shape[1]
     pages = max(1, BLOCK // length)
     block, dtype = pages * length, product_dtype(q_RNH.dtype)
+    # The last block may reach past the table; page 0 is masked there.
     tables_RW = jnp.pad(tables_RW, ((0, 0), (0, -tables_RW.shape[1] % pages)))
     real_R, first_R = positions_R >= 0, first_visible(request, positions_R)
     last = jnp.max(positions_R // block)
@@ -38,6 +39,8 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     def step(j: jax.Array, carry: Softmax) -> Softmax:
         ids = jax.lax.dynamic_slice_in_dim(tables_RW, j * pages, pages, axis=1)
         kept = read_pages(inputs, ids, dtype).reshape(rows, block, *pages_PLCH.shape[2:])
+        # All rows read a block each, whether of their own request or of none: memory stays linear
+        # in rows.
         k_RBKH, v_RBKV = split_keys_values(kept, value_dim, kv_heads)
         scores = jnp.einsum("RKGH,RBKH->RKGB", q_RKGH, k_RBKH, preferred_element_type=jnp.float32)
         scores = apply_soft_cap(scores * request.scale, request)
@@ -75,6 +78,7 @@ def init_softmax(groups: tuple[int, ...], value_size: int, sinks: jax.Array | No
     none = jnp.zeros((*groups, value_size))
     if sinks is None:
         return jnp.full(groups, LOWEST), jnp.zeros(groups), none
+    # A sink is a key with this score and no value: total begins at exp(0) = 1.
     return jnp.broadcast_to(sinks.astype(jnp.float32), groups), jnp.ones(groups), none
 
 

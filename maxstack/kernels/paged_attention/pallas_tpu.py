@@ -59,6 +59,7 @@ def run(
     length, kv = pages.shape[1], 1 if value_dim is not None else pages.shape[2] // 2
     value_size, per_block = value_dim or size, max(1, BLOCK // length)
     tall, groups = _tall(heads // kv)
+    # Whole blocks of pages, so that every fetch reads a number of a page.
     tables_RW = jnp.pad(tables_RW, ((0, 0), (0, -tables_RW.shape[1] % per_block)))
     width = tables_RW.shape[1]
     starts_R, counts_R, tile_R, number = tiles(tables_RW, positions_R, tall)
@@ -71,7 +72,9 @@ def run(
         more = (*((0, 0),) * (x.ndim - 2), (0, groups - heads // kv), (0, 0))
         return jnp.moveaxis(jnp.pad(x, more, constant_values=fill), -3, 0)
 
+    # Room behind the last row, for a tile that begins there.
     q_KRGH = jnp.pad(by_head(q_RNH, 0.0), ((0, 0), (0, tall), (0, 0), (0, 0)))
+    # The running maximum begins at the sinks, whose share of the sum is 1 relative to themselves.
     begin_KM = jnp.full((kv, tall * groups, 1), LOWEST)
     if sinks_N is not None:
         begin_KM = jnp.tile(by_head(sinks_N[:, None], LOWEST), (1, tall, 1))
@@ -109,6 +112,7 @@ def run(
         name="paged_attention",
         interpret=interpret,
     )(starts_R, counts_R, positions_R[starts_R], tables_RW[:, None], q_KRGH, begin_KM, pages)
+    # Tiles are written whole, each to a place of its own; their rows are picked out here.
     o_RKGV = o_XKTGV[tile_R, :, jnp.arange(rows) - starts_R[tile_R], : heads // kv]
     o_RKGV = jnp.where((positions_R >= 0)[:, None, None, None], o_RKGV, 0)
     return o_RKGV.reshape(rows, heads, value_size)
@@ -145,6 +149,7 @@ def _kernel(
 
     def step(j: Any, _: None) -> None:
         @pl.when((j + 1) * block <= last)
+        # Started before this block is computed and awaited in the next step.
         def fetch_next() -> None:
             for fetch in fetches(j + 1):
                 fetch.start()

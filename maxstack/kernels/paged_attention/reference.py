@@ -25,6 +25,7 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     if sinks_N is not None:
         sinks = jnp.broadcast_to(sinks_N.astype(jnp.float32).reshape(sinks.shape[1:]), sinks.shape)
     most = jnp.maximum(scores.max(-1), sinks)
+    # A row that sees nothing would subtract -inf from -inf.
     most = jnp.where(jnp.isfinite(most), most, 0.0)
     share = jnp.exp(scores - most[..., None])
     total = share.sum(-1) + jnp.exp(sinks - most)

@@ -29,6 +29,8 @@ def long_and_short_tiles(
     tables_RW: jax.Array, positions_R: jax.Array, long: int, short: int
 ) -> tuple[Tiles, Tiles]:
     """Tiles of up to `long` rows, more than `short`, and of up to `short` for the other rows."""
+    # A run's rest that is no longer than a short tile is computed as one, not as a long one with
+    # few rows.
     inside_R, left_R = _runs(tables_RW, positions_R)
     begun_R = inside_R % long
     long_R, real_R = begun_R + left_R > short, positions_R >= 0
@@ -56,6 +58,7 @@ def _tiles(first_R: jax.Array, own_R: jax.Array) -> Tiles:
     rows = own_R.shape[0]
     first_R &= own_R
     tile_R = jnp.maximum(jnp.cumsum(first_R) - 1, 0)
+    # Sizes are those of all rows, whatever the number of tiles: programs have fixed shapes.
     counts_R = jnp.zeros(rows, jnp.int32).at[tile_R].add(own_R)
     starts_R = jnp.sort(jnp.where(first_R, jnp.arange(rows), rows))
     return Tiles(starts_R, counts_R, tile_R, first_R.sum())

@@ -82,11 +82,13 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     )
     width = -tables_RW.shape[1] % call.block[0]
     call = call._replace(tables_RW=jnp.pad(tables_RW, ((0, 0), (0, width))))
+    # Padded like the rows, so that a tile's slice is never moved back by its end.
     o_RNV = jnp.zeros((rows + long_rows, heads, value_size), q_RNH.dtype)
     if call.block[1] < BLOCK:  # products over so few keys have other bits in long tiles, or in few
         long_rows, together = short_rows, MANY_TOGETHER if rows >= MANY else TOGETHER
     else:
         together = FEW_TOGETHER if rows <= FEW_TOGETHER else TOGETHER
+    # Long tiles pay only where a step has more rows than one of them.
     if rows <= long_rows or long_rows == short_rows:
         short = tiles(tables_RW, positions_R, short_rows)
     else:
@@ -136,6 +138,7 @@ def _attend_tiles(
     together, tile_rows = index_XT.shape
     at_XT = call.at_R[index_XT]
     first_XT = call.first_R[index_XT]
+    # The table of the first row is that of the tile, which is of one request.
     tables_XW = call.tables_RW[index_XT[:, 0]]
     q_XKMH = call.q_RNH[index_XT].reshape(together, tile_rows, kv, groups, -1).swapaxes(1, 2)
     q_XKMH = q_XKMH.reshape(together, kv, tile_rows * groups, -1)
@@ -171,6 +174,7 @@ def _sort_by_length(each: Tiles, at: jax.Array, together: int) -> tuple[jax.Arra
     )
     if together == 1:
         return starts_R, counts_R
+    # Empty tiles go last, beyond the number that is computed.
     keys_R = jnp.where(counts_R > 0, at[starts_R], jnp.iinfo(jnp.int32).max)
     order = jnp.argsort(keys_R)
     return starts_R[order], counts_R[order]
