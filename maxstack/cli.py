@@ -18,14 +18,14 @@ COMMANDS = {
     ),
     "status": ("maxstack.commands.submit:status", "show the status of submitted jobs"),
     "logs": ("maxstack.commands.submit:logs", "print a job's logs"),
-    "stop": ("maxstack.commands.submit:stop", "stop a job after it has saved a checkpoint"),
+    "stop": ("maxstack.commands.submit:stop", "make a job save a checkpoint and stop"),
     "plan": (
         "maxstack.commands.plan:main",
-        "check whether a run fits its hardware and how fast it can be, without the hardware",
+        "predict, without the hardware, whether a run fits and how fast it can be",
     ),
     "kernels": (
         "maxstack.commands.kernels:main",
-        "show which kernel serves each op of a run, and why the others do not",
+        "show which kernel each op of a run uses, and why not the others",
     ),
     "tune": (
         "maxstack.commands.tune:main",
@@ -63,7 +63,7 @@ COMMANDS = {
     ),
     "package": (
         "maxstack.commands.package:main",
-        "package a model as programs and weights that run without maxstack",
+        "package a model as compiled programs and weights that run without maxstack",
     ),
     "checkpoint": (
         "maxstack.commands.checkpoint:main",
@@ -71,7 +71,7 @@ COMMANDS = {
     ),
     "goodput": (
         "maxstack.commands.goodput:main",
-        "show where a run's time went, over all its restarts",
+        "show where a run's time went, across all its restarts",
     ),
     "profile": (
         "maxstack.commands.profile:main",
@@ -83,9 +83,9 @@ COMMANDS = {
     ),
     "data": (
         "maxstack.commands.data:main",
-        "train a tokenizer, prepare token shards, show the model's input",
+        "train a tokenizer, prepare token shards, or show the model's input",
     ),
-    "config": ("maxstack.commands.config:main", "show, compare and describe configurations"),
+    "config": ("maxstack.commands.config:main", "show, compare or describe configurations"),
 }
 LONGEST_LINE = 3000
 GUESSED = {
@@ -143,8 +143,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         prog="maxstack",
         usage="maxstack COMMAND ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=f"Train large models from YAML.\n\ncommands:\n{table}\n\nSee `maxstack "
-        "COMMAND --help` for the options of a command.",
+        description=f"Train, evaluate and serve models from YAML.\n\ncommands:\n{table}\n\nSee "
+        "`maxstack COMMAND --help` for the options of a command.",
         epilog=EXAMPLE,
     )
     parser.add_argument(

@@ -76,13 +76,13 @@ MODEL = argument(
 TRUST_CODE = argument(
     "--trust-code",
     action="store_true",
-    help="allow code named by a run's own config.yml, whoever wrote it",
+    help="run code that a run's config.yml names, even if someone else wrote it",
 )
 """Added to every command with CONFIG or MODEL."""
 ALLOW_NONFINITE = argument(
     "--allow-nonfinite",
     action="store_true",
-    help="accept weights that hold NaN or infinity",
+    help="accept weights that contain NaN or infinity",
 )
 WEIGHTS = argument(
     "--weights",

@@ -80,7 +80,7 @@ def program(argv: Sequence[str]) -> int:
 
 @command(
     "train",
-    "Train a model from one YAML file. The same command again resumes from the last checkpoint.",
+    "Train a model from one YAML file. Run it again to resume from the last checkpoint.",
     "train configs/quickstart.yml train.steps=200 run.name=short",
     CONFIG,
     OVERRIDES,
@@ -89,7 +89,7 @@ def program(argv: Sequence[str]) -> int:
         metavar="KEY",
         action="append",
         default=[],
-        help="resume although KEY, or a key below it, has changed since the checkpoint; repeatable",
+        help="resume even if KEY, or a key below it, has changed since the checkpoint; repeatable",
     ),
     argument(
         "--supervise",

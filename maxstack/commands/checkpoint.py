@@ -63,8 +63,8 @@ def cells_of(held: "Held") -> list[tuple[int, tuple[str, ...]]]:
 
 @command(
     "checkpoint verify",
-    "Verify the checksum of every file. The exit code is 1 for damaged files and for files that no "
-    "manifest lists.",
+    "Verify the checksum of every file. Exits with 1 if a file is damaged or not listed in any "
+    "manifest.",
     "checkpoint verify runs/quickstart",
     RUN,
     argument("--step", type=int, metavar="N", help="step (default: all)"),
@@ -217,7 +217,7 @@ def prune(args: Namespace) -> None:
 
 main = group(
     "checkpoint",
-    "Work with a run's checkpoints, in all its tiers that this host sees.",
+    "Work with a run's checkpoints, in all tiers that this host can access.",
     "checkpoint verify runs/quickstart",
     show_list,
     verify,

@@ -49,8 +49,7 @@ def tokenizer(args: Namespace) -> None:
 
 @command(
     "data prepare",
-    "Tokenize all documents into shards that training reads fast. Run the command again to resume "
-    "it.",
+    "Tokenize all documents into shards that are fast to read. Run the command again to resume it.",
     "data prepare configs/quickstart.yml --out tokens --workers 4",
     CONFIG,
     OVERRIDES,
@@ -71,13 +70,13 @@ def tokenizer(args: Namespace) -> None:
     argument(
         "--address",
         metavar="HOST:PORT",
-        help="Ray cluster that this machine is a node of (default: start one on this machine)",
+        help="address of a Ray cluster with this machine in it (default: start one here)",
     ),
     argument(
         "--shard-size",
         type=positive,
         metavar="N",
-        help="documents per shard (default: a 16th of the source, at most 10000)",
+        help="documents per shard (default: 1/16 of the source's, at most 10,000)",
     ),
 )
 def prepare(args: Namespace) -> None:

@@ -31,7 +31,7 @@ TRUNCATED = "have more than {} tokens and are truncated on the left; raise --len
 @command(
     "eval",
     "Evaluate a model on tasks in lm-evaluation-harness's format or, without --tasks, a run on its "
-    "own held-out data by its own objective.",
+    "own held-out data, with its own objective.",
     "eval runs/quickstart --tasks pairs,cloze",
     MODEL,
     OVERRIDES,
@@ -51,7 +51,7 @@ TRUNCATED = "have more than {} tokens and are truncated on the left; raise --len
     argument(
         "--apply-chat-template",
         action="store_true",
-        help="format prompts with the model's chat template, few-shot examples as turns",
+        help="format prompts with the model's chat template; few-shot examples become turns",
     ),
     argument(
         "--system", default="", metavar="TEXT", help="system prompt at the start of every request"
@@ -76,7 +76,7 @@ TRUNCATED = "have more than {} tokens and are truncated on the left; raise --len
         help="maximum tokens of a request; longer ones are truncated on the left (default: the "
         "run's data.seq_len, otherwise the model's maximum, up to 4096)",
     ),
-    argument("--num-fewshot", type=int, metavar="N", help="with --lm-eval: few-shot examples"),
+    argument("--num-fewshot", type=int, metavar="N", help="with --lm-eval: number of shots"),
     BATCH_SIZE,
     argument("--out", metavar="FILE.jsonl", help="write every question with its answer"),
     JSON,

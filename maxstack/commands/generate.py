@@ -75,14 +75,14 @@ if TYPE_CHECKING:
         type=up_to(1),
         default=1.0,
         metavar="P",
-        help="sample from the likeliest tokens of total probability P (default: 1)",
+        help="sample from the fewest likeliest tokens that reach probability P (default: 1)",
     ),
     argument(
         "--min-p",
         type=up_to(1),
         default=0.0,
         metavar="P",
-        help="minimum probability as a share of the likeliest token's (default: 0)",
+        help="minimum probability, as a fraction of the likeliest token's (default: 0)",
     ),
     argument(
         "--repetition-penalty",

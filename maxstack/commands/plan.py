@@ -52,9 +52,9 @@ TOPOLOGY = argument(
 
 @command(
     "plan",
-    "Compile a run's step for the target hardware, and show whether it fits in memory, what it "
-    "sends "
-    "over which links, and a bound on its speed. Needs only a CPU; for TPUs and GPUs, install the "
+    "Compile a run's step for the target hardware, and show whether it fits in memory, how much "
+    "traffic "
+    "each link carries, and a bound on its speed. Needs only a CPU; for TPUs and GPUs, install the "
     "extra plan-tpu or plan-cuda.",
     "plan synthetic model=llama-3.1-8b mesh=v5e-256 train.batch_size=256 --topology v5e:16x16 "
     "--tokens 15T --mfu 0.4",
@@ -71,12 +71,12 @@ TOPOLOGY = argument(
     argument(
         "--mfu",
         metavar="SHARE",
-        help="with --tokens: also at this MFU, such as 0.4 (causal, as training reports it)",
+        help="with --tokens: show them at this MFU too, such as 0.4 (causal, as in training)",
     ),
     argument(
         "--price",
         metavar="PRICE",
-        help="with --tokens: also the cost at this price of a chip-hour, in any currency",
+        help="with --tokens: show the cost too, at this price per chip-hour, in any currency",
     ),
     argument(
         "--exact",
@@ -122,7 +122,7 @@ TOPOLOGY = argument(
         "--prompt",
         type=positive,
         metavar="N",
-        help="with --serve or rollouts: tokens of the prompt (default: half; of a rollout, what "
+        help="with --serve or rollouts: tokens of the prompt (default: half; in a rollout, what "
         "rollout.max_tokens leaves)",
     ),
     argument(

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 @command(
     "quantize",
-    "Quantize a model after training: write a run with weights in low precision, and report the "
+    "Quantize a trained model: write a run with low-precision weights, and report the "
     "quality change on your texts. `maxstack quantize show CONFIG` lists the weights that a recipe "
     "quantizes.",
     "quantize runs/quickstart --recipe int4 --calibrate texts.jsonl --out runs/quickstart-int4",

@@ -72,7 +72,7 @@ def classes(text: str) -> list[int]:
         "--out",
         metavar="FILE",
         help='text: .jsonl file with "text" and "tokens" per line; images: .png file for a grid '
-        "(default: images.png), or a folder, which is resumed if it holds images of the same "
+        "(default: images.png), or a folder, where an earlier sampling resumes if it had the same "
         "settings; latents: .npz file",
     ),
     argument(

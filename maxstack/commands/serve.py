@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
         nargs="+",
         metavar="FOLDER",
         help="run folder, checkpoint, Hugging Face model folder (path or URL), or Org/Name on the "
-        "hub; or any number of packages or folders of package versions. Words of the form "
+        "hub; or any number of packages or folders of package versions. Arguments of the form "
         "key=value override config values, such as model.dtype=float32; parsed as YAML",
     ),
     *serve_connections.FLAGS,

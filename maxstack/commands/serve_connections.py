@@ -25,7 +25,7 @@ FLAGS = (
     argument(
         "--tls-cert",
         metavar="FILE",
-        help="TLS certificate chain in PEM format, for https (default: http)",
+        help="TLS certificate chain in PEM format, enables HTTPS (default: HTTP)",
     ),
     argument(
         "--tls-key",
@@ -36,7 +36,7 @@ FLAGS = (
         "--connections",
         type=positive,
         metavar="N",
-        help="maximum connections (default: 1024, or what the limit of open files allows)",
+        help="maximum connections (default: 1024, or fewer if open files are limited)",
     ),
     argument(
         "--connections-per-address",

@@ -39,8 +39,7 @@ FLAGS = (
         "--batch-timeout",
         type=up_to(LONGEST_WAIT),
         metavar="US",
-        help="packages: maximum microseconds that a request waits for its batch to fill (default: "
-        "2000)",
+        help="packages: maximum time to wait for a batch to fill, in microseconds (default: 2000)",
     ),
     argument(
         "--queue",
@@ -52,7 +51,7 @@ FLAGS = (
         "--poll",
         type=up_to(DAY),
         metavar="S",
-        help="packages: version polling interval in seconds; 0: load only on a client's request "
+        help="packages: seconds between checks for new versions; 0: only on a client's request "
         "(default: 2)",
     ),
 )

@@ -54,7 +54,7 @@ NAME = argument("name", metavar="NAME", help="name of the job, as printed by sub
         metavar="key=value",
         help="override a value of the cluster description; repeatable",
     ),
-    argument("--name", help="name of the job (default: run.name, made a valid DNS name)"),
+    argument("--name", help="name of the job (default: run.name, turned into a valid DNS name)"),
     argument(
         "--processes",
         type=positive,
@@ -74,7 +74,7 @@ NAME = argument("name", metavar="NAME", help="name of the job, as printed by sub
         action="store_true",
         help="cluster: submit even if the estimated memory far exceeds that of the devices",
     ),
-    argument("--dry-run", action="store_true", help="print what would be started, and stop"),
+    argument("--dry-run", action="store_true", help="print what would be started, and exit"),
     argument(
         "--out",
         metavar="DIR",
@@ -91,7 +91,7 @@ NAME = argument("name", metavar="NAME", help="name of the job, as printed by sub
         "--engine",
         choices=["maxstack", "vllm"],
         default="maxstack",
-        help="with --serve: inference engine; vllm serves Hugging Face folders, also on several "
+        help="with --serve: inference engine; vllm serves Hugging Face folders, optionally across "
         "hosts",
     ),
     argument(

@@ -273,7 +273,7 @@ class Files(Source):
     `exclude` names it."""
     max_bytes: PositiveInt | None = None
     """Maximum size of a decompressed file in bytes; null: 100 times its compressed size, or 1 GiB
-    where that is less. A larger file is refused before it fills the memory or the disk."""
+    whichever is larger. A larger file is refused before it fills the memory or the disk."""
     encoding_errors: Literal["refuse", "replace", "keep"] = "refuse"
     """Text that is not UTF-8. refuse: a bad record, which ends the run unless data.quarantine
     allows it; replace: U+FFFD for wrong bytes; keep: the bytes as they are, for the bytes tokenizer

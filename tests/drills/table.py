@@ -42,7 +42,7 @@ DRILLS = {
     ),
     3: Drill(
         disks.damaged,
-        "truncate, delete or flip one bit in a finalised checkpoint file",
+        "truncate, delete or flip one bit in a finalized checkpoint file",
         "detected by checksum, the file is named, the run falls back to the newest intact "
         "step; never a silent wrong value",
         full=40,
@@ -160,8 +160,8 @@ DRILLS = {
     ),
     17: Drill(
         changes.crowded,
-        "processes that take the processors from eight virtual devices",
-        "every step is taken; no collective waits for another for ever",
+        "other processes that compete for the CPUs of eight virtual devices",
+        "every step completes; no collective waits for another forever",
         full=10,
         kinds=1,
         once=0,
@@ -169,17 +169,17 @@ DRILLS = {
     18: Drill(
         learning.samples,
         "SIGKILL in the middle of a rollout, of rewards, of an update from samples, of a "
-        "hand-over of weights to the engine; a reward worker killed",
-        "resume; every later figure and the final state are bit-identical to the baseline; "
+        "handover of weights to the engine; a reward worker killed",
+        "resume; every later metric and the final state are bit-identical to the baseline; "
         "a reward whose process was killed is computed again",
         full=60,
         kinds=6,
     ),
     19: Drill(
         leaving.asked,
-        "SIGTERM, SIGINT or SIGHUP while a run waits: for data, an evaluation, a compiler, "
+        "SIGTERM, SIGINT or SIGHUP while a run waits: for data, an evaluation, compilation, "
         "a save that does not end",
-        "the last whole step is saved where there is one, and every process has left with "
+        "the last completed step is saved if there is one, and every process exits with "
         "42 within `faults.grace`",
         full=12,
         kinds=12,

@@ -47,7 +47,7 @@ def test_every_promise_is_documented():
 
 def test_every_row_of_what_ends_how_is_shown_by_a_drill_or_a_test():
     page = (ROOT / "docs" / "RELIABILITY.md").read_text(encoding="utf-8")
-    table = page.partition("### What ends how")[2].partition("\n## ")[0]
+    table = page.partition("### How each failure ends")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert len(rows) > 15
