@@ -48,6 +48,7 @@ def read_adapters(run: "Run", params: Any, folders: Mapping[str, str]) -> Adapte
         stacked = _stack([own.get(path) for own in read], spec.contract)
         for name, leaf in stacked.items():
             cast = leaf.astype(run.cfg.model.dtype)
+            # On every device whole: adapters are small, and rows of all requests multiply by them.
             weights[f"{path}/{name}"] = jax.device_put(cast, everywhere)
     return Adapters(tuple(folders), specs, weights)
 

@@ -310,11 +310,14 @@ class Engine:
         sequence, last = chunk.sequence, chunk.sequence.prompt_length - 1
         prompt: list[Token] = []
         if sequence.sampling.prompt_logprobs is not None and sequence.reported <= last:
+            # The first token has none before it, so no log-probability.
             if not sequence.reported:
                 prompt.append(Token(sequence.tokens[0]))
             # After a preemption chunks begin anew, so one may end before what was reported.
             end = max(sequence.reported, min(chunk.start + chunk.size, last))
             prompt += [tokens[sequence.number, i] for i in range(sequence.reported, end)]
+            # Beyond `last` once all is reported, so that a prompt of one token is not reported
+            # twice either.
             sequence.reported = end if end < last else sequence.prompt_length
         new, finish = self._accept(chunk, tokens)
         self._record(chunk, new, finish)

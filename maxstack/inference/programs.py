@@ -174,6 +174,7 @@ class Programs(Runner):
 
     def multi_step(self, batch: Batch, rules: Rules, bounds: Bounds, top: int | None) -> Made:
         made, self.cache = self._multi_step(self._params, self.cache, batch, rules, bounds, top)
+        # The only time that the host waits for these steps.
         return jax.device_get(made)
 
     def step(
@@ -258,10 +259,14 @@ def cache_shardings(run: "Run", layout: Layout) -> list[dict[str, Any]]:
     rules = run.cfg.mesh.rules
 
     def placement(array: Cached) -> Any:
+        # The first dimension holds the pages of all replicas in order, so those of a replica lie on
+        # its own devices.
         axes = ["batch"] if array.per_request else ["batch", ""]
         axes += [dim.axis for dim in array.dims]
         sharding = NamedSharding(run.mesh, spec(axes, rules))
         order = layout.page_order(array)
+        # The layout is asked for at the edge of every program; else XLA copies the cache into its
+        # own.
         return jax_layout.Format(jax_layout.Layout(order), sharding) if order else sharding
 
     shardings = []

@@ -140,6 +140,7 @@ class Step:
             "mask": np.zeros((self._height, width), np.float32),
         }
         for i, segment in enumerate(segments):
+            # The last token is a target alone.
             size = len(segment.ids) - 1
             arrays["tokens"][i, :size] = segment.ids[:-1]
             arrays["targets"][i, :size] = segment.ids[1:]
@@ -183,6 +184,7 @@ def _computed(run: "Run", top: int) -> Any:
         normed_BTD = model.norm(model.trunk(batch)[0])
         if run.cfg.decoder.head.scores:
             return {"sum": (model.scores(normed_BTD) * batch["mask"]).sum(axis=1)}
+        # A selection, not a product: what is masked may be infinite.
         logps_BT = jnp.where(batch["mask"] > 0, log_probs(model, normed_BTD, batch["targets"]), 0)
         made = {"sum": logps_BT.sum(axis=1)}
         if top:

@@ -234,6 +234,8 @@ def make_scorer(run: "Run", logits: bool) -> Any:
         with run.weights.rewrite.count_only(real_BT):
             logits_BTV = model.logits(model.hidden(batch))
         nll_BT, _ = cross_entropy(logits_BTV[:, :-1], tokens_BT[:, 1:])
+        # The first token has none before it: 0 in its place keeps positions of tokens and scores
+        # equal.
         results = {"logprobs": jnp.pad(jnp.where(real_BT[:, 1:], -nll_BT, 0.0), ((0, 0), (1, 0)))}
         if logits:
             results["logits"] = jnp.where(real_BT[..., None], logits_BTV, 0.0)

@@ -105,6 +105,7 @@ def _signature(folder: Path, signature: Signature, made: Sequence[Program]) -> d
     """Write the programs of a signature -> its entry in the manifest."""
     written = []
     for program in made:
+        # Sizes in the name keep the programs of a signature apart.
         fixed = [f"{dim}{size}" for dim, size in program.sizes.items() if size is not None]
         file = f"programs/{'.'.join([signature.name, *fixed])}.bin"
         (folder / file).write_bytes(program.exported.serialize())

@@ -116,6 +116,7 @@ class Version:
                 {
                     "name": each["name"],
                     "data_type": f"TYPE_{each['datatype']}",
+                    # Triton leaves the batch out of the shape where max_batch_size is above 0.
                     "dims": each["shape"][1:] if batched else each["shape"],
                 }
                 for each in _tensors(spec[kind])
@@ -185,6 +186,7 @@ def _not_served(spec: Mapping[str, Any]) -> str | None:
 def _tensors(specs: Mapping[str, Any]) -> list[dict[str, Any]]:
     tensors = []
     for name, spec in specs.items():
+        # The protocol writes -1 for a dimension of any size.
         shape = [-1 if isinstance(dim, str) else dim for dim in spec["shape"]]
         tensors.append({"name": name, "datatype": NAMES[spec["dtype"]], "shape": shape})
     return tensors
