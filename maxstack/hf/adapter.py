@@ -211,9 +211,12 @@ class Adapter:
         peft. ConfigError where what is saved does not fit the base or the settings."""
         source = embed if tied and module not in self.tables | self.rows else module
         said = self.said.get(INDICES) or {}
+        # A list without names is of the embedding.
         by_name = said if isinstance(said, dict) else {embed: said}
+        # astype copies, so that rows are not written into the view of the file.
         table = self.tables.get(module, base).astype(base.dtype)
         try:
+            # The number of rows may differ: the vocabulary was resized.
             if table.shape[1:] != base.shape[1:]:
                 wrong = f"holds {module} as {[*table.shape]}, and the model has {[*base.shape]}"
                 raise ValueError

@@ -134,6 +134,7 @@ def _blocks(row: Row, family: Family, model: StackConfig) -> Iterator[_Block]:
     blocks."""
     depth = model.mtp_depth if family.further else 0
     first = model.layers if family.further_after else 0
+    # Numbered from 0, or on from the last layer (DeepSeek V3).
     further = [family.further.format(first + i) for i in range(depth)]
     if "{further}" in row.name:
         for i, name in enumerate(further):

@@ -109,7 +109,9 @@ def _tables(
     whole = f"{embed}.weight" in tensors and not folder.has_parts
     if not adapter.has_tables and not (whole and apart):
         return {}, {}
+    # Read by the family's table, since an absent key means tied in some families only.
     tied = bool((family.read(folder.config, folder.where).get("head") or {}).get("tied"))
+    # A tied head may have no tensor, so its base is that of the embedding.
     bases = {embed: embed, head: embed if tied else head}
     tables = {
         module: adapter.table(module, base.array(), embed, tied and module == head)

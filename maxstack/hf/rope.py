@@ -128,6 +128,7 @@ class Rope:
             number = scaling[ours]
             if number is not None and (ours != "factor" or number != default):
                 parameters[theirs] = list(number) if isinstance(number, tuple) else number
+        # Some families read it beside the other keys of the model.
         if self.outside and ORIGINAL in parameters:
             sink.put(ORIGINAL, parameters[ORIGINAL])
         if self.layer is None:
@@ -150,6 +151,7 @@ class Rope:
                 raise source.fail(key, "must be a mapping")
         if not new:
             return (old if self.old_scaling else None) or self.default
+        # Parameters are numbers and words, so a mapping among them is that of a layer type.
         by_layer = any(isinstance(value, Mapping) for value in new.values())
         whole = (new.get(self.layer) or {}) if by_layer else new
         # Compared by meaning: `type` and `su` are old words for `rope_type` and `longrope`.

@@ -97,6 +97,7 @@ def _entries(path: Path, file: Any, size: int) -> dict[str, Entry]:
     header = _header(path, file, size)
     begin = file.tell()
     for name, spec in header.items():
+        # All descriptions first: sorting below needs their offsets to be numbers.
         check_name(name, str(path))
         _check_spec(f"{path}: tensor {name}", spec)
     entries = {}

@@ -103,6 +103,7 @@ class Key:
     back: Callable[[Any], Any] = lambda value: value
 
     def read(self, source: Source) -> Any:
+        # Known, though the values are not compared: the first key decides.
         source.used |= {*self.also}
         value = source.get(self.name, self.absent)
         # A file may hold both spellings; two different values leave open which one was trained.

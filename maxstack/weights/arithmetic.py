@@ -161,8 +161,9 @@ def product(quant: QuantSpec, axes: str, x: Array, w: MaybeQuantized) -> Array:
     """Multiply x [..., K] by w [K, ...], a float32 array or a QArray: [..., ...] in x's dtype.
 
     On a mesh the quantized weight, not the float one, is gathered along `embed`; `axes` are the
-    axes left. Gradients pass straight through the rounding. As in Qwix they are those of the float
-    operands where the backward pass is not quantized, and of the quantized ones where it is.
+    logical axes of the gathered weight. Gradients pass straight through the rounding. As in Qwix
+    they are those of the float operands where the backward pass is not quantized, and of the
+    quantized ones where it is.
     """
     return _forward(quant, axes, x, w)[0]
 

@@ -123,6 +123,8 @@ class StoredWeight(Quantized, nnx.Module):
 
     def lookup(self, index: Array, dtype: Any) -> Array:
         """See weight.lookup."""
+        # A table is packed along its rows (WeightSpec.packed), so the bytes and scales of a row
+        # suffice.
         rows = {name: leaf[index] for name, leaf in self.leaves.items()}
         return dequantize(self._array(rows), dtype)
 
