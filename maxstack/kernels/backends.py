@@ -219,8 +219,9 @@ def record_choices() -> Iterator[list[Choice]]:
 
 @contextlib.contextmanager
 def config_scope(part: str) -> Iterator[None]:
-    """Attribute what is traced inside to a part of the configuration, relative to the surrounding
-    `config_scope`, in recorded choices and in profiles. A named scope costs nothing at run time."""
+    """Attribute operations traced inside to a part of the configuration, relative to the
+    surrounding `config_scope`, in recorded choices and in profiles. A named scope costs nothing at
+    run time."""
     with sharding.holding(_scope, (*_scope.get(), part)), jax.named_scope(part):
         yield
 
@@ -236,7 +237,7 @@ def _add(choices: list[Choice], choice: Choice) -> None:
 
 
 def describe(case: Any) -> str:
-    """The request and shapes of a case, without the device and what is off:
+    """The request and shapes of a case, without the device and settings that are off:
     `queries=512, heads=4, ..`."""
     values = dict(vars(case))
     del values["device"]

@@ -24,9 +24,9 @@ _adapters: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def batch_invariant(group: int | None, adapters_R: jax.Array | None = None) -> Iterator[None]:
-    """Keep the bits of a row whatever the number of rows in the layers inside; a layer that cannot
-    otherwise computes `group` rows at a time (0: none needs to; None: compute as in training).
-    `adapters_R`: numbers of the rows' adapters, 0: none."""
+    """Keep a row's bits independent of the number of rows, in the layers inside. A layer that has
+    no operation of fixed order computes `group` rows at a time (0: none needs to; None: compute as
+    in training). `adapters_R`: numbers of the rows' adapters, 0: none."""
     with holding(_group, group), holding(_adapters, adapters_R):
         yield
 

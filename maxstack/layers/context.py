@@ -1,10 +1,9 @@
 """Inputs that all layers of a step share besides the residual stream.
 
-Random numbers belong to what they are drawn for, never to a device: dropout's depend on seed, step,
-row of the global batch, position in natural order, layer and weight. A row's key comes with the
-batch, and positions and repetitions are folded into it here, so that microbatches, stages and the
-order of a ring change nothing. Shapes: B batch  T time.
-"""
+Random numbers depend on the item that they are drawn for, never on a device: dropout's depend on
+seed, step, row of the global batch, position in natural order, layer and weight. A row's key comes
+with the batch, and positions and repetitions are folded into it here, so that microbatches, stages
+and the order of a ring change nothing. Shapes: B batch  T time."""
 
 import contextlib
 import contextvars

@@ -3,12 +3,12 @@
 
 The experts are split over P peers, L on each. A device sorts its tokens' choices by expert, and so
 by peer, and sends each peer a window of R rows of that peer's list, by one all-to-all of P x R = S
-slots. The receiver sorts what arrived by expert, multiplies, and sends the rows back. Choices that
-do not fit follow in smaller windows, so that memory does not depend on where the tokens go: buffers
-for the worst case would be P times as large. All devices take as many windows as the fullest list
-of any, because a collective that only some enter never ends. The first window is differentiated as
-it stands; the further ones run in a loop that the backward pass computes again. With a capacity,
-the first window always holds everything.
+slots. The receiver sorts the rows that arrived by expert, multiplies, and sends the rows back.
+Choices that do not fit follow in smaller windows, so that memory does not depend on where the
+tokens go: buffers for the worst case would be P times as large. All devices take as many windows as
+the fullest list of any, because a collective that only some enter never ends. The first window is
+differentiated as it stands; the further ones run in a loop that the backward pass computes again.
+With a capacity, the first window always holds everything.
 
 Shapes: N tokens  C chosen experts of a token  M tokens x chosen  D embed  E experts  P peers  L
 experts of a peer  S slots.

@@ -131,8 +131,8 @@ def _step_rows(
     cfg: GatedDeltaConfig, of_keys: Arrays, of_values: Arrays, cache: LayerCache
 ) -> Array:
     """Convolutions and the recurrence of rows [R, 1, ..], one row after the other, from the states
-    of their requests: [R, 1, N, V]. What a row gives does not depend on how its request was cut
-    into steps."""
+    of their requests: [R, 1, N, V]. A row's result does not depend on how its request was cut into
+    steps."""
     q_R1KH, k_R1KH, *taps = of_keys
     v_R1NV, decay_R1N, beta_R1N, taps_v = of_values
 

@@ -21,7 +21,7 @@ def patch_weight(patch: int, channels: int, size: int, scale: float, dtype: str)
 
 
 def patches(pixels_BSSC: Array, patch: int) -> Array:
-    """[B, T, P, P, C], row by row; what no whole patch covers is left out."""
+    """[B, T, P, P, C], row by row. Pixels outside whole patches are dropped."""
     rows, side, _, channels = pixels_BSSC.shape
     count = side // patch
     covered = pixels_BSSC[:, : count * patch, : count * patch]

@@ -1,4 +1,5 @@
-"""A block: a mixer and an MLP with norms and residual connections."""
+"""A block: a mixer and an MLP, each with norms before or after it (or both) and a residual
+connection; optionally modulated by a condition, and with an embedding of the layer's own."""
 
 import functools
 from collections.abc import Mapping

@@ -175,8 +175,8 @@ def run_pipeline(
     extra_PKBTE: Array | None,
     unroll: int,
 ) -> tuple[Array, Tree]:
-    """`period` repeated along the first axis of `stacked`, on a mesh with stages -> (x, what the
-    periods report, summed over the batch).
+    """Run `period` for each entry along the first axis of `stacked`, on a mesh with stages -> (x,
+    the reports of the periods, summed over the batch).
 
     `period(x, read)` calls `read(place)` for the weights of a block by its place in the period, its
     context, and its part of `extra_PKBTE`; where it does so inside a checkpoint, nothing of that is

@@ -28,8 +28,7 @@ class Stack(Model):
     """Prefix, pattern and remainder of blocks, and the last norm. Blocks of the pattern are stacked
     over its repetitions, along a leading axis named `layers`.
 
-    Built, it holds placeholders; `initial` draws the weights.
-    """
+    A built stack holds placeholders; `initial` draws the weights."""
 
     def __init__(self, cfg: StackConfig):
         self.cfg = cfg
@@ -209,8 +208,8 @@ def _stack(block: Block, repeats: int) -> Block:
 
 
 def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Callable[..., Any]:
-    """`f`, whose backward pass keeps what the policy names and recomputes the rest; `staged` inside
-    a pipeline, where `f` slices its weights out of a stack."""
+    """Wrap `f` so that its backward pass keeps the values that the policy names and recomputes the
+    rest. `staged`: inside a pipeline, where `f` slices its weights out of a stack."""
     if cfg.policy == "none" and not staged:
         return f
     of_jax = jax.checkpoint_policies

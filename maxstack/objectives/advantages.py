@@ -1,4 +1,7 @@
-"""Advantages of samples, over the whole batch of a step. Shapes: B batch  T time.
+"""Advantages of samples, over the whole batch of a step: a sample's reward less a baseline (the
+mean of its group, or of the others in it), divided by a deviation; or, with a value head,
+generalized advantage estimates by token. Microbatches are cut afterwards, so neither they nor the
+mesh change anything. Shapes: B batch  T time.
 
 Values of a sample are at its last position [B, T]; `mask` is 1 on the tokens that the model chose.
 """

@@ -93,7 +93,8 @@ class Distill(Objective):
     def _from_stored(
         self, student_BtV: Array, targets_Bt: Array, tokens_BtK: Array, logps_BtK: Array
     ) -> tuple[Array, Array, Array]:
-        """The same from stored log-probabilities, where all other tokens count as one."""
+        """Divergence, -log p(target) and agreement from stored log-probabilities; all other tokens
+        count as one."""
         log_z_Bt = jax.nn.logsumexp(student_BtV, axis=-1, keepdims=True)
         # Normalised over the whole vocabulary, not over the stored tokens, whose rest has its own
         # share.

@@ -75,7 +75,7 @@ class Flow(ImageObjective):
 
     @staticmethod
     def _steps(time: jax.Array) -> jax.Array:
-        """Steps up to a time, whatever the last bit of it is."""
+        """Number of steps up to a time; rounding of its last bit does not change it."""
         return jnp.ceil(jnp.maximum(UNITS * time - 1e-3, 0))
 
     def ends(self, made: jax.Array, x: jax.Array, time: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -115,6 +115,6 @@ class Flow(ImageObjective):
         given = {**batch, "pixels": pixels, "time": self.units(time_B)}
         made, aux = models.policy(given)
         wanted = {"velocity": noise - x, "x0": x, "eps": noise}[self.section.prediction]
-        # Channels beyond are a variance, which a folder may have and nothing here trains.
+        # Further channels, which an imported model may have, do not count.
         made = made[..., : self.model.channels]
         return jnp.square(made - wanted).mean(axis=(1, 2, 3)), aux

@@ -77,7 +77,7 @@ class LogProbs(Objective):
         return jnp.zeros(()), {}
 
     def measure(self, models: Models, batch: Batch) -> Batch:
-        """Add what `terms` reads."""
+        """Add the fields that `terms` reads."""
         x_BTD, _, _ = models.policy.trunk(batch)
         return self._measured(models, batch, models.policy.norm(x_BTD))
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class NextToken(Objective):
     """Sum over counted targets of -log p(target), plus z_loss * log(Z)^2 (PaLM, arXiv:2204.02311,
-    section 5) and what the model's parts add."""
+    section 5) and the terms of the model's parts."""
 
     section: NextTokenConfig
 
@@ -41,8 +41,8 @@ class NextToken(Objective):
         z_loss: float,
         **metrics: jax.Array,
     ) -> Loss:
-        """The loss with a weight for each target, in natural order, from what the model's trunk and
-        its norm gave; `metrics` are further ones."""
+        """Compute the loss from the outputs of the model's trunk and norm, with a weight for each
+        target, in natural order; `metrics` are added to its own."""
         model, (x_BTD, aux, context) = models.policy, trunk
         # Losses are computed in the order of the devices: sums do not care, and nothing moves back.
         weights_BT = arrange(weights_BT)

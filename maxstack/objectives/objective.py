@@ -88,8 +88,8 @@ class Objective:
         return token_fields(self.cfg)
 
     def prepare(self, batch: Batch, key: jax.Array) -> Batch:
-        """Add to the global batch of a step what is drawn or counted over all of it, before it is
-        cut into microbatches: arrays [B, ...], and scalars that every microbatch gets. `key`
+        """Add the fields that are drawn or counted over the whole global batch of a step, before it
+        is cut into microbatches: arrays [B, ...], and scalars that every microbatch gets. `key`
         depends on seed and step; fold in the row for what belongs to one."""
         return batch
 
@@ -98,11 +98,11 @@ class Objective:
         raise NotImplementedError
 
     def measure(self, models: Models, batch: Batch) -> Batch:
-        """Add to a microbatch what `weigh` reads, where `coupled`; without gradient."""
+        """Add the fields that `weigh` reads to a microbatch, where `coupled`; without gradient."""
         return batch
 
     def weigh(self, batch: Batch) -> Batch:
-        """Add to the measured global batch what `loss` reads, where `coupled`."""
+        """Add the fields that `loss` reads to the measured global batch, where `coupled`."""
         return batch
 
     def weight(self, batch: Batch) -> jax.Array:
@@ -203,8 +203,8 @@ def row_keys(key: jax.Array, rows: int) -> jax.Array:
 
 
 def content_keys(values: jax.Array, seed: int = 0) -> jax.Array:
-    """Random keys [B] of a seed by a hash of each row's numbers [B, ...], whatever batch it is
-    in."""
+    """A random key for each row [B], from a seed and a hash of the row's numbers [B, ...]: the same
+    in any batch."""
     if jax.numpy.issubdtype(values.dtype, jax.numpy.floating):
         # The bits, since a cast to integers would make all numbers of [0, 1) equal.
         values = jax.lax.bitcast_convert_type(values.astype(jax.numpy.float32), jax.numpy.uint32)

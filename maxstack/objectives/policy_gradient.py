@@ -2,9 +2,9 @@
 
 `l` is the log-probability of a token now, `old` that when its rollout was first trained on,
 `sampler` that of the engine that sampled it; r = exp(l - old). Where a rollout is trained on for
-several steps, the first of them measures `old` and what else the weights at that time say
-(`annotate`); with one step r is 1 but for its gradient, and nothing is measured. Advantages are
-computed over the whole batch before it is cut into microbatches (advantages.py). Samples are
+several steps, the first of them measures `old` and the other annotations with the weights of that
+step (`annotate`); with one step r is 1 but for its gradient, and nothing is measured. Advantages
+are computed over the whole batch before it is cut into microbatches (advantages.py). Samples are
 sequences of packed rows; their values are at their last position.
 
 Shapes: B batch  T time  D embed.
@@ -107,7 +107,7 @@ class PolicyGradient(LogProbs):
         return super().weigh(batch if "advantages" in batch else self._with_advantages(batch))
 
     def weight(self, batch: Batch) -> Array:
-        """Tokens, or samples of which a token counts."""
+        """Counted tokens, or samples with at least one."""
         if self.section.aggregate == "token":
             return batch["mask"].sum()
         return self._counted(batch).sum().astype(jnp.float32)

@@ -160,7 +160,7 @@ class Comparison:
     policy: Pair
     """Log-probabilities of the answers."""
     reference: Pair
-    """The same under the reference."""
+    """Log-probabilities of the answers under the reference."""
     tokens: Pair
     """Tokens of the answers."""
 

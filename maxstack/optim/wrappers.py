@@ -64,8 +64,8 @@ def lookahead(
     reset_state: bool = False,
 ) -> GradientTransformationExtraArgs:
     """Lookahead (Zhang et al. 2019, arXiv:1907.08610): every sync_period steps the slow weights
-    move by slow_step_size towards the fast ones, which then start again from there. As
-    optax.lookahead, but the parameters are the fast weights alone and the slow ones are state. Its
+    move by slow_step_size towards the fast ones, which then start again from there. Unlike in
+    optax.lookahead, the parameters are the fast weights alone and the slow ones are state. Its
     updates must be applied unchanged."""
     inner = optax.with_extra_args_support(fast_optimizer)
 

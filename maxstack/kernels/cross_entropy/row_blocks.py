@@ -1,5 +1,6 @@
-"""The loop over blocks of rows, shared by all backends but the reference. Shapes: M rows  R rows of
-a block  D embed  V vocab."""
+"""The loop over blocks of rows, shared by all backends but the reference: logits exist for one
+block at a time, and the gradient of the head is summed over blocks. Shapes: M rows  R rows of a
+block  D embed  V vocab."""
 
 from collections.abc import Callable
 from typing import Any

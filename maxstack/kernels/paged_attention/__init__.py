@@ -117,12 +117,11 @@ def paged_attention(
 ) -> tuple[jax.Array, Any]:
     """(softmax(scores) v [R, N, V] in q's dtype, the pages with `new_RCH` at its places).
 
-    Row r is the token at `positions_R[r]` (-1: unused, gives zeros) of the request whose pages
-    are `tables_SW[slots_R[r]]`: position p lies in the page at p // L. It sees the keys of its
-    request that `Request` lets it see, those of other rows of this call too; None for `new_RCH`
-    writes nothing. What a row gives does not depend on other requests. `sinks_N` as in `attention`.
-    On a mesh each device has its own rows, slots and pages, and its heads of these.
-    """
+    Row r is the token at `positions_R[r]` (-1: unused, gives zeros) of the request whose pages are
+    `tables_SW[slots_R[r]]`: position p lies in the page at p // L. It sees the keys of its request
+    that `Request` lets it see, those of other rows of this call too; None for `new_RCH` writes
+    nothing. A row's result does not depend on other requests. `sinks_N` as in `attention`. On a
+    mesh each device has its own rows, slots and pages, and its heads of these."""
 
     def local(q, new, pages, tables, slots, positions, sinks, kv_heads=None):
         # Written before they are read, since rows of one call see each other's keys.

@@ -50,8 +50,8 @@ def supports(case: PagedCase) -> str | None:
 def run(
     inputs: Inputs, request: Request, value_dim: int | None, interpret: Any = False
 ) -> jax.Array:
-    """Online softmax over the blocks that a tile sees. A row is computed as one of T rows, whatever
-    the other rows are. `interpret`: run on a CPU."""
+    """Online softmax over the blocks that a tile sees. A row is always computed as one of T rows,
+    so other rows never change its bits. `interpret`: run on a CPU."""
     q_RNH, pages, tables_RW, positions_R, sinks_N, _, _ = inputs
     rows, heads, size = q_RNH.shape
     if value_dim is not None:

@@ -58,8 +58,8 @@ class Call(NamedTuple):
 
 
 def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
-    """Online softmax over the blocks that a tile sees. A row is computed as one of a tile, whatever
-    the other rows are."""
+    """Online softmax over the blocks that a tile sees. A row is always computed as one row of a
+    tile, so other rows never change its bits."""
     q_RNH, pages_PLCH, tables_RW, positions_R, _, kv_heads, _ = inputs
     rows, heads, _ = q_RNH.shape
     sample = jax.eval_shape(lambda: split_keys_values(pages_PLCH[0], value_dim, kv_heads))
