@@ -90,7 +90,7 @@ def plan_travel(
     most = tokens * min(chosen, each)
     if taken is not None:
         return Travel(experts, axes, min(most, taken * each), 0, scale_input)
-    # An even load is tokens x chosen / peers rows; `slack` is the room above it.
+    # An even load is tokens x chosen / peers rows; the first window holds `slack` times as many.
     first = min(most, _tiles(slack * tokens * chosen / peers)) if peers > 1 else most
     return Travel(
         experts, axes, first, 0 if first == most else _tiles(first / FURTHER), scale_input
@@ -215,9 +215,9 @@ def _list_by_peer(expert_NC: Array, how: Travel) -> Lists:
     )
     length_P = counts_PL.sum(axis=1)
     start_P = jnp.cumsum(length_P) - length_P
-    # Expert number E, of none, gets the last peer here, and a place in no window.
+    # Number E stands for no expert: it gets the last peer here, and a place in no window below.
     peer_NC = jnp.minimum(expert_NC // (how.experts // peers), peers - 1)
-    # Where a choice went in the sort, less the start of its peer's list.
+    # The position of a choice in the sort, less the start of its peer's list.
     place_NC = _inverse(sorted_M).reshape(expert_NC.shape) - start_P[peer_NC]
     place_NC = jnp.where(expert_NC < how.experts, place_NC, -1)
     return Lists(sorted_M, peer_NC, place_NC, start_P, length_P, _exchange(counts_PL, how.axes))

@@ -207,7 +207,7 @@ def _part(name: str, split: ExpertSharding, value: Array) -> PartitionSpec:
     """The part of a weight that a device needs: its experts, and of those its hidden units."""
     parts = {HIDDEN[name]: split.hidden, 0: split.experts} if name in HIDDEN else {}
     for i, axes in parts.items():
-        # One long is a scale that all hidden units share, which every device needs.
+        # Size 1 is a scale that all hidden units share, which every device needs.
         if value.shape[i] > 1 and value.shape[i] % sharding.size_of(*axes):
             raise ConfigError(
                 f"quantization: {value.shape[i]} scales along the hidden units of experts' {name} "
@@ -237,7 +237,7 @@ def _mix_own_tokens(
         weights.get("selection_bias"),
         weights.get("expert_scale"),
     )
-    # Choices that do not count go to expert number E, of none, and leave the sort at its end.
+    # Choices that do not count get number E, of no expert, and are sorted to the end.
     counted_BTC = router.within_capacity(experts_BTC, cfg.experts, real_BT, limit)
     x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
     # Zeroed and not left out, since shapes are fixed.

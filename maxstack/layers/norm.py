@@ -67,7 +67,7 @@ def _backward(centered, eps, saved, dy):
     """Gradients of x and scale: with n = (x - mean) * inverse and g = dy * scale, dx = inverse *
     (g - mean(g) - n * mean(g * n)), mean(g) where the mean was taken from x."""
     x, scale, mean, inverse = saved
-    # Made again of x and the inverse.
+    # Recomputed from x and the inverse, which are all that was saved.
     n = (x.astype(jnp.float32) if mean is None else x.astype(jnp.float32) - mean) * inverse
     g = dy if scale is None else dy * scale
     dx = g - n * jnp.mean(g * n, axis=-1, keepdims=True)

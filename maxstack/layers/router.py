@@ -121,7 +121,7 @@ def loss(
         # Sigmoids do not add up to 1, which the balance loss assumes.
         scores_BTE = scores_BTE / (scores_BTE.sum(axis=-1, keepdims=True) + LEAST_SUM)
     sums_BE = jnp.einsum("BTE,BT->BE", scores_BTE, real)
-    # A row of padding alone has no choices; 1 keeps 0 / 0 out.
+    # A row of padding has no choices; 1 avoids 0 / 0.
     tokens_B = jnp.maximum(real.sum(axis=-1), 1.0)
     balance = logits_BTE.shape[-1] / top_k * ((counts_BE * sums_BE).sum(axis=-1) / tokens_B).sum()
     z = (jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)) * real).sum()

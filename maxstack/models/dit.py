@@ -87,6 +87,6 @@ class DiT(Stack):
             return first
         stacked = self.blocks[next(iter(self.cfg.stacks))].condition
         assert stacked is not None
-        # The first repetition's, cut out of the stack.
+        # The weights of the first repetition, cut out of the stack.
         graph, state = nnx.split(stacked)
         return nnx.merge(graph, jax.tree.map(lambda leaf: leaf[0], state))

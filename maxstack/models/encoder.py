@@ -40,7 +40,7 @@ class Encoder(Stack):
             self.registers = weight((cfg.registers, size), "latent norm", std=std, dtype=dtype)
         if cfg.mask_token:
             self.mask_token = weight((size,), "norm", dtype=dtype)
-            # No objective here hides patches, so that no gradient reaches it; folders have it.
+            # No objective here hides patches, so no gradient reaches it; it is kept for export.
             self.mask_token.set_metadata(frozen=True)
         if cfg.positions == "learned":
             rows = (cfg.image_size // cfg.patch) ** 2 + cfg.cls

@@ -59,7 +59,7 @@ class Stack(Model):
         for path, load in loads.items():
             router = mixture(cfg, path).router
             if router.selection_bias and router.bias_update:
-                # A step of fixed size: only the sign of the imbalance counts.
+                # A step of fixed size: only the sign of the imbalance matters.
                 bias = flat[*path, "selection_bias"]
                 step = jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
                 flat[*path, "selection_bias"] = bias + router.bias_update * step

@@ -62,7 +62,7 @@ def sample_advantages(cfg: AdvantageConfig, samples: Samples) -> Array:
     rewards_BT = samples.rewards_above_lowest
     sizes_BT = jnp.maximum(samples.by_group(last_BT.astype(jnp.float32)), 1.0)
     means_BT = samples.by_group(rewards_BT) / sizes_BT
-    # Without a baseline the rewards as they are, not above the lowest.
+    # Without a baseline the rewards themselves, not their distance from the lowest.
     advantages_BT = samples.rewards
     if cfg.baseline == "mean":
         advantages_BT = rewards_BT - means_BT

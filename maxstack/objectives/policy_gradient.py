@@ -68,8 +68,8 @@ class PolicyGradient(LogProbs):
     @property
     def coupled(self) -> bool:  # type: ignore[override]
         """True where advantages of the whole batch need measurements of the model."""
-        # Penalties and values by token need the model's figures; annotations bring them with the
-        # batch.
+        # Advantages by token read log-probabilities or values of the model; annotations bring them
+        # with the batch.
         return self.section.by_token and not self.annotations
 
     @property
@@ -259,8 +259,8 @@ class PolicyGradient(LogProbs):
             held_BT = stop_gradient(jnp.minimum(ratio_BT, cfg.cap))
             never_BT = jnp.zeros(ratio_BT.shape, bool)
             return -held_BT * advantages_BT * logps_BT, never_BT, ratio_BT > cfg.cap
-        # Matters where A < 0 alone, since `minimum` takes the clipped one elsewhere
-        # (arXiv:1912.09729).
+        # With dual >= 1 + high it matters only where A < 0: elsewhere `minimum` takes the clipped
+        # term (arXiv:1912.09729).
         free_BT = ratio_BT if cfg.dual is None else jnp.minimum(ratio_BT, cfg.dual)
         clipped_BT = jnp.clip(ratio_BT, 1 - cfg.low, 1 + cfg.high)
         loss_BT = -jnp.minimum(free_BT * advantages_BT, clipped_BT * advantages_BT)

@@ -237,7 +237,7 @@ def attend(
 ) -> Output:
     """Update an output with the keys of `tiles`."""
     k_BKSH, v_BKSV = kv
-    # Scaled here, T x H numbers, and not as scores, T x S.
+    # Scale the queries, T x H numbers, rather than the scores, T x S.
     q_BKGTH = q_BKGTH * jnp.asarray(request.scale, q_BKGTH.dtype)
 
     def tile(size: Tiles, state: Output, start: jax.Array, first: jax.Array) -> Output:

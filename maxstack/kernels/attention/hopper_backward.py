@@ -95,7 +95,8 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
             )
             return parts.walk(call, bounds, block, visit, carry)
 
-        # Sums run on over the query heads that share these keys: grouped queries need no reduction.
+        # The sums continue over the query heads of these keys, so grouped queries need no
+        # reduction.
         nothing = call.full((ROWS, call.dim), 0)
         of_k, of_v = lax.fori_loop(0, call.groups, of_head, (nothing, nothing))
         # The scale is multiplied in once, after the sum, and in float32.

@@ -219,7 +219,7 @@ def _ordered(first: Index, whole: Index, broken: Index, last: Index) -> Bounds:
 
 def _over(x: Index, block: int) -> Index:
     """x // block, and 0 for negative x."""
-    # lax.div rounds towards zero, which is // for what is not negative alone.
+    # lax.div rounds towards zero; // differs from it for negative x.
     return lax.div(jnp.maximum(x, 0), jnp.int32(block))
 
 

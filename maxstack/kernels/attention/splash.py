@@ -41,7 +41,7 @@ def supports(case: AttentionCase) -> str | None:
     for what, length in ("queries", case.queries), ("keys", case.keys):
         if not length or length % LANES:
             return f"{length} {what} are not a multiple of {LANES}"
-    # Refused, and not only slow: tables are made while the step is traced.
+    # Refused rather than slow: the tables are made while the step is traced.
     if case.queries * case.keys > MOST_POSITIONS:
         return (
             f"jax visits all of {case.queries} x {case.keys} positions while it traces; at most "

@@ -28,7 +28,7 @@ def rows_of(vocab: int, platform: str) -> int:
 def sizes(case: CrossEntropyCase) -> list[int]:
     """Rows of a block to measure, the default first."""
     default = rows_of(case.vocab, case.device.platform)
-    # Twice as many rows as there are would be the block of all rows once more.
+    # A block larger than all rows equals the block of all rows.
     others = (default // 2, default * 2)
     return [default, *(rows for rows in others if 64 <= rows < 2 * case.rows)]
 

@@ -52,7 +52,7 @@ def run(
     # u is what the chunk would write if it began empty, w what it reads of the state before it.
     u_XBKGCV = _product("XBKGCS,XBKGSV->XBKGCV", solved_XBKGCS, v_XBKGCV)
     w_XBKGCH = _product("XBKGCS,XBKSH->XBKGCH", solved_XBKGCS * since_XBKGC[..., None, :], k_XBKCH)
-    # What the chunk's end has left of each write.
+    # The share of each write that is left at the end of the chunk.
     left_XBKGCH = within_XBKGCS[..., -1, :, None] * k_XBKCH[:, :, :, None]
     states_XBKGHV, new_XBKGCV = _states(u_XBKGCV, w_XBKGCH, left_XBKGCH, since_XBKGC[..., -1])
 
@@ -75,7 +75,7 @@ def _states(
         s_BKGHV: jax.Array, now: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         u_BKGCV, w_BKGCH, left_BKGCH, decay_BKG = now
-        # The delta rule writes what the state does not yet say, hence this difference.
+        # The delta rule writes errors: u less the values that the state predicts for these keys.
         new_BKGCV = u_BKGCV - _product("BKGCH,BKGHV->BKGCV", w_BKGCH, s_BKGHV)
         after_BKGHV = s_BKGHV * decay_BKG[..., None, None] + _product(
             "BKGCH,BKGCV->BKGHV", left_BKGCH, new_BKGCV
@@ -160,8 +160,7 @@ def _product(equation: str, *x: jax.Array) -> jax.Array:
 def _chunks(x: jax.Array, chunk: int, heads: int) -> jax.Array:
     """[B, T, heads.., ..] -> [X, B, heads.., C, ..] for `heads` dimensions of heads. The last chunk
     is padded with zeros, numbers of documents with the last of them."""
-    # Zeros write and forget nothing. A document's number of 0 would end the document, so it goes
-    # on.
+    # Zeros write and forget nothing. Document numbers repeat the last one: a 0 would begin another.
     rest = -x.shape[1] % chunk
     x = jnp.pad(
         x, ((0, 0), (0, rest), *((0, 0),) * (x.ndim - 2)), mode="constant" if heads else "edge"

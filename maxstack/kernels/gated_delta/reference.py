@@ -47,7 +47,7 @@ def step(
     """(state [N, H, V] after a position, the position's output [N, V]), in float32 without matmuls,
     so that the bits do not depend on what else is computed."""
     s_NHV = s_NHV * jnp.exp(decay_N)[:, None, None]
-    # What the decayed state, asked for the key, misses of the value.
+    # The error of what the decayed state predicts for this key; the rule writes that error.
     missed_NV = v_NV - (s_NHV * k_NH[:, :, None]).sum(axis=1)
     s_NHV += k_NH[:, :, None] * (beta_N[:, None] * missed_NV)[:, None]
     return s_NHV, (s_NHV * q_NH[:, :, None]).sum(axis=1)

@@ -47,8 +47,8 @@ def _multiply_blocks(
         def block(i, out_MN):
             x_RK = jax.lax.dynamic_slice_in_dim(padded, start + i * rows, rows)
             y_RN = jnp.einsum(equation, x_RK, w_KN)
-            # The carry is updated in place, so groups must come in order: each overwrites its
-            # forerunner's excess.
+            # Groups must come in order: each overwrites the rows by which the one before it ran
+            # over.
             return jax.lax.dynamic_update_slice_in_dim(out_MN, y_RN, start + i * rows, 0)
 
         with jax.named_scope(expected):
