@@ -40,6 +40,7 @@ def context_kind() -> str | None:
 def spec_of(x: jax.Array) -> PartitionSpec:
     """The sharding of per-position numbers [B or 1, T, ..]; a single row is replicated."""
     batch, seq = sharding.here("batch seq")
+    # One row stands for all of the batch, so every device needs it.
     return PartitionSpec(batch if x.shape[0] > 1 else None, seq)
 
 
@@ -70,6 +71,7 @@ def _reorder(x_BT: jax.Array, back: bool) -> jax.Array:
     holder = {chunk: i // 2 for i, chunk in enumerate(zigzag(parts))}
     even = [(part, holder[2 * part]) for part in range(parts)]
     odd = [(part, holder[2 * part + 1]) for part in range(parts)]
+    # The way back is the inverse of both permutations.
     if back:
         even = [(target, source) for source, target in even]
         odd = [(target, source) for source, target in odd]
@@ -82,6 +84,7 @@ def _reorder(x_BT: jax.Array, back: bool) -> jax.Array:
         def in_order(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jnp.where(swap, second, first), jnp.where(swap, first, second)
 
+        # Even and odd chunks are what is sent: told apart before they leave, or put in order after.
         if back:
             first, second = in_order(first, second)
         first = jax.lax.ppermute(first, axes, even)
@@ -107,6 +110,7 @@ def repeat_kv_heads(x_BSKH: jax.Array, axes: Axes, axis: int = 2) -> jax.Array:
     """Repeat kv heads along `axis`, until `to_heads` and `slice_heads` give each device those of
     its queries."""
     kv = x_BSKH.shape[axis]
+    # The least number of heads that kv heads and devices both divide.
     return jnp.repeat(x_BSKH, math.lcm(kv, jax.lax.axis_size(axes)) // kv, axis=axis)
 
 

@@ -31,6 +31,7 @@ class Attention(Layer):
         cfg = self.cfg
         q_BTNH = _project_heads(x_BTD, self.query, self.query_bias, "heads")
         q_BTNH = self._norm_and_rotate(q_BTNH, self.query_norm, context)
+        # After the norm, which would undo it.
         if cfg.temperature:
             factor_BT = temperature(cfg.temperature, context.positions_BT)
             # On the queries, so that the kernel knows one scale for all positions.

@@ -52,6 +52,7 @@ class LayerCache:
         before: [R, N, V]. C are keys and values in turn, or with `value_dim` a key for all heads
         whose first numbers are the value."""
         scales, kept = self.arrays.get("scales"), self.arrays["pages"]
+        # Scales are there where the cache is in low precision.
         pages = kept if scales is None else Quantized(kept, scales)
         o_RNV, pages = paged_attention(
             q_RNH,

@@ -52,6 +52,7 @@ class MLA(Layer):
         keyed = batch_invariance.in_groups(lambda x: product("RTNH,LNH->RTNL", x, self.key_up))
         inner_RTNL = constrain(keyed(nope), HEADS)
         q_RTNL = jnp.concatenate([inner_RTNL, rope], axis=-1)
+        # The first `kv_lora` numbers of a cached key are the value too.
         o_RNL = context.cache.attend(q_RTNL[:, 0], new_RCH, ask, value_dim=self.cfg.kv_lora)
         valued = batch_invariance.in_groups(lambda x: product("RNL,LNV->RNV", x, self.value_up))
         return valued(o_RNL)[:, None]
@@ -82,6 +83,7 @@ class MLA(Layer):
         shared_BSNR = jnp.broadcast_to(
             shared_BSR[:, :, None], (*own_BSNH.shape[:3], self.cfg.rope_dim)
         )
+        # The order of the queries: without positions first.
         k_BSNH = constrain(jnp.concatenate([own_BSNH, shared_BSNR], axis=-1), HEADS)
         v_BSNV = constrain(project(latent_BSL, self.value_up), HEADS)
         return checkpoint_name(k_BSNH, "key"), checkpoint_name(v_BSNV, "value")

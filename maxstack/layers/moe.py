@@ -191,12 +191,14 @@ def _on_own_tokens(
     mixture = functools.partial(_mix_own_tokens, cfg, cfg.limit(x_BTD.shape[1]), split)
     if sharding.current() is None:
         return mixture(weights, x_BTD, logits_BTE, real_BT)
+    # Weights along `embed` are gathered here, by their shardings alone.
     specs = {
         name: jax.tree.map(functools.partial(_part, name, split), value)
         for name, value in weights.items()
     }
     batch, seq = sharding.here("batch seq")
     tokens, own = PartitionSpec(batch, seq), PartitionSpec(batch, seq, None)
+    # Scattered along time where the residual stream lies so: the sum needs no gather.
     left = PartitionSpec(batch, split.residual, None) if split.residual else own
     return sharding.per_device(mixture, (specs, own, own, tokens), (left, own, PartitionSpec()))(
         weights, x_BTD, logits_BTE, real_BT

@@ -47,6 +47,7 @@ def route(
     """-> (experts int32 [B, T, C], weights float32 [B, T, C]). Gradients reach the logits through
     the weights alone."""
     scores_BTE = SCORES[cfg.score](logits_BTE)
+    # A choice has no gradient, and top_k's would be a scatter.
     experts_BTC = _choose(cfg, top_k, jax.lax.stop_gradient(scores_BTE), selection_bias_E)
     weights_BTC = _pick(scores_BTE, experts_BTC)
     if cfg.normalize:

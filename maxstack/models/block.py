@@ -56,6 +56,7 @@ class Block(nnx.Module):
             shape, axes = (size, 6, size), "embed latent norm"
             self.modulation = weight(shape, axes, dtype=dtype, use="matmul")
             self.modulation_bias = weight((6, size), "latent norm", dtype=dtype)
+        # Diffusers' DiT has a condition in every block; with "shared" the model makes one for all.
         self.condition = condition_of(model) if cfg.modulation == "own" else None
         self.is_modulated = cfg.modulation is not None
         self.out_scalar = weight((), "", dtype=dtype, fill=1.0) if cfg.out_scalar else None

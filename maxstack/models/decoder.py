@@ -136,6 +136,7 @@ class Decoder(Stack):
 
     def _decode_context(self, rows: Rows, length: int) -> Context:
         batch = {
+            # -1, of an unused row, has no place in a table of positions.
             "positions": jnp.maximum(rows.positions_R, 0)[:, None],
             # Unused rows may choose no expert.
             "real": (rows.positions_R >= 0)[:, None],
@@ -214,6 +215,7 @@ class MTPModule(nnx.Module):
         self.embed_norm, self.hidden_norm, self.norm = (
             Norm(cfg.norm, cfg.embed, dtype=dtype) for _ in range(3)
         )
+        # One weight for both inputs: contracting two dimensions adds their projections up.
         self.project = weight(
             (2, cfg.embed, cfg.embed),
             "latent embed norm",

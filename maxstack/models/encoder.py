@@ -108,6 +108,7 @@ class Encoder(Stack):
         """Cosines and sines [1, T, 1, R] of rows and columns, counted from -1 to 1 across the
         image; tokens before the patches are not rotated (DINOv3, arXiv:2508.10104)."""
         side = self.cfg.image_size // self.cfg.patch
+        # Half of the pairs turn by row, half by column.
         rates = frequencies(rope, head_dim // 2)[0]
         # Centres of patches, so that another image size keeps the same range.
         places = 2.0 * (np.arange(side) + 0.5) / side - 1.0

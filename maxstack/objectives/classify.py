@@ -55,6 +55,7 @@ class Classify(ImageObjective):
         nll = -(log_p_B1[:, 0] * real_B).sum()
         sums = {"nll": nll, "weight": real_B.sum(), "bytes": jnp.zeros(())}
         for name, most in {"accuracy": 1, "top5": 5}.items():
+            # Among as many as there are classes every image would be right.
             if most < logits_BK.shape[1]:
                 sums[name] = self._right(logits_BK, batch, most)
                 sums[f"{name}/weight"] = real_B.sum()

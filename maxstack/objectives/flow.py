@@ -82,6 +82,7 @@ class Flow(ImageObjective):
         """The image and the noise that follow from a prediction at x and a time."""
         image, noise = self.shares(time)
         if self.section.prediction == "velocity":
+            # By x_t = (1 - t) x + t e and v = e - x.
             return x - noise * made, x + image * made
         if self.section.prediction == "x0":
             return made, (x - image * made) / jnp.maximum(noise, LEAST)
@@ -98,6 +99,7 @@ class Flow(ImageObjective):
         times, total = self.section.eval_times, jnp.zeros((), jnp.float32)
         rows = batch["image"].shape[0]
         for part in range(times):
+            # The same times at every evaluation, the middles of equal parts.
             middle = jnp.full((rows,), (part + 0.5) / times)
             normal = functools.partial(jax.random.normal, shape=batch["image"].shape[1:])
             noise = jax.vmap(normal)(content_keys(batch["image"], part))

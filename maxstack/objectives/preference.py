@@ -252,11 +252,13 @@ def _sigmoid_norm(pair: Comparison) -> Array:
 
 
 def _robust(pair: Comparison) -> Array:
+    # Divided by 1 - 2s, the loss under flipped labels has the mean of the loss without flips.
     s, z = pair.cfg.smoothing, pair.z
     return (-(1 - s) * log_sigmoid(z) + s * log_sigmoid(-z)) / (1 - 2 * s)
 
 
 def _exo_pair(pair: Comparison) -> Array:
+    # KL from (S(z), S(-z)) to the smoothed labels (1 - s, s).
     s, z = pair.cfg.smoothing, pair.z
     right = sigmoid(z) * (log_sigmoid(z) - jnp.log1p(-s))
     return right + sigmoid(-z) * (log_sigmoid(-z) - jnp.log(s))

@@ -230,6 +230,7 @@ def _implied(item: Transform, scope: _Scope) -> dict[str, Any]:
 
 
 def _multi_steps(**arguments: Any) -> GradientTransformation:
+    # MultiSteps is a class with the methods of a transformation, not one itself.
     return optax.MultiSteps(**arguments).gradient_transformation()
 
 

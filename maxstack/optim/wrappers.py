@@ -106,6 +106,7 @@ def weight_ema(decay: float, start: int) -> GradientTransformation:
     def init(params: Any) -> WeightEmaState:
         return WeightEmaState(
             jnp.zeros([], jnp.int32),
+            # float32, since a bfloat16 average would round away steps of 1 - decay.
             jax.tree.map(lambda p: jnp.array(p, jnp.promote_types(p.dtype, jnp.float32)), params),
         )
 
@@ -154,6 +155,7 @@ def per_layer(
         return mapped
 
     def label(info: ParamInfo) -> str:
+        # One transform for each shape of stack, since vmap maps as many axes as a parameter has.
         return "x".join(["layers", *map(str, info.stacked)]) if info.stacked else "single"
 
     return partition(
@@ -192,6 +194,7 @@ def muon_dimensions(params: dict[str, ParamInfo]) -> Callable[[Any], Any]:
 def eval_params(cfg: OptimizerConfig, opt_state: Any, params: Any) -> Any:
     """The weights to evaluate with: their moving average if ema.eval asks for it; else the x of
     Schedule-Free or the slow weights of Lookahead; else the parameters."""
+    # An average that the configuration asks for comes before those that optimizers keep.
     average = ema_params(opt_state, params) if cfg.ema and cfg.ema.eval else None
     if average is not None:
         return average
@@ -211,6 +214,7 @@ def ema_params(opt_state: Any, params: Any) -> Any | None:
 
 
 def _schedule_free_mean(b1: Any, y: Any, z: Any) -> Any:
+    # Schedule-Free trains at y = (1 - b1) z + b1 x, and x is the average to evaluate.
     return (y - (1.0 - b1) * z) / b1
 
 

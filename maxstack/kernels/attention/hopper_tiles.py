@@ -297,6 +297,7 @@ def walk(
     # Both warpgroups visit all tiles of the block, also those that their own rows do not see: a
     # slot is free only when both have arrived.
     lo, _, _, end = block
+    # Tiles outside of these bounds need masks: the own rows see them in part or not at all.
     whole, cut = (jnp.clip(bound, lo, end) for bound in own[1:3])
     if not call.bounded:
         return lax.fori_loop(lo, end, functools.partial(visit, False), carry)
@@ -325,6 +326,7 @@ def fetch(call: Call, scratch: Any, warpgroup: Any, sources: Refs, numbers: Refs
 
 def store(*tiles: tuple[Any, Any]) -> None:
     """Copies each (tile, its part of device memory), and waits."""
+    # The copy reads asynchronously, and must see what the registers have written.
     plgpu.commit_smem()
     for tile, target in tiles:
         plgpu.copy_smem_to_gmem(tile, target)
@@ -334,6 +336,7 @@ def store(*tiles: tuple[Any, Any]) -> None:
 def buffers(count: int, *shapes: tuple[tuple[int, ...], Any]) -> list[Any]:
     """Shared memory for `count` arrays of each (shape, type): matrices in the layout of wgmma."""
     return [
+        # Vectors are no operands of wgmma, so they lie as they are.
         plgpu.SMEM((count, *shape), dtype, transforms=TILED if len(shape) == 2 else ())
         for shape, dtype in shapes
     ]

@@ -46,6 +46,7 @@ class Request:
     def with_narrow_window(self) -> "Request":
         """The same request with a window no wider than a chunk, so that backends skip keys beyond
         it."""
+        # A chunk's keys are nearer than its length, so this hides nothing more.
         limits = [limit for limit in (self.window, self.chunk) if limit]
         return dataclasses.replace(self, window=min(limits, default=None))
 

@@ -30,6 +30,7 @@ def run(
     """[B, T, N, V] in v's dtype, computed in float32, in chunks of `chunk` positions."""
     b, t, n, v = v_BTNV.shape
     heads = k_BTKH.shape[2], n // k_BTKH.shape[2]
+    # Rows shorter than a chunk would be padded for nothing.
     chunk = min(chunk, t)
     q_XBKCH, k_XBKCH = (_chunks(x.astype(jnp.float32), chunk, 1) for x in (q_BTKH, k_BTKH))
     v_XBKGCV, decay_XBKGC, beta_XBKGC = (
@@ -108,6 +109,7 @@ def _decays(decay_XBKGC: jax.Array, runs_XBC: jax.Array) -> tuple[jax.Array, jax
     within_XBKGCS = jnp.where(same_XBCS[:, :, None, None], jnp.exp(sums_XBKGCS), 0.0)
     # The first chunk is compared with itself, since the state before it is zero anyway.
     before_XB1 = jnp.concatenate([runs_XBC[:1, :, :1], runs_XBC[:-1, :, -1:]])
+    # The state before a chunk reaches as far as its document does.
     continued_XBC = (runs_XBC == before_XB1)[:, :, None, None]
     since_XBKGC = jnp.exp(sums_XBKGCS[..., 0] + decay_XBKGC[..., :1])
     return within_XBKGCS, jnp.where(continued_XBC, since_XBKGC, 0.0)

@@ -191,6 +191,7 @@ def _write(
     What is not finite becomes 0: the next owner of a page may read it, masked, before it is written
     again, and 0 times infinity is not 0. The row itself keeps it in its residual stream."""
     length, real_R = pages_PLCH.shape[1], positions_R >= 0
+    # -1, of an unused row, would count from the end.
     at_R = jnp.maximum(positions_R, 0)
     # Page 0 belongs to no request, so unused rows may all write there.
     where = jnp.where(real_R, tables_SW[slots_R, at_R // length], 0), at_R % length
@@ -225,6 +226,7 @@ def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     x, whole = x.astype(jnp.float32), jnp.issubdtype(dtype, jnp.integer)
     # Symmetric: -128 is not used, so the scale alone inverts it.
     most = jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max
+    # A row of zeros would be divided by 0.
     scales = jnp.maximum(jnp.abs(x).max(-1), 1e-30) / float(most)
     numbers = x / scales[..., None]
     return (jnp.round(numbers) if whole else numbers).astype(dtype), scales
@@ -249,5 +251,6 @@ def split_keys_values(
         return kept, kept[..., :value_dim]
     kept = kept.reshape(*kept.shape[:-2], -1, 2, kept.shape[-1])
     if kv_heads is not None:
+        # A gather, since which heads these are depends on the device.
         kept = jnp.take(kept, kv_heads, axis=-3)
     return kept[..., 0, :], kept[..., 1, :]
