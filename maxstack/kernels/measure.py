@@ -24,8 +24,7 @@ Call = Callable[..., Any]
 def call(
     backend: Backend, blocks: Mapping[str, int] | None, example: Example
 ) -> tuple[Call, tuple[Any, ...]]:
-    """A compiled function, which computes an example's result and its gradients, and its
-    arguments."""
+    """(a compiled function that computes an example's result and gradients, its arguments)."""
     run = functools.partial(backend.run, **({} if blocks is None else {"blocks": blocks}))
     return with_gradients(functools.partial(example.outputs, run), *example.floats), example.floats
 
@@ -67,7 +66,7 @@ def difference(array: Any, wanted: Any) -> float:
 
 
 def seconds(run: Call, args: tuple[Any, ...]) -> float:
-    """Seconds a call, after one that does not count."""
+    """Seconds a call, after one to warm up."""
     # The first call warms caches and allocators.
     jax.block_until_ready(run(*args))
     return time_call(run, args)[0]

@@ -42,8 +42,8 @@ def active() -> bool:
 
 
 def in_groups(f: Callable[..., Any], size: int | None = None) -> Callable[..., Any]:
-    """`f` of trees of arrays [R, ..], for `size` rows at a time; None: as many as `batch_invariant`
-    says."""
+    """Wrap `f`, a function of trees of arrays [R, ..], to compute `size` rows at a time; None: the
+    group of `batch_invariant`."""
     size = _group.get() if size is None else size
     if not size:
         return f

@@ -86,7 +86,7 @@ def _fold_in(keys: Array, number: Array) -> Array:
 
 
 def _flatten(context: Context) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Tables by their order: jax would sort their keys, which have none."""
+    """Flatten tables by position: jax would sort their keys, which have no order."""
     tables = context.tables
     return (
         context.positions_BT,

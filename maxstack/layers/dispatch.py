@@ -200,7 +200,7 @@ def _window(
 
 
 def _exchange(x: Array, axes: tuple[str, ...]) -> Array:
-    """Equal parts of the first dimension, one to each peer, for one from each."""
+    """Send an equal part of the first dimension to each peer, and receive one from each."""
     return jax.lax.all_to_all(x, axes, 0, 0, tiled=True) if axes else x
 
 

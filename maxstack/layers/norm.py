@@ -51,7 +51,7 @@ def _forward(x, scale, centered, eps):
 
 
 def _mean(x: Array) -> Array:
-    """Mean over the last axis, which stays."""
+    """Mean over the last axis, kept with size 1."""
     if not batch_invariance.active():
         return jnp.mean(x, axis=-1, keepdims=True)
     rows = x.reshape(-1, x.shape[-1])

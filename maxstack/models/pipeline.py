@@ -146,7 +146,7 @@ class Rows:
         return x.reshape(*x.shape[:dim], *self.sizes.values(), self.groups, -1, *x.shape[dim + 1 :])
 
     def by_microbatch(self, x: Array, dim: int = 0) -> Array:
-        """[A..., G, n, ...] as it lies by hand -> [G, 1 or stages, N, ...]."""
+        """[A..., G, n, ...] as one device has it -> [G, 1 or stages, N, ...]."""
         end = dim + len(self.sizes)
         # Rows of the stages first and by group, as the schedule takes them.
         x = jnp.moveaxis(x, (end, dim + self.stage), (dim, dim + 1))
@@ -155,7 +155,8 @@ class Rows:
         )
 
     def to_device_layout(self, x_GN: Array, like: Array) -> Array:
-        """[G, N, ...], a stage's own rows, in the shape of `like`, as which they came in."""
+        """The inverse of `by_microbatch`: a stage's own rows [G, N, ...] in the shape of `like`,
+        their input."""
         rest = [*like.shape]
         groups, one = rest.pop(len(self.sizes)), rest.pop(self.stage)
         return jnp.moveaxis(x_GN.reshape(groups, one, *rest), (0, 1), (len(self.sizes), self.stage))
@@ -275,7 +276,7 @@ def run_pipeline(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _of_all_stages(x: Array, dim: int) -> Array:
-    """Gathered along a dimension; the gradient is summed over the stages in float32."""
+    """Gather along a dimension over the stages; the gradient is summed over them in float32."""
     return jax.lax.all_gather(x, STAGE, axis=dim, tiled=True)
 
 
@@ -330,8 +331,8 @@ def _run_schedule(
     length: int,
     unroll: int,
 ) -> tuple[Array, Tree]:
-    """All microbatches through all stages, in ticks of `length` periods -> (x, in the places where
-    it was; reports [rounds, length, ...]).
+    """Run all microbatches through all stages, in ticks of `length` periods -> (x, each row where
+    it was before; reports [rounds, length, ...]).
 
     A group's microbatches wait one on each stage and move down one stage a tick, so that each
     reaches the first stage in its turn; a microbatch that has been through all stages takes the

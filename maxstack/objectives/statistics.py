@@ -56,9 +56,9 @@ def entropies(model: "Decoder", x_BTD: Array, temperature: float = 1.0) -> Array
 def map_blocks(
     models: "list[Decoder]", f: Callable[..., Any], streams: list[Array], *others: Array
 ) -> Any:
-    """`f(logits [B, t, V] of each model, others [B, t, ...])` of blocks of positions -> its results
-    [B, T, ...], made again for the gradient, so that the logits of one block alone are kept.
-    `streams`: the models' normed residual streams [B, T, D], in natural order."""
+    """Run `f(logits [B, t, V] of each model, others [B, t, ...])` on blocks of positions -> its
+    results [B, T, ...]. Blocks are recomputed for the gradient, so that only one block of logits
+    exists at a time. `streams`: the models' normed residual streams [B, T, D], in natural order."""
     batch, length = streams[0].shape[:2]
     # Logits of one position of all rows; a block has as many positions as fit, and divides the row,
     # so that none is padded.

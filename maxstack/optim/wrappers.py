@@ -51,7 +51,7 @@ def map_paths(leaf: Callable[[str], Any]) -> Callable[[Any], Any]:
 def partition(
     transforms: dict[str, GradientTransformation], labels: dict[str, str]
 ) -> GradientTransformationExtraArgs:
-    """Applies to each parameter the transform of its path's label."""
+    """Apply to each parameter the transform of its path's label."""
     return optax.partition(
         transforms, map_paths(labels.__getitem__), mask_compatible_extra_args=True
     )
@@ -100,7 +100,7 @@ def lookahead(
 
 
 def weight_ema(decay: float, start: int) -> GradientTransformation:
-    """Keeps an exponential moving average of the updated parameters, equal to them until step
+    """Keep an exponential moving average of the updated parameters, equal to them until step
     `start`, in float32 at least. It comes last in a chain and changes no update."""
 
     def init(params: Any) -> WeightEmaState:
@@ -140,7 +140,7 @@ def in_float32(inner: GradientTransformation) -> GradientTransformationExtraArgs
 def per_layer(
     inner: GradientTransformation, params: dict[str, ParamInfo], *, sequential: bool = False
 ) -> GradientTransformationExtraArgs:
-    """Applies a transform that treats each tensor by itself to every layer (and expert) of stacked
+    """Apply a transform that treats each tensor by itself to every layer (and expert) of stacked
     parameters separately.
 
     `sequential` loops over the layers instead of batching them: for a transform whose rare work
@@ -238,7 +238,7 @@ def _overlay(
 def _transform_views(
     inner: GradientTransformation, view: Callable[[Any], Any]
 ) -> GradientTransformationExtraArgs:
-    """Applies a transform to views of gradients and parameters; its updates get the shapes of the
+    """Apply a transform to views of gradients and parameters; its updates get the shapes of the
     gradients."""
     inner = optax.with_extra_args_support(inner)
 

@@ -187,7 +187,8 @@ def make_tiles(t: int, s: int, request: Request, most: tuple[int, int]) -> list[
 
 
 def group_heads(inputs: Inputs) -> tuple[jax.Array, Keys]:
-    """[B, K, G, T, H] and keys and values, in the dtype of products."""
+    """Group the query heads by kv head -> (queries [B, K, G, T, H], keys and values), in the dtype
+    of products."""
     # Converted once a call: XLA on a CPU converts bfloat16 operands around each product, here a
     # tile.
     q_BTNH, k_BSKH, v_BSKV = (x.astype(product_dtype(x.dtype)) for x in inputs[:3])
@@ -195,7 +196,7 @@ def group_heads(inputs: Inputs) -> tuple[jax.Array, Keys]:
 
 
 def merge_heads(x_BKGTH: jax.Array) -> jax.Array:
-    """[B, T, N, H]."""
+    """Merge grouped heads -> [B, T, N, H]."""
     b, k, g, t, h = x_BKGTH.shape
     return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(b, t, k * g, h)
 
@@ -297,7 +298,7 @@ def add_gradients(
     tiles: list[Tiles],
     request: Request,
 ) -> Gradients:
-    """`before` and the gradients of the output in `tiles`."""
+    """Add the gradients of the output in `tiles` to `before`."""
     k_BKSH, v_BKSV = kv
     dtype = k_BKSH.dtype
     q_BKGTH = queries.q_BKGTH * jnp.asarray(request.scale, dtype)
@@ -379,7 +380,8 @@ def _if_seen(
 
 
 def _over(tiles: list[Tiles], tile: Callable[..., Any], state: Any) -> Any:
-    """The state after every tile: a while loop for each size that has more than a few.
+    """Run every tile -> the state after the last one: a while loop for each size that has more than
+    a few.
 
     Not a scan: differentiating a scan over layers hoists what all layers share out of an inner
     scan, and would keep the masks of all tiles in memory.

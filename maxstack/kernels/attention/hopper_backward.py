@@ -24,7 +24,7 @@ STEP = 64
 
 
 def of_keys(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """-> gradients of k and v. Each computing warpgroup has 64 keys and visits the queries of all
+    """Gradients of k and v. Each computing warpgroup has 64 keys and visits the queries of all
     heads that share them.
 
     `operands`: q, k, v; the output's gradient [B, T, N, H]; log2 of the sum of exp(scores), inf
@@ -46,8 +46,8 @@ def of_keys(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.A
 
 
 def of_queries(call: Call, operands: Sequence[jax.Array]) -> jax.Array:
-    """-> the gradient of q, of the operands of `of_keys`. Each computing warpgroup has 64 queries
-    of one head and visits their keys."""
+    """The gradient of q, from the operands of `of_keys`. Each computing warpgroup has 64 queries of
+    one head and visits their keys."""
     matrix, vector = ((STEP, call.dim), call.dtype), ((STEP,), jnp.float32)
     steps = [matrix, *[((STEP,), jnp.int32)] * call.numbered]
     scratch = {

@@ -210,7 +210,7 @@ def _bounds(
 
 
 def _ordered(first: Index, whole: Index, broken: Index, last: Index) -> Bounds:
-    """Bounds of which none is below the one before it."""
+    """Bounds in rising order: each is at least the one before it."""
     # Limits may cross, as for queries before every key: the loops between them then run no turn.
     last = jnp.maximum(first, last)
     whole = jnp.minimum(jnp.maximum(whole, first), last)
@@ -240,7 +240,7 @@ class Ring:
         return buffers(stages, *shapes), (full, free)
 
     def fill(self, step: Index, sources: Refs) -> None:
-        """Starts the copies of a step, once its slot is free."""
+        """Start the copies of a step, once its slot is free."""
         slot = lax.rem(step, jnp.int32(self.stages))
 
         # In the first round the slots are empty, and no reader would arrive.
@@ -252,8 +252,8 @@ class Ring:
             plgpu.copy_gmem_to_smem(source, buffer.at[slot], self.full.at[slot])
 
     def take(self, step: Index) -> tuple[Refs, Callable[[], None]]:
-        """Waits for a step's arrays -> them, and a call for when this warpgroup is done with
-        them."""
+        """Wait for the arrays of a step -> (the arrays, a function to call when this warpgroup is
+        done with them)."""
         slot = lax.rem(step, jnp.int32(self.stages))
         plgpu.barrier_wait(self.full.at[slot])
         return [buffer.at[slot] for buffer in self.buffers], lambda: plgpu.barrier_arrive(
@@ -261,7 +261,7 @@ class Ring:
         )
 
     def drain(self, steps: Index) -> None:
-        """Waits until the last steps, of so many in all, are read."""
+        """Wait until the last of all `steps` steps are read."""
 
         def wait(step: Index, _: None) -> None:
             plgpu.barrier_wait(self.free.at[lax.rem(step, jnp.int32(self.stages))])
@@ -272,8 +272,8 @@ class Ring:
 def load_keys(
     call: Call, keys: Ring, values: Ring, sources: Any, tiles: Bounds, block: int
 ) -> None:
-    """The loading warpgroup of queries: `sources`, keys, values and the keys' numbers in device
-    memory, go into the rings, tile by tile."""
+    """The loop of the loading warpgroup: copies `sources` (keys, values and the keys' numbers in
+    device memory) into the rings, tile by tile."""
     plgpu.set_max_registers(40, action="decrease")
     k, v, theirs = sources
     lo, _, _, end = tiles
@@ -292,8 +292,8 @@ def load_keys(
 def walk(
     call: Call, own: Bounds, block: Bounds, visit: Callable[[bool, Index, Any], Any], carry: Any
 ) -> Any:
-    """`visit(masked, tile, carry)` over the tiles of the `block` of threads, with masks only where
-    the warpgroup's `own` rows need one."""
+    """Run `visit(masked, tile, carry)` over the tiles of the `block` of threads, with masks only
+    where the warpgroup's `own` rows need one."""
     # Both warpgroups visit all tiles of the block, also those that their own rows do not see: a
     # slot is free only when both have arrived.
     lo, _, _, end = block
@@ -313,7 +313,8 @@ def own_tiles(*shapes: tuple[tuple[int, ...], Any]) -> Any:
 
 
 def fetch(call: Call, scratch: Any, warpgroup: Any, sources: Refs, numbers: Refs) -> Any:
-    """(copies of `sources` in this warpgroup's own tiles, vectors of `numbers` for their rows)."""
+    """Copy `sources` into this warpgroup's own tiles -> (the tiles, vectors of `numbers` for their
+    rows)."""
     shared, arrived = scratch
     tiles, here = [x.at[warpgroup] for x in shared], arrived.at[warpgroup]
     for source, tile in zip(sources, tiles, strict=True):

@@ -29,8 +29,8 @@ def differentiable(
         layout: Layout | None = None,
     ) -> Losses:
         """x [M, D], head [D, V], targets and weights [M] -> Losses with nll and log_z [M]; on a
-        mesh with `layout`, [B, T] instead of [M]. Differentiable by x, head and bias; `forward`
-        serves calls that nothing differentiates."""
+        mesh with `layout`, [B, T] instead of [M]. Differentiable by x, head and bias; calls that
+        are not differentiated run `forward` alone."""
         part = layout or Layout()
         call = Call(request, part.vocab, blocks or {}, interpret)
 

@@ -103,8 +103,8 @@ def _tile(kind: str) -> dict[str, int]:
 def _call(
     kernel: Any, inputs: Inputs, per_row: tuple[jax.Array, ...], call: Call, dtype: Any = None
 ) -> Any:
-    """`kernel` over tiles, the depth innermost, then the columns -> an [M, V] of `dtype`, or the
-    statistics, three float32 [M, 1], where that is None."""
+    """Run `kernel` over tiles, the depth innermost, then the columns -> an [M, V] of `dtype`, or
+    the statistics, three float32 [M, 1], where that is None."""
     x_MD, head_DV, bias_V, *_ = inputs
     m, d = x_MD.shape
     v = head_DV.shape[1]

@@ -34,7 +34,7 @@ def sizes(case: CrossEntropyCase) -> list[int]:
 
 
 def map_rows(step: Callable[..., Any], inputs: Inputs, call: Call) -> Any:
-    """`step` of each block of x and targets, for all rows."""
+    """Apply `step` to each block of x and targets -> its results for all rows."""
     return _loop(
         lambda _, block: (None, step(*block)), None, (inputs.x_MD, inputs.targets_M), inputs, call
     )[1]

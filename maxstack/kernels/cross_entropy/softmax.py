@@ -38,7 +38,7 @@ class Statistics(NamedTuple):
         )
 
     def over_lanes(self, **axis: Any) -> "Statistics":
-        """Statistics of a row whose elements kept their own."""
+        """Combine the statistics that the elements of a row kept -> those of the row."""
         top = self.top.max(**axis)
         total = (self.sum * jnp.exp(self.top - top)).sum(**axis)
         return Statistics(top, total, self.picked.sum(**axis))

@@ -188,8 +188,8 @@ def _write(
 ) -> jax.Array | Quantized:
     """Write the rows' arrays into pages; those of unused rows go to page 0 as zeros.
 
-    What is not finite becomes 0: the next owner of a page may read it, masked, before it is written
-    again, and 0 times infinity is not 0. The row itself keeps it in its residual stream."""
+    Numbers that are not finite become 0: the next owner of a page may read it, masked, before it is
+    written again, and 0 times infinity is not 0. The row itself keeps it in its residual stream."""
     length, real_R = pages_PLCH.shape[1], positions_R >= 0
     # -1, of an unused row, would count from the end.
     at_R = jnp.maximum(positions_R, 0)

@@ -74,7 +74,8 @@ def apply_soft_cap(scores: jax.Array, request: Request) -> jax.Array:
 
 
 def init_softmax(groups: tuple[int, ...], value_size: int, sinks: jax.Array | None) -> Softmax:
-    """An online softmax before any key, for each of `groups`; `sinks` are broadcast to them."""
+    """Begin an online softmax for each of `groups`, before any key; `sinks` are broadcast to
+    them."""
     none = jnp.zeros((*groups, value_size))
     if sinks is None:
         return jnp.full(groups, LOWEST), jnp.zeros(groups), none
@@ -85,8 +86,8 @@ def init_softmax(groups: tuple[int, ...], value_size: int, sinks: jax.Array | No
 def update_softmax(
     softmax: Softmax, scores: jax.Array, seen: jax.Array, v: jax.Array, equation: str
 ) -> Softmax:
-    """An online softmax after a block of keys with these scores [.., B], of which some are seen;
-    `equation` weighs the values by their shares."""
+    """Update an online softmax by a block of keys with these scores [.., B], of which some are
+    seen; `equation` weighs the values by their shares."""
     most, total, o = softmax
     higher = jnp.maximum(most, jnp.where(seen, scores, LOWEST).max(-1))
     # A block without a seen key changes no bit of a row: its shares are 0 and `left` is exactly 1.
@@ -97,7 +98,7 @@ def update_softmax(
 
 
 def finish_softmax(softmax: Softmax) -> jax.Array:
-    """The weighed values; zeros where no key was seen."""
+    """Divide by the sum -> the weighed values; zeros where no key was seen."""
     _, total, o = softmax
     # Divided once, at the end. jax's ragged kernel divides after each block, which rounds, so a
     # row's bits would depend on later rows of its request.

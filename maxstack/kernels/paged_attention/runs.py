@@ -28,7 +28,8 @@ def tiles(tables_RW: jax.Array, positions_R: jax.Array, size: int) -> Tiles:
 def long_and_short_tiles(
     tables_RW: jax.Array, positions_R: jax.Array, long: int, short: int
 ) -> tuple[Tiles, Tiles]:
-    """Tiles of up to `long` rows, more than `short`, and of up to `short` for the other rows."""
+    """(tiles of more than `short` and up to `long` rows, tiles of up to `short` for the other
+    rows)."""
     # A run's rest that is no longer than a short tile is computed as one, not as a long one with
     # few rows.
     inside_R, left_R = _runs(tables_RW, positions_R)
@@ -41,7 +42,8 @@ def long_and_short_tiles(
 
 
 def _runs(tables_RW: jax.Array, positions_R: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rows of the same request before each row in its run, and from it on."""
+    """The number of rows in a row's run (same request, consecutive positions) before it, and from
+    it on."""
     rows = positions_R.shape[0]
     index_R = jnp.arange(rows)
     same_R = positions_R == jnp.roll(positions_R, 1) + 1

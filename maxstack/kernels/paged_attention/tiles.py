@@ -100,7 +100,7 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
 def _attend_rows(
     call: Call, each: Tiles, tile_rows: int, together: int, o_RNV: jax.Array
 ) -> jax.Array:
-    """The rows of these tiles written."""
+    """Attend in these tiles -> `o_RNV` with their rows written."""
     kv, groups = call.heads
     block = call.block[1]
     starts_R, counts_R = _sort_by_length(each, call.at_R, together)
@@ -166,8 +166,8 @@ def _attend_tiles(
 
 
 def _sort_by_length(each: Tiles, at: jax.Array, together: int) -> tuple[jax.Array, jax.Array]:
-    """First rows and rows of the tiles, those with few keys first, since tiles that are computed
-    together walk as many blocks as the longest; as many as a multiple of `together`."""
+    """(first row, number of rows) of each tile, those with few keys first, since tiles that are
+    computed together walk as many blocks as the longest. Padded to a multiple of `together`."""
     starts_R, counts_R = (
         jnp.pad(x, (0, -x.shape[0] % together), constant_values=fill)
         for x, fill in ((each.starts_R, each.starts_R.shape[0]), (each.counts_R, 0))
