@@ -82,6 +82,7 @@ def _fold_in(keys: Array, number: Array) -> Array:
         whole = jax.random.wrap_key_data(key, impl="threefry2x32")
         return jax.random.key_data(jax.random.fold_in(whole, number))
 
+    # Keys of rows [B, 1] with positions [T] give [B, T]; with one repetition they keep their shape.
     return jnp.vectorize(folded, signature="(k),()->(k)")(keys, number)
 
 

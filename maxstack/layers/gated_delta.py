@@ -81,6 +81,7 @@ def _convolve_and_recur(
         # Documents do not see each other through the convolution either.
         return jax.nn.silu(convolve(x_BTKH, taps_WKH, segments_BT))
 
+    # Unit keys keep the state bounded: a write replaces what the key held instead of adding to it.
     q = _unit(convolved(q_BTKH, taps[0])) * cfg.key_dim**-0.5
     k, v = _unit(convolved(k_BTKH, taps[1])), convolved(v_BTNV, taps_v)
     q, k, v = (x.astype(v_BTNV.dtype) for x in (q, k, v))
@@ -152,8 +153,10 @@ def _step_rows(
                 # past.
                 last_WKH = jnp.where(begins, 0, state[f"last_{name}"][slot])
                 seen_WKH = jnp.concatenate([last_WKH, x_RKH[r][None].astype(last_WKH.dtype)])
+                # The oldest input leaves the window.
                 state[f"last_{name}"] = state[f"last_{name}"].at[slot].set(seen_WKH[1:])
                 product_WKH = seen_WKH.astype(jnp.float32) * taps_WKH.astype(jnp.float32)
+                # A sum of products and no matmul, so that the bits do not depend on other rows.
                 mixed[name] = jax.nn.silu(product_WKH.sum(axis=0))
             q_KH = _unit(mixed["query"]) * cfg.key_dim**-0.5
             q_NH, k_NH = (

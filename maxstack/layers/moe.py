@@ -209,7 +209,7 @@ def _part(name: str, split: ExpertSharding, value: Array) -> PartitionSpec:
     """The part of a weight that a device needs: its experts, and of those its hidden units."""
     parts = {HIDDEN[name]: split.hidden, 0: split.experts} if name in HIDDEN else {}
     for i, axes in parts.items():
-        # Size 1 is a scale that all hidden units share, which every device needs.
+        # Size 1 is a scale that is shared along this dimension, which every device needs.
         if value.shape[i] > 1 and value.shape[i] % sharding.size_of(*axes):
             raise ConfigError(
                 f"quantization: {value.shape[i]} scales along the hidden units of experts' {name} "

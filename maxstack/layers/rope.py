@@ -168,5 +168,6 @@ def _document_length(positions_BT: Array, segments_BT: Array | None) -> Array:
     last_BT = jnp.concatenate(
         [segments_BT[:, 1:] != segments_BT[:, :-1], jnp.ones((b, 1), bool)], axis=1
     )
+    # The nearest last position from each one on.
     end_BT = jax.lax.cummin(jnp.where(last_BT, jnp.arange(t), t), axis=1, reverse=True)
     return jnp.take_along_axis(jnp.broadcast_to(positions_BT, (b, t)), end_BT, axis=1) + 1

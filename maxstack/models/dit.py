@@ -52,6 +52,7 @@ class DiT(Stack):
                 context.time_B1[:, 0], context.label_B1[:, 0], cfg.dtype
             )
         moved_B2D = project(condition_BD, self.modulation, self.modulation_bias)
+        # Shift first, as in diffusers.
         shift_B1D, scale_B1D = moved_B2D[:, :1], moved_B2D[:, 1:]
         # 1 + scale: projections that begin at zero leave the norm as it is.
         normed_BTD = self.norm(x_BTD) * (1 + scale_B1D) + shift_B1D

@@ -72,6 +72,7 @@ class MaskedDiffusion(Objective):
         return self.make_loss(batch, losses.total, {"loss": losses.total}, aux)
 
     def weight(self, batch: Batch) -> jax.Array:
+        # All positions that may be predicted, hidden or not: 1 / t makes up for those that are not.
         return self._predicting(batch).sum()
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, jax.Array]:

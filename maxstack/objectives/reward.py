@@ -35,6 +35,7 @@ class Reward(Objective):
         chosen_BT, rejected_BT = (
             # Zeros elsewhere keep the losses there finite; the mask below drops them.
             jnp.where(last_BT, x, 0.0)
+            # Scores count at the end of each answer alone.
             for x in pair_sums(scores_BT * batch["ends"], segments_BT)
         )
         gap_BT = chosen_BT - rejected_BT

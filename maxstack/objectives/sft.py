@@ -77,6 +77,7 @@ class SFT(NextToken):
         sizes_BT = broadcast_last(
             running_sums(jnp.ones_like(batch["mask"]), segments_BT), segments_BT
         )
+        # A key for each row of the global batch, so that microbatches change no noise.
         keys_B = jax.random.wrap_key_data(batch["neftune"], impl="threefry2x32")
         noise_BTD = jax.vmap(
             lambda key: jax.random.uniform(key, (length, embed), minval=-1.0, maxval=1.0)

@@ -87,6 +87,7 @@ class Unpaired(LogProbs):
             return beta * jnp.maximum(_mean_where(ratio_BT, others_BT), 0.0)
         if self.section.loss == "apo_zero":
             return jnp.zeros(())
+        # The mean of two means, so that the more frequent kind does not decide.
         wanted = _mean_where(beta * ratio_BT, answers_BT & wanted_BT)
         return (wanted + _mean_where(beta * ratio_BT, answers_BT & ~wanted_BT)) / 2
 

@@ -140,6 +140,7 @@ def _partition(scope: _Scope) -> GradientTransformation:
         # The first group that matches takes a parameter.
         members = {path: info for path, info in rest.items() if selected(selectors, path, info)}
         rest = {path: info for path, info in rest.items() if path not in members}
+        # A group may match weights that are not trained, and none else.
         if members:
             chains[f"group_{i}"] = _chain(chain, scope._replace(params=members))
             labels |= dict.fromkeys(members, f"group_{i}")
@@ -211,10 +212,12 @@ def _implied(item: Transform, scope: _Scope) -> dict[str, Any]:
     """Arguments that follow from the rest of the configuration or from the parameters."""
     name, signature = item.signature.name, item.signature.arguments
     implied: dict[str, Any] = {}
+    # The shared rate, where the item has none of its own.
     if "learning_rate" in signature and "learning_rate" not in item.arguments:
         implied["learning_rate"] = item_rate(scope.optimizer, item, scope.train_steps)
     for mask in DECAY_MASKS:
         if mask in signature and mask not in item.arguments and name != "masked":
+            # Without patterns, matrices alone: decay of norms and biases would pull them to 0.
             implied[mask] = scope.mask(scope.optimizer.decay)
     if name == "scale_by_muon":
         others = [path for path, info in scope.params.items() if info.matrix is None]

@@ -124,6 +124,7 @@ def _whole(inputs: Inputs, call: Call) -> "tuple[Pair, list[Tiles]]":
     t, s = inputs.q_BTNH.shape[1], inputs.k_BSKH.shape[1]
     of_q = tuple(mine for mine, _ in inputs.same)
     of_k = tuple(theirs for _, theirs in inputs.same)
+    # [1, T]: positions are the same in all rows of the batch, documents need not be.
     queries = Numbers(jnp.arange(t)[None] + request.offset, of_q)
     return (queries, Numbers(jnp.arange(s)[None], of_k)), make_tiles(t, s, request, most)
 
@@ -177,6 +178,7 @@ def make_tiles(t: int, s: int, request: Request, most: tuple[int, int]) -> list[
                 seen &= position - last <= back
             unmasked = seen & (last - position <= ahead) & (back is None)
             if unmasked.sum() > MOST_MIXED:
+                # A loop of their own, whose body compares no positions.
                 split = [(seen & ~unmasked, False), (unmasked, True)]
             else:
                 split = [(seen, bool(unmasked[seen].all()))]
@@ -192,6 +194,7 @@ def group_heads(inputs: Inputs) -> tuple[jax.Array, Keys]:
     # Converted once a call: XLA on a CPU converts bfloat16 operands around each product, here a
     # tile.
     q_BTNH, k_BSKH, v_BSKV = (x.astype(product_dtype(x.dtype)) for x in inputs[:3])
+    # Heads before time, so that a tile is one piece of each head.
     return _grouped(q_BTNH, k_BSKH.shape[2]), (k_BSKH.swapaxes(1, 2), v_BSKV.swapaxes(1, 2))
 
 
@@ -259,6 +262,7 @@ def attend(
             # At most 1: both exponents are relative to the greater of the two.
             p_BKQS, share_BKQ = jnp.exp(s_BKQS - top_BKQ[..., None]), jnp.exp(old_BKQ - top_BKQ)
             total_BKQ = p_BKQS.sum(axis=-1) + share_BKQ
+            # Shares are rounded to the type of the values; `_dot` sums in float32.
             o_BKQV = _dot(
                 "BKQS,BKSV->BKQV", p_BKQS.astype(v_BKSV.dtype), _cut(v_BKSV, first, size.keys, 2)
             )
@@ -325,6 +329,7 @@ def add_gradients(
             return dq, (_dot("BKQS,BKQH->BKSH", ds, q), dv)
 
         dq, (dk, dv) = _if_seen(own, size, request, seen, lambda: (zeros(q), (zeros(k), zeros(v))))
+        # Added to what other tiles have given: rows of queries and of keys belong to several.
         dq = _put_rows(grads[0], start, dq + _rows(grads[0], start, size.rows))
         return dq, (_add_keys(grads[1][0], first, dk), _add_keys(grads[1][1], first, dv))
 
@@ -403,6 +408,7 @@ def _loop(tile: Callable[..., Any], size: Tiles, state: Any) -> Any:
         return n + 1, tile(state, starts[n], firsts[n])
 
     start = jnp.zeros((), jnp.int32), state
+    # fori_loop would become a scan, since its number of turns is known.
     return jax.lax.while_loop(lambda at: at[0] < len(size.starts), next_tile, start)[1]
 
 

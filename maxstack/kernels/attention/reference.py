@@ -29,6 +29,7 @@ def run(inputs: Inputs, request: Request, blocks: Mapping[str, int] | None = Non
     if request.soft_cap:
         s_BKGTS = request.soft_cap * jnp.tanh(s_BKGTS / request.soft_cap)
     seen_BTS = visibility_mask(request, jnp.arange(t), jnp.arange(s), same)[:, None, None]
+    # Finite, so that a row without a key has a softmax, which the mask below clears.
     s_BKGTS = jnp.where(seen_BTS, s_BKGTS, MASKED)
     if sinks_N is not None:
         sinks = jnp.broadcast_to(

@@ -41,6 +41,7 @@ def forward_with_gradients(inputs: Inputs, call: Call) -> tuple[Scores, Gradient
 
     def step(x_RD: jax.Array, targets_R: jax.Array, weights_R: jax.Array) -> Any:
         logits_RV = scores(x_RD, inputs.head_DV, inputs.bias_V, call.request.soft_cap)
+        # By block, since its gradient needs log Z over all slices.
         nll_R, log_z_R = combine(statistics(logits_RV, targets_R), call.axes)
         # Targets in other slices of the vocabulary lie before or after these columns, and match
         # none.

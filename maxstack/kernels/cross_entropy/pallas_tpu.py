@@ -75,6 +75,7 @@ def forward_with_gradients(inputs: Inputs, call: Call) -> tuple[Scores, Gradient
     nll_M, log_z_M = forward(inputs, call)
 
     def step(x_RD: jax.Array, *per_row: jax.Array) -> tuple[None, jax.Array]:
+        # For one block of rows at a time, so that gradients of all logits never exist at once.
         return None, _call(_gradient, inputs._replace(x_MD=x_RD), per_row, call, x_RD.dtype)[0]
 
     per_row = inputs.targets_M, inputs.weights_M.astype(jnp.float32), log_z_M
@@ -117,6 +118,7 @@ def _call(
     # Zeros for no bias, so that there is one kernel.
     bias_1V = (jnp.zeros((v,)) if bias_V is None else bias_V).astype(jnp.float32)[None]
     per_row_spec = pl.BlockSpec((rows, 1), lambda i, j, k: (i, 0))
+    # The sum of a tile over the depth.
     scratch = [pltpu.VMEM((rows, columns), jnp.float32)]
     if dtype is None:
         outs = [jax.ShapeDtypeStruct((m, 1), jnp.float32)] * 3

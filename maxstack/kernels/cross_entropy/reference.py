@@ -35,6 +35,7 @@ def forward_with_gradients(inputs: Inputs, call: Call) -> tuple[Scores, Gradient
         result = forward(Inputs._make([*floats, *inputs[3:]]), call)
         return total(*result, inputs.weights_M, call.request), result
 
+    # jax differentiates the definition, so that nothing here is derived by hand.
     gradients, result = jax.grad(of_total, (0, 1, 2), has_aux=True)(*inputs[:3])
     return result, Gradients(*gradients)
 

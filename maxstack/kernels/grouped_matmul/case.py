@@ -41,6 +41,7 @@ class GroupedMatmulCase:
             "dtype": self.dtype,
             "contracted": self.contracted,
             "columns": self.columns,
+            # Sizes depend on the rows that share a matrix, not on how many groups there are.
             "rows_of_a_group": self.rows_of_a_group,
         }
 

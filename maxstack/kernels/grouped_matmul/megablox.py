@@ -68,6 +68,7 @@ def run(
 
     def rows(x_MK, w_EKN, sizes_E, transposed):
         k, n = w_EKN.shape[1:]
+        # Of a transposed matrix the columns are contracted.
         tiling = tile.fit(n, k) if transposed else tile.fit(k, n)
         out_MN = gmm(
             x_MK,

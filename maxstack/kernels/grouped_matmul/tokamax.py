@@ -59,6 +59,7 @@ def _unsupported(case: GroupedMatmulCase) -> str | None:
             f"{'.'.join(map(str, case.device.capability))}"
         )
     sizes = {"contracted": case.contracted, "columns": case.columns}
+    # Both, since the gradient of x contracts the columns.
     odd = [f"{name} {size}" for name, size in sizes.items() if size % STEP]
     if odd:
         return f"{' and '.join(odd)}: not a multiple of {STEP}, and it may ignore the remainder"

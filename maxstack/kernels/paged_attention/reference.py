@@ -15,6 +15,7 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     kept = read_pages(inputs, tables_RW, jnp.float32).reshape(rows, -1, *pages_PLCH.shape[2:])
     k_RSKH, v_RSKV = split_keys_values(kept, value_dim, kv_heads)
     q_RKGH = q_RNH.astype(jnp.float32).reshape(rows, k_RSKH.shape[2], -1, size)
+    # Backends are compared with this, so it must not round as they do.
     exact = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("RKGH,RSKH->RKGS", q_RKGH, k_RSKH, precision=exact) * request.scale
     at_S = jnp.arange(kept.shape[1])
