@@ -56,6 +56,12 @@ class Local:
         """Remove unfinished steps and put aside steps with a damaged manifest; return a line for
         each, of all processes."""
         lines = []
+        # A kill while retention deleted shards leaves their mark, with or without the shards.
+        for mark in sorted(self._own.glob(f"*/*{manifest.UNFINISHED}")):
+            part = mark.with_name(mark.name.removesuffix(manifest.UNFINISHED))
+            shutil.rmtree(part, ignore_errors=True)
+            mark.unlink()
+            lines.append(f"cleared away: {part}: was being deleted when its process was killed")
         for path in sorted(self._own.glob("*/*")):
             try:
                 manifest.read(path)

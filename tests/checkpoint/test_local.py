@@ -1,6 +1,7 @@
 """Whole and unfinished steps on the disks of two hosts, one of which is played here."""
 
 import json
+import shutil
 
 from maxstack.checkpoint import local, manifest
 
@@ -59,3 +60,16 @@ def test_shards_of_different_saves_make_no_step(tmp_path, monkeypatch):
         "whole, of an older one": [(5, "7 000001")],
         "both whole": [(5, "7 000002")],
     }
+
+
+def test_a_kill_while_shards_are_deleted_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "PeerFiles", lambda *_: None)
+    disk = local.Local(tmp_path, Two(), 0, "layout")
+    gone, half = tmp_path / "host_0" / "4" / "of_0", tmp_path / "host_0" / "5" / "of_0"
+    for part in (gone, half):
+        part.mkdir(parents=True)
+        manifest.write(part, {}, {"layout": "layout", "processes": 2, "save": "7 000001"})
+        manifest.mark(part).touch()
+    shutil.rmtree(gone)
+    assert [str(half.parent) in line or str(gone.parent) in line for line in disk.clear()]
+    assert disk.steps() == [] and not any((tmp_path / "host_0").iterdir())
