@@ -129,19 +129,10 @@ def main(args: Namespace) -> None:
 def _score_records(run: "Run", params: Any, args: Namespace) -> None:
     from pydantic import TypeAdapter
 
-    from maxstack.config.spelling import did_you_mean
     from maxstack.inference.records import score_records
-    from maxstack.schema.data import OF_PRESETS, Record
+    from maxstack.schema.data import Record
 
-    if args.preset not in (None, *OF_PRESETS):
-        raise ConfigError(
-            f"--preset {args.preset}: no such preset{did_you_mean(args.preset, OF_PRESETS)}; there "
-            f"are {', '.join(OF_PRESETS)}"
-        )
-    kinds = OF_PRESETS[args.preset] if args.preset else ("pairs",)
-    kind = args.kind or next((name for name in kinds if name != "prompts"), "prompts")
-    if args.preset and kind not in kinds:
-        raise ConfigError(f"--kind {kind}: --preset {args.preset} gives {' or '.join(kinds)}")
+    kind = _record_kind(args)
     settings = {"kind": kind, "preset": args.preset}
     if kind == "chat":
         settings["train"] = args.train
@@ -159,6 +150,26 @@ def _score_records(run: "Run", params: Any, args: Namespace) -> None:
     print(f"{args.out}: {count:,} records")
 
 
+def _record_kind(args: Namespace) -> str:
+    """Return the kind of --records. ConfigError for arguments that contradict one another."""
+    from maxstack.config.spelling import did_you_mean
+    from maxstack.schema.data import OF_PRESETS
+
+    if args.preset not in (None, *OF_PRESETS):
+        raise ConfigError(
+            f"--preset {args.preset}: no such preset{did_you_mean(args.preset, OF_PRESETS)}; there "
+            f"are {', '.join(OF_PRESETS)}"
+        )
+    kinds = OF_PRESETS[args.preset] if args.preset else ("pairs",)
+    kind = args.kind or next((name for name in kinds if name != "prompts"), "prompts")
+    if args.preset and kind not in kinds:
+        raise ConfigError(f"--kind {kind}: --preset {args.preset} gives {' or '.join(kinds)}")
+    if args.top and kind == "pairs":
+        # Distillation reads one answer of a record; those of a pair would overwrite each other.
+        raise ConfigError("--top: needs records with one answer; give --kind chat or labelled")
+    return kind
+
+
 def _files_by_adapter(args: Namespace) -> dict[str, str]:
     """Return the output file of each adapter; ConfigError or DataError for arguments that are wrong
     for any model."""
@@ -174,6 +185,8 @@ def _files_by_adapter(args: Namespace) -> dict[str, str]:
         raise ConfigError("--records: does not work with --adapter or --logits; leave them out")
     if args.top and not args.records:
         raise ConfigError("--top: needs --records FILE.jsonl")
+    if args.records:
+        _record_kind(args)
     check_writable("--out", args.out)
     (texts,) = given
     if storage.kind(texts) != "file":

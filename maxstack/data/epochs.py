@@ -25,6 +25,7 @@ from maxstack.data.lanes import FED, Rows, lane_class, nothing_to_predict
 from maxstack.data.mixture import Mixture
 from maxstack.data.quarantine import Quarantine
 from maxstack.data.sources import open_sources
+from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import DataError
 from maxstack.report.progress import progress
 
@@ -82,6 +83,9 @@ def plan_epochs(cfg: "Config", lanes: Sequence[int], fields: Mapping[str, "Field
     mixture = Mixture(*given)
     peers = Peers()
     described = [mixture.described(), data.model_dump(mode="json"), size, [*lanes]]
+    # By its content: another tokenizer at the same path gives documents other lengths.
+    if lane_class(fields, data).packs:
+        described.append(open_tokenizer(data.tokenizer).fingerprint)
     stages = [stage.model_dump() for stage in cfg.train.stages]
     key = digest(json.dumps(["epochs", *described, stages, sorted(fields)]).encode())
     kept = storage.cache_folder() / "epochs" / f"{key}.npz"

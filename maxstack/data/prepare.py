@@ -238,7 +238,9 @@ def _hash_inputs(
     sources = [(*split, documents.identity()) for split, documents in splits.items()]
     # Keys of training alone are left out, so that another weight keeps the shards.
     read = [source.model_dump(mode="json", exclude=_ELSEWHERE) for source in cfg.sources]
-    text = tokenizer.fingerprint, cfg.longest
+    text = [tokenizer.fingerprint, cfg.longest]
+    if cfg.beyond != "split":  # only then, so that older folders keep their hash
+        text.append(cfg.beyond)
     described = json.dumps(
         [_FORMAT, read, *text, sources, files, [asdict(shard) for shard in shards]]
     )

@@ -277,7 +277,9 @@ def open_source(cfg: AnySource, index: int = 0, split: Split = "train") -> Docum
 def _hash_contents(documents: Documents) -> np.ndarray:
     """Return uint64 hashes of what documents hold; of those that cannot be read, of their
     places."""
-    described = [documents.identity(), *(file.pin() for file in documents.files)]
+    # Of a local file the time too: an edit in place may keep the size.
+    stamps = [file.version or storage.stamp(file.path) for file in documents.files]
+    described = [documents.identity(), *stamps]
     kept = storage.cache_folder() / "contents" / f"{digest(json.dumps(described).encode())}.npy"
     if kept.exists():
         return np.load(kept)

@@ -318,6 +318,11 @@ def test_copies_of_held_out_documents_are_counted_and_can_be_kept_together(capsy
     assert "held-out documents" not in capsys.readouterr().out
     Path("other.jsonl.gz").write_bytes(gzip.compress(Path("lines.jsonl").read_bytes()))
     assert splits("other.jsonl.gz", holdout_by="content")[1] == [train, held]
+    # An edit that keeps the size is another split.
+    Path("lines.jsonl").write_text("".join(lines).replace("line 1", "LINE 1"))
+    os.utime("lines.jsonl", ns=(1, 1))
+    train, held = splits(holdout_by="content")[1]
+    assert any(b"LINE" in text for text in train) and not {*train} & {*held}
 
 
 @pytest.mark.slow

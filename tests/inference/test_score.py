@@ -116,6 +116,7 @@ def test_a_tokenizer_that_is_given_is_used_for_a_folder_without_one(tmp_path):
     ("arguments", "code", "says"),
     [
         (["{folder}", "--out", "o.npz"], 1, "give one of --data FILE.jsonl, --tokens FILE.npz"),
+        (["{folder}", "--records", "r.jsonl", "--top", "4", "--out", "o.jsonl"], 1, "one answer"),
         (["nowhere", "--tokens", "t.npz", "--out", "o.npz"], 1, "nowhere"),
         (["{folder}", "--tokens", "t.npz", "--out", "no/o.npz"], 1, "the folder no does not exist"),
         (["{folder}", "--tokens", "t.npz", "--out", "."], 1, "is a folder"),
