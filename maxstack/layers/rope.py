@@ -1,5 +1,6 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and the scalings of its frequencies
-for long contexts.
+for long contexts. A table of cosines and sines is made once a step and shared by all layers; each
+layer turns pairs of dimensions of queries and keys by it.
 
 Shapes: B batch  T time  N heads  H head dim  R rotated pairs of a head.
 """

@@ -1,4 +1,7 @@
-"""Choice of experts for each token, their weights, and the balance of the load; in float32.
+"""Choice of experts for each token, their weights, and the balance of the load; in float32. A token
+takes its `top_k` best experts by score plus selection bias, from the best groups where there are
+groups; their weights are the scores without the bias. With a capacity, later tokens of a row lose
+their choice of a full expert.
 
 Shapes: B batch  T time  D embed  E experts  C chosen experts of a token  G groups of experts  I
 experts of a group.

@@ -1,4 +1,5 @@
-"""The protocol of models: an nnx module built from its section of the configuration."""
+"""The protocol of models: an nnx module built from its section of the configuration, with
+placeholders; weights are drawn apart, by path, straight into their shards."""
 
 import pkgutil
 from collections.abc import Mapping

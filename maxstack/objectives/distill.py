@@ -1,5 +1,6 @@
-"""Distillation of a teacher's distributions. Shapes: B batch  T time  t time of a block  V vocab
-K stored tokens."""
+"""Distillation of a teacher's distributions: the teacher runs beside the student, or its likeliest
+tokens are stored with the data. Logits of both exist for one block of positions at a time. Shapes:
+B batch  T time  t time of a block  V vocab  K stored tokens."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""Masked diffusion on a language model that sees both sides. Shapes: B batch  T time  V vocab."""
+"""Masked diffusion on a language model that sees both sides: each row hides its tokens with a
+probability t of its own, and the model predicts them, weighted by 1 / t. Shapes: B batch  T time  V
+vocab."""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""Reward models. Shapes: B batch  T time."""
+"""Reward models: a scalar head scores the last token of each answer of a pair (Bradley-Terry).
+Shapes: B batch  T time."""
 
 import jax.numpy as jnp
 from jax import Array

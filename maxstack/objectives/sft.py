@@ -1,4 +1,5 @@
-"""Supervised fine-tuning. Shapes: B batch  T time  D embed."""
+"""Supervised fine-tuning: the loss of next_token with a weight for each target (by token, by
+sequence, or DFT's), and NEFTune's noise on embeddings. Shapes: B batch  T time  D embed."""
 
 import jax
 import jax.numpy as jnp

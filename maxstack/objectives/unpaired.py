@@ -1,5 +1,6 @@
-"""Preference optimization of single answers that are wanted or not: KTO, BCO. Shapes: B batch  T
-time.
+"""Preference optimization of single answers that are wanted or not: KTO, BCO. An answer's log-ratio
+to the reference is compared with a reference point of the whole batch (not in apo_zero), so all
+microbatches are measured before the first gradient. Shapes: B batch  T time.
 
 Values of an answer are at its last position [B, T].
 """

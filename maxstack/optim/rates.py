@@ -1,4 +1,5 @@
-"""The learning rates that a configuration's schedules give, step by step."""
+"""The learning rates of a configuration's schedules: for metrics, for Optax's items, and to report
+a rate that a resumed run changes."""
 
 import math
 from collections.abc import Callable
