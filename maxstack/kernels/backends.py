@@ -145,8 +145,8 @@ class Op:
         # All are asked, also after one that serves, since `maxstack kernels` prints every reason.
         refusals = {backend.name: backend.supports(case) for backend in self.backends}
         serving = [name for name, reason in refusals.items() if reason is None]
-        # An error, never another backend: a pinned one is what a measurement or a bit-exact resume
-        # rests on.
+        # An error, never another backend: a pinned one is
+        # what a measurement or a bit-exact resume rests on.
         if asked != "auto" and asked not in serving:
             raise ConfigError(
                 f"{where}: backend {asked} cannot serve: {refusals[asked]}; "

@@ -146,8 +146,8 @@ def kv_heads_of_queries(
     if not axes:
         return x_BSKH
     numbers = kv_head_numbers(queries, groups, axes)
-    # A device's query heads begin in the middle of a group: no slice holds their kv heads, one
-    # each.
+    # A device's query heads begin in the middle of a
+    # group: no slice holds their kv heads, one each.
     if queries % groups and groups % queries:
         return jnp.take(x_BSKH, numbers, axis=axis)
     return jax.lax.dynamic_slice_in_dim(x_BSKH, numbers[0], numbers.size, axis=axis)

@@ -105,6 +105,7 @@ def check_writable(path: str) -> None:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(path).with_suffix(".unfinished")
+        # Tried before anything is measured.
         unfinished.touch()
         unfinished.unlink()
     except OSError as error:

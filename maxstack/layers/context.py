@@ -77,8 +77,8 @@ def _fold_in(keys: Array, number: Array) -> Array:
     """Raw keys [..., 2], each with a number folded in; both are broadcast."""
 
     def folded(key: Array, number: Array) -> Array:
-        # Raw keys travel, since they are arrays that can be split over a mesh and reordered in a
-        # ring.
+        # Raw keys travel, since they are arrays that can
+        # be split over a mesh and reordered in a ring.
         whole = jax.random.wrap_key_data(key, impl="threefry2x32")
         return jax.random.key_data(jax.random.fold_in(whole, number))
 

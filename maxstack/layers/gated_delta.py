@@ -54,8 +54,8 @@ class GatedDelta(Layer):
         step_BTN = jax.nn.softplus(
             project(x_BTD, self.decay).astype(jnp.float32) + self.dt_bias[...].astype(jnp.float32)
         )
-        # The logarithm of the factor, at most 0: the kernel adds logarithms instead of multiplying
-        # factors.
+        # The logarithm of the factor, at most 0: the kernel
+        # adds logarithms instead of multiplying factors.
         decay_BTN = -jnp.exp(self.a_log[...].astype(jnp.float32)) * step_BTN
         of_keys = q_BTKH, k_BTKH, self.conv_query[...], self.conv_key[...]
         of_values = v_BTNV, decay_BTN, beta_BTN, self.conv_value[...]
@@ -110,8 +110,8 @@ def _on_own_heads(
         # An all-to-all cuts heads into equal parts, and there may be fewer key heads than devices.
         of_keys = tuple(sequences.repeat_kv_heads(x, axes, x.ndim - 2) for x in of_keys)
 
-        # Taps are weights, of which a device has all heads of its queries: they are cut, not
-        # exchanged.
+        # Taps are weights, of which a device has all heads
+        # of its queries: they are cut, not exchanged.
         def of_own_heads(x: Array, taps: bool) -> Array:
             return sequences.slice_heads(x, axes, 1) if taps else sequences.to_heads(x, axes)
 
@@ -149,8 +149,8 @@ def _step_rows(
             slot, begins = rows.slots_R[r], rows.positions_R[r] == 0
             mixed, state = {}, dict(state)
             for name, x_RKH, taps_WKH in zip(TAILS, (q_RKH, k_RKH, v_RNV), taps, strict=True):
-                # The last W - 1 inputs of the request, which are what the convolution needs of its
-                # past.
+                # The last W - 1 inputs of the request, which
+                # are what the convolution needs of its past.
                 last_WKH = jnp.where(begins, 0, state[f"last_{name}"][slot])
                 seen_WKH = jnp.concatenate([last_WKH, x_RKH[r][None].astype(last_WKH.dtype)])
                 # The oldest input leaves the window.

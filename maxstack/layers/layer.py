@@ -38,8 +38,8 @@ class Layer(nnx.Module):
                 param = weight(
                     part.shape,
                     part.axes,
-                    # A rule of the step's own moves these by small amounts, which bfloat16 would
-                    # round away.
+                    # A rule of the step's own moves these by small
+                    # amounts, which bfloat16 would round away.
                     dtype="float32" if part.carried else dtype,
                     std=part.std * scales[part.scaled],
                     fill=part.fill,

@@ -61,8 +61,8 @@ class MoE(Layer):
         router has a loss, `router_loss`: its sum over real tokens. A token is real unless its
         segment is 0; no expert sees the others.
         """
-        # Grouped matmuls of few rows round otherwise on a CPU, so rows of inference go through in
-        # groups.
+        # Grouped matmuls of few rows round otherwise on a
+        # CPU, so rows of inference go through in groups.
         if not batch_invariance.active():
             return self._mix(x_BTD, residual_BTD, context)
 
@@ -165,8 +165,8 @@ def _expert_sharding(cfg: MoEConfig, length: int) -> ExpertSharding:
     residual = names(sharding.here("batch residual embed")[1])
     if sharding.size_of(*hidden) == 1:  # libtpu aborts on a reduce-scatter among one device
         hidden = ()
-    # The sum over hidden units then leaves each device its part of time, as the residual stream
-    # lies.
+    # The sum over hidden units then leaves each device
+    # its part of time, as the residual stream lies.
     scattered = (
         bool(hidden) and residual == (*seq, *hidden) and length % sharding.size_of(*residual) == 0
     )
@@ -251,8 +251,8 @@ def _mix_own_tokens(
         x_ND.shape[0],
         cfg.top_k,
         cfg.slack,
-        # A capacity is of a row and expert, so a device's expert gets at most that for each of its
-        # rows.
+        # A capacity is of a row and expert, so a device's
+        # expert gets at most that for each of its rows.
         limit and limit * x_BTD.shape[0],
         cfg.router.scale_input,
     )

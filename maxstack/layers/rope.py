@@ -99,6 +99,7 @@ def attention_factor(cfg: RopeConfig) -> float:
     scaling = cfg.scaling
     if not isinstance(scaling, YarnScaling | LongRopeScaling):
         return 1.0
+    # A model's own number comes before the formula.
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if isinstance(scaling, LongRopeScaling):

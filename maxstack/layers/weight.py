@@ -214,8 +214,8 @@ def _gradients(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, A
         pieces = jnp.split(gradient, columns // 2048, 1)
         of_matrix = jnp.concatenate([x.T @ piece for piece in pieces], 1)
     elif size > columns and size % 4096:
-        # 1,024 x 256 turned runs at 172 GFLOP/s and not 121; the barrier keeps it a product of its
-        # own.
+        # 1,024 x 256 turned runs at 172 GFLOP/s and not
+        # 121; the barrier keeps it a product of its own.
         of_matrix = jax.lax.optimization_barrier(gradient.T @ x).T
     else:
         of_matrix = x.T @ gradient

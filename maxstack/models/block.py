@@ -35,8 +35,8 @@ class Block(nnx.Module):
         self.dtype = model.dtype
         cfg, size = model.blocks[name], model.embed
         dtype, scale = model.param_dtype, model.init_scale
-        # 2 x layers outputs add up in the residual stream, whose variance then does not grow with
-        # depth.
+        # 2 x layers outputs add up in the residual stream,
+        # whose variance then does not grow with depth.
         stds = {"std": scale, "out_std": scale / (2 * model.layers) ** 0.5, "dtype": dtype}
         # "sandwich" has norms before and after.
         before, after = cfg.placement != "post", cfg.placement != "pre"
@@ -82,8 +82,8 @@ class Block(nnx.Module):
         with context.draw_with_keys(), config_scope(f"{scope}.mixer"):
             mixed_BTD = self.mixer(before.modulate(_apply(self.mixer_norm, x_BTD)), context)
         mixed_BTD = _scale(_apply(self.mixer_out_norm, mixed_BTD), self.mixer_scale)
-        # Gated last, so that a gate of zero, with which training begins, makes the block the
-        # identity.
+        # Gated last, so that a gate of zero, with which
+        # training begins, makes the block the identity.
         mixed_BTD = before.gate_output(mixed_BTD)
         # Pinned after every sum, so that the residual stream is laid out alike in all layers.
         x_BTD = constrain(x_BTD + mixed_BTD, "batch residual embed")

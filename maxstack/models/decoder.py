@@ -92,6 +92,7 @@ class Decoder(Stack):
         cfg, tokens_BT = self.cfg, arrange(batch["tokens"])
         context = _context(cfg, batch, tokens_BT.shape[1])
         x_BTD, extra_LBTP = self._embed_inputs(tokens_BT, context)
+        # NEFTune's, by rows of the global batch, and so in natural order until here.
         if "embedding_noise" in batch:
             x_BTD = x_BTD + arrange(batch["embedding_noise"]).astype(x_BTD.dtype)
         return self.run_blocks(x_BTD, context, extra_LBTP)

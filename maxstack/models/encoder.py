@@ -85,8 +85,8 @@ class Encoder(Stack):
             places = self.positions[...].astype(dtype)
             x_BTD = x_BTD + places[int(cfg.cls) :]
             if cfg.cls:
-                # A learned table's first row belongs to the class token; registers have no
-                # positions.
+                # A learned table's first row belongs to the
+                # class token; registers have no positions.
                 before[0] = before[0].astype(dtype) + places[:1]
         elif cfg.positions == "sincos2d":
             x_BTD = x_BTD + jnp.asarray(sincos2d(side, cfg.embed), dtype)

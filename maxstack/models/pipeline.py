@@ -115,8 +115,8 @@ class Rows:
     def on(cls, mesh: Any, cfg: MeshConfig) -> "Rows":
         """Sharding by the rules of `cfg`."""
         axes = dict.fromkeys((*names(cfg.rules["batch"]), STAGE))
-        # Axes that split weights too stay with XLA; by hand, their shards would have to be gathered
-        # here.
+        # Axes that split weights too stay with XLA; by
+        # hand, their shards would have to be gathered here.
         others = {
             axis
             for logical, rule in cfg.rules.items()
@@ -203,8 +203,8 @@ def run_pipeline(
             per_row,
         )
         if extra is not None:
-            # A stage needs its own periods' rows of every microbatch, not all periods of its own
-            # rows.
+            # A stage needs its own periods' rows of every
+            # microbatch, not all periods of its own rows.
             extra = rows.by_microbatch(
                 jax.lax.all_to_all(extra, STAGE, 1, 4 + rows.stage, tiled=True), 4
             )
@@ -213,15 +213,15 @@ def run_pipeline(
         def work(
             x_NTD: Array, group: Array, turn: Array, member: Array, i: Array
         ) -> tuple[Array, Tree]:
-            # Unsigned, so that jax adds no test for negative indices; weights lie in the order of
-            # arrival.
+            # Unsigned, so that jax adds no test for negative
+            # indices; weights lie in the order of arrival.
             mine = (
                 jnp.asarray(moves(stages, cfg.rounds)[2])[jax.lax.axis_index(STAGE), turn] * length
                 + i
             ).astype(jnp.uint32)
 
-            # The number in natural order, by which dropout draws, so that stages and rounds change
-            # nothing.
+            # The number in natural order, by which dropout
+            # draws, so that stages and rounds change nothing.
             period_of_all = (turn * stages + jax.lax.axis_index(STAGE)) * length + i
 
             def read(place: int) -> tuple[Any, Context, Array | None]:

@@ -123,8 +123,8 @@ class Stack(Model):
                     state, context, extra_BTP = read(place)
                     return nnx.merge(graphs[place], state)(x_BTD, context, extra_BTP)
 
-                # By block and not by period, so that the backward pass holds one block's values at
-                # a time.
+                # By block and not by period, so that the backward
+                # pass holds one block's values at a time.
                 x_BTD, reports[key] = remat(cfg.remat, block, staged)(x_BTD)
             return x_BTD, reports
 
@@ -159,8 +159,8 @@ class Stack(Model):
                 own = jax.tree.map(
                     lambda leaf, i=repetition: leaf[i],
                     nnx.to_pure_dict(state),
-                    # For inference a stack is a tuple by repetition, which is indexed like an
-                    # array.
+                    # For inference a stack is a tuple by
+                    # repetition, which is indexed like an array.
                     is_leaf=lambda leaf: isinstance(leaf, tuple),
                 )
                 yield nnx.merge(graph, nnx.State(own))
@@ -210,6 +210,7 @@ def _stack(block: Block, repeats: int) -> Block:
 def remat(cfg: RematConfig, f: Callable[..., Any], staged: bool = False) -> Callable[..., Any]:
     """Wrap `f` so that its backward pass keeps the values that the policy names and recomputes the
     rest. `staged`: inside a pipeline, where `f` slices its weights out of a stack."""
+    # In a pipeline even `none` needs a checkpoint, which keeps results but no slices of weights.
     if cfg.policy == "none" and not staged:
         return f
     of_jax = jax.checkpoint_policies

@@ -77,7 +77,7 @@ class Classify(ImageObjective):
     def _right(logits_BK: jax.Array, batch: Batch, most: int) -> jax.Array:
         """The number of images whose class is among the `most` likeliest; ties count as wrong."""
         own_B1 = jnp.take_along_axis(logits_BK, batch["label"][:, None], axis=1)
-        # Counts the class itself, hence ties are wrong: a model that says the same of all classes
-        # gets none.
+        # Counts the class itself, hence ties are wrong: a
+        # model that says the same of all classes gets none.
         above_B = (logits_BK >= own_B1).sum(axis=1)
         return jnp.where(above_B <= most, batch["real"], 0.0).sum()

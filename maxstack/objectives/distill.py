@@ -97,8 +97,8 @@ class Distill(Objective):
         """Divergence, -log p(target) and agreement from stored log-probabilities; all other tokens
         count as one."""
         log_z_Bt = jax.nn.logsumexp(student_BtV, axis=-1, keepdims=True)
-        # Normalised over the whole vocabulary, not over the stored tokens, whose rest has its own
-        # share.
+        # Normalised over the whole vocabulary, not over
+        # the stored tokens, whose rest has its own share.
         own_BtK = jnp.take_along_axis(student_BtV, tokens_BtK, axis=-1) - log_z_Bt
         # Where nothing is stored all is the rest, of which the divergence is 0.
         divergence_Bt = divergence(_with_rest(own_BtK), _with_rest(logps_BtK), self.section.beta)

@@ -155,6 +155,7 @@ class PolicyGradient(LogProbs):
         cfg, mask_BT = self.section, batch["mask"]
         shares_BT = self._shares(batch)
         total, metrics = jnp.zeros(()), {}
+        # A pass of the head of its own, so it is left out where nobody asks.
         if cfg.entropy or cfg.statistics:
             entropy_BT = entropies(models.policy, natural(normed_BTD), self.temperature) * mask_BT
             if cfg.entropy:
@@ -163,6 +164,7 @@ class PolicyGradient(LogProbs):
             metrics["entropy/weight"] = mask_BT.sum()
         if cfg.has_values:
             values_BT = models.policy.values(normed_BTD)
+            # By the same shares as the surrogate, so that one denominator serves both.
             loss_BT = self._value_loss(values_BT, batch) * mask_BT
             total = total + cfg.value.weight * (loss_BT * shares_BT).sum()
             for name, x_BT in (("value_loss", loss_BT), ("value", values_BT * mask_BT)):
@@ -195,8 +197,8 @@ class PolicyGradient(LogProbs):
         if cfg.compares and cfg.kl.where != "loss":
             kl_BT = estimate_kl(cfg.kl.estimate, batch["reference_logps"] - old_BT)
             penalty_BT = cfg.kl.weight * kl_BT * mask_BT
-        # The whole penalty of a sample counts as part of its reward, and is not charged again by
-        # token.
+        # The whole penalty of a sample counts as part of
+        # its reward, and is not charged again by token.
         if cfg.kl.where == "return":
             # At a sample's last position this is the whole of it.
             spent_BT = running_sums(penalty_BT, segments_BT)
@@ -205,8 +207,8 @@ class PolicyGradient(LogProbs):
         made = {}
         if cfg.has_values:
             rewards_BT = self._at_last_token(samples) - penalty_BT
-            # Of the weights at the rollout's first step, so that several steps learn towards the
-            # same returns.
+            # Of the weights at the rollout's first step, so
+            # that several steps learn towards the same returns.
             values_BT = batch["old_values"] * mask_BT
             advantages_BT = generalized_advantages(cfg.advantage, rewards_BT, values_BT, samples)
             # Before whitening, which is for the policy alone.
@@ -296,8 +298,8 @@ class PolicyGradient(LogProbs):
             return mask_BT / jnp.maximum(counts_BT, 1.0)
         if kind == "fixed":
             turns = self.rollout.environment.turns if self.rollout.environment else 1
-            # A constant, so that long answers are not favoured by a division by their own length
-            # (Dr. GRPO).
+            # A constant, so that long answers are not favoured
+            # by a division by their own length (Dr. GRPO).
             return mask_BT / (self.rollout.max_tokens * turns)
         return mask_BT
 

@@ -83,8 +83,8 @@ class SFT(NextToken):
         noise_BTD = jax.vmap(
             lambda key: jax.random.uniform(key, (length, embed), minval=-1.0, maxval=1.0)
         )(keys_B)
-        # alpha / sqrt(length x embed), with the length of the token's own sequence in the packed
-        # row.
+        # alpha / sqrt(length x embed), with the length
+        # of the token's own sequence in the packed row.
         scale_BT = self.section.neftune / jnp.sqrt(jnp.maximum(sizes_BT, 1.0) * embed)
         return noise_BTD * scale_BT[:, :, None]
 

@@ -97,6 +97,7 @@ def trained_mask(cfg: OptimizerConfig, params_info: Any) -> Any:
         if selectors is not None:
             check_matches(selectors, params, name)
     moving = _trainable_paths(optimizer, params)
+    # The step moves carried weights by a rule of its own.
     chosen = {path for path in moving if not params[path].carried}
     if optimizer.decay is not None:
         check_matches(optimizer.decay, params, "decay")
@@ -170,8 +171,8 @@ def _transformation(item: Transform, scope: _Scope) -> GradientTransformation:
             f"optimizer.{item.key}: optax refuses these arguments of {name}: {error}"
         ) from error
     if name in PER_MATRIX:
-        # Before `per_layer`, which is around it: a layer is cut out of the stack, then seen as a
-        # matrix.
+        # Before `per_layer`, which is around it: a layer
+        # is cut out of the stack, then seen as a matrix.
         transformation = wrappers.as_matrices(transformation, scope.params)
     if name in PER_MATRIX + PER_LAYER:
         transformation = wrappers.per_layer(

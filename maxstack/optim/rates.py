@@ -44,8 +44,8 @@ def describe_rate_change(
         old = rates_at(
             OptimizerConfig.model_validate(saved["optimizer"]), saved["train"]["steps"], updates
         )
-    # A checkpoint of another version may name what this one does not know; that is no reason to
-    # refuse it.
+    # A checkpoint of another version may name what this
+    # one does not know; that is no reason to refuse it.
     except (pydantic.ValidationError, KeyError):
         return (
             "the learning rate by the checkpoint's schedule is not known: another version of "

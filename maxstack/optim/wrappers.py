@@ -171,6 +171,8 @@ def as_matrices(
     embed x (heads * head_dim)."""
 
     def matrix(path: str, leaf: jax.Array) -> jax.Array:
+        # A weight's own logical factors, since [embed, heads,
+        # head_dim] alone does not tell rows from columns.
         shape, factors = params[path].shape, params[path].factors
         return leaf.reshape([math.prod(map(shape.__getitem__, axes)) for axes in factors])
 

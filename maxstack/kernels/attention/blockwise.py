@@ -191,8 +191,8 @@ def make_tiles(t: int, s: int, request: Request, most: tuple[int, int]) -> list[
 def group_heads(inputs: Inputs) -> tuple[jax.Array, Keys]:
     """Group the query heads by kv head -> (queries [B, K, G, T, H], keys and values), in the dtype
     of products."""
-    # Converted once a call: XLA on a CPU converts bfloat16 operands around each product, here a
-    # tile.
+    # Converted once a call: XLA on a CPU converts
+    # bfloat16 operands around each product, here a tile.
     q_BTNH, k_BSKH, v_BSKV = (x.astype(product_dtype(x.dtype)) for x in inputs[:3])
     # Heads before time, so that a tile is one piece of each head.
     return _grouped(q_BTNH, k_BSKH.shape[2]), (k_BSKH.swapaxes(1, 2), v_BSKV.swapaxes(1, 2))
@@ -314,14 +314,14 @@ def add_gradients(
 
         def seen() -> Gradients:
             s_BKQS, raw = _scores(q, k, own, size, request)
-            # The log-sum-exp of the forward pass makes this the softmax, without a sum over all
-            # keys.
+            # The log-sum-exp of the forward pass makes this
+            # the softmax, without a sum over all keys.
             p_BKQS = jnp.exp(s_BKQS - log[..., None])
             dv = _dot("BKQS,BKQV->BKSV", p_BKQS.astype(dtype), do)
             ds = p_BKQS * (_dot("BKQV,BKSV->BKQS", do, v) - mean[..., None])
             if request.soft_cap:
-                # By the scores before the mask: MASKED squared overflows, and 0 times infinity is
-                # NaN.
+                # By the scores before the mask: MASKED squared
+                # overflows, and 0 times infinity is NaN.
                 ds = ds * (1 - jnp.square(raw / request.soft_cap))
             ds = ds.astype(dtype)
             # The queries here are scaled already, so dq needs the scale and dk does not.

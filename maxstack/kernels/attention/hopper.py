@@ -152,6 +152,7 @@ def forward(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.A
         "keys": Ring.scratch(call.stages, keys, *numbers),
         "values": Ring.scratch(call.stages, keys),
     }
+    # Saved instead of the scores: the backward pass recomputes those from it.
     log = jax.ShapeDtypeStruct((call.batch, call.heads, call.queries), jnp.float32)
     out = [operands[0], log]
     count = call.heads, call.queries // BLOCK

@@ -33,12 +33,12 @@ def of_keys(call: Call, operands: Sequence[jax.Array]) -> tuple[jax.Array, jax.A
     matrix, vector = ((STEP, call.dim), call.dtype), ((STEP,), jnp.float32)
     steps = [matrix, vector, *[((STEP,), jnp.int32)] * call.numbered]
     scratch = {
-        # Keys and values stay in shared memory for all queries; their gradients leave through the
-        # same tiles.
+        # Keys and values stay in shared memory for all queries;
+        # their gradients leave through the same tiles.
         "own": parts.own_tiles(matrix, matrix),
         "queries": Ring.scratch(call.stages, *steps),
-        # A ring of its own: a step is done with the output's gradient before it is with the
-        # queries.
+        # A ring of its own: a step is done with the
+        # output's gradient before it is with the queries.
         "gradients": Ring.scratch(call.stages, matrix, vector),
     }
     tiles, name = (call.kv_heads, call.keys // BLOCK), "attention_backward_keys"
@@ -72,8 +72,8 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
     def compute() -> None:
         plgpu.set_max_registers(232, action="increase")
         first = start + warpgroup * ROWS
-        # Each warpgroup owns 64 keys, so their gradients stay in registers and nothing is added in
-        # memory.
+        # Each warpgroup owns 64 keys, so their gradients
+        # stay in registers and nothing is added in memory.
         here = pl.ds(first, ROWS)
         sources = [x.at[row, here, head] for x in (k, v)]
         numbers = [x.at[row, here] for x in theirs]
@@ -89,14 +89,14 @@ def _keys_kernel(call: Call, refs: Refs, scratch: Any) -> None:
                 queries,
                 gradients,
                 first,
-                # Steps count on from head to head, as the loader's do, since they number the ring's
-                # slots.
+                # Steps count on from head to head, as the
+                # loader's do, since they number the ring's slots.
                 lambda tile: group * (end - lo) + tile - lo,
             )
             return parts.walk(call, bounds, block, visit, carry)
 
-        # The sums continue over the query heads of these keys, so grouped queries need no
-        # reduction.
+        # The sums continue over the query heads of these
+        # keys, so grouped queries need no reduction.
         nothing = call.full((ROWS, call.dim), 0)
         of_k, of_v = lax.fori_loop(0, call.groups, of_head, (nothing, nothing))
         # The scale is multiplied in once, after the sum, and in float32.
@@ -181,6 +181,7 @@ def _queries_kernel(call: Call, refs: Refs, scratch: Any) -> None:
         first = start + warpgroup * ROWS
         here = pl.ds(first, ROWS)
         sources = [x.at[row, here, head] for x in (q, do)]
+        # Of this warpgroup's own rows, so they are copied once and not with each step.
         sources += [x.at[row, head, here] for x in (log, delta)]
         numbers = [x.at[row, here] for x in mine]
         tiles, own = parts.fetch(call, scratch["own"], warpgroup, sources, numbers)

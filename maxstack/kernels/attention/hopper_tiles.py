@@ -274,6 +274,7 @@ def load_keys(
 ) -> None:
     """The loop of the loading warpgroup: copies `sources` (keys, values and the keys' numbers in
     device memory) into the rings, tile by tile."""
+    # Starting copies needs few registers; the computing warpgroups get the others.
     plgpu.set_max_registers(40, action="decrease")
     k, v, theirs = sources
     lo, _, _, end = tiles

@@ -29,8 +29,8 @@ def on_mesh(serve: Callable[..., jax.Array], request: Request, inputs: Inputs) -
 
     def local(inputs: Inputs) -> jax.Array:
         q_BTNH, k_BSKH, v_BSKV, sinks_N, same = inputs
-        # Where the mesh splits query heads further than kv heads, a device takes those of its
-        # queries.
+        # Where the mesh splits query heads further than
+        # kv heads, a device takes those of its queries.
         k_BSKH, v_BSKV = (
             sequences.kv_heads_of_queries(x, q_BTNH.shape[2], groups, inner)
             for x in (k_BSKH, v_BSKV)

@@ -36,8 +36,8 @@ def run(inputs: Inputs, request: Request, blocks: Mapping[str, int] | None = Non
             sinks_N.astype(number).reshape(kv, n // kv, 1, 1), (*s_BKGTS.shape[:-1], 1)
         )
         s_BKGTS = jnp.concatenate([s_BKGTS, sinks], axis=-1)
-    # A query that sees no key has equal scores; the softmax alone would give it the mean of all
-    # values.
+    # A query that sees no key has equal scores; the
+    # softmax alone would give it the mean of all values.
     p_BKGTS = jnp.where(seen_BTS, jax.nn.softmax(s_BKGTS, axis=-1)[..., :s], 0)
     o_BTKGV = jnp.einsum(
         "BKGTS,BSKV->BTKGV", p_BKGTS.astype(v_BSKV.dtype), v_BSKV, preferred_element_type=number

@@ -171,8 +171,8 @@ def differentiable(
 
     def gradients(call: Any, saved: Any, do_BTNV: jax.Array) -> Any:
         inputs, o_BTNV, log_BNT = saved
-        # The sum over keys of p dp equals do . o, so the backward pass needs no walk of its own for
-        # it.
+        # The sum over keys of p dp equals do . o, so the
+        # backward pass needs no walk of its own for it.
         products_BTNV = do_BTNV.astype(jnp.float32) * o_BTNV.astype(jnp.float32)
         mean_BNT = products_BTNV.sum(axis=-1).swapaxes(1, 2)
         floats: list[Any] = [*backward(call, inputs, log_BNT, mean_BNT, do_BTNV), None]

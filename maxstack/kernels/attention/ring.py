@@ -39,8 +39,8 @@ def chunk_pairs(
     device `shift` != 0 before it on the ring: the two pairs whose keys are earlier, or all four
     without a causal mask."""
     if not causal:
-        # Every pair of chunks may have keys that are seen, so all devices have equal work without a
-        # choice.
+        # Every pair of chunks may have keys that are seen,
+        # so all devices have equal work without a choice.
         return [(0, 0), (0, 1), (1, 0), (1, 1)]
     # Keys of a later device: of its chunks, the second is earlier than the queries' second one.
     # An earlier device's first chunk is earlier than both.
@@ -53,8 +53,8 @@ def routes(parts: int, chunk: int, window: int | None) -> list[tuple[int, int]]:
     as a window reaches in both directions."""
     if window is None:
         return [(1, parts - 1)]
-    # The furthest key lies window - 1 positions back, so the first query of a chunk reaches so many
-    # chunks back.
+    # The furthest key lies window - 1 positions back, so the
+    # first query of a chunk reaches so many chunks back.
     reach = (window - 2) // chunk + 1 if window > 1 else 0
     # Two routes would then send no less than one whole round.
     if 2 * reach >= parts - 1:
@@ -105,8 +105,8 @@ class Ring:
                     for mine, theirs in chunk_pairs(self.parts, self.device, shift, causal)
                 ]
                 starts, firsts = (jnp.concatenate(x) for x in zip(*pairs, strict=True))
-                # All keys of these pairs are earlier than the queries, so only a window needs a
-                # mask.
+                # All keys of these pairs are earlier than
+                # the queries, so only a window needs a mask.
                 tiles.append(Tiles(starts, firsts, rows[2], keys[2], bool(window), not window))
         return tiles
 

@@ -43,8 +43,8 @@ def forward_with_gradients(inputs: Inputs, call: Call) -> tuple[Scores, Gradient
         logits_RV = scores(x_RD, inputs.head_DV, inputs.bias_V, call.request.soft_cap)
         # By block, since its gradient needs log Z over all slices.
         nll_R, log_z_R = combine(statistics(logits_RV, targets_R), call.axes)
-        # Targets in other slices of the vocabulary lie before or after these columns, and match
-        # none.
+        # Targets in other slices of the vocabulary lie
+        # before or after these columns, and match none.
         is_target_RV = jnp.arange(logits_RV.shape[1]) == targets_R[:, None]
         return (nll_R, log_z_R), gradient(
             logits_RV, is_target_RV, weights_R[:, None], log_z_R[:, None], call.request

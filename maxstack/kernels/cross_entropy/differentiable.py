@@ -55,8 +55,8 @@ def differentiable(
 
         def backward(gradients: Gradients, cotangents: Losses) -> tuple[Any, ...]:
             total = cotangents.total
-            # nll and log_z pass no gradient, so the cotangent of the total is the whole missing
-            # factor.
+            # nll and log_z pass no gradient, so the cotangent
+            # of the total is the whole missing factor.
             scaled = jax.tree.map(lambda g: (g * total).astype(g.dtype), tuple(gradients))
             return *scaled, None, None
 

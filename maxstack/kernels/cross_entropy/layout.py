@@ -42,17 +42,17 @@ class Layout:
         columns = columns if vocab % sharding.size_of(*columns) == 0 else ()
         parts = dict(zip(kept.split(), sharding.here(kept), strict=True))
         embed, own = sharding.split(parts["embed"]), sharding.split(parts["vocab"])
-        # A device's columns are consecutive only if the shards of the weight begin with the axes of
-        # `vocab`.
+        # A device's columns are consecutive only if the
+        # shards of the weight begin with the axes of `vocab`.
         more = own[len(columns) :] if own[: len(columns)] == columns else ()
         rows = {*batch, *seq}
-        # The head's gradient is summed and scattered along these axes at once, so they must split
-        # tokens.
+        # The head's gradient is summed and scattered along
+        # these axes at once, so they must split tokens.
         embed = embed if rows >= {*embed} and shape[2] % sharding.size_of(*embed) == 0 else ()
         more = more if rows >= {*more} and vocab % sharding.size_of(*columns, *more) == 0 else ()
         length = shape[1] // sharding.size_of(*seq)
-        # Only where the residual stream is split so anyway; the scatter then is the first half of
-        # the sum.
+        # Only where the residual stream is split so anyway;
+        # the scatter then is the first half of the sum.
         scatter = (
             bool(columns)
             and sharding.split(sharding.here("batch residual norm")[1]) == (*seq, *columns)

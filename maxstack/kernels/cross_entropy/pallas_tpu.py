@@ -70,8 +70,8 @@ def forward(inputs: Inputs, call: Call) -> Scores:
 
 def forward_with_gradients(inputs: Inputs, call: Call) -> tuple[Scores, Gradients]:
     """`forward` and the gradients of the total."""
-    # Two passes over the tiles: a gradient needs log Z of the whole row, known only after the
-    # first.
+    # Two passes over the tiles: a gradient needs log
+    # Z of the whole row, known only after the first.
     nll_M, log_z_M = forward(inputs, call)
 
     def step(x_RD: jax.Array, *per_row: jax.Array) -> tuple[None, jax.Array]:
@@ -145,8 +145,8 @@ def _call(
         ],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(
-            # Tiles of rows are independent; statistics go from column to column, sums along the
-            # depth.
+            # Tiles of rows are independent; statistics go
+            # from column to column, sums along the depth.
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=VECTOR_MEMORY,
         ),
@@ -175,6 +175,7 @@ def _tiles(
     j, k = pl.program_id(1), pl.program_id(2)
     product = jnp.dot(x_ref[...], head_ref[...], preferred_element_type=jnp.float32)
 
+    # Assigned and not added to zeros, which would write the whole tile once more.
     @pl.when(k == 0)
     def _() -> None:
         acc_ref[...] = product
@@ -184,6 +185,7 @@ def _tiles(
         acc_ref[...] += product
 
     height, width = acc_ref.shape
+    # Pieces of 64 rows by 128 lanes: registers hold them, and not a tile of 1,024 x 1,024.
     rows = math.gcd(height, ROWS)
 
     def piece(at: Any, start: int) -> tuple[jax.Array, jax.Array]:

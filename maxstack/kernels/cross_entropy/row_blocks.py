@@ -52,8 +52,8 @@ def map_rows_with_gradients(
         d_head, d_bias = sums
         x_RD, x_DR, *rows = block
         results, d_RV = step(x_RD, *rows)
-        # Multiplied in x's dtype, as gradients of other weights are; the sum over blocks stays
-        # float32.
+        # Multiplied in x's dtype, as gradients of other
+        # weights are; the sum over blocks stays float32.
         d_RV = d_RV.astype(x_RD.dtype)
         if biased:
             d_bias = d_bias + d_RV.astype(d_bias.dtype).sum(axis=0)

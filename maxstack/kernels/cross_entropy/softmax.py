@@ -102,8 +102,8 @@ def gradient(
 ) -> jax.Array:
     """Gradient of sum(weights * loss) by the logits before the cap. `weights` and `log_z` belong to
     rows, in shapes that broadcast."""
-    # d/dlogits of z_loss log(Z)^2 is 2 z_loss log(Z) softmax, so it only scales the softmax's
-    # share.
+    # d/dlogits of z_loss log(Z)^2 is 2 z_loss log(Z)
+    # softmax, so it only scales the softmax's share.
     share = weights * (1 + 2 * request.z_loss * log_z) if request.z_loss else weights
     d = share * jnp.exp(logits - log_z) - jnp.where(is_target, weights, 0)
     return d * (1 - jnp.square(logits / request.soft_cap)) if request.soft_cap else d

@@ -47,8 +47,8 @@ def _multiply_blocks(
         def block(i, out_MN):
             x_RK = jax.lax.dynamic_slice_in_dim(padded, start + i * rows, rows)
             y_RN = jnp.einsum(equation, x_RK, w_KN)
-            # Groups must come in order: each overwrites the rows by which the one before it ran
-            # over.
+            # Groups must come in order: each overwrites
+            # the rows by which the one before it ran over.
             return jax.lax.dynamic_update_slice_in_dim(out_MN, y_RN, start + i * rows, 0)
 
         with jax.named_scope(expected):
@@ -71,8 +71,8 @@ def _sum_outer_products(x_MK: jax.Array, y_MN: jax.Array, sizes_E: jax.Array) ->
         start, size = inputs
 
         def block(i, sum_KN):
-            # A sum cannot be overwritten by the next group, as rows can, so its rows are masked
-            # here.
+            # A sum cannot be overwritten by the next group,
+            # as rows can, so its rows are masked here.
             inside_R1 = i * rows + jnp.arange(rows)[:, None] < size
             x_RK, y_RN = (
                 jnp.where(inside_R1, jax.lax.dynamic_slice_in_dim(a, start + i * rows, rows), 0)

@@ -78,8 +78,8 @@ def differentiable(rows: Rows, matrices: Matrices) -> Callable[..., jax.Array]:
 
     def backward(saved, dy_MN):
         x_MK, w_EKN, sizes_E = saved
-        # Both gradients are grouped matmuls again; jax would differentiate a backend's loop
-        # instead.
+        # Both gradients are grouped matmuls again; jax
+        # would differentiate a backend's loop instead.
         dx_MK = rows(dy_MN, w_EKN, sizes_E, True)
         return dx_MK, matrices(x_MK, dy_MN, sizes_E).astype(w_EKN.dtype), None
 

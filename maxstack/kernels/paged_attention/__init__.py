@@ -165,8 +165,8 @@ def paged_attention(
             others = tables, slots, positions, sinks
             if not inner:
                 return local(q, new, pages, *others)
-            # Pages cannot be cut by head for one device, so it reads the kv heads of its queries by
-            # number.
+            # Pages cannot be cut by head for one device, so
+            # it reads the kv heads of its queries by number.
             numbers = sequences.kv_head_numbers(q.shape[1], groups, inner)
             return local(q, new, pages, *others, numbers)
 

@@ -39,8 +39,8 @@ def run(inputs: Inputs, request: Request, value_dim: int | None) -> jax.Array:
     def step(j: jax.Array, carry: Softmax) -> Softmax:
         ids = jax.lax.dynamic_slice_in_dim(tables_RW, j * pages, pages, axis=1)
         kept = read_pages(inputs, ids, dtype).reshape(rows, block, *pages_PLCH.shape[2:])
-        # All rows read a block each, whether of their own request or of none: memory stays linear
-        # in rows.
+        # All rows read a block each, whether of their own
+        # request or of none: memory stays linear in rows.
         k_RBKH, v_RBKV = split_keys_values(kept, value_dim, kv_heads)
         scores = jnp.einsum("RKGH,RBKH->RKGB", q_RKGH, k_RBKH, preferred_element_type=jnp.float32)
         scores = apply_soft_cap(scores * request.scale, request)

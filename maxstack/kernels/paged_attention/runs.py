@@ -30,8 +30,8 @@ def long_and_short_tiles(
 ) -> tuple[Tiles, Tiles]:
     """(tiles of more than `short` and up to `long` rows, tiles of up to `short` for the other
     rows)."""
-    # A run's rest that is no longer than a short tile is computed as one, not as a long one with
-    # few rows.
+    # A run's rest that is no longer than a short tile is
+    # computed as one, not as a long one with few rows.
     inside_R, left_R = _runs(tables_RW, positions_R)
     begun_R = inside_R % long
     long_R, real_R = begun_R + left_R > short, positions_R >= 0
