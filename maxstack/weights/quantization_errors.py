@@ -75,7 +75,8 @@ class ObservedWeight(Substitute, nnx.Module):
     def __init__(
         self, param: nnx.Param, quant: QuantSpec, spec: WeightSpec, path: str, errors: Errors
     ):
-        self.base, self.quant, self.spec = param, quant, spec
+        self.base, self.quant = param, quant
+        self.spec = spec
         self.path, self.errors = path, errors
         lead = param.shape[: param.ndim - len(spec.shape)]
         # A scan traces the layers of a stack once, so their number has to be an array that the scan

@@ -145,7 +145,7 @@ def test_four_bits_need_an_even_dimension():
     [
         ("quantization={mode: ptq}", "quantization.mode: mode=ptq without rules takes nothing"),
         ("quantization=int7", "did you mean int8"),
-        ("quantization.rules=[{module_path: '(', weight_qtype: int8}]", "no regular expression"),
+        ("quantization.rules=[{module_path: '(', weight_qtype: int8}]", "is not a regular expression"),
         ("quantization.rules=[{act_qtype: int8}]", "act_qtype=int8 without weight_qtype"),
         (
             "quantization.rules=[{weight_qtype: int8, act_qtype: nf4}]",
@@ -169,7 +169,7 @@ def test_four_bits_need_an_even_dimension():
             "the range must hold 0",
         ),
         ("quantization.rules=[{weight_qtype: mxfp4}]", "set tile_size: 32"),
-        ("quantization.rules=[{weight_qtype: int8, tile_size: 0.3}]", "no whole part"),
+        ("quantization.rules=[{weight_qtype: int8, tile_size: 0.3}]", "does not divide the axis"),
         (
             "quantization.rules=[{weight_qtype: int8, mode: qat, bwd_qtype: int8}]",
             "no quantized backward pass; use mode: qt",
