@@ -145,7 +145,10 @@ def test_four_bits_need_an_even_dimension():
     [
         ("quantization={mode: ptq}", "quantization.mode: mode=ptq without rules takes nothing"),
         ("quantization=int7", "did you mean int8"),
-        ("quantization.rules=[{module_path: '(', weight_qtype: int8}]", "is not a regular expression"),
+        (
+            "quantization.rules=[{module_path: '(', weight_qtype: int8}]",
+            "is not a regular expression",
+        ),
         ("quantization.rules=[{act_qtype: int8}]", "act_qtype=int8 without weight_qtype"),
         (
             "quantization.rules=[{weight_qtype: int8, act_qtype: nf4}]",
