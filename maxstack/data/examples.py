@@ -7,6 +7,9 @@ template, and what counts are the answers of the assistant up to the token that 
 template's `{% generation %}` markers, or else by rendering the prompt before each answer and the
 conversation up to it, both of which must be beginnings of the whole text. A token that would hold
 the end of a prompt and the beginning of an answer is split there, as a model that generates has it.
+
+The stages: a raw record (presets.py maps published shapes) -> `Example` (conversations.py) ->
+`Segment`s of ids and targets -> `Unit`, which is packed into rows.
 """
 
 import functools
@@ -96,7 +99,7 @@ class Unit(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens of a row: pairs of an input and its target."""
+        """Positions that it takes in a row: one fewer than its ids for each segment."""
         return sum(len(segment.ids) - 1 for segment in self.segments)
 
     def cut(self, most: int) -> "Unit | None":

@@ -8,19 +8,22 @@ from typing import Any, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the tokens of an answer are chosen. Filters apply in the order of transformers: bias,
-    penalties, grammar, temperature, top_k, top_p, min_p."""
+    """How the tokens of an answer are chosen. Logits are changed in the order of transformers:
+    bias, penalties, temperature, top_k, top_p, min_p; a grammar's mask lies before temperature.
+
+    A new field changes the hash by which `generate` resumes, so files that an older version left
+    unfinished are then refused (generation.py)."""
 
     max_tokens: int = 16
-    """Tokens of the answer at most."""
+    """Maximum number of tokens of the answer."""
     temperature: float = 1.0
     """Divides the logits; 0: the likeliest token."""
     top_k: int = 0
-    """Only so many of the likeliest tokens; 0: all."""
+    """Keep this many of the likeliest tokens; 0: all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together have this probability."""
+    """Keep the fewest likeliest tokens that together have this probability."""
     min_p: float = 0.0
-    """Only tokens with this share of the likeliest token's probability."""
+    """Keep tokens that have this share of the likeliest token's probability."""
     repetition_penalty: float = 1.0
     """Divides positive logits, and multiplies others, of tokens of prompt and answer."""
     presence_penalty: float = 0.0
@@ -32,7 +35,8 @@ class Sampling:
     seed: int = 0
     """Seed of this request's random numbers, which no other request changes."""
     choice: int = 0
-    """Number of this answer among those to one prompt."""
+    """Folded into the seed, so that requests with one seed draw different numbers: the number of
+    the answer to one prompt, or of the prompt."""
     stop_tokens: frozenset[int] = frozenset()
     """Tokens that end the answer, which holds them as its last."""
     min_tokens: int = 0
@@ -43,7 +47,7 @@ class Sampling:
     scaled: bool = False
     """Report log-probabilities of logits divided by the temperature."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first."""
+    """As `logprobs`, for each token of the prompt but the first."""
     grammar: Any = None
     """`grammar.Answer` that says which tokens may follow; None: all."""
     embed: bool = False

@@ -29,7 +29,8 @@ class Settings(NamedTuple):
     """Numbers of `Sampling` for each row."""
 
     temperature: jax.Array
-    """float32 [O], as top_p to frequency; 0: the likeliest token."""
+    """float32 [O]; 0: the likeliest token. top_p, min_p, repetition, presence and frequency are
+    float32 [O] too. Constructors are positional in two files, so add a field at the end."""
     top_k: jax.Array
     """int32 [O]; 0: all."""
     top_p: jax.Array
@@ -40,9 +41,9 @@ class Settings(NamedTuple):
     seed: jax.Array
     """uint32 [O, 2]: the seed modulo 2**64, its high half first, as in jax.random.key."""
     choice: jax.Array
-    """int32 [O], as position."""
+    """int32 [O]: folded into the seed."""
     position: jax.Array
-    """Position in the sequence of the token that is chosen."""
+    """int32 [O]: position in the sequence of the token that is chosen."""
 
 
 def settings(rows: Sequence[tuple[Sampling, int] | None]) -> Settings:

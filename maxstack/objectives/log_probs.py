@@ -27,10 +27,10 @@ Sums = dict[str, Array]
 
 
 class Terms(NamedTuple):
-    """A loss of log-probabilities."""
+    """The loss of log-probabilities at each position, before it is summed."""
 
     total: Array
-    """[B, T]; its sum is the loss."""
+    """[B, T]: the loss of each position; their sum is that of the batch."""
     metrics: Sums
 
 
@@ -58,7 +58,8 @@ class LogProbs(Objective):
 
     @property
     def needs_reference(self) -> bool:
-        """True where the loss needs the log-probabilities of a reference, of tokens."""
+        """Whether the step computes log-probabilities of the reference for each token; False if
+        there is none, or if the records store them."""
         return False
 
     @property

@@ -33,7 +33,7 @@ class Loss(NamedTuple):
     total: jax.Array
     """The value that is differentiated."""
     weight: jax.Array
-    """Divisor of the sums: the number of counted tokens."""
+    """Divisor of the sums: how many tokens, pairs or answers the objective counts."""
     metrics: dict[str, jax.Array]
     """Terms of `total` and other sums to report, by name; the log shows `loss`. The sum `x` is
     divided by `x/weight` where there is one."""
@@ -54,7 +54,7 @@ class Objective:
     """A loss over batches of certain fields; objective.kind chooses it."""
 
     frozen: tuple[str, ...] = ()
-    """Names of second sets of weights, which begin as the trained ones do and never change."""
+    """Names of frozen copies of the starting weights, such as the reference."""
     coupled: bool = False
     """True where the loss of a row depends on other rows: `measure` then comes before the batch is
     cut into microbatches."""

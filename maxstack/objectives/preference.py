@@ -78,8 +78,8 @@ class Preference(LogProbs):
         policy = pair_sums(batch["logps"] * weights_BT, segments_BT)
         reference = pair_sums(reference_BT, segments_BT)
         tokens = pair_sums(mask_BT, segments_BT)
-        # Elsewhere values whose losses and derivatives are finite: a NaN there would reach the
-        # gradient through the mask.
+        # Positions without a pair get values whose loss and derivative are finite, since a NaN
+        # reaches the gradient through the mask.
         compared = Comparison(
             cfg,
             last_BT,
@@ -156,7 +156,7 @@ class Comparison:
 
     cfg: PreferenceConfig
     last: Array
-    """True where there is a pair."""
+    """True at the one position that stands for each pair; values elsewhere are masked."""
     policy: Pair
     """Log-probabilities of the answers."""
     reference: Pair
@@ -166,7 +166,8 @@ class Comparison:
 
     @property
     def ratios(self) -> Pair:
-        """Log-ratios of the model to the reference."""
+        """Log-ratios of the model to the reference; without one, the log-probabilities, as
+        AlphaPO transforms them if reward_alpha is set."""
         chosen, rejected = self.policy
         return Pair(
             self.transform_reward(chosen) - self.reference.first,
@@ -175,7 +176,8 @@ class Comparison:
 
     @functools.cached_property
     def scores(self) -> Pair:
-        """Derivative of the divergence at both ratios, less its constants (f-DPO)."""
+        """f(u) and f(v) of docs/POSTTRAINING.md: the derivative of the divergence at both
+        ratios, without its constants (f-DPO)."""
         chosen, rejected = self.ratios
         return Pair(self._score(chosen), self._score(rejected))
 
