@@ -11,6 +11,7 @@ import collections
 import contextlib
 import functools
 import json
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -63,6 +64,8 @@ class Grammars:
         self._sandboxes: list[GrammarSandbox] = []
         self._free = asyncio.Semaphore(PROCESSES)
         self._live = 0
+        # Reentrant: collecting garbage may free a grammar in the thread that counts another.
+        self._counting = threading.RLock()
 
     async def answers(self, rule: Rule, count: int, client: str) -> list[Answer]:
         """Return so many answers that follow a rule. Refusal for a rule that cannot be compiled,
@@ -120,9 +123,12 @@ class Grammars:
 
     def _hold(self, size: int) -> _Memory:
         """Count bytes until the returned object is dropped. Full where there are too many."""
-        if self._live + size > LIVE:
-            raise Full(f"grammars have {self._live + size >> 20} MiB of {LIVE >> 20}; try later")
-        self._live += size
+        with self._counting:
+            if self._live + size > LIVE:
+                raise Full(
+                    f"grammars have {self._live + size >> 20} MiB of {LIVE >> 20}; try later"
+                )
+            self._live += size
         memory = _Memory()
         # Answers share the object and are dropped in the engine's thread or here, whenever they
         # end.
@@ -130,7 +136,8 @@ class Grammars:
         return memory
 
     def _free_memory(self, size: int) -> None:
-        self._live -= size
+        with self._counting:
+            self._live -= size
         if size > FREED:
             # The threads take no more work where the server ends.
             with contextlib.suppress(RuntimeError):
