@@ -119,17 +119,17 @@ class SidecarConfig(Section):
 
 
 class VolumeConfig(Section):
-    """A volume of every pod beside the bucket; set exactly one of claim, config_map, secret and
-    size."""
+    """A volume mounted in every pod in addition to the bucket; set exactly one of claim,
+    config_map, secret and size."""
 
     mount: Mount
     """Folder in the pods. It must not be a folder that the image or the system needs."""
     claim: names.Object | None = None
-    """A PersistentVolumeClaim; with several hosts it must be ReadWriteMany."""
+    """Name of a PersistentVolumeClaim; with several hosts it must be ReadWriteMany."""
     config_map: names.Object | None = None
-    """A ConfigMap, whose keys are files."""
+    """Name of a ConfigMap, whose keys become files."""
     secret: names.Object | None = None
-    """A Secret, whose keys are files."""
+    """Name of a Secret, whose keys become files."""
     size: Quantity | None = None
     """Size limit of an empty folder on the node's disk, which is lost with the pod."""
     read_only: bool = False
@@ -157,7 +157,8 @@ class PodConfig(Section):
     """Size of /dev/shm, which counts against the memory."""
     user: PositiveInt | None = 1000
     """User and group id of the processes, which have no privileges, as the `restricted` Pod
-    Security Standard requires. null: the image's own user, with what the cluster allows it."""
+    Security Standard requires. null: the image's own user, with whatever privileges the cluster
+    allows."""
     service_account_token: bool = False
     """Mount a token for the Kubernetes API; neither maxstack nor the bucket needs it."""
     labels: dict[names.LabelKey, names.Label] = {}
@@ -177,16 +178,16 @@ class SlurmConfig(Section):
     reservation: Name | None = None
     """Node reservation."""
     time: Time = "24:00:00"
-    """Time limit of one run of the job; an unfinished job is queued again and resumes."""
+    """Time limit of one run of the job; an unfinished job is requeued and resumes."""
     mem: Annotated[str, Field(pattern=r"^[0-9]+[KMGT]?$"), pydantic.BeforeValidator(_written)] = "0"
     """Memory of a node in sbatch's notation: megabytes, or a number with K, M, G or T; 0: all of
     it."""
     cpus_per_task: PositiveInt | None = None
-    """CPUs of a process; null: the cluster's default. The job has its nodes to itself."""
+    """CPUs per process; null: the cluster's default. The job has its nodes to itself."""
     per_gpu: bool = False
     """Start one process per GPU instead of one per host."""
     setup: Items[Line] = ()
-    """Shell lines to run before training, as they are: module load cuda, source
+    """Shell commands to run before training, exactly as written: module load cuda, source
     .venv/bin/activate."""
 
     @property
@@ -202,12 +203,12 @@ class SlurmConfig(Section):
 
 
 class ClusterConfig(Section):
-    """One cluster. `maxstack submit CONFIG --target T --cluster FILE` reads it."""
+    """A cluster, as read by `maxstack submit CONFIG --target T --cluster FILE`."""
 
     PRESETS = {"": ("clusters",)}
 
     topology: str
-    """Hardware of a run, in the notation of `maxstack plan`: v5p:8x8x16, v5e:16x16*4 (4 slices),
+    """Hardware to run on, in the notation of `maxstack plan`: v5p:8x8x16, v5e:16x16*4 (4 slices),
     h100:32x8 (32 hosts of 8)."""
     project: names.Place | None = None
     """Google Cloud project, for xpk; null: gcloud's default."""
@@ -223,9 +224,9 @@ class ClusterConfig(Section):
     """kubectl context, such as gke_PROJECT_REGION_CLUSTER (`kubectl config get-contexts`); null:
     the current one."""
     queue: names.Queue | None = None
-    """Local queue of Kueue."""
+    """Kueue local queue (LocalQueue) to submit to."""
     priority: names.Queue | None = None
-    """Priority class of Kueue, or --priority of xpk."""
+    """Kueue priority class, or --priority of xpk."""
     image: names.Image | None = None
     """Container image with maxstack (scripts/Dockerfile), preferably by digest, NAME@sha256:...;
     for gke and xpk."""
@@ -238,23 +239,25 @@ class ClusterConfig(Section):
     secrets: dict[names.Variable, SecretConfig] = {}
     """Environment variable -> the secret that holds its value."""
     env: dict[names.Variable, Line] = {}
-    """Environment variables of every process; secrets, by name or shape, are refused."""
+    """Environment variables of every process; anything whose name or form suggests a secret is
+    refused."""
     config: Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]+$")] | None = None
-    """Path of the resolved configuration on every host, for one that is too large to send with the
-    job: the file that `maxstack submit --out` writes, copied into the bucket or the image. A host
-    with another content ends the run. null: the configuration is sent with the job."""
+    """Path on every host of the resolved configuration, if it is too large to send with the job:
+    the file that `maxstack submit --out` writes, copied into the bucket or the image. If a host's
+    copy has different contents, the run ends. null: the configuration is sent with the job."""
     grace: int = Field(600, ge=30)
-    """Seconds between SIGTERM and SIGKILL, in which a process saves."""
+    """Seconds between SIGTERM and SIGKILL, during which a process saves."""
     max_restarts: NonNegativeInt = 100
-    """Number of restarts after any exit but success (0) or a user's error (1, 2)."""
+    """Maximum number of restarts, after any exit status except success (0) and user error (1,
+    2)."""
     ttl_seconds_after_finished: NonNegativeInt = 604_800
     """Seconds for which gke and xpk keep finished jobs with their pods and logs; by default a
     week."""
     restart_from_zero: bool = False
-    """Allow restarts from step 0. Otherwise a run that saves nothing, or to nothing that lasts, is
-    refused unless max_restarts is 0."""
+    """Allow restarts from step 0. Otherwise a run that saves no checkpoints, or only to storage
+    that does not last, is refused unless max_restarts is 0."""
     volumes: Items[VolumeConfig] = ()
-    """Volumes of every pod beside the bucket, for gke."""
+    """Volumes to mount in every pod in addition to the bucket, for gke."""
     pod: PodConfig = PodConfig()
     slurm: SlurmConfig = SlurmConfig()
 

@@ -58,20 +58,22 @@ class RunConfig(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)
     """Name of the run, and of its folder inside output_dir; the same name resumes it."""
     output_dir: str = Field("runs", max_length=1024)
-    """Folder for runs, local or mounted. With several hosts all must see it."""
+    """Folder that contains the folders of runs, local or mounted; with several hosts it must be
+    shared by all."""
     virtual_devices: CountInt | None = None
     """Split the CPU into this many devices, to try out a mesh; null: the real devices."""
     trackers: Items[Literal["tensorboard", "trackio", "wandb", "mlflow"]] = ("tensorboard",)
-    """Trackers that receive metrics, texts and images beside metrics.jsonl, each in the run's
-    folder unless its own environment variables say otherwise (docs/REPORT.md)."""
+    """Trackers that receive metrics, texts and images in addition to metrics.jsonl; each writes to
+    the run's folder unless its own environment variables say otherwise (docs/REPORT.md)."""
     executable: str | None = None
     """Compiled step to load, as written by `maxstack plan --save-executable`; null: compile."""
     tuned: str | None = "~/.cache/maxstack/tuned.json"
     """Table of kernel block sizes, written by `maxstack tune`, which takes precedence over the
     shipped ones; the file may be missing. null: none."""
     compilation_cache: str | None = "~/.cache/maxstack/xla"
-    """Folder for compiled programs, reused between runs; null: none. The default belongs to this
-    user alone, and is refused where others may write to it; a folder of your own is trusted."""
+    """Folder for compiled programs, reused between runs; null: none. The default folder belongs to
+    the current user, and is refused if others can write to it; a folder that you set yourself is
+    trusted."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -88,8 +90,7 @@ class RunConfig(Section):
 
 
 class DistributedConfig(Section):
-    """Several processes of one run; each is started with the same configuration and its own
-    number."""
+    """A run of several processes, each started with the same configuration and its own number."""
 
     coordinator: str = Field(pattern=r"^.+:[0-9]+$")
     """host:port on the host of process 0; the port must be free, and all processes must reach
@@ -114,8 +115,8 @@ class StopEarlyConfig(Section):
     """Early stopping by a metric of the evaluations."""
 
     metric: str = "eval_loss"
-    """Evaluation metric, as in tasks/pairs/acc. Prefix it with + or - where its name does not tell
-    which direction is better: -eval_x."""
+    """Evaluation metric, such as tasks/pairs/acc. If its name does not tell which direction is
+    better, prefix it with + (higher) or - (lower): -eval_x."""
     patience: PositiveInt = 3
     """Number of evaluations in a row without improvement after which the run stops."""
     min_delta: NonNegativeFloat = 0.0
@@ -133,32 +134,33 @@ class TrainConfig(Section):
     """Number of optimizer steps of the whole run. It may be raised later; where that changes the
     learning rate of the next step, the log shows both values."""
     epochs: PositiveFloat | None = None
-    """Passes over every source without `epochs` of its own. train.steps is then computed at the
-    start, by reading all documents once for their lengths and dealing them out so that all rows of
-    the batch end together. null: use train.steps."""
+    """Number of passes over every source that does not set its own `epochs`. train.steps is then
+    computed at the start, by reading all documents once for their lengths and distributing them so
+    that all rows of the batch end together. null: use train.steps."""
     batch_size: SizeInt = 8
     """Rows per step, over all devices and microbatches."""
     stages: Items[StageConfig] = ()
-    """Fewer or shorter rows from a step on: a batch size ramp, a length curriculum. The order of
-    the data stays the same. The step is compiled for each shape, when it is first needed."""
+    """Stages of training with fewer or shorter rows, for a batch size ramp or a length curriculum.
+    The order of the data stays the same. The training step is compiled for each shape when it is
+    first needed."""
     accumulate: CountInt = 1
     """Number of microbatches per step, computed one after the other; the update is that of the
     whole batch."""
     seed: int = 0
-    """Seed of the initial weights and of all random numbers in steps."""
+    """Seed for the initial weights and for all random numbers in training steps."""
     profile: ProfileConfig | None = None
     """Write a trace into the run's folder; null: none, though `maxstack profile --live` can trace a
     running job."""
     stop_early: StopEarlyConfig | None = None
-    """Stop before train.steps where evaluations do not improve; null: never."""
+    """Stop before train.steps if evaluations stop improving; null: never."""
 
 
 class XlaConfig(Section):
-    """Compiler options. A correct run needs none."""
+    """Compiler options. A run is correct without any."""
 
     platform: Literal["cpu", "gpu", "tpu"] | None = None
-    """Platform to apply the flags on; on others they are ignored with a note in the log. null:
-    all."""
+    """Platform that the flags are for; on others they are ignored, with a note in the log. null:
+    all platforms."""
     flags: dict[str, bool | int | float | str] = {}
     """XLA flags, by name without dashes, for the training step and evaluation; the log shows them.
     An unknown flag is an error."""
@@ -184,13 +186,13 @@ class SamplesConfig(Section):
     """Texts or images that the model generates during training."""
 
     prompts: Items[str] = ()
-    """Prompts of the texts."""
+    """Prompts to generate texts from."""
     tokens: PositiveInt = 64
     """Tokens to generate after each prompt."""
     temperature: NonNegativeFloat = 0.8
     """Sampling temperature; 0: greedy."""
     count: PositiveInt = 40
-    """Number of images, of all classes in turn."""
+    """Number of images to generate, cycling through all classes."""
     steps: PositiveInt = 20
     """Euler steps per image."""
     guidance: float = 1.0
@@ -256,7 +258,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
     """Name and folders of the run."""
     distributed: DistributedConfig | None = None
-    """Several processes; null: as the launcher says, or a single process."""
+    """Settings for several processes; null: taken from the launcher, or a single process."""
     runtime: Literal["jax", "pathways"] = "jax"
     """jax: each process drives the devices of its host. pathways: this process drives all devices,
     through the proxy at JAX_BACKEND_TARGET."""
@@ -278,13 +280,13 @@ class Config(Section):
     objective: Objective = NextTokenConfig(kind="next_token")
     """Training loss: a preset's name or a mapping."""
     rollout: RolloutConfig | None = None
-    """Samples of the model for it to learn from; null: it learns from data."""
+    """How to generate samples for the model to learn from; null: it learns from data."""
     rewards: Items[AnyReward] = ()
-    """Rewards of samples: their weighted sum."""
+    """Rewards for samples, added up with their weights."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer: a preset's name or a mapping."""
     train: TrainConfig = TrainConfig()
-    """The training loop."""
+    """Settings of the training loop."""
     eval: EvalConfig = EvalConfig()
     """Evaluation during training."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -292,7 +294,7 @@ class Config(Section):
     faults: FaultsConfig = FaultsConfig()
     """Reactions to non-finite values, loss spikes, hangs and lost devices."""
     serve: ServeConfig = ServeConfig()
-    """Generation and the server."""
+    """Settings of the generation engine and the server."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

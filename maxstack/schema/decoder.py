@@ -20,23 +20,23 @@ from maxstack.schema.stack import NewRows, StackConfig
 
 
 class HeadConfig(Section):
-    """From the last hidden state to logits."""
+    """The output head, which maps the last hidden state to logits."""
 
     scores: bool = False
-    """Give one score per position instead of logits: a reward model, as transformers'
+    """Output one score per position instead of logits, for a reward model, like transformers'
     ForSequenceClassification with one label."""
     value: bool = False
-    """Add a value head beside the logits, an estimate of the future reward, which starts at 0
-    (PPO); exports leave it out."""
+    """Add a value head, which estimates the future reward and starts at 0 (PPO), next to the
+    logits; exports leave it out."""
     tied: bool = False
-    """Use the embedding table, transposed."""
+    """Tie the weights: use the embedding table, transposed, as the output matrix."""
     bias: bool = False
-    """A bias per vocabulary entry."""
+    """Add a bias for each vocabulary entry."""
     soft_cap: PositiveFloat | None = None
     """Logits l become soft_cap * tanh(l / soft_cap); null: unchanged."""
     backend: CrossEntropy = "auto"
-    """Kernel of the loss from hidden states and this matrix; auto: the first one that supports the
-    case."""
+    """Kernel that computes the loss from the hidden states and the head's matrix; auto: the first
+    one that supports the case."""
 
 
 class PerLayerConfig(Section):
@@ -44,9 +44,9 @@ class PerLayerConfig(Section):
     the MLP (Gemma 4 E2B)."""
 
     vocab: int = Field(ge=2, le=100_000_000)
-    """Rows of its table."""
+    """Number of rows of this embedding table."""
     size: SizeInt
-    """Dimension per layer."""
+    """Embedding dimension for each layer."""
     activation: Literal["gelu_tanh", "gelu", "silu"] = "gelu_tanh"
     """Activation of the gate."""
 
@@ -58,9 +58,10 @@ class MTPConfig(Section):
     block: str
     """Name of the block to use."""
     depth: CountInt = 1
-    """Number of further tokens, one block each."""
+    """Number of further tokens to predict, with one block for each."""
     loss: NonNegativeFloat = 0.3
-    """Weight of its mean cross-entropy; 0: keep the weights without computing or changing them."""
+    """Weight of its mean cross-entropy in the loss; 0: keep its weights without using or changing
+    them."""
 
 
 class DecoderConfig(StackConfig):
@@ -70,19 +71,20 @@ class DecoderConfig(StackConfig):
     OBJECTIVE = "next_token"
 
     kind: Literal["decoder"] = "decoder"
-    """The topology."""
+    """Selects this architecture."""
     vocab: int = Field(ge=2, le=100_000_000)
-    """Rows of the embedding table; at least the tokenizer's vocabulary. Rows are added where it is
-    more than in the model that `from` names."""
+    """Number of rows of the embedding table, at least the tokenizer's vocabulary size. If it is
+    larger than in the model that `from` names, rows are added."""
     new_tokens: Literal["mean"] | NonNegativeInt = "mean"
-    """Initial value of added rows of the embedding and the head: the mean of the others, or a copy
-    of this token's row."""
+    """Initial value of added rows of the embedding and the head: the mean of the others, or, given
+    a token's id, a copy of that token's row."""
     positions: SizeInt | None = None
-    """Rows of a learned position table that is added to the embeddings; null: none."""
+    """Number of rows of a learned position table that is added to the embeddings; null: no
+    table."""
     head: HeadConfig = HeadConfig()
     """The output head."""
     embed_scale: PositiveFloat | None = None
-    """Factor of the embeddings; null: 1."""
+    """Factor by which embeddings are multiplied; null: 1."""
     per_layer: PerLayerConfig | None = None
     """Per-layer embeddings; null: none."""
     mtp: MTPConfig | None = None

@@ -13,8 +13,8 @@ FREQUENCIES = 256
 
 
 class ConditionConfig(Part):
-    """From a time and a class to a vector: an MLP of the time's sines and cosines, plus a row of a
-    table, whose last row stands for no class."""
+    """Turns a time and a class into a vector: an MLP on the sines and cosines of the time, plus the
+    class's row of a table, whose last row stands for no class."""
 
     LAYER = "maxstack.layers.condition:Condition"
     COMPONENT = "condition"
@@ -43,11 +43,11 @@ class DiTConfig(ImageStackConfig):
     OBJECTIVE = "flow"
 
     kind: Literal["dit"]
-    """The topology."""
+    """Selects this architecture."""
     out_channels: SizeInt | None = None
-    """Numbers per pixel in the output, of which the first `channels` count; null: `channels`."""
+    """Number of output channels, of which only the first `channels` are used; null: `channels`."""
     classes: SizeInt
-    """Number of classes; one more row of the table stands for none."""
+    """Number of classes; the table has one more row, for no class."""
 
     @property
     def own_conditions(self) -> bool:

@@ -24,7 +24,8 @@ class TokenPool(Section):
     """The class token, the mean over the patches, or both concatenated (DINOv2)."""
 
     kind: Literal["cls", "mean", "cls_mean"]
-    """How features are pooled."""
+    """How features are pooled. cls: the class token; mean: the mean over the patches; cls_mean:
+    both, concatenated."""
 
 
 class MapPool(Part):
@@ -35,11 +36,11 @@ class MapPool(Part):
     COMPONENT = "pool"
 
     kind: Literal["map"]
-    """How features are pooled."""
+    """Selects this attention pooling."""
     heads: CountInt
-    """Attention heads."""
+    """Number of attention heads."""
     hidden: SizeInt
-    """Size of the hidden layer."""
+    """Size of the MLP's hidden layer."""
     activation: Literal["gelu_tanh", "gelu"] = "gelu_tanh"
     """Activation of the hidden layer."""
     norm: NormConfig = NormConfig(kind="layer", bias=True)
@@ -77,7 +78,7 @@ class EncoderConfig(ImageStackConfig):
     WHOLE = False
 
     kind: Literal["encoder"]
-    """The topology."""
+    """Selects this architecture."""
     patch: CountInt
     """Height and width of a patch. Where it does not divide image_size, the model ignores the rest
     at the right and lower edge, as SigLIP's So400m/14 does at 384."""
@@ -91,11 +92,11 @@ class EncoderConfig(ImageStackConfig):
     sincos2d: a fixed table; rope2d: blocks with `rope` rotate by row and column, from -1 to 1
     across the image (DINOv3, arXiv:2508.10104)."""
     mask_token: bool = False
-    """Keep the token that stood for hidden patches in pretraining (DINOv2); it is not used."""
+    """Keep the mask token that stood for hidden patches in pretraining (DINOv2); it is not used."""
     pool: Pool = TokenPool(kind="cls")
-    """From the last hidden states to the image's features."""
+    """How the last hidden states are pooled into the image's features."""
     classes: SizeInt | None = None
-    """Classes of the head; null: no head."""
+    """Number of classes of the classification head; null: no head."""
 
     @property
     def tokens(self) -> int:

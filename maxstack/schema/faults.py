@@ -14,25 +14,26 @@ class SpikeConfig(Section):
     """Threshold in standard deviations above the running mean, for the loss and for the logarithm
     of the gradient norm."""
     window: int = Field(128, ge=2)
-    """Steps of the exponential moving mean and deviation, without those of refused updates."""
+    """Window in steps of the exponential moving mean and deviation; refused updates do not
+    count."""
     warm_up: int = Field(100, ge=2)
-    """Accepted updates before spikes are looked for."""
+    """Number of accepted updates before spike detection begins."""
     rewind_after: PositiveInt | None = None
-    """Number of spikes among refused updates in a row after which the run restores a checkpoint
-    from before them and skips their batches; null: never."""
+    """Number of spikes in a series of consecutive refused updates after which the run restores a
+    checkpoint from before them and skips their batches; null: never."""
     before: NonNegativeInt = 100
-    """Number of batches before the first of these spikes to skip too (PaLM, arXiv:2204.02311,
+    """Number of batches before the first of these spikes to skip as well (PaLM, arXiv:2204.02311,
     section 5.1)."""
     max_rewinds: NonNegativeInt = 3
     """Maximum number of rewinds in the whole run; the next one ends it with an error."""
 
 
 class WatchdogConfig(Section):
-    """A separate process beside each process of the run. When the run hangs it writes the stacks of
-    all threads into the log and ends the process."""
+    """A separate process that watches each process of the run. If the run hangs, it writes the
+    stacks of all threads to the log and ends the process."""
 
     step: PositiveFloat = 600.0
-    """Timeout of a step in seconds; ten times the slowest step so far where that is longer."""
+    """Timeout of a step in seconds, or ten times the slowest step so far if that is longer."""
     other: PositiveFloat = 3600.0
     """Timeout in seconds of everything else: start-up, compiling, restoring, an evaluation, waiting
     for a save."""
@@ -45,7 +46,7 @@ class ElasticConfig(Section):
     least: PositiveInt = 1
     """Minimum number of slices to continue on."""
     attempts: PositiveInt = 10
-    """Maximum number of continuations of a process."""
+    """Maximum number of times that a process continues after losing slices."""
 
 
 class FaultsConfig(Section):
@@ -55,20 +56,22 @@ class FaultsConfig(Section):
     max_skips: NonNegativeInt = 10
     """Maximum number of refused updates in a row; one more ends the run with an error."""
     spike: SpikeConfig | None = None
-    """Refuse spikes of the loss and of the gradient norm too; null: only non-finite values."""
+    """Also refuse updates with a spike of the loss or of the gradient norm; null: refuse only
+    non-finite values."""
     watchdog: WatchdogConfig | None = WatchdogConfig()
-    """End a run that hangs, and all processes of a run that lost one; null: no watchdog."""
+    """End a run that hangs, and all processes of a run that has lost one of them; null: no
+    watchdog."""
     grace: PositiveFloat = 120.0
     """Seconds after a signal in which the process saves and exits; what is not saved by then is
     lost. `maxstack submit` sets what the cluster grants."""
     elastic: ElasticConfig | None = None
     """Continue without lost slices; null: a lost slice ends the process, which is restarted."""
     check_every: NonNegativeInt = 100
-    """Steps between comparisons of replicated weights across devices (silent data corruption) and
-    of the speeds of processes; 0: never."""
+    """Steps between checks that compare replicated weights across devices (to find silent data
+    corruption) and the speeds of processes; 0: never."""
     slow: float = Field(1.5, gt=1)
-    """A process is reported as slow where its devices take this many times as long as the others',
-    or where waiting for it makes steps this many times as long, in two comparisons in a row."""
+    """Report a process as slow if, in two comparisons in a row, its devices take this many times as
+    long as the others', or waiting for it makes steps this many times as long."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.spike and self.spike.rewind_after and self.spike.rewind_after > self.max_skips:

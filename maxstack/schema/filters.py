@@ -25,18 +25,18 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Filter(Section):
-    """Keys of every filter."""
+    """Keys shared by all filters."""
 
     name: str | None = Field(None, pattern=r"^[\w.-]+$")
-    """Name in counts and among removed documents; null: its kind, numbered where a kind occurs more
-    than once."""
+    """Name in counts and in the list of removed documents; null: its kind, numbered if a kind
+    occurs more than once."""
 
 
 class NormalizeFilter(Filter):
     """Normalizes the characters of each document."""
 
     kind: Literal["normalize"]
-    """The filter."""
+    """Selects this filter."""
     ftfy: bool = False
     """Repair wrongly decoded text, HTML entities, ligatures, wide letters and curly quotes with
     ftfy (Speer 2019)."""
@@ -53,13 +53,13 @@ class LanguageFilter(Filter):
     is bundled with it. Short texts are often misidentified."""
 
     kind: Literal["language"]
-    """The filter."""
+    """Selects this filter."""
     languages: Items[str] = Field(min_length=1)
     """Codes of the languages to keep (ISO 639-1), as in [en, de]."""
     min_confidence: Share = 0.65
     """Minimum probability of the most likely language."""
     characters: PositiveInt = 2000
-    """Characters to look at, from the beginning of the document."""
+    """Number of characters to examine, from the beginning of the document."""
 
     def own_faults(self) -> Iterator[Fault]:
         for language in self.languages:
@@ -72,13 +72,13 @@ class LengthFilter(Filter):
     """Removes documents that are too short or too long."""
 
     kind: Literal["length"]
-    """The filter."""
+    """Selects this filter."""
     unit: Literal["characters", "words", "bytes"] = "characters"
     """Unit of length; words are separated by white space, bytes are those of UTF-8."""
     min: NonNegativeInt = 0
     """Minimum length."""
     max: PositiveInt | None = None
-    """Maximum length; null: none."""
+    """Maximum length; null: no limit."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.max is None and not self.min:
@@ -91,9 +91,9 @@ class RegexFilter(Filter):
     """Removes documents by a regular expression, or replaces its matches."""
 
     kind: Literal["regex"]
-    """The filter."""
+    """Selects this filter."""
     pattern: Regex
-    """Python syntax; (?i), (?m) and (?s) at its beginning set flags."""
+    """Regular expression in Python syntax; (?i), (?m) and (?s) at its beginning set flags."""
     action: Literal["drop", "keep", "replace"] = "drop"
     """drop: remove documents with a match; keep: remove documents without one; replace: replace all
     matches."""
@@ -114,7 +114,7 @@ class GopherQualityFilter(Filter):
     separated by white space. null disables a rule."""
 
     kind: Literal["gopher_quality"]
-    """The filter."""
+    """Selects this filter."""
     min_words: NonNegativeInt | None = 50
     """Minimum number of words."""
     max_words: PositiveInt | None = 100_000
@@ -143,7 +143,7 @@ class GopherRepetitionFilter(Filter):
     rule."""
 
     kind: Literal["gopher_repetition"]
-    """The filter."""
+    """Selects this filter."""
     duplicate_lines: Share | None = 0.3
     """Maximum fraction of duplicate lines."""
     duplicate_paragraphs: Share | None = 0.3
@@ -155,21 +155,21 @@ class GopherRepetitionFilter(Filter):
     top_2_gram: Share | None = 0.2
     """Maximum fraction of characters in occurrences of the most frequent word bigram."""
     top_3_gram: Share | None = 0.18
-    """The same for trigrams."""
+    """Maximum fraction of characters in occurrences of the most frequent word trigram."""
     top_4_gram: Share | None = 0.16
-    """The same for 4-grams."""
+    """Maximum fraction of characters in occurrences of the most frequent word 4-gram."""
     duplicate_5_grams: Share | None = 0.15
     """Maximum fraction of characters in duplicate word 5-grams, each character counted once."""
     duplicate_6_grams: Share | None = 0.14
-    """The same for 6-grams."""
+    """Maximum fraction of characters in duplicate word 6-grams, each character counted once."""
     duplicate_7_grams: Share | None = 0.13
-    """The same for 7-grams."""
+    """Maximum fraction of characters in duplicate word 7-grams, each character counted once."""
     duplicate_8_grams: Share | None = 0.12
-    """The same for 8-grams."""
+    """Maximum fraction of characters in duplicate word 8-grams, each character counted once."""
     duplicate_9_grams: Share | None = 0.11
-    """The same for 9-grams."""
+    """Maximum fraction of characters in duplicate word 9-grams, each character counted once."""
     duplicate_10_grams: Share | None = 0.1
-    """The same for 10-grams."""
+    """Maximum fraction of characters in duplicate word 10-grams, each character counted once."""
 
 
 class C4Filter(Filter):
@@ -178,12 +178,12 @@ class C4Filter(Filter):
     three-sentence spans is not included."""
 
     kind: Literal["c4"]
-    """The filter."""
+    """Selects this filter."""
     terminal_punctuation: bool = True
     """Drop lines that do not end with a period, exclamation mark, question mark or quotation mark,
     and those that end with an ellipsis."""
     min_line_words: NonNegativeInt = 5
-    """Minimum number of words of a line."""
+    """Drop lines with fewer words than this."""
     javascript: bool = True
     """Drop lines with the word Javascript."""
     policy: bool = True
@@ -195,19 +195,19 @@ class C4Filter(Filter):
     curly_bracket: bool = True
     """Remove documents with a curly bracket."""
     bad_words: str | None = None
-    """File with a word or phrase per line, a path or URL; documents with any of them are removed,
-    as in the paper with a public list. null: no such rule."""
+    """Path or URL of a file with one word or phrase per line; documents that contain any of them
+    are removed, as in the paper with a public list. null: no such rule."""
     min_sentences: NonNegativeInt = 3
-    """Minimum number of sentences of a document."""
+    """Remove documents with fewer sentences than this."""
 
 
 class ExactDuplicatesFilter(Filter):
     """Keeps the first of equal documents, across all sources in order."""
 
     kind: Literal["exact_duplicates"]
-    """The filter."""
+    """Selects this filter."""
     ignore: Items[Literal["case", "whitespace", "punctuation"]] = ("case", "whitespace")
-    """Differences to ignore. whitespace: its amount and kind."""
+    """Differences between documents to ignore. whitespace: differences in its amount and kind."""
 
 
 class NearDuplicatesFilter(Filter):
@@ -216,19 +216,19 @@ class NearDuplicatesFilter(Filter):
     found by bands of the signatures (LSH), and clusters are the connected components of pairs."""
 
     kind: Literal["near_duplicates"]
-    """The filter."""
+    """Selects this filter."""
     threshold: float = Field(0.8, gt=0, lt=1)
     """Minimum estimated similarity."""
     permutations: int = Field(128, ge=16, le=1024)
-    """Length of a signature. The estimate's standard deviation at similarity J is sqrt(J (1 - J) /
-    permutations)."""
+    """Number of permutations, which is the length of a signature. The estimate's standard deviation
+    at similarity J is sqrt(J (1 - J) / permutations)."""
     ngram: PositiveInt = 5
-    """n, in units; a shorter document is one n-gram."""
+    """Length of an n-gram, in units; a shorter document counts as one n-gram."""
     unit: Literal["words", "characters"] = "words"
-    """Units of n-grams, in lower case; words are runs of letters and digits. characters: for
-    languages without white space."""
+    """Unit of n-grams, which are compared in lower case. words: runs of letters and digits;
+    characters: for languages written without white space."""
     seed: NonNegativeInt = 1
-    """Seed of the permutations."""
+    """Seed for the permutations."""
 
 
 class DecontaminateFilter(Filter):
@@ -237,16 +237,17 @@ class DecontaminateFilter(Filter):
     than an n-gram are ignored."""
 
     kind: Literal["decontaminate"]
-    """The filter."""
+    """Selects this filter."""
     tasks: Items[str] = ()
-    """Names or files of tasks, as in eval.tasks: their questions with each answer."""
+    """Evaluation tasks, by name or file as in eval.tasks; their texts are each question with each
+    of its answers."""
     files: Items[str] = ()
-    """Further files of texts, paths or URLs: .jsonl files with any texts in each line, other files
-    with a text per line."""
+    """Paths or URLs of further files of texts: .jsonl files, with any texts in each line, or other
+    files, with one text per line."""
     ngram: PositiveInt = 13
-    """n, in words."""
+    """Length of an n-gram, in words."""
     min_matches: PositiveInt = 1
-    """Number of positions with such an n-gram at which a document is removed."""
+    """Remove a document if such n-grams occur at this many positions or more."""
 
     def own_faults(self) -> Iterator[Fault]:
         if not self.tasks and not self.files:
@@ -262,20 +263,20 @@ class PersonalDataFilter(Filter):
     """Masks personal data with placeholders. null leaves a kind of data unchanged."""
 
     kind: Literal["pii"]
-    """The filter."""
+    """Selects this filter."""
     email: str | None = "<email>"
-    """For email addresses."""
+    """Placeholder for email addresses."""
     ip: str | None = "<ip>"
-    """For public IP addresses, of version 4 and 6."""
+    """Placeholder for public IP addresses, of version 4 and 6."""
     phone: str | None = "<phone>"
-    """For phone numbers that the package phonenumbers finds valid."""
+    """Placeholder for phone numbers that the package phonenumbers finds valid."""
     phone_regions: Items[Annotated[str, Field(pattern="^[A-Z]{2}$")]] = ()
-    """Countries whose national notation is recognized too, as in [US, CH]; otherwise only numbers
-    that begin with +."""
+    """Countries whose national notation of phone numbers is also recognized, as in [US, CH];
+    otherwise only numbers that begin with + are."""
     iban: str | None = "<iban>"
-    """For bank account numbers (ISO 13616) with valid check digits."""
+    """Placeholder for bank account numbers (ISO 13616) with valid check digits."""
     credit_card: str | None = "<credit_card>"
-    """For 13 to 19 digits of a known issuer with a valid check digit (Luhn)."""
+    """Placeholder for 13 to 19 digits of a known card issuer with a valid check digit (Luhn)."""
 
 
 AnyFilter = Annotated[

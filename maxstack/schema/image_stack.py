@@ -8,7 +8,7 @@ from maxstack.schema.stack import StackConfig
 
 
 class ImageStackConfig(StackConfig):
-    """Keys of a model of images."""
+    """Keys shared by image models."""
 
     WHOLE: ClassVar[bool] = True
     """Whether patches must cover the whole image."""
@@ -18,7 +18,7 @@ class ImageStackConfig(StackConfig):
     patch: CountInt
     """Height and width of a patch."""
     channels: SizeInt = 3
-    """Numbers per pixel."""
+    """Number of channels per pixel."""
 
     @property
     def tokens(self) -> int:

@@ -58,19 +58,21 @@ class MeshConfig(Section):
     """Number of pipeline stages: each holds a share of the repetitions of the pattern; outside the
     pipeline the batch is split over them."""
     data: AxisSize = -1
-    """Number of replicas of the weights, each with its own rows."""
+    """Number of replicas of the weights, each with its own rows of the batch."""
     fsdp: AxisSize = 1
-    """Number of devices to shard the weights over, gathered when used; each has its own rows."""
+    """Number of devices to shard the weights over. Weights are gathered when used; each device has
+    its own rows of the batch."""
     expert: AxisSize = 1
-    """Number of devices to shard experts over, each with its own rows: tokens are sent to their
-    experts. Other weights are sharded as over fsdp."""
+    """Number of devices to shard experts over, each with its own rows of the batch: tokens are sent
+    to their experts. Other weights are sharded as over fsdp."""
     context: AxisSize = 1
     """Number of devices to split each sequence over."""
     tensor: AxisSize = 1
     """Number of devices to shard heads, MLP hidden units and vocabulary over."""
     rules: dict[str, Axes] = RULES
-    """Logical axis -> mesh axis, list of mesh axes, or null; merged over the defaults. A mesh axis
-    splits a tensor at most once, left to right."""
+    """Mapping from a logical axis to a mesh axis, a list of mesh axes, or null; merged over the
+    defaults. A mesh axis splits at most one dimension of a tensor; dimensions take their axes from
+    left to right."""
     optimizer_rules: dict[str, Axes] = {}
     """Rules for the optimizer state, merged over `rules`: {embed: [data, fsdp]} shards it over
     replicas too (ZeRO-1); empty: like the weights."""
@@ -78,15 +80,16 @@ class MeshConfig(Section):
     """Parts of the state to keep in host memory between steps; they move to the devices for the
     update (optimizer) or for the whole step (params)."""
     context_kind: Literal["ring", "ulysses"] = "ring"
-    """Attention over a sequence that is split over context. ring: keys and values travel around the
-    devices, in a balanced token order; ulysses: an all-to-all gives each device whole sequences of
-    some heads."""
+    """How attention works over a sequence that is split over context. ring: keys and values are
+    passed around the ring of devices, with tokens ordered so that work is balanced; ulysses: an
+    all-to-all gives each device whole sequences for some of the heads."""
     microbatches: CountInt | None = None
-    """Microbatches of a batch that follow each other through the pipeline; null: as many as
+    """Number of microbatches that a batch is split into for the pipeline; null: as many as
     stages."""
     rounds: CountInt = 1
-    """Number of times that a microbatch passes through all stages, each of which then holds as many
-    separate runs of layers: a smaller bubble, more traffic."""
+    """Number of times that each microbatch passes through all stages; each stage then holds that
+    many separate groups of consecutive layers. More rounds: a smaller pipeline bubble, but more
+    traffic."""
 
     @pydantic.field_validator("rules", mode="before")
     @classmethod

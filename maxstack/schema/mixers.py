@@ -42,7 +42,7 @@ class NormConfig(Part):
     """rms: root mean square (Zhang & Sennrich 2019, arXiv:1910.07467); layer: mean and variance (Ba
     2016, arXiv:1607.06450)."""
     eps: PositiveFloat = 1e-6
-    """Added to the mean square or variance."""
+    """Small number added to the mean square or variance."""
     scale: bool = True
     """Learn a factor per channel."""
     zero_centered: bool = False
@@ -64,32 +64,33 @@ class LinearScaling(Section):
     """Positions divided by a factor (Chen et al. 2023, arXiv:2306.15595)."""
 
     kind: Literal["linear"]
-    """The scaling."""
+    """Selects this scaling."""
     factor: PositiveFloat
-    """Divisor of the frequencies."""
+    """Number to divide the frequencies by."""
 
 
 class ProportionalScaling(Section):
-    """The rotated fraction of the frequencies keeps the spacing of the whole head, and the rest of
-    the head is not rotated (Gemma 4)."""
+    """Only a fraction of the head is rotated, with frequencies spaced as if the whole head were
+    (Gemma 4)."""
 
     kind: Literal["proportional"]
-    """The scaling."""
+    """Selects this scaling."""
     factor: PositiveFloat = 1.0
-    """Divisor of the frequencies."""
+    """Number to divide the frequencies by."""
 
 
 class Llama3Scaling(Section):
-    """Long wavelengths divided by a factor, short ones kept, a ramp between them (Llama 3.1)."""
+    """Frequencies of long wavelengths are divided by a factor, those of short ones are kept, and
+    there is a ramp between them (Llama 3.1)."""
 
     kind: Literal["llama3"]
-    """The scaling."""
+    """Selects this scaling."""
     factor: PositiveFloat
-    """Divisor of the frequencies of long wavelengths."""
+    """Number to divide the frequencies of long wavelengths by."""
     low_freq_factor: PositiveFloat = 1.0
-    """Wavelengths above original_length / this are scaled."""
+    """Wavelengths above original_length / low_freq_factor are scaled."""
     high_freq_factor: PositiveFloat = 4.0
-    """Wavelengths below original_length / this are kept."""
+    """Wavelengths below original_length / high_freq_factor are kept."""
     original_length: SizeInt = 8192
     """Context length of pretraining."""
 
@@ -98,24 +99,25 @@ class YarnScaling(Section):
     """YaRN (Peng et al. 2023, arXiv:2309.00071): a ramp by wavelength, and sharper attention."""
 
     kind: Literal["yarn"]
-    """The scaling."""
+    """Selects this scaling."""
     factor: PositiveFloat
-    """Extension of the context."""
+    """Factor by which the context is extended."""
     original_length: SizeInt
     """Context length of pretraining."""
     beta_fast: PositiveFloat = 32.0
-    """Dimensions with more turns than this within original_length are not scaled."""
+    """Dimensions that make more rotations than this within original_length are not scaled."""
     beta_slow: PositiveFloat = 1.0
-    """Dimensions with fewer turns than this are scaled fully."""
+    """Dimensions that make fewer rotations than this are scaled fully."""
     truncate: bool = True
     """Round the ends of the ramp to whole dimensions."""
     attention_factor: PositiveFloat | None = None
-    """Factor of cosines and sines; null: from mscale and mscale_all_dim where given, else 0.1
-    ln(factor) + 1."""
+    """Factor by which cosines and sines are multiplied; null: from mscale and mscale_all_dim where
+    given, else 0.1 ln(factor) + 1."""
     mscale: float | None = None
-    """DeepSeek's numerator: 0.1 mscale ln(factor) + 1."""
+    """Numerator of the attention factor in DeepSeek's models: 0.1 mscale ln(factor) + 1."""
     mscale_all_dim: float | None = None
-    """DeepSeek's denominator, and the factor, squared, of the attention scale of MLA."""
+    """Denominator of the attention factor in DeepSeek's models, by the same formula; MLA's
+    attention scale is also multiplied by its square."""
 
 
 class LongRopeScaling(Section):
@@ -123,7 +125,7 @@ class LongRopeScaling(Section):
     the original length and another beyond."""
 
     kind: Literal["longrope"]
-    """The scaling."""
+    """Selects this scaling."""
     short_factor: Items[float]
     """Divisors for documents of at most original_length tokens."""
     long_factor: Items[float]
@@ -131,10 +133,10 @@ class LongRopeScaling(Section):
     original_length: SizeInt
     """Context length of pretraining."""
     factor: PositiveFloat = 1.0
-    """Extension of the context: sets the attention factor sqrt(1 + ln(factor) /
-    ln(original_length))."""
+    """Factor by which the context is extended; it sets the attention factor to sqrt(1 + ln(factor)
+    / ln(original_length))."""
     attention_factor: PositiveFloat | None = None
-    """Factor of cosines and sines; null: from factor."""
+    """Factor by which cosines and sines are multiplied; null: computed from factor."""
 
 
 Scaling = Annotated[
@@ -157,13 +159,13 @@ class RopeConfig(Section):
 
 
 class TemperatureConfig(Section):
-    """Multiply queries by 1 + scale * ln(1 + floor((position + 1) / length)), as Llama 4 does in
+    """Multiplies queries by 1 + scale * ln(1 + floor((position + 1) / length)), as Llama 4 does in
     layers without RoPE."""
 
     scale: float = 0.1
-    """Strength of the change."""
+    """`scale` in the formula: strength of the change."""
     length: SizeInt = 8192
-    """Positions below this are not changed."""
+    """`length` in the formula: queries at positions below it are not changed."""
 
 
 class Reach(NamedTuple):
@@ -224,32 +226,34 @@ class AttentionConfig(MixerPart):
     OVER_CONTEXT = ("ring", "ulysses")
 
     kind: Literal["attention"]
-    """The mixer."""
+    """Selects this mixer."""
     heads: CountInt
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: CountInt | None = None
-    """Key and value heads, each shared by heads / kv_heads query heads; null: as many as heads."""
+    """Number of key and value heads, each shared by heads / kv_heads query heads; null: as many as
+    heads."""
     head_dim: SizeInt
     """Size of a head."""
     rope: RopeConfig | None = RopeConfig()
-    """Rotary positions; null: none."""
+    """Rotary position embedding; null: none."""
     causal: bool = True
-    """Attend to the own position and those before it; false: also to later ones, as masked
+    """Attend only to the current position and those before it; false: also to later ones, as masked
     diffusion and encoders do. Attention never leaves a document either way."""
     window: SizeInt | None = None
-    """Number of positions to attend to, including the own one; with causal: false on either side (2
-    window - 1 in all); null: no limit."""
+    """Sliding window: number of positions to attend to, including the current one; with causal:
+    false, that many on either side (2 window - 1 in all); null: no limit."""
     chunk: SizeInt | None = None
     """Attend only within chunks of this many positions, counted from the start of the document;
     null: no chunks."""
     soft_cap: PositiveFloat | None = None
     """Scores s become soft_cap * tanh(s / soft_cap); null: unchanged."""
     scale: PositiveFloat | None = None
-    """Factor of the scores; null: 1 / sqrt(head_dim)."""
+    """Factor by which scores are multiplied; null: 1 / sqrt(head_dim)."""
     sinks: bool = False
-    """Learn a score per head that takes part in the softmax without a value (gpt-oss)."""
+    """Learn an attention sink per head: a score that takes part in the softmax without a value
+    (gpt-oss)."""
     temperature: TemperatureConfig | None = None
-    """Temperature tuning at far positions; null: none."""
+    """Scaling of queries at far positions; null: none."""
     qk_norm: NormConfig | None = None
     """Norm of queries and keys; null: none."""
     qk_norm_over: Literal["head", "all"] = "head"
@@ -261,16 +265,17 @@ class AttentionConfig(MixerPart):
     values_are_keys: bool = False
     """Use the projected keys, before their norm and rotation, as values (Gemma 4)."""
     share_kv: str | None = None
-    """Use the keys and values of the last earlier layer of the prefix with this block, instead of
-    own ones (Gemma 4 E2B)."""
+    """Name of a block of the prefix: use the keys and values of the last earlier layer with that
+    block, instead of computing them (Gemma 4 E2B)."""
     gate: bool = False
     """Multiply the attention output by the sigmoid of a second query projection (Qwen3-Next)."""
     qkv_bias: bool = False
-    """Biases on the query, key and value projections."""
+    """Add biases to the query, key and value projections."""
     key_bias: bool | None = None
-    """Bias on the key projection, where it differs from the others (DINOv3); null: as qkv_bias."""
+    """Whether the key projection has a bias, if it differs from the others (DINOv3); null: as
+    qkv_bias."""
     out_bias: bool = False
-    """A bias on the output projection."""
+    """Add a bias to the output projection."""
     backend: names.Attention = "auto"
     """Attention kernel; auto: the first one that supports the case, which `maxstack kernels` and
     the log name."""
@@ -396,27 +401,28 @@ class MLAConfig(MixerPart):
     OVER_CONTEXT = ("ring", "ulysses")
 
     kind: Literal["mla"]
-    """The mixer."""
+    """Selects this mixer."""
     heads: CountInt
-    """Heads of queries, keys and values."""
+    """Number of query, key and value heads."""
     q_lora: SizeInt | None = None
     """Dimension of the queries' latent; null: project queries directly."""
     kv_lora: SizeInt
     """Dimension of the latent of keys and values."""
     nope_dim: SizeInt
-    """Part of a query and key head without positions."""
+    """Size of the part of a query or key head without positions."""
     rope_dim: int = Field(ge=2, le=100_000_000, multiple_of=2)
-    """Part of a head with RoPE; all heads share the key's."""
+    """Size of the part of a query or key head with RoPE; the key's part is shared by all heads."""
     causal: bool = True
-    """Attend to the own position and those before it; false: to all positions of the document."""
+    """Attend only to the current position and those before it; false: to all positions of the
+    document."""
     value_dim: SizeInt
     """Size of a value head."""
     rope: RopeConfig = RopeConfig()
-    """Rotary positions of the rope part."""
+    """Rotary position embedding of that part of the heads."""
     norm: NormConfig = NormConfig()
     """Norm of both latents."""
     bias: bool = False
-    """Biases on the projections out of the residual stream and on the output."""
+    """Add biases to the projections from the residual stream and to the output projection."""
     backend: names.Attention = "auto"
     """Attention kernel; auto: the first one that supports the case."""
 
@@ -478,9 +484,9 @@ class MLAConfig(MixerPart):
 
 class GatedDeltaConfig(MixerPart):
     """Gated delta rule (Yang et al. 2024, arXiv:2412.06464): a linear-time recurrence with a short
-    convolution before it. New heads forget at a median rate of 0.06 per position, with a standard
-    deviation of a factor of 5.5: the spread of the usual product of a time step log-uniform in
-    [0.001, 0.1] and a rate uniform in [0, 16]."""
+    convolution before it. The initial decay rates of heads have a median of 0.06 per position and a
+    geometric standard deviation of 5.5, the spread of the usual product of a time step log-uniform
+    in [0.001, 0.1] and a rate uniform in [0, 16]."""
 
     LAYER = "maxstack.layers.gated_delta:GatedDelta"
     OVER_CONTEXT = ("ulysses",)
@@ -488,11 +494,11 @@ class GatedDeltaConfig(MixerPart):
     RATE_OFFSET: ClassVar[float] = -2.8
 
     kind: Literal["gated_delta"]
-    """The mixer."""
+    """Selects this mixer."""
     key_heads: CountInt
-    """Heads of queries and keys."""
+    """Number of query and key heads."""
     value_heads: CountInt
-    """Heads of values; a multiple of key_heads."""
+    """Number of value heads; a multiple of key_heads."""
     key_dim: SizeInt
     """Size of a key head."""
     value_dim: SizeInt

@@ -73,11 +73,11 @@ class UniMaxConfig(Section):
     epochs: PositiveFloat = 1.0
     """Maximum number of passes over a source."""
     budget: PositiveInt
-    """Tokens of the whole training; documents with `by: documents`."""
+    """Length of the whole training in tokens, or in documents with `by: documents`."""
 
 
 class MixtureConfig(Section):
-    """How the weights of data.sources count."""
+    """How the weights of data.sources are interpreted."""
 
     by: Literal["documents", "tokens"] = "documents"
     """Unit of the shares: documents or tokens."""
@@ -104,8 +104,8 @@ class FillInTheMiddleConfig(Section):
     """Fraction of these in the order end, beginning, middle (SPM), with beginning and middle as one
     text."""
     prefix: str = "<|fim_prefix|>"
-    """Text of the token before the beginning."""
+    """Token before the beginning, as text."""
     middle: str = "<|fim_middle|>"
-    """Text of the token before the middle."""
+    """Token before the middle, as text."""
     suffix: str = "<|fim_suffix|>"
-    """Text of the token before the end."""
+    """Token before the end, as text."""

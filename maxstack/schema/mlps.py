@@ -43,13 +43,13 @@ class GatedMLPConfig(MLPPart):
     LAYER = "maxstack.layers.mlp:GatedMLP"
 
     kind: Literal["gated"]
-    """The feed-forward part of a block."""
+    """Selects this MLP."""
     hidden: SizeInt
     """Dimension of the hidden layer."""
     activation: Activation = "silu"
     """Activation of the gate."""
     bias: bool = False
-    """Biases on all three projections."""
+    """Add biases to all three projections."""
 
     def parts(self, width: Dim) -> Parts:
         """Three projections and their biases."""
@@ -74,13 +74,13 @@ class DenseMLPConfig(MLPPart):
     LAYER = "maxstack.layers.mlp:DenseMLP"
 
     kind: Literal["dense"]
-    """The feed-forward part of a block."""
+    """Selects this MLP."""
     hidden: SizeInt
     """Dimension of the hidden layer."""
     activation: Activation = "gelu_tanh"
     """Activation of the hidden layer."""
     bias: bool = False
-    """Biases on both projections."""
+    """Add biases to both projections."""
 
     def parts(self, width: Dim) -> Parts:
         """Two projections and their biases."""
@@ -97,20 +97,20 @@ class DenseMLPConfig(MLPPart):
 
 
 class RouterConfig(Section):
-    """Choice of a token's experts and of their weights, in float32."""
+    """How a token's experts and their weights are chosen, computed in float32."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Function of the logits: softmax over all experts, or sigmoid of each."""
+    """Function applied to the router's logits: softmax over all experts, or sigmoid of each."""
     normalize: bool = True
     """Divide the weights of the chosen experts by their sum. (A softmax over the chosen logits only
     is this with score: softmax.)"""
     scale: PositiveFloat = 1.0
-    """Factor of the weights of the chosen experts."""
+    """Factor by which the weights of the chosen experts are multiplied."""
     bias: bool = False
     """Learn a bias on the logits."""
     selection_bias: bool = False
-    """A bias for choosing only, which follows the experts' load instead of a gradient (Wang et al.
-    2024, arXiv:2408.15664)."""
+    """Add a bias that is used only to choose experts, and that follows their load instead of a
+    gradient (Wang et al. 2024, arXiv:2408.15664)."""
     groups: CountInt | None = None
     """Number of expert groups, of which the best top_groups are eligible; null: all experts are."""
     top_groups: CountInt | None = None
@@ -120,17 +120,17 @@ class RouterConfig(Section):
     scale_input: bool = False
     """Multiply an expert's input by its weight instead of its output (Llama 4)."""
     normed: bool = False
-    """Route by the residual stream, normalised and scaled per channel and by 1 / sqrt(embed); scale
-    the weight of each expert (Gemma 4)."""
+    """Route by the residual stream, normalised and scaled by a learned factor per channel and by 1
+    / sqrt(embed), and scale the weight of each expert by a learned factor (Gemma 4)."""
     norm_eps: PositiveFloat = 1e-6
-    """Added to the mean square where the router's input is normed."""
+    """With `normed`, small number added to the mean square of the router's input."""
     balance_loss: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss of each row: experts * sum(fraction of tokens * mean score)
     (Fedus 2021, arXiv:2101.03961, eq. 4)."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-partition of the logits (Zoph 2022, arXiv:2202.08906)."""
     bias_update: NonNegativeFloat = 0.0
-    """Step size of the selection bias; 0: fixed."""
+    """Step size of updates to the selection bias; 0: fixed."""
 
 
 class SharedExpertConfig(Section):
@@ -153,7 +153,7 @@ class MoEConfig(MLPPart):
     COMPONENT = "experts"
 
     kind: Literal["moe"]
-    """The feed-forward part of a block."""
+    """Selects this MLP."""
     experts: CountInt
     """Number of experts."""
     top_k: CountInt
@@ -166,19 +166,19 @@ class MoEConfig(MLPPart):
     """gpt-oss's activation: clamp gate and up at this value, multiply the gate by sigmoid(1.702
     gate), and add 1 to up; null: a plain gated MLP."""
     bias: bool = False
-    """Biases on the experts' projections."""
+    """Add biases to the experts' projections."""
     router: RouterConfig = RouterConfig()
-    """Choice of experts for each token."""
+    """How experts are chosen for each token."""
     capacity: PositiveFloat | None = None
     """Capacity factor: an expert takes at most this many times its even share (seq_len * top_k /
     experts) of a row's tokens, the earliest first, and the others skip it (Lepikhin et al. 2020,
     arXiv:2006.16668); null: dropless."""
     slack: PositiveFloat = 1.25
-    """Without a capacity, over the mesh axis expert: rows that a device first sends to another one,
-    as a multiple of an even share; the rest follows in rounds a quarter as large, as many as
-    needed. Affects speed and memory, not results."""
+    """Without `capacity`, if experts are sharded over the mesh axis expert: number of rows that a
+    device sends to another one in the first round, as a multiple of an even share; the rest follows
+    in rounds a quarter as large, as many as needed. Affects speed and memory, not results."""
     shared: SharedExpertConfig | None = None
-    """Expert beside the chosen ones; null: none."""
+    """Shared expert, used in addition to the chosen ones; null: none."""
     backend: names.GroupedMatmul = "auto"
     """Kernel of the experts' matmuls; auto: the first one that supports the case."""
 
@@ -256,13 +256,13 @@ class ParallelMLPConfig(MLPPart):
     LAYER = "maxstack.layers.moe:ParallelMLP"
 
     kind: Literal["parallel"]
-    """The feed-forward part of a block."""
+    """Selects this MLP."""
     dense: GatedMLPConfig
-    """MLP on the block's normed input; its output is normed."""
+    """Dense MLP, on the block's normalised input; its output is normalised too."""
     moe: MoEConfig
-    """Experts on the residual stream with a norm of its own; their output is normed."""
+    """Experts, on the residual stream with a norm of its own; their output is normalised too."""
     norm: NormConfig = NormConfig()
-    """Norm of all three."""
+    """Norm of the MLP's output, and of the experts' input and output."""
 
     @property
     def mixture(self) -> MoEConfig:

@@ -86,7 +86,7 @@ class ClassifyConfig(ObjectivePart):
     SAMPLES = ""
 
     kind: Literal["classify"]
-    """The objective."""
+    """Selects this objective."""
     smoothing: float = Field(0.0, ge=0, lt=1)
     """Label smoothing: fraction of the target that is spread over all classes (Szegedy et al. 2016,
     arXiv:1512.00567)."""
@@ -113,25 +113,25 @@ class FlowConfig(ObjectivePart):
     RANDOM = True
 
     kind: Literal["flow"]
-    """The objective."""
+    """Selects this objective."""
     prediction: Literal["velocity", "x0", "eps"] = "velocity"
     """What the model predicts: e - x, x or e."""
     path: Literal["line", "vp"] = "line"
-    """line: x_t above; vp: sqrt(a) x + sqrt(1 - a) e, where a is the product of 1 - b over the
-    steps up to 1000 t and b grows from 1e-4 to 0.02 (DDPM, Ho et al. 2020, arXiv:2006.11239), as in
-    the published DiT; the model's input is the index of the step."""
+    """Path from image to noise. line: x_t as above; vp: sqrt(a) x + sqrt(1 - a) e, where a is the
+    product of 1 - b over the steps up to 1000 t and b grows from 1e-4 to 0.02 (DDPM, Ho et al.
+    2020, arXiv:2006.11239), as in the published DiT; the model's input is the index of the step."""
     times: Literal["uniform", "logit_normal"] = "uniform"
     """Distribution of t: uniform, or the logistic function of a normal variable (Esser et al. 2024,
     arXiv:2403.03206)."""
     shift: PositiveFloat = 1.0
-    """Timestep shift s: t becomes s t / (1 + (s - 1) t), more noise for larger images (the same,
-    section 5.3.2); in training and sampling."""
+    """Timestep shift s: t becomes s t / (1 + (s - 1) t), for more noise with larger images (Esser
+    et al. 2024, section 5.3.2); used in training and sampling."""
     drop: float = Field(0.1, ge=0, le=1)
     """Class dropout probability, for classifier-free guidance (Ho & Salimans 2022,
     arXiv:2207.12598)."""
     eval_times: PositiveInt = 8
-    """Number of fixed t, the middles of equal intervals, over which evaluation averages the loss,
-    with the same noise for an image each time."""
+    """Number of fixed values of t, the midpoints of equal intervals, over which evaluation averages
+    the loss; an image gets the same noise each time."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.path == "vp" and self.prediction == "velocity":
@@ -144,13 +144,13 @@ class NextTokenConfig(ObjectivePart):
     OBJECTIVE = "maxstack.objectives.next_token:NextToken"
 
     kind: Literal["next_token"]
-    """The objective."""
+    """Selects this objective."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-partition (PaLM, arXiv:2204.02311, section 5)."""
 
 
 class SFTConfig(NextTokenConfig):
-    """Supervised fine-tuning: next-token cross-entropy of the answers in conversations, and of
+    """Supervised fine-tuning: next-token cross-entropy on the answers in conversations, and on
     text."""
 
     OBJECTIVE = "maxstack.objectives.sft:SFT"
@@ -158,10 +158,10 @@ class SFTConfig(NextTokenConfig):
     RECORDS = (None, "chat")
 
     kind: Literal["sft"]  # type: ignore[assignment]
-    """The objective."""
+    """Selects this objective."""
     weigh: Literal["token", "sequence"] = "token"
-    """Average over all counted tokens, or over sequences, each of which is the mean of its
-    tokens."""
+    """How the loss is averaged: over all counted tokens, or over sequences, each of which is the
+    mean of its tokens."""
     dft: bool = False
     """Multiply each token's loss by its probability, without gradient (Dynamic Fine-Tuning, Wu et
     al. 2025, arXiv:2508.05629)."""
@@ -169,8 +169,8 @@ class SFTConfig(NextTokenConfig):
     """Noise added to embeddings in training, uniform in +-neftune / sqrt(tokens of the sequence x
     embed) (NEFTune, Jain et al. 2023, arXiv:2310.05914); 0: none."""
     statistics: bool = False
-    """Log entropy and token_accuracy of each step, for one more forward pass of the head;
-    evaluation always does."""
+    """Log entropy and token_accuracy at each step, at the cost of one more forward pass of the
+    head; evaluation always logs them."""
 
 
 PREFERENCES = {
@@ -198,7 +198,7 @@ WITHOUT_REFERENCE = {"simpo", "orpo", "sft"}
 
 
 class WithReferenceConfig(ObjectivePart):
-    """Keys of objectives that compare the model with a reference."""
+    """Keys shared by objectives that compare the model with a reference."""
 
     reference: Literal["start", "adapter_off", "stored", "none"] = "start"
     """The reference model. start: the weights that the run begins with, kept in memory;
@@ -212,7 +212,7 @@ class WithReferenceConfig(ObjectivePart):
 
 
 class ReferenceConfig(WithReferenceConfig):
-    """Keys of objectives on given answers."""
+    """Keys shared by objectives that learn from given answers."""
 
     beta: PositiveFloat = 0.1
     """Weight of the log-ratios to the reference."""
@@ -226,7 +226,7 @@ class PreferenceConfig(ReferenceConfig):
     RECORDS = ("pairs",)
 
     kind: Literal["preference"]
-    """The objective."""
+    """Selects this objective."""
     loss: str | dict[str, float] = "sigmoid"
     """A loss, or several with their weights: {sigmoid: 0.8, bco_pair: 0.2, sft: 1}."""
     smoothing: float = Field(0.0, ge=0, lt=0.5)
@@ -237,7 +237,7 @@ class PreferenceConfig(ReferenceConfig):
     )
     """Divergence from the reference (f-DPO, Wang et al. 2023, arXiv:2309.16240)."""
     divergence_alpha: PositiveFloat = 0.5
-    """Coefficient of alpha_divergence; not 1."""
+    """Coefficient of alpha_divergence; it must not be 1."""
     gamma: NonNegativeFloat = 0.5
     """Margin of simpo."""
     tau: PositiveFloat = 0.05
@@ -252,7 +252,8 @@ class PreferenceConfig(ReferenceConfig):
     """Weight each pair by the probability of both answers under the model (WPO, Zhou et al. 2024,
     arXiv:2406.11827)."""
     sft_on: Literal["completion", "sequence"] = "completion"
-    """Tokens of the loss sft: the chosen answer, or the prompt too (as in TRL's ORPO)."""
+    """Tokens that the loss sft counts. completion: the chosen answer; sequence: the prompt too (as
+    in TRL's ORPO)."""
 
     @property
     def losses(self) -> dict[str, float]:
@@ -304,7 +305,7 @@ class UnpairedConfig(ReferenceConfig):
     RECORDS = ("labelled",)
 
     kind: Literal["unpaired"]
-    """The objective."""
+    """Selects this objective."""
     loss: Literal["kto", "apo_zero", "bco"] = "kto"
     """kto (Ethayarajh et al. 2024, arXiv:2402.01306): estimates the divergence from the reference
     with answers to other prompts; apo_zero: without that estimate (D'Oosterlinck et al. 2024,
@@ -340,12 +341,12 @@ class RewardConfig(ObjectivePart):
     SCORES = True
 
     kind: Literal["reward"]
-    """The objective."""
+    """Selects this objective."""
     centre: NonNegativeFloat = 0.0
     """Weight of the squared sum of a pair's scores, which keeps scores around 0 (Eisenstein et al.
     2023, arXiv:2312.09244)."""
     margins: bool = False
-    """Require chosen answers to be better by the records' `margin` (Touvron et al. 2023,
+    """Require chosen answers to score higher by the records' `margin` (Touvron et al. 2023,
     arXiv:2307.09288, eq. 2)."""
 
     @property
@@ -363,14 +364,14 @@ class DistillConfig(ObjectivePart):
     ROLLOUTS = "may"
 
     kind: Literal["distill"]
-    """The objective."""
+    """Selects this objective."""
     beta: float = Field(0.5, ge=0, le=1)
     """0: KL(teacher | student); 1: KL(student | teacher); between them the generalized
     Jensen-Shannon divergence (Agarwal et al. 2024, arXiv:2306.13649)."""
     temperature: PositiveFloat = 1.0
     """Temperature of both models' logits."""
     next_token: NonNegativeFloat = 0.0
-    """Weight of the cross-entropy of the targets, which is added."""
+    """Weight of the cross-entropy on the targets, which is added to the loss."""
     top: PositiveInt | None = None
     """Number of stored teacher probabilities per position, as written by `maxstack score --top`;
     all other tokens count as one. null: run the teacher."""
@@ -403,7 +404,7 @@ class MaskedDiffusionConfig(ObjectivePart):
     RANDOM = True
 
     kind: Literal["masked_diffusion"]
-    """The objective."""
+    """Selects this objective."""
     mask_token: NonNegativeInt | None = None
     """Id of the mask token; null: the last row of the model's table. The tokenizer must not use
     it."""
@@ -413,8 +414,8 @@ class MaskedDiffusionConfig(ObjectivePart):
     """Predict the token at i + 1 from position i, as an autoregressive model does (Dream 2025,
     arXiv:2508.15487), so that training can start from one."""
     eval_times: PositiveInt = 8
-    """Number of fixed t, the middles of equal intervals, over which evaluation averages the
-    bound."""
+    """Number of fixed values of t, the midpoints of equal intervals, over which evaluation averages
+    the bound."""
 
     def token_ids(self, vocab: int) -> int:
         """All ids but the mask token, where that is the last."""

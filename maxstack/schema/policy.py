@@ -10,15 +10,16 @@ from maxstack.schema.objective import RowField, WithReferenceConfig
 
 
 class ClipConfig(Section):
-    """Loss of a token with advantage A and probability ratio r to the old policy."""
+    """Loss of a token with advantage A and probability ratio r to the old policy. sg is the
+    stop-gradient, S the sigmoid."""
 
     form: Literal["clip", "cispo", "sapo"] = "clip"
     """clip: -min(r A, clip(r, 1 - low, 1 + high) A) (PPO, Schulman et al. 2017, arXiv:1707.06347);
     cispo: -sg(min(r, cap)) A log p (MiniMax-M1 2025, arXiv:2506.13585); sapo: -4/t A S(t (r - 1))
     (Gao et al. 2025, arXiv:2511.20347)."""
     ratio: Literal["token", "sequence", "product"] = "token"
-    """Ratio r of each token; of its sequence, as the geometric mean (GSPO, Zheng et al. 2025,
-    arXiv:2507.18071); or the product over its tokens (RLOO)."""
+    """Ratio r. token: of each token; sequence: the geometric mean over its sequence (GSPO, Zheng et
+    al. 2025, arXiv:2507.18071); product: the product over its sequence's tokens (RLOO)."""
     low: NonNegativeFloat = 0.2
     """Lower clipping range of r."""
     high: NonNegativeFloat = 0.2
@@ -31,21 +32,22 @@ class ClipConfig(Section):
     tau_positive: PositiveFloat = 1.0
     """Temperature t of sapo for A > 0."""
     tau_negative: PositiveFloat = 1.05
-    """Temperature t of sapo for other A."""
+    """Temperature t of sapo for A <= 0."""
 
 
 class AdvantageConfig(Section):
     """Advantages of samples over a baseline."""
 
     baseline: Literal["mean", "others", "none", "value"] = "mean"
-    """mean: of the group (GRPO, Shao et al. 2024, arXiv:2402.03300); others: of the group without
-    the sample (RLOO, Ahmadian et al. 2024, arXiv:2402.14740); none; value: the estimate of the
-    value head, model.head.value (PPO with GAE)."""
+    """What is subtracted from a reward. mean: the mean of the group (GRPO, Shao et al. 2024,
+    arXiv:2402.03300); others: the mean of the group without the sample (RLOO, Ahmadian et al. 2024,
+    arXiv:2402.14740); none: nothing; value: the estimate of the value head, model.head.value (PPO
+    with GAE)."""
     scale: Literal["group", "batch", "none"] = "group"
     """Divisor: the standard deviation of rewards in the group or in the batch of a step, plus
     epsilon; none: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
     epsilon: PositiveFloat = 1e-4
-    """Added to standard deviations."""
+    """Small number added to standard deviations."""
     whiten: bool = False
     """Then normalize to mean 0 and deviation 1 over all tokens of the batch (REINFORCE++, Hu 2025,
     arXiv:2501.03262)."""
@@ -56,18 +58,18 @@ class AdvantageConfig(Section):
 
 
 class KLConfig(Section):
-    """Distance from the reference, estimated from d = log p_ref - log p."""
+    """KL penalty for moving away from the reference, estimated from d = log p_ref - log p."""
 
     weight: NonNegativeFloat = 0.0
-    """Weight; 0: no reference."""
+    """Weight of the penalty; 0: no reference."""
     estimate: Literal["k1", "k2", "k3"] = "k3"
     """k1: -d; k2: d^2 / 2; k3: e^d - d - 1 (Schulman 2020, joschu.net/blog/kl-approx.html)."""
     where: Literal["loss", "reward", "return"] = "loss"
-    """loss: added to the loss of each token; reward: subtracted, without gradient, from the reward
-    of each token; return: its sum is subtracted from the sample's reward before the baseline
-    (RLOO)."""
+    """Where the penalty applies. loss: added to the loss of each token; reward: subtracted, without
+    gradient, from the reward of each token; return: its sum is subtracted from the sample's reward
+    before the baseline (RLOO)."""
     corrected: bool = False
-    """Multiply by r, which makes the gradient of a loss unbiased (DeepSeek-V3.2,
+    """Multiply the estimate by r, which makes the gradient of a loss unbiased (DeepSeek-V3.2,
     arXiv:2512.02556)."""
 
 
@@ -76,10 +78,10 @@ class CorrectionConfig(Section):
     p_sampled, without gradient."""
 
     level: Literal["token", "sequence"] = "token"
-    """w of each token, or the product over its sequence."""
+    """token: w of each token; sequence: the product over its sequence."""
     form: Literal["truncate", "mask"] = "truncate"
-    """truncate: clip w to [low, high] (Yao et al. 2025, fengyao.notion.site/off-policy-rl); mask: 0
-    outside of it."""
+    """truncate: clip w to [low, high] (Yao et al. 2025, fengyao.notion.site/off-policy-rl); mask: w
+    becomes 0 outside that range."""
     low: NonNegativeFloat = 0.0
     """Minimum of w."""
     high: PositiveFloat = 2.0
@@ -87,13 +89,13 @@ class CorrectionConfig(Section):
 
 
 class ValueConfig(Section):
-    """The value estimate."""
+    """Training of the value estimate."""
 
     weight: PositiveFloat = 0.1
     """Weight of its loss, half the squared error."""
     clip: PositiveFloat | None = 0.2
-    """Value clipping: the larger error counts of the estimate and of the estimate clipped to this
-    distance from the old one; null: none."""
+    """Value clipping: the loss takes the larger of two errors, that of the estimate and that of the
+    estimate clipped to this distance from the old one; null: no clipping."""
 
 
 class PolicyGradientConfig(WithReferenceConfig):
@@ -106,22 +108,23 @@ class PolicyGradientConfig(WithReferenceConfig):
     ROLLOUTS = "always"
 
     kind: Literal["policy_gradient"]
-    """The objective."""
+    """Selects this objective."""
     loss: ClipConfig = ClipConfig()
     """Loss of a token."""
     aggregate: Literal["sequence", "token", "fixed", "sum"] = "sequence"
-    """sequence: mean over samples of the mean over their tokens (GRPO); token: mean over all tokens
-    (DAPO); fixed: mean over samples of the sum divided by rollout.max_tokens (Dr. GRPO); sum: mean
-    over samples of the sum."""
+    """How token losses are aggregated. sequence: mean over samples of the mean over their tokens
+    (GRPO); token: mean over all tokens (DAPO); fixed: mean over samples of the sum divided by
+    rollout.max_tokens (Dr. GRPO); sum: mean over samples of the sum."""
     advantage: AdvantageConfig = AdvantageConfig()
-    """From rewards to advantages."""
+    """How rewards become advantages."""
     old: Literal["trainer", "sampler"] = "trainer"
-    """Old policy of r. trainer: probabilities by the weights at the first step of a rollout, from
-    training's own forward pass; sampler: those that the engine sampled with."""
+    """Old policy in the ratio r. trainer: probabilities under the weights at the first step of a
+    rollout, from training's own forward pass; sampler: the probabilities that the engine sampled
+    with."""
     kl: KLConfig = KLConfig()
-    """Distance from the reference."""
+    """KL penalty for moving away from the reference."""
     correction: CorrectionConfig | None = None
-    """Correction for the sampler's other numerics or older weights; null: none."""
+    """Correction for differences in the sampler's numerics or for its older weights; null: none."""
     off_policy: NonNegativeFloat | None = None
     """Leave out samples with A < 0 whose mean log-probability has fallen by more than this many
     nats since sampling (DeepSeek-V3.2, arXiv:2512.02556); null: none."""
@@ -133,7 +136,7 @@ class PolicyGradientConfig(WithReferenceConfig):
     """Weight of log p_teacher - log p, added to each token's advantage: on-policy distillation from
     `teacher:`; rewards are optional then."""
     statistics: bool = True
-    """Log the entropy of the distributions, for one more forward pass of the head."""
+    """Log the entropy of the distributions, at the cost of one more forward pass of the head."""
 
     @property
     def compares(self) -> bool:

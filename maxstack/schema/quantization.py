@@ -55,12 +55,12 @@ class RuleConfig(Section):
     """Number of values along the contracted axis that share a scale, or a fraction of the axis;
     null: the whole axis."""
     weight_calibration_method: str = Field("absmax", pattern=CALIBRATION)
-    """How the scale follows from the weights: absmax, minmax, `rms,7`, `fixed,-10,10`; `absmax,0.8`
-    uses 0.8 of the range."""
+    """How the scale is computed from the weights: absmax, minmax, `rms,7`, `fixed,-10,10`;
+    `absmax,0.8` uses 0.8 of the range."""
     act_calibration_method: str = Field("absmax", pattern=CALIBRATION)
-    """The same for activations."""
+    """How the scale is computed from the activations, as in weight_calibration_method."""
     bwd_calibration_method: str = Field("absmax", pattern=CALIBRATION)
-    """The same for gradients."""
+    """How the scale is computed from the gradients, as in weight_calibration_method."""
     bwd_weight_grad_tile_size: PositiveInt | PositiveFloat | None = None
     """Number of positions, in all sequences together, that share a scale in the matmul for the
     weight gradient; null: all."""
@@ -130,7 +130,7 @@ class RuleConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """Quantization rules; models know nothing of them."""
+    """Quantization rules; they need nothing from a model's code."""
 
     mode: Mode = "qt"
     """Mode of rules without one: train in low precision (qt), train for low precision (qat), or

@@ -16,7 +16,7 @@ Failure = Literal["fail", "zero", "drop"]
 
 
 class RewardPart(Section):
-    """Keys of every kind of reward."""
+    """Keys shared by all kinds of reward."""
 
     kind: str
     name: str | None = Field(None, min_length=1)
@@ -24,9 +24,9 @@ class RewardPart(Section):
     weight: float = 1.0
     """Weight in the sum."""
     failure: Failure = "fail"
-    """When a reward raises, is not a finite number or exceeds its limits. fail: end the run; zero:
-    count a reward of 0; drop: leave the sample out. Failures are counted, and the first of each
-    kind is shown in the log."""
+    """What to do if a reward raises an exception, is not a finite number or exceeds its limits.
+    fail: end the run; zero: count a reward of 0; drop: leave the sample out. Failures are counted,
+    and the first of each kind is shown in the log."""
 
     @property
     def label(self) -> str:
@@ -35,7 +35,7 @@ class RewardPart(Section):
 
 
 class TextReward(RewardPart):
-    """Keys of rewards on the completion's text."""
+    """Keys shared by rewards that read the completion's text."""
 
     special_tokens: bool = False
     """Keep all special tokens in the text except the one that ended it. false: keep only those that
@@ -43,7 +43,7 @@ class TextReward(RewardPart):
 
 
 class WorkerReward(TextReward):
-    """Keys of rewards that worker processes compute."""
+    """Keys shared by rewards that worker processes compute."""
 
     CALL: ClassVar[str] = ""
     """module:function that computes it."""
@@ -53,7 +53,7 @@ class WorkerReward(TextReward):
     timeout: PositiveFloat = 5.0
     """Timeout of a call in seconds."""
     memory: PositiveFloat = 2.0
-    """Address space in GiB that a call may add."""
+    """Maximum address space in GiB that a call may add."""
 
     @property
     def function(self) -> str:
@@ -70,9 +70,9 @@ class FunctionReward(WorkerReward):
     """A Python function of the prompt, the completion and the row."""
 
     kind: Literal["function"]
-    """The reward."""
+    """Selects this reward."""
     call: str = Field(pattern=r"^[\w.]+:\w+$")
-    """module:function, imported from the working folder or from installed packages. It maps
+    """module:function, imported from the working directory or from installed packages. It maps
     (prompt: str, completion: str, row: dict) to a number, or to a mapping of names to numbers,
     which are added."""
 
@@ -89,9 +89,9 @@ class ExactReward(TextReward):
     """1 where the completion equals a field of the row, ignoring white space around it."""
 
     kind: Literal["exact"]
-    """The reward."""
+    """Selects this reward."""
     field: str = "answer"
-    """Field of the row."""
+    """Field of the row that holds the expected completion."""
 
 
 class RegexReward(WorkerReward):
@@ -101,9 +101,9 @@ class RegexReward(WorkerReward):
     SETTINGS = ("pattern",)
 
     kind: Literal["regex"]
-    """The reward."""
+    """Selects this reward."""
     pattern: Regex
-    """Python syntax, with inline flags: (?s) lets a dot match newlines."""
+    """Regular expression in Python syntax, with inline flags: (?s) lets a dot match newlines."""
 
 
 class FormatReward(WorkerReward):
@@ -113,10 +113,10 @@ class FormatReward(WorkerReward):
     SETTINGS = ("pattern",)
 
     kind: Literal["format"]
-    """The reward."""
+    """Selects this reward."""
     pattern: Regex = ANSWER_FORM
-    """Python syntax, with inline flags. Default: <think>...</think> and then <answer>...</answer>
-    (DeepSeek-R1, arXiv:2501.12948)."""
+    """Regular expression in Python syntax, with inline flags. Default: <think>...</think> and then
+    <answer>...</answer> (DeepSeek-R1, arXiv:2501.12948)."""
 
 
 class MathReward(WorkerReward):
@@ -127,11 +127,11 @@ class MathReward(WorkerReward):
     SETTINGS = ("field",)
 
     kind: Literal["math"]
-    """The reward."""
+    """Selects this reward."""
     failure: Failure = "zero"
-    """When math-verify raises or exceeds its limits, as on 9^9^9^9. fail: end the run; zero: count
-    a reward of 0; drop: leave the sample out. Failures are counted, and the first of each kind is
-    shown in the log."""
+    """What to do if math-verify raises an exception or exceeds its limits, as on 9^9^9^9. fail: end
+    the run; zero: count a reward of 0; drop: leave the sample out. Failures are counted, and the
+    first of each kind is shown in the log."""
     field: str = "answer"
     """Field of the row: a number, or LaTeX with or without $ or \\boxed{} around it."""
 
@@ -143,7 +143,7 @@ class JsonReward(WorkerReward):
     SETTINGS = ("keys",)
 
     kind: Literal["json"]
-    """The reward."""
+    """Selects this reward."""
     keys: Items[str] = ()
     """Required keys; with any, the completion must be an object."""
 
@@ -156,7 +156,7 @@ class NumberReward(WorkerReward):
     SETTINGS = ("field",)
 
     kind: Literal["number"]
-    """The reward."""
+    """Selects this reward."""
     field: str = "answer"
     """Field of the row. After ####, as in GSM8K's answers, only the last part counts. A row without
     a number, or with several (12:30), is an error."""
@@ -167,11 +167,11 @@ class LengthReward(RewardPart):
     `buffer` tokens, then falling linearly to -1 at `most`, and -1 beyond."""
 
     kind: Literal["length"]
-    """The reward."""
+    """Selects this reward."""
     most: PositiveInt
     """Length in tokens at which the penalty reaches -1."""
     buffer: PositiveInt
-    """Number of tokens over which it falls."""
+    """Number of tokens before `most` over which the penalty falls to -1."""
 
     def own_faults(self) -> Iterator[Fault]:
         if self.buffer > self.most:
@@ -182,7 +182,7 @@ class ModelReward(RewardPart):
     """The score that a reward model gives the prompt with its completion."""
 
     kind: Literal["model"]
-    """The reward."""
+    """Selects this reward."""
     path: str = Field(min_length=1)
     """A run with objective.kind=reward, or a folder of a reward model."""
 

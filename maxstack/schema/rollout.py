@@ -31,8 +31,8 @@ class EnvironmentConfig(Section):
     memory: PositiveFloat = 2.0
     """Memory limit of a turn in GiB."""
     failure: Literal["fail", "zero", "drop"] = "fail"
-    """When an environment raises or exceeds its limits. fail: end the run; zero: count a reward of
-    0; drop: leave the sample out."""
+    """What to do if an environment raises an exception or exceeds its limits. fail: end the run;
+    zero: count a reward of 0; drop: leave the sample out."""
 
 
 class RolloutConfig(Section):
@@ -54,21 +54,21 @@ class RolloutConfig(Section):
     """Temperature in evaluations, which sample one answer per held-out prompt; 0: greedy; null: as
     in training."""
     minibatches: CountInt = 1
-    """Number of steps to spread the prompts of a rollout over."""
+    """Number of steps that the prompts of a rollout are spread over."""
     epochs: PositiveInt = 1
     """Number of times to learn from each sample."""
     ahead: NonNegativeInt = 0
     """Number of rollouts to generate ahead while the model learns from older ones; their samples
     come from weights that are this many rollouts old. 0: on-policy."""
     drop_equal: bool = False
-    """Replace groups whose rewards are all equal with other prompts (DAPO's dynamic sampling, Yu et
-    al. 2025, arXiv:2503.14476, section 3.2)."""
+    """Replace each group whose rewards are all equal with the group of another prompt (DAPO's
+    dynamic sampling, Yu et al. 2025, arXiv:2503.14476, section 3.2)."""
     draws: CountInt = 8
     """With drop_equal: maximum number of rounds of replacement prompts; groups still missing then
     are filled with equal ones, which the log reports."""
     truncated: Literal["keep", "mask"] = "keep"
-    """Answers that reached max_tokens. keep: learn from them; mask: count their rewards without
-    learning from them (DAPO's overlong filtering)."""
+    """What to do with answers that reach max_tokens. keep: learn from them; mask: count their
+    rewards without learning from them (DAPO's overlong filtering)."""
     tensor: PositiveInt | None = None
     """Number of devices to shard each engine replica over; the other devices hold replicas. null:
     use the weights where training has them, without a copy."""
@@ -78,13 +78,14 @@ class RolloutConfig(Section):
     """Fraction of prompts with sampled answers; for the rest the record's `completion` is the
     answer (GKD's lambda, Agarwal et al. 2024, arXiv:2306.13649). For distillation."""
     permute: bool = False
-    """Give each sample the reward of another sample of its rollout: a control, which must learn
-    nothing."""
+    """Give each sample the reward of another sample of its rollout. This is a control experiment,
+    in which the model should learn nothing."""
     workers: PositiveInt = 2
     """Number of reward processes."""
     sandbox: bool = False
-    """Run rewards and environments without network, environment variables and home, with limited
-    memory, processes and files, by bubblewrap, which must be installed (docs/RL.md)."""
+    """Run rewards and environments without network access, environment variables or home directory,
+    and with limited memory, processes and files, by bubblewrap, which must be installed
+    (docs/RL.md)."""
     record: NonNegativeInt = 8
     """Number of samples of each rollout to write to rollouts.jsonl in the run's folder; 0: none."""
     show: NonNegativeInt = 50

@@ -17,33 +17,35 @@ from maxstack.schema.kernels import PagedAttention
 
 
 class ServeConfig(Section):
-    """Sizes and rules of the generation engine."""
+    """Settings of the generation engine."""
 
     rows: SizeInt = 512
     """Maximum number of batched tokens per step and replica, of prompts and answers together.
-    Smaller steps use 1/4 to 1/128 of it, where that changes no bit, or where identical is any."""
+    Smaller steps use 1/4 to 1/128 of it, if that changes no bit of the results or if identical is
+    any."""
     page: SizeInt = 16
     """Tokens per page of the KV cache; requests with a common prefix share pages."""
     cache: PositiveFloat | None = None
-    """KV cache size per replica in GiB; null: enough for max_requests of max_length, and at most
-    half of the free memory."""
+    """KV cache size per replica in GiB; null: enough for max_requests requests of max_length
+    tokens, but at most half of the free memory."""
     cache_dtype: Literal["int8", "fp8"] | None = None
     """Type of cached keys, values and latents, with a scale per token and head; fp8 is
     float8_e4m3fn; null: as the activations. States of recurrent layers keep their type."""
     max_length: PositiveInt | None = None
-    """Maximum number of tokens of a prompt and its answer together; null: what the model was made
-    for, where its folder or run says so."""
+    """Maximum number of tokens of a prompt and its answer together; null: the length that the model
+    was made for, if its folder or run states it."""
     max_requests: PositiveInt = 32
     """Maximum number of concurrent requests per replica; others wait."""
     max_waiting: NonNegativeInt = 1024
-    """Maximum number of waiting requests; the server refuses more with status 429. One client, by
-    key or address, may have three quarters of the waiting and running places that others leave."""
+    """Maximum number of waiting requests; the server refuses more with status 429. One client,
+    identified by key or address, may take up at most three quarters of the waiting and running
+    places that others leave free."""
     identical: Literal["strict", "check", "any"] = "check"
-    """Bitwise equal results for a request whatever else is in its batch. strict: verified at
-    startup on the real shapes, and refused where it does not hold; check: a warning instead; any:
+    """Whether a request gets bitwise equal results whatever else is in its batch. strict: verified
+    at startup on the real shapes, and an error if it does not hold; check: a warning instead; any:
     not verified, and layers compute as in training."""
     prefix_cache: bool = True
-    """Keep pages of finished requests for others with the same prefix."""
+    """Keep the cache pages of finished requests for other requests with the same prefix."""
     snapshot: PositiveInt = 512
     """Tokens between snapshots of recurrent states, from which other requests can resume; a
     multiple of page."""
@@ -54,11 +56,12 @@ class ServeConfig(Section):
     speculate: NonNegativeInt = 0
     """Number of speculative tokens per step; answers do not change. 0: none."""
     draft: Literal["ngram", "mtp"] = "ngram"
-    """Draft tokens. ngram: what followed the same tokens earlier in the text; mtp: the model's
-    multi-token prediction modules, one token each."""
+    """Where draft tokens come from. ngram: what followed the same tokens earlier in the text; mtp:
+    the model's multi-token prediction modules, one token each."""
 
     adapters: dict[str, str] = {}
-    """Adapters by the name that requests use: folders in PEFT's format, at paths or URLs."""
+    """Mapping from the name that requests use to an adapter: folders in PEFT's format, at paths or
+    URLs."""
 
     @pydantic.model_validator(mode="before")
     @classmethod

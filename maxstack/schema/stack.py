@@ -28,26 +28,26 @@ class BlockConfig(Section):
     """One residual block: a mixer and an MLP, each with its norms."""
 
     mixer: Mixer
-    """The part that mixes positions."""
+    """The mixer, the part of the block that combines positions, such as attention."""
     mlp: MLPKind
-    """The part that transforms each position."""
+    """The MLP, the part of the block that transforms each position by itself."""
     norm: NormConfig = NormConfig()
     """Norm of both parts."""
     mlp_norm: NormConfig | None = None
     """Norm before the MLP; null: as `norm`."""
     placement: Literal["pre", "post", "sandwich"] = "pre"
-    """Norms before each part, after it (OLMo 2), or both (Gemma 2); the residual stream itself is
-    never normed."""
+    """Where norms are. pre: before each part; post: after it (OLMo 2); sandwich: both (Gemma 2).
+    The residual stream itself is never normalised."""
     out_scalar: bool = False
-    """Learn a factor on the block's output (Gemma 4)."""
+    """Learn a scalar that multiplies the block's output (Gemma 4)."""
     layer_scale: PositiveFloat | None = None
     """Initial value of learned factors per channel on what each part adds (CaiT, Touvron et al.
     2021, arXiv:2103.17239); null: none."""
 
     modulation: Literal["shared", "own"] | None = None
-    """Shift and scale the norms, and scale what is added, by a time and a class (adaLN-zero, of
-    model.kind=dit). shared: one vector of the model for all blocks; own: each block makes its own,
-    as diffusers stores it; null: none."""
+    """Shift and scale the norms, and scale what is added, depending on a time and a class
+    (adaLN-zero, of model.kind=dit). shared: one vector of the model for all blocks; own: each block
+    makes its own, as diffusers stores it; null: none."""
 
     @property
     def experts(self) -> MoEConfig | None:
@@ -135,7 +135,7 @@ class NewRows(NamedTuple):
 
 
 class StackConfig(ModelPart):
-    """Keys of models with a repeated pattern of blocks."""
+    """Keys shared by models with a repeated pattern of blocks."""
 
     OBJECTIVE: ClassVar[str] = ""
     """The usual objective.kind."""
@@ -149,23 +149,23 @@ class StackConfig(ModelPart):
     blocks: dict[str, BlockConfig] = Field(min_length=1)
     """Block specs by name; a spec may say `like: other` and give only what differs."""
     pattern: Items[str] = ()
-    """Names of blocks, repeated until all layers are filled; whole periods are scanned. Empty: the
-    only block."""
+    """Names of blocks, repeated until all layers are filled; complete repetitions run in a scan.
+    Empty: the only block."""
     prefix: Items[str] = ()
-    """Names of blocks before the pattern, unrolled."""
+    """Names of blocks that come before the pattern, outside the scan."""
     norm: NormConfig = NormConfig()
     """Final norm, before the head."""
     weights: str | None = None
-    """Weights that a new run starts from: a Hugging Face folder, at a path or URL, or a model of
-    the hub at a commit (Org/Name@COMMIT); set by `from:`. null: random weights."""
+    """Weights that a new run starts from: a Hugging Face folder, at a path or URL, or a model on
+    the Hugging Face Hub at a commit (Org/Name@COMMIT); set by `from:`. null: random weights."""
     init_scale: PositiveFloat = 1.0
-    """Factor of the standard deviation of every initial matrix; 1: 1/sqrt(fan in), residual outputs
-    divided by sqrt(2 layers)."""
+    """Factor by which the standard deviation of every initial matrix is multiplied. At 1 it is
+    1/sqrt(fan in), divided by sqrt(2 layers) for residual outputs."""
     dtype: Dtype = "bfloat16"
     """Type of activations and matmuls; softmax, norms and the loss are always float32."""
     param_dtype: Dtype = "float32"
-    """Type of the weights that the optimizer updates; it computes in float32, and keeps its state
-    in it unless a transform says otherwise."""
+    """Type of the weights that the optimizer updates. The optimizer computes in float32, and keeps
+    its state in float32 unless a transform says otherwise."""
     remat: RematConfig = RematConfig()
     """Recomputation in the backward pass."""
     unroll: CountInt = 1

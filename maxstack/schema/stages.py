@@ -7,7 +7,7 @@ from maxstack.config import Fault, PositiveInt, Section
 
 
 class StageConfig(Section):
-    """Size of the batches from a step on."""
+    """Batch size and row length from a given step on."""
 
     step: PositiveInt
     """First step of the stage; 1 for the first stage."""

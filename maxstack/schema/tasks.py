@@ -43,12 +43,12 @@ class MetricConfig(Section):
     """A metric of a task."""
 
     metric: str
-    """acc: the choice with the highest log-probability is right, or for loglikelihood, greedy
-    decoding gives the target; acc_norm: by characters of the choice, acc_bytes: by its bytes,
-    acc_tokens: by its tokens; exact_match; perplexity, word_perplexity, byte_perplexity,
-    bits_per_byte."""
+    """acc: the choice with the highest log-probability is correct, or for loglikelihood, greedy
+    decoding gives the target; the same with log-probabilities divided by the choice's length:
+    acc_norm in characters, acc_bytes in bytes, acc_tokens in tokens; exact_match; perplexity,
+    word_perplexity, byte_perplexity, bits_per_byte."""
     aggregation: str | None = None
-    """Aggregation; null: the metric's own."""
+    """How values are aggregated over documents; null: the metric's own aggregation."""
     higher_is_better: bool | None = None
     """Accepted and ignored: each metric has a direction."""
     ignore_case: bool = False
@@ -58,7 +58,7 @@ class MetricConfig(Section):
     ignore_numbers: bool = False
     """For exact_match: ignore digits."""
     regexes_to_ignore: Items[Regex] = ()
-    """For exact_match: ignore matches of these."""
+    """For exact_match: ignore matches of these regular expressions."""
 
 
 class FilterStep(Section):
@@ -78,7 +78,8 @@ class FilterConfig(Section):
     """Transformations of the model's answer before metrics see it."""
 
     name: str
-    """Metrics are called METRIC,NAME; METRIC where the name is none."""
+    """Name of the filter: its metrics are called METRIC,NAME, or just METRIC if the name is
+    none."""
     filter: Items[FilterStep]
 
 
@@ -130,7 +131,7 @@ class TaskConfig(Section):
     configuration."""
     dataset_kwargs: dict[str, Any] | None = None
     """For json: data_files, one path, several, or a mapping of splits to them; JSON lines or a
-    list, relative to the current folder or the task's file. For maxstack: count and seed. For a
+    list, relative to the working directory or the task's file. For maxstack: count and seed. For a
     data set: further arguments of datasets.load_dataset."""
     training_split: str | None = None
     """Split for few-shot examples where there is no fewshot_split; else validation_split, else
@@ -146,13 +147,13 @@ class TaskConfig(Section):
     doc_to_text: str | int
     """The question: a field of a document, or a Jinja template of its fields. A number, in a task
     with choices: doc_to_choice are questions, doc_to_target is the common continuation, and this is
-    the index of the right choice."""
+    the index of the correct choice."""
     doc_to_target: str | int | Items[str | int]
-    """The answer: a field, a template, or the index of the right choice."""
+    """The answer: a field, a template, or the index of the correct choice."""
     doc_to_choice: str | Items[str] | dict[str, str] | None = None
     """The choices: a field, a template of a list, or the choices themselves."""
     description: str = ""
-    """Beginning of every request: a template."""
+    """Template of the text that begins every request."""
     target_delimiter: str = " "
     """Text between question and answer."""
     fewshot_delimiter: str = "\n\n"
@@ -170,10 +171,10 @@ class TaskConfig(Section):
     should_decontaminate: bool = False
     """Accepted and ignored: `maxstack data prepare` decontaminates."""
     doc_to_decontamination_query: str | None = None
-    """As should_decontaminate."""
+    """Accepted and ignored, as should_decontaminate is."""
     metadata: dict[str, Any] = {}
-    """version and other facts; `baseline`: the score of chance, for the centered score; default:
-    that of a random choice, else 0."""
+    """version and other information. `baseline` is the chance score, which the centered score
+    needs; default: that of a random choice, else 0."""
 
     def own_faults(self) -> Iterator[Fault]:
         known = METRICS[self.output_type]
@@ -230,7 +231,7 @@ class AggregateConfig(Section):
     """A metric of a group."""
 
     metric: str
-    """A metric of all its tasks."""
+    """Metric to aggregate; all tasks of the group must have it."""
     filter_list: str | Items[str] | None = None
     """Names of filters whose metrics to use; null: all that its tasks have."""
     aggregation: Literal["mean"] = "mean"
@@ -249,11 +250,11 @@ class GroupConfig(Section):
     """Name to show in tables; null: `group`."""
     task: Annotated[tuple[str | dict[str, Any], ...], Field(min_length=1, strict=False)]
     """Names of tasks, groups or tags, or their files, also relative to this file's folder; or
-    mappings of a name as `task` with keys to override, or of a whole group."""
+    mappings, either with a name as `task` and keys to override, or of a whole group."""
     aggregate_metric_list: Items[AggregateConfig] = ()
     """Metrics of the group: means over its tasks."""
     metadata: dict[str, Any] = {}
-    """version and other facts; ignored."""
+    """version and other information; ignored."""
 
     @property
     def name(self) -> str:

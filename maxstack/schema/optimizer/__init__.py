@@ -57,13 +57,13 @@ DESCENDING = ("polyak_sgd", "scale_by_cocob", "set_to_zero")
 
 
 class GroupConfig(Section):
-    """Parameters with a chain of their own."""
+    """A group of parameters with a chain of its own."""
 
     match: Patterns
     """Patterns over parameter paths, such as 'blocks/*' or {path: 'blocks/*', ndim: 2}; a leading !
-    excludes. ndim does not count layers, and counts heads x head_dim as one; optional: true allows
-    a pattern to match nothing. Parts of a weight in low precision, and adapters, match by the
-    weight's path (blocks/global/mlp/gate) and by their own (*/lora_b)."""
+    excludes. ndim leaves out the dimension of stacked layers, and counts heads x head_dim as one;
+    optional: true allows a pattern to match nothing. Parts of a weight in low precision, and
+    adapters, match by the weight's path (blocks/global/mlp/gate) and by their own (*/lora_b)."""
     chain: ChainValue
     """Optax transforms, applied in order, as in optimizer.chain."""
 
@@ -111,26 +111,26 @@ class Optimizer:
 
 
 class OptimizerConfig(Section):
-    """From gradients to weights: Optax transforms by their own names, with arguments checked
+    """How gradients update weights: Optax transforms by their own names, with arguments checked
     against their signatures."""
 
     learning_rate: RateValue = 3e-4
-    """Peak learning rate of every chain item that takes one and sets none; or a whole schedule,
-    with `schedule` null."""
+    """Peak learning rate for every chain item that takes a learning rate and does not set its own;
+    or a whole schedule, with `schedule` null."""
     schedule: ScheduleValue = WARMUP_COSINE
-    """Schedule of every learning rate that is given as a number, its peak; by kind: any Optax
-    schedule, wsd or inverse_sqrt; null: constant. Steps may be shares of train.steps such as 2%,
-    start and end values shares of the peak such as 10%. Without a kind, the given arguments
-    override those of the default."""
+    """Schedule for every learning rate that is given as a number, which is then its peak. The kind
+    is any Optax schedule, wsd or inverse_sqrt; null: a constant rate. Steps may be shares of
+    train.steps, such as 2%; start and end values may be shares of the peak, such as 10%. Without a
+    kind, the given arguments override those of the default."""
     chain: ChainValue = [CLIP, ADAMW]
     """Optax transforms by kind, applied in order to all trainable parameters. With groups it runs
     before them, and defaults to gradient clipping."""
     groups: Items[GroupConfig] = ()
     """Chains for parts of the parameters; the first group that matches a parameter applies, and
-    every parameter needs one."""
+    every parameter must match one."""
     decay: Patterns = None
-    """Patterns of the parameters with weight decay, in transforms that take a mask; null: matrices,
-    so neither norms nor biases."""
+    """Patterns of the parameters to apply weight decay to, in transforms that take a mask; null:
+    matrices, so neither norms nor biases."""
     trainable: Patterns = None
     """Patterns of the parameters to train; null: all."""
     frozen: Patterns = None
