@@ -357,15 +357,15 @@ def text(made: Capacity) -> str:
     ]
     if made.balance:
         lines.append(
-            f"reading the weights takes as long as the products of {made.balance:,.0f} rows: up to "
-            "that many a step, more serve.rows make prompts faster"
+            "prompts get faster as serve.rows grows, up to "
+            f"{made.balance:,.0f}: from there on a step is limited by compute"
         )
     else:
         lines.append("this device has no figures in chips.yml, so its speed has no bound")
     if max(row.fit for row in made.lengths) > min(made.rows, made.requests):
         lines.append(
-            f"more at a time than serve.rows={made.rows} and serve.max_requests={made.requests} "
-            "take larger ones"
+            f"to run as many as fit, raise serve.rows={made.rows} and "
+            f"serve.max_requests={made.requests}"
         )
     return "\n".join(lines)
 
