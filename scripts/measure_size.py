@@ -19,13 +19,25 @@ NO_TOKENS = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
+NESTING = {"FSTRING_START": 1, "FSTRING_END": -1}
+"""Python 3.12 and later split an f-string into tokens between these two."""
 STATED = re.compile(r"([\d,]+) tokens of Python")
+
+
+def token_lines(path: Path) -> list[int]:
+    """The line of each token of one file. An f-string is one token, as in Python 3.11."""
+    text = io.StringIO(path.read_text(encoding="utf-8"))
+    depth, lines = 0, []
+    for token in tokenize.generate_tokens(text.readline):
+        if depth == 0 and token.type not in NO_TOKENS:
+            lines.append(token.start[0])
+        depth += NESTING.get(tokenize.tok_name[token.type], 0)
+    return lines
 
 
 def tokens(path: Path) -> int:
     """Tokens of one file."""
-    text = io.StringIO(path.read_text(encoding="utf-8"))
-    return sum(token.type not in NO_TOKENS for token in tokenize.generate_tokens(text.readline))
+    return len(token_lines(path))
 
 
 def main() -> None:

@@ -3,11 +3,9 @@ names say something."""
 
 import ast
 import graphlib
-import io
 import runpy
 import subprocess
 import sys
-import tokenize
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -120,8 +118,7 @@ def test_files_and_functions_are_short(path):
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
-    found = tokenize.generate_tokens(io.StringIO(text).readline)
-    lines = [token.start[0] for token in found if token.type not in SIZE["NO_TOKENS"]]
+    lines = SIZE["token_lines"](path)
     lengths = {
         f"{module}.{node.name}": sum(node.lineno <= line <= node.end_lineno for line in lines)
         for node in functions

@@ -23,8 +23,10 @@ SEVERAL = "(several layers)"
 # Fusions call computations too, but as parts of one operation.
 CONTAINERS = {*CALLS} - {*WRAPPERS}
 STRUCTURE = re.compile(
-    r"(jit|pjit)\(.*|closed_call|checkpoint|rematted_computation|remat\d*|while|body|cond|scan|"
-    r"branch_\d+_fun|custom_[jv][vj]p_call(_jaxpr)?|shard_map|shmap_body|pallas_call|.*->.*"
+    # jax 0.12 writes eval_jaxpr for closed_call.
+    r"(jit|pjit)\(.*|closed_call|eval_jaxpr|checkpoint|rematted_computation|remat\d*|while|body|"
+    r"cond|scan|branch_\d+_fun|custom_[jv][vj]p_call(_jaxpr)?|shard_map|shmap_body|pallas_call|"
+    r".*->.*"
 )
 """Parts of an op_name that jax adds by itself and that name no layer."""
 # jit( is no transformation: its argument is a function's name, not a scope.
@@ -152,11 +154,11 @@ def direction_of(op_name: str) -> str:
 
 def split_merged(op_name: str) -> list[str]:
     """Split the op_name of an operation that XLA merged from several, which it writes as
-    a/(b/c:d)."""
+    a/(b/c:d), or in jaxlib 0.12 also as a/b;a/c."""
     # A leading slash, so that a name that begins with the bracket splits too.
     shared, bracket, rest = f"/{op_name}".partition("/(")
     if not bracket or not rest.endswith(")"):
-        return [op_name]
+        return op_name.split(";")
     return [f"{shared}/{each}"[1:] for each in rest[:-1].split(":")]
 
 
