@@ -2,21 +2,20 @@
 
 import bz2
 import gzip
-import json
 import lzma
 import os
 from pathlib import Path
 
 import pytest
 import zstandard
-from pydantic import TypeAdapter
+from json_lines import lines_of_texts
+from source_files import opened, source_of, texts_of
 
 from maxstack.data.files import match_files
-from maxstack.data.sources import open_source
 from maxstack.errors import DataError
-from maxstack.schema.data import AnySource
 
 TEXTS = ["first\nlines", "zweites d\u00f6kument", "3rd"]
+LINES = lines_of_texts(TEXTS)
 
 
 @pytest.fixture(autouse=True)
@@ -25,45 +24,32 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("MAXSTACK_CACHE", str(tmp_path / "cache"))
 
 
-def source(kind, **fields):
-    return TypeAdapter(AnySource).validate_python({"kind": kind, **fields})
-
-
 def write(name, text):
     Path(name).parent.mkdir(exist_ok=True)
     Path(name).write_text(text)
 
 
-def lines(texts=TEXTS):
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+def two_frames(data):
+    """Zstandard of two parts, one after the other."""
+    return zstandard.compress(data[:9]) + zstandard.compress(data[9:])
 
 
-@pytest.mark.parametrize(
-    "compress", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress]
-)
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress, two_frames])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.bz2"])
 def test_what_a_file_begins_with_says_how_it_is_compressed_and_not_its_name(compress, name):
-    Path(name).write_bytes(compress(lines().encode()))
-    documents = open_source(source("jsonl", files=[name]))
-    assert [documents[i].decode() for i in range(len(documents))] == TEXTS
-    assert open_source(source("text", files=[name]))[0].decode() == lines()
+    Path(name).write_bytes(compress(LINES.encode()))
+    assert texts_of(opened("jsonl", name)) == TEXTS
+    assert texts_of(opened("text", name)) == [LINES]
 
 
 def test_text_that_begins_as_bzip2_does_is_text():
     write("a.txt", "BZh9 is no archive")
-    assert open_source(source("text", files=["a.txt"]))[0] == b"BZh9 is no archive"
-
-
-def test_blank_lines_of_any_length_are_left_out():
-    write("a.jsonl", f"{' ' * 9}\n{lines(TEXTS[:1])}{chr(9) * 500}\r\n \n{lines(TEXTS[1:])}    ")
-    documents = open_source(source("jsonl", files=["a.jsonl"]))
-    assert [documents[i].decode() for i in range(len(documents))] == TEXTS
+    assert opened("text", "a.txt")[0] == b"BZh9 is no archive"
 
 
 def test_a_file_that_is_named_in_two_ways_counts_once(tmp_path):
-    write("a.jsonl", lines())
-    cfg = source("jsonl", files=["a.jsonl", f"{tmp_path}/a.jsonl", "*.jsonl"])
-    assert len(open_source(cfg)) == len(TEXTS)
+    write("a.jsonl", LINES)
+    assert len(opened("jsonl", "a.jsonl", f"{tmp_path}/a.jsonl", "*.jsonl")) == len(TEXTS)
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(monkeypatch):
@@ -78,7 +64,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(monkeypatch):
 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(DataError, match="deep: cannot be listed: Permission denied"):
-        match_files(source("text", files=["./**/*.txt"]))
+        match_files(source_of("text", "./**/*.txt"))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +84,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(monkeypatch):
 def test_a_file_that_the_numbers_of_others_name_must_be_there(names, asked, absent):
     for name in names:
         write(name, "x")
-    cfg = source("text", **{"files": ["*.txt"]} | asked)
+    cfg = source_of("text", **{"files": ["*.txt"]} | asked)
     if absent is None:
         assert [file.path for file in match_files(cfg)] == names
         return

@@ -10,11 +10,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from pydantic import TypeAdapter
+import source_files
+from source_files import texts_of
 
-from maxstack.data.sources import open_source
 from maxstack.errors import DataError
-from maxstack.schema.data import AnySource
 
 
 @pytest.fixture(autouse=True)
@@ -24,30 +23,25 @@ def folder(tmp_path, monkeypatch):
 
 
 def opened(files="a.parquet", **fields):
-    cfg = {"kind": "parquet", "files": [files], **fields}
-    return open_source(TypeAdapter(AnySource).validate_python(cfg))
+    return source_files.opened("parquet", files, **fields)
 
 
-def texts(documents):
-    return [documents[i].decode() for i in range(len(documents))]
+def write(columns, name="a.parquet", **options):
+    pyarrow.parquet.write_table(pyarrow.table(columns), name, **options)
 
 
 def test_parquet_reads_across_row_groups_and_files():
     many = [f"document {i}" for i in range(50)]
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": many[:30], "n": range(30)}), "a.parquet", row_group_size=7
-    )
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": pyarrow.array(many[30:]).dictionary_encode()}), "b.parquet"
-    )
+    write({"text": many[:30], "n": range(30)}, row_group_size=7)
+    write({"text": pyarrow.array(many[30:]).dictionary_encode()}, "b.parquet")
     documents = opened("*.parquet")
-    assert texts(documents) == many
+    assert texts_of(documents) == many
     assert [documents[i].decode() for i in (49, 0, 29, 30)] == [many[i] for i in (49, 0, 29, 30)]
 
 
 def test_a_row_group_of_parquet_is_decoded_once_whoever_reads_it_in_whatever_order(monkeypatch):
     many = [f"document {i}" for i in range(40)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": many}), "a.parquet", row_group_size=10)
+    write({"text": many}, row_group_size=10)
     decoded = []
 
     class Counted(pyarrow.parquet.ParquetFile):
@@ -69,7 +63,7 @@ def test_a_row_group_of_parquet_is_decoded_once_whoever_reads_it_in_whatever_ord
 
 def test_parquet_takes_no_more_memory_than_a_few_rows_however_large_its_groups_are():
     rows = [os.urandom(750).hex() for _ in range(20_000)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), "a.parquet")
+    write({"text": rows})
     assert pyarrow.parquet.ParquetFile("a.parquet").metadata.num_row_groups == 1
     before = pyarrow.default_memory_pool()
     pyarrow.set_memory_pool(pool := pyarrow.proxy_memory_pool(before))
@@ -83,27 +77,23 @@ def test_parquet_takes_no_more_memory_than_a_few_rows_however_large_its_groups_a
 
 def test_parquet_that_changes_is_read_anew_and_readers_that_begin_at_once_share_a_copy():
     def read(_):
-        return texts(opened())
+        return texts_of(opened())
 
     for many in (["one", "two"], ["other"]):
-        pyarrow.parquet.write_table(pyarrow.table({"text": many}), "a.parquet")
+        write({"text": many})
         with ThreadPoolExecutor(8) as pool:
             assert [*pool.map(read, range(8))] == [many] * 8
     assert len([*Path("cache/data").iterdir()]) == 2
 
 
 def test_rows_of_parquet_are_json_and_one_that_is_no_text_is_told_of_alone():
-    words = [b"a", b"\xff", b"c"]
-    offsets = pyarrow.py_buffer(np.array([0, 1, 2, 3], np.int32).tobytes())
-    word = pyarrow.StringArray.from_buffers(3, offsets, pyarrow.py_buffer(b"".join(words)))
-    table = pyarrow.table(
-        {
-            "prompt": word,
-            "turns": [[{"n": 1}], None, []],
-            "kind": pyarrow.array(["x", "y", "x"]).dictionary_encode(),
-        }
-    )
-    pyarrow.parquet.write_table(table, "a.parquet")
+    source_files.write_source("parquet", [b"a", b"\xff", b"c"])
+    columns = {
+        "prompt": pyarrow.parquet.read_table("a.parquet")["text"],
+        "turns": [[{"n": 1}], None, []],
+        "kind": pyarrow.array(["x", "y", "x"]).dictionary_encode(),
+    }
+    write(columns)
     documents = opened(record={"kind": "prompts"})
     assert json.loads(documents[0]) == {"prompt": "a", "turns": [{"n": 1}], "kind": "x"}
     assert json.loads(documents[2]) == {"prompt": "c", "turns": [], "kind": "x"}
@@ -112,11 +102,7 @@ def test_rows_of_parquet_are_json_and_one_that_is_no_text_is_told_of_alone():
 
 
 def test_a_column_that_is_not_there_is_named_at_the_start():
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([{"image": b"", "other": 1}]), "a.parquet"
-    )
-    with pytest.raises(
-        DataError,
-        match="^a.parquet: no column 'label'; it has image, other. Set `record.label` to",
-    ):
+    write({"image": [b""], "other": [1]})
+    says = "^a.parquet: no column 'label'; it has image, other. Set `record.label` to"
+    with pytest.raises(DataError, match=says):
         opened(record={"kind": "image"})

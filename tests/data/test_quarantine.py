@@ -2,77 +2,54 @@
 data.quarantine allows it."""
 
 import gzip
-import json
+import os
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import zstandard
-from array_record.python.array_record_module import ArrayRecordWriter
-from pydantic import TypeAdapter
+from source_files import opened, source_of, write_array_records, write_source
 
 from maxstack.data.documents import Tokens
 from maxstack.data.feed import Feed
 from maxstack.data.shards import pack
-from maxstack.data.sources import open_source
 from maxstack.errors import DataError
-from maxstack.schema.data import AnySource, DataConfig, SyntheticSource
+from maxstack.schema.data import DataConfig, SyntheticSource
 
 BATCH, ROW = 4, 128
 TEXTS = [f"document {i} " + " ".join(map(str, range(i, 30 + i))) for i in range(24)]
 
 
-def one_a_file(ending, compress):
-    for i, text in enumerate(TEXTS):
-        Path(f"{i:02}.txt{ending}").write_bytes(compress(text.encode()))
-    return {"kind": "text", "files": [f"*.txt{ending}"]}, f"07.txt{ending}"
+OPTIONS = {
+    "parquet": {"row_group_size": 3, "compression": "none", "write_page_checksum": True},
+    "array_record": {"options": "group_size:1,uncompressed"},
+}
 
 
-def jsonl():
-    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return {"kind": "jsonl", "files": ["a.jsonl"]}, "a.jsonl"
+def written(kind):
+    """A source of TEXTS, and its file that is damaged."""
+    fields = write_source(kind, [text.encode() for text in TEXTS], **OPTIONS.get(kind, {}))
+    return fields, "07.txt" if kind == "text" else fields["files"][0]
 
 
-def separated():
-    Path("a.txt").write_text("<|doc|>".join(TEXTS))
-    return {"kind": "text", "files": ["a.txt"], "separator": "<|doc|>"}, "a.txt"
-
-
-def parquet():
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": TEXTS}),
-        "a.parquet",
-        row_group_size=3,
-        compression="none",
-        write_page_checksum=True,
-    )
-    return {"kind": "parquet", "files": ["a.parquet"]}, "a.parquet"
+def compressed(ending, compress):
+    """The same of compressed files."""
+    fields, _ = written("text")
+    for path in Path().glob("*.txt"):
+        moved = path.rename(f"{path}{ending}")
+        moved.write_bytes(compress(moved.read_bytes()))
+    return fields | {"files": [f"*.txt{ending}"]}, f"07.txt{ending}"
 
 
 def tokens_record(text):
     return pack(Tokens(np.frombuffer(text.encode(), np.uint8).astype(np.int32), None))
 
 
-def array_record(content):
-    writer = ArrayRecordWriter("a.array_record", "group_size:1,uncompressed")
-    for text in TEXTS:
-        writer.write(text.encode() if content == "text" else tokens_record(text))
-    writer.close()
-    return {
-        "kind": "array_record",
-        "files": ["a.array_record"],
-        "content": content,
-        "partial": True,
-    }, "a.array_record"
-
-
-def bagz():
-    with pytest.importorskip("bagz").Writer("a.bagz") as writer:
-        for text in TEXTS:
-            writer.write(text.encode())
-    return {"kind": "bagz", "files": ["a.bagz"]}, "a.bagz"
+def stored_tokens():
+    """The same of tokens."""
+    fields, name = written("array_record")
+    write_array_records(name, map(tokens_record, TEXTS), **OPTIONS["array_record"])
+    return fields | {"content": "tokens", "partial": True}, name
 
 
 def place_of(data, document):
@@ -95,66 +72,39 @@ def cut(name):
         file.truncate(place_of(data, 15))
 
 
+def empty(name):
+    Path(name).write_bytes(b"")
+
+
+GZIP, ZSTD = (".gz", gzip.compress), (".zst", zstandard.compress)
+LATER, ALL = {*range(15, 24)}, {*range(24)}
 CASES = {
-    "flipped gzip": (
-        lambda: one_a_file(".gz", gzip.compress),
-        flip,
-        {7},
-        "07.txt.gz: corrupt gzip",
-    ),
-    "cut zstd": (
-        lambda: one_a_file(".zst", zstandard.compress),
-        cut,
-        {7},
-        "07.txt.zst: the zstd data is cut short",
-    ),
-    "emptied gzip": (
-        lambda: one_a_file(".gz", gzip.compress),
-        lambda name: Path(name).write_bytes(b""),
-        {7},
-        "07.txt.gz: empty",
-    ),
-    "deleted": (
-        lambda: one_a_file("", bytes),
-        lambda name: Path(name).unlink(),
-        {7},
-        "07.txt: No such file",
-    ),
-    "flipped jsonl": (jsonl, flip, {7}, "a.jsonl: line 8: not UTF-8 at byte"),
-    "cut jsonl": (jsonl, cut, {*range(15, 24)}, "a.jsonl: record {}: the file became shorter"),
-    "cut separated": (
-        separated,
-        cut,
-        {*range(15, 24)},
-        "a.txt: record {}: the file became shorter",
-    ),
+    "flipped gzip": (GZIP, flip, {7}, "07.txt.gz: corrupt gzip"),
+    "cut zstd": (ZSTD, cut, {7}, "07.txt.zst: the zstd data is cut short"),
+    "emptied gzip": (GZIP, empty, {7}, "07.txt.gz: empty"),
+    "deleted": ("text", os.remove, {7}, "07.txt: No such file"),
+    "flipped jsonl": ("jsonl", flip, {7}, "a.jsonl: line 8: not UTF-8 at byte"),
+    "cut jsonl": ("jsonl", cut, LATER, "a.jsonl: record {}: the file became shorter"),
+    "cut separated": ("separated", cut, LATER, "a.separated: record {}: the file became shorter"),
     "flipped parquet": (
-        parquet,
+        "parquet",
         flip,
         {6, 7, 8},
         "a.parquet: record {}: its row group 2 is corrupt",
     ),
-    "flipped array record": (
-        lambda: array_record("text"),
-        flip,
-        {7},
-        "a.array_record: record 7: corrupt",
-    ),
-    "flipped tokens": (
-        lambda: array_record("tokens"),
-        flip,
-        {7},
-        "a.array_record: record 7: corrupt",
-    ),
+    "flipped array record": ("array_record", flip, {7}, "a.array_record: record 7: corrupt"),
+    "flipped tokens": (None, flip, {7}, "a.array_record: record 7: corrupt"),
     "cut array record": (
-        lambda: array_record("text"),
+        "array_record",
         cut,
-        {*range(24)},
+        ALL,
         "a.array_record: record {}: not an intact ArrayRecord file",
     ),
-    "flipped bagz": (bagz, flip, None, "a.bagz: record {}: corrupt"),
-    "cut bagz": (bagz, cut, {*range(24)}, "a.bagz: record {}: not an intact Bagz file"),
+    "flipped bagz": ("bagz", flip, None, "a.bagz: record {}: corrupt"),
+    "cut bagz": ("bagz", cut, ALL, "a.bagz: record {}: not an intact Bagz file"),
 }
+"""By name: the kind of source, or the ending and function of compressed files, or None for tokens;
+what is done to its file; the documents that are lost; what is said of each."""
 
 
 @pytest.fixture(autouse=True)
@@ -165,10 +115,7 @@ def feeds(tmp_path, monkeypatch):
 
     def make(source, lanes=range(BATCH), evaluation=False, whole=False, **fields):
         cfg = DataConfig(
-            sources=[
-                TypeAdapter(AnySource).validate_python(source),
-                SyntheticSource(kind="synthetic", length=20),
-            ],
+            sources=[source_of(**source), SyntheticSource(kind="synthetic", length=20)],
             **{"seq_len": ROW, "packing": "none"} | fields,
         )
         made.append(Feed(cfg, lanes, BATCH, evaluation=evaluation, whole=whole))
@@ -195,8 +142,11 @@ def number(document):
 def test_a_damaged_record_is_named_and_where_it_may_be_passed_over_all_others_keep_their_places(
     case, feeds
 ):
-    make, damage, lost, words = CASES[case]
-    source, name = make()
+    what, damage, lost, words = CASES[case]
+    if what is None:
+        source, name = stored_tokens()
+    else:
+        source, name = written(what) if isinstance(what, str) else compressed(*what)
     intact = documents(feeds(source), 30)
     if of_copies := source["kind"] == "parquet":  # whose copies are made when they are opened
         damage(name)
@@ -206,66 +156,50 @@ def test_a_damaged_record_is_named_and_where_it_may_be_passed_over_all_others_ke
         damage(name)
     with pytest.raises(DataError, match="set data.quarantine to the number") as caught:
         documents(strict, 30)
-    assert (
-        words.split("{}")[0] in str(caught.value)
-        and words.split("{}")[-1] in str(caught.value)
-        and "\n" not in str(caught.value)
-    )
+    said = str(caught.value)
+    assert all(part in said for part in words.split("{}")) and "\n" not in said
 
     got, told = documents(whole, 20), whole.skipped()
-    lost = lost or {
-        record for record in range(24) if any(f"record {record}:" in line for line in told)
-    }
-    assert (
-        lost
-        and len(told) == len(lost)
-        and all(any(words.format(record) in line for line in told) for record in lost)
-    )
+    lost = lost or {n for n in ALL if any(f"record {n}:" in line for line in told)}
+    assert lost and len(told) == len(lost)
+    for record in lost:
+        assert any(words.format(record) in line for line in told)
     for lane in range(BATCH):
         left = [document for document in intact[lane] if number(document) not in lost]
         assert got[lane][: len(left)] == left[:20] and len(left) >= 10
     assert [*documents(halves[0], 20), *documents(halves[1], 20)] == got
 
 
-@pytest.mark.parametrize("make", [lambda: array_record("text"), bagz])
-def test_a_file_that_is_cut_while_it_is_open_gives_an_error_and_no_empty_document(
-    make,
-):
-    source, name = make()
-    opened = open_source(TypeAdapter(AnySource).validate_python(source))
-    assert opened[20] == TEXTS[20].encode()
-    with open(name, "r+b") as file:
-        file.truncate(0)
-    with pytest.raises(
-        DataError, match=f"{name}: record 20: the file became shorter while it was in use"
-    ):
-        opened[20]
+@pytest.mark.parametrize("kind", ["array_record", "bagz"])
+def test_a_file_that_is_cut_while_it_is_open_gives_an_error_and_no_empty_document(kind):
+    source, name = written(kind)
+    found = opened(**source)
+    assert found[20] == TEXTS[20].encode()
+    empty(name)
+    says = f"{name}: record 20: the file became shorter while it was in use"
+    with pytest.raises(DataError, match=says):
+        found[20]
 
 
 @pytest.mark.slow
 def test_workers_tell_what_they_pass_over_once_and_change_nothing(feeds):
-    source, name = jsonl()
+    source, name = written("jsonl")
     flip(name)
     alone, several = (
-        feeds(source, quarantine=1, packing="concat"),
-        feeds(source, quarantine=1, packing="concat", workers=2),
+        feeds(source, quarantine=1, packing="concat", workers=workers) for workers in (0, 2)
     )
     for _ in range(40):
         expected, got = next(alone), next(several)
         assert all((expected[key] == got[key]).all() for key in {*expected, *got})
-    told = several.skipped()
-    assert (
-        told == alone.skipped()
-        and len(told) == 1
-        and told[0].startswith("data.quarantine: passed over a.jsonl: line 8: not UTF-8")
-    )
-    assert several.skipped() == []
+    (told,) = alone.skipped()
+    assert told.startswith("data.quarantine: passed over a.jsonl: line 8: not UTF-8")
+    assert several.skipped() == [told] and several.skipped() == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.slow
 def test_the_first_empty_document_of_a_source_is_told_and_the_others_are_not(workers, feeds):
-    source, _ = one_a_file("", bytes)
+    source, _ = written("text")
     for name in ("03.txt", "09.txt"):
         Path(name).write_text("")
     feed = feeds(source, shuffle=False, workers=workers)
@@ -279,8 +213,7 @@ def test_the_first_empty_document_of_a_source_is_told_and_the_others_are_not(wor
 
 
 def test_a_document_damaged_while_it_is_half_read_is_passed_over(feeds):
-    Path("a.jsonl").write_text('{"text": "%s"}\n{"text": "short"}\n' % ("long" * 100))
-    source = {"kind": "jsonl", "files": ["a.jsonl"]}
+    source = write_source("jsonl", [b"long" * 100, b"short"])
     feed = feeds(source, quarantine=1, packing="concat")
     while not feed.state()[0, -1] > 128:
         next(feed)
@@ -293,19 +226,16 @@ def test_a_document_damaged_while_it_is_half_read_is_passed_over(feeds):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.slow
 def test_one_damaged_record_too_many_ends_the_run_however_they_spread_over_workers(workers, feeds):
-    source, name = parquet()
+    source, name = written("parquet")
     flip(name)
     feed = feeds(source, quarantine=2, workers=workers)
-    with pytest.raises(
-        DataError,
-        match=r"^3 records cannot be read, but data.quarantine=2 passes over at most .*raise "
-        r"data.quarantine$",
-    ):
+    says = "^3 records cannot be read, but data.quarantine=2 passes .*raise data.quarantine$"
+    with pytest.raises(DataError, match=says):
         documents(feed, 60)
 
 
 def test_every_evaluation_passes_over_the_same_and_tells_it_once(feeds):
-    source, name = jsonl()
+    source, name = written("jsonl")
     flip(name)
     feed = feeds(source | {"holdout": 0.9}, evaluation=True, quarantine=1)
     start = feed.state()

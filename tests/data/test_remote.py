@@ -5,24 +5,20 @@ import json
 import os
 import shutil
 import time
+from pathlib import Path
 
 import fsspec
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
-from pydantic import TypeAdapter
+from json_lines import lines_of_texts
+from source_files import opened, source_of, write_source
 
 from maxstack.config import storage
 from maxstack.data.feed import Feed
 from maxstack.data.files import match_files
-from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import DataError
-from maxstack.schema.data import AnySource, DataConfig, HuggingFaceTokenizer
-
-TEXTS = [f"document {i} with some text" for i in range(20)]
+from maxstack.schema.data import DataConfig, HuggingFaceTokenizer
 
 
 @pytest.fixture(params=["memory", "file"])
@@ -37,62 +33,40 @@ def bucket(request, tmp_path, monkeypatch):
     return "memory://bucket"
 
 
-def source(kind, **fields):
-    return TypeAdapter(AnySource).validate_python({"kind": kind, **fields})
+def write(url, text):
+    """Write a file at a URL or path."""
+    with storage.replacing(url) as file:
+        file.write_text(text)
 
 
 def upload(url):
     """The files of the folder `files`, at a URL."""
-    for folder, _, names in os.walk("files"):
-        for name in names:
-            path = os.path.join(folder, name)
-            with storage.replacing(storage.join(url, os.path.relpath(path, "files"))) as copy:
-                shutil.copy(path, copy)
-
-
-def written(kind):
-    """Files of TEXTS in the folder `files`, and the source that reads them below `{}`."""
-    os.mkdir("files")
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
-    if kind == "text":
-        for i, text in enumerate(TEXTS):
-            with open(f"files/{i:02d}.txt", "w") as file:
-                file.write(text)
-        return {"kind": "text", "files": "{}/*.txt"}
-    if kind == "separated":
-        with open("files/a.txt", "w") as file:
-            file.write("---".join(TEXTS))
-        return {"kind": "text", "files": "{}/a.txt", "separator": "---"}
-    if kind == "jsonl":
-        with open("files/a.jsonl", "wb") as file:
-            file.write(lines)
-        return {"kind": "jsonl", "files": "{}/a.jsonl"}
-    if kind == "jsonl.gz":
-        with open("files/a.jsonl.gz", "wb") as file:
-            file.write(gzip.compress(lines))
-        return {"kind": "jsonl", "files": "{}/*.gz"}
-    if kind == "parquet":
-        table = pyarrow.table({"text": TEXTS})
-        pyarrow.parquet.write_table(table, "files/a.parquet", row_group_size=6)
-        return {"kind": "parquet", "files": "{}/**"}
-    writer = ArrayRecordWriter("files/a.array_record", "group_size:1")
-    for text in TEXTS:
-        writer.write(text.encode())
-    writer.close()
-    return {"kind": "array_record", "files": "{}/a.array_record"}
+    for path in filter(os.path.isfile, Path("files").rglob("*")):
+        with storage.replacing(storage.join(url, str(path.relative_to("files")))) as copy:
+            shutil.copy(path, copy)
 
 
 KINDS = "text", "separated", "jsonl", "jsonl.gz", "parquet", "array_record"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_of_data_at_a_url_are_those_of_the_same_data_in_a_folder(bucket, kind):
-    cfg = written(kind)
+def test_batches_of_data_at_a_url_are_those_of_the_same_data_in_a_folder(
+    bucket, kind, tmp_path, monkeypatch
+):
+    (tmp_path / "files").mkdir()
+    monkeypatch.chdir(tmp_path / "files")
+    texts = [f"document {i} with some text".encode() for i in range(20)]
+    options = {"row_group_size": 6} if kind == "parquet" else {}
+    fields = write_source(kind.removesuffix(".gz"), texts, **options)
+    if kind == "jsonl.gz":
+        Path("a.jsonl").write_bytes(gzip.compress(Path("a.jsonl").read_bytes()))
+    monkeypatch.chdir(tmp_path)
     upload(bucket)
+    (files,) = fields["files"]
     batches = {}
     for folder in ("files", bucket):
-        given = cfg | {"files": [cfg["files"].format(folder)], "name": "texts", "holdout": 0.2}
-        data = DataConfig(sources=[source(**given)], seq_len=64)
+        own = {"files": [f"{folder}/{files}"], "name": "texts", "holdout": 0.2}
+        data = DataConfig(sources=[source_of(**fields | own)], seq_len=64)
         train_feed, eval_feed = Feed(data, [0, 1], 2), Feed(data, [0], 1, evaluation=True)
         batches[folder] = [next(train_feed), next(train_feed), next(eval_feed)]
         train_feed.close()
@@ -106,25 +80,22 @@ def test_batches_of_data_at_a_url_are_those_of_the_same_data_in_a_folder(bucket,
 def test_globs_match_at_a_url_what_they_match_in_a_folder(bucket):
     names = "a.txt", "b.txt", "deep/c.txt", "deep/er/d.txt", "deep/.hidden/e.txt", ".f.txt", "g[1]"
     for name in names:
-        os.makedirs(os.path.dirname(f"files/{name}") or "files", exist_ok=True)
-        with open(f"files/{name}", "w") as file:
-            file.write("x")
+        write(f"files/{name}", "x")
     upload(bucket)
+
+    def keys(folder, pattern, exclude):
+        excluded = [glob.format(folder) for glob in exclude]
+        try:
+            files = match_files(source_of("text", f"{folder}/{pattern}", exclude=excluded))
+        except DataError:
+            return []
+        return [file.key for file in files]
+
     for pattern in ("*.txt", "**/*.txt", "**", "d*/*.txt", "[ab].txt", "deep/c.txt", "g[[]1]"):
         for exclude in ((), ("{}/deep/*.txt",), ("**/er/*",)):
-            keys = {}
-            for folder in ("files", bucket):
-                cfg = source(
-                    "text",
-                    files=[f"{folder}/{pattern}"],
-                    exclude=[glob.format(folder) for glob in exclude],
-                )
-                try:
-                    keys[folder] = [file.key for file in match_files(cfg)]
-                except DataError:
-                    keys[folder] = []
-            assert keys["files"] == keys[bucket], (pattern, exclude)
-            assert keys["files"] or exclude
+            found = keys("files", pattern, exclude)
+            assert found == keys(bucket, pattern, exclude), (pattern, exclude)
+            assert found or exclude
 
 
 @pytest.mark.parametrize(
@@ -136,31 +107,25 @@ def test_globs_match_at_a_url_what_they_match_in_a_folder(bucket):
     ],
 )
 def test_what_is_not_at_a_url_is_told(bucket, pattern, says):
-    with storage.replacing(f"{bucket}/deep/a.jsonl") as file:
-        file.write_text("{}")
+    write(f"{bucket}/deep/a.jsonl", "{}")
     with pytest.raises(DataError, match=says) as caught:
-        match_files(source("text", files=[f"{bucket}/{pattern}"]))
+        match_files(source_of("text", f"{bucket}/{pattern}"))
     assert str(caught.value).startswith(f"{bucket}/{pattern}: ")
 
 
 def test_a_file_at_a_url_is_copied_once_and_again_when_it_changes(bucket, tmp_path):
-    cfg = source("jsonl", files=[f"{bucket}/a.jsonl"])
     for text in ("first", "first", "other"):
-        with storage.replacing(f"{bucket}/a.jsonl") as file:
-            file.write_text(json.dumps({"text": text}) + "\n")
-        assert [open_source(cfg)[0] for _ in range(2)] == [text.encode()] * 2
+        write(f"{bucket}/a.jsonl", lines_of_texts([text]))
+        for _ in range(2):
+            assert opened("jsonl", f"{bucket}/a.jsonl")[0] == text.encode()
         time.sleep(0.02)
     assert len(os.listdir(tmp_path / "cache" / "data")) == 3
 
 
 def test_vocab_json_at_a_url_is_read_with_the_files_beside_it(bucket):
     vocab = {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}
-    for name, text in {
-        "vocab.json": json.dumps(vocab),
-        "merges.txt": "#version: 0.2\na b\n",
-        "config.json": '{"model_type": "gpt2"}',
-    }.items():
-        with storage.replacing(f"{bucket}/gpt2/{name}") as file:
-            file.write_text(text)
+    write(f"{bucket}/gpt2/vocab.json", json.dumps(vocab))
+    write(f"{bucket}/gpt2/merges.txt", "#version: 0.2\na b\n")
+    write(f"{bucket}/gpt2/config.json", '{"model_type": "gpt2"}')
     cfg = HuggingFaceTokenizer(kind="huggingface", path=f"{bucket}/gpt2/vocab.json")
     assert open_tokenizer(cfg).encode(b"abba").tolist() == [2, 1, 0, 3]
