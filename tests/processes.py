@@ -76,15 +76,18 @@ def stand_ins(folder: Path, programs: Mapping[str, str]) -> dict[str, str]:
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+def children(pid: int) -> list[int]:
+    """The pids of the processes that a process has started."""
+    return [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+
+
 def training(submitted: int, number: int) -> int:
     """The pid of training process `number` below its supervisor, below the process of `maxstack
     submit --target local`."""
-
-    def children(pid: int) -> list[int]:
-        return [
-            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
-
     own = f"JAX_PROCESS_ID={number}".encode()
     supervisor = next(
         pid

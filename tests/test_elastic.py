@@ -87,9 +87,10 @@ def write(folder, name, **sections):
 
 def watchdogs():
     """Processes that watch this one."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [
-        child for child in children if b"watchdog.py" in Path(f"/proc/{child}/cmdline").read_bytes()
+        child
+        for child in processes.children(os.getpid())
+        if b"watchdog.py" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
 
 

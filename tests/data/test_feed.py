@@ -1,4 +1,3 @@
-import json
 import os
 import signal
 import subprocess
@@ -9,17 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from json_lines import write_rows, write_texts
+from processes import children
+from source_files import source_of
 
 from maxstack.data import feed as feed_module
 from maxstack.data.feed import Feed
 from maxstack.data.sources import Synthetic
 from maxstack.errors import ConfigError, DataError
-from maxstack.schema.data import (
-    DataConfig,
-    JsonlSource,
-    SyntheticSource,
-    TextSource,
-)
+from maxstack.schema.data import DataConfig, SyntheticSource
 
 BATCH = 8
 
@@ -33,16 +30,14 @@ def corpus(tmp_path_factory):
         (folder / "texts").mkdir()
         for i in range(40):
             (folder / "texts" / f"{i}.txt").write_text(f"file {i} " * (1 + i * i % 37))
-        (folder / "lines.jsonl").write_text(
-            "".join(json.dumps({"text": f"line {i} " * (1 + i % 5)}) + "\n" for i in range(100))
-        )
+        write_texts("lines.jsonl", (f"line {i} " * (1 + i % 5) for i in range(100)))
         yield folder
 
 
 def config(**fields):
     sources = [
-        TextSource(kind="text", files=["texts/*.txt"], weight=2.0, holdout=0.2),
-        JsonlSource(kind="jsonl", files=["lines.jsonl"]),
+        source_of("text", "texts/*.txt", weight=2.0, holdout=0.2),
+        source_of("jsonl", "lines.jsonl"),
         SyntheticSource(kind="synthetic", length=50, ragged=True, weight=0.5),
     ]
     return DataConfig(**{"sources": sources, "seq_len": 32} | fields)
@@ -110,31 +105,10 @@ def test_a_saved_position_continues_the_same_on_another_split_of_the_lanes(packi
 
 
 def test_batches_made_ahead_do_not_count_in_the_position(feeds):
-    eager, lazy = (
-        feeds(config(prefetch=9), range(BATCH), BATCH),
-        feeds(config(prefetch=1), range(BATCH), BATCH),
-    )
+    eager, lazy = (feeds(config(prefetch=many), range(BATCH), BATCH) for many in (9, 1))
     batches(eager, 3), batches(lazy, 3)
     time.sleep(0.2)
     assert (eager.state() == lazy.state()).all() and eager.state().dtype == np.int64
-
-
-def test_restoring_rewinds_a_feed_in_use(feeds):
-    feed = feeds(config(), range(BATCH), BATCH)
-    next(feed)
-    state, expected = feed.state(), batches(feed, 4)
-    feed.restore(state)
-    assert the_same(expected, batches(feed, 4))
-
-
-def test_the_identity_changes_with_the_documents(corpus):
-    before = Feed(config(), range(BATCH), BATCH).mixture.described()
-    assert Feed(config(seq_len=7), [2], 3).mixture.described() == before
-    (corpus / "texts" / "new.txt").write_text("one more")
-    try:
-        assert Feed(config(), range(BATCH), BATCH).mixture.described() != before
-    finally:
-        (corpus / "texts" / "new.txt").unlink()
 
 
 def test_a_position_of_another_shape_is_refused(feeds):
@@ -147,17 +121,13 @@ def test_marks_of_other_systems_are_told_where_they_are_kept(feeds):
     Path("marked").mkdir()
     Path("marked/a.txt").write_bytes(b"plain\n")
     Path("marked/b.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
-    for normalize, said in ((["bom"], ["CRLF"]), ([], ["a byte order mark", "CRLF"])):
-        source = TextSource(kind="text", files=["marked/*.txt"], normalize=normalize)
-        line = feeds(config(sources=[source]), range(BATCH), BATCH).describe()[0]
-        assert [part.partition(" is kept, as in ")[::2] for part in line.split("; ")[1:]] == [
-            (mark, f"marked/b.txt ({how})")
-            for mark, how in (
-                ("a byte order mark", "normalize: [bom] drops it"),
-                ("CRLF", "normalize: [newlines] makes it LF"),
-            )
-            if mark in said
-        ]
+    kept = "is kept, as in marked/b.txt"
+    mark = f"a byte order mark {kept} (normalize: [bom] drops it)"
+    crlf = f"CRLF {kept} (normalize: [newlines] makes it LF)"
+    for normalize, said in ((["bom"], [crlf]), ([], [mark, crlf])):
+        source = source_of("text", "marked/*.txt", normalize=normalize)
+        (line,) = feeds(config(sources=[source]), range(BATCH), BATCH).describe()
+        assert line.split("; ")[1:] == said
 
 
 def test_evaluation_reads_each_held_out_document_once_and_then_pads_for_ever(feeds):
@@ -176,26 +146,15 @@ def test_evaluation_reads_each_held_out_document_once_and_then_pads_for_ever(fee
 
 def test_evaluation_without_held_out_documents_is_an_error():
     with pytest.raises(DataError, match="holdout"):
-        Feed(
-            DataConfig(sources=[JsonlSource(kind="jsonl", files=["lines.jsonl"])]),
-            range(2),
-            2,
-            evaluation=True,
-        )
+        Feed(DataConfig(sources=[source_of("jsonl", "lines.jsonl")]), [0], 1, evaluation=True)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_bad_record_surfaces_from_the_background_with_its_name(workers, feeds, corpus):
     (corpus / "bad.jsonl").write_text('{"text": "fine, fine, fine"}\n{"text": 3}\n')
-    feed = feeds(
-        DataConfig(
-            sources=[JsonlSource(kind="jsonl", files=["bad.jsonl"])], seq_len=16, workers=workers
-        ),
-        range(2),
-        2,
-    )
+    cfg = config(sources=[source_of("jsonl", "bad.jsonl")], seq_len=16, workers=workers)
     with pytest.raises(DataError, match="bad.jsonl: line 2"):
-        batches(feed, 50)
+        batches(feeds(cfg, range(2), 2), 50)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
@@ -224,14 +183,6 @@ if __name__ == "__main__":
 """  # noqa: E501
 
 
-def children(parent):
-    return [
-        int(child)
-        for task in Path(f"/proc/{parent}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
-
-
 @pytest.fixture(scope="module")
 def program(corpus):
     """A main module of its own, run with arguments that grain's flags do not know; it waits after
@@ -240,9 +191,8 @@ def program(corpus):
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "train.py").write_text(PROGRAM)
-    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{corpus}"}
     command = [sys.executable, "-m", "userpackage.train", "data.seq_len=3", "--unknown-flag"]
-    main = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    main = subprocess.Popen(command, cwd=corpus, stdout=subprocess.PIPE, text=True)
     main.first_line = main.stdout.readline()
     yield main
     main.kill()
@@ -313,7 +263,6 @@ def hanging(folder, *arguments):
     with subprocess.Popen(
         [sys.executable, "hanging.py", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -344,14 +293,9 @@ def test_workers_that_hang_or_are_stopped_hold_up_no_end_and_leave_no_memory_and
     deadline = time.time() + 10
     while time.time() < deadline and left():  # by others who use the memory just now, too
         time.sleep(0.02)
-    assert (
-        found == code and len(workers) == 2 and not left() and lines == ([] if code else ["True 0"])
-    )
-    assert (
-        told.endswith("SystemError: in the loop\n") and "resource_tracker" not in told
-        if ending == "error"
-        else told == ""
-    )
+    assert found == code and len(workers) == 2 and not left()
+    assert lines == ([] if code else ["True 0"]) and "resource_tracker" not in told
+    assert told.endswith("SystemError: in the loop\n") if ending == "error" else told == ""
 
 
 @pytest.mark.slow
@@ -402,9 +346,7 @@ def alive(process):
 @pytest.mark.slow
 def test_a_long_held_out_document_spreads_over_all_lanes_of_every_split(feeds, tmp_path):
     (tmp_path / "long.txt").write_text("abcdefgh" * 64)
-    cfg = DataConfig(
-        sources=[TextSource(kind="text", files=[str(tmp_path / "long.txt")])], seq_len=32
-    )
+    cfg = config(sources=[source_of("text", str(tmp_path / "long.txt"))])
     whole, half = (
         feeds(cfg, lanes, 4, evaluation=True, whole=True) for lanes in (range(4), [1, 3])
     )
@@ -436,13 +378,12 @@ def test_wrong_columns_kinds_and_shapes_are_told_before_the_first_batch(
     Feed(DataConfig.model_validate(fields | {"quarantine": 1}), [0], 1).mixture.check()
 
 
-def test_a_template_that_is_not_there_is_no_fault_of_a_record(corpus):
+def test_a_template_that_is_not_there_is_no_fault_of_a_record():
     source = {"kind": "jsonl", "files": ["chat.jsonl"], "record": {"kind": "chat"}}
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (corpus / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    write_rows("chat.jsonl", [{"messages": turns}])
     fields = {"sources": [source], "tokenizer": {"kind": "bytes"}, "template": "gone.jinja"}
     mixture = Feed(DataConfig.model_validate(fields | {"quarantine": 1}), [0], 1).mixture
-    with pytest.raises(
-        ConfigError, match="^gone.jinja: the chat template .* No such file .*Jinja$"
-    ):
+    says = "^gone.jinja: the chat template .* No such file .*Jinja$"
+    with pytest.raises(ConfigError, match=says):
         mixture.check()
