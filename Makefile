@@ -6,6 +6,8 @@ BIN := .venv/bin
 # uv installs in a fifth of pip's time. It trusts the certificates that this system trusts, as pip does.
 INSTALL = $(BIN)/uv pip install --quiet --system-certs --python $(BIN)/python --editable
 CONFIG ?= configs/quickstart.yml
+# Or each process that a test starts compiles the sources of jax again: 2.4 s of processor time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all test-release drills oracle docs bench clean
 
