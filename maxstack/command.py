@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 Argument = Callable[[argparse.ArgumentParser], object]
-HOTTEST = 1000
-"""Maximum sampling temperature."""
 
 
 def argument(*names: str, **options: Any) -> Argument:
@@ -35,16 +33,26 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def up_to(most: float) -> Callable[[str], float]:
-    """Parse a number from 0 to `most`, as the type of an argument."""
+def between(
+    least: float, most: float, parse: Callable[[str], float] = float
+) -> Callable[[str], float]:
+    """Make the type of an argument: a number from `least` to `most`, read by `parse`."""
 
     def parsed(text: str) -> float:
         with contextlib.suppress(ValueError):
-            if 0 <= (number := float(text)) <= most:
+            # NaN fails the comparison.
+            if least <= (number := parse(text)) <= most:
                 return number
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to {most}")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from {least} to {most}")
 
     return parsed
+
+
+def share(text: str) -> float:
+    """Parse a number above 0, up to 1, as the type of an argument."""
+    if not (number := between(0, 1)(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
 
 
 def local_folder(text: str) -> Path:
@@ -93,7 +101,7 @@ WEIGHTS = argument(
 BATCH_SIZE = argument("--batch-size", type=positive, default=8, help="rows per batch (default: 8)")
 TEMPERATURE = argument(
     "--temperature",
-    type=up_to(HOTTEST),
+    type=between(0, 1000),
     default=1.0,
     help="sampling temperature; 0 picks the likeliest token (default: 1)",
 )
@@ -106,7 +114,7 @@ SOLVER = argument(
 )
 GUIDANCE = argument(
     "--guidance",
-    type=up_to(100),
+    type=between(0, 100),
     default=1.0,
     metavar="W",
     help="flow models: classifier-free guidance scale (default: 1, no guidance)",

@@ -12,11 +12,12 @@ from maxstack.command import (
     TEMPERATURE,
     WEIGHTS,
     argument,
+    between,
     check_writable,
     command,
     model_overrides,
     positive,
-    up_to,
+    share,
 )
 from maxstack.errors import ConfigError
 
@@ -65,28 +66,28 @@ if TYPE_CHECKING:
     TEMPERATURE,
     argument(
         "--top-k",
-        type=int,
+        type=between(0, 1 << 30, int),
         default=0,
         metavar="K",
         help="sample from the K likeliest tokens; 0: from all (default: 0)",
     ),
     argument(
         "--top-p",
-        type=up_to(1),
+        type=share,
         default=1.0,
         metavar="P",
         help="sample from the fewest likeliest tokens that reach probability P (default: 1)",
     ),
     argument(
         "--min-p",
-        type=up_to(1),
+        type=between(0, 1),
         default=0.0,
         metavar="P",
         help="minimum probability, as a fraction of the likeliest token's (default: 0)",
     ),
     argument(
         "--repetition-penalty",
-        type=float,
+        type=between(0.01, 100),
         default=1.0,
         metavar="F",
         help="penalty on repeated tokens; 1: none (default: 1)",
@@ -118,11 +119,10 @@ def main(args: argparse.Namespace) -> None:
         raise ConfigError("--prompt: is empty; give at least one character")
     if args.system and not args.chat:
         raise ConfigError("--system: needs --chat")
-    if args.top_k < 0 or args.repetition_penalty <= 0:
-        raise ConfigError("--top-k must be 0 or more, and --repetition-penalty above 0")
     check_writable("--out", args.out)
     from maxstack.inference.engine_setup import chat_template, start
     from maxstack.inference.generation import Generator, check_prompts, read_prompts
+    from maxstack.inference.request import Sampling
     from maxstack.inference.trained_model import config_of
 
     rows = read_prompts(args.prompts) if args.prompts else []
@@ -137,7 +137,7 @@ def main(args: argparse.Namespace) -> None:
 
     served = start(args.model, model_overrides(args), args.adapter, check)
     generator = Generator(
-        served, _sampling(args), template, args.stop, args.ignore_eos, args.adapter
+        served, Sampling.of(args), template, args.stop, args.ignore_eos, args.adapter
     )
     if args.prompts:
         generator.answer_file(rows, args.out, args.n, args.chat, args.system)
@@ -148,13 +148,6 @@ def main(args: argparse.Namespace) -> None:
         _print_answers(generator, generator.encode(text, args.chat, args.system), args.n)
     else:
         _converse(generator, args)
-
-
-def _sampling(args: argparse.Namespace) -> Any:
-    from maxstack.inference.request import Sampling
-
-    names = "max_tokens temperature top_k top_p min_p repetition_penalty seed".split()
-    return Sampling(**{name: getattr(args, name) for name in names})
 
 
 def _print_answers(generator: "Generator", prompt: list[int], count: int) -> None:

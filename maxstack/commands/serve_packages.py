@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxstack.command import argument, positive, up_to
+from maxstack.command import argument, between, positive
 from maxstack.commands.serve_connections import listen
 from maxstack.errors import ConfigError
 
@@ -37,7 +37,7 @@ FLAGS = (
     ),
     argument(
         "--batch-timeout",
-        type=up_to(LONGEST_WAIT),
+        type=between(0, LONGEST_WAIT),
         metavar="US",
         help="packages: maximum time to wait for a batch to fill, in microseconds (default: 2000)",
     ),
@@ -49,7 +49,7 @@ FLAGS = (
     ),
     argument(
         "--poll",
-        type=up_to(DAY),
+        type=between(0, DAY),
         metavar="S",
         help="packages: seconds between checks for new versions; 0: only on a client's request "
         "(default: 2)",

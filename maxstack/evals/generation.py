@@ -63,7 +63,8 @@ class Generator:
         for number, text in enumerate(prompts):
             # The end is kept, since that is where the question stands.
             tokens = self._texts.prompt(text)[-room:]
-            sampling = Sampling(
+            sampling = Sampling.of(
+                cfg,
                 max_tokens=cfg.max_gen_toks,
                 seed=self._seed,
                 # Random numbers belong to the prompt's number, so answers do not depend on how many
@@ -71,8 +72,6 @@ class Generator:
                 choice=number,
                 stop_tokens=stops,
                 temperature=cfg.temperature if cfg.do_sample else 0.0,
-                top_k=cfg.top_k,
-                top_p=cfg.top_p,
             )
             stream = TextStream(self._texts.tokenizer, tokens, until)
             running[engine.add(tokens, sampling)] = number, stream

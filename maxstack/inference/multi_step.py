@@ -88,7 +88,7 @@ def make_rules(sequences: Mapping[int, TokenSequence], rows: int, max_length: in
         stops[row, : len(own.stop_tokens)] = list(own.stop_tokens)
         last[row] = last_position(sequence, max_length)
         scale[row] = logprob_scale(own)
-    return Rules(sampling.settings(given), scale, stops, last)
+    return Rules(sampling.pack_settings(given), scale, stops, last)
 
 
 def read_tokens(made: Made, row: int, top: int | None) -> list[Token]:

@@ -1,4 +1,5 @@
 """The engine on the programs of a package: `prefill` computes a step of rows, `logits` its head.
+Tokens are chosen here and not by the package's `decode`, which is for other servers.
 Shapes: R rows  O outputs  D embed  V vocab."""
 
 from collections.abc import Sequence

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How the tokens of an answer are chosen. Logits are changed in the order of transformers:
-    bias, penalties, temperature, top_k, top_p, min_p; a grammar's mask lies before temperature.
+    bias, penalties, temperature, top_k, top_p, min_p; a grammar's mask is applied before
+    temperature.
 
-    A new field changes the hash by which `generate` resumes, so files that an older version left
-    unfinished are then refused (generation.py)."""
+    Adding a field is fine; `generate --out` then refuses to resume a file that an older version
+    left unfinished."""
 
     max_tokens: int = 16
     """Maximum number of tokens of the answer."""
@@ -21,7 +22,7 @@ class Sampling:
     top_k: int = 0
     """Keep this many of the likeliest tokens; 0: all."""
     top_p: float = 1.0
-    """Keep the fewest likeliest tokens that together have this probability."""
+    """Keep the fewest likeliest tokens that together reach this probability."""
     min_p: float = 0.0
     """Keep tokens that have this share of the likeliest token's probability."""
     repetition_penalty: float = 1.0
@@ -52,6 +53,14 @@ class Sampling:
     """`grammar.Answer` that says which tokens may follow; None: all."""
     embed: bool = False
     """Answer with the hidden state of the prompt's last token, and no token; for max_tokens=1."""
+
+    @classmethod
+    def of(cls, given: Any, **own: Any) -> "Sampling":
+        """Return the sampling with the fields that `given` (parsed arguments, a section, a
+        request's body) has by the same name, and `own`, which replaces them."""
+        fields = dataclasses.fields(cls)
+        shared = {f.name: getattr(given, f.name) for f in fields if hasattr(given, f.name)}
+        return cls(**{**shared, **own})
 
 
 class Token(NamedTuple):

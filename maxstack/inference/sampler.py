@@ -42,9 +42,9 @@ def logprobs(
     return in_groups(of_group, GROUP)(logits_OV, tokens_O, scale_O)
 
 
-def logprob_scale(rules: Sampling) -> float:
+def logprob_scale(request: Sampling) -> float:
     """Return what a request's logits are divided by for its log-probabilities."""
-    return rules.temperature if rules.scaled and rules.temperature else 1.0
+    return request.temperature if request.scaled and request.temperature else 1.0
 
 
 class Sampler:
@@ -70,7 +70,7 @@ class Sampler:
                 tops.append(sequence.sampling.logprobs)
             else:
                 tops.append(sequence.sampling.prompt_logprobs)
-        settings = sampling.settings(rows)
+        settings = sampling.pack_settings(rows)
         # Rows of prompts are chosen for as well, greedily, and replaced: fewer rows would be
         # another shape.
         chosen = np.array(self._choose(self._adjusted(logits_OV, settings, wanted), settings))

@@ -3,9 +3,9 @@
 A row's token depends on its own logits and settings alone. `adjust` applies biases, penalties and a
 grammar's mask. `choose` takes the likeliest token, or draws: top_k and then top_p become one
 threshold a row, the least logit that they keep, found among the 1,024 likeliest tokens or, where
-these are too few, by a search over the bits of float32 without sorting the vocabulary. The draw
-inverts cumulative weights, first over blocks and then inside one, by two uniform numbers of the key
-(seed, choice, position).
+these are too few, by a search over the bits of float32 without sorting the vocabulary; min_p, and
+any other filter that is no threshold, sets weights to 0. The draw inverts cumulative weights, first
+over blocks and then inside one, by two uniform numbers of the key (seed, choice, position).
 Shapes: O rows  V vocab  T history  B biased tokens  W words of a mask, V / 32 rounded up
 C candidates  N weights.
 """
@@ -26,58 +26,46 @@ BLOCK = 128
 
 
 class Settings(NamedTuple):
-    """Numbers of `Sampling` for each row."""
+    """The fields of `Sampling` that `adjust` and `choose` read, float32 [O] unless they say
+    otherwise."""
 
     temperature: jax.Array
-    """float32 [O]; 0: the likeliest token. top_p, min_p, repetition, presence and frequency are
-    float32 [O] too. Constructors are positional in two files, so add a field at the end."""
     top_k: jax.Array
-    """int32 [O]; 0: all."""
+    """int32 [O]."""
     top_p: jax.Array
     min_p: jax.Array
-    repetition: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
+    repetition_penalty: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
     seed: jax.Array
     """uint32 [O, 2]: the seed modulo 2**64, its high half first, as in jax.random.key."""
     choice: jax.Array
-    """int32 [O]: folded into the seed."""
+    """int32 [O]."""
     position: jax.Array
-    """int32 [O]: position in the sequence of the token that is chosen."""
+    """int32 [O]: position in the sequence of the token that is chosen; no field of `Sampling`."""
 
 
-def settings(rows: Sequence[tuple[Sampling, int] | None]) -> Settings:
+def pack_settings(rows: Sequence[tuple[Sampling, int] | None]) -> Settings:
     """Return the settings of each row's request and position as numpy arrays; a row of None is
     greedy."""
     # Greedy is the cheapest choice, for rows that pad a step.
     greedy = Sampling(temperature=0.0), 0
     samplings, positions = zip(*(row or greedy for row in rows), strict=True)
-
-    def packed(name: str, dtype: type = np.float32) -> Any:
-        return np.array([getattr(sampling, name) for sampling in samplings], dtype)
-
+    packed: dict[str, Any] = {}
+    for name in {*Settings._fields} - {"seed", "position"}:
+        values = [getattr(sampling, name) for sampling in samplings]
+        packed[name] = np.array(values, np.int32 if name in ("top_k", "choice") else np.float32)
     # Key data as jax.random.key(seed) makes it; without 64-bit types a jax integer holds no such
     # seed.
     halves = [divmod(sampling.seed % 2**64, 2**32) for sampling in samplings]
     seed: Any = np.array(halves, np.uint32)
     position: Any = np.array(positions, np.int32)
-    return Settings(
-        packed("temperature"),
-        packed("top_k", np.int32),
-        packed("top_p"),
-        packed("min_p"),
-        packed("repetition_penalty"),
-        packed("presence_penalty"),
-        packed("frequency_penalty"),
-        seed,
-        packed("choice", np.int32),
-        position,
-    )
+    return Settings(**packed, seed=seed, position=position)
 
 
 def is_adjusted(sampling: Sampling, made: int) -> bool:
-    """Return True if `adjust` changes the logits of a request that has `made` tokens of its
-    answer."""
+    """Return True if `adjust` (not a filter of `choose`) changes the logits of a request that has
+    `made` tokens of its answer."""
     penalties = sampling.presence_penalty or sampling.frequency_penalty
     if penalties or sampling.repetition_penalty != 1:
         return True
@@ -116,7 +104,7 @@ def adjust(
 
     `history_OT` has the tokens of prompt and answer, padded with -1; `bias` is of `biases`; a bit
     of `mask_OW` (int32, the lowest bit first) that is 0 bars its token. Penalties: Keskar et al.
-    2019, arXiv:1909.05858, as in transformers, for `repetition`; `presence` and `frequency` by the
+    2019, arXiv:1909.05858, as in transformers, for repetition; presence and frequency by the
     reference of OpenAI's API.
     """
     rows, vocab = logits_OV.shape
@@ -132,12 +120,13 @@ def adjust(
     counts_OV = added(none_OV, jnp.where(in_answer_OT, history_OT, -1), 1)
     # In the order of transformers: bias, penalties, grammar.
     x_OV = added(logits_OV.astype(jnp.float32), *bias)
-    factor_O1 = settings.repetition[:, None]
+    factor_O1 = settings.repetition_penalty[:, None]
     # Dividing a negative logit would make its token likelier.
     penalized_OV = jnp.where(x_OV < 0, x_OV * factor_O1, x_OV / factor_O1)
     # A selection, so that rows without a penalty keep their bits beside rows with one.
     x_OV = jnp.where(seen_OV & (factor_O1 != 1), penalized_OV, x_OV)
-    once_OV = settings.presence[:, None] + settings.frequency[:, None] * counts_OV
+    frequency_O1 = settings.frequency_penalty[:, None]
+    once_OV = settings.presence_penalty[:, None] + frequency_O1 * counts_OV
     once_OV = jnp.where(counts_OV > 0, once_OV, 0)
     x_OV = jnp.where(once_OV != 0, x_OV - once_OV, x_OV)
     # Shifts of int32 repeat the sign bit, which the mask of one bit below drops.
@@ -155,14 +144,15 @@ def choose(logits_OV: jax.Array, settings: Settings) -> jax.Array:
     """
     logits_OV = logits_OV.astype(jnp.float32)
     samples_O = settings.temperature > 0
-    filters_O = samples_O & ((settings.top_k > 0) | (settings.top_p < 1))
+    # min_p has no threshold: it is a comparison, too cheap to skip.
+    has_threshold_O = samples_O & ((settings.top_k > 0) | (settings.top_p < 1))
 
     def drawn() -> jax.Array:
         weights_OV = _weights(logits_OV, settings)
         # Skip the sort where no row filters. The condition stays a branch, since rows are grouped
         # by lax.map: under vmap both sides would be computed.
         threshold_O = jax.lax.cond(
-            filters_O.any(),
+            has_threshold_O.any(),
             lambda: _threshold(logits_OV, weights_OV, settings),
             lambda: jnp.full(len(logits_OV), -jnp.inf),
         )
@@ -221,17 +211,17 @@ def _threshold(logits_OV: jax.Array, weights_OV: jax.Array, settings: Settings) 
     last = best_OC.shape[1] - 1
 
     # The search reads the whole row 32 times, so it runs only where some row needs it.
-    def search(short_O: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> jax.Array:
+    def search(needed_O: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> jax.Array:
         return jax.lax.cond(
-            short_O.any(),
+            needed_O.any(),
             lambda: _search(logits_OV, values_OV, least_O),
             lambda: jnp.full(rows, -jnp.inf),
         )
 
     kth_O = jnp.take_along_axis(best_OC, jnp.clip(k_O - 1, 0, last)[:, None], 1)[:, 0]
-    long_O = (k_O > last + 1) & (k_O < vocab)
-    counted_O = search(long_O, jnp.ones_like(logits_OV), k_O.astype(jnp.float32))
-    kth_O = jnp.where(k_O > last + 1, jnp.where(long_O, counted_O, -jnp.inf), kth_O)
+    k_is_beyond_O = (k_O > last + 1) & (k_O < vocab)
+    counted_O = search(k_is_beyond_O, jnp.ones_like(logits_OV), k_O.astype(jnp.float32))
+    kth_O = jnp.where(k_O > last + 1, jnp.where(k_is_beyond_O, counted_O, -jnp.inf), kth_O)
 
     # As in transformers, top_p is a share of what top_k leaves.
     weights_OV = jnp.where(logits_OV >= kth_O[:, None], weights_OV, 0)
@@ -240,17 +230,18 @@ def _threshold(logits_OV: jax.Array, weights_OV: jax.Array, settings: Settings) 
     enough_OC = sums_OC >= mass_O[:, None]
     first_O = jnp.take_along_axis(best_OC, jnp.argmax(enough_OC, 1)[:, None], 1)[:, 0]
     has_p_O = settings.top_p < 1
-    short_O = has_p_O & ~enough_OC.any(1)
-    nucleus_O = jnp.where(short_O, search(short_O, weights_OV, mass_O), first_O)
+    p_is_beyond_O = has_p_O & ~enough_OC.any(1)
+    nucleus_O = jnp.where(p_is_beyond_O, search(p_is_beyond_O, weights_OV, mass_O), first_O)
     # Each filter keeps all tokens above its threshold, so both keep those above the higher one.
     return jnp.maximum(kth_O, jnp.where(has_p_O, nucleus_O, -jnp.inf))
 
 
-def _search(logits_OV: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> jax.Array:
-    """Return the largest logit, [O], for which the values of all tokens with at least that logit
-    add up to `least_O`: a search bit by bit, the highest first, in an order-preserving uint32."""
+def _search(keys_OV: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> jax.Array:
+    """Return the largest t, [O], such that the values of the tokens with a key >= t add up to at
+    least `least_O`; -inf where none does, or where `least_O` is 0. Searches bit by bit, the highest
+    first, in an order-preserving uint32."""
     top_bit = jnp.uint32(1 << 31)
-    bits_OV = jax.lax.bitcast_convert_type(logits_OV, jnp.uint32)
+    bits_OV = jax.lax.bitcast_convert_type(keys_OV, jnp.uint32)
     # Bits of negative floats fall as the number grows, so turn all of them; those of positive ones
     # rise, and get a leading 1 to stand above.
     order_OV = jnp.where(bits_OV >= top_bit, ~bits_OV, bits_OV | top_bit)
@@ -260,11 +251,11 @@ def _search(logits_OV: jax.Array, values_OV: jax.Array, least_O: jax.Array) -> j
         sums_O = jnp.where(order_OV >= tried_O[:, None], values_OV, 0).sum(-1)
         return jnp.where(sums_O >= least_O, tried_O, found_O)
 
-    none_O = jnp.zeros(len(logits_OV), jnp.uint32)
+    none_O = jnp.zeros(len(keys_OV), jnp.uint32)
     found_O = jax.lax.fori_loop(0, 32, with_bit, none_O)
     bits_O = jnp.where(found_O >= top_bit, found_O ^ top_bit, ~found_O)
     values_O = jax.lax.bitcast_convert_type(bits_O, jnp.float32)
-    # Where no threshold reaches `least_O`, since sums round, no bit is found, which reads as NaN.
+    # Where none reaches `least_O`, since sums round, no bit is found, which reads as NaN.
     return jnp.where(jnp.isnan(values_O), -jnp.inf, values_O)
 
 
@@ -284,12 +275,12 @@ def _draw(weights_OV: jax.Array, uniforms_O2: jax.Array) -> jax.Array:
     """Draw a token of each row with a probability in proportion to its weight, int32 [O]."""
     rows, vocab = weights_OV.shape
     blocks_ONB = jnp.pad(weights_OV, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
-    block_O = _inverse(blocks_ONB.sum(-1), uniforms_O2[:, 0])
+    block_O = _draw_index(blocks_ONB.sum(-1), uniforms_O2[:, 0])
     weights_OB = jnp.take_along_axis(blocks_ONB, block_O[:, None, None], 1)[:, 0]
-    return block_O * BLOCK + _inverse(weights_OB, uniforms_O2[:, 1])
+    return block_O * BLOCK + _draw_index(weights_OB, uniforms_O2[:, 1])
 
 
-def _inverse(weights_ON: jax.Array, uniform_O: jax.Array) -> jax.Array:
+def _draw_index(weights_ON: jax.Array, uniform_O: jax.Array) -> jax.Array:
     """Return the first index whose cumulative weight is above the uniform's share of the total;
     never an index without weight."""
     # XLA adds a cumulative sum up in pieces, so it may fall by rounding from one index to the next.

@@ -152,8 +152,9 @@ class Signature:
         PackageError for wrong names, types or shapes, and for values beyond a range of the
         manifest."""
         wanted, where = self.spec["inputs"], f"{self.package.manifest['name']}.{self.name}"
-        if inputs.keys() != wanted.keys():
-            raise PackageError(f"{where}: takes {', '.join(wanted)}; not {', '.join(inputs)}")
+        if odd := [name for name in {**wanted, **inputs} if (name in wanted) != (name in inputs)]:
+            word = "is missing" if odd[0] in wanted else "is unknown"
+            raise PackageError(f"{where}: {odd[0]} {word}; it takes {', '.join(wanted)}")
         given, sizes = dict[str, Any](), dict[str, int]()
         for name, spec in wanted.items():
             array, dtype = np.asarray(inputs[name]), jnp.dtype(spec["dtype"])

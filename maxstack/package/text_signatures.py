@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 FEWEST = 16
 """Tokens of the shortest length that has programs of its own."""
+FILTERS = {"temperature": (0, 1000), "top_p": (1e-30, 1), "min_p": (0, 1), "top_k": (0, 1 << 30)}
+"""Sampling parameters of `decode` with their ranges, which include both ends. A new one is required
+of all who call packages that are made from then on."""
 
 
 def lengths_of(longest: int) -> list[int]:
@@ -162,32 +165,33 @@ def generation_signatures(
         x_RD, cache = stepped(arrays, cache, inputs)
         every = jnp.arange(x_RD.shape[0])
         logits_RV = programs.logits_of(weights.apart(arrays), x_RD, every, None)[1]
-        # No penalties: they need the history of a request, which no program holds.
-        one, none = jnp.ones_like(inputs["top_p"]), jnp.zeros_like(inputs["top_p"])
+        ones_R, zeros_R = jnp.ones_like(inputs["top_p"]), jnp.zeros_like(inputs["top_p"])
         settings = sampling.Settings(
-            inputs["temperature"],
-            inputs["top_k"],
-            inputs["top_p"],
-            inputs["min_p"],
-            one,
-            none,
-            none,
-            inputs["seeds"],
-            inputs["choices"],
+            **{name: inputs[name] for name in FILTERS},
+            # No penalties: they need the history of a request, which no program holds.
+            repetition_penalty=ones_R,
+            presence_penalty=zeros_R,
+            frequency_penalty=zeros_R,
+            seed=inputs["seeds"],
+            choice=inputs["choices"],
             # The position of the token that is chosen decides its random key, as in the engine.
-            inputs["positions"] + 1,
+            position=inputs["positions"] + 1,
         )
         # In the engine's groups, so that a seed gives the tokens of `maxstack generate`.
         next_R = in_groups(sampling.choose, GROUP)(logits_RV, settings)
-        chosen = {"next": next_R, "logprobs": logprobs(logits_RV, next_R, one, 0)[0]}
+        chosen = {"next": next_R, "logprobs": logprobs(logits_RV, next_R, ones_R, 0)[0]}
         return chosen, cache
 
     most = {"tokens": vocab - 1, "positions": length - 1, "requests": slots - 1}
     rows = {name: Array(("rows",), "int32", (0, last)) for name, last in most.items()}
-    shares = {"temperature": None, "top_p": 1, "min_p": 1}
-    reals = {name: Array(("rows",), "float32", (0, last)) for name, last in shares.items()}
-    numbers = {name: Array(("rows",), "int32", (0, None)) for name in ("top_k", "choices")}
-    seeds = {"seeds": Array(("rows", 2), "uint32")}
+    filters = {
+        name: Array(("rows",), "int32" if name == "top_k" else "float32", ends)
+        for name, ends in FILTERS.items()
+    }
+    keys = {
+        "choices": Array(("rows",), "int32", (0, None)),
+        "seeds": Array(("rows", 2), "uint32"),
+    }
     # Numbers of rows cannot be a symbol: a norm pads two rows at least, so it must know how many.
     some = [{"rows": size} for size in programs.sizes]
     # Each row has logits [V] in float32, so there are fewer of them at a time.
@@ -214,7 +218,7 @@ def generation_signatures(
             "decode",
             "The last token of each request into the cache; the next token of each.",
             decode,
-            rows | tables | reals | numbers | seeds,
+            rows | tables | filters | keys,
             {"next": ("rows",), "logprobs": ("rows",)},
             few,
             stateful=True,

@@ -100,10 +100,9 @@ class Generator:
         `wanted` returns false."""
         cfg, engine = self._rollout, self.engine
         under_way: dict[int, tuple[Sample, int]] = {}
-        sampling = Sampling(
+        sampling = Sampling.of(
+            cfg,
             temperature=self.temperature,
-            top_k=cfg.top_k,
-            top_p=cfg.top_p,
             stop_tokens=self.stops,
             logprobs=0,
             scaled=True,

@@ -8,13 +8,13 @@ from pydantic import Field
 from maxstack.config import (
     CountInt,
     Fault,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
     SizeInt,
 )
+from maxstack.schema.sampling import Temperature, TopK, TopP
 
 
 class EnvironmentConfig(Section):
@@ -44,13 +44,13 @@ class RolloutConfig(Section):
     """Group size: answers per prompt."""
     max_tokens: SizeInt = 256
     """Maximum number of tokens of an answer; with an environment, of each turn."""
-    temperature: PositiveFloat = 1.0
+    temperature: float = Field(1.0, gt=0, le=1000)
     """Temperature of sampling, and of the loss."""
-    top_k: NonNegativeInt = 0
-    """Sample from this many most likely tokens only; 0: all."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the most likely tokens with this total probability only (nucleus sampling)."""
-    eval_temperature: NonNegativeFloat | None = None
+    top_k: TopK = 0
+    """Sample from this many of the likeliest tokens; 0: from all."""
+    top_p: TopP = 1.0
+    """Sample from the fewest likeliest tokens that reach this probability (nucleus sampling)."""
+    eval_temperature: Temperature | None = None
     """Temperature in evaluations, which sample one answer per held-out prompt; 0: greedy; null: as
     in training."""
     minibatches: CountInt = 1

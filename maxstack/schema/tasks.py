@@ -8,12 +8,12 @@ from pydantic import Field
 from maxstack.config import (
     Fault,
     Items,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Regex,
     Section,
 )
+from maxstack.schema.sampling import Temperature, TopK, TopP
 
 OutputType = Literal["multiple_choice", "loglikelihood", "loglikelihood_rolling", "generate_until"]
 METRICS: dict[str, dict[str, str]] = {
@@ -91,13 +91,13 @@ class GenerationConfig(Section):
     max_gen_toks: PositiveInt = 256
     """Maximum number of tokens of an answer."""
     do_sample: bool = False
-    """Sample; false: greedy decoding."""
-    temperature: NonNegativeFloat = 1.0
+    """Sample; false: greedy decoding, whatever temperature, top_k and top_p say."""
+    temperature: Temperature = 1.0
     """Sampling temperature."""
-    top_k: NonNegativeInt = 0
-    """Sample from this many most likely tokens only; 0: all."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Sample from the most likely tokens with this total probability only."""
+    top_k: TopK = 0
+    """Sample from this many of the likeliest tokens; 0: from all."""
+    top_p: TopP = 1.0
+    """Sample from the fewest likeliest tokens that reach this probability."""
 
 
 class FewshotConfig(Section):

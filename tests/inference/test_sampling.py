@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 import scipy.stats
 
+from maxstack.commands import generate
 from maxstack.inference import sampler, sampling
 from maxstack.inference.request import Sampling
+from maxstack.inference.server.schemas import SamplingBody
 from maxstack.layers.batch_invariance import in_groups
+from maxstack.package.text_signatures import FILTERS
+from maxstack.schema.rollout import RolloutConfig
+from maxstack.schema.tasks import GenerationConfig
 
 CHOSEN = jax.jit(sampling.choose)
 ADJUSTED = jax.jit(sampling.adjust)
@@ -18,7 +23,7 @@ RNG = np.random.default_rng(0)
 
 def drawn(logits, chosen=CHOSEN, rows=4096, **fields):
     """Tokens of as many seeds, from the same logits."""
-    settings = sampling.settings([(Sampling(seed=seed, **fields), 7) for seed in range(rows)])
+    settings = sampling.pack_settings([(Sampling(seed=seed, **fields), 7) for seed in range(rows)])
     return np.asarray(chosen(jnp.broadcast_to(jnp.asarray(logits), (rows, len(logits))), settings))
 
 
@@ -106,6 +111,58 @@ def test_the_smallest_temperatures_take_the_likeliest_token(temperature):
     assert {*drawn(logits, rows=8, temperature=temperature, top_p=0.9)} == {logits.argmax()}
 
 
+VALUES = {
+    "temperature": ((1e-3, 1, 1000), (-0.1, 1000.1, np.inf, np.nan)),
+    "top_k": ((0, 1 << 30), (-2, (1 << 30) + 1)),
+    "top_p": ((1e-6, 1), (-0.1, 0, 1.1, np.inf, np.nan)),
+    "min_p": ((0, 1), (-0.1, 1.1, np.inf, np.nan)),
+    "repetition_penalty": ((0.01, 100), (0, -1, 101, np.inf, np.nan)),
+}
+"""Values of sampling parameters that are taken, and that are refused, wherever they are given."""
+
+
+def take_argument(name, value):
+    generate.main.parse(["model", f"--{name.replace('_', '-')}={value}"])
+
+
+def take_package_input(name, value):
+    low, high = FILTERS[name]
+    if not low <= value <= high:
+        raise ValueError
+
+
+PLACES = {
+    "command": (VALUES, take_argument),
+    "request": (VALUES, lambda name, value: SamplingBody(**{name: value})),
+    "task": (GenerationConfig.model_fields, lambda name, value: GenerationConfig(**{name: value})),
+    "rollout": (
+        RolloutConfig.model_fields,
+        lambda name, value: RolloutConfig(prompts=1, **{name: value}),
+    ),
+    "package": (FILTERS, take_package_input),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [(place, name) for place, (names, _) in PLACES.items() for name in VALUES if name in names],
+)
+def test_a_parameter_has_the_same_range_wherever_it_is_given(place, name):
+    (taken, refused), (_, take) = VALUES[name], PLACES[place]
+    for value in taken:
+        take(name, value)
+    for value in refused:
+        with pytest.raises((ValueError, SystemExit)):
+            take(name, value)
+
+
+def test_a_sampling_has_the_fields_that_a_request_and_a_sampling_have_in_common():
+    body = SamplingBody(top_k=-1, top_p=0.5, presence_penalty=1.5, logit_bias={3: 2.0}, n=4)
+    made = Sampling.of(body, max_tokens=9, seed=7)
+    wanted = {"top_p": 0.5, "presence_penalty": 1.5, "logit_bias": {3: 2.0}, "max_tokens": 9}
+    assert made == Sampling(**wanted, seed=7)
+
+
 KINDS = [
     Sampling(temperature=0.0),
     Sampling(seed=1),
@@ -116,16 +173,15 @@ KINDS = [
     Sampling(seed=6, temperature=0.7, top_k=1300, top_p=0.9, min_p=0.01),
     Sampling(seed=7, min_p=0.3),
 ]
-
-
+"""Rows with each filter, for the test that rows do not change one another."""
 SEEDS = [0, 1, -1, 2**32, 2**40 + 1, 2**63 - 1, -(2**63), 2**64 - 2]
 
 
 def test_every_seed_of_64_bits_has_its_own_tokens_which_repeat():
     logits = np.zeros((64 * len(SEEDS), 1000), np.float32)
     rows = [(Sampling(seed=seed), place) for seed in SEEDS for place in range(64)]
-    found = np.asarray(CHOSEN(logits, sampling.settings(rows))).reshape(len(SEEDS), 64)
-    again = np.asarray(CHOSEN(logits, sampling.settings(rows))).reshape(len(SEEDS), 64)
+    found = np.asarray(CHOSEN(logits, sampling.pack_settings(rows))).reshape(len(SEEDS), 64)
+    again = np.asarray(CHOSEN(logits, sampling.pack_settings(rows))).reshape(len(SEEDS), 64)
     np.testing.assert_array_equal(found, again)
     assert len({row.tobytes() for row in found}) == len(SEEDS)
 
@@ -133,7 +189,7 @@ def test_every_seed_of_64_bits_has_its_own_tokens_which_repeat():
 def test_seeds_choices_and_positions_draw_independently():
     logits = np.zeros((512, 1000), np.float32)
     by_seed, by_choice, by_position = (
-        np.asarray(CHOSEN(logits, sampling.settings(rows)))
+        np.asarray(CHOSEN(logits, sampling.pack_settings(rows)))
         for rows in (
             [(Sampling(seed=n), 0) for n in range(512)],
             [(Sampling(choice=n), 0) for n in range(512)],
@@ -151,7 +207,7 @@ def adjusted(logits, rows, history, lengths, mask=None):
     words = -(-logits.shape[1] // 32)
     if mask is None:
         mask = np.full((len(logits), words), -1, np.int32)
-    settings = sampling.settings([None if row is None else (row, 0) for row, _ in rows])
+    settings = sampling.pack_settings([None if row is None else (row, 0) for row, _ in rows])
     return np.asarray(ADJUSTED(logits, history, lengths, settings, sampling.biases(made), mask))
 
 
@@ -242,11 +298,11 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(vocab):
     rows = [(KINDS[i % len(KINDS)], i) for i in range(64)]
     choose = jax.jit(in_groups(sampling.choose, sampler.GROUP))
     report = jax.jit(in_groups(lambda x, tokens: sampling.logprobs(x, tokens, 3), sampler.GROUP))
-    whole = choose(logits, sampling.settings(rows))
+    whole = choose(logits, sampling.pack_settings(rows))
     reported = report(logits, whole)
     assert in_groups(lambda x: x[:, :0], sampler.GROUP)(logits[:5]).shape == (5, 0)
     for size in (1, 4, 6, 16):  # the rows before are the same, those behind are not there
-        tokens = choose(logits[:size], sampling.settings(rows[:size]))
+        tokens = choose(logits[:size], sampling.pack_settings(rows[:size]))
         assert (np.asarray(tokens) == np.asarray(whole[:size])).all()
         for part, other in zip(report(logits[:size], tokens), reported, strict=True):
             assert np.asarray(part).tobytes() == np.asarray(other[:size]).tobytes()

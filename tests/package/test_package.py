@@ -39,7 +39,7 @@ def package(tmp_path_factory):
 
 
 def found_alone(*folders):
-    """What tests/package/alone.py finds of packages."""
+    """What tests/alone.py finds of packages."""
     words = [sys.executable, "-I", str(alone.__file__), *map(str, folders)]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)

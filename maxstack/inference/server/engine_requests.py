@@ -13,7 +13,7 @@ from maxstack.inference.request import Sampling
 from maxstack.inference.server.choices import Choice
 from maxstack.inference.server.grammars import Rule
 from maxstack.inference.server.refusal import Refusal
-from maxstack.inference.server.schemas import Conversation, Prompts, Sampled, Structure, Tool
+from maxstack.inference.server.schemas import Conversation, Prompts, SamplingBody, Structure, Tool
 from maxstack.inference.server.state import State
 from maxstack.inference.service import EngineRequest
 from maxstack.inference.text import TextStream, answer_text
@@ -108,7 +108,7 @@ def encode_messages(
 
 
 def build_requests(
-    state: State, body: Sampled, prompts: Sequence[Prompt], options: AnswerOptions
+    state: State, body: SamplingBody, prompts: Sequence[Prompt], options: AnswerOptions
 ) -> tuple[list[EngineRequest], list[Choice]]:
     """Return n requests for each prompt, those of one prompt side by side, whose grammar is a
     `Rule`. Refusal, ConfigError or DataError for what cannot be answered. May take a while: not for
@@ -138,7 +138,7 @@ def build_requests(
 
 
 def _choice(
-    state: State, body: Sampled, prompt: Prompt, sampling: Sampling, options: AnswerOptions
+    state: State, body: SamplingBody, prompt: Prompt, sampling: Sampling, options: AnswerOptions
 ) -> Choice:
     tokenizer = state.served.tokenizer
     stream: TextStream | None = None
@@ -168,7 +168,7 @@ def _choice(
 
 
 def _sampling(
-    state: State, body: Sampled, prompt: Sequence[int], options: AnswerOptions
+    state: State, body: SamplingBody, prompt: Sequence[int], options: AnswerOptions
 ) -> Sampling:
     """Return the sampling settings without a grammar; a seed is drawn where none is given."""
     for name, tokens in {
@@ -191,25 +191,17 @@ def _sampling(
             param="min_tokens",
         )
     own = frozenset() if body.ignore_eos else state.served.stop_tokens
-    return Sampling(
+    return Sampling.of(
+        body,
         max_tokens=max(1, most),
-        temperature=body.temperature,
-        top_k=max(0, body.top_k),
-        top_p=body.top_p,
-        min_p=body.min_p,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
-        logit_bias=body.logit_bias,
         seed=secrets.randbits(48) if body.seed is None else body.seed,
         stop_tokens=own | {*body.stop_token_ids},
-        min_tokens=body.min_tokens,
         logprobs=options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
     )
 
 
-def _rule(body: Sampled, schema: Any) -> Rule | None:
+def _rule(body: SamplingBody, schema: Any) -> Rule | None:
     """Return the grammar that answers follow, None for any text. Refusal for several."""
     own = body.structured_outputs or Structure()
     given = {
@@ -233,7 +225,7 @@ def _rule(body: Sampled, schema: Any) -> Rule | None:
     return next((Rule(name, *rule) for name, rule in given.items()), None)
 
 
-def _format_schema(body: Sampled) -> Any:
+def _format_schema(body: SamplingBody) -> Any:
     form = body.response_format
     if form is None or form.type == "text":
         return None

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from maxstack import strict_json
 from maxstack.errors import DataError, quoted
 from maxstack.inference.server.refusal import Refusal
+from maxstack.schema.sampling import Temperature, TopK, TopP
 
 LOGPROBS = 20
 """Likeliest tokens that a request may ask for."""
@@ -26,7 +27,7 @@ LISTS = 200_000
 with a part and a call, has 100,000."""
 
 Count = Annotated[int, Field(ge=0)]
-Top = Annotated[int, Field(ge=0, le=LOGPROBS)]
+TopLogprobs = Annotated[int, Field(ge=0, le=LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]
 Key = Annotated[int, Field(strict=False)]
@@ -115,14 +116,15 @@ class Structure(Body):
     grammar: str | None = None
 
 
-class Sampled(Body):
+class SamplingBody(Body):
     """How an answer is sampled. `user`, `metadata`, `store`, `safety_identifier`,
     `prompt_cache_key` and `service_tier` are taken and change nothing."""
 
     max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=1000)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] = 0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    # vLLM's word for all is -1.
+    top_k: Annotated[TopK, BeforeValidator(lambda given: 0 if given == -1 else given)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     presence_penalty: Penalty = 0.0
@@ -138,7 +140,7 @@ class Sampled(Body):
     ignore_eos: bool = False
     min_tokens: Count = 0
     skip_special_tokens: bool = True
-    prompt_logprobs: Top | None = None
+    prompt_logprobs: TopLogprobs | None = None
     return_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -163,7 +165,7 @@ class Sampled(Body):
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @model_validator(mode="after")
-    def _check_agreement(self) -> "Sampled":
+    def _check_agreement(self) -> "SamplingBody":
         if self.stops and self.min_tokens:
             raise ValueError("min_tokens: cannot be kept beside stop strings; give one of them")
         if self.stream_options and not self.stream:
@@ -181,13 +183,13 @@ class EmbeddingBody(Body):
     user: str | None = None
 
 
-class CompletionBody(Sampled):
+class CompletionBody(SamplingBody):
     """Of /v1/completions."""
 
     prompt: Prompts
     max_tokens: Count = 16
     echo: bool = False
-    logprobs: Top | None = None
+    logprobs: TopLogprobs | None = None
     add_special_tokens: bool = True
     best_of: Literal[1] = 1
     suffix: Literal[""] = ""
@@ -274,13 +276,13 @@ class Conversation(Body):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class ChatBody(Conversation, Sampled):
+class ChatBody(Conversation, SamplingBody):
     """Of /v1/chat/completions."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Top | None = None
+    top_logprobs: TopLogprobs | None = None
     prompt_logprobs: None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
