@@ -31,6 +31,11 @@ from maxstack.plan import report, step
 from maxstack.plan.roofline import Roofline
 
 COMMANDS = documents.commands()
+FOR_DEVELOPERS = ("CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/ADDING_A_MODEL.md")
+"""Pages that name parts of the source."""
+SOURCES = ".py", ".yml"
+FOLDERS = "", "docs", "maxstack", "maxstack/inference", "maxstack/hf", "maxstack/schema"
+"""Folders that paths on these pages begin at."""
 COMMIT = "a" * 40
 NOT_RUN = {
     "docker": "there is no Docker here; the file that it builds must exist",
@@ -277,6 +282,25 @@ def test_commands_within_sentences_have_the_options_that_they_show():
         words = [word.strip("'\"") for word in line.split()[1:]]
         print(page, line)
         known_options(words)
+
+
+def test_files_and_names_of_the_source_that_pages_for_developers_name_exist():
+    folders = [ROOT / name for name in ("maxstack", "tests", "scripts", "configs")]
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in SOURCES]
+    source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    words, defined = {*re.findall(r"\w+", source)}, {*re.findall(r"(?:def|class) (\w+)", source)}
+    missing = []
+    for page in FOR_DEVELOPERS:
+        text = documents.FENCE.sub("", (ROOT / page).read_text(encoding="utf-8"))
+        for span in {*re.findall(r"`([^`\n]+)`", text)}:
+            if re.fullmatch(r"[\w/]+\.py", span):
+                found = any((ROOT / folder / span).exists() for folder in FOLDERS)
+            elif call := re.fullmatch(r"[\w.]*?(\w+)\([\w, ]*\)", span):
+                found = call[1] in defined
+            else:
+                found = not re.fullmatch(r"\w{3,}", span) or span in words
+            missing += [] if found else [f"{page}: {span}"]
+    assert missing == []
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def test_scores_of_records_go_on_where_they_ended(made, tmp_path, monkeypatch):
     words = ("score", made / "sft", "--records", made / "pairs.jsonl", "--kind", "pairs")
     maxstack(*words, "--out", tmp_path / "whole.jsonl")
     monkeypatch.setattr(scoring, "AT_ONCE", 1)
-    real, calls = scoring.Step.__call__, []
+    real, calls = scoring.BatchScorer.__call__, []
 
     def interrupted(step, segments):
         calls.append(len(segments))
@@ -149,7 +149,7 @@ def test_scores_of_records_go_on_where_they_ended(made, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(step, segments)
 
-    monkeypatch.setattr(scoring.Step, "__call__", interrupted)
+    monkeypatch.setattr(scoring.BatchScorer, "__call__", interrupted)
     out = tmp_path / "out.jsonl"
     again = [*map(str, words), "--out", str(out), "--batch-size", "4"]
     assert cli.main(again) == 130 and not out.exists()

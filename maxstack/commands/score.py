@@ -1,7 +1,7 @@
-"""`maxstack score`: compute log-probabilities and perplexity of texts under a model."""
+"""`maxstack score`: compute log-probabilities of texts and records, or rewards of records."""
 
 import os
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,13 @@ from maxstack.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from maxstack.inference.score import Rows
     from maxstack.run import Run
+
+
+def _column(text: str) -> tuple[str, str]:
+    key, _, column = text.partition("=")
+    if not (key and column):
+        raise ArgumentTypeError(f"{text} is not KEY=COLUMN")
+    return key, column
 
 
 @command(
@@ -49,13 +56,21 @@ if TYPE_CHECKING:
     ),
     argument(
         "--kind",
-        choices=("chat", "pairs", "labelled"),
-        help="with --records: kind of record (default: that of --preset, otherwise pairs)",
+        help="with --records: kind of record, chat, pairs or labelled (default: that of --preset, "
+        "otherwise pairs)",
     ),
     argument(
         "--preset",
         metavar="NAME",
         help="with --records: their format, as in record.preset, such as alpaca or hh-rlhf",
+    ),
+    argument(
+        "--column",
+        type=_column,
+        action="append",
+        default=[],
+        metavar="KEY=COLUMN",
+        help="with --records: column that holds a key, as in record.columns; repeatable",
     ),
     argument(
         "--train",
@@ -133,7 +148,7 @@ def _score_records(run: "Run", params: Any, args: Namespace) -> None:
     from maxstack.schema.data import Record
 
     kind = _record_kind(args)
-    settings = {"kind": kind, "preset": args.preset}
+    settings = {"kind": kind, "preset": args.preset, "columns": dict(args.column)}
     if kind == "chat":
         settings["train"] = args.train
     record = TypeAdapter(Record).validate_python(settings)
@@ -153,7 +168,7 @@ def _score_records(run: "Run", params: Any, args: Namespace) -> None:
 def _record_kind(args: Namespace) -> str:
     """Return the kind of --records. ConfigError for arguments that contradict one another."""
     from maxstack.config.spelling import did_you_mean
-    from maxstack.schema.data import OF_PRESETS
+    from maxstack.schema.data import ANSWERS, OF_PRESETS
 
     if args.preset not in (None, *OF_PRESETS):
         raise ConfigError(
@@ -161,10 +176,13 @@ def _record_kind(args: Namespace) -> str:
             f"are {', '.join(OF_PRESETS)}"
         )
     kinds = OF_PRESETS[args.preset] if args.preset else ("pairs",)
-    kind = args.kind or next((name for name in kinds if name != "prompts"), "prompts")
+    # GSM8K's are prompts by default, which have no answer to score.
+    kind = args.kind or next(name for name in kinds if name in ANSWERS)
+    if kind not in ANSWERS:
+        raise ConfigError(f"--kind {kind}: is not one of {', '.join(ANSWERS)}")
     if args.preset and kind not in kinds:
         raise ConfigError(f"--kind {kind}: --preset {args.preset} gives {' or '.join(kinds)}")
-    if args.top and kind == "pairs":
+    if args.top and len(ANSWERS[kind]) > 1:
         # Distillation reads one answer of a record; those of a pair would overwrite each other.
         raise ConfigError("--top: needs records with one answer; give --kind chat or labelled")
     return kind

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from maxstack.data.examples import EXTRAS
+from maxstack.data.examples import OF_SEQUENCES
 from maxstack.data.feed import Feed
 from maxstack.data.lanes import Batch
 from maxstack.data.tokenizers import Tokenizer, open_tokenizer
@@ -22,8 +22,6 @@ BOLD = "\033[1m"
 CYAN = "\033[36m"
 FAINT = "\033[2m"
 GREEN = "\033[32m"
-OF_TOKENS = "ends", "teacher_tokens", "teacher_logps"
-"""Extras that vary within a document."""
 
 
 def show(cfg: "Config", batches: int, rows: int, out: str, *, full: bool, evaluation: bool) -> None:
@@ -73,7 +71,8 @@ def _ends(tokenizer: Tokenizer) -> str:
 
 
 def _fields(cfg: "Config") -> Mapping[str, RowField]:
-    """Return the arrays of rows beside tokens; rollouts have none before sampling."""
+    """Return the arrays of rows beside tokens, of text by the objective's section alone, since
+    objectives import jax; rollouts have none before sampling."""
     if cfg.model.tokens is None:
         return {} if cfg.rollout else cfg.objective.row_fields
     from maxstack.objectives.objective import objective_of
@@ -119,16 +118,15 @@ def _print_row(row: Batch, tokenizer: Tokenizer, full: bool) -> None:
             f"-- document {segment}: columns {first}..{last}, positions "
             f"{row['positions'][first]}..{row['positions'][last]}, "
             f"{int(row['mask'][columns].sum())} of {len(columns)} targets count"
-            + "".join(
-                f", {name} {row[name][first]:g}"
-                for name in EXTRAS
-                if name in row and name not in OF_TOKENS
-            )
+            + "".join(f", {name} {row[name][first]:g}" for name in OF_SEQUENCES if name in row)
             + " --"
         )
         print(_style(CYAN, line))
         ids = np.append(row["tokens"][columns], row["targets"][last])
         counted = np.append(False, row["mask"][columns] > 0)
+        if "ends" in row:
+            # What counts is the score at an input; its target has no meaning.
+            ids, counted = ids[:-1], counted[1:]
         if ids.max() >= tokenizer.vocab_size:
             text = " ".join(map(str, ids))
         elif counted[1:].all():

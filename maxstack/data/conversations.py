@@ -231,8 +231,8 @@ def _scores(record: Mapping[str, Any]) -> list[float]:
 
 
 def _cut_prompt(before: Messages, answer: Messages, key: str) -> Messages:
-    """Return an answer to messages, which may begin with them, as ultrafeedback_binarized's do.
-    DataError where another turn of a user is in it."""
+    """Return an answer to messages without these, if it repeats them, as in
+    ultrafeedback_binarized. DataError where another turn of a user is in it."""
     asked = before
     # The answer may repeat the prompt without the system message that a record has by itself.
     if before[0]["role"] == "system" and answer[0]["role"] != "system":

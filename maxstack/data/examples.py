@@ -50,28 +50,30 @@ from maxstack.schema.data import AnswerRecord, ChatRecord, DataConfig, Record
 if TYPE_CHECKING:
     from maxstack.schema.objective import RowField as Field
 
-EXTRAS = (
-    *("ends", "label", "margin", "mismatched", "reference"),
-    *("teacher_tokens", "teacher_logps"),
-)
-"""Arrays that rows of records may have beside tokens, where an objective declares them. ends: 1 at
-the last token of a sequence, which is then among the inputs; label: 1 or -1, of an answer that is
-wanted or not; margin: of a preference; mismatched: 1 on a prompt with another's answer; reference:
-the log-probability of an answer under a reference; teacher_tokens and teacher_logps [K]: the
-likeliest tokens under a teacher, and their log-probabilities. label, margin, mismatched and
-reference are the same on a whole sequence."""
+OF_TOKENS = "ends", "teacher_tokens", "teacher_logps"
+"""Extras of a token. ends: 1 at the last token of a sequence, which is then among the inputs;
+teacher_tokens and teacher_logps [K]: the likeliest tokens under a teacher, and their
+log-probabilities."""
+OF_SEQUENCES = "label", "margin", "mismatched", "reference"
+"""Extras that are the same on a whole sequence. label: 1 or -1, of an answer that is wanted or not;
+margin: of a preference; mismatched: 1 on a prompt with another's answer; reference: the
+log-probability of an answer under a reference."""
+EXTRAS = *OF_TOKENS, *OF_SEQUENCES
+"""Arrays that rows of records may have beside tokens, where an objective declares them."""
 Raw = Mapping[str, Any]
 Another = Callable[[int], Raw]
 STRADDLES = (
     "record.joined: a token holds the end of a prompt and the beginning of its answer, at {}; let "
     "the answer begin with the space, or leave record.joined out"
 )
-_ASKED = {"prompt", "messages", "conversations", "system", "tools"}
-_REFERENCES = {"ref_logps", "ref_chosen_logps", "ref_rejected_logps"}
+_PROMPT = {"prompt", "system", "tools"}
+_EXAMPLE = _PROMPT | {"completion", "messages", "conversations"}
 READ = {
-    "chat": _ASKED | {"completion", "top_tokens", "top_logprobs"},
-    "labelled": _ASKED | _REFERENCES | {"completion", "label"},
-    "pairs": _ASKED | _REFERENCES | {"chosen", "rejected", "completions", "scores", "margin"},
+    "chat": _EXAMPLE | {"top_tokens", "top_logprobs"},
+    "labelled": _EXAMPLE | {"label", "ref_logps"},
+    "pairs": _PROMPT
+    | {"chosen", "rejected", "completions", "scores", "margin"}
+    | {"ref_chosen_logps", "ref_rejected_logps"},
 }
 """Keys of records that are read, by kind; of kinds that are not here any key may be used."""
 TRIES, MORE = 8, 64
@@ -80,17 +82,17 @@ repeat the prompt."""
 
 
 class Segment(NamedTuple):
-    """Tokens that see each other."""
+    """Tokens that see each other: a sequence of a packed row."""
 
     ids: np.ndarray
     """int32 [N]."""
     values: Mapping[str, np.ndarray]
-    """Arrays [N, ...] of a row by name, each element of the token that is predicted; `mask`, where
-    it is missing, is 1."""
+    """Arrays [N, ...] of a row by name, each element of the token that is predicted; records have
+    `mask`, texts do not, for whose tokens it is 1."""
 
 
 class Unit(NamedTuple):
-    """Consecutive segments, kept `whole` in one row or split where a row ends."""
+    """Consecutive segments, kept `whole` in one row (records) or split where a row ends (texts)."""
 
     segments: list[Segment]
     whole: bool
@@ -117,20 +119,14 @@ class Unit(NamedTuple):
         return Unit(parts, self.whole) if counted else None
 
 
-class Examples:
-    """Units of the records of one kind, with the arrays in `fields`."""
+class UnitMaker:
+    """Makes units of the records of one kind, with the arrays in `fields`."""
 
-    def __init__(
-        self,
-        cfg: DataConfig,
-        fields: Mapping[str, "Field"],
-        train: str = "assistant",
-        joined: bool = False,
-    ):
+    def __init__(self, record: Record, cfg: DataConfig, fields: Mapping[str, "Field"]):
         self._cfg = cfg
         self._fields = fields
-        self._train = train
-        self._joined = joined
+        self._train = record.train if isinstance(record, ChatRecord) else "assistant"
+        self._joined = isinstance(record, AnswerRecord) and record.joined
         self._tokenizer = open_tokenizer(cfg.tokenizer)
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
@@ -142,7 +138,8 @@ class Examples:
     def _template(self) -> ChatTemplate:
         return open_template(self._cfg)
 
-    def _segments(self, given: Example, **values: float) -> list[Segment]:
+    def _segments(self, given: Example, **constants: float) -> list[Segment]:
+        """Return the segments of an example, with those of OF_SEQUENCES that are declared."""
         if isinstance(given, Completion):
             segments = [self._completion(given)]
         else:
@@ -151,10 +148,10 @@ class Examples:
         # follows it.
         if "ends" in self._fields:
             segments = [add_end_token(segment) for segment in segments]
-        wanted = values.keys() & self._fields.keys()
+        wanted = constants.keys() & self._fields.keys()
         for i, (ids, arrays) in enumerate(segments):
-            constant = {name: np.full(len(ids), values[name], np.float32) for name in wanted}
-            segments[i] = Segment(ids, {**arrays, **constant})
+            added = {name: np.full(len(ids), constants[name], np.float32) for name in wanted}
+            segments[i] = Segment(ids, {**arrays, **added})
         return segments
 
     def _completion(self, given: Completion) -> Segment:
@@ -333,7 +330,7 @@ class Examples:
         return ids, tokens
 
 
-class Chats(Examples):
+class Chats(UnitMaker):
     """A conversation, or a prompt with its completion."""
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
@@ -344,7 +341,7 @@ class Chats(Examples):
         return [Unit([segment], whole=True) for segment in segments]
 
 
-class Pairs(Examples):
+class Pairs(UnitMaker):
     """A chosen and a rejected answer to one prompt, one after the other."""
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
@@ -358,7 +355,7 @@ class Pairs(Examples):
         return [Unit(segments, whole=True)]
 
 
-class Labelled(Examples):
+class Labelled(UnitMaker):
     """An answer that is wanted or not, followed by an answer to another prompt if an objective
     declares `mismatched`."""
 
@@ -382,7 +379,7 @@ class Labelled(Examples):
         return [Unit(segments, whole=True)]
 
 
-class Prompts(Examples):
+class Prompts(UnitMaker):
     """A prompt alone; nothing of it counts."""
 
     def units(self, record: Raw, another: Another) -> list[Unit]:
@@ -399,7 +396,7 @@ class Prompts(Examples):
         return [Unit([segment], whole=True, record=record)]
 
 
-KINDS: dict[str, type[Examples]] = {
+KINDS: dict[str, type[UnitMaker]] = {
     "chat": Chats,
     "pairs": Pairs,
     "labelled": Labelled,
@@ -420,7 +417,7 @@ def units_of(
 
     assert documents.record
     # Templates and tokenizers are opened once a process, not once a record.
-    maker = _examples(documents.record, cfg, frozenset(fields.items()))
+    maker = _unit_maker(documents.record, cfg, frozenset(fields.items()))
     with name_errors(documents, index):
         record = _record(documents, index, cfg)
         try:
@@ -430,11 +427,10 @@ def units_of(
 
 
 @functools.lru_cache(maxsize=16)
-def _examples(record: Record, cfg: DataConfig, fields: frozenset[tuple[str, "Field"]]) -> Examples:
-    asked: dict[str, Any] = {"train": record.train} if isinstance(record, ChatRecord) else {}
-    if isinstance(record, AnswerRecord):
-        asked["joined"] = record.joined
-    return KINDS[record.kind](cfg, dict(fields), **asked)
+def _unit_maker(
+    record: Record, cfg: DataConfig, fields: frozenset[tuple[str, "Field"]]
+) -> UnitMaker:
+    return KINDS[record.kind](record, cfg, dict(fields))
 
 
 def _record(documents: Documents, index: int, cfg: DataConfig) -> Mapping[str, Any]:
@@ -483,8 +479,9 @@ def _add_teacher(
 
 
 def add_end_token(segment: Segment) -> Segment:
-    """Return the segment with a further token of no meaning, the target of the last one. Only this
-    target counts."""
+    """Return the segment with a token of no meaning after the last, which is then an input whose
+    score can be read. Nothing else counts any longer. Like all values, `ends` is written at the
+    token after the one that it is about."""
     # One shared array serves both values: where the sequence ends is all that counts.
     mask = np.zeros(len(segment.ids) + 1, np.float32)
     mask[-1] = 1

@@ -1,6 +1,7 @@
 """Records in the shapes of published data sets, as the keys that conversations, preferences and
 prompts are read from: `record: {preset: alpaca}`."""
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ TYPES = {
     "list": "array",
 }
 """Types of xlam's parameters, which are Python's, in words of JSON Schema."""
+MISFITS = TypeError, ValueError, LookupError, AttributeError
+"""What reading a record of another shape raises; DataError is a ValueError."""
 
 
 class Preset(NamedTuple):
@@ -54,7 +57,7 @@ def apply_preset(record: Raw, kind: Record) -> dict[str, Any]:
             raise DataError(f"record.preset={kind.preset}: {_missing_key(renamed, key)}")
     try:
         return {**renamed, **preset.made(renamed)}
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except MISFITS as error:
         said = error if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
         raise DataError(
             f"record.preset={kind.preset}: is not of this shape: {shortened(str(said), 200)}"
@@ -219,20 +222,30 @@ PRESETS: Mapping[str, Preset] = {
     "oasst": Preset(("prompt",), _oasst),
 }
 """By name; docs/POSTTRAINING.md has them in a table."""
+SHAPES = (
+    ("pairs", ("chosen", "rejected")),
+    ("pairs", ("completions", "scores")),
+    ("labelled", ("completion", "label")),
+    ("chat", ("messages",)),
+    ("chat", ("conversations",)),
+    ("chat", ("prompt", "completion")),
+    ("chat, columns: {completion: response}", ("prompt", "response")),
+)
+"""Kinds of records by keys that they have; the first that fits is suggested."""
 
 
 def suggest_setting(record: Raw) -> str:
     """Return the setting that reads a record of a known shape; empty for another shape."""
-    read = {
-        name: len(record.keys() & {*preset.keys, *preset.more})
-        for name, preset in PRESETS.items()
-        if {*preset.keys} <= record.keys()
-        and (name != "oasst" or isinstance(record["prompt"], dict))
-    }
+    read = {}
+    for name, preset in PRESETS.items():
+        if {*preset.keys} <= record.keys():
+            # Keys are not enough: many preferences have those of hh-rlhf.
+            with contextlib.suppress(*MISFITS):
+                preset.made(record)
+                read[name] = len(record.keys() & {*preset.keys, *preset.more})
     if read:
         return f"record: {{preset: {max(read, key=read.__getitem__)}}}"
-    if "messages" in record or "conversations" in record or {"prompt", "completion"} <= {*record}:
-        return "record: {kind: chat}"
-    if {"prompt", "response"} <= {*record}:
-        return "record: {kind: chat, columns: {completion: response}}"
+    for kind, keys in SHAPES:
+        if {*keys} <= record.keys():
+            return f"record: {{kind: {kind}}}"
     return ""

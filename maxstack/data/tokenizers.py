@@ -459,7 +459,7 @@ def open_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
 
 def open_prompt_tokenizer(cfg: TokenizerConfig, bos: bool = True, eos: bool = False) -> Tokenizer:
     """Return the tokenizer of a configuration without EOS, for prompts and texts that are scored.
-    `bos` and `eos`: keep those of the configuration; a completion has EOS and no BOS."""
+    `bos` and `eos`: whether to keep those of the configuration; a completion has EOS, no BOS."""
     # The kinds say "no such token" in two ways: a name or None, and a flag.
     none = None if cfg.kind == "huggingface" else False
     wanted = {"bos": bos, "eos": eos}

@@ -13,18 +13,16 @@ import numpy as np
 from maxstack import strict_json
 from maxstack.data.examples import Segment, units_of
 from maxstack.data.sources import open_source
-from maxstack.errors import ConfigError, DataError
 from maxstack.inference.resumable_file import ResumableFile
 from maxstack.inference.score import ROUND, check_length
 from maxstack.report.progress import progress
-from maxstack.schema.data import DataConfig, JsonlSource, Record
+from maxstack.schema.data import ANSWERS, DataConfig, JsonlSource, Record
+from maxstack.schema.objective import RowField
 
 if TYPE_CHECKING:
     from maxstack.data.documents import Documents
     from maxstack.run import Run
 
-NAMES = {"pairs": ("chosen", "rejected"), "labelled": ("",), "chat": ("",)}
-"""Names of the segments of a record, by its kind."""
 AT_ONCE = 64
 """Batches whose rows are sorted by length together."""
 
@@ -45,8 +43,6 @@ def score_records(
     (or `chosen_reward` and `rejected_reward`); with `top`, also the K likeliest tokens at each
     token (`top_tokens` and `top_logprobs`, [tokens, K]). Records are kept in FILE.unfinished as
     they are done, from which a later call of the same `model` goes on -> their number."""
-    if record.kind not in NAMES:
-        raise ConfigError(f"--kind {record.kind}: has no answer to score")
     source = JsonlSource(kind="jsonl", files=(file,), record=record)
     cfg = run.cfg.data.model_copy(update={"sources": (source,), "packing": "none"})
     documents = open_source(source, split="all")
@@ -55,7 +51,7 @@ def score_records(
     settings = hashlib.sha256(json.dumps(said).encode()).hexdigest()
     done = ResumableFile(out, settings)
     left = [index for index in range(len(documents)) if (index, 0) not in done.lines]
-    step = Step(run, params, batch_size, top)
+    scorer = BatchScorer(run, params, batch_size, top)
     with progress(len(documents), "scoring", "records", len(done.lines)) as shown:
         # Sorted by length, rows of a batch need little padding. Only 64 batches at a time, so that
         # memory is bounded and a killed call loses little.
@@ -65,15 +61,17 @@ def score_records(
             rows = [(index, i) for index in part for i in range(len(read[index][1]))]
             rows.sort(key=lambda row: len(read[row[0]][1][row[1]].ids))
             found: dict[int, dict[str, Any]] = {index: {} for index in part}
+            missing = {index: len(read[index][1]) for index in part}
             for at in range(0, len(rows), batch_size):
                 batch = rows[at : at + batch_size]
                 segments = [read[index][1][i] for index, i in batch]
-                for (index, i), values in zip(batch, step(segments), strict=True):
-                    name = NAMES[record.kind][i]
+                for (index, i), values in zip(batch, scorer(segments), strict=True):
+                    name = ANSWERS[record.kind][i]
                     found[index] |= {_key(key, name): value for key, value in values.items()}
                     # A record's segments may lie in different batches; it is written once all are
                     # there.
-                    if len(found[index]) == len(values) * len(read[index][1]):
+                    missing[index] -= 1
+                    if not missing[index]:
                         done.append((index, 0), {**read[index][0], **found[index]})
                         shown.update()
     done.write()
@@ -89,23 +87,18 @@ def _key(key: str, name: str) -> str:
 def _read(
     documents: "Documents", index: int, cfg: DataConfig, run: "Run", record: Record
 ) -> tuple[Mapping[str, Any], list[Segment]]:
-    """Read a record and its segments. DataError for several answers in rows of their own."""
+    """Read a record and its segments."""
     # A reward is read at the end of a segment.
-    fields = {"ends": None} if run.cfg.decoder.head.scores else {}
-    units = units_of(documents, index, cfg, fields)  # type: ignore[arg-type]
-    if len(units) != 1:
-        raise DataError(
-            f"{documents.where(index)}: has {len(units)} answers in rows of their own; score them "
-            "with --train assistant or last"
-        )
-    for segment in units[0].segments:
+    fields = {"ends": RowField("batch seq", "float32")} if run.cfg.decoder.head.scores else {}
+    (unit,) = units_of(documents, index, cfg, fields)
+    for segment in unit.segments:
         check_length(run, len(segment.ids) - 1, documents.where(index))
     text = documents[index]
     assert isinstance(text, bytes)
-    return strict_json.parse(text, documents.where(index), strict=False), units[0].segments
+    return strict_json.parse(text, documents.where(index), strict=False), unit.segments
 
 
-class Step:
+class BatchScorer:
     """The compiled scoring of a batch of segments."""
 
     def __init__(self, run: "Run", params: Any, batch_size: int, top: int):
@@ -183,6 +176,7 @@ def _computed(run: "Run", top: int) -> Any:
         model = nnx.merge(run.graph, nnx.State(params))
         normed_BTD = model.norm(model.trunk(batch)[0])
         if run.cfg.decoder.head.scores:
+            # One position counts (add_end_token), so the sum is its score.
             return {"sum": (model.scores(normed_BTD) * batch["mask"]).sum(axis=1)}
         # A selection, not a product: what is masked may be infinite.
         logps_BT = jnp.where(batch["mask"] > 0, log_probs(model, normed_BTD, batch["targets"]), 0)

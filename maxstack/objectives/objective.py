@@ -133,7 +133,7 @@ class Objective:
         return factors
 
     def loss(self, models: Models, batch: Batch) -> Loss:
-        """The loss of a microbatch."""
+        """The loss of a microbatch, with metrics as in Loss.metrics."""
         raise NotImplementedError
 
     def make_loss(

@@ -33,12 +33,10 @@ class Reward(Objective):
         """The loss and the figures of a batch, by the score of each position."""
         cfg, segments_BT = self.section, batch["segments"]
         last_BT = is_last(pairs_of(segments_BT))
-        chosen_BT, rejected_BT = (
-            # Zeros elsewhere keep the losses there finite; the mask below drops them.
-            jnp.where(last_BT, x, 0.0)
-            # Scores count at the end of each answer alone.
-            for x in pair_sums(scores_BT * batch["ends"], segments_BT)
-        )
+        # Sums of one number, an answer's score at its end, which they move to the pair's last
+        # position. Zeros elsewhere keep the losses there finite; the mask below drops them.
+        ends = pair_sums(scores_BT * batch["ends"], segments_BT)
+        chosen_BT, rejected_BT = ends.where(last_BT, 0.0)
         gap_BT = chosen_BT - rejected_BT
         loss_BT = -log_sigmoid(gap_BT - (batch["margin"] if cfg.margins else 0.0))
         # Only differences matter to the first term, so this one keeps the scores near zero.

@@ -24,7 +24,8 @@ class Pair(NamedTuple):
 
 
 def pairs_of(segments_BT: Array) -> Array:
-    """The number of the pair of each position: segments 1 and 2 are pair 1; 0 in padding."""
+    """The number of the pair of each position, in rows of pairs alone: segments 1 and 2 are pair 1;
+    0 in padding."""
     return (segments_BT + 1) // 2
 
 

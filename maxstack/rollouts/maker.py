@@ -20,6 +20,7 @@ from maxstack.rollouts.generator import Cancelled, Generator, seed_of
 from maxstack.rollouts.sample import Group, Sample
 from maxstack.rollouts.scores import Scores
 from maxstack.rollouts.turns import Turns
+from maxstack.schema.data import ChatRecord
 
 if TYPE_CHECKING:
     from maxstack.data.prompts import Prompt
@@ -47,7 +48,7 @@ class Maker:
         self.reward_seconds = 0.0
         """Seconds that it waited for rewards once all samples were answered."""
         self._lock = threading.Lock()
-        self._answers = Chats(run.cfg.data, {})
+        self._answers = Chats(ChatRecord(kind="chat"), run.cfg.data, {})
         self._news: list[str] = []
         self._told: set[str] = set()
         self._crowded = 0

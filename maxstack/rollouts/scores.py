@@ -92,7 +92,7 @@ class RewardModel:
     def __init__(self, run: "Run", path: str):
         """ConfigError where the path is not a reward model, or one with other tokens."""
         from maxstack import starting_weights
-        from maxstack.inference.records import Step
+        from maxstack.inference.records import BatchScorer
         from maxstack.inference.trained_model import config_of, read_weights
         from maxstack.run import assemble
 
@@ -108,7 +108,7 @@ class RewardModel:
             )
         starting_weights.check_tokens(run, "rewards: path", path)
         scorer = assemble(cfg, run.mesh, trains=False)
-        self._step = Step(scorer, read_weights(path, scorer, own), AT_ONCE, 0)
+        self._scorer = BatchScorer(scorer, read_weights(path, scorer, own), AT_ONCE, 0)
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         """Return a score for each sample."""
@@ -116,5 +116,5 @@ class RewardModel:
         for begin in range(0, len(samples), AT_ONCE):
             some = samples[begin : begin + AT_ONCE]
             segments = [add_end_token(Segment(np.array(s.ids, np.int32), {})) for s in some]
-            scores += [made["reward"] for made in self._step(segments)]
+            scores += [made["reward"] for made in self._scorer(segments)]
         return scores

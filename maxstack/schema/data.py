@@ -114,6 +114,8 @@ OF_PRESETS: Mapping[PresetName, tuple[str, ...]] = {
     "oasst": ("chat",),
 }
 """Kinds of record that a preset can give; the first is the default."""
+ANSWERS = {"chat": ("",), "pairs": ("chosen", "rejected"), "labelled": ("",)}
+"""Kinds of record that `maxstack score` takes, and what it calls their answers."""
 
 
 class TextRecord(Section):
@@ -132,7 +134,7 @@ class TextRecord(Section):
 
 
 class AnswerRecord(TextRecord):
-    """Keys shared by record formats whose answers are trained on."""
+    """Keys shared by record formats whose prompt and answer meet at one boundary."""
 
     joined: bool = False
     """Tokenize prompt and answer as one text; a token that spans the boundary between them is an
@@ -204,7 +206,7 @@ class PromptsRecord(TextRecord):
 
 
 PICTURED = "image", "latents"
-"""Kinds of record that are not text."""
+"""Kinds of record that are pictures; all others are JSON objects (TextRecord)."""
 Record = Annotated[
     ChatRecord | PairsRecord | LabelledRecord | PromptsRecord | ImageRecord | LatentsRecord,
     Field(discriminator="kind"),

@@ -44,7 +44,7 @@ class ObjectivePart(Section):
     MODELS: ClassVar[tuple[str, ...]] = ("decoder",)
     """Kinds of models that it can train."""
     RECORDS: ClassVar[tuple[str | None, ...]] = (None,)
-    """Kinds of records that it learns from; None: text."""
+    """Kinds of records that it learns from; None: text. Data are of one kind and of text."""
     FORWARD: ClassVar[bool] = True
     """Whether the model predicts, or scores, a token from those before it alone."""
     SAMPLES: ClassVar[str] = TEXTS
@@ -68,7 +68,8 @@ class ObjectivePart(Section):
 
     @property
     def row_fields(self) -> dict[str, RowField]:
-        """Arrays of rows beside those of tokens."""
+        """Arrays of rows beside those of tokens, by this section alone: `maxstack data show` reads
+        them without the objective."""
         return {name: RowField("batch seq", "float32") for name in self.extras}
 
     def token_ids(self, vocab: int) -> int:
@@ -333,7 +334,8 @@ class UnpairedConfig(ReferenceConfig):
 
 
 class RewardConfig(ObjectivePart):
-    """A reward model: a score at the last token, higher for chosen answers than for rejected ones
+    """A reward model: the head scores every position, and the loss reads the last token of each
+    answer, whose score is to be higher for chosen answers than for rejected ones
     (Bradley-Terry; Ouyang et al. 2022, arXiv:2203.02155, eq. 1)."""
 
     OBJECTIVE = "maxstack.objectives.reward:Reward"

@@ -74,6 +74,12 @@ def _records(cfg: Config) -> Iterator[Fault]:
                     f"objective.kind={cfg.objective.kind} learns from "
                     + (f"records: set {wanted}" if wanted else "text: leave it out"),
                 )
+        # Objectives tell the segments of a row apart by their number.
+        if len(mixed := sorted({source.holds for source in data.sources if source.holds})) > 1:
+            yield (
+                f"{key}.sources",
+                f"{' and '.join(mixed)} are in one mixture; give records of one kind",
+            )
 
 
 def _causal(cfg: Config) -> Iterator[Fault]:

@@ -48,6 +48,15 @@ def test_show_reads_the_held_out_documents_with_eval(capsys):
     assert held + int(capsys.readouterr().out.split()[1]) == 20
 
 
+def test_show_marks_the_last_token_of_what_is_scored_and_no_token_after_it(capsys):
+    Path("a.jsonl").write_text('{"prompt": "Is it?", "chosen": " Yes", "rejected": " No"}\n')
+    source = "data.sources=[{kind: jsonl, files: [a.jsonl], record: {kind: pairs}}]"
+    words = ["data.tokenizer.eos=true", "objective={kind: reward}", "model.head.scores=true"]
+    assert main(["data", "show", "run.yml", source, *words]) == 0
+    out = capsys.readouterr().out
+    assert "Is it? Yes[[<|endoftext|>]]\n" in out and "Is it? No[[<|endoftext|>]]\n" in out
+
+
 def test_show_never_sends_control_characters_of_a_document_to_the_terminal(capsys):
     Path("texts/0.txt").write_text("\033[2Jgone" * 3)
     main(["data", "show", "run.yml", "--full", "data.sources=[{kind: text, files: [texts/0.txt]}]"])

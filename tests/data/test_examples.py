@@ -7,7 +7,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from maxstack.data.examples import EXTRAS, READ, units_of
 from maxstack.data.feed import Feed
+from maxstack.data.sources import open_source
 from maxstack.errors import ConfigError, DataError
 from maxstack.objectives.objective import Field
 from maxstack.schema.data import DataConfig
@@ -38,10 +40,7 @@ CALLS = {
     "role": "assistant",
     "tool_calls": [{"type": "function", "function": {"name": "a", "arguments": "{}"}}],
 }
-EXTRA = {
-    name: Field("batch seq", "float32")
-    for name in ("ends", "label", "margin", "mismatched", "reference")
-}
+EXTRA = {name: Field("batch seq", "float32") for name in EXTRAS}
 
 
 @pytest.fixture(scope="module")
@@ -399,6 +398,51 @@ def test_records_of_another_form_are_refused_by_line(tmp_path, model, record, ki
     cfg = data(tmp_path, model, [record], {"kind": kind})
     with pytest.raises(DataError, match=f"records.jsonl: line 1: .*{error}"):
         rows(cfg)
+
+
+KINDS = {
+    "chat": (
+        ("teacher_tokens", "teacher_logps"),
+        {"prompt": "1 +", "completion": " 2", "top_tokens": [[0]] * 4, "top_logprobs": [[0]] * 4},
+        {"messages": SUM},
+        {"conversations": SUM},
+    ),
+    "labelled": (
+        ("label", "reference"),
+        {"prompt": "1 +", "completion": " 2", "label": True, "ref_logps": -1},
+        {"messages": SUM, "label": True, "ref_logps": -1},
+        {"conversations": SUM, "label": True, "ref_logps": -1},
+    ),
+    "pairs": (
+        ("margin", "reference"),
+        PAIR | {"margin": 1, "ref_chosen_logps": -1, "ref_rejected_logps": -1},
+        PAIR | {"completions": ["a", "b"], "scores": [1, 2]},
+        {"prompt": SUM[:1], "chosen": "3", "rejected": "4"},
+    ),
+}
+"""Extras, and records that between them have all keys that a kind may have."""
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_keys_that_are_said_to_be_read_are_those_that_change_what_is_read(tmp_path, model, kind):
+    extras, *records = KINDS[kind]
+    fields = {name: Field("batch seq", "float32", (1,) * ("teacher" in name)) for name in extras}
+
+    def read(record):
+        cfg = data(tmp_path, model, [record], {"kind": kind})
+        try:
+            units = units_of(open_source(cfg.sources[0], split="all"), 0, cfg, fields)
+        except DataError as error:
+            return str(error).partition("it has")[0]
+        return str(units)
+
+    found = {
+        key
+        for key in set.union(*READ.values())
+        for record in records
+        if read(record | {key: 5}) != read(record)
+    }
+    assert found == READ[kind]
 
 
 def test_bytes_have_the_template_that_is_named(tmp_path, model):

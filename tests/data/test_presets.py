@@ -8,7 +8,7 @@ import pytest
 from maxstack.data.conversations import Completion, read_example, read_preference, read_prompt
 from maxstack.data.examples import units_of
 from maxstack.data.feed import Feed
-from maxstack.data.presets import PRESETS, apply_preset
+from maxstack.data.presets import PRESETS, apply_preset, suggest_setting
 from maxstack.data.sources import open_source
 from maxstack.errors import ConfigError, DataError
 from maxstack.load import load
@@ -244,6 +244,26 @@ def test_a_record_of_another_shape_is_told_with_its_place(tmp_path, record, row,
     documents = open_source(data.sources[0], split="all")
     with pytest.raises(DataError, match=rf"a\.jsonl.*{said}"):
         units_of(documents, 0, data, {})
+
+
+@pytest.mark.parametrize(
+    ("row", "setting"),
+    [
+        ({"instruction": "a", "output": "b"}, "{preset: alpaca}"),
+        ({"chosen": f"{HUMAN} 2", "rejected": f"{HUMAN} 3"}, "{preset: hh-rlhf}"),
+        ({"question": "a", "chosen": "b", "rejected": "c"}, "{preset: orca-pairs}"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "{kind: pairs}"),
+        ({"chosen": [user("a")], "rejected": [user("b")]}, "{kind: pairs}"),
+        ({"prompt": "a", "completion": "b", "label": True}, "{kind: labelled}"),
+        ({"prompt": "a", "completion": "b"}, "{kind: chat}"),
+        ({"messages": []}, "{kind: chat}"),
+        ({"prompt": "a", "response": "b"}, "{kind: chat, columns: {completion: response}}"),
+        ({"prompt": None}, ""),
+    ],
+    ids=str,
+)
+def test_the_setting_that_is_suggested_reads_the_record(row, setting):
+    assert suggest_setting(row) == (setting and f"record: {setting}")
 
 
 def test_every_preset_has_its_kinds_and_a_wrong_one_is_refused(tmp_path):

@@ -3,7 +3,7 @@ from tiny_config import TINY
 
 from maxstack.errors import ConfigError
 from maxstack.load import load
-from maxstack.schema import mesh_rules, rules
+from maxstack.schema import mesh_rules, objective, rules
 
 BYTES = "data.sources.0={kind: text, files: [a.txt]}"
 BROKEN = {
@@ -346,6 +346,20 @@ def test_several_broken_rules_are_told_together(tiny):
         "eval.baselines",
         "checkpoint.keep_best",
     ]
+
+
+def test_records_of_two_kinds_are_not_mixed_in_one_row(tiny, monkeypatch):
+    kinds = ("pairs", "labelled")
+    monkeypatch.setattr(objective.PreferenceConfig, "RECORDS", kinds)
+    source = "{{kind: jsonl, files: [a.jsonl], record: {{kind: {}}}}}"
+    for some in (kinds[:1], kinds[1:], kinds):
+        sources = ", ".join(source.format(kind) for kind in some)
+        words = ["objective={kind: preference}", f"data.sources=[{sources}]", "eval.every=0"]
+        if some == kinds:
+            with pytest.raises(ConfigError, match="data.sources: labelled and pairs are in one"):
+                load(tiny, words)
+        else:
+            assert load(tiny, words)
 
 
 def test_what_hangs_on_the_number_of_devices_is_checked_once_it_is_known(tiny):
