@@ -120,6 +120,20 @@ def pytest_unconfigure(config):
         programs.clear()
 
 
+@pytest.fixture
+def maxstack(capsys):
+    """Calls a command, a line and further words, which must end with `code` -> what it printed;
+    where it fails, with its error."""
+    from maxstack import cli
+
+    def call(line, *words, code=0):
+        assert cli.main([*line.split(), *map(str, words)]) == code
+        printed = capsys.readouterr()
+        return printed.out + printed.err if code else printed.out
+
+    return call
+
+
 @pytest.fixture(autouse=True)
 def _programs(request):
     """Read compiled programs from their folder, whatever a command in this process has set before,

@@ -15,6 +15,13 @@ from maxstack.schema.checkpoint import CheckpointConfig
 from maxstack.schema.config import Config
 
 VOCAB = 320
+ATTENTION = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
+MLA = {
+    "kind": "mla", "heads": 4, "kv_lora": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8,
+}  # fmt: skip
+DELTA = {"kind": "gated_delta", "key_heads": 2, "key_dim": 8, "value_heads": 4, "value_dim": 8}
+GATED = {"kind": "gated", "hidden": 64}
+MOE = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
 ONE_KIND = {"layers": 2, "pattern": ["local"]}
 """Of layers, for `model`: half of what the others take to compile."""
 _RUNS: dict[tuple[str, int], Run] = {}
@@ -22,19 +29,17 @@ _RUNS: dict[tuple[str, int], Run] = {}
 
 def model(**changes: Any) -> dict[str, Any]:
     """A model of two kinds of block, local and global attention."""
-    local = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8, "window": 12}
-    mlp = {"kind": "gated", "hidden": 64}
-    return {
-        "vocab": VOCAB,
-        "embed": 32,
-        "layers": 3,
-        "pattern": ["local", "global"],
-        "dtype": "float32",
-        "blocks": {
-            "local": {"mixer": local, "mlp": mlp},
-            "global": {"mixer": local | {"window": None}, "mlp": mlp},
-        },
-    } | changes
+    blocks = {
+        "local": {"mixer": ATTENTION | {"window": 12}, "mlp": {**GATED}},
+        "global": {"mixer": {**ATTENTION}, "mlp": {**GATED}},
+    }
+    tree = {"vocab": VOCAB, "embed": 32, "layers": 3, "pattern": ["local", "global"]}
+    return tree | {"dtype": "float32", "blocks": blocks} | changes
+
+
+def one_block(mixer: Any = ATTENTION, mlp: Any = GATED, **changes: Any) -> dict[str, Any]:
+    """A model of one kind of block, `block`."""
+    return model(pattern=["block"], blocks={"block": {"mixer": mixer, "mlp": mlp}}) | changes
 
 
 def config(**sections: Any) -> Config:
@@ -119,15 +124,31 @@ def batch(cfg: Config, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
+def place(run: Run, seed: int = 0) -> dict[str, jax.Array]:
+    """A whole batch on the run's devices."""
+    return run.batches.place(batch(run.cfg, seed), run.cfg.train.batch_size)
+
+
+def compiled(run: Run, **options: Any) -> Any:
+    """The step of a run as the compiler makes it."""
+    lowered = run.step.lower(run.abstract, run.batches.abstract())
+    return lowered.compile(compiler_options=options)
+
+
 def steps(run: Run, number: int) -> list[dict[str, float]]:
     """The scalars of the first `number` steps, each on a batch of its own."""
     state, rows = run.init(), []
     for i in range(number):
-        state, scalars = run.step(
-            state, run.batches.place(batch(run.cfg, i), run.cfg.train.batch_size)
-        )
+        state, scalars = run.step(state, place(run, i))
         rows.append({name: float(value) for name, value in scalars.items()})
     return rows
+
+
+def write(folder: Path, cfg: Config) -> Path:
+    """A file of the configuration, for the command line."""
+    path = folder / "run.yml"
+    path.write_text(dump(cfg))
+    return path
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -6,20 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import parity
 import pytest
+from parity import GOLDENS
 
 from maxstack import cli
 from maxstack.commands import convert
 from maxstack.hf.contents import Contents
 from maxstack.hf.safetensors_file import SafetensorsFile
 from maxstack.load import load
-
-GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
 def imported(source, out, *more):
@@ -54,15 +52,12 @@ def test_a_folder_becomes_a_run_and_a_folder_again(tmp_path):
 def test_dtypes_are_cast_on_the_way_in_and_out(tmp_path):
     assert imported(GOLDENS / "llama", tmp_path / "run", "--dtype", "bfloat16") == 0
     assert exported(tmp_path / "run", tmp_path / "out", "--dtype", "bfloat16") == 0
-    file, origin = (
-        SafetensorsFile(tmp_path / "out" / "model.safetensors"),
-        SafetensorsFile(GOLDENS / "llama" / "model.safetensors"),
-    )
+    folders = tmp_path / "out", GOLDENS / "llama"
+    file, origin = (SafetensorsFile(folder / "model.safetensors") for folder in folders)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     for name in origin.entries:
-        np.testing.assert_array_equal(
-            file.array(name), origin.array(name).astype(ml_dtypes.bfloat16)
-        )
+        wanted = origin.array(name).astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(file.array(name), wanted)
 
 
 def test_a_refused_folder_leaves_nothing_behind(tmp_path, capsys):
@@ -143,19 +138,10 @@ print(int(status.split("VmHWM:")[1].split()[0]) * 1024)
 @pytest.mark.slow
 def test_memory_stays_far_below_the_model(tmp_path):
     largest = synthetic(tmp_path / "source", layers=8, embed=1024, hidden=8192, vocab=16000)
-    bound = 3 * largest + 2**30
-    for command in (
-        ["import_model", "source", "--out", "run"],
-        ["export_model", "run", "--out", "out"],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK, *command],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert int(done.stdout.splitlines()[-1]) < bound, command
+    for command in ("import_model source --out run", "export_model run --out out"):
+        words = [sys.executable, "-c", PEAK, *command.split()]
+        peak = subprocess.check_output(words, cwd=tmp_path, text=True)
+        assert int(peak.splitlines()[-1]) < 3 * largest + 2**30, command
 
 
 def synthetic(folder, *, layers, embed, hidden, vocab):

@@ -14,6 +14,7 @@ import served
 from engines import SMALL
 
 from maxstack import cli
+from maxstack.commands.generate import main
 from maxstack.errors import ConfigError, DataError
 
 F32 = ("model.dtype=float32", f"run.compilation_cache={processes.COMPILED}", *SMALL)
@@ -26,6 +27,10 @@ def model(tmp_path_factory):
 
 def generate(model, *words):
     return cli.main(["generate", model, *F32, *words])
+
+
+def generate_raising(model, *words):
+    return main([model, *F32, *words])
 
 
 def write_prompts(path, rows):
@@ -80,13 +85,13 @@ def test_a_file_of_prompts_is_answered_in_its_order_with_tokens_and_logprobs(mod
 
 @pytest.mark.slow
 def test_a_stop_string_ends_an_answer_and_is_not_in_it(model, tmp_path):
-    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "Once"}])
-    out = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    prompts, out = write_prompts(tmp_path / "p.jsonl", [{"prompt": "Once"}]), tmp_path / "o.jsonl"
     words = ["--prompts", prompts, "--max-tokens", "20", "--temperature", "0", "--ignore-eos"]
-    assert generate(model, *words, "--out", str(out[0])) == 0
-    whole = read(out[0])[0]["text"]
-    assert generate(model, *words, "--out", str(out[1]), "--stop", whole[3:5]) == 0
-    cut = read(out[1])[0]
+    assert generate(model, *words, "--out", str(out)) == 0
+    whole = read(out)[0]["text"]
+    out.unlink()
+    assert generate(model, *words, "--out", str(out), "--stop", whole[3:5]) == 0
+    (cut,) = read(out)
     assert cut["finish_reason"] == "stop"
     assert cut["text"] == whole[: whole.index(whole[3:5])]
 
@@ -116,12 +121,6 @@ def test_a_killed_command_goes_on_to_the_same_bytes(model, tmp_path):
     assert generate(model, *words, "--out", str(out)) == 0
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert not unfinished.exists()
-
-
-def generate_raising(model, *words):
-    from maxstack.commands.generate import main
-
-    return main([model, *F32, *words])
 
 
 @pytest.mark.parametrize(
@@ -162,22 +161,26 @@ def test_a_prompt_that_the_engine_refuses_is_named_by_its_line(model, tmp_path):
         generate_raising(model, "--prompts", prompts, "--out", str(tmp_path / "o.jsonl"))
 
 
-def test_a_missing_chat_template_is_named_before_weights_are_read(tmp_path):
+@pytest.fixture
+def bare(tmp_path):
+    """A model's folder without tokenizer and template, whose weights are not numbers."""
     parity.poisoned(parity.GOLDENS / "llama", tmp_path / "bare", float("nan"))
+    return str(tmp_path / "bare")
+
+
+def test_a_missing_chat_template_is_named_before_weights_are_read(bare, tmp_path):
     rows = write_prompts(tmp_path / "p.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
     for words in (["--chat"], ["--prompts", rows, "--out", str(tmp_path / "o.jsonl")]):
         with pytest.raises(ConfigError, match="bare: has no chat template"):
-            generate_raising(str(tmp_path / "bare"), *words)
+            generate_raising(bare, *words)
 
 
-def test_a_missing_tokenizer_and_wrong_tokens_are_named_before_weights_are_read(tmp_path):
-    bare, out = tmp_path / "bare", ["--out", str(tmp_path / "o.jsonl")]
-    parity.poisoned(parity.GOLDENS / "llama", bare, float("nan"))
+def test_a_missing_tokenizer_and_wrong_tokens_are_named_before_weights_are_read(bare, tmp_path):
     with pytest.raises(ConfigError, match="bare has no tokenizer"):
-        generate_raising(str(bare), "--prompt", "a")
+        generate_raising(bare, "--prompt", "a")
     rows = write_prompts(tmp_path / "p.jsonl", [{"tokens": [1]}, {"tokens": [99_999]}])
     with pytest.raises(DataError, match="p.jsonl:2: token 99999 is outside"):
-        generate_raising(str(bare), "--prompts", rows, *out)
+        generate_raising(bare, "--prompts", rows, "--out", str(tmp_path / "o.jsonl"))
 
 
 @pytest.mark.parametrize(

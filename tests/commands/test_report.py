@@ -1,5 +1,6 @@
 """`maxstack report`: the page in a browser, of a run that was killed, spiked and resumed."""
 
+import hashlib
 import http.client
 import json
 import re
@@ -295,19 +296,18 @@ def test_what_is_missing_or_damaged_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nowhere"], "nowhere: no such folder"),
-        (["."], "not a run's folder"),
-        (["run", "--out", "no/where.html"], "the folder no does not exist"),
-        (["run", "--serve", "--out", "x.html"], "--serve writes no file"),
-        (["run", "--serve", "--port", "70000"], "must be a number from 0 to 65535"),
+        ("nowhere", "nowhere: no such folder"),
+        (".", "not a run's folder"),
+        ("run --out no/where.html", "the folder no does not exist"),
+        ("run --serve --out x.html", "--serve writes no file"),
+        ("run --serve --port 70000", "must be a number from 0 to 65535"),
     ],
 )
-def test_mistakes_are_one_sentence(words, said, tmp_path, monkeypatch, capsys):
+def test_mistakes_are_one_sentence(words, said, tmp_path, monkeypatch, maxstack):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["report", *words]) == 1
-    error = capsys.readouterr().err
+    error = maxstack(f"report {words}", code=1)
     assert said in error and error.count("\n") == 1
 
 
@@ -327,8 +327,6 @@ def test_the_vendored_files_are_those_that_their_page_names():
     names = re.findall(r"^(\w{64})  (\S+)$", document.read("README.md"), re.M)
     assert len(names) == 2
     for digest, name in names:
-        import hashlib
-
         assert hashlib.sha256(document.read(name).encode()).hexdigest() == digest
         assert document.source(document.read(name)) in page
     assert "unsafe" not in page and "Leon Sorokin" in document.page({"runs": []})

@@ -14,12 +14,9 @@ ROWS, SEQ, EMBED = 8, 32, 32
 
 def saved(layers, policy, **mesh):
     model = tiny.model(layers=layers, pattern=["global"], embed=EMBED, remat={"policy": policy})
-    run = tiny.make_run(
-        tiny.config(model=model, mesh=mesh, data={"seq_len": SEQ}, train={"batch_size": ROWS}), 8
-    )
-    return activations(
-        parse(run.step.lower(run.abstract, run.batches.abstract()).compile().as_text())
-    )
+    rows = {"data": {"seq_len": SEQ}, "train": {"batch_size": ROWS}}
+    run = tiny.make_run(tiny.config(model=model, mesh=mesh, **rows), 8)
+    return activations(parse(tiny.compiled(run).as_text()))
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 4, "data": 2}, {"fsdp": 4, "tensor": 2}], ids=str)

@@ -12,29 +12,16 @@ from maxstack.plan.program import parse
 
 
 @pytest.fixture(scope="module")
-def run():
-    return tiny.make_run(
-        tiny.config(
-            mesh={"data": 2, "fsdp": 2, "tensor": 2}, model=tiny.model(layers=2, pattern=["global"])
-        ),
-        8,
-    )
-
-
-@pytest.fixture(scope="module")
-def lowered(run):
-    return run.step.lower(run.abstract, run.batches.abstract())
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """XLA's dump of `compiled`."""
     return tmp_path_factory.mktemp("dump")
 
 
 @pytest.fixture(scope="module")
-def compiled(lowered, folder):
-    return lowered.compile(compiler_options={DUMP: str(folder)})
+def compiled(folder):
+    model = tiny.model(layers=2, pattern=["global"])
+    cfg = tiny.config(mesh={"data": 2, "fsdp": 2, "tensor": 2}, model=model)
+    return tiny.compiled(tiny.make_run(cfg, 8), **{DUMP: str(folder)})
 
 
 @pytest.fixture(scope="module")
@@ -105,21 +92,16 @@ def loss(w_LEF, x):
 def scan(tmp_path_factory):
     """A compiled scan, parsed, and the folder with XLA's dump of it."""
     folder = tmp_path_factory.mktemp("dump")
-    w, x = (
-        jax.ShapeDtypeStruct((8, 64, 64), jnp.float32),
-        jax.ShapeDtypeStruct((512, 64), jnp.float32),
-    )
-    lowered = jax.jit(jax.grad(loss)).lower(w, x)
-    return parse(lowered.compile(compiler_options={DUMP: str(folder)}).as_text()), folder
+    w, x = (jax.ShapeDtypeStruct(dims, jnp.float32) for dims in ((8, 64, 64), (512, 64)))
+    made = jax.jit(jax.grad(loss)).lower(w, x).compile(compiler_options={DUMP: str(folder)})
+    return parse(made.as_text()), folder
 
 
 def test_what_a_scan_saves_is_named_after_what_made_it(scan):
     saved = [x for x in largest(scan[0], 4, allocations(scan[1])) if x.bytes >= 8 * 512 * 64 * 4]
     lines = {int(x.source.rsplit(":", 1)[1]) - loss.__code__.co_firstlineno for x in saved}
-    assert len(saved) == 2 and lines == {
-        2,
-        4,
-    }  # the cosine, by its line, and the layer's input, by that of the scan
+    # the cosine, by its line, and the layer's input, by that of the scan
+    assert len(saved) == 2 and lines == {2, 4}
 
 
 def test_without_an_assignment_buffers_are_read_from_the_text_and_say_so(scan, tmp_path):

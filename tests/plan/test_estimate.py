@@ -6,6 +6,7 @@ import math
 import jax
 import pytest
 import tiny
+from tiny import ATTENTION, GATED, MOE
 
 from maxstack.plan.buffers import memory
 from maxstack.plan.estimate import Shapes, estimate
@@ -14,18 +15,12 @@ from maxstack.plan.topology import Link, links, parse
 from maxstack.plan.traffic import collectives
 from maxstack.schema.mesh import AXES
 
-MIXER = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
-GATED = {"kind": "gated", "hidden": 64}
-MOE = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
 PER_LAYER, TABLES = 32 * 8 * (4 + 2 + 2 + 4) + 3 * 32 * 64, 2 * tiny.VOCAB * 32
 NORMS = 32 * (2 * 4 + 1)
 
 
-def model(mixer=MIXER, mlp=GATED, **changes):
-    return tiny.model(
-        **{"layers": 4, "pattern": ["block"], "blocks": {"block": {"mixer": mixer, "mlp": mlp}}}
-        | changes
-    )
+def model(mixer=ATTENTION, mlp=GATED, **changes):
+    return tiny.one_block(mixer, mlp, **{"layers": 4} | changes)
 
 
 def sizes_of(mesh):
@@ -52,7 +47,7 @@ def sent(cfg, mesh, axis):
         ({"stage": 2, "fsdp": 4}, model()),
         (
             {"data": 4, "tensor": 2, "rules": {"kv_heads": None}},
-            model(mixer=MIXER | {"kv_heads": 4}),
+            model(mixer=ATTENTION | {"kv_heads": 4}),
         ),
     ],
     ids=["fsdp", "three axes", "zero 1", "expert", "stage", "one shape, two rules"],
@@ -71,28 +66,19 @@ def test_state_is_that_of_its_shards(mesh, shape):
 
 def test_logits_are_those_of_a_block_of_rows_however_many_there_are():
     def needed(rows, vocab):
-        cfg = tiny.config(
-            model=model(vocab=vocab, embed=8, remat={"policy": "full"}),
-            train={"batch_size": rows},
-            data={"seq_len": 4096},
-        )
+        shape = model(vocab=vocab, embed=8, remat={"policy": "full"})
+        cfg = tiny.config(model=shape, train={"batch_size": rows}, data={"seq_len": 4096})
         return of(cfg, {"fsdp": 8}).memory
 
-    assert (needed(512, 2**17) - needed(512, 2**16)) == pytest.approx(
-        needed(256, 2**17) - needed(256, 2**16), rel=0.01
-    )
+    many, few = (needed(rows, 2**17) - needed(rows, 2**16) for rows in (512, 256))
+    assert many == pytest.approx(few, rel=0.01)
 
 
 def test_over_fsdp_weights_are_gathered_twice_and_gradients_scattered_once():
-    topology, mesh = parse("v5e:4x4"), {"fsdp": 16}
-    found = of(
-        tiny.config(model=model(), train={"batch_size": 16}),
-        mesh,
-        links(topology, tuple(sizes_of(mesh).values())),
-    )
-    assert found.seconds == pytest.approx(
-        3 * 4 * (4 * PER_LAYER + TABLES) * 15 / 16 / 100e9
-    )  # two sides of 50 GB/s
+    mesh, cfg = {"fsdp": 16}, tiny.config(model=model(), train={"batch_size": 16})
+    found = of(cfg, mesh, links(parse("v5e:4x4"), tuple(sizes_of(mesh).values())))
+    sides = 2 * 50e9
+    assert found.seconds == pytest.approx(3 * 4 * (4 * PER_LAYER + TABLES) * 15 / 16 / sides)
 
 
 def test_over_data_gradients_are_summed():
@@ -106,15 +92,11 @@ def test_a_frozen_weight_is_gathered_but_has_no_gradient_and_no_state():
         tiny.config(model=model(), optimizer=chosen) for chosen in ({}, {"frozen": ["embed"]})
     )
     size = 4 * tiny.VOCAB * 32
-    assert of(whole, {"fsdp": 8}).memory - of(frozen, {"fsdp": 8}).memory == pytest.approx(
-        3 * size / 8
-    )  # gradient and two moments
-    assert sent(whole, {"fsdp": 8}, "fsdp") - sent(frozen, {"fsdp": 8}, "fsdp") == pytest.approx(
-        size * 7 / 8
-    )
-    assert sent(whole, {"data": 8}, "data") - sent(frozen, {"data": 8}, "data") == pytest.approx(
-        2 * size * 7 / 8
-    )
+    memory = of(whole, {"fsdp": 8}).memory - of(frozen, {"fsdp": 8}).memory
+    assert memory == pytest.approx(3 * size / 8)  # gradient and two moments
+    for axis, times in (("fsdp", 1), ("data", 2)):
+        saved = sent(whole, {axis: 8}, axis) - sent(frozen, {axis: 8}, axis)
+        assert saved == pytest.approx(times * size * 7 / 8)
 
 
 @pytest.mark.parametrize(
@@ -143,56 +125,40 @@ def test_tokens_travel_to_experts_wherever_they_stand_in_a_block():
         sent(tiny.config(model=model(mlp=mlp)), {"expert": 4, "fsdp": 2}, "expert")
         for mlp in (MOE, {"kind": "parallel", "dense": GATED, "moe": MOE})
     )
-    once = (
-        4 * 2 * 48 * 32 * 4 * 3 / 4
-    )  # layers, choices, a device's tokens, numbers, bytes, of which a quarter stay
-    assert (
-        alone == beside == pytest.approx(6 * once)
-    )  # there and back, forward and for both gradients
+    # layers, choices, a device's tokens, numbers, bytes, of which a quarter stay
+    once = 4 * 2 * 48 * 32 * 4 * 3 / 4
+    # there and back, forward and for both gradients
+    assert alone == beside == pytest.approx(6 * once)
 
 
 @pytest.mark.parametrize(
-    "mlp, products",
+    ("mlp", "products"),
     [(GATED, 6 * PER_LAYER), (MOE, 6 * 32 * 8 * 12 + 2 * 2 * 3 * 32 * 32)],
     ids=["dense", "two experts of four, forward alone"],
 )
 def test_products_in_low_precision_take_the_time_of_their_type(mlp, products):
     shape, chip = model(mlp=mlp, dtype="bfloat16", remat={"policy": "none"}), parse("v5e:4x4").chip
-    low = {
-        "rules": [
-            {
-                "module_path": ".*/(mixer|mlp)/.*",
-                "weight_qtype": "int8",
-                "act_qtype": "int8",
-                "bwd_qtype": "int8",
-            }
-        ]
-    }
+    types = dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "int8")
+    low = {"rules": [{"module_path": ".*/(mixer|mlp)/.*"} | types]}
     plain, quantized = (
         of(tiny.config(model=shape, quantization=chosen), {"fsdp": 8}).seconds
         for chosen in ({}, low)
     )
     tokens = tiny.config().train.batch_size * tiny.config().data.seq_len / 8
-    assert plain - quantized == pytest.approx(
-        4 * products * tokens * (1 / chip.flops("bfloat16") - 1 / chip.flops("int8")), rel=1e-3
-    )
+    faster = 1 / chip.flops("bfloat16") - 1 / chip.flops("int8")
+    assert plain - quantized == pytest.approx(4 * products * tokens * faster, rel=1e-3)
 
 
 @functools.cache
 def compiled(policy, **mesh):
     """A configuration whose memory is not that of its smallest parts, and its step."""
-    shape = model(
-        MIXER | {"heads": 8, "kv_heads": 4, "head_dim": 32},
-        GATED | {"hidden": 512},
-        embed=256,
-        vocab=1024,
-        remat={"policy": policy},
-    )
+    mixer, mlp = {"heads": 8, "kv_heads": 4, "head_dim": 32}, {"hidden": 512}
+    changes = {"embed": 256, "vocab": 1024, "remat": {"policy": policy}}
     cfg = tiny.config(
-        model=shape, mesh={"data": 1} | mesh, train={"batch_size": 16}, data={"seq_len": 256}
-    )
-    run = tiny.make_run(cfg, 8)
-    return cfg, run.step.lower(run.abstract, run.batches.abstract()).compile()
+        model=model(ATTENTION | mixer, GATED | mlp, **changes),
+        mesh={"data": 1} | mesh, train={"batch_size": 16}, data={"seq_len": 256},
+    )  # fmt: skip
+    return cfg, tiny.compiled(tiny.make_run(cfg, 8))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A compiled step in a file: the same numbers, and a refusal where it is of something else."""
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -17,7 +18,7 @@ CONFIG = {"model": tiny.model(layers=1, pattern=["local"]), "mesh": {"data": 2, 
 def saved(tmp_path_factory):
     """A run, its compiled step, and the file."""
     run = tiny.make_run(tiny.config(**CONFIG), 8)
-    compiled = run.step.lower(run.abstract, run.batches.abstract()).compile()
+    compiled = tiny.compiled(run)
     path = tmp_path_factory.mktemp("steps") / "step"
     assert executable.save(run, compiled, str(path)) == path.stat().st_size
     return run, compiled, path
@@ -26,13 +27,10 @@ def saved(tmp_path_factory):
 @pytest.mark.slow
 def test_a_loaded_step_gives_what_the_compiled_one_gave(saved):
     run, compiled, path = saved
-    batch = run.batches.place(tiny.batch(run.cfg), 8)
     (state, ours), (_, theirs) = (
-        step(run.init(), batch) for step in (executable.load(run, str(path)), compiled)
+        step(run.init(), tiny.place(run)) for step in (executable.load(run, str(path)), compiled)
     )
-    assert {name: float(value) for name, value in ours.items()} == {
-        name: float(value) for name, value in theirs.items()
-    }
+    assert jax.tree.map(float, ours) == jax.tree.map(float, theirs)
     assert int(state.step) == 1 and np.isfinite(float(ours["loss"]))
 
 
@@ -55,7 +53,7 @@ def test_a_step_that_a_run_before_compiled_is_compiled_again_to_be_saved(tmp_pat
     plan._save(cfg, here, str(tmp_path / "step"))
     run = tiny.make_run(cfg, 8)
     loaded = executable.load(run, str(tmp_path / "step"))
-    assert int(loaded(run.init(), run.batches.place(tiny.batch(cfg), 8))[0].step) == 1
+    assert int(loaded(run.init(), tiny.place(run))[0].step) == 1
 
 
 def test_a_step_of_another_configuration_is_refused_with_what_differs(saved):
@@ -70,20 +68,15 @@ def test_a_step_of_another_configuration_is_refused_with_what_differs(saved):
 @pytest.mark.slow
 def test_a_step_of_other_adapters_or_of_dropout_by_another_seed_is_refused(tmp_path):
     def made(alpha, seed):
-        return tiny.make_run(
-            tiny.config(
-                model=CONFIG["model"], lora={"alpha": alpha, "dropout": 0.1}, train={"seed": seed}
-            )
-        )
+        lora = {"alpha": alpha, "dropout": 0.1}
+        return tiny.make_run(tiny.config(model=CONFIG["model"], lora=lora, train={"seed": seed}))
 
-    run = made(16.0, 0)
-    executable.save(run, compiling.compiled(run.lower(), run.mesh), str(tmp_path / "step"))
-    for other, says in (
-        (made(8.0, 0), "compiled for configuration"),
-        (made(16.0, 1), "compiled for seed 0, not 1; write it again"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            executable.load(other, str(tmp_path / "step"))
+    run, path = made(16.0, 0), str(tmp_path / "step")
+    executable.save(run, compiling.compiled(run.lower(), run.mesh), path)
+    with pytest.raises(ConfigError, match="compiled for configuration"):
+        executable.load(made(8.0, 0), path)
+    with pytest.raises(ConfigError, match="compiled for seed 0, not 1; write it again"):
+        executable.load(made(16.0, 1), path)
 
 
 def test_what_is_no_step_is_refused(saved, tmp_path):

@@ -13,19 +13,11 @@ from maxstack.plan.topology import parse
 from maxstack.plan.work import operations
 
 EMBED, HIDDEN, TOKENS = 256, 512, 16 * 256
-MODEL = {
-    "pattern": [],
-    "vocab": 512,
-    "embed": EMBED,
-    "layers": 2,
-    "dtype": "bfloat16",
-    "blocks": {
-        "b": {
-            "mixer": {"kind": "attention", "heads": 4, "kv_heads": 4, "head_dim": EMBED // 4},
-            "mlp": {"kind": "gated", "hidden": HIDDEN},
-        }
-    },
-}
+MODEL = tiny.one_block(
+    {"kind": "attention", "heads": 4, "kv_heads": 4, "head_dim": EMBED // 4},
+    {"kind": "gated", "hidden": HIDDEN},
+    vocab=512, embed=EMBED, layers=2, dtype="bfloat16",
+)  # fmt: skip
 WEIGHTS = 2 * (4 * EMBED**2 + 3 * EMBED * HIDDEN)
 INT8 = {"weight_qtype": "int8", "act_qtype": "int8", "bwd_qtype": "int8"}
 FP8 = {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn", "bwd_qtype": "float8_e5m2"}

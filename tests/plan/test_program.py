@@ -20,14 +20,16 @@ def matrix(*dims):
     return jax.ShapeDtypeStruct(dims, jnp.float32)
 
 
+def instructions(program, opcode):
+    """(instruction, number of its runs) of each instruction of a kind, in fusions too."""
+    for computation in program.computations.values():
+        for each in computation.instructions.values():
+            if each.opcode == opcode:
+                yield each, program.times[computation.name]
+
+
 def times_of(program, opcode):
-    """Number of runs of each instruction of a kind, in fusions too."""
-    return sorted(
-        program.times[c.name]
-        for c in program.computations.values()
-        for i in c.instructions.values()
-        if i.opcode == opcode
-    )
+    return sorted(times for _, times in instructions(program, opcode))
 
 
 @pytest.mark.parametrize(
@@ -93,10 +95,10 @@ def test_a_tpu_loop_that_notes_nothing():
 
 
 def test_a_loop_that_the_data_ends_counts_once_and_is_named():
-    text = compiled(
-        lambda x: jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x), matrix(8, 8)
-    )
-    program = parse(text)
+    def f(x):
+        return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: x @ x, x)
+
+    program = parse(compiled(f, matrix(8, 8)))
     assert times_of(program, "dot") == [1.0] and len(program.uncounted) == 1
 
 
@@ -110,12 +112,7 @@ def test_each_branch_of_a_conditional_counts_once():
 
 def test_the_inside_of_a_reduction_does_not_run():
     program = parse(compiled(lambda x: x.sum(), matrix(64, 64)))
-    inside = {
-        i.attribute("to_apply")
-        for c in program.computations.values()
-        for i in c.instructions.values()
-        if i.opcode == "reduce"
-    }
+    inside = {each.attribute("to_apply") for each, _ in instructions(program, "reduce")}
     assert inside and all(program.times[name] == 0 for name in inside)
 
 
@@ -124,23 +121,13 @@ def test_source_is_the_innermost_line_outside_packages():
         return optax.tree.norm(x)
 
     program = parse(compiled(f, matrix(8, 16)))
-    roots = [
-        i
-        for c in program.computations.values()
-        for i in c.instructions.values()
-        if i.opcode == "sqrt"
-    ]
-    assert [program.source(i).rsplit("/", 1)[-1] for i in roots] == [
-        f"test_program.py:{f.__code__.co_firstlineno + 1}"
-    ]
+    ((root, _),) = instructions(program, "sqrt")
+    line = f"test_program.py:{f.__code__.co_firstlineno + 1}"
+    assert program.source(root).rsplit("/", 1)[-1] == line
     assert any("optax" in file for file, _, _ in program.frames.values())
     program = captured("tpu_loop")
-    assert {
-        program.source(i)
-        for c in program.computations.values()
-        for i in c.instructions.values()
-        if i.opcode == "convolution"
-    } == {"step.py:45"}
+    products = instructions(program, "convolution")
+    assert {program.source(each) for each, _ in products} == {"step.py:45"}
 
 
 def test_text_that_is_no_program_is_refused():

@@ -4,14 +4,14 @@ another way."""
 import json
 import re
 
+import jax
 import pytest
 import tiny
+from plans import plan
 
 from maxstack import cli
-from maxstack.config import dump
-from maxstack.models.flops import Count, flops_per_token
+from maxstack.models.flops import flops_per_token
 from maxstack.plan import report
-from maxstack.plan.roofline import Roofline
 
 MESH = {"data": 2, "context": 2, "tensor": 2}
 
@@ -20,13 +20,11 @@ MESH = {"data": 2, "context": 2, "tensor": 2}
 def planned(tmp_path_factory):
     """The configuration, what the command printed, and its JSON."""
     folder, cfg = tmp_path_factory.mktemp("plan"), tiny.config(mesh=MESH)
-    (folder / "run.yml").write_text(dump(cfg))
-    patch = pytest.MonkeyPatch()
     said: list[str] = []
-    patch.setattr("builtins.print", lambda *text, **_: said.extend(map(str, text)))
-    code = cli.main(f"plan {folder / 'run.yml'} --json {folder / 'plan.json'}".split())
-    patch.undo()
-    assert code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.print", lambda *text, **_: said.extend(map(str, text)))
+        words = f"plan {tiny.write(folder, cfg)} --json {folder / 'plan.json'}"
+        assert cli.main(words.split()) == 0
     return cfg, "\n".join(said), json.loads((folder / "plan.json").read_text())
 
 
@@ -42,8 +40,6 @@ def test_state_is_counted_by_its_shards(planned):
     cfg, _, found = planned
     state = tiny.make_run(cfg, 8).init()
     for part, tree in (("parameters", state.params), ("optimizer", state.opt)):
-        import jax
-
         assert found["memory"][part] == sum(
             leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)
         )
@@ -58,18 +54,14 @@ def test_flops_are_those_of_mfu(planned):
 
 
 @pytest.mark.slow
-def test_products_in_low_precision_are_told_by_their_type(planned, tmp_path, capsys):
+def test_products_in_low_precision_are_told_by_their_type(planned, tmp_path, maxstack):
     rule = {"module_path": ".*/(mixer|mlp)/.*", "weight_qtype": "int8", "act_qtype": "int8"}
-    (tmp_path / "run.yml").write_text(dump(tiny.config(mesh=MESH, quantization={"rules": [rule]})))
-    assert cli.main(f"plan {tmp_path / 'run.yml'} --json {tmp_path / 'plan.json'}".split()) == 0
+    path = tiny.write(tmp_path, tiny.config(mesh=MESH, quantization={"rules": [rule]}))
+    said = maxstack(f"plan {path} --json {tmp_path / 'plan.json'}")
     weights, tokens = 3 * (32 * 8 * (4 + 2 + 2 + 4) + 3 * 32 * 64), 8 * 48
-    assert (
-        json.loads((tmp_path / "plan.json").read_text())["products"]["s8"]
-        == 2 * weights * tokens / 8
-    )
-    assert "in s8: 2.65 MFLOP of " in capsys.readouterr().out and not any(
-        "in s8" in line for line in planned[1].splitlines()
-    )
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["products"]["s8"] == 2 * weights * tokens / 8
+    assert "in s8: 2.65 MFLOP of " in said and "in s8" not in planned[1]
 
 
 def test_gradients_are_seen_to_be_summed_over_the_replicas(planned):
@@ -82,40 +74,32 @@ def test_gradients_are_seen_to_be_summed_over_the_replicas(planned):
 
 def test_the_screen_ends_with_the_verdict_and_names_source_lines(planned):
     _, said, _ = planned
-    assert (
-        said.splitlines()[-1].startswith("FITS: ")
-        and re.search(r"maxstack/(layers|kernels)/\S+\.py:\d+", said)
-        and len(said.splitlines()) < 60
-    )
+    lines = said.splitlines()
+    assert lines[-1].startswith("FITS: ") and len(lines) < 60
+    assert re.search(r"maxstack/(layers|kernels)/\S+\.py:\d+", said)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--topology", "v5e:16x17"], "nearest: v5e:16x16"),
-        (["--topology", "v9:2x2"], "chip v9: is not in the table"),
-        (["--search", "--batch", "max"], "leave one out"),
-        (["--search"], "has none in chips.yml"),
-        (["--topology", "here:8"], "takes no size"),
-        (["--search", "--finalists", "0"], "a number of 1 or more"),
-        (["--out", "x.yml"], "needs --search or --batch max"),
-        (["--json", "no/such/x.json"], "give a file in a folder that exists"),
-        (["--save-executable", "."], "is a folder"),
+        ("--topology v5e:16x17", "nearest: v5e:16x16"),
+        ("--topology v9:2x2", "chip v9: is not in the table"),
+        ("--search --batch max", "leave one out"),
+        ("--search", "has none in chips.yml"),
+        ("--topology here:8", "takes no size"),
+        ("--search --finalists 0", "a number of 1 or more"),
+        ("--out x.yml", "needs --search or --batch max"),
+        ("--json no/such/x.json", "give a file in a folder that exists"),
+        ("--save-executable .", "is a folder"),
     ],
 )
-def test_a_mistake_is_one_line(arguments, says, tmp_path, capsys):
-    (tmp_path / "run.yml").write_text(dump(tiny.config(mesh=MESH)))
-    assert cli.main(["plan", str(tmp_path / "run.yml"), *arguments]) == 1
-    error = capsys.readouterr().err
+def test_a_mistake_is_one_line(arguments, says, tmp_path, maxstack):
+    path = tiny.write(tmp_path, tiny.config(mesh=MESH))
+    error = maxstack(f"plan {path} {arguments}", code=1)
     assert says in error and error.count("\n") == 1
 
 
 def test_images_are_counted_as_such():
-    plan = report.Plan(
-        config="vit", topology="v5e:2x2", chip="TPU v5 lite", devices=4, mesh={}, batch_size=8,
-        seq_len=16, parameters=1, memory={}, needed=1, usable=2, buffers=(),
-        flops={"all": Count(8e12, 8e12)}, products={}, flows=(),
-        roofline=Roofline(0.5, 0.0, 0.0, {}), peak=1e13, bubble=0.0, seconds={}, counted="images",
-    )  # fmt: skip
-    assert plan.json()["images_per_second"] == 16 and plan.tokens_per_second == 256
-    assert "at most 16 images/s, 256 tokens/s (64 per device)" in report.text(plan)
+    made = plan(batch_size=8, seq_len=16, counted="images")
+    assert made.json()["images_per_second"] == 16 and made.tokens_per_second == 256
+    assert "at most 16 images/s, 256 tokens/s (64 per device)" in report.text(made)

@@ -1,20 +1,18 @@
 """`maxstack plan` of runs with rollouts: the memory that a real run takes, and bounds on time."""
 
-import dataclasses
 import json
 
 import jax
 import pytest
 import tiny
+from plans import plan
 
-from maxstack import cli, sharding
-from maxstack.config import dump
+from maxstack import sharding
 from maxstack.errors import ConfigError
 from maxstack.inference.capacity import read_bytes
 from maxstack.inference.layout import Layout
 from maxstack.inference.roofline import Device, forward_flops
 from maxstack.plan import fit, topology
-from maxstack.plan.report import Plan
 from maxstack.plan.roofline import Roofline
 from maxstack.rollouts import capacity
 from maxstack.rollouts.capacity import Lengths
@@ -22,20 +20,6 @@ from maxstack.rollouts.generator import Generator, engine_config
 from maxstack.run import assemble
 
 SPLIT = {"data": 2, "fsdp": 2, "tensor": 2}
-LATENTS = {
-    "kind": "mla", "heads": 4, "kv_lora": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8,
-}  # fmt: skip
-DELTA = {
-    "kind": "gated_delta", "key_heads": 2, "key_dim": 8, "value_heads": 4, "value_dim": 8,
-    "conv": 4,
-}  # fmt: skip
-
-
-def model(mixer, **changes):
-    block = {"mixer": mixer, "mlp": {"kind": "gated", "hidden": 64}}
-    return tiny.model(pattern=["block"], blocks={"block": block}) | changes
-
-
 RUNS = {
     "split": ({"mesh": SPLIT}, 8),
     "the engine's own mesh": ({"mesh": SPLIT, "rollout": {"tensor": 1}}, 8),
@@ -44,8 +28,8 @@ RUNS = {
     "bfloat16, few requests": (
         {"model": tiny.model(dtype="bfloat16"), "mesh": SPLIT, "serve": {"max_requests": 3}}, 8,
     ),
-    "latents": ({"model": model(LATENTS)}, 1),
-    "recurrent": ({"model": model(DELTA), "serve": {"snapshots": 5}}, 1),
+    "latents": ({"model": tiny.one_block(tiny.MLA)}, 1),
+    "recurrent": ({"model": tiny.one_block(tiny.DELTA), "serve": {"snapshots": 5}}, 1),
 }  # fmt: skip
 
 
@@ -60,12 +44,7 @@ def here(tree):
     )
 
 
-FAST = "split", "ahead, in several steps"
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.slow
 def test_cache_and_weights_are_the_bytes_that_a_real_run_takes(name):
     sections, devices = RUNS[name]
@@ -93,25 +72,24 @@ def planned(cfg, roofline=None, where="h100:1x1", prompt=None, run=None):
     """The plan of a run whose step has this bound, and 1000 bytes of activations."""
     run = run or tiny.make_run(cfg)
     memory = fit.state_bytes(run) | {"batch": 10, "activations": 1000}
-    fields = {field.name: None for field in dataclasses.fields(Plan)}
-    plan = Plan(**fields | {"memory": memory, "needed": sum(memory.values()), "roofline": roofline})
-    made = capacity.with_rollouts(plan, run, topology.parse(where), Lengths.of(cfg, None, prompt))
-    return run, made
+    step = plan(memory=memory, needed=sum(memory.values()), roofline=roofline)
+    lengths = Lengths.of(cfg, None, prompt)
+    return run, capacity.with_rollouts(step, run, topology.parse(where), lengths)
 
 
 def test_what_fits_is_the_larger_of_a_step_and_a_rollout_with_the_engine():
-    run, plan = planned(tiny.with_rollouts())
-    cache, rollout = capacity.cache_bytes(run), plan.rollout
+    run, found = planned(tiny.with_rollouts())
+    cache, rollout = capacity.cache_bytes(run), found.rollout
     assert rollout.in_update == cache
-    assert plan.needed == max(
-        sum(plan.memory.values()) + cache["cache"],
+    assert found.needed == max(
+        sum(found.memory.values()) + cache["cache"],
         sum(fit.state_bytes(run).values()) + sum(rollout.in_rollout.values()),
     )
 
 
 def test_an_engine_beside_training_holds_its_weights_and_copies_while_a_step_runs():
-    run, plan = planned(tiny.with_rollouts(rollout={"ahead": 2}))
-    whole, rollout = fit.shard_bytes(run.abstract.params), plan.rollout
+    run, found = planned(tiny.with_rollouts(rollout={"ahead": 2}))
+    whole, rollout = fit.shard_bytes(run.abstract.params), found.rollout
     assert rollout.in_update["copies for it"] == 2 * whole
     assert rollout.in_rollout["copies for it"] == 3 * whole
     assert rollout.in_update["engine's weights"] == rollout.in_rollout["engine's weights"] > 0
@@ -129,14 +107,14 @@ def test_answers_take_a_step_a_token_of_as_many_as_run_at_a_time():
     """32 answers, 12 at a time: two waves of 12 and one of 8."""
     cfg = tiny.with_rollouts(serve={"max_requests": 12}, rollout={"minibatches": 2})
     bound = Roofline(compute=0.25, memory=0.0, attention=0.0, network={})
-    run, plan = planned(cfg, bound, prompt=20)
+    run, found = planned(cfg, bound, prompt=20)
     engine, where = engine_config(cfg, 32), topology.parse("h100:1x1")
     sizes = dict(run.mesh.shape)
     device, layout = Device.of(engine, where, sizes), Layout.of(cfg.model, cfg.serve, "cuda")
     read = read_bytes(layout, layout.on(cfg.mesh, sizes), 20, 36)
     flops = forward_flops(engine, 20, 36)
     each = [device.speed(rows, flops, rows * read).seconds for rows in (12, 12, 8)]
-    rollout = plan.rollout
+    rollout = found.rollout
     assert (rollout.prompt, rollout.answer, rollout.requests) == (20, 16, 12)
     assert rollout.sampling["answers"].seconds == pytest.approx(15 * sum(each))
     assert rollout.learning["update"].seconds == 0.5
@@ -151,11 +129,11 @@ def test_each_host_has_an_engine_and_all_weights_on_the_way_to_it():
     cfg, where = tiny.with_rollouts(mesh={"data": 1, "fsdp": 8, "tensor": 2}), "h100:2x8"
     hosts = topology.parse(where)
     run = assemble(cfg, sharding.make_mesh(cfg.mesh, hosts.devices()))
-    _, plan = planned(cfg, where=where, run=run)
+    _, found = planned(cfg, where=where, run=run)
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(run.abstract.params))
-    assert plan.rollout.replicas == 16 and plan.rollout.requests == 2
-    assert plan.rollout.in_rollout["weights moved to it"] == 2 * whole
-    assert plan.rollout.sampling["weights to the engine"].limit == "network"
+    assert found.rollout.replicas == 16 and found.rollout.requests == 2
+    assert found.rollout.in_rollout["weights moved to it"] == 2 * whole
+    assert found.rollout.sampling["weights to the engine"].limit == "network"
 
 
 def test_samples_are_counted_with_the_lengths_that_are_asked_for():
@@ -178,16 +156,13 @@ def test_a_cache_beyond_the_memory_is_refused_before_anything_is_compiled():
 
 @pytest.fixture
 def file(tmp_path):
-    (tmp_path / "tiny.yml").write_text(dump(tiny.with_rollouts(rollout={"epochs": 2})))
-    return tmp_path / "tiny.yml"
+    return tiny.write(tmp_path, tiny.with_rollouts(rollout={"epochs": 2}))
 
 
 @pytest.mark.slow
-def test_the_screen_has_a_column_for_each_time(file, tmp_path, capsys):
+def test_the_screen_has_a_column_for_each_time(file, tmp_path, maxstack):
     out = tmp_path / "plan.json"
-    words = ["--json", str(out), "--prompt", "9"]
-    assert cli.main(["plan", str(file), *words]) == 0
-    printed, made = capsys.readouterr().out, json.loads(out.read_text())
+    printed, made = maxstack(f"plan {file} --json {out} --prompt 9"), json.loads(out.read_text())
     assert "update" in printed and "older weights" in printed and "engine's weights" in printed
     assert "8 prompts x 4 samples of 9 + 16 tokens; engine replicas: " in printed
     assert made["rollout"]["in_update"]["cache"] > 0 and made["rollout"]["seconds"] is None
@@ -196,11 +171,10 @@ def test_the_screen_has_a_column_for_each_time(file, tmp_path, capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--search"], "--search: ranks training steps only"),
-        (["--batch", "max"], "--batch: train.batch_size limits the length"),
-        (["--tokens", "1B"], "--tokens: does not apply to a run with rollouts"),
+        ("--search", "--search: ranks training steps only"),
+        ("--batch max", "--batch: train.batch_size limits the length"),
+        ("--tokens 1B", "--tokens: does not apply to a run with rollouts"),
     ],
 )
-def test_options_that_say_nothing_of_rollouts_are_refused(options, message, file, capsys):
-    assert cli.main(["plan", str(file), "--topology", "v5e:1x1", *options]) == 1
-    assert message in capsys.readouterr().err
+def test_options_that_say_nothing_of_rollouts_are_refused(options, message, file, maxstack):
+    assert message in maxstack(f"plan {file} --topology v5e:1x1 {options}", code=1)

@@ -1,57 +1,34 @@
 """Candidates and results of a search, and the search for the largest batch, with a compiler
 that only says what it is told to say."""
 
-import dataclasses
 import math
 
 import pytest
 import tiny
+from plans import plan
 
 from maxstack.errors import ConfigError
 from maxstack.plan import search as module
 from maxstack.plan import topology
 from maxstack.plan.estimate import Shapes, estimate
-from maxstack.plan.report import Plan
 from maxstack.plan.roofline import Roofline
 from maxstack.plan.search import largest_batch, search
 from maxstack.plan.topology import links, parse
 from maxstack.schema import rules
 
 GIVEN = {"data": 4, "fsdp": 4}
-MOE = {
-    "blocks": {
-        "local": {
-            "mixer": {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8},
-            "mlp": {"kind": "moe", "experts": 8, "top_k": 2, "hidden": 32},
-        }
-    },
-    "pattern": ["local"],
-}
+MOE = tiny.one_block(mlp={"kind": "moe", "experts": 8, "top_k": 2, "hidden": 32})
 USABLE = 2**34
 
 
-def plan(cfg, needed=USABLE, seconds=1.0, usable=USABLE):
-    return Plan(
-        config="",
-        topology="",
-        chip="",
-        devices=16,
-        mesh={},
-        batch_size=cfg.train.batch_size,
-        seq_len=cfg.data.seq_len,
-        parameters=0,
-        memory={},
-        needed=needed,
-        usable=usable,
-        buffers=(),
-        flops={},
-        products={},
-        flows=(),
-        roofline=Roofline(seconds, 0.0, 0.0, {}),
-        peak=None,
-        bubble=0.0,
-        seconds={},
-    )
+WHERE = parse("v5e:4x4")
+
+
+def made(cfg, needed=USABLE, seconds=1.0, usable=USABLE):
+    """The plan of a configuration that needs so much and takes so long."""
+    sizes = {"batch_size": cfg.train.batch_size, "seq_len": cfg.data.seq_len}
+    roofline = Roofline(seconds, 0.0, 0.0, {})
+    return plan(**sizes, devices=16, needed=needed, usable=usable, roofline=roofline)
 
 
 class Compiler:
@@ -62,7 +39,7 @@ class Compiler:
 
     def __call__(self, cfg):
         self.asked.append(cfg)
-        return plan(cfg, *self.says(cfg))
+        return made(cfg, *self.says(cfg))
 
 
 def config(mesh=None, rows=16, **sections):
@@ -74,59 +51,49 @@ def candidates(cfg, name="v5e:4x4"):
 
 
 def memory(cfg):
-    where = parse("v5e:4x4")
     sizes = {axis: getattr(cfg.mesh, axis) for axis in topology.AXES}
-    return estimate(
-        Shapes.of(cfg), cfg, sizes, where.chip, links(where, tuple(sizes.values()))
-    ).memory
+    over = links(WHERE, tuple(sizes.values()))
+    return estimate(Shapes.of(cfg), cfg, sizes, WHERE.chip, over).memory
 
 
 @pytest.mark.parametrize(
     "name, model",
-    [("v5e:4x4", {}), ("v5e:2x4*2", MOE), ("h100:2x8", MOE)],
+    [("v5e:4x4", tiny.model()), ("v5e:2x4*2", MOE), ("h100:2x8", MOE)],
     ids=["dense", "experts, two slices", "gpus"],
 )
 @pytest.mark.slow
 def test_every_candidate_runs_on_all_devices(name, model):
     where = parse(name)
-    found = candidates(
-        config({"slices": where.slices, "fsdp": 8, "data": -1}, model=tiny.model(**model)), name
-    )
+    found = candidates(config({"slices": where.slices, "fsdp": 8, "data": -1}, model=model), name)
     assert len(found) > 20
     for cfg, sizes in found:
         assert rules.faults(cfg) == [] == rules.device_faults(cfg, where.size)
         assert math.prod(sizes.values()) == where.size and sizes["slices"] == where.slices
-    assert any(sizes["expert"] > 1 for _, sizes in found) == bool(model)
+    assert any(sizes["expert"] > 1 for _, sizes in found) == (model is MOE)
 
 
 def test_candidates_differ_in_mesh_remat_and_batch():
     found = candidates(config())
     assert {cfg.model.remat.policy for cfg, _ in found} == {"none", "dots", "full"}
     assert {cfg.train.batch_size for cfg, _ in found} == {16, 32, 64}
-    assert {sizes[axis] for _, sizes in found for axis in ("data", "fsdp")} == {
-        1,
-        2,
-        4,
-        8,
-        16,
-    } and {sizes["tensor"] for _, sizes in found} == {1, 2}
+    powers = {1, 2, 4, 8, 16}
+    for axis, sizes in (("data", powers), ("fsdp", powers), ("tensor", {1, 2})):
+        assert {each[axis] for _, each in found} == sizes
     assert all(a != b for i, (a, _) in enumerate(found) for b, _ in found[:i])
 
 
 def test_the_fastest_of_what_was_compiled_comes_first():
-    fake = Compiler(
-        lambda cfg: (
-            1,
-            1.0
-            + (cfg.train.batch_size * cfg.mesh.fsdp * 37 + len(cfg.model.remat.policy) * 11) % 7,
-        )
-    )
-    found = search(config(), parse("v5e:4x4"), fake, 6)
+    def says(cfg):
+        fsdp, policy = cfg.mesh.fsdp, cfg.model.remat.policy
+        return 1, 1.0 + (cfg.train.batch_size * fsdp * 37 + len(policy) * 11) % 7
+
+    fake = Compiler(says)
+    found = search(config(), WHERE, fake, 6)
     rates = [made.tokens_per_second for _, made in found]
     assert rates == sorted(rates, reverse=True) and len(set(rates)) > 1
-    assert len(found) == 7 == len(fake.asked) and all(
-        one.cfg in fake.asked and made.batch_size == one.cfg.train.batch_size for one, made in found
-    )
+    assert len(found) == 7 == len(fake.asked)
+    for one, made in found:
+        assert one.cfg in fake.asked and made.batch_size == one.cfg.train.batch_size
 
 
 @pytest.mark.parametrize("mesh", [GIVEN, {"data": -1, "fsdp": 4}], ids=str)
@@ -134,7 +101,7 @@ def test_the_given_configuration_is_compiled_first_and_once(mesh, monkeypatch):
     monkeypatch.setattr(module, "MOST_COMPILED", 1000)
     cfg = config(mesh)
     fake = Compiler(lambda _: (1, 1.0))
-    search(cfg, parse("v5e:4x4"), fake, 1000)
+    search(cfg, WHERE, fake, 1000)
     assert fake.asked[0] == cfg and len(fake.asked) == len(candidates(cfg))
     resolved = [
         {axis: getattr(one.mesh, axis) for axis in topology.AXES if axis != "data"}
@@ -151,11 +118,8 @@ def test_a_given_configuration_that_does_not_divide_is_left_out():
 
 
 def test_a_pipeline_that_is_given_does_not_keep_other_meshes_from_being_tried():
-    cfg = config(
-        {"stage": 2, "fsdp": 8, "microbatches": 4},
-        model=tiny.model(layers=4, pattern=["global"]),
-        rows=32,
-    )
+    mesh = {"stage": 2, "fsdp": 8, "microbatches": 4}
+    cfg = config(mesh, model=tiny.model(layers=4, pattern=["global"]), rows=32)
     assert any(sizes["stage"] == 1 for _, sizes in candidates(cfg))
 
 
@@ -163,7 +127,7 @@ def test_a_pipeline_that_is_given_does_not_keep_other_meshes_from_being_tried():
 def test_what_does_not_fit_is_not_returned_and_nothing_larger_is_tried():
     cfg = config()
     fake = Compiler(lambda one: (USABLE + (one.model.remat.policy != "full"), 1.0))
-    found = search(cfg, parse("v5e:4x4"), fake, 2)
+    found = search(cfg, WHERE, fake, 2)
     assert [one.cfg.model.remat.policy for one, _ in found] == ["full"] * 3
     refused: list[float] = []
     for one in fake.asked:
@@ -175,23 +139,16 @@ def test_candidates_that_are_passed_over_do_not_count_as_tried(monkeypatch):
     monkeypatch.setattr(module, "MOST_COMPILED", 2)
     cfg = config(model=tiny.model(remat={"policy": "full"}))
     limit = memory(cfg)
-    found = search(
-        cfg,
-        parse("v5e:4x4"),
-        fake := Compiler(lambda one: (USABLE + (memory(one) >= limit), 1.0)),
-        1,
-    )
+    fake = Compiler(lambda one: (USABLE + (memory(one) >= limit), 1.0))
+    found = search(cfg, WHERE, fake, 1)
     assert fake.asked[0] == cfg and len(fake.asked) == 2 and found[0][0].cfg == fake.asked[1]
 
 
 def test_where_nothing_fits_it_says_so():
     fake = Compiler(lambda _: (USABLE + 1, 1.0))
-    with pytest.raises(
-        ConfigError,
-        match=r"nothing fits: compiled \d+ of \d+ candidates; the smallest needs [\d.]+ of "
-        r"[\d.]+ GiB",
-    ):
-        search(config(), parse("v5e:4x4"), fake, 3)
+    said = r"nothing fits: compiled \d+ of \d+ candidates; the smallest needs [\d.]+ of [\d.]+ GiB"
+    with pytest.raises(ConfigError, match=said):
+        search(config(), WHERE, fake, 3)
     assert 1 < len(fake.asked) <= module.MOST_COMPILED
 
 
@@ -200,7 +157,7 @@ def test_it_needs_no_compiler_of_its_own(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(topology, "_ahead_of_time", plugin)
-    assert search(config(), parse("v5e:4x4"), Compiler(lambda _: (1, 1.0)), 1)
+    assert search(config(), WHERE, Compiler(lambda _: (1, 1.0)), 1)
 
 
 def linear(rows, most):
@@ -221,11 +178,9 @@ def cliff(rows, most):
 def spared(rows, most):
     """A compiler that spares memory near the limit: it stays just below it up to `most` rows, and
     then is what it would have been long before."""
-    return (
-        min(linear(rows, max(1, most * 2 // 3)), USABLE - 2 * most + rows)
-        if rows <= most
-        else 2 * USABLE
-    )
+    if rows > most:
+        return 2 * USABLE
+    return min(linear(rows, max(1, most * 2 // 3)), USABLE - 2 * most + rows)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 20, 1000, 12345])
@@ -233,7 +188,7 @@ def spared(rows, most):
 def test_the_largest_batch_that_fits_is_found_in_few_compilations(needs, most):
     cfg = config({"data": -1, "fsdp": 4})
     fake = Compiler(lambda one: (needs(one.train.batch_size // 16, most), 1.0))
-    chosen, made = largest_batch(cfg, parse("v5e:4x4"), fake)
+    chosen, made = largest_batch(cfg, WHERE, fake)
     assert chosen.train.batch_size == made.batch_size == 16 * most and chosen.mesh.data == 4
     assert len(fake.asked) == len({one.train.batch_size for one in fake.asked})
     assert len(fake.asked) <= 4 + math.log(most, 8) + (
@@ -242,20 +197,12 @@ def test_the_largest_batch_that_fits_is_found_in_few_compilations(needs, most):
 
 
 def test_where_not_even_one_row_fits_it_says_by_how_much():
-    with pytest.raises(
-        ConfigError, match=r"not even batch_size=32 fits: it needs 24\.00 of 16\.00 GiB a device"
-    ):
-        largest_batch(
-            config(rows=64).model_copy(
-                update={"train": config(rows=64).train.model_copy(update={"accumulate": 2})}
-            ),
-            parse("v5e:4x4"),
-            Compiler(lambda _: (24 * 2**30, 1.0)),
-        )
+    cfg = tiny.config(mesh={"data": 1} | GIVEN, train={"batch_size": 64, "accumulate": 2})
+    said = r"not even batch_size=32 fits: it needs 24\.00 of 16\.00 GiB a device"
+    with pytest.raises(ConfigError, match=said):
+        largest_batch(cfg, WHERE, Compiler(lambda _: (24 * 2**30, 1.0)))
 
 
 def test_without_a_limit_there_is_no_largest_batch():
     with pytest.raises(ConfigError, match="the device's memory is unknown; give --topology"):
-        largest_batch(
-            config(), parse("v5e:4x4"), lambda cfg: dataclasses.replace(plan(cfg), usable=None)
-        )
+        largest_batch(config(), WHERE, lambda cfg: made(cfg, usable=None))

@@ -5,9 +5,9 @@ import json
 import parity
 import pytest
 import tiny
+from tiny import ATTENTION, MLA
 
 from maxstack import cli
-from maxstack.config import dump
 from maxstack.errors import ConfigError
 from maxstack.inference.capacity import capacity
 from maxstack.inference.engine_setup import make_limits
@@ -18,10 +18,6 @@ from maxstack.plan import topology
 from maxstack.schema.config import Config
 from maxstack.schema.mesh import AXES
 
-MIXER = {"kind": "attention", "heads": 4, "kv_heads": 2, "head_dim": 8}
-MLA = {
-    "kind": "mla", "heads": 4, "kv_lora": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8,
-}  # fmt: skip
 LAYER = 2 * 32 * 4 * 8 + 2 * 32 * 2 * 8 + 3 * 32 * 64
 """Weights of a layer that are multiplied."""
 TABLE, NORMS = 32 * tiny.VOCAB, 4 * (4 * 2 * 32 + 32)
@@ -31,12 +27,9 @@ LANES = 128
 """Numbers that a row of a page is padded to on it."""
 
 
-def config(mixer=MIXER, mesh=None, serve=None, **changes):
-    block = {"mixer": mixer, "mlp": {"kind": "gated", "hidden": 64}}
-    model = {"layers": 4, "pattern": ["block"], "dtype": "bfloat16", "blocks": {"block": block}}
-    return tiny.config(
-        model=tiny.model(**model | changes), mesh=mesh or {}, serve={"rows": 32} | (serve or {})
-    )
+def config(mixer=ATTENTION, mesh=None, serve=None, **changes):
+    model = tiny.one_block(mixer, **{"layers": 4, "dtype": "bfloat16"} | changes)
+    return tiny.config(model=model, mesh=mesh or {}, serve={"rows": 32} | (serve or {}))
 
 
 def planned(cfg, where="v5e:1x1", lengths=(64,), prompt=None):
@@ -77,7 +70,9 @@ def test_prefill_of_many_rows_is_bound_by_its_products():
 
 
 def test_a_window_bounds_what_a_request_keeps_and_reads():
-    whole, window = (planned(config(m), lengths=(4096,)) for m in (MIXER, MIXER | {"window": 64}))
+    whole, window = (
+        planned(config(m), lengths=(4096,)) for m in (ATTENTION, ATTENTION | {"window": 64})
+    )
     assert window.token == whole.token
     assert window.lengths[0].bytes == (64 + 32 + 16) * whole.token
     assert window.lengths[0].fit > 30 * whole.lengths[0].fit
@@ -91,17 +86,15 @@ def test_mla_keeps_its_latent_and_one_rotated_key():
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_a_cache_in_low_precision_keeps_a_byte_a_number_and_scales(dtype):
-    keys_values, latents = (planned(config(m, serve={"cache_dtype": dtype})) for m in (MIXER, MLA))
+    keys_values, latents = (
+        planned(config(m, serve={"cache_dtype": dtype})) for m in (ATTENTION, MLA)
+    )
     assert keys_values.token == 4 * 2 * 2 * (8 + 4)
     assert latents.token == 4 * (16 + 4 + 4)
 
 
 def test_recurrent_layers_keep_a_state_of_each_request_and_snapshots():
-    mixer = {
-        "kind": "gated_delta", "key_heads": 2, "key_dim": 8, "value_heads": 4, "value_dim": 8,
-        "conv": 4,
-    }  # fmt: skip
-    made = planned(config(mixer, serve={"snapshots": 5}))
+    made = planned(config(tiny.DELTA | {"conv": 4}, serve={"snapshots": 5}))
     state = 4 * (4 * 8 * 8 * 4 + 3 * (2 * 8 + 2 * 8 + 4 * 8) * 2)
     assert made.token == 0 and made.lengths[0].bytes == state == made.state
     assert made.memory.fixed == 6 * state
@@ -134,9 +127,8 @@ def test_rows_need_the_experts_that_they_choose_on_average():
 
 
 def test_experts_come_from_the_devices_that_hold_them():
-    mlp = {"kind": "moe", "experts": 4, "top_k": 2, "hidden": 32}
-    blocks = {"block": {"mixer": MIXER, "mlp": mlp}}
-    cfg = inference_config(config(blocks=blocks, mesh={"data": 1, "expert": 4}))
+    model = tiny.one_block(mlp=tiny.MOE)
+    cfg = inference_config(config(blocks=model["blocks"], mesh={"data": 1, "expert": 4}))
     sizes = dict.fromkeys(AXES, 1) | {"expert": 4}
     device = Device.of(cfg, topology.parse("v5e:2x2"), sizes)
     experts = [held for held in device.weights if held.chosen < 1]
@@ -166,8 +158,8 @@ def test_a_cache_beyond_the_memory_is_refused():
 def llama(tmp_path_factory):
     """The figures of a 70B model on eight H100."""
     file = tmp_path_factory.mktemp("plan") / "plan.json"
-    words = ["plan", "synthetic", "model=llama-3.1-70b", "--serve"]
-    assert cli.main([*words, "--topology", "h100:1x8", "--json", str(file)]) == 0
+    words = "plan synthetic model=llama-3.1-70b --serve --topology h100:1x8 --json"
+    assert cli.main([*words.split(), str(file)]) == 0
     return json.loads(file.read_text())
 
 
@@ -180,10 +172,9 @@ def test_70b_fits_eight_h100_without_any_here(llama):
     assert row["decode"]["1"]["tokens_per_second"] == pytest.approx(190, rel=0.05)
 
 
-def test_what_does_not_fit_is_refused_with_what_would(capsys):
-    words = ["plan", "synthetic", "model=llama-3.1-70b", "mesh.data=8", "--serve"]
-    assert cli.main([*words, "--topology", "h100:1x8"]) == 1
-    message = capsys.readouterr().err
+def test_what_does_not_fit_is_refused_with_what_would(maxstack):
+    words = "plan synthetic model=llama-3.1-70b mesh.data=8 --serve --topology h100:1x8"
+    message = maxstack(words, code=1)
     assert "not one request of 1,024 tokens fits h100:1x8: a device has 72.78 GiB" in message
     assert "use mesh.data=4 mesh.fsdp=1 mesh.expert=1 mesh.tensor=2" in message
 
@@ -191,26 +182,23 @@ def test_what_does_not_fit_is_refused_with_what_would(capsys):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--length", "100"], "--length 100: needs --serve"),
-        (["--serve", "--search"], "--search: does not work with --serve"),
-        (["--serve", "--length", "8", "--prompt", "8"], "--prompt 8: leaves no room for an answer"),
-        (["--serve", "--length", "99", "serve.max_length=64"], "--length 99: the model takes 64"),
+        ("--length 100", "--length 100: needs --serve"),
+        ("--serve --search", "--search: does not work with --serve"),
+        ("--serve --length 8 --prompt 8", "--prompt 8: leaves no room for an answer"),
+        ("--serve --length 99 serve.max_length=64", "--length 99: the model takes 64"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options, message, tmp_path, capsys):
-    (tmp_path / "tiny.yml").write_text(dump(config()))
-    assert cli.main(["plan", str(tmp_path / "tiny.yml"), "--topology", "v5e:1x1", *options]) == 1
-    assert message in capsys.readouterr().err
+def test_options_that_do_not_go_together_are_refused(options, message, tmp_path, maxstack):
+    path = tiny.write(tmp_path, config())
+    assert message in maxstack(f"plan {path} --topology v5e:1x1 {options}", code=1)
 
 
-def test_a_model_folder_is_placed_over_tensor_as_the_engine_places_it(capsys):
-    words = ["plan", str(parity.GOLDENS / "qwen3"), "--serve"]
-    assert cli.main([*words, "--topology", "h100:1x2"]) == 0
-    assert "mesh tensor=2" in capsys.readouterr().out
+def test_a_model_folder_is_placed_over_tensor_as_the_engine_places_it(maxstack):
+    folder = parity.GOLDENS / "qwen3"
+    assert "mesh tensor=2" in maxstack(f"plan {folder} --serve --topology h100:1x2")
 
 
-def test_a_runs_folder_says_how_long_its_requests_are(tmp_path, capsys):
-    (tmp_path / "config.yml").write_text(dump(config()))
-    assert cli.main(f"plan {tmp_path} --serve --topology v5e:1x1".split()) == 0
-    printed = capsys.readouterr().out
+def test_a_runs_folder_says_how_long_its_requests_are(tmp_path, maxstack):
+    tiny.write(tmp_path, config()).rename(tmp_path / "config.yml")
+    printed = maxstack(f"plan {tmp_path} --serve --topology v5e:1x1")
     assert "1 x TPU v5 lite" in printed and "24           48" in printed

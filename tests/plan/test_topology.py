@@ -178,21 +178,12 @@ def test_no_ring_exceeds_what_links_says(name):
 def test_a_program_compiles_for_devices_that_are_not_here(name, sizes):
     found = parse(name)
     devices = found.devices()
-    assert (
-        len(devices),
-        devices[0].device_kind in found.chip.kinds,
-        len({d.process_index for d in devices}),
-    ) == (found.size, True, found.hosts)
-    mesh = Mesh(
-        arrange(devices, [sizes.get(axis, 1) for axis in AXES]),
-        AXES,
-        axis_types=(AxisType.Auto,) * len(AXES),
-    )
-    x_BD = jax.ShapeDtypeStruct(
-        (found.size, 256),
-        jnp.bfloat16,
-        sharding=NamedSharding(mesh, PartitionSpec(("slices", "data", "fsdp"))),
-    )
+    assert len(devices) == found.size and devices[0].device_kind in found.chip.kinds
+    assert len({d.process_index for d in devices}) == found.hosts
+    placed = arrange(devices, [sizes.get(axis, 1) for axis in AXES])
+    mesh = Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    split = NamedSharding(mesh, PartitionSpec(("slices", "data", "fsdp")))
+    x_BD = jax.ShapeDtypeStruct((found.size, 256), jnp.bfloat16, sharding=split)
     program = jax.jit(lambda x_BD: jnp.einsum("bd,cd->bc", x_BD, x_BD).sum()).lower(x_BD).compile()
     groups = math.prod(sizes.get(axis, 1) for axis in ("slices", "fsdp"))
     assert program.memory_analysis().argument_size_in_bytes >= found.size * 256 * 2 // groups

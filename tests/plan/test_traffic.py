@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from captured import captured
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxstack.plan.program import parse
@@ -60,16 +61,12 @@ def three_sums(x):
     ],
 )
 def test_each_kind_on_eight_devices(f, expected):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(*MESH.values()), tuple(MESH))
-    mapped = jax.shard_map(
-        f, mesh=mesh, in_specs=P(tuple(MESH)), out_specs=P(tuple(MESH)), check_vma=False
-    )
-    x = jax.ShapeDtypeStruct(
-        (64, 128), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, P(tuple(MESH)))
-    )
-    assert brief(
-        collectives(parse(jax.jit(mapped).lower(x).compile().as_text()), MESH, without=("rarely",))
-    ) == ([expected] if expected else [])
+    mesh, split = jax.make_mesh(tuple(MESH.values()), tuple(MESH)), P(tuple(MESH))
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=NamedSharding(mesh, split))
+    program = parse(jax.jit(mapped).lower(x).compile().as_text())
+    found = brief(collectives(program, MESH, without=("rarely",)))
+    assert found == ([expected] if expected else [])
 
 
 @pytest.mark.parametrize(

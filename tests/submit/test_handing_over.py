@@ -13,23 +13,30 @@ import yaml
 from processes import stand_ins, write_config
 from submit.jobs import FACTS
 
-from maxstack import cli
 from maxstack.errors import ConfigError
 from maxstack.load import load
 from maxstack.submit import records, remote
 
 PAGE = Path(__file__).parents[2] / "docs" / "CLUSTER.md"
 DOCUMENTED = [
-    line.split("#")[0].split()[1:]
+    line.split("#")[0].removeprefix("maxstack ")
     for line in PAGE.read_text().splitlines()
     if line.startswith("maxstack submit synthetic") and "--dry-run" in line
 ]
 
 
-@pytest.mark.parametrize("words", DOCUMENTED, ids=" ".join)
-def test_documented_dry_runs_print_what_a_cluster_gets(words, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("words", DOCUMENTED)
+def test_documented_dry_runs_print_what_a_cluster_gets(words, tmp_path, monkeypatch, maxstack):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(words) == 0 and "maxstack train" in capsys.readouterr().out
+    assert "maxstack train" in maxstack(words)
+
+
+def written(folder, target, **facts):
+    """The options of a submission with a cluster's file."""
+    known = {} if target == "slurm" else FACTS
+    path = folder / "cluster.yml"
+    path.write_text(yaml.safe_dump({"topology": "h100:2x8"} | known | facts))
+    return f"--target {target} --cluster {path} run.output_dir=/gcs/runs"
 
 
 NOTE = (
@@ -57,42 +64,29 @@ NOTE = (
     ],
 )
 def test_a_clusters_commands_submit_and_later_stop_a_run(
-    target, program, stop, tmp_path, monkeypatch, capfd
+    target, program, stop, tmp_path, monkeypatch, maxstack
 ):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
-    facts = (
-        {"topology": "h100:2x8"}
-        | ({} if target == "slurm" else FACTS | {"context": "ctx"})
-        | ({"namespace": "ns"} if target == "gke" else {})
-    )
-    (tmp_path / "cluster.yml").write_text(yaml.safe_dump(facts))
-    programs = {name: NOTE for name in ("kubectl", "sbatch", "scancel", "squeue", "xpk")}
-    (tmp_path / "bin").mkdir()
-    for key, value in (
-        stand_ins(tmp_path / "bin", programs)
-        | {"NOTED": str(tmp_path / "noted"), "XDG_STATE_HOME": str(tmp_path / "state")}
-    ).items():
+    facts = {} if target == "slurm" else {"context": "ctx"}
+    options = written(tmp_path, target, **facts | ({"namespace": "ns"} if target == "gke" else {}))
+    programs = dict.fromkeys(("kubectl", "sbatch", "scancel", "squeue", "xpk"), NOTE)
+    own = stand_ins(tmp_path / "bin", programs)
+    noted = tmp_path / "noted"
+    own |= {"NOTED": str(noted), "XDG_STATE_HOME": str(tmp_path / "state")}
+    for key, value in own.items():
         monkeypatch.setenv(key, value)
     monkeypatch.chdir(tmp_path)
     (there := tmp_path / "noted.there").touch()
-    options = f"--target {target} --cluster {tmp_path}/cluster.yml run.output_dir=/gcs/runs"
-    words = ["submit", str(path), *options.split()]
-    assert cli.main([*words, "--dry-run"]) == 0
-    shown = capfd.readouterr().out
-    assert (
-        "100" in shown
-        and cli.main([*words, "--dry-run", "--max-restarts", "7"]) == 0
-        and "7" in set(re.findall(r"\d+", capfd.readouterr().out))
-    )
-    assert not (tmp_path / "noted").exists()
-    assert cli.main(words) == 0
-    first = (tmp_path / "noted").read_text().splitlines()
+    words = f"submit {path} {options}"
+    shown = maxstack(f"{words} --dry-run")
+    assert "100" in shown
+    assert "7" in re.findall(r"\d+", maxstack(f"{words} --dry-run --max-restarts 7"))
+    assert not noted.exists()
+    maxstack(words)
+    first = noted.read_text().splitlines()
     assert Path(first[0]).name == program
     if target == "xpk":
-        assert shown.split()[:3] == ["xpk", "workload", "create"] and first[1:3] == [
-            "workload",
-            "create",
-        ]
+        assert shown.split()[:3] == ["xpk", *first[1:3]] == ["xpk", "workload", "create"]
     else:
         applied = ""
         if target == "gke":
@@ -102,28 +96,23 @@ def test_a_clusters_commands_submit_and_later_stop_a_run(
             applied = applied.replace(key, "{key}") + "---\n"
         assert applied + (tmp_path / "noted.given").read_text() == shown
     there.write_text("77 run\n")
-    for again in (words, ["submit", str(path), "--target", "local"], [*words, "--name", "other"]):
-        assert cli.main(again) == 1
-        said = (
-            f"run: was submitted to {target} ({tmp_path}/cluster.yml, /gcs/runs/run), and is "
-            "still there; maxstack stop run first"
-        )
-        assert said in capfd.readouterr().err
-    there.unlink()
-    assert (
-        cli.main(words) == 1
-        and "and it is not known whether it has ended: " in capfd.readouterr().err
+    said = (
+        f"run: was submitted to {target} ({tmp_path}/cluster.yml, /gcs/runs/run), and is "
+        "still there; maxstack stop run first"
     )
+    for again in (words, f"submit {path} --target local", f"{words} --name other"):
+        assert said in maxstack(again, code=1)
+    there.unlink()
+    assert "and it is not known whether it has ended: " in maxstack(words, code=1)
     there.touch()
-    assert cli.main(words) == 0
-    for verb in ("status", "stop"):
-        (tmp_path / "noted").unlink()
-        assert cli.main([verb, "run"]) == 0
-    said = (tmp_path / "noted").read_text().split("\n")[:-1]
+    for command in (words, "status run", "stop run"):
+        noted.unlink()
+        maxstack(command)
+    said = noted.read_text().split("\n")[:-1]
     assert [Path(word).name if word.startswith("/") else word for word in said] == stop.split()
 
 
-def test_a_command_of_a_cluster_times_out(tmp_path, monkeypatch, capsys):
+def test_a_command_of_a_cluster_times_out(tmp_path, monkeypatch, maxstack):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", stand_ins(tmp_path / "bin", {"kubectl": "exec sleep 100"})["PATH"])
     monkeypatch.setattr(remote, "ANSWER", 0.2)
@@ -131,8 +120,7 @@ def test_a_command_of_a_cluster_times_out(tmp_path, monkeypatch, capsys):
     about = {"target": "gke", "cluster": "c", "topology": "t", "started": "s", "folder": "f"}
     asked = dict.fromkeys(("status", "there"), ["kubectl", "get", "it"])
     records.write("run", about | {"commands": asked})
-    assert cli.main(["status"]) == 1
-    assert "run: kubectl get it: no answer in 0 s; the cluster" in capsys.readouterr().out
+    assert "run: kubectl get it: no answer in 0 s; the cluster" in maxstack("status", code=1)
     with pytest.raises(ConfigError, match="kubectl get it: no answer in 0 s"):
         remote.check_ended("run", "f", "gke")
 
@@ -140,33 +128,25 @@ def test_a_command_of_a_cluster_times_out(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("target", "file"), [("gke", "jobset.yml"), ("slurm", "job.sbatch"), ("xpk", None)]
 )
-def test_out_writes_all_that_a_cluster_gets(target, file, tmp_path, monkeypatch, capsys):
+def test_out_writes_all_that_a_cluster_gets(target, file, tmp_path, maxstack):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
-    facts = {"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS)
-    (tmp_path / "cluster.yml").write_text(yaml.safe_dump(facts))
-    options = f"--target {target} --cluster {tmp_path}/cluster.yml run.output_dir=/gcs/runs"
-    words = ["submit", str(path), "--dry-run", *options.split()]
-    assert cli.main(words) == 0
-    shown = capsys.readouterr().out
-    assert cli.main([*words, "--out", str(out := tmp_path / "out")]) == 0
+    words, out = f"submit {path} --dry-run {written(tmp_path, target)}", tmp_path / "out"
+    shown = maxstack(words)
+    said = maxstack(f"{words} --out {out}").splitlines()
     assert {stat.S_IMODE(file.stat().st_mode) for file in out.iterdir()} == {0o600}
     files = {found.name: found.read_text() for found in out.iterdir()}
-    assert {
-        line.removeprefix("wrote ").split(":")[0] for line in capsys.readouterr().out.splitlines()
-    } == {str(out / name) for name in files}
-    assert (
-        files.keys() - {"protection.yml"} == {"run.yml", "submit.sh", *filter(None, [file])}
-        and "# stop: " in files["submit.sh"]
-    )
+    assert {line.removeprefix("wrote ").split(":")[0] for line in said} == {
+        str(out / name) for name in files
+    }
+    assert files.keys() - {"protection.yml"} == {"run.yml", "submit.sh", *filter(None, [file])}
+    assert "# stop: " in files["submit.sh"]
     assert load(out / "run.yml") == load(path, ["run.output_dir=/gcs/runs", "faults.grace=540"])
-    given = stand_ins(
-        tmp_path / "bin",
-        {
-            "sbatch": 'cat "${@: -1}" > given',
-            "kubectl": 'case "$*" in *apply*) cat >> given ;; *) cat "${@: -1}" >> given ;; esac',
-        }
-        | {"xpk": 'printf "%s\\n" "$@" > given'},
-    )
+    programs = {
+        "sbatch": 'cat "${@: -1}" > given',
+        "kubectl": 'case "$*" in *apply*) cat >> given ;; *) cat "${@: -1}" >> given ;; esac',
+        "xpk": 'printf "%s\\n" "$@" > given',
+    }
+    given = stand_ins(tmp_path / "bin", programs)
     subprocess.run(["bash", "submit.sh"], cwd=out, env=os.environ | given, check=True)
     if file:
         first = files.get("protection.yml", "")
@@ -175,22 +155,17 @@ def test_out_writes_all_that_a_cluster_gets(target, file, tmp_path, monkeypatch,
         assert re.fullmatch(key, (out / "given").read_text())
     else:
         assert shlex.split(shown)[1:] == (out / "given").read_text().splitlines()
-    assert (
-        cli.main([*words, "--out", str(out)]) == 1 and f"{out}/run.yml" in capsys.readouterr().err
-    )
+    assert f"{out}/run.yml" in maxstack(f"{words} --out {out}", code=1)
 
 
-def test_force_overrides_the_estimate(tmp_path, capsys):
+def test_force_overrides_the_estimate(maxstack):
     words = (
         "submit synthetic --target gke --cluster tpu-v5e --dry-run mesh.data=1 mesh.fsdp=-1 "
         "train.batch_size=64 model.embed=65536 model.layers=64 run.output_dir=/gcs/x "
         "checkpoint.every=10"
-    ).split()
-    assert (
-        cli.main(words) == 1
-        and "where maxstack plan says that it fits, --force" in capsys.readouterr().err
     )
-    assert cli.main([*words, "--force"]) == 0
+    assert "where maxstack plan says that it fits, --force" in maxstack(words, code=1)
+    maxstack(f"{words} --force")
 
 
 GKE = "--target gke --cluster tpu-v5e"
@@ -234,12 +209,11 @@ GKE = "--target gke --cluster tpu-v5e"
         ),
     ],
 )
-def test_mistakes_are_refused_before_submission(words, says, tmp_path, monkeypatch, capsys):
+def test_mistakes_are_refused_before_submission(words, says, tmp_path, monkeypatch, maxstack):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PATH", "/nonexistent")
-    assert cli.main(["submit", str(path), *words.split()]) == 1
-    assert says in capsys.readouterr().err
+    assert says in maxstack(f"submit {path} {words}", code=1)
 
 
 ZERO = "checkpoint: saves nothing that a restart finds before train.steps=10 ("
@@ -257,15 +231,10 @@ TIER = "checkpoint.tiers=[{path: %s, every: 2%s}]"
         ("gke", ["checkpoint.restore=none"], "checkpoint.restore=none: would refuse a restart"),
     ],
 )
-def test_restarts_from_step_0_are_refused_unless_wanted(
-    target, words, says, tmp_path, monkeypatch, capsys
-):
+def test_restarts_from_step_0_are_refused_unless_wanted(target, words, says, tmp_path, maxstack):
     path = write_config(tmp_path, train={"batch_size": 64, "steps": 10})
-    (tmp_path / "cluster.yml").write_text(
-        yaml.safe_dump({"topology": "h100:2x8"} | ({} if target == "slurm" else FACTS))
-    )
-    options = f"--target {target} --cluster {tmp_path}/cluster.yml run.output_dir=/gcs/runs"
-    given = ["submit", str(path), "--dry-run", *options.split(), *words]
-    assert cli.main(given) == 1 and says in capsys.readouterr().err
-    assert cli.main([*given, "--max-restarts", "0"]) == 0
-    assert cli.main([*given, "--set", "restart_from_zero=true"]) == int("restore" in says)
+    given = f"submit {path} --dry-run {written(tmp_path, target)}"
+    assert says in maxstack(given, *words, code=1)
+    maxstack(given, *words, "--max-restarts", "0")
+    wanted = "--set", "restart_from_zero=true"
+    maxstack(given, *words, *wanted, code=int("restore" in says))

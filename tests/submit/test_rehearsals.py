@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from processes import FLAGS, environment, rows, run, stand_ins, write_config
-
-from maxstack import cli
+from processes import FLAGS, rows, stand_ins, train, write_config
 
 pytestmark = pytest.mark.release
 SHORT = ["train.steps=24"]
@@ -56,25 +54,21 @@ def alone(folder):
     """Devices -> the losses of one process that has so many."""
     found = {}
 
-    def train(devices):
+    def trained(devices):
         if devices not in found:
             name = f"alone-{devices}"
             words = [*SHORT, f"run.virtual_devices={devices}", f"run.name={name}"]
-            run([*maxstack("train", folder / "config.yml"), *words], environment())
+            train(folder / "config.yml", *words)
             found[devices] = losses(folder / name)
         return found[devices]
 
-    return train
+    return trained
 
 
 @pytest.fixture(autouse=True)
 def records(tmp_path, monkeypatch):
     """Records of this test alone."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-def maxstack(*words: object) -> list[str]:
-    return [sys.executable, "-m", "maxstack.cli", *map(str, words)]
 
 
 def losses(run: Path) -> dict[tuple[str, int], float]:
@@ -88,25 +82,16 @@ def until_step(run: Path, running) -> None:
         time.sleep(0.02)
 
 
-def shown(folder, target, name, capsys):
+def shown(folder, target, name, maxstack):
     """The objects that a cluster would be given."""
-    words = [
-        "submit",
-        str(folder / "config.yml"),
-        "--target",
-        target,
-        "--cluster",
-        str(folder / f"{target}.yml"),
-        "--dry-run",
-    ]
-    assert cli.main([*words, *SHORT, f"run.name={name}"]) == 0
-    return capsys.readouterr().out
+    line = f"submit {folder}/config.yml --target {target} --cluster {folder}/{target}.yml --dry-run"
+    return maxstack(line, *SHORT, f"run.name={name}")
 
 
 def test_slurm_tasks_train_as_one_process_and_a_killed_one_requeues_the_job(
-    folder, alone, tmp_path, capsys
+    folder, alone, tmp_path, maxstack
 ):
-    script = shown(folder, "slurm", "slurm", capsys)
+    script = shown(folder, "slurm", "slurm", maxstack)
     own = {
         "PATH": f"{folder}/bin:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(tmp_path),

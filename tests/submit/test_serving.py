@@ -239,17 +239,17 @@ def test_every_key_of_serve_becomes_a_flag_of_vllm_or_a_line(capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["serve.rowz=3"], "serve.rowz"),
-        (["--max-restarts", "3"], "--max-restarts and --force: are for training"),
-        (["--engine", "vllm", "serve.identical=strict"], "vLLM does not promise it"),
-        (["--engine", "vllm", "quantization=int8"], "quantization=int8: vLLM cannot take it"),
-        (["--engine", "vllm", "mesh.tensor=3"], "the mesh is the topology's"),
-        (["--engine", "vllm", "serve.adapters.a=b"], "maxstack lora merge"),
-        (["--engine", "vllm", "--api-key-file", "/keys/k"], "the variable VLLM_API_KEY"),
+        ("serve.rowz=3", "serve.rowz"),
+        ("--max-restarts 3", "--max-restarts and --force: are for training"),
+        ("--engine vllm serve.identical=strict", "vLLM does not promise it"),
+        ("--engine vllm quantization=int8", "quantization=int8: vLLM cannot take it"),
+        ("--engine vllm mesh.tensor=3", "the mesh is the topology's"),
+        ("--engine vllm serve.adapters.a=b", "maxstack lora merge"),
+        ("--engine vllm --api-key-file /keys/k", "the variable VLLM_API_KEY"),
     ],
 )
 def test_settings_that_pods_could_not_run_are_refused(words, says, shown):
-    assert says in shown(*words, code=1)
+    assert says in shown(*words.split(), code=1)
 
 
 def test_a_model_outside_the_bucket_and_missing_keys_are_reported(shown):
@@ -261,18 +261,17 @@ def test_a_model_outside_the_bucket_and_missing_keys_are_reported(shown):
     assert "--api-key-file /keys/k" in container(quiet[0])["command"][-1]
 
 
-def test_kubectl_creates_and_deletes_the_objects(tmp_path, monkeypatch):
+def test_kubectl_creates_and_deletes_the_objects(tmp_path, monkeypatch, maxstack):
     note = 'echo "$*" >> "$NOTED"; case "$*" in *create*) cat > "$NOTED.given";; esac'
     own = stand_ins(tmp_path / "bin", {"kubectl": note})
     own |= {"NOTED": str(tmp_path / "noted"), "XDG_STATE_HOME": str(tmp_path / "state")}
     for key, value in own.items():
         monkeypatch.setenv(key, value)
     (tmp_path / "cluster.yml").write_text(yaml.safe_dump(FACTS))
-    where = ["--target", "gke", "--cluster", str(tmp_path / "cluster.yml")]
-    assert cli.main(["submit", MODEL, "--serve", *where]) == 0
+    maxstack(f"submit {MODEL} --serve --target gke --cluster {tmp_path}/cluster.yml")
     given = yaml.safe_load_all((tmp_path / "noted.given").read_text())
     assert [tree["kind"] for tree in given] == ["Deployment", "Service"]
-    assert cli.main(["stop", "llama-serve"]) == 0
+    maxstack("stop llama-serve")
     last = (tmp_path / "noted").read_text().splitlines()[-1]
     both = "deployment/llama-serve service/llama-serve"
     assert last == f"--namespace=default delete {both} --cascade=foreground"

@@ -3,9 +3,9 @@ value."""
 
 import argparse
 import base64
-import contextlib
 import dataclasses
 import gzip
+import itertools
 import json
 import os
 import re
@@ -18,7 +18,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from processes import stand_ins, write_config
-from submit.jobs import FACTS, cluster, jobset, template
+from submit.jobs import cluster, jobset, template
 
 from maxstack import config
 from maxstack.cluster.environment import PORT, member
@@ -103,76 +103,49 @@ def test_a_jobset_requests_the_topology_and_numbers_its_pods(topology, label, li
         for key, value in spec["nodeSelector"].items()
     }
     assert chosen == label | {"reservation-name": "mine"}
-    assert (
-        limit.items() <= spec["containers"][0]["resources"]["limits"].items()
-        and spec["terminationGracePeriodSeconds"] == 600
-    )
-    assert (
-        tree["spec"]["replicatedJobs"][0]["replicas"] == slices
-        and tree["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
-    )
+    assert limit.items() <= spec["containers"][0]["resources"]["limits"].items()
+    assert spec["terminationGracePeriodSeconds"] == 600
+    assert tree["spec"]["replicatedJobs"][0]["replicas"] == slices
+    assert tree["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q"
     assert ("annotations" in tree["metadata"]) == (one.tpu and hosts > 1)
-    found = [
-        member(environment_of(tree, i, j), on_tpu=False)
-        for i in range(slices)
-        for j in range(hosts)
-    ]
+    pods = itertools.product(range(slices), range(hosts))
+    found = [member(environment_of(tree, *indices), on_tpu=False) for indices in pods]
     if slices * hosts == 1:
         assert found == [None]
-    else:
-        assert [(one.process, one.processes, one.coordinator) for one in found] == [
-            (number, slices * hosts, f"a-run-w-0-0.a-run:{PORT}")
-            for number in range(slices * hosts)
-        ]
+    for number, one in enumerate(filter(None, found)):
+        numbers = one.process, one.processes, one.coordinator
+        assert numbers == (number, slices * hosts, f"a-run-w-0-0.a-run:{PORT}")
 
 
 def test_a_jobset_fails_on_a_mistake_and_restarts_otherwise(job):
     tree = jobset(job("v5e:4x4", max_restarts=7))
-    inner, policy = (
-        tree["spec"]["replicatedJobs"][0]["template"]["spec"],
-        tree["spec"]["failurePolicy"],
-    )
-    (rule,) = inner["podFailurePolicy"]["rules"]
-    assert rule == {
-        "action": "FailJob",
-        "onExitCodes": {"containerName": "train", "operator": "In", "values": [1, 2]},
-    }
-    assert (
-        inner["backoffLimit"] == 0
-        and pod(tree)["restartPolicy"] == "Never"
-        and policy["maxRestarts"] == 7
-    )
-    assert policy["rules"] == [
-        {"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    ]
+    inner = tree["spec"]["replicatedJobs"][0]["template"]["spec"]
+    codes = {"containerName": "train", "operator": "In", "values": [1, 2]}
+    rules = [{"action": "FailJob", "onExitCodes": codes}]
+    assert inner["podFailurePolicy"]["rules"] == rules
+    assert inner["backoffLimit"] == 0 and pod(tree)["restartPolicy"] == "Never"
+    rule = {"name": "mistakes", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    policy = tree["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 7 and policy["rules"] == [rule]
 
 
 def recorded(name: str) -> argparse.ArgumentParser:
     """xpk's parser of a command, from the record of its options."""
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     for option in OPTIONS[name]:
-        more = (
-            {"action": "store_true"}
-            if option["flag"]
-            else {
-                "choices": option["choices"],
-                **({"action": "append"} if option["append"] else {}),
-            }
-        )
+        more = {"action": "store_true"} if option["flag"] else {"choices": option["choices"]}
+        more |= {"action": "append"} if option["append"] else {}
         parser.add_argument(*option["names"], required=option["required"], **more)
     return parser
 
 
 def pathways(one, folder="/tmp/runs"):
     """The same run by one process."""
-    run, faults = (
-        one.cfg.run.model_copy(update={"output_dir": folder}),
-        one.cfg.faults.model_copy(update={"elastic": ElasticConfig()}),
-    )
+    run = one.cfg.run.model_copy(update={"output_dir": folder})
+    faults = one.cfg.faults.model_copy(update={"elastic": ElasticConfig()})
     cfg = one.cfg.model_copy(update={"runtime": "pathways", "run": run, "faults": faults})
-    return dataclasses.replace(
-        one, cfg=cfg, cluster=one.cluster.model_copy(update={"bucket": None})
-    )
+    cluster = one.cluster.model_copy(update={"bucket": None})
+    return dataclasses.replace(one, cfg=cfg, cluster=cluster)
 
 
 @pytest.mark.parametrize(
@@ -185,42 +158,25 @@ def pathways(one, folder="/tmp/runs"):
 )
 def test_xpk_takes_the_command_and_its_containers_the_configuration(topology, kind, job):
     one = job(topology, project="p", zone="z", env={"A": "b c"}, max_restarts=3)
-    for runtime in ("jax", "pathways")[: 1 + one.tpu]:
-        one = one if runtime == "jax" else pathways(one)
-        program, area, verb, *words = xpk.command(one)
-        assert verb == {"jax": "create", "pathways": "create-pathways"}[runtime]
+    train = r"echo (\S+) \| base64 -d \| gunzip > /tmp/run.yml && exec maxstack train /tmp/run.yml"
+    slices = str(one.topology.slices - 1)
+    runs = [(one, "create", ["stored"], None, "")]
+    if one.tpu:
+        more = " --supervise --max-restarts 3"
+        runs += [(pathways(one), "create-pathways", None, slices, more)]
+    for made, wanted, storage, elastic, supervised in runs:
+        program, area, verb, *words = xpk.command(made)
+        assert verb == wanted
         found = vars(recorded(verb).parse_args(words))
-        given = found["storage"], found.get("elastic_slices")
-        assert (
-            given
-            == {"jax": (["stored"], None), "pathways": (None, str(one.topology.slices - 1))}[
-                runtime
-            ]
-        )
-        assert (program, area, found["workload"], found["cluster"], found["project"]) == (
-            "xpk",
-            "workload",
-            "a-run",
-            "c",
-            "p",
-        )
-        assert {key: found[key] for key in kind if key in found} == {
-            key: kind[key] for key in kind if key in found
-        }
-        assert (
-            found["max_restarts"] == "3"
-            and found["termination_grace_period_seconds"] == "600"
-            and found["env"] == ["A=b c"]
-        )
+        assert (found["storage"], found.get("elastic_slices")) == (storage, elastic)
+        names = found["workload"], found["cluster"], found["project"]
+        assert (program, area, *names) == ("xpk", "workload", "a-run", "c", "p")
+        assert all(found.get(key, value) == value for key, value in kind.items())
+        assert found["max_restarts"] == "3" and found["termination_grace_period_seconds"] == "600"
+        assert found["env"] == ["A=b c"]
         assert found.get("restart_on_exit_codes", "42,70") == "42,70"
-        train = (
-            r"echo (\S+) \| base64 -d \| gunzip > /tmp/run.yml && exec maxstack train /tmp/run.yml"
-        )
-        packed = re.fullmatch(
-            train + {"jax": "", "pathways": " --supervise --max-restarts 3"}[runtime],
-            found["command"],
-        )[1]
-        assert gzip.decompress(base64.b64decode(packed)).decode() == one.text
+        packed = re.fullmatch(train + supervised, found["command"])[1]
+        assert gzip.decompress(base64.b64decode(packed)).decode() == made.text
 
 
 @pytest.mark.parametrize(
@@ -282,59 +238,60 @@ def test_settings_that_pathways_lacks_are_refused(topology, folder, env, says, j
 
 
 def test_unused_keys_are_reported_and_essential_ones_refused(capsys):
-    facts = {"topology": "v5e:4x4", "image": "i"}
-    check_cluster(
-        ClusterConfig.model_validate(facts | {"queue": "q", "service_account": "s"}), "xpk"
-    )
-    assert capsys.readouterr().err == "xpk does not use queue, service_account\n"
-    check_cluster(ClusterConfig.model_validate(facts | {"queue": "q"}), "gke")
-    assert not capsys.readouterr().err
-    secret = {"secrets": {"A": {"name": "n", "key": "k"}}}
-    for target, odd in (
-        ("xpk", secret),
-        ("xpk", {"accelerator": "a"}),
-        ("slurm", {"bucket": {"name": "b12"}}),
+    def check(target, **facts):
+        facts = {"topology": "v5e:4x4", "image": "i"} | facts
+        check_cluster(ClusterConfig.model_validate(facts), target)
+        return capsys.readouterr().err
+
+    said = check("xpk", queue="q", service_account="s")
+    assert said == "xpk does not use queue, service_account\n"
+    assert not check("gke", queue="q")
+    for target, key, value in (
+        ("xpk", "secrets", {"A": {"name": "n", "key": "k"}}),
+        ("xpk", "accelerator", "a"),
+        ("slurm", "bucket", {"name": "b12"}),
     ):
-        with pytest.raises(
-            ConfigError, match=f"{next(iter(odd))}: --target {target} does not use it"
-        ):
-            check_cluster(ClusterConfig.model_validate(facts | odd), target)
+        with pytest.raises(ConfigError, match=f"{key}: --target {target} does not use it"):
+            check(target, **{key: value})
 
 
 @pytest.mark.parametrize("per_gpu", [False, True])
 def test_an_sbatch_script_passes_bash_and_shellcheck(per_gpu, job, tmp_path):
-    script = slurm.script(
-        job(
-            "h200:4x8",
-            slurm={"partition": "p", "per_gpu": per_gpu, "setup": ["module load cuda"]},
-            env={"A": "it's"},
-        )
-    )
+    facts = {"partition": "p", "per_gpu": per_gpu, "setup": ["module load cuda"]}
+    script = slurm.script(job("h200:4x8", slurm=facts, env={"A": "it's"}))
     path = tmp_path / "run.sbatch"
     path.write_text(script)
-    subprocess.run(["bash", "-n", str(path)], check=True)
-    subprocess.run(
-        [str(Path(sys.executable).parent / "shellcheck"), str(path)], check=True
-    )  # by its path: the environment need not be activated
+    checker = Path(sys.executable).parent / "shellcheck"  # the environment need not be activated
+    for words in (["bash", "-n"], [checker]):
+        subprocess.run([*words, path], check=True)
     given = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", script, re.M))
-    assert (given["nodes"], given["ntasks-per-node"], given["gpus-per-node"]) == (
-        "4",
-        "8" if per_gpu else "1",
-        "8",
-    )
+    counts = [given[key] for key in ("nodes", "ntasks-per-node", "gpus-per-node")]
+    assert counts == ["4", "8" if per_gpu else "1", "8"]
     assert given["signal"] == "TERM@660" and given["partition"] == "p" and "requeue" in given
     rack = dataclasses.replace(job("h200:4x8"), topology=parse("gb200:1x72"))  # of hosts with 4
-    assert "--nodes=18\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n" in slurm.script(
-        rack
-    )
+    said = "--nodes=18\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n"
+    assert said in slurm.script(rack)
 
 
 STUBS = {
     "srun": 'while [ "$1" != maxstack ]; do shift; done; exec "$@"',
-    "maxstack": '[ "$1" = config ] && exit "${CHECKED:-0}"; cp "$2" "$OUT"; exit "$(head -1 '
-    '"$CODES"; sed -i 1d "$CODES")"',
+    "maxstack": '[ "$1" = config ] && exit "${CHECKED:-0}"; cp "$2" "$OUT"; exit "$CODE"',
     "scontrol": 'echo "$*" >> "$OUT.requeued"',
 }
+
+
+@pytest.fixture
+def sbatch(tmp_path):
+    """Runs a script as Slurm does -> what it left with, and its error."""
+
+    def run(one, programs=STUBS, **variables):
+        own = {"OUT": f"{tmp_path}/out", "SLURM_SUBMIT_DIR": f"{tmp_path}", "SLURM_JOB_ID": "7"}
+        environment = os.environ | stand_ins(tmp_path, programs) | own | variables
+        words = ["bash", "-c", slurm.script(one)]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr.strip()
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -348,28 +305,12 @@ STUBS = {
         (127, 0, 127, False),
     ],
 )
-def test_the_exit_code_decides_about_requeueing(code, restarts, left, again, job, tmp_path):
+def test_the_exit_code_decides_about_requeueing(code, restarts, left, again, job, sbatch, tmp_path):
     one = job("h100:2x8", max_restarts=3)
-    (tmp_path / "codes").write_text(f"{code}\n")
-    own = {
-        "OUT": str(tmp_path / "out"),
-        "CODES": str(tmp_path / "codes"),
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": "7",
-        "SLURM_RESTART_COUNT": str(restarts),
-    }
-    script = slurm.script(one)
-    done = subprocess.run(
-        ["bash", "-c", script],
-        env=os.environ | stand_ins(tmp_path, STUBS) | own,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == left, done.stderr
-    assert (tmp_path / "out").read_text() == one.text and (
-        tmp_path / "out.requeued"
-    ).exists() == again
+    found, said = sbatch(one, CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
+    assert found == left, said
+    assert (tmp_path / "out").read_text() == one.text
+    assert (tmp_path / "out.requeued").exists() == again
 
 
 @pytest.mark.parametrize(
@@ -380,29 +321,14 @@ def test_the_exit_code_decides_about_requeueing(code, restarts, left, again, job
         ("mistake", 1, ""),
     ],
 )
-def test_a_stopped_or_mistaken_job_is_not_requeued(when, left, said, job, tmp_path):
-    (tmp_path / "codes").write_text("42\n")
-    stop, programs = tmp_path / "a-run-7.stop", dict(STUBS)
+def test_a_stopped_or_mistaken_job_is_not_requeued(when, left, said, job, sbatch, tmp_path):
+    stop = tmp_path / "a-run-7.stop"
     if when == "before":
         stop.touch()
-    programs["maxstack"] = f'[ "$1" = train ] && touch {stop}; {STUBS["maxstack"]}'
-    own = {
-        "OUT": str(tmp_path / "out"),
-        "CODES": str(tmp_path / "codes"),
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": "7",
-        "CHECKED": "1" if when == "mistake" else "0",
-    }
-    done = subprocess.run(
-        ["bash", "-c", slurm.script(job("h100:2x8"))],
-        env=os.environ | stand_ins(tmp_path, programs) | own,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr.strip()) == (left, said) and not (
-        tmp_path / "out.requeued"
-    ).exists()
+    stopping = f'[ "$1" = train ] && touch {stop}; {STUBS["maxstack"]}'
+    variables = {"CODE": "42", "CHECKED": "1" if when == "mistake" else "0"}
+    found = sbatch(job("h100:2x8"), STUBS | {"maxstack": stopping}, **variables)
+    assert found == (left, said) and not (tmp_path / "out.requeued").exists()
     assert (tmp_path / "out").exists() == (when == "meanwhile")
 
 
@@ -414,43 +340,31 @@ NASTY = st.text(st.sampled_from("a'\"$`;|&<>(){}[]*?!#~ \\\t-=:%@,é\u2028"), ma
 )
 @given(value=NASTY, line=NASTY)
 @pytest.mark.slow
-def test_no_value_becomes_shell_or_yaml(value, line, job, tmp_path):
+def test_no_value_becomes_shell_or_yaml(value, line, job, sbatch, tmp_path):
     one = job("h100:2x8", env={"A": value, "B": line})
     environment = environment_of(jobset(one), 0, 0)
     assert (environment["A"], environment["B"]) == (value, line)
     show = {"srun": f'printf "%s\\0%s" "$A" "$B" > {tmp_path}/seen'}
-    own = stand_ins(tmp_path, show) | {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", slurm.script(one)], env=os.environ | own, check=False)
-    assert done.returncode == 0 and (tmp_path / "seen").read_text() == f"{value}\0{line}"
-    with contextlib.suppress(
-        ConfigError
-    ):  # xpk quotes nothing: what could be more than a value is refused
-        given = [
-            word.removeprefix("--env=").partition("=")
-            for word in xpk.command(job("v5e:4x4", env={"A": value}))
-            if word.startswith("--env=")
-        ]
-        assert [
-            yaml.safe_load(f'- name: {name}\n  value: "{text}"') for name, _, text in given
-        ] == [[{"name": "A", "value": value}]]
+    assert sbatch(one, show)[0] == 0 and (tmp_path / "seen").read_text() == f"{value}\0{line}"
+    try:  # xpk quotes nothing: what could be more than a value is refused
+        words = xpk.command(job("v5e:4x4", env={"A": value}))
+    except ConfigError:
+        return
+    ((name, _, text),) = (
+        word.removeprefix("--env=").partition("=") for word in words if word.startswith("--env=")
+    )
+    entry = yaml.safe_load(f'- name: {name}\n  value: "{text}"')
+    assert entry == [{"name": "A", "value": value}]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "JAX_PROCESS_ID",
-        "SLURM_PROCID",
-        "MAXSTACK_CONFIG",
-        "TPU_WORKER_ID",
-    ],
+    "name", ["JAX_PROCESS_ID", "SLURM_PROCID", "MAXSTACK_CONFIG", "TPU_WORKER_ID"]
 )
 def test_variables_of_process_identity_are_refused(name):
-    with pytest.raises(ConfigError, match=rf"env\.{name}.* is how a process learns of the others"):
-        config.load(ClusterConfig, "tpu-v5e", [f"env={{{name}: '0'}}"])
-    with pytest.raises(
-        ConfigError, match=rf"secrets\.{name}.* is how a process learns of the others"
-    ):
-        config.load(ClusterConfig, "tpu-v5e", [f"secrets={{{name}: {{name: n, key: k}}}}"])
+    for key, value in (("env", "'0'"), ("secrets", "{name: n, key: k}")):
+        said = rf"{key}\.{name}.* is how a process learns of the others"
+        with pytest.raises(ConfigError, match=said):
+            config.load(ClusterConfig, "tpu-v5e", [f"{key}={{{name}: {value}}}"])
 
 
 def test_example_clusters_load():
@@ -459,16 +373,12 @@ def test_example_clusters_load():
     for file in files:
         parse(config.load(ClusterConfig, file.stem).topology)
     assert {row["xpk"] for row in machines().values()} <= OPTIONS["devices"].keys()
+    flat, deep = (
+        dict.fromkeys(("v5e", "v6e"), "2x2"),
+        dict.fromkeys(("v4", "v5p", "tpu7x"), "2x2x1"),
+    )
     for name in machines():
-        assert parse(
-            {
-                "v4": "v4:2x2x1",
-                "v5e": "v5e:2x2",
-                "v6e": "v6e:2x2",
-                "v5p": "v5p:2x2x1",
-                "tpu7x": "tpu7x:2x2x1",
-            }.get(name, f"{name}:1x8")
-        ).chip
+        assert parse(f"{name}:{(flat | deep).get(name, '1x8')}").chip
 
 
 @pytest.mark.parametrize(
@@ -490,21 +400,15 @@ def test_unsafe_values_are_refused(key, value):
 @pytest.mark.parametrize(
     ("time", "seconds"),
     [
-        ("0", 0),
+        (0, 0),
         ("12:30", 750),
         ("1-02:03:04", 93784),
     ],
 )
 def test_time_limits_of_slurm_are_parsed(time, seconds):
-    facts = FACTS | {
-        "topology": "h100:1x8",
-        "slurm": {"time": int(time) if time.isdecimal() else time},
-    }
-    assert ClusterConfig.model_validate(facts | {"grace": 30}).slurm.seconds == seconds
+    facts = {"topology": "h100:1x8", "slurm": {"time": time}}
+    assert cluster(**facts, grace=30).slurm.seconds == seconds
     if 0 < seconds <= 3660:
-        with pytest.raises(
-            ValueError,
-            match=f"{time} is {seconds} s, and the run would be asked to save 3660 s before "
-            "its end",
-        ):
-            ClusterConfig.model_validate(facts | {"grace": 3600})
+        said = f"{time} is {seconds} s, and the run would be asked to save 3660 s before its end"
+        with pytest.raises(ValueError, match=said):
+            cluster(**facts, grace=3600)
