@@ -32,7 +32,7 @@ class Meter:
         cfg = run.cfg
         self._feed, self._steps = feed, cfg.train.steps
         self._stages = cfg.stages
-        self._images = run.objective.counted == "images"
+        self._images = run.objective.unit == "images"
         self._run = run
         self._peak = run.mesh.size * (peak_flops(run.mesh.devices.flat[0].device_kind) or 0)
         self._pending: tuple[int, dict[str, jax.Array], float, float, Future[float]] | None = None

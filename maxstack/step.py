@@ -23,7 +23,7 @@ from maxstack import optim, sharding
 from maxstack.faults import guard
 from maxstack.kernels import tuning
 from maxstack.models.model import model_of
-from maxstack.objectives.objective import Batch, Loss, Models, Objective, divisor, row_keys
+from maxstack.objectives.objective import Batch, Loss, Metrics, Models, Objective, divisor, row_keys
 from maxstack.optim import rounding
 from maxstack.schema.rollout import RolloutConfig
 from maxstack.state import Moves, State, Tree
@@ -43,7 +43,7 @@ class TrainingStep:
     changed: Tree
     """Booleans: those, and weights that a rule of the model updates."""
     objective: Objective
-    models: Callable[[Tree, Tree], Models]
+    make_models: Callable[[Tree, Tree], Models]
     """Models from weights and from second sets of weights."""
     moves: Moves
 
@@ -58,7 +58,7 @@ class TrainingStep:
         rest = select(jax.tree.map(operator.not_, self.trained), state.params)
 
         def models(params: Tree) -> Models:
-            return self.models(combine(params, rest), frozen)
+            return self.make_models(combine(params, rest), frozen)
 
         # The implementation is named, so that jax_default_prng_impl changes no draw. Keys belong to
         # the step, so a run that resumes draws as one that was not interrupted.
@@ -128,7 +128,7 @@ class TrainingStep:
         # A loss whose rows need figures of the whole batch (KTO, BCO, AOT) cannot be summed over
         # microbatches as it stands, so a forward pass over all of them measures first.
         if self.objective.coupled and cfg.train.accumulate > 1:
-            batch = self.objective.weigh(_by_microbatches(measure, batch, cfg.train.accumulate))
+            batch = self.objective.complete(_by_microbatches(measure, batch, cfg.train.accumulate))
         return {**batch, **self.objective.factors(batch)}
 
     def _by_rules(self, moved: Tree, after: Tree) -> Tree:
@@ -215,7 +215,7 @@ def _cut(batch: Batch, pieces: int) -> tuple[Batch, Batch]:
     return cut, {name: x for name, x in batch.items() if not x.ndim}
 
 
-def _means(metrics: Batch, weight: jax.Array) -> dict[str, jax.Array]:
+def _means(metrics: Metrics, weight: jax.Array) -> dict[str, jax.Array]:
     """Each sum divided by its own weight where it has one, which stays in the result, else by
     `weight`."""
     # Weights stay in the result since only the host can leave out a mean over nothing (meter.py);

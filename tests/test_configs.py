@@ -8,6 +8,7 @@ import jax
 import pytest
 import tiers
 import tiny
+import yaml
 
 from maxstack import config, sharding
 from maxstack.config.compose import presets_dir
@@ -38,6 +39,9 @@ SECTIONS = {
     folder: section for section, folders in reversed(Config.PRESETS.items()) for folder in folders
 }  # the first section that takes a folder's files
 
+WITH_RECORDS = {"sft": "sft", "preference": "dpo", "unpaired": "kto", "reward": "reward"}
+"""Recipes whose records an objective of a kind learns from."""
+
 
 def loaded(path, folder) -> Config:
     """The run in a file, or a tiny run with the preset in it."""
@@ -49,8 +53,9 @@ def loaded(path, folder) -> Config:
         cfg = load({section: path.stem, "data": data})
         headless = cfg.objective.kind == "classify" and not cfg.model.classes
         return load({section: path.stem, "data": data}, ["model.classes=2"] * headless)
-    if section == "objective" and "policy_gradient" not in path.read_text():
-        return load(f"recipes/{path.stem}.yml", [f"objective={path.stem}"])  # it has the records
+    kind = yaml.safe_load(path.read_text())["kind"] if section == "objective" else ""
+    if kind in WITH_RECORDS:
+        return load(f"recipes/{WITH_RECORDS[kind]}.yml", [f"objective={path.stem}"])
     sizes = {"model": WIDE} if section == "quantization" else {}
     cfg = tiny.with_rollouts() if section == "objective" else tiny.config(**sizes)
     (folder / "tiny.yml").write_text(config.dump(cfg))

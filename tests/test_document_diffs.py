@@ -10,7 +10,7 @@ import pytest
 from documents import ROOT
 
 PAGE = ROOT / "docs" / "ADDING_A_MODEL.md"
-FAMILY, ACTIVATION = documents.blocks(PAGE, "diff")
+FAMILY, ACTIVATION, OBJECTIVE = documents.blocks(PAGE, "diff")
 
 
 def files(diff):
@@ -20,10 +20,14 @@ def files(diff):
         yield path, lines
 
 
-def applied(text, lines):
-    """`text` with the lines that begin with `-`, each there once, replaced by those with `+`."""
+def changed(root, path, lines):
+    """The text of a file with the lines that begin with `-`, each there once, replaced by those
+    with `+`; a new file has only these."""
     before = "\n".join(line[1:] for line in lines if line[:1] in "- ")
     after = "\n".join(line[1:] for line in lines if line[:1] in "+ ")
+    if not before:
+        return f"{after}\n"
+    text = (root / path).read_text()
     assert text.count(f"{before}\n") == 1, before
     return text.replace(f"{before}\n", f"{after}\n")
 
@@ -42,24 +46,26 @@ def test_a_family_came_in_as_the_page_says(path):
     assert [line for line in added if line not in text] == []
 
 
-def test_the_change_for_an_activation_fits_the_code():
-    for path, lines in files(ACTIVATION):
-        assert "mish" in applied((ROOT / path).read_text(), lines)
+@pytest.mark.parametrize(("diff", "name"), [(ACTIVATION, "mish"), (OBJECTIVE, "focal")])
+def test_the_changes_for_an_activation_and_an_objective_fit_the_code(diff, name):
+    for path, lines in files(diff):
+        assert name in changed(ROOT, path, lines).lower()
 
 
 @pytest.mark.slow
-def test_an_activation_that_is_added_as_the_page_says_is_trained_and_tested(tmp_path):
+def test_an_activation_and_an_objective_added_as_the_page_says_are_trained_and_tested(tmp_path):
     for folder in ("maxstack", "tests", "configs"):
         left_out = shutil.ignore_patterns("goldens", "__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=left_out)
-    for path, lines in files(ACTIVATION):
-        (tmp_path / path).write_text(applied((tmp_path / path).read_text(), lines))
+    for path, lines in (*files(ACTIVATION), *files(OBJECTIVE)):
+        (tmp_path / path).write_text(changed(tmp_path, path, lines))
     environment = os.environ | {
         "PYTHONPATH": f"{tmp_path}:{tmp_path / 'tests'}",
         "GLIBC_TUNABLES": "",
     }
-    mlp = "model.blocks.block.mlp.activation=mish"
     small = [
+        "model.blocks.block.mlp.activation=mish",
+        "objective.kind=focal",
         "model.embed=16",
         "model.layers=1",
         "data.sources=[{kind: synthetic}]",
@@ -70,7 +76,7 @@ def test_an_activation_that_is_added_as_the_page_says_is_trained_and_tested(tmp_
     ]
     for command in (
         ["pytest", "-q", "--import-mode=importlib", "tests/layers/test_mlp.py", "-k", "formulas"],
-        ["maxstack.train", "quickstart", mlp, *small],
+        ["maxstack.train", "quickstart", *small],
     ):
         done = subprocess.run(
             [sys.executable, "-m", *command],

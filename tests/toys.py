@@ -10,6 +10,7 @@ import numpy as np
 
 from maxstack import cli
 from maxstack.data import lanes
+from maxstack.kernels.sequences import natural
 from maxstack.layers.layer import Layer
 from maxstack.layers.weight import project
 from maxstack.objectives.objective import Field, Loss, Models, Objective, token_fields
@@ -87,10 +88,10 @@ class Near(Objective):
         return {**batch, "noise": noise_BT, "real_rows": (batch["mask"].max(1) > 0).sum()}
 
     def loss(self, models: Models, batch: Any) -> Loss:
-        logits_BTV, reference_BTV = (
-            model.logits(model.hidden(batch))
-            for model in (models.policy, models.frozen["reference"])
-        )
+        model, reference = models.policy, models.frozen["reference"]
+        x_BTD, aux, _ = model.trunk(batch)
+        logits_BTV = model.logits(natural(model.norm(x_BTD)))
+        reference_BTV = reference.logits(reference.hidden(batch))
         noisy_BTV = logits_BTV * (1 + 0.1 * batch["noise"][:, :, None])
         chosen_BTV = jax.nn.one_hot(batch["targets"], logits_BTV.shape[-1])
         nll_BT = -(jax.nn.log_softmax(noisy_BTV) * chosen_BTV).sum(-1) * batch["mask"]
@@ -101,7 +102,7 @@ class Near(Objective):
             "distance": distance,
             "rows": batch["real_rows"] * batch["mask"].sum(),
         }
-        return Loss(total + 0.01 * distance, batch["mask"].sum(), metrics, {})
+        return self.make_loss(batch, total + 0.01 * distance, metrics, aux)
 
 
 class EmphasisedLane(lanes.Lane):

@@ -76,7 +76,7 @@ class Evaluator:
             )
         row: dict[str, Any] = {
             "eval_loss": loss,
-            f"eval_{self._run.objective.counted}": int(total["weight"]),
+            f"eval_{self._run.objective.unit}": int(total["weight"]),
             "eval_seconds": time.perf_counter() - begin,
         }
         if self._bits is not None:
@@ -90,7 +90,7 @@ class Evaluator:
         more = "".join(f", {name} {share:.4f}" for name, share in shares.items())
         self._log.say(
             f"eval at step {step}: loss {loss:.4f}{bits}{more} over {int(total['weight']):,} "
-            f"held-out {self._run.objective.counted}"
+            f"held-out {self._run.objective.unit}"
         )
         return row
 

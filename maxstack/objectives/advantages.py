@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from maxstack.objectives.sequences import broadcast_last, is_last, running_sums
-from maxstack.schema.policy import AdvantageConfig
+from maxstack.schema.policy_gradient import AdvantageConfig
 
 TINY = 1e-8
 
@@ -28,8 +28,8 @@ class Samples(NamedTuple):
     out."""
     segments: Array
     mask: Array
-    most: int
-    """Groups at most."""
+    max_groups: int
+    """Upper bound of group numbers."""
 
     @property
     def last(self) -> Array:
@@ -40,7 +40,7 @@ class Samples(NamedTuple):
         """At every position, the sum of x over the last positions of its group."""
         # Group 0 takes everything that is no last position of a sample.
         groups_N = jnp.where(self.last, self.groups, 0).ravel()
-        sums_G = jax.ops.segment_sum(x_BT.ravel(), groups_N, self.most + 1)
+        sums_G = jax.ops.segment_sum(x_BT.ravel(), groups_N, self.max_groups + 1)
         return sums_G[self.groups]
 
     @property
@@ -51,7 +51,7 @@ class Samples(NamedTuple):
         rewards are equal: the float32 mean of 16 rewards of 10000.3 is not 10000.3, and what is
         left, divided by epsilon, would be an advantage of 0.88."""
         groups_N = jnp.where(self.last, self.groups, 0).ravel()
-        lowest_G = jax.ops.segment_min(self.rewards.ravel(), groups_N, self.most + 1)
+        lowest_G = jax.ops.segment_min(self.rewards.ravel(), groups_N, self.max_groups + 1)
         return jnp.where(self.last, self.rewards - lowest_G[self.groups], 0.0)
 
 

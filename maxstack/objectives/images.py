@@ -12,7 +12,7 @@ from maxstack.schema.objective import RowField as Field
 class ImageObjective(Objective):
     """A loss over images and their classes."""
 
-    counted = "images"
+    unit = "images"
 
     @property
     def fields(self) -> Mapping[str, Field]:

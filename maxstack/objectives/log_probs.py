@@ -1,9 +1,9 @@
 """Losses that are functions of the log-probabilities of tokens. Shapes: B batch  T time  D embed.
 
 Such a loss L(l) has the gradient sum_t (dL/dl_t) dl_t: its derivatives are the weights of a linear
-cross-entropy, so that no logits are kept here either. First `measure` computes the
-log-probabilities, `weigh` differentiates the loss by them, and `loss` runs the weighted
-cross-entropy; that costs one more forward pass of the head.
+cross-entropy, so that no logits are kept here either, and such an objective only defines `terms`.
+First `measure` computes the log-probabilities, `complete` differentiates the loss by them, and
+`loss` runs the weighted cross-entropy; that costs one more forward pass of the head.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,9 +14,9 @@ from jax import Array
 
 from maxstack.kernels.sequences import arrange, natural
 from maxstack.objectives.next_token import head_losses
-from maxstack.objectives.objective import Batch, Loss, Models, Objective
+from maxstack.objectives.objective import Batch, Loss, Metrics, Models, Objective
 from maxstack.objectives.statistics import statistics
-from maxstack.schema.objective import WithReferenceConfig
+from maxstack.schema.objective import ReferenceConfig
 from maxstack.weights.adapter import without_adapters
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class LogProbs(Objective):
     """An objective whose loss is a function of the log-probabilities of targets under the model and
     a reference, and of fields of the batch."""
 
-    section: WithReferenceConfig
+    section: ReferenceConfig
 
     def terms(self, batch: Batch) -> Terms:
         """The loss of a batch with `logps`, and where they are asked for `reference_logps` and
@@ -72,9 +72,9 @@ class LogProbs(Objective):
         """Divides the logits of model and reference."""
         return 1.0
 
-    def extra_loss(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Batch]:
+    def extra_loss(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Metrics]:
         """A term of the loss that is not a function of log-probabilities, and its metrics, of a
-        batch that `weigh` has completed."""
+        batch that `complete` has completed."""
         return jnp.zeros(()), {}
 
     def measure(self, models: Models, batch: Batch) -> Batch:
@@ -82,7 +82,7 @@ class LogProbs(Objective):
         x_BTD, _, _ = models.policy.trunk(batch)
         return self._measured(models, batch, models.policy.norm(x_BTD))
 
-    def weigh(self, batch: Batch) -> Batch:
+    def complete(self, batch: Batch) -> Batch:
         """Add `coefficients`, the derivatives of the loss by `logps`, and the terms of loss and
         metrics."""
 
@@ -99,9 +99,9 @@ class LogProbs(Objective):
         model = models.policy
         x_BTD, aux, _ = model.trunk(batch)
         normed_BTD = model.norm(x_BTD)
-        # Not coupled: the loss of a microbatch needs no other rows, so it is weighed by itself.
+        # Not coupled, or a single microbatch: it needs no other rows than its own.
         if "coefficients" not in batch:
-            batch = self.weigh(self._measured(models, batch, normed_BTD))
+            batch = self.complete(self._measured(models, batch, normed_BTD))
         pulled = head_losses(
             model,
             normed_BTD,
@@ -134,6 +134,7 @@ class LogProbs(Objective):
     def _reference(self, models: Models, batch: Batch) -> Array:
         if "reference" in models.frozen:
             return log_probs_of(models.frozen["reference"], batch, self.temperature)
+        assert self.section.reference == "adapter_off"
         # The base model is the reference, which costs no second set of weights.
         with without_adapters():
             return log_probs_of(models.policy, batch, self.temperature)

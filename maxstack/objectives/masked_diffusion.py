@@ -46,8 +46,8 @@ class MaskedDiffusion(Objective):
         """Draw `time` float32 [B] and `draw` float32 [B, T], uniform in [0, 1): a token whose draw
         is below its row's time is hidden."""
         rows, length = batch["tokens"].shape
-        # One offset and equal strata cover [0, 1) evenly
-        # in every batch; `rows` is the number of no row.
+        # One offset and equal strata cover [0, 1) evenly in every batch; `rows` is the number of no
+        # row.
         offset = jax.random.uniform(jax.random.fold_in(key, rows))
         strata = (offset + jnp.arange(rows) / rows) % 1.0
         time_B = self.section.least + (1.0 - self.section.least) * strata
@@ -67,8 +67,8 @@ class MaskedDiffusion(Objective):
             arrange(targets_BT),
             # 1 / t makes rows with few and with many hidden tokens count alike in expectation.
             arrange(predicted_BT / time_B1),
-            # The mask token is no answer, and its share of the
-            # softmax would be a loss that nothing can lower.
+            # The mask token is no answer, and its share of the softmax would be a loss that nothing
+            # can lower.
             bias_V=self._exclusion_bias(),
         )
         return self.make_loss(batch, losses.total, {"loss": losses.total}, aux)

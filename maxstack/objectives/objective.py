@@ -4,9 +4,10 @@ computes from them.
 A loss is sums and a weight, never means (`Loss`): microbatches and devices add sums, and a step
 divides once, so padding, masks and accumulation are exact. Terms of the model's own parts (routers,
 multi-token prediction) are means by counts of their own; their sums are multiplied by `factors` of
-the global batch before that one division. A step calls `prepare` on the global batch, then, where
-rows depend on each other (`coupled`), `measure` on each microbatch and `weigh` on all of them
-together, then `loss` on each microbatch.
+the global batch before that one division. A step calls `prepare` on the global batch, then `loss`
+on each microbatch. Where rows depend on each other (`coupled`) and there are several microbatches,
+`measure` on each and `complete` on all of them together come before the first `loss`; of a single
+microbatch, `loss` calls both.
 """
 
 import dataclasses
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from maxstack.schema.config import Config
 
 Batch = Mapping[str, jax.Array]
+Metrics = Mapping[str, jax.Array]
+"""Sums to report, by name."""
 
 
 class Loss(NamedTuple):
@@ -56,9 +59,8 @@ class Objective:
     frozen: tuple[str, ...] = ()
     """Names of frozen copies of the starting weights, such as the reference."""
     coupled: bool = False
-    """True where the loss of a row depends on other rows: `measure` then comes before the batch is
-    cut into microbatches."""
-    counted: ClassVar[str] = "tokens"
+    """True where the loss of a row depends on other rows."""
+    unit: ClassVar[str] = "tokens"
     """The unit that `Loss.weight` counts."""
     annotations: tuple[str, ...] = ()
     """Fields of a batch, float32 [B, T], that `annotate` makes when its rollout is first learned
@@ -98,10 +100,11 @@ class Objective:
         raise NotImplementedError
 
     def measure(self, models: Models, batch: Batch) -> Batch:
-        """Add the fields that `weigh` reads to a microbatch, where `coupled`; without gradient."""
+        """Add the fields that `complete` reads to a microbatch, where `coupled`, without
+        gradient."""
         return batch
 
-    def weigh(self, batch: Batch) -> Batch:
+    def complete(self, batch: Batch) -> Batch:
         """Add the fields that `loss` reads to the measured global batch, where `coupled`."""
         return batch
 
@@ -119,12 +122,11 @@ class Objective:
         return real.sum().astype(jax.numpy.float32)
 
     def factors(self, batch: Batch) -> Batch:
-        """Factors of the global batch for terms of the model's own parts. Each term is a mean by
-        its own count of tokens, whatever the objective counts, while a step divides all sums by
-        `Loss.weight`."""
+        """Factors of the global batch for terms of the model's own parts. Where the objective
+        counts pairs, for example, the step divides by pairs, while router_loss is a mean over
+        tokens: its factor is pairs / tokens."""
         weight, factors = self.weight(batch), {}
         if any(block.experts for block in self.cfg.model.blocks.values()):
-            # The step divides by `weight` later, which makes this a mean over real tokens.
             factors["factor/router_loss"] = weight / jax.numpy.maximum(self.tokens(batch), 1.0)
         if self.cfg.model.mtp_depth:
             # Counted targets, also where the objective itself counts samples or pairs.
@@ -137,7 +139,7 @@ class Objective:
         raise NotImplementedError
 
     def make_loss(
-        self, batch: Batch, total: jax.Array, metrics: Batch, aux: Aux, **added: jax.Array
+        self, batch: Batch, total: jax.Array, metrics: Metrics, aux: Aux, **added: jax.Array
     ) -> Loss:
         """The loss with terms of the model's own parts: `added`, and router_loss from the reports
         of its blocks, `aux`."""

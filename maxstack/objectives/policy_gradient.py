@@ -10,6 +10,8 @@ sequences of packed rows; their values are at their last position.
 Shapes: B batch  T time  D embed.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -24,10 +26,10 @@ from maxstack.objectives.advantages import (
     whiten,
 )
 from maxstack.objectives.log_probs import LogProbs, Terms, log_probs_of
-from maxstack.objectives.objective import Batch, Field, Models, token_fields
+from maxstack.objectives.objective import Batch, Field, Metrics, Models, token_fields
 from maxstack.objectives.sequences import broadcast_last, is_last, running_sums
 from maxstack.objectives.statistics import entropies
-from maxstack.schema.policy import PolicyGradientConfig
+from maxstack.schema.policy_gradient import PolicyGradientConfig, SurrogateConfig
 from maxstack.schema.rollout import RolloutConfig
 
 
@@ -44,7 +46,7 @@ class PolicyGradient(LogProbs):
         return self.cfg.rollout
 
     @property
-    def counted(self) -> str:  # type: ignore[override]
+    def unit(self) -> str:  # type: ignore[override]
         return "tokens" if self.section.aggregate == "token" else "samples"
 
     @property
@@ -103,8 +105,8 @@ class PolicyGradient(LogProbs):
         """Add `advantages` and `returns`, unless they need the model."""
         return batch if self.coupled else self._with_advantages(batch)
 
-    def weigh(self, batch: Batch) -> Batch:
-        return super().weigh(batch if "advantages" in batch else self._with_advantages(batch))
+    def complete(self, batch: Batch) -> Batch:
+        return super().complete(batch if "advantages" in batch else self._with_advantages(batch))
 
     def weight(self, batch: Batch) -> Array:
         """Counted tokens, or samples with at least one."""
@@ -113,24 +115,27 @@ class PolicyGradient(LogProbs):
         return self._counted(batch).sum().astype(jnp.float32)
 
     def terms(self, batch: Batch) -> Terms:
-        """Metrics: advantage, sampler/* and, where there are, kl, clip/low, clip/high, ratio."""
+        """Metrics: ratio, clip/low, clip/high, sampler/difference, sampler/ratio, sampler/kl, and
+        with a reference kl."""
         cfg, mask_BT = self.section, batch["mask"]
         shares_BT = self._shares(batch)
         logps_BT, old_BT = batch["logps"], self._old(batch)
         # Prompts are masked inside, since sums over a sequence would take them in.
         ratio_BT = self._ratio(logps_BT - old_BT, batch)
         advantages_BT = batch["advantages"]
-        loss_BT, low_BT, high_BT = self._surrogate(logps_BT, ratio_BT, advantages_BT)
+        surrogate = SURROGATES[cfg.loss.form](cfg.loss, ratio_BT, advantages_BT, logps_BT)
+        loss_BT = surrogate.loss
         gap_BT = stop_gradient(old_BT - batch["sampler"]) * mask_BT
         if cfg.off_policy is not None:
-            # Keep what was right; drop what was wrong and has become too unlikely (DeepSeek-V3.2).
+            # Drop samples with A < 0 whose mean log p has fallen by more than off_policy
+            # (DeepSeek-V3.2).
             drift_BT = self._means(stop_gradient(batch["sampler"] - logps_BT), batch)
             loss_BT = jnp.where((advantages_BT >= 0) | (drift_BT <= cfg.off_policy), loss_BT, 0.0)
         if cfg.correction:
             loss_BT = loss_BT * self._correction(gap_BT, batch["segments"])
         figures = {
-            "clip/low": low_BT,
-            "clip/high": high_BT,
+            "clip/low": surrogate.low,
+            "clip/high": surrogate.high,
             "ratio": ratio_BT,
             "sampler/difference": jnp.abs(gap_BT),
             "sampler/ratio": jnp.exp(gap_BT),
@@ -150,7 +155,7 @@ class PolicyGradient(LogProbs):
         metrics |= {f"{name}/weight": mask_BT for name in figures}
         return Terms(jnp.where(mask_BT > 0, loss_BT, 0.0) * shares_BT, metrics)
 
-    def extra_loss(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Batch]:
+    def extra_loss(self, models: Models, batch: Batch, normed_BTD: Array) -> tuple[Array, Metrics]:
         """The losses of entropy and value, and the metrics entropy, value_loss, value."""
         cfg, mask_BT = self.section, batch["mask"]
         shares_BT = self._shares(batch)
@@ -197,8 +202,8 @@ class PolicyGradient(LogProbs):
         if cfg.compares and cfg.kl.where != "loss":
             kl_BT = estimate_kl(cfg.kl.estimate, batch["reference_logps"] - old_BT)
             penalty_BT = cfg.kl.weight * kl_BT * mask_BT
-        # The whole penalty of a sample counts as part of
-        # its reward, and is not charged again by token.
+        # The whole penalty of a sample counts as part of its reward, and is not charged again by
+        # token.
         if cfg.kl.where == "return":
             # At a sample's last position this is the whole of it.
             spent_BT = running_sums(penalty_BT, segments_BT)
@@ -207,8 +212,8 @@ class PolicyGradient(LogProbs):
         made = {}
         if cfg.has_values:
             rewards_BT = self._at_last_token(samples) - penalty_BT
-            # Of the weights at the rollout's first step, so
-            # that several steps learn towards the same returns.
+            # Of the weights at the rollout's first step, so that several steps learn towards the
+            # same returns.
             values_BT = batch["old_values"] * mask_BT
             advantages_BT = generalized_advantages(cfg.advantage, rewards_BT, values_BT, samples)
             # Before whitening, which is for the policy alone.
@@ -245,31 +250,6 @@ class PolicyGradient(LogProbs):
             difference_BT = _sequence_sums(difference_BT, batch["segments"])
         return jnp.exp(difference_BT)
 
-    def _surrogate(
-        self, logps_BT: Array, ratio_BT: Array, advantages_BT: Array
-    ) -> tuple[Array, Array, Array]:
-        """The loss of each token, and whether it was clipped from below and from above."""
-        cfg, positive_BT = self.section.loss, advantages_BT > 0
-        if cfg.form == "sapo":
-            tau_BT = jnp.where(positive_BT, cfg.tau_positive, cfg.tau_negative)
-            # 4 / tau makes the slope at r = 1 equal to one.
-            soft_BT = jax.nn.sigmoid(tau_BT * (ratio_BT - 1)) * 4 / tau_BT
-            never_BT = jnp.zeros(ratio_BT.shape, bool)
-            return -soft_BT * advantages_BT, never_BT, never_BT
-        if cfg.form == "cispo":
-            # The gradient goes through l alone, so a capped token still learns (arXiv:2506.13585).
-            held_BT = stop_gradient(jnp.minimum(ratio_BT, cfg.cap))
-            never_BT = jnp.zeros(ratio_BT.shape, bool)
-            return -held_BT * advantages_BT * logps_BT, never_BT, ratio_BT > cfg.cap
-        # With dual >= 1 + high it matters only where A < 0: elsewhere `minimum` takes the clipped
-        # term (arXiv:1912.09729).
-        free_BT = ratio_BT if cfg.dual is None else jnp.minimum(ratio_BT, cfg.dual)
-        clipped_BT = jnp.clip(ratio_BT, 1 - cfg.low, 1 + cfg.high)
-        loss_BT = -jnp.minimum(free_BT * advantages_BT, clipped_BT * advantages_BT)
-        low_BT = (ratio_BT < 1 - cfg.low) & (advantages_BT < 0)
-        high_BT = (ratio_BT > 1 + cfg.high) & positive_BT
-        return loss_BT, low_BT, high_BT
-
     def _correction(self, gap_BT: Array, segments_BT: Array) -> Array:
         cfg = self.section.correction
         assert cfg
@@ -298,8 +278,8 @@ class PolicyGradient(LogProbs):
             return mask_BT / jnp.maximum(counts_BT, 1.0)
         if kind == "fixed":
             turns = self.rollout.environment.turns if self.rollout.environment else 1
-            # A constant, so that long answers are not favoured
-            # by a division by their own length (Dr. GRPO).
+            # A constant, so that long answers are not favoured by a division by their own length
+            # (Dr. GRPO).
             return mask_BT / (self.rollout.max_tokens * turns)
         return mask_BT
 
@@ -318,8 +298,55 @@ class PolicyGradient(LogProbs):
         return is_last(batch["segments"]) & (counts_BT > 0)
 
 
+class Surrogate(NamedTuple):
+    """The loss of each token, and where it was clipped from below and from above. All [B, T]."""
+
+    loss: Array
+    low: Array
+    high: Array
+
+
+def _clip(
+    cfg: SurrogateConfig, ratio_BT: Array, advantages_BT: Array, logps_BT: Array
+) -> Surrogate:
+    # With dual >= 1 + high it matters only where A < 0: elsewhere `minimum` takes the clipped term
+    # (arXiv:1912.09729).
+    free_BT = ratio_BT if cfg.dual is None else jnp.minimum(ratio_BT, cfg.dual)
+    clipped_BT = jnp.clip(ratio_BT, 1 - cfg.low, 1 + cfg.high)
+    return Surrogate(
+        -jnp.minimum(free_BT * advantages_BT, clipped_BT * advantages_BT),
+        (ratio_BT < 1 - cfg.low) & (advantages_BT < 0),
+        (ratio_BT > 1 + cfg.high) & (advantages_BT > 0),
+    )
+
+
+def _cispo(
+    cfg: SurrogateConfig, ratio_BT: Array, advantages_BT: Array, logps_BT: Array
+) -> Surrogate:
+    # The gradient goes through l alone, so a capped token still learns (arXiv:2506.13585).
+    held_BT = stop_gradient(jnp.minimum(ratio_BT, cfg.cap))
+    # The cap holds whatever the sign of A.
+    return Surrogate(
+        -held_BT * advantages_BT * logps_BT, jnp.zeros_like(ratio_BT), ratio_BT > cfg.cap
+    )
+
+
+def _sapo(
+    cfg: SurrogateConfig, ratio_BT: Array, advantages_BT: Array, logps_BT: Array
+) -> Surrogate:
+    tau_BT = jnp.where(advantages_BT > 0, cfg.tau_positive, cfg.tau_negative)
+    # 4 / tau makes the slope at r = 1 equal to one.
+    soft_BT = jax.nn.sigmoid(tau_BT * (ratio_BT - 1)) * 4 / tau_BT
+    never_BT = jnp.zeros_like(ratio_BT)
+    return Surrogate(-soft_BT * advantages_BT, never_BT, never_BT)
+
+
+SURROGATES = {"clip": _clip, "cispo": _cispo, "sapo": _sapo}
+"""Losses of tokens, by objective.loss.form."""
+
+
 def estimate_kl(kind: str, distance_BT: Array) -> Array:
-    """Estimates of KL(p | ref) by d = log ref - log p of samples of p: k1 -d, k2 d^2 / 2, k3
+    """Estimates of KL(p | ref) by d = log ref - log p of samples of p; k1: -d; k2: d^2 / 2; k3:
     e^d - d - 1 (Schulman 2020, joschu.net/blog/kl-approx.html)."""
     if kind == "k1":
         return -distance_BT

@@ -6,7 +6,6 @@ loss is a function of two Pairs: the answers under the model and under the refer
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -21,7 +20,7 @@ from maxstack.objectives.sequences import (
     broadcast_last,
     count_pairs,
     is_last,
-    is_second,
+    is_rejected,
     pair_sums,
     pairs_of,
     running_sums,
@@ -37,12 +36,11 @@ class Preference(LogProbs):
 
     section: PreferenceConfig
 
-    counted = "pairs"
+    unit = "pairs"
 
     @property
     def coupled(self) -> bool:  # type: ignore[override]
-        """True for aot and aot_unpaired, which sort the whole batch."""
-        return any(name.startswith("aot") for name in self.section.losses)
+        return self.section.over_whole_batch
 
     @property
     def needs_reference(self) -> bool:
@@ -71,7 +69,7 @@ class Preference(LogProbs):
         last_BT = is_last(pairs_of(segments_BT))
         weights_BT = self._desensitize(mask_BT, segments_BT)
         # A stored number is of the whole answer, so it is taken once, at the first position.
-        if "reference" in batch:  # of whole answers
+        if "reference" in batch:
             reference_BT = jnp.where(batch["positions"] == 0, batch["reference"], 0.0)
         else:
             reference_BT = batch.get("reference_logps", jnp.zeros_like(mask_BT)) * weights_BT
@@ -80,7 +78,7 @@ class Preference(LogProbs):
         tokens = pair_sums(mask_BT, segments_BT)
         # Positions without a pair get values whose loss and derivative are finite, since a NaN
         # reaches the gradient through the mask.
-        compared = Comparison(
+        comparison = Comparison(
             cfg,
             last_BT,
             policy.where(last_BT, -1.0),
@@ -91,25 +89,24 @@ class Preference(LogProbs):
         total_BT = jnp.zeros_like(mask_BT)
         for name, weight in cfg.losses.items():
             if name == "sft":
-                # A mean over chosen tokens beside sums over pairs: `share` makes the division by
-                # pairs one by tokens.
+                # The step divides by pairs; times pairs / chosen tokens, this is a mean over
+                # tokens.
                 learnt_BT = self._sft_targets(batch)
                 share = batch["pairs"] / divisor(batch["chosen_tokens"])
                 loss_BT = -batch["logps"] * learnt_BT * share
             else:
-                loss_BT = jnp.where(last_BT, LOSSES[name](compared), 0.0) * likely_BT
+                loss_BT = jnp.where(last_BT, LOSSES[name](comparison), 0.0) * likely_BT
             total_BT = total_BT + weight * loss_BT
-        ratios = compared.ratios
-        chosen_BT, rejected_BT = cfg.beta * ratios.first, cfg.beta * ratios.second
-        named = {
+        chosen_BT, rejected_BT = (cfg.beta * ratio for ratio in comparison.log_ratios)
+        metrics = {
             "rewards/chosen": chosen_BT,
             "rewards/rejected": rejected_BT,
             "rewards/margins": chosen_BT - rejected_BT,
             "rewards/accuracies": (chosen_BT > rejected_BT).astype(jnp.float32),
-            "logps/chosen": compared.policy.first,
-            "logps/rejected": compared.policy.second,
+            "logps/chosen": comparison.policy.chosen,
+            "logps/rejected": comparison.policy.rejected,
         }
-        return Terms(total_BT, {name: jnp.where(last_BT, x, 0.0) for name, x in named.items()})
+        return Terms(total_BT, {name: jnp.where(last_BT, x, 0.0) for name, x in metrics.items()})
 
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Array]:
         """The loss, and rewards/accuracies and rewards/margins."""
@@ -122,7 +119,7 @@ class Preference(LogProbs):
 
     def _sft_targets(self, batch: Batch) -> Array:
         """1 at targets of the loss sft, 0 elsewhere."""
-        chosen_BT = (batch["segments"] > 0) & ~is_second(batch["segments"])
+        chosen_BT = (batch["segments"] > 0) & ~is_rejected(batch["segments"])
         if self.section.sft_on == "sequence":
             return chosen_BT.astype(jnp.float32)
         return chosen_BT * batch["mask"]
@@ -152,7 +149,7 @@ class Preference(LogProbs):
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Both answers of pairs under the model and the reference, the chosen one first."""
+    """Both answers of pairs under the model and the reference."""
 
     cfg: PreferenceConfig
     last: Array
@@ -165,49 +162,44 @@ class Comparison:
     """Tokens of the answers."""
 
     @property
-    def ratios(self) -> Pair:
+    def log_ratios(self) -> Pair:
         """Log-ratios of the model to the reference; without one, the log-probabilities, as
         AlphaPO transforms them if reward_alpha is set."""
-        chosen, rejected = self.policy
-        return Pair(
-            self.transform_reward(chosen) - self.reference.first,
-            self.transform_reward(rejected) - self.reference.second,
-        )
+        chosen, rejected = map(self._alphapo, self.policy)
+        return Pair(chosen - self.reference.chosen, rejected - self.reference.rejected)
 
-    @functools.cached_property
+    @property
     def scores(self) -> Pair:
         """f(u) and f(v) of docs/POSTTRAINING.md: the derivative of the divergence at both
         ratios, without its constants (f-DPO)."""
-        chosen, rejected = self.ratios
-        return Pair(self._score(chosen), self._score(rejected))
+        return Pair(*map(self._score, self.log_ratios))
 
     @property
     def z(self) -> Array:
         """beta times the difference of the scores."""
-        first, second = self.scores
-        return self.cfg.beta * (first - second)
+        chosen, rejected = self.scores
+        return self.cfg.beta * (chosen - rejected)
 
     @property
     def mean_scores(self) -> Pair:
-        """Scores divided by tokens."""
-        first, second = self.scores
-        return Pair(first / self.tokens.first, second / self.tokens.second)
+        """Scores divided by tokens; with reward_alpha, the transformed mean log-probabilities."""
+        # The exponential of a sum, divided by tokens, is not that of a mean.
+        return self.mean_rewards if self.cfg.reward_alpha else self._mean(self.scores)
 
     @property
     def mean_logps(self) -> Pair:
         """Mean log-probability of a token."""
-        first, second = self.policy
-        return Pair(first / self.tokens.first, second / self.tokens.second)
+        return self._mean(self.policy)
+
+    @property
+    def mean_rewards(self) -> Pair:
+        """Mean log-probabilities of a token, as AlphaPO transforms them if reward_alpha is set."""
+        return Pair(*map(self._alphapo, self.mean_logps))
 
     def smooth(self, z: Array) -> Array:
         """-log sigmoid(z), with labels flipped with probability `smoothing`."""
         s = self.cfg.smoothing
         return -(1 - s) * log_sigmoid(z) - s * log_sigmoid(-z)
-
-    def transform_reward(self, logp: Array) -> Array:
-        """AlphaPO's transformation of log-probabilities."""
-        alpha = self.cfg.reward_alpha
-        return (1 - jnp.exp(-alpha * logp)) / alpha if alpha else logp
 
     def sorted(self, x: Array) -> Array:
         """The pairs' values in ascending order, before those of other positions."""
@@ -219,6 +211,13 @@ class Comparison:
         ranks = jnp.cumsum(self.last.reshape(-1)) - 1
         own = differences[jnp.maximum(ranks, 0)].reshape(self.last.shape)
         return self.smooth(self.cfg.beta * own)
+
+    def _mean(self, sums: Pair) -> Pair:
+        return Pair(sums.chosen / self.tokens.chosen, sums.rejected / self.tokens.rejected)
+
+    def _alphapo(self, logp: Array) -> Array:
+        alpha = self.cfg.reward_alpha
+        return (1 - jnp.exp(-alpha * logp)) / alpha if alpha else logp
 
     def _score(self, ratio: Array) -> Array:
         alpha = self.cfg.divergence_alpha
@@ -232,90 +231,91 @@ class Comparison:
         return ratio
 
 
-def _sigmoid(pair: Comparison) -> Array:
-    return pair.smooth(pair.z)
+def _sigmoid(comparison: Comparison) -> Array:
+    return comparison.smooth(comparison.z)
 
 
-def _hinge(pair: Comparison) -> Array:
-    return jnp.maximum(0.0, 1 - pair.z)
+def _hinge(comparison: Comparison) -> Array:
+    return jnp.maximum(0.0, 1 - comparison.z)
 
 
-def _ipo(pair: Comparison) -> Array:
+def _ipo(comparison: Comparison) -> Array:
     # Means over tokens, as in TRL.
-    first, second = pair.mean_scores
-    if pair.cfg.reward_alpha:
-        first, second = (pair.transform_reward(mean) for mean in pair.mean_logps)
-    return jnp.square(first - second - 1 / (2 * pair.cfg.beta))
+    chosen, rejected = comparison.mean_scores
+    return jnp.square(chosen - rejected - 1 / (2 * comparison.cfg.beta))
 
 
-def _sigmoid_norm(pair: Comparison) -> Array:
-    first, second = pair.mean_scores
-    return -log_sigmoid(pair.cfg.beta * (first - second))
+def _sigmoid_norm(comparison: Comparison) -> Array:
+    chosen, rejected = comparison.mean_scores
+    return -log_sigmoid(comparison.cfg.beta * (chosen - rejected))
 
 
-def _robust(pair: Comparison) -> Array:
+def _robust(comparison: Comparison) -> Array:
     # Divided by 1 - 2s, the loss under flipped labels has the mean of the loss without flips.
-    s, z = pair.cfg.smoothing, pair.z
+    s, z = comparison.cfg.smoothing, comparison.z
     return (-(1 - s) * log_sigmoid(z) + s * log_sigmoid(-z)) / (1 - 2 * s)
 
 
-def _exo_pair(pair: Comparison) -> Array:
+def _exo_pair(comparison: Comparison) -> Array:
     # KL from (S(z), S(-z)) to the smoothed labels (1 - s, s).
-    s, z = pair.cfg.smoothing, pair.z
+    s, z = comparison.cfg.smoothing, comparison.z
     right = sigmoid(z) * (log_sigmoid(z) - jnp.log1p(-s))
     return right + sigmoid(-z) * (log_sigmoid(-z) - jnp.log(s))
 
 
-def _nca_pair(pair: Comparison) -> Array:
-    a, b = (pair.cfg.beta * score for score in pair.scores)
+def _nca_pair(comparison: Comparison) -> Array:
+    a, b = (comparison.cfg.beta * score for score in comparison.scores)
     return -log_sigmoid(a) - 0.5 * log_sigmoid(-a) - 0.5 * log_sigmoid(-b)
 
 
-def _bco_pair(pair: Comparison) -> Array:
-    a, b = (pair.cfg.beta * score for score in pair.scores)
+def _bco_pair(comparison: Comparison) -> Array:
+    a, b = (comparison.cfg.beta * score for score in comparison.scores)
     return -log_sigmoid(a) - log_sigmoid(-b)
 
 
-def _sppo_hard(pair: Comparison) -> Array:
-    a, b = pair.scores
-    half = 0.5 / pair.cfg.beta
+def _sppo_hard(comparison: Comparison) -> Array:
+    a, b = comparison.scores
+    half = 0.5 / comparison.cfg.beta
     return jnp.square(a - half) + jnp.square(b + half)
 
 
-def _aot(pair: Comparison) -> Array:
-    own = pair.sorted(pair.policy.first - pair.policy.second)
-    return pair.by_rank(own - pair.sorted(pair.reference.first - pair.reference.second))
+def _aot(comparison: Comparison) -> Array:
+    own = comparison.sorted(comparison.policy.chosen - comparison.policy.rejected)
+    return comparison.by_rank(
+        own - comparison.sorted(comparison.reference.chosen - comparison.reference.rejected)
+    )
 
 
-def _aot_unpaired(pair: Comparison) -> Array:
-    chosen, rejected = pair.ratios
-    return pair.by_rank(pair.sorted(chosen) - pair.sorted(rejected))
+def _aot_unpaired(comparison: Comparison) -> Array:
+    chosen, rejected = comparison.log_ratios
+    return comparison.by_rank(comparison.sorted(chosen) - comparison.sorted(rejected))
 
 
-def _apo_zero(pair: Comparison) -> Array:
-    chosen, rejected = pair.ratios
-    return 1 - sigmoid(pair.cfg.beta * chosen) + sigmoid(pair.cfg.beta * rejected)
+def _apo_zero(comparison: Comparison) -> Array:
+    chosen, rejected = comparison.log_ratios
+    return 1 - sigmoid(comparison.cfg.beta * chosen) + sigmoid(comparison.cfg.beta * rejected)
 
 
-def _apo_down(pair: Comparison) -> Array:
-    return sigmoid(pair.cfg.beta * pair.ratios.first) + 1 - sigmoid(pair.z)
+def _apo_down(comparison: Comparison) -> Array:
+    return sigmoid(comparison.cfg.beta * comparison.log_ratios.chosen) + 1 - sigmoid(comparison.z)
 
 
-def _discopop(pair: Comparison) -> Array:
-    share = sigmoid(pair.z / pair.cfg.tau)
-    return -log_sigmoid(pair.z) * (1 - share) + jnp.exp(-pair.z) * share
+def _discopop(comparison: Comparison) -> Array:
+    share = sigmoid(comparison.z / comparison.cfg.tau)
+    return -log_sigmoid(comparison.z) * (1 - share) + jnp.exp(-comparison.z) * share
 
 
-def _simpo(pair: Comparison) -> Array:
-    first, second = (pair.transform_reward(mean) for mean in pair.mean_logps)
-    return pair.smooth(pair.cfg.beta * (first - second) - pair.cfg.gamma)
+def _simpo(comparison: Comparison) -> Array:
+    chosen, rejected = comparison.mean_rewards
+    return comparison.smooth(comparison.cfg.beta * (chosen - rejected) - comparison.cfg.gamma)
 
 
-def _orpo(pair: Comparison) -> Array:
+def _orpo(comparison: Comparison) -> Array:
     # log(1 - p) is infinite at p = 1, and expm1 keeps its digits near there.
-    odds = (mean - jnp.log(-jnp.expm1(jnp.minimum(mean, -1e-6))) for mean in pair.mean_logps)
-    first, second = odds
-    return -pair.cfg.beta * log_sigmoid(first - second)
+    chosen, rejected = (
+        mean - jnp.log(-jnp.expm1(jnp.minimum(mean, -1e-6))) for mean in comparison.mean_logps
+    )
+    return -comparison.cfg.beta * log_sigmoid(chosen - rejected)
 
 
 LOSSES: Mapping[str, Callable[[Comparison], Array]] = {
@@ -336,4 +336,5 @@ LOSSES: Mapping[str, Callable[[Comparison], Array]] = {
     "simpo": _simpo,
     "orpo": _orpo,
 }
-"""Losses [B, T] of pairs, by name; sft is a sum over tokens."""
+"""Losses [B, T] of pairs, by name: all of PREFERENCES but sft, which `terms` adds up from tokens.
+Where no pair is, log-probabilities are -1 and tokens 1; losses and derivatives must be finite."""

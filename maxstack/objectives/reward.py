@@ -16,7 +16,7 @@ class Reward(Objective):
 
     section: RewardConfig
 
-    counted = "pairs"
+    unit = "pairs"
 
     def loss(self, models: Models, batch: Batch) -> Loss:
         """Metrics: loss, rewards/chosen, rewards/rejected, rewards/margins, rewards/accuracies; and

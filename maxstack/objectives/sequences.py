@@ -12,15 +12,15 @@ from jax import Array
 
 
 class Pair(NamedTuple):
-    """Sums over the two sequences of each pair, at the pair's last position [B, T]."""
+    """Sums over the two answers of each pair, at the pair's last position [B, T]."""
 
-    first: Array
-    second: Array
+    chosen: Array
+    rejected: Array
 
     def where(self, counts_BT: Array, otherwise: float) -> "Pair":
         """The sums where `counts_BT` is true, `otherwise` elsewhere."""
-        first = jnp.where(counts_BT, self.first, otherwise)
-        return Pair(first, jnp.where(counts_BT, self.second, otherwise))
+        chosen = jnp.where(counts_BT, self.chosen, otherwise)
+        return Pair(chosen, jnp.where(counts_BT, self.rejected, otherwise))
 
 
 def pairs_of(segments_BT: Array) -> Array:
@@ -34,8 +34,8 @@ def count_pairs(segments_BT: Array) -> Array:
     return is_last(pairs_of(segments_BT)).sum().astype(jnp.float32)
 
 
-def is_second(segments_BT: Array) -> Array:
-    """True in the second sequence of each pair."""
+def is_rejected(segments_BT: Array) -> Array:
+    """True in the second sequence of each pair, the rejected answer."""
     return (segments_BT > 0) & (segments_BT % 2 == 0)
 
 
@@ -69,9 +69,9 @@ def broadcast_last(x_BT: Array, groups_BT: Array) -> Array:
 
 
 def pair_sums(x_BT: Array, segments_BT: Array) -> Pair:
-    """Sums of x over both sequences of each pair."""
-    pairs_BT, second_BT = pairs_of(segments_BT), is_second(segments_BT)
+    """Sums of x over both answers of each pair, the chosen one first."""
+    pairs_BT, rejected_BT = pairs_of(segments_BT), is_rejected(segments_BT)
     return Pair(
-        running_sums(jnp.where(second_BT, 0, x_BT), pairs_BT),
-        running_sums(jnp.where(second_BT, x_BT, 0), pairs_BT),
+        running_sums(jnp.where(rejected_BT, 0, x_BT), pairs_BT),
+        running_sums(jnp.where(rejected_BT, x_BT, 0), pairs_BT),
     )

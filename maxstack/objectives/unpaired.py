@@ -23,7 +23,7 @@ class Unpaired(LogProbs):
 
     section: UnpairedConfig
 
-    counted = "answers"
+    unit = "answers"
 
     @property
     def coupled(self) -> bool:  # type: ignore[override]

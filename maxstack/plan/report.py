@@ -144,7 +144,7 @@ def read(
         mesh={axis: size for axis, size in sizes.items() if size > 1},
         batch_size=cfg.train.batch_size,
         seq_len=cfg.data.seq_len,
-        counted=run.objective.counted,
+        counted=run.objective.unit,
         parameters=run.weights.parameters,
         usable=fit.usable(run.mesh.devices.flat[0], topology.size),
         flops={

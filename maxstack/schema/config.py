@@ -42,7 +42,7 @@ from maxstack.schema.objective import (
     UnpairedConfig,
 )
 from maxstack.schema.optimizer import OptimizerConfig
-from maxstack.schema.policy import PolicyGradientConfig
+from maxstack.schema.policy_gradient import PolicyGradientConfig
 from maxstack.schema.quantization import QuantizationConfig
 from maxstack.schema.rewards import AnyReward
 from maxstack.schema.rollout import RolloutConfig
@@ -266,7 +266,8 @@ class Config(Section):
     """Architecture: a preset's name, or a mapping, which may hold `preset:`, or `from:` with a
     Hugging Face folder, Org/Name of the hub, another run or one of its checkpoints."""
     teacher: DecoderConfig | None = None
-    """Model that objective.kind=distill learns from, given like `model:`; null: none."""
+    """Model that objective.kind=distill, or policy_gradient with `distil`, learns from, given like
+    `model:`; null: none."""
     mesh: MeshConfig = MeshConfig()
     """Device mesh, and how tensors are sharded over it: a preset's name or a mapping."""
     xla: XlaConfig = XlaConfig()

@@ -1,6 +1,6 @@
 """The sections of the objectives."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
@@ -174,52 +174,103 @@ class SFTConfig(NextTokenConfig):
     head; evaluation always logs them."""
 
 
+class PreferenceLoss(NamedTuple):
+    """What the schema knows of a loss of pairs; its function is in objectives/preference.py, since
+    the schema imports no jax."""
+
+    source: str
+    reads: str = "divergence reward_alpha"
+    """Keys that it reads and some other losses do not, separated by spaces."""
+    reference: bool = True
+    """Whether it compares with the reference."""
+    whole_batch: bool = False
+    """Whether the loss of a pair depends on the other pairs of the batch."""
+
+
+SMOOTHED = "smoothing divergence reward_alpha"
 PREFERENCES = {
-    "sigmoid": "DPO (Rafailov et al. 2023, arXiv:2305.18290), with smoothing cDPO",
-    "hinge": "SLiC (Zhao et al. 2023, arXiv:2305.10425)",
-    "ipo": "IPO (Azar et al. 2023, arXiv:2310.12036), of means over tokens",
-    "sigmoid_norm": "DPO of means over tokens",
-    "robust": "rDPO (Chowdhury et al. 2024, arXiv:2403.00409); needs smoothing below 0.5",
-    "exo_pair": "EXO (Ji et al. 2024, arXiv:2402.00856); needs smoothing above 0",
-    "nca_pair": "NCA (Chen et al. 2024, arXiv:2402.05369)",
-    "bco_pair": "BCO (Jung et al. 2024, arXiv:2404.04656) without a shift",
-    "sppo_hard": "SPPO (Wu et al. 2024, arXiv:2405.00675)",
-    "aot": "AOT, paired (Melnyk et al. 2024, arXiv:2406.05882)",
-    "aot_unpaired": "AOT, unpaired",
-    "apo_zero": "APO-zero (D'Oosterlinck et al. 2024, arXiv:2408.06266)",
-    "apo_down": "APO-down",
-    "discopop": "DiscoPOP (Lu et al. 2024, arXiv:2406.08414)",
-    "simpo": "SimPO (Meng et al. 2024, arXiv:2405.14734), of means over tokens; no reference",
-    "orpo": "the odds ratio of ORPO (Hong et al. 2024, arXiv:2403.07691), whose other part is sft; "
-    "no reference",
-    "sft": "mean over tokens of the chosen answers' negative log-likelihood",
+    "sigmoid": PreferenceLoss(
+        "DPO (Rafailov et al. 2023, arXiv:2305.18290), with smoothing cDPO", SMOOTHED
+    ),
+    "hinge": PreferenceLoss("SLiC (Zhao et al. 2023, arXiv:2305.10425)"),
+    "ipo": PreferenceLoss("IPO (Azar et al. 2023, arXiv:2310.12036), of means over tokens"),
+    "sigmoid_norm": PreferenceLoss("DPO of means over tokens"),
+    "robust": PreferenceLoss("rDPO (Chowdhury et al. 2024, arXiv:2403.00409)", SMOOTHED),
+    "exo_pair": PreferenceLoss(
+        "EXO (Ji et al. 2024, arXiv:2402.00856); needs smoothing above 0", SMOOTHED
+    ),
+    "nca_pair": PreferenceLoss("NCA (Chen et al. 2024, arXiv:2402.05369)"),
+    "bco_pair": PreferenceLoss("BCO (Jung et al. 2024, arXiv:2404.04656) without a shift"),
+    "sppo_hard": PreferenceLoss("SPPO (Wu et al. 2024, arXiv:2405.00675)"),
+    "aot": PreferenceLoss(
+        "AOT, paired (Melnyk et al. 2024, arXiv:2406.05882)", "smoothing", whole_batch=True
+    ),
+    "aot_unpaired": PreferenceLoss("AOT, unpaired", "smoothing reward_alpha", whole_batch=True),
+    "apo_zero": PreferenceLoss(
+        "APO-zero (D'Oosterlinck et al. 2024, arXiv:2408.06266)", "reward_alpha"
+    ),
+    "apo_down": PreferenceLoss("APO-down"),
+    "discopop": PreferenceLoss(
+        "DiscoPOP (Lu et al. 2024, arXiv:2406.08414)", "tau divergence reward_alpha"
+    ),
+    "simpo": PreferenceLoss(
+        "SimPO (Meng et al. 2024, arXiv:2405.14734), of means over tokens",
+        "gamma smoothing reward_alpha",
+        reference=False,
+    ),
+    "orpo": PreferenceLoss(
+        "the odds ratio of ORPO (Hong et al. 2024, arXiv:2403.07691), whose other part is sft",
+        reads="",
+        reference=False,
+    ),
+    "sft": PreferenceLoss(
+        "mean over tokens of the chosen answers' negative log-likelihood",
+        reads="sft_on",
+        reference=False,
+    ),
 }
-"""Preference losses, with their sources."""
-WITHOUT_REFERENCE = {"simpo", "orpo", "sft"}
+"""Preference losses by name."""
 
 
-class WithReferenceConfig(ObjectivePart):
+def unread_keys(
+    section: Section, chosen: Iterable[str], reads: Mapping[str, str]
+) -> Iterator[Fault]:
+    """Keys with another value than their default that none of the `chosen` kinds reads. `reads`
+    names, for each kind, the keys that it reads and some others do not."""
+    read = " ".join(reads[name] for name in chosen).split()
+    for key, field in type(section).model_fields.items():
+        readers = [name for name, keys in reads.items() if key in keys.split()]
+        # Not whether it was set: a run's own record sets all keys.
+        if readers and key not in read and getattr(section, key) != field.default:
+            yield (
+                key,
+                f"is not used by {' and '.join(chosen)}, only by {listed(readers)}; leave it out, "
+                f"or set its default, {field.default}",
+            )
+
+
+class ReferenceConfig(ObjectivePart):
     """Keys shared by objectives that compare the model with a reference."""
 
     reference: Literal["start", "adapter_off", "stored", "none"] = "start"
     """The reference model. start: the weights that the run begins with, kept in memory;
-    adapter_off: the model without its adapter, which takes no memory; stored: log-probabilities in
-    the records, written by `maxstack score --records`; none: probability 1 (CPO, Xu et al. 2024,
-    arXiv:2401.08417)."""
+    adapter_off: the model without its adapter, which takes no memory; stored (not for
+    policy_gradient): log-probabilities in the records, written by `maxstack score --records`; none
+    (for preference): probability 1 (CPO, Xu et al. 2024, arXiv:2401.08417)."""
 
     @property
     def extras(self) -> tuple[str, ...]:
         return ("reference",) if self.reference == "stored" else ()
 
 
-class ReferenceConfig(WithReferenceConfig):
+class AnswersConfig(ReferenceConfig):
     """Keys shared by objectives that learn from given answers."""
 
     beta: PositiveFloat = 0.1
     """Weight of the log-ratios to the reference."""
 
 
-class PreferenceConfig(ReferenceConfig):
+class PreferenceConfig(AnswersConfig):
     """Preference optimization of pairs: a sum of losses on the log-probabilities of chosen and
     rejected answers under the model and a reference (docs/POSTTRAINING.md has the formulas)."""
 
@@ -228,7 +279,7 @@ class PreferenceConfig(ReferenceConfig):
 
     kind: Literal["preference"]
     """Selects this objective."""
-    loss: str | dict[str, float] = "sigmoid"
+    loss: str | dict[str, NonNegativeFloat] = "sigmoid"
     """A loss, or several with their weights: {sigmoid: 0.8, bco_pair: 0.2, sft: 1}."""
     smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Probability that a preference is flipped, for sigmoid, robust, exo_pair, aot, aot_unpaired
@@ -236,13 +287,14 @@ class PreferenceConfig(ReferenceConfig):
     divergence: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
         "reverse_kl"
     )
-    """Divergence from the reference (f-DPO, Wang et al. 2023, arXiv:2309.16240)."""
+    """Divergence from the reference (f-DPO, Wang et al. 2023, arXiv:2309.16240); not for aot,
+    aot_unpaired, apo_zero and losses without a reference."""
     divergence_alpha: PositiveFloat = 0.5
     """Coefficient of alpha_divergence; it must not be 1."""
     gamma: NonNegativeFloat = 0.5
     """Margin of simpo."""
     tau: PositiveFloat = 0.05
-    """Temperature of discopop."""
+    """Temperature of discopop, which divides z."""
     reward_alpha: NonNegativeFloat = 0.0
     """With losses without a reference, log-probabilities l become (1 - exp(-reward_alpha l)) /
     reward_alpha (AlphaPO, Gupta et al. 2025, arXiv:2501.03884); 0: unchanged."""
@@ -264,7 +316,12 @@ class PreferenceConfig(ReferenceConfig):
     @property
     def compares(self) -> bool:
         """Whether a reference is used."""
-        return bool({*self.losses} - WITHOUT_REFERENCE) and self.reference != "none"
+        return self.reference != "none" and any(PREFERENCES[name].reference for name in self.losses)
+
+    @property
+    def over_whole_batch(self) -> bool:
+        """Whether the loss of a pair depends on the other pairs of the batch."""
+        return any(PREFERENCES[name].whole_batch for name in self.losses)
 
     def own_faults(self) -> Iterator[Fault]:
         for name in self.losses:
@@ -276,11 +333,17 @@ class PreferenceConfig(ReferenceConfig):
                 )
         if not self.losses:
             yield "loss", "names no loss; give at least one"
+        reads = {name: loss.reads for name, loss in PREFERENCES.items()}
+        yield from unread_keys(self, self.losses, reads)
         if "exo_pair" in self.losses and not self.smoothing:
             yield "smoothing", "exo_pair needs it above 0; TRL uses 0.001"
+        if self.divergence != "reverse_kl" and self.reference == "none":
+            yield "divergence", "is from a reference, and reference is none; leave one out"
+        alpha: dict[str, str] = {self.divergence: "", "alpha_divergence": "divergence_alpha"}
+        yield from unread_keys(self, [self.divergence], alpha)
         if self.divergence == "alpha_divergence" and self.divergence_alpha == 1:
             yield "divergence_alpha", "must not be 1: use divergence: forward_kl"
-        if self.weigh and any(name.startswith("aot") for name in self.losses):
+        if self.weigh and self.over_whole_batch:
             yield "weigh", "weighs pairs, which aot sorts apart; leave one out"
         if self.reward_alpha and self.compares:
             yield (
@@ -299,7 +362,7 @@ class PreferenceConfig(ReferenceConfig):
         return super().extras if self.compares else ()
 
 
-class UnpairedConfig(ReferenceConfig):
+class UnpairedConfig(AnswersConfig):
     """Optimization of single answers that are labelled as wanted or not."""
 
     OBJECTIVE = "maxstack.objectives.unpaired:Unpaired"

@@ -11,10 +11,10 @@ from maxstack.schema.objective import (
     DistillConfig,
     FlowConfig,
     MaskedDiffusionConfig,
+    ReferenceConfig,
     RewardConfig,
-    WithReferenceConfig,
 )
-from maxstack.schema.policy import PolicyGradientConfig
+from maxstack.schema.policy_gradient import PolicyGradientConfig
 from maxstack.schema.rollout import RolloutConfig
 
 
@@ -131,7 +131,7 @@ def _rollout(rollout: RolloutConfig, cfg: Config) -> Iterator[Fault]:
             yield f"rewards.{index}.name", f"{name} is taken; give another name"
 
 
-def _reference(objective: WithReferenceConfig, cfg: Config) -> Iterator[Fault]:
+def _reference(objective: ReferenceConfig, cfg: Config) -> Iterator[Fault]:
     if objective.reference != "adapter_off":
         return
     if not cfg.lora:

@@ -52,7 +52,7 @@ def add_arrays(goldens: Goldens) -> None:
 
 def losses(goldens: Goldens) -> None:
     """GRPO and its relatives."""
-    for name, options in TABLE["policies"].items():
+    for name, options in TABLE["policy_losses"].items():
         keep(goldens, name, options)
 
 
@@ -139,7 +139,7 @@ def score(goldens: Goldens, trainer_class: Any, options: Mapping[str, Any]) -> d
 def settings(options: Mapping[str, Any]) -> Any:
     """A trainer with `options` in place of the usual attributes."""
     usual = {
-        **TABLE["policy"],
+        **TABLE["policy_defaults"],
         "num_generations": GROUP,
         "reward_weights": torch.ones(1),
         "per_device_train_batch_size": len(LENGTHS),

@@ -12,32 +12,34 @@ import tiny
 
 from maxstack.objectives import advantages
 from maxstack.objectives.objective import objective_of
-from maxstack.schema.policy import AdvantageConfig
+from maxstack.objectives.policy_gradient import SURROGATES
+from maxstack.schema.policy_gradient import AdvantageConfig, SurrogateConfig
 
 FOLDER = Path(__file__).parent.parent / "goldens/trl"
-KNOWN = json.loads((FOLDER / "losses.json").read_text())["losses"]
+GOLDEN_LOSSES = json.loads((FOLDER / "losses.json").read_text())["losses"]
 ARRAYS = np.load(FOLDER / "arrays.npz")
 CLOSE = 1e-5
 MASK = ARRAYS["rl/mask"]
 HIGHER = {"low": 0.2, "high": 0.28}
 KL = {"weight": 0.05, "estimate": "k3"}
 LOSSES = {
-    "grpo": {"aggregate": "sequence"},
-    "bnpo": {"aggregate": "token"},
-    "dr_grpo": {"aggregate": "fixed"},
-    "dapo": {"aggregate": "token"},
+    "grpo": {"loss": HIGHER, "aggregate": "sequence"},
+    "bnpo": {"loss": HIGHER, "aggregate": "token"},
+    "dr_grpo": {"loss": HIGHER, "aggregate": "fixed"},
+    "dapo": {"loss": HIGHER, "aggregate": "token"},
     "gspo": {"loss": {"ratio": "sequence", "low": 3e-4, "high": 4e-4}},
     "gspo-wide": {"loss": {"ratio": "sequence"} | HIGHER},
     "cispo": {"loss": {"form": "cispo", "cap": 1.2}, "aggregate": "token"},
     "sapo": {"loss": {"form": "sapo"}},
     "luspo": {"loss": {"ratio": "sequence"} | HIGHER, "aggregate": "sum"},
     "two-sided": {"loss": {"dual": 1.1} | HIGHER, "aggregate": "token"},
-    "unbiased-kl": {"aggregate": "token", "kl": KL | {"corrected": True}},
-    "off-policy-mask": {"aggregate": "token", "off_policy": 0.05},
+    "unbiased-kl": {"loss": HIGHER, "aggregate": "token", "kl": KL | {"corrected": True}},
+    "off-policy-mask": {"loss": HIGHER, "aggregate": "token", "off_policy": 0.05},
 }
 LOSSES |= {f"{name}+kl": LOSSES[name] | {"kl": KL} for name in ("grpo", "bnpo", "dr_grpo", "dapo")}
 LOSSES |= {
     f"sampler-{level}_{form}{suffix}": {
+        "loss": HIGHER,
         "aggregate": "token",
         "correction": {"level": level, "form": form, "low": low, "high": 1.1},
     }
@@ -68,9 +70,8 @@ def batch(**more):
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_losses_are_trls(name):
-    section = {"loss": HIGHER} | LOSSES[name]
-    objective = objective_of(config(section))
+def test_losses_equal_trl(name):
+    objective = objective_of(config(LOSSES[name]))
     given = jnp.asarray(ARRAYS["rl/advantages"][:, None] * MASK, jnp.float32)
 
     def value(logps):
@@ -79,10 +80,26 @@ def test_losses_are_trls(name):
 
     result, gradient = jax.value_and_grad(value)(jnp.asarray(ARRAYS["rl/logps"], jnp.float32))
     known = name if name == "rloo" else f"grpo/{name}"
-    assert result == pytest.approx(KNOWN[known], rel=CLOSE, abs=CLOSE)
+    assert result == pytest.approx(GOLDEN_LOSSES[known], rel=CLOSE, abs=CLOSE)
     np.testing.assert_allclose(
         gradient * MASK, ARRAYS[f"{known}/grad_logps"], rtol=CLOSE, atol=CLOSE
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "low", "high"),
+    [
+        ({"form": "clip"}, [False, True, False, False], [False, False, True, False]),
+        ({"form": "cispo", "cap": 1.5}, [False] * 4, [False, False, True, True]),
+        ({"form": "sapo"}, [False] * 4, [False] * 4),
+    ],
+)
+def test_clipped_tokens_are_reported(loss, low, high):
+    """By clip only where the sign of A makes it hold r, by cispo whatever A is."""
+    ratios, signs = jnp.array([0.5, 0.5, 2.0, 2.0]), jnp.array([1.0, -1.0, 1.0, -1.0])
+    surrogate = SURROGATES[loss["form"]](SurrogateConfig(**loss), ratios, signs, jnp.log(ratios))
+    assert surrogate.low.astype(bool).tolist() == low
+    assert surrogate.high.astype(bool).tolist() == high
 
 
 @pytest.mark.parametrize(
@@ -94,7 +111,7 @@ def test_losses_are_trls(name):
         ("rloo", {"baseline": "others", "scale": "none"}),
     ],
 )
-def test_advantages_are_trls(name, section):
+def test_advantages_equal_trl(name, section):
     made = advantages_of({"advantage": section})
     np.testing.assert_allclose(
         made, ARRAYS[f"advantages/{name}"][:, None] * MASK, rtol=CLOSE, atol=CLOSE

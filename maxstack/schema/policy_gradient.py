@@ -6,10 +6,14 @@ from typing import Literal
 from pydantic import Field
 
 from maxstack.config import Fault, NonNegativeFloat, PositiveFloat, Section
-from maxstack.schema.objective import RowField, WithReferenceConfig
+from maxstack.schema.objective import ReferenceConfig, RowField, unread_keys
+
+FORMS = {"clip": "low high dual", "cispo": "cap", "sapo": "tau_positive tau_negative"}
+"""Forms of the loss of a token, with the keys that each reads; their functions are in
+objectives/policy_gradient.py."""
 
 
-class ClipConfig(Section):
+class SurrogateConfig(Section):
     """Loss of a token with advantage A and probability ratio r to the old policy. sg is the
     stop-gradient, S the sigmoid."""
 
@@ -26,13 +30,17 @@ class ClipConfig(Section):
     """Upper clipping range of r; more than low is DAPO's clip-higher (Yu et al. 2025,
     arXiv:2503.14476)."""
     dual: float | None = Field(None, gt=1)
-    """Maximum of r where A < 0 (dual clip, Ye et al. 2020, arXiv:1912.09729); null: none."""
+    """Maximum of the r outside clip; from 1 + high on it matters only where A < 0 (dual clip, Ye et
+    al. 2020, arXiv:1912.09729); null: none."""
     cap: PositiveFloat = 5.0
     """Maximum of r in cispo."""
     tau_positive: PositiveFloat = 1.0
-    """Temperature t of sapo for A > 0."""
+    """Temperature t of sapo for A > 0, which multiplies r - 1."""
     tau_negative: PositiveFloat = 1.05
     """Temperature t of sapo for A <= 0."""
+
+    def own_faults(self) -> Iterator[Fault]:
+        yield from unread_keys(self, [self.form], FORMS)
 
 
 class AdvantageConfig(Section):
@@ -54,7 +62,11 @@ class AdvantageConfig(Section):
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token, with baseline: value."""
     lam: float = Field(0.95, ge=0, le=1)
-    """GAE's lambda (Schulman et al. 2016, arXiv:1506.02438)."""
+    """GAE's lambda (Schulman et al. 2016, arXiv:1506.02438), with baseline: value."""
+
+    def own_faults(self) -> Iterator[Fault]:
+        estimated: dict[str, str] = {self.baseline: "", "value": "gamma lam"}
+        yield from unread_keys(self, [self.baseline], estimated)
 
 
 class KLConfig(Section):
@@ -98,7 +110,7 @@ class ValueConfig(Section):
     estimate clipped to this distance from the old one; null: no clipping."""
 
 
-class PolicyGradientConfig(WithReferenceConfig):
+class PolicyGradientConfig(ReferenceConfig):
     """Reinforcement learning from rewards of the model's own samples (docs/RL.md has the
     formulas)."""
 
@@ -109,12 +121,12 @@ class PolicyGradientConfig(WithReferenceConfig):
 
     kind: Literal["policy_gradient"]
     """Selects this objective."""
-    loss: ClipConfig = ClipConfig()
+    loss: SurrogateConfig = SurrogateConfig()
     """Loss of a token."""
     aggregate: Literal["sequence", "token", "fixed", "sum"] = "sequence"
     """How token losses are aggregated. sequence: mean over samples of the mean over their tokens
     (GRPO); token: mean over all tokens (DAPO); fixed: mean over samples of the sum divided by
-    rollout.max_tokens (Dr. GRPO); sum: mean over samples of the sum."""
+    rollout.max_tokens and an environment's turns (Dr. GRPO); sum: mean over samples of the sum."""
     advantage: AdvantageConfig = AdvantageConfig()
     """How rewards become advantages."""
     old: Literal["trainer", "sampler"] = "trainer"
@@ -161,5 +173,13 @@ class PolicyGradientConfig(WithReferenceConfig):
     def own_faults(self) -> Iterator[Fault]:
         if self.reference == "stored":
             yield "reference", "samples are new, so nothing is stored of them; use start"
+        if self.reference == "none" and self.compares:
+            yield (
+                "reference",
+                "kl.weight penalizes moving away from a reference; use start or adapter_off, or "
+                "kl.weight=0",
+            )
+        if not self.has_values and self.value != ValueConfig():
+            yield "value", "is for advantage.baseline=value; leave it out"
         if self.kl.corrected and self.kl.where != "loss":
             yield "kl.corrected", "is for a loss; set kl.where=loss, or leave it out"
