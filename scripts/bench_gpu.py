@@ -12,13 +12,13 @@ wrong is not timed. Each kernel has a process of its own, so that one that crash
 its own rows. Figures are written as they come. PyTorch is left out where it is not installed.
 
 example: python scripts/bench_gpu.py --out results      all of it, in nine minutes
-         python scripts/bench_gpu.py --only attention --quick
+         python scripts/bench_gpu.py --only attention --budget 200
          python scripts/bench_gpu.py --tiny             the whole path at toy sizes, on any machine
 """
 
 import datetime
+import itertools
 import json
-import os
 import shlex
 import statistics
 import subprocess
@@ -28,31 +28,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench import arguments
-from bench.gpu_tables import report
+import yaml
+from bench import arguments, workers
+from bench.gpu_tables import tables
 from bench.machine import lacks, processor
 from bench.metrics import rows
 
-ROOT = Path(__file__).resolve().parent.parent
-MARK = "@bench "
+from maxstack.hardware import devices
+
 SECTIONS = "attention", "cross_entropy", "grouped_matmul", "ceilings", "train"
 OPS = dict(zip(SECTIONS, ("attention", "linear_cross_entropy", "grouped_matmul"), strict=False))
 TORCH = {"train": ["torch", "transformers"], "attention": ["torch"]}
-BUDGETS = {"full": 540, "quick": 240, "small": 3600, "tiny": 900}
-BATCHES = {"full": (8, 16, 4, 2), "quick": (8, 4, 2), "small": (4,), "tiny": (2,)}
-SHAPES = {
-    "full": (128256, 2048, 16, 16, 4, 128, 8192, 4096),
-    "small": (4096, 256, 4, 4, 2, 64, 1024, 512),
-    "tiny": (256, 32, 2, 2, 1, 16, 64, 64),
-}
-COLUMNS = "vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "length"
-"""Full: Llama 3.2 1B, 1,235,814,400 parameters, but with heads of 128 channels, half as many of
-them, as large models have."""
+SIZES = yaml.safe_load((Path(__file__).parent / "bench/gpu.yml").read_text())["sizes"]
 TRAIN = """
-import jax, json, sys
+import jax, sys
+from bench import workers
 from maxstack import train
 code = train.main(sys.argv[1:])
-print("@bench", json.dumps((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")))
+workers.tell(peak=(jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"))
 sys.exit(code)
 """
 Row = dict[str, Any]
@@ -61,6 +54,7 @@ Row = dict[str, Any]
 def main() -> None:
     """Run the sections and print the table; exit with 1 if a kernel is wrong."""
     args = parse()
+    devices.environment(None)  # of all processes
     args.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
@@ -72,17 +66,16 @@ def main() -> None:
         "rows": [],
     }
     unchecked = [name for name in OPS if name not in args.only and "train" in args.only]
-    for section in unchecked:
-        for event in kernels(section, args, "--checks"):
-            keep(event, found, args.out)
+    events = [kernels(section, args, True) for section in unchecked]
     for section in args.only:
-        for event in train(args) if section == "train" else kernels(section, args):
-            keep(event, found, args.out)
-        for event in beside_torch(section, args, found["rows"]):
-            keep(event, found, args.out)
+        events.append(train(args) if section == "train" else kernels(section, args))
+        if section in TORCH:
+            events.append(beside_torch(section, args, found["rows"]))
+    for event in itertools.chain(*events):
+        keep(event, found, args.out)
     found["finished"] = True
     keep({}, found, args.out)
-    print(report(found))
+    print("\n\n".join(tables(found)))
     sys.exit(any(row["status"] == "wrong" for row in found["rows"]))
 
 
@@ -90,16 +83,14 @@ def parse() -> Any:
     """The command line."""
     parser = arguments.parser(__doc__)
     parser.add_argument("--only", default=",".join(SECTIONS), help="A,B of the sections above")
-    sizes = parser.add_mutually_exclusive_group()
-    for size, meaning in (
-        ("quick", "one length and shape of each kind"),
-        ("small", "sizes that a CPU can measure"),
-        ("tiny", "sizes that only show that everything runs"),
-    ):
-        sizes.add_argument(f"--{size}", dest="size", action="store_const", const=size, help=meaning)
+    parser.add_argument(
+        "--small", dest="size", action="store_const", const="small", help="sizes for a CPU"
+    )
+    parser.add_argument(
+        "--tiny", dest="size", action="store_const", const="tiny", help="only to see that it runs"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench_gpu"), help="a folder")
     parser.add_argument("--budget", type=float, help="seconds after which nothing begins")
-    parser.add_argument("--batch", help="A,B: batch sizes to train with, in this order")
     parser.add_argument("--tuned", help="block sizes, as `maxstack tune --out FILE` writes them")
     arguments.takes_peer_python(parser)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the training run")
@@ -107,60 +98,47 @@ def parse() -> Any:
     args.size, args.only = args.size or "full", args.only.split(",")
     if unknown := {*args.only} - {*SECTIONS}:
         parser.error(f"--only {','.join(unknown)}: there are {', '.join(SECTIONS)}")
-    args.end = time.time() + (args.budget or BUDGETS[args.size])
+    args.end = time.time() + (args.budget or SIZES[args.size]["budget"])
     return args
 
 
 def keep(event: dict[str, Any], found: dict[str, Any], out: Path) -> None:
     """Add an event to the results, and write them; a reader never sees half of a file."""
-    if "row" in event:
-        found["rows"].append(event["row"])
-        print(json.dumps(event["row"]), file=sys.stderr, flush=True)
+    print(json.dumps(event), file=sys.stderr, flush=True)
+    found["rows"] += [event["row"]] if "row" in event else []
     found["left_out"] |= event.get("left_out", {})
     found["device"] = event.get("device", found["device"])
-    for name, text in (("json", json.dumps(found, indent=1) + "\n"), ("md", report(found))):
-        unfinished = out / f".bench_gpu.{name}"
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(out / f"bench_gpu.{name}")
+    unfinished = out / ".bench_gpu.json"
+    unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(out / "bench_gpu.json")
 
 
 def run(command: list[str], end: float, given: Any = None) -> tuple[list[Any], str]:
-    """(what a process prints behind MARK, how it failed or ""). It is killed a minute after
-    `end`."""
-    paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-    )
+    """(the events of a process, how it failed or ""). It is killed a minute after `end`."""
+    process = workers.start(command, subprocess.STDOUT)
     try:
         output, _ = process.communicate(json.dumps(given), timeout=end + 60 - time.time())
     except subprocess.TimeoutExpired:
         process.kill()
         output, _ = process.communicate()
     lines = output.splitlines()
-    events = [json.loads(line.removeprefix(MARK)) for line in lines if line.startswith(MARK)]
-    said = " ".join(line for line in lines[-20:] if not line.startswith(MARK))[-400:]
+    said = " ".join(line for line in lines[-20:] if not line.startswith(workers.MARK))[-400:]
     code = process.returncode
-    return events, f"the process ended with code {code}: {said}" if code else ""
+    return [*workers.events(lines)], f"the process ended with code {code}: {said}" if code else ""
 
 
-def kernels(section: str, args: Any, *more: str) -> Iterator[dict[str, Any]]:
+def kernels(section: str, args: Any, checks: bool = False) -> Iterator[dict[str, Any]]:
     """The events of a section, a process for each backend."""
     names = [""]
     if section in OPS:
         from maxstack.kernels.examples import OPS as ops
 
-        names = ["peer", *reversed(ops[OPS[section]][0].names)][2 if more else 0 :]
+        names = ["peer", *reversed(ops[OPS[section]][0].names)][2 if checks else 0 :]
     for name in names:
         until = time.time() + (args.end - time.time()) / 2  # what hangs leaves time for others
-        words = [section, name, "--size", args.size, "--end", str(until), *more]
-        words += ["--tuned", args.tuned] if args.tuned else []
-        events, failure = run([sys.executable, "-m", "bench.gpu_worker", *words], until)
+        given = {"section": section, "backend": name, "size": args.size, "end": until}
+        given |= {"tuned": args.tuned, "checks": checks}
+        events, failure = run([sys.executable, "-m", "bench.gpu_worker"], until, given)
         yield from events
         if failure:
             row = {"section": section, "backend": name, "status": "failed", "reason": failure}
@@ -170,13 +148,13 @@ def kernels(section: str, args: Any, *more: str) -> Iterator[dict[str, Any]]:
 def train(args: Any) -> Iterator[dict[str, Any]]:
     """`maxstack train` on random tokens with each batch size until one fits: the medians of its
     steps after the first five."""
-    shape = dict(zip(COLUMNS, SHAPES["full" if args.size == "quick" else args.size], strict=True))
+    shape = SIZES[args.size]["train"]
     heads = {name: shape[name] for name in ("heads", "kv_heads", "head_dim")}
     block = {"block": {"mixer": heads, "mlp": {"hidden": shape["hidden"]}}}
     model = {"preset": "llama-3.2-1b", "blocks": block}
     model |= {name: shape[name] for name in ("vocab", "embed", "layers")}
     fits = 0
-    for batch in map(int, args.batch.split(",")) if args.batch else BATCHES[args.size]:
+    for batch in SIZES[args.size]["batches"]:
         if batch < fits or time.time() > args.end:
             continue
         row = {"section": "train", "program": "maxstack", "batch": batch, **shape}
@@ -206,29 +184,28 @@ def train(args: Any) -> Iterator[dict[str, Any]]:
             "step_ms": 1e3 * seconds,
             "tokens_per_second": batch * shape["length"] / seconds,
             "mfu_causal": statistics.median(step.get("mfu", 0) for step in steps) or None,
-            "peak_bytes": events[-1],
+            "peak_bytes": events[-1]["peak"],
         }
         yield {"row": row | {"status": "ok"} | figures}
 
 
 def beside_torch(section: str, args: Any, found: list[Row]) -> Iterator[dict[str, Any]]:
     """PyTorch on the shapes of a section that ran before."""
-    packages = TORCH.get(section, [])
-    if missing := lacks(args.peer_python, packages) if packages else []:
+    if missing := lacks(args.peer_python, TORCH[section]):
         reason = f"{' and '.join(missing)} not installed; --peer-python names another interpreter"
         yield {"left_out": {f"torch {section}": reason}}
-    elif packages:
-        named = "section", "mask", "length", "batch", "window", "dtype", *COLUMNS
-        shapes = []
-        for row in found:
-            shape = {name: row[name] for name in named if name in row}
-            if row["section"] == section and "length" in row and shape not in shapes:
-                shapes.append(shape)
-        given = {"section": section, "rows": shapes}
-        events, failure = run([args.peer_python, "-m", "bench.gpu_torch"], args.end, given)
-        yield from events
-        if failure:
-            yield {"left_out": {f"torch {section}": failure}}
+        return
+    named = "section", "mask", "length", "batch", "window", "dtype", *SIZES["full"]["train"]
+    shapes = []
+    for row in found:
+        shape = {name: row[name] for name in named if name in row}
+        if row["section"] == section and "length" in row and shape not in shapes:
+            shapes.append(shape)
+    given = {"section": section, "rows": shapes}
+    events, failure = run([args.peer_python, "-m", "bench.gpu_torch"], args.end, given)
+    yield from events
+    if failure:
+        yield {"left_out": {f"torch {section}": failure}}
 
 
 if __name__ == "__main__":

@@ -14,18 +14,15 @@ example: python scripts/bench_serve.py --peer-python ../torch/bin/python --json 
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from bench import arguments, serve_folder
+from bench import arguments, serve_folder, workers
 from bench.machine import lacks
-from bench.serve_worker import MARK
 
-ROOT = Path(__file__).resolve().parent.parent
 OURS, ANY, LIMIT = "maxstack", "maxstack any", "bandwidth"
 """ANY: with serve.identical=any, which shows the cost of equal bits."""
 PEERS = {
@@ -45,20 +42,11 @@ class Program:
     """A process of bench/serve_worker.py."""
 
     def __init__(self, name: str, command: list[str], log: Path):
-        paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        own = {"PYTHONPATH": os.pathsep.join(paths)}
-        if name == LIMIT:  # it has threads of its own
-            own["OPENBLAS_NUM_THREADS"] = "1"
+        # The limit has threads of its own.
+        own = {"OPENBLAS_NUM_THREADS": "1"} if name == LIMIT else {}
         self.name, self._log = name, log
         with log.open("w", encoding="utf-8") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env=os.environ | own,
-            )
+            self._process = workers.start(command, errors, **own)
 
     def ask(self, **task: int) -> dict[str, Any]:
         """The process's answer to a task."""
@@ -68,9 +56,8 @@ class Program:
 
     def answer(self) -> dict[str, Any]:
         """The next event of the process; `failed` where it ended."""
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
+        for event in workers.events(self._process.stdout):
+            return event
         return {"failed": f"the process ended: {self._log.read_text(encoding='utf-8')[-2000:]}"}
 
     def close(self) -> None:
@@ -136,9 +123,11 @@ def start(
     length = max(*PROMPTS.values(), SHORT + args.tokens) + SHORT
     programs = []
     for name, python in pythons.items():
-        words = [name.split()[0], str(folder), dtype, str(args.threads), str(length)]
-        words += [*args.overrides, *(["serve.identical=any"] if name == ANY else [])]
-        program = Program(name, [python, "-m", "bench.serve_worker", *words], logs / name)
+        given = {"program": name.split()[0], "folder": str(folder), "dtype": dtype}
+        given |= {"threads": args.threads, "length": length}
+        given["overrides"] = [*args.overrides, *(["serve.identical=any"] if name == ANY else [])]
+        command = [python, "-m", "bench.serve_worker", json.dumps(given)]
+        program = Program(name, command, logs / name)
         answer = program.answer()
         if "ready" in answer:
             programs.append(program)

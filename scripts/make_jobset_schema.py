@@ -2,8 +2,8 @@
 unknown keys are refused.
 
 `pip install kubeflow-trainer-api==2.3.0` into an environment of its own, and run this there. That
-package holds the types of JobSet's own OpenAPI description of v1alpha2; CRD below has the further
-rules for our fields from the CRD (kubernetes-sigs/jobset, config/components/crd/bases).
+package holds the types of JobSet's own OpenAPI description of v1alpha2; jobset_crd.yml has
+further rules for our fields from its CRD.
 
 example: python scripts/make_jobset_schema.py
 """
@@ -14,41 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from bench import arguments
 
 OUT = Path(__file__).resolve().parent.parent / "tests/submit/jobset-v1alpha2.json"
-CRD: dict[str, dict[str, Any]] = {
-    "JobsetV1alpha2FailurePolicyRule": {
-        "action": {
-            "enum": [
-                "FailJobSet",
-                "RestartJobSet",
-                "RestartJobSetAndIgnoreMaxRestarts",
-                "RestartJob",
-                "RestartJobAndIgnoreMaxRestarts",
-            ]
-        },
-        "name": {"pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
-    },
-    "JobsetV1alpha2FailurePolicy": {
-        "restartStrategy": {"enum": ["Recreate", "BlockingRecreate", "InPlaceRestart"]}
-    },
-    "IoK8sApiCoreV1PodSpec": {"restartPolicy": {"enum": ["Always", "OnFailure", "Never"]}},
-    "IoK8sApiBatchV1JobSpec": {"completionMode": {"enum": ["Indexed", "NonIndexed"]}},
-    "IoK8sApiBatchV1PodFailurePolicyRule": {
-        "action": {"enum": ["Count", "FailIndex", "FailJob", "Ignore"]}
-    },
-    "IoK8sApiBatchV1PodFailurePolicyOnExitCodesRequirement": {
-        "operator": {"enum": ["In", "NotIn"]}
-    },
-}
-QUANTITY = {
-    "anyOf": [
-        {"type": "integer"},
-        {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGTPE]i?|[munk])?$"},
-    ]
-}
-INTEGER_OR_NAME = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+CRD = Path(__file__).with_name("jobset_crd.yml")
 
 
 def main() -> int:
@@ -57,16 +27,16 @@ def main() -> int:
     from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 
     schema = _plain(JobsetV1alpha2JobSet.model_json_schema(by_alias=True))
-    for name, fields in CRD.items():
+    further = yaml.safe_load(CRD.read_text(encoding="utf-8"))
+    for name, fields in further["fields"].items():
         for field, more in fields.items():
             schema["$defs"][name]["properties"][field] = more
+    schema["$defs"] |= further["types"]
     for resources in ("limits", "requests"):
         schema["$defs"]["IoK8sApiCoreV1ResourceRequirements"]["properties"][resources] = {
             "type": "object",
-            "additionalProperties": QUANTITY,
+            "additionalProperties": further["types"]["IoK8sApimachineryPkgApiResourceQuantity"],
         }
-    schema["$defs"]["IoK8sApimachineryPkgApiResourceQuantity"] = QUANTITY
-    schema["$defs"]["IoK8sApimachineryPkgUtilIntstrIntOrString"] = INTEGER_OR_NAME
     document = {
         "$comment": f"kubeflow-trainer-api {version('kubeflow-trainer-api')} by "
         "scripts/make_jobset_schema.py",

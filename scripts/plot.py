@@ -22,7 +22,7 @@ from typing import Any
 from bench import arguments
 from bench.charts import Panel, bar_chart, line_chart, screen
 from bench.cpu_tables import draw_peers, draw_step, peer_tables, step_tables
-from bench.gpu_tables import TABLES, rate, table
+from bench.gpu_tables import rate, tables
 from bench.metrics import rows
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -114,21 +114,9 @@ def by_backend(rows: list[Found], key: str, scale: float) -> dict[str, list[tupl
     return series
 
 
-def gpu_tables(found: Found) -> list[str]:
-    """A table for each section, after the command that made them."""
-    told = [
-        f"`{found['command']}`, {found['date'][:10]}, {found['machine']['processor']}, "
-        f"jax {found['device']['versions']['jax']}:"
-    ]
-    for section in TABLES:
-        if own := [row for row in found["rows"] if row["section"] == section]:
-            told += [f"**{section.replace('_', ' ')}**", table(section, own, found["device"])]
-    return told
-
-
 KINDS = {
     "components": (draw_step, step_tables),
-    "rows": (draw_attention, gpu_tables),
+    "rows": (draw_attention, tables),
     "tokens_per_second": (draw_peers, peer_tables),
 }
 """What draws a file of docs/performance, and makes its tables, by a key of the file."""

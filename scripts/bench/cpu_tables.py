@@ -116,7 +116,7 @@ def step_tables(found: Found) -> list[str]:
     ]
     words = " ".join(["python scripts/profile_step.py", found["config"], *found["overrides"]])
     return [
-        f"`{words}`, jax {found['jax']}, the median of {found['rounds']} rounds:",
+        f"`{words}`, jax {found['jax']}, {found['rounds']} rounds:",
         grid(["component", "ms a step", "share"], rows),
     ]
 

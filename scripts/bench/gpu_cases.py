@@ -1,14 +1,17 @@
-"""The kernels' calls that bench_gpu.py checks and times: shapes, and peers in plain JAX.
+"""The kernels' calls that bench_gpu.py checks and times, with the shapes of
+gpu.yml, and peers in plain JAX.
 
 Shapes: M rows  E groups  N columns  D embed  V vocab.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import yaml
 
 from maxstack.kernels import attention, cross_entropy, examples, grouped_matmul
 from maxstack.kernels.attention.request import AttentionCase, Inputs
@@ -17,6 +20,8 @@ from maxstack.kernels.backends import Device, Op
 from maxstack.kernels.cross_entropy import CrossEntropyCase, Losses
 from maxstack.kernels.cross_entropy import Request as CrossEntropy
 from maxstack.kernels.grouped_matmul import GroupedMatmulCase
+
+TABLE = yaml.safe_load(Path(__file__).with_name("gpu.yml").read_text(encoding="utf-8"))
 
 
 class Call(NamedTuple):
@@ -89,85 +94,34 @@ def of_experts(
     )
 
 
-CHECKS: dict[str, Callable[[], dict[str, Call]]] = {
-    "attention": lambda: {
-        "causal": of_attention(1024, 2),
-        "window": of_attention(1024, 2, head_dim=64, window=200),
-        "documents": of_attention(777, 2, packed=True),
-        "documents, window": of_attention(1000, head_dim=64, window=100, packed=True),
-        "soft cap": of_attention(512, soft_cap=30.0),
-        "sinks": of_attention(512, head_dim=64, sinks=True, window=128),
-        "not causal": of_attention(512, causal=False),
-        "offset": of_attention(256, keys=640, head_dim=64),
-        "MLA": of_attention(512, kv_heads=8, head_dim=192, value_dim=128),
-        "float32": of_attention(500, dtype="float32"),
-    },
-    "cross_entropy": lambda: {
-        "odd sizes, soft cap": of_logits(333, 192, 1500, 30.0),
-        "float32": of_logits(256, 128, 1000, dtype="float32"),
-    },
-    "grouped_matmul": lambda: {
-        "odd sizes": of_experts(777, 6, 192, 320),
-        "even": of_experts(1024, 8, 256, 384),
-    },
-}
-"""Cases by section; --tiny checks the first."""
-LENGTHS = {"quick": (4096,), "small": (512, 1024, 2048, 4096, 8192), "tiny": (128,)}
-SHAPES = {
-    "cross_entropy": {
-        "8,192 tokens, H 2048, V 131072": (8192, 2048, 131072),
-        "32,768 tokens, H 2048, V 128256": (32768, 2048, 128256),
-        "32,768 tokens, H 2560, V 128256": (32768, 2560, 128256),
-        "8,192 tokens, H 2304, V 256000, soft cap": (8192, 2304, 256000, 30.0),
-    },
-    "grouped_matmul": {
-        "Qwen3 30B-A3B up, 65,536 rows": (65536, 128, 2048, 768),
-        "Qwen3 30B-A3B down, 65,536 rows": (65536, 128, 768, 2048),
-        "Mixtral 8x7B up, 16,384 rows": (16384, 8, 4096, 14336),
-        "DeepSeek-V3 up, 64 of 256 experts, 32,768 rows": (32768, 64, 7168, 2048),
-    },
-}
-"""With --quick the first of each."""
-SMALL = {
-    ("cross_entropy", "small"): {"1,024 tokens, H 256, V 16384": (1024, 256, 16384)},
-    ("cross_entropy", "tiny"): {"64 tokens, H 32, V 256": (64, 32, 256)},
-    ("grouped_matmul", "small"): {"64 experts, 4,096 rows": (4096, 64, 256, 128)},
-    ("grouped_matmul", "tiny"): {"4 experts, 64 rows": (64, 4, 32, 48)},
+MAKE: dict[str, Callable[..., Call]] = {
+    "attention": of_attention,
+    "cross_entropy": of_logits,
+    "grouped_matmul": of_experts,
 }
 
 
 def checks(section: str, size: str) -> Iterator[Call]:
     """The calls that are compared with float64."""
-    cases = [*CHECKS[section]().items()]
-    for name, call in cases[:1] if size == "tiny" else cases:
-        yield call._replace(row={"case": name})
+    cases = [*TABLE["checks"][section].items()]
+    for name, case in cases[:1] if size == "tiny" else cases:
+        yield MAKE[section](**case)._replace(row={"case": name})
 
 
 def speeds(section: str, size: str) -> Iterator[Call]:
-    """The calls that are timed, on a CPU in float32."""
-    dtype = "float32" if size == "small" else "bfloat16"
-    if section == "attention":
-        yield from attention_speeds(size, dtype)
+    """The calls that are timed: of attention by head dim, length and mask."""
+    dtype, shapes = TABLE["sizes"][size]["dtype"], TABLE["sizes"][size][section]
+    if section != "attention":
+        for name, shape in shapes.items():
+            row = {"shape": name, "dtype": dtype}
+            yield MAKE[section](*shape, dtype=dtype)._replace(row=row)
         return
-    make = of_logits if section == "cross_entropy" else of_experts
-    shapes = [*SMALL.get((section, size), SHAPES[section]).items()]
-    for name, shape in shapes[:1] if size == "quick" else shapes:
-        yield make(*shape, dtype=dtype)._replace(row={"shape": name, "dtype": dtype})
-
-
-def attention_speeds(size: str, dtype: str) -> Iterator[Call]:
-    """16,384 tokens of 2,048 channels on a GPU, as in FlashAttention's benchmarks; one sequence of
-    256 or 128 channels on a CPU."""
-    width, tokens, window = {"small": (256, 0, 256), "tiny": (128, 0, 32)}.get(
-        size, (2048, 16384, 1024)
-    )
-    dims = {"full": (128, 64), "quick": (128,)}.get(size, (64,))
-    lengths = LENGTHS.get(size, (4096, 8192, 2048, 16384))
-    for dim, length, mask in itertools.product(dims, lengths, ("causal", "window")):
-        shape = {"head_dim": dim, "length": length, "heads": width // dim, "dtype": dtype}
-        shape |= {"batch": max(1, tokens // length), "window": window if mask == "window" else None}
-        call = of_attention(kv_heads=width // dim, **shape)
-        yield call._replace(row={"mask": mask, **shape})
+    masks = ("causal", None), ("window", shapes["window"])
+    groups = itertools.product(shapes["head_dims"], shapes["lengths"], masks)
+    for dim, length, (mask, window) in groups:
+        row = {"head_dim": dim, "length": length, "heads": shapes["width"] // dim, "dtype": dtype}
+        row |= {"batch": max(1, shapes["tokens"] // length), "window": window}
+        yield of_attention(kv_heads=row["heads"], **row)._replace(row={"mask": mask, **row})
 
 
 def _xla_attention(inputs: Inputs, request: Attention) -> jax.Array:

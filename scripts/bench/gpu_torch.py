@@ -4,12 +4,8 @@
 `train`: transformers' LlamaForCausalLM as a PyTorch user would run it: torch.compile, flash SDPA,
 autocast to bfloat16 over float32 weights, fused AdamW; on a CPU, to try the path, not compiled.
 `attention`: scaled_dot_product_attention by its flash and cuDNN backends.
-
-example: cd scripts; echo '{"section": "attention", "rows": [{"batch": 1, "heads": 16,
-"length": 4096, "head_dim": 128, "window": null, "dtype": "bfloat16"}]}' | python -m bench.gpu_torch
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,13 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-if __name__ == "__main__":  # before torch is imported, which --help does not need
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-
-import torch  # noqa: E402
-from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+import torch
+from bench.workers import tell
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLASH = SDPBackend.FLASH_ATTENTION
@@ -52,7 +44,7 @@ def attempt(row: Row, measure: Callable[[Row], Row]) -> bool:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         too_large = isinstance(error, torch.OutOfMemoryError)
         figures = {"status": "too large" if too_large else "failed", "reason": reason}
-    print("@bench " + json.dumps({"row": row | figures}), flush=True)
+    tell(row=row | figures)
     return figures["status"] == "ok"
 
 

@@ -1,62 +1,41 @@
-"""One kernel of bench_gpu.py in a process of its own: its checks, then its times. Prints a line of
-JSON for each row.
+"""One kernel of bench_gpu.py in a process of its own, which reads ARGS as JSON: its checks, then
+its times, an event for each row.
 
 A check compares values and gradients with the reference in float64. A time is the median of five
 measurements, each over as many calls as fill 20 ms; on a CPU, which other work shares, the least.
-
-example: cd scripts; python -m bench.gpu_worker attention cudnn --size quick
 """
 
-import argparse
 import functools
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
-PARSER = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-)
-PARSER.add_argument("section", choices=("attention", "cross_entropy", "grouped_matmul", "ceilings"))
-PARSER.add_argument("backend", help="a backend, reference, or peer: plain JAX; all of ceilings")
-PARSER.add_argument("--size", default="full", help="full, quick, small or tiny")
-PARSER.add_argument("--tuned", help="block sizes, as `maxstack tune --out FILE` writes them")
-PARSER.add_argument("--checks", action="store_true", help="no times")
-PARSER.add_argument("--end", type=float, default=float("inf"), help="the time at which to stop")
-if __name__ == "__main__":  # before jax is imported, which --help does not need
-    ARGS = PARSER.parse_args()
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench import gpu_cases
+from bench.gpu_cases import Call
+from bench.workers import tell
 
-from maxstack.hardware import devices  # noqa: E402
+from maxstack.errors import ConfigError
+from maxstack.kernels import measure, tuning
 
-devices.environment(None)
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-from bench import gpu_cases  # noqa: E402
-from bench.gpu_cases import Call  # noqa: E402
-
-from maxstack.errors import ConfigError  # noqa: E402
-from maxstack.kernels import measure, tuning  # noqa: E402
-
-MARK = "@bench "
-"""Start of the lines for bench_gpu.py, since libraries print too."""
 TOLERANCES = {"bfloat16": (0.01, 0.02), "float32": (0.003, 0.003)}
 """Largest ||x - reference|| / ||reference|| of the result and of gradients: a few times the
 rounding error of the dtype; a GPU multiplies float32 as tf32."""
 WORST_ROW = 0.1
 """Largest error of a row, relative to its own norm or the mean norm, whichever is larger: a single
 wrong row is lost in the norm of all."""
-SIDES = {"full": 8192, "quick": 8192, "small": 1024, "tiny": 128}
 Figures = dict[str, Any]
 Run = Callable[..., Any]
-
-
-def tell(**event: Any) -> None:
-    """Print an event."""
-    print(MARK + json.dumps(event), flush=True)
+ARGS = SimpleNamespace(tuned=None, checks=False, end=float("inf"))
+"""`section`, `size`, `backend` (a backend, `reference`, or `peer`, which is plain JAX), `tuned` (a
+file of block sizes), `checks` (True for no times), `end` (the time at which to stop)."""
 
 
 def main() -> None:
@@ -65,7 +44,7 @@ def main() -> None:
     about = {"platform": device.platform, "kind": device.device_kind}
     tell(device=about | {"versions": {name: version(name) for name in ("jax", "jaxlib")}})
     if ARGS.section == "ceilings":
-        return ceilings(SIDES[ARGS.size])
+        return ceilings(gpu_cases.TABLE["sizes"][ARGS.size]["ceilings"])
     statuses = {"ok"}
     if ARGS.backend not in ("peer", "reference"):
         statuses = {
@@ -112,19 +91,10 @@ def backend_of(call: Call) -> Run:
 
 def check(call: Call, run: Run) -> Figures:
     """Errors of the result and of each gradient against float64; wrong where one is too large."""
-    floats = call.example.floats
-    shape = jax.eval_shape(functools.partial(call.example.outputs, run), *floats)
-    weight = jnp.cos(jnp.arange(shape.size, dtype=jnp.float32)).reshape(shape.shape)
-
-    def both(run: Run, weight: Any, *floats: Any) -> list[Any]:
-        out, pull = jax.vjp(functools.partial(call.example.outputs, run), *floats)
-        return [out, *pull(weight.astype(out.dtype))]
-
-    weight = weight.astype(shape.dtype)
-    found = jax.jit(functools.partial(both, run))(weight, *floats)
+    found = with_gradients(call, run, call.example.floats)
     with jax.enable_x64(True):
-        wide = [np.asarray(x).astype(np.float64) for x in (weight, *floats)]
-        expected = jax.jit(functools.partial(both, call.op["reference"].run))(*wide)
+        wide = [np.asarray(x).astype(np.float64) for x in call.example.floats]
+        expected = with_gradients(call, call.op["reference"].run, wide)
     errors, wrong = {}, []
     for i, (array, reference) in enumerate(zip(found, expected, strict=True)):
         name = f"gradient {i}" if i else "result"
@@ -134,6 +104,12 @@ def check(call: Call, run: Run) -> Figures:
             wrong.append(f"{name} is off by {errors[name]:.2g}, its worst row by {worst:.2g}")
     found_wrong = {"status": "wrong", "reason": "; ".join(wrong)}
     return {"errors": errors} | (found_wrong if wrong else {})
+
+
+def with_gradients(call: Call, run: Run, floats: Sequence[Any]) -> list[Any]:
+    """The result and its gradients."""
+    both = measure.with_gradients(functools.partial(call.example.outputs, run), *floats)
+    return jax.tree.leaves(both(*floats))
 
 
 def compare(array: np.ndarray, reference: np.ndarray) -> tuple[float, float]:
@@ -188,4 +164,5 @@ def ceilings(side: int) -> None:
 
 
 if __name__ == "__main__":
+    vars(ARGS).update(json.load(sys.stdin))
     main()

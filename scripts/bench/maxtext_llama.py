@@ -17,6 +17,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import yaml
+
 STEP = re.compile(r"completed step: (\d+), seconds: ([\d.]+)")
 """A step of MaxText's log; step n is told after step n + 1 has begun."""
 
@@ -39,30 +41,9 @@ def main() -> None:
 
 
 def _command(config: Path, dtype: str, steps: int, folder: str) -> list[str]:
-    settings = {
-        "run_name": "reference",
-        "base_output_directory": folder,
-        "jax_cache_dir": f"{folder}/cache",
-        "hardware": "cpu",
-        "skip_jax_distributed_system": True,
-        "dataset_type": "synthetic",
-        "enable_checkpointing": False,
-        "enable_tensorboard": False,
-        "log_config": False,
-        "steps": steps,
-        "base_emb_dim": 256,
-        "base_num_query_heads": 4,
-        "base_num_kv_heads": 2,
-        "head_dim": 64,
-        "base_mlp_dim": 1024,
-        "base_num_decoder_layers": 4,
-        "vocab_size": 4096,
-        "max_target_length": 512,
-        "per_device_batch_size": 4,
-        "dtype": {"f32": "float32", "bf16": "bfloat16"}[dtype],
-        "attention": "dot_product",
-        "remat_policy": "none",
-    }
+    settings = yaml.safe_load(Path(__file__).with_name("maxtext.yml").read_text())
+    settings |= {"base_output_directory": folder, "jax_cache_dir": f"{folder}/cache"}
+    settings |= {"steps": steps, "dtype": {"f32": "float32", "bf16": "bfloat16"}[dtype]}
     words = [f"{key}={value}" for key, value in settings.items()]
     trainer = "maxtext.trainers.pre_train.train"
     return [sys.executable, "-u", "-m", trainer, str(config), *words]

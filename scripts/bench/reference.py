@@ -5,13 +5,13 @@ import resource
 import statistics
 from collections.abc import Sequence
 
+from bench import arguments
+
 
 def parser(text: str) -> argparse.ArgumentParser:
     """A parser with the sizes of the work; heads have 64 channels, the MLP is four times as wide as
     the model."""
-    made = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = arguments.parser(text)
     made.add_argument("dtype", choices=("f32", "bf16"))
     made.add_argument("--embed", type=int, default=256, help="a multiple of 128 (default: 256)")
     made.add_argument("--length", type=int, default=512, help="of a row (default: 512)")

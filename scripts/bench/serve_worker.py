@@ -1,24 +1,21 @@
-"""A program of bench_serve.py that stays alive: opens a model, then measures what it is asked, a
-line of JSON each. A program is a module with `load(folder, dtype, threads, length)`, which gives
-a function from (prompts, tokens) to (tokens of each answer, seconds from the start to the moment
-when every request has its first, second, ... token); NotImplementedError for a dtype that it has
-not. Greedy, and no token ends an answer.
-
-example: cd scripts; python -m bench.serve_worker transformers MODEL_FOLDER f32 2 600
+"""A program of bench_serve.py that stays alive: opens the model that its argument describes in
+JSON, then measures what it is asked, an event for each line of input. A program is a module with
+`load(folder, dtype, threads, length)`, which gives a function from (prompts, tokens) to (tokens of
+each answer, seconds from the start to the moment when every request has its first, second, ...
+token); NotImplementedError for a dtype that it has not. Greedy, and no token ends an answer.
 """
 
-import argparse
 import importlib
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
+from bench.workers import tell
 
-MARK = "@bench "
-"""Start of the lines for bench_serve.py, since libraries print too."""
 MODULES = {
     "maxstack": "bench.serve_maxstack",
     "transformers": "bench.serve_transformers",
@@ -44,16 +41,7 @@ def answer(ask: Answer, vocab: int, asked: dict[str, int]) -> dict[str, object]:
 
 def main() -> None:
     """Open the model, say so, and answer until the input ends."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("program", choices=[*MODULES])
-    parser.add_argument("folder")
-    parser.add_argument("dtype", choices=("f32", "bf16", "int8"))
-    parser.add_argument("threads", type=int)
-    parser.add_argument("length", type=int, help="longest prompt with its answer")
-    parser.add_argument("overrides", nargs="*", help="key=value, for maxstack")
-    args = parser.parse_args()
+    args = SimpleNamespace(**json.loads(sys.argv[1]))
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.threads])
     module = importlib.import_module(MODULES[args.program])
     with open(f"{args.folder}/config.json", encoding="utf-8") as file:
@@ -68,11 +56,6 @@ def main() -> None:
     tell(ready=args.program)
     for line in sys.stdin:
         tell(**answer(ask, vocab, json.loads(line)))
-
-
-def tell(**event: object) -> None:
-    """Print an event."""
-    print(MARK + json.dumps(event), flush=True)
 
 
 if __name__ == "__main__":

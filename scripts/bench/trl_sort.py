@@ -1,6 +1,5 @@
 """TRL's GRPO on the task of sorting eight digits, from a model in a Hugging Face folder: writes a
-line of JSON for each step (seconds since training began, mean reward of its samples), and at the
-end one with the share of held-out prompts that get an exact answer.
+line of JSON for each step (seconds since training began, mean reward of its samples).
 
 A prompt is BOS, the digits and `=`, an answer the digits in order and EOS, one token each. TRL gets
 what makes it fastest here: one batch a step; no logging, evaluation, checkpoints or recomputation;
@@ -31,7 +30,6 @@ WORDS = [*"0123456789", "<bos>", "=", "<eos>", "<pad>"]
 """By their token ids."""
 DIGITS, EOS = 8, WORDS.index("<eos>")
 PROMPTS, SAMPLES, RATE = 64, 8, 5e-4
-HELD_OUT, HELD_OUT_SEED = 1024, 10**6
 THREADS = 2
 SPINS = "10000"
 """Turns that a thread of OpenMP waits before it sleeps: the default stalls beside other work."""
@@ -93,7 +91,7 @@ def make_tokenizer() -> Any:
 
 
 def train(args: argparse.Namespace, out: TextIO, folder: str) -> None:
-    """Train, and write a line for each step and one at the end."""
+    """Train, and write a line for each step."""
     os.environ |= QUIET
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     import torch
@@ -130,7 +128,6 @@ def train(args: argparse.Namespace, out: TextIO, folder: str) -> None:
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
-    write(out, held_out=held_out(trainer))
 
 
 def keep_memory() -> None:
@@ -171,14 +168,6 @@ def settings(config: Any, args: argparse.Namespace, folder: str) -> Any:
         report_to="none",
         disable_tqdm=True,
     )
-
-
-def held_out(trainer: Any) -> float:
-    """Share of held-out prompts of which a sampled answer is exact."""
-    rows = problems(HELD_OUT_SEED, HELD_OUT)
-    prompts = trainer.processing_class(text=[row["prompt"] for row in rows])["input_ids"]
-    completions, _ = trainer._generate_single_turn(prompts, None, {}, 1)
-    return float(np.mean(exact(completions, [row["answer"] for row in rows])))
 
 
 def write(out: TextIO, **figures: float) -> None:

@@ -2,10 +2,6 @@
 and the ids that tiktoken gives for some texts by the patterns of Kimi K2, Qwen 1 and Llama 3.
 Maxstack's ids are compared on 4,000 texts each. Ranks and texts that are there stay, since the
 project's text changes; delete the folder to learn new ones.
-
-The patterns are written out here as the models' code has them (tokenization_kimi.py of
-moonshotai/Kimi-K2-Instruct, tokenization_qwen.py of Qwen/Qwen-7B, llama3/tokenizer.py of
-meta-llama/llama3), apart from maxstack's own.
 """
 
 import base64
@@ -18,7 +14,7 @@ from typing import Any
 import tiktoken
 import tiktoken.load
 import tokenizers
-from make_goldens import GOLDENS, ROOT
+from make_goldens import GOLDENS, ROOT, TABLE
 
 from maxstack.data.byte_level import bytes_of
 from maxstack.data.tokenizers import open_tokenizer
@@ -27,34 +23,6 @@ from maxstack.schema.data import HuggingFaceTokenizer
 NAMES, CLOSE = ["tiktoken"], 0.0
 TEXTS, KEPT = 4000, 40
 RANKS = 1500
-PATTERNS = {
-    "tiktoken.model": "|".join(
-        [
-            r"[\p{Han}]+",
-            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-            r"\p{N}{1,3}",
-            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-            r"\s*[\r\n]+",
-            r"\s+(?!\S)",
-            r"\s+",
-        ]
-    ),
-    "qwen.tiktoken": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "tokenizer.model": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-}
-CHARACTERS = (
-    *((9, 14), (32, 127), (160, 192), (0x300, 0x340), (0x370, 0x400), (0x400, 0x460)),
-    *((0x5D0, 0x5EB), (0x621, 0x64B), (0x905, 0x940), (0xE01, 0xE3B), (0x1100, 0x1160)),
-    *((0x2000, 0x202A), (0x3041, 0x3097), (0x4E00, 0x4F00), (0x2F00, 0x2F20), (0xAC00, 0xAC80)),
-    *((0x1F5, 0x200), (0x2160, 0x2180), (0x1F600, 0x1F640), (0xFF10, 0xFF3B)),
-)
-
-
-CLASSES = {"tiktoken.model": "TikTokenTokenizer", "qwen.tiktoken": "QWenTokenizer"}
-"""tokenizer_class of tokenizer_config.json by the file of ranks."""
 
 
 def make(name: str, out: Path) -> None:
@@ -69,7 +37,7 @@ def make(name: str, out: Path) -> None:
     else:
         lines = learn(source, texts)
     ids = {}
-    for file, pattern in PATTERNS.items():
+    for file, pattern in TABLE["tiktoken"]["patterns"].items():
         with tempfile.TemporaryDirectory() as temporary:
             theirs, ours = encoders(Path(temporary), file, pattern, lines)
         expected = [theirs.encode_ordinary(text) for text in texts]
@@ -87,7 +55,7 @@ def make(name: str, out: Path) -> None:
 def encoders(folder: Path, file: str, pattern: str, lines: str) -> tuple[Any, Any]:
     """tiktoken's and maxstack's tokenizer for a file of ranks."""
     (folder / file).write_text(lines)
-    config = json.dumps({"tokenizer_class": CLASSES.get(file)})
+    config = json.dumps({"tokenizer_class": TABLE["tiktoken"]["classes"].get(file)})
     (folder / "tokenizer_config.json").write_text(config)
     ranks = tiktoken.load.load_tiktoken_bpe(str(folder / file))
     theirs = tiktoken.Encoding(file, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -97,7 +65,9 @@ def encoders(folder: Path, file: str, pattern: str, lines: str) -> tuple[Any, An
 
 def draw(rng: random.Random, source: str) -> str:
     """Random characters of many scripts, or a passage with some of them in it."""
-    codes = [code for first, after in CHARACTERS for code in range(first, after)]
+    codes = [
+        code for first, after in TABLE["tiktoken"]["characters"] for code in range(first, after)
+    ]
     odd = "".join(map(chr, rng.choices(codes, k=rng.randint(1, 40))))
     if rng.random() < 0.5:
         return odd
