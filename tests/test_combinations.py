@@ -33,6 +33,7 @@ OBJECTIVES = {
     "sequence": {"kind": "sft", "weigh": "sequence"},
     "distill": {"kind": "distill", "next_token": 0.5},
 }
+"""On every mesh; tests/objectives/test_post_training.py has all that learn from records, on one."""
 OPTIMIZERS = "muon", "adafactor", "lamb"
 REMAT = {
     "full": {"policy": "full"},

@@ -394,8 +394,9 @@ class Mixture:
             if unit.length <= self.room:
                 fitting.append(unit)
                 continue
-            where = documents.where(index)
-            text = f"{where}: {unit.length + len(unit.segments)} tokens"
+            # A last token is a target alone, unless one of no meaning follows it (add_end_token).
+            last = [part for part in unit.segments if "ends" not in part.values]
+            text = f"{documents.where(index)}: {unit.length + len(last)} tokens"
             if self.cfg.overlong == "error":
                 raise TooLong(
                     f"{text}, but {self.room_of}; raise it, or set {self.section}.overlong to "

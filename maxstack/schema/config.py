@@ -46,6 +46,7 @@ from maxstack.schema.policy_gradient import PolicyGradientConfig
 from maxstack.schema.quantization import QuantizationConfig
 from maxstack.schema.rewards import AnyReward
 from maxstack.schema.rollout import RolloutConfig
+from maxstack.schema.sampling import Temperature
 from maxstack.schema.serve import ServeConfig
 from maxstack.schema.stages import StageConfig, Stages
 
@@ -189,7 +190,7 @@ class SamplesConfig(Section):
     """Prompts to generate texts from."""
     tokens: PositiveInt = 64
     """Tokens to generate after each prompt."""
-    temperature: NonNegativeFloat = 0.8
+    temperature: Temperature = 0.8
     """Sampling temperature; 0: greedy."""
     count: PositiveInt = 40
     """Number of images to generate, cycling through all classes."""

@@ -345,11 +345,21 @@ def test_what_is_too_long_is_counted_and_told(tmp_path, model, overlong, kept):
     feed.close()
 
 
-def test_a_record_that_is_too_long_ends_the_run_unless_it_is_allowed(tmp_path, model):
-    records = [{"prompt": "a a", "completion": " a" * 20}]
-    cfg = data(tmp_path, model, records, {"kind": "chat"}, seq_len=8, quarantine=5)
-    with pytest.raises(DataError, match=r"line 1: 23 tokens, but data.seq_len=8; raise it, or set"):
-        rows(cfg)
+@pytest.mark.parametrize(
+    ("kind", "record", "fields", "tokens"),
+    [
+        ("chat", {"prompt": "a a", "completion": " a" * 20}, (), 23),
+        ("pairs", PAIR, (), 13),
+        ("pairs", PAIR, ("ends",), 13),
+    ],
+)
+def test_a_record_that_is_too_long_ends_the_run_unless_it_is_allowed(
+    tmp_path, model, kind, record, fields, tokens
+):
+    cfg = data(tmp_path, model, [record], {"kind": kind}, seq_len=8, quarantine=5)
+    said = f"line 1: {tokens} tokens, but data.seq_len=8; raise it, or set"
+    with pytest.raises(DataError, match=said):
+        rows(cfg, fields=fields)
 
 
 def test_a_pair_that_is_cut_keeps_something_of_both(tmp_path, model):
