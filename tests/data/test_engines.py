@@ -1,7 +1,6 @@
 """Engines: what they write is the same, whatever happens to their processes."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 import processes
 import pytest
 import yaml
+from json_lines import write_texts
 
 from maxstack.data.engines import Engine, Processes, Ray
 from maxstack.data.prepare import prepare
@@ -31,8 +31,7 @@ SHARDS, SIZE = 10, 25
 def _config(folder):
     """A run over documents that take 20 ms each; its texts are of a file and of a function."""
     (folder / "slow.py").write_text(SLOW)
-    lines = "".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(60))
-    (folder / "lines.jsonl").write_text(lines)
+    write_texts(folder / "lines.jsonl", (f"line {i}" for i in range(60)))
     sources = [
         {"kind": "function", "call": "slow:text", "documents": SHARDS * SIZE},
         {"kind": "jsonl", "files": ["lines.jsonl"], "holdout": 0.2},
@@ -60,7 +59,16 @@ def _files(folder):
 
 
 def _finished(folder):
-    return {path.name for path in folder.glob(".finished/*.json")}
+    """When the shards that are finished were written, by name."""
+    names = [path.stem for path in folder.glob(".finished/*.json")]
+    return {name: (folder / name).stat().st_mtime_ns for name in names}
+
+
+def _until_more(folder, process):
+    """Wait for another shard of a preparation, which goes on."""
+    before = _finished(folder)
+    processes.until(lambda: len(_finished(folder)) > len(before), 60)
+    assert process.poll() is None
 
 
 def _workers():
@@ -101,23 +109,19 @@ def test_ray_writes_what_one_process_does_over_lost_workers_nodes_and_drivers(cl
     first = _started(tmp_path, *options)
     killed = processes.until(lambda: _finished(out) and _workers(), 60)[0]
     os.kill(killed, signal.SIGKILL)
-    before = _finished(out)
-    processes.until(lambda: len(_finished(out)) > len(before), 60)
-    assert first.poll() is None
+    _until_more(out, first)
     cluster.remove_node(nodes[0], allow_graceful=False)
-    before = _finished(out)
-    processes.until(lambda: len(_finished(out)) > len(before), 60)
-    assert first.poll() is None
+    _until_more(out, first)
     first.kill()
     first.wait()
-    kept = {name: (out / name.removesuffix(".json")).stat().st_mtime_ns for name in _finished(out)}
+    kept = _finished(out)
     assert 3 <= len(kept) < SHARDS and not (out / "manifest.json").exists()
     cluster.add_node(num_cpus=1)
     second = _started(tmp_path, *options)
     assert second.wait(120) == 0, second.stdout.read()
     assert alone.wait(60) == 0, alone.stdout.read()
     assert _files(out) == _files(local)
-    assert kept == {name: (out / name.removesuffix(".json")).stat().st_mtime_ns for name in kept}
+    assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
 
 
 @pytest.mark.release

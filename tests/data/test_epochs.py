@@ -5,7 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from json_lines import write_texts
+from tokenizer_files import byte_level
 
 from maxstack.config import storage
 from maxstack.data import epochs
@@ -29,9 +30,9 @@ def made(tmp_path, monkeypatch):
             drawn = np.random.default_rng(number).lognormal(5, 1.3, documents)
             lengths.append(np.clip(drawn, 12, 20 * seq_len).astype(int))
             texts = [f"{number} {i:08} ".ljust(size, "x") for i, size in enumerate(lengths[-1])]
-            path = tmp_path / f"{number}.jsonl"
-            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-            named.append({"kind": "jsonl", "name": f"s{number}", "files": [str(path)]})
+            path = f"{tmp_path}/{number}.jsonl"
+            write_texts(path, texts)
+            named.append({"kind": "jsonl", "name": f"s{number}", "files": [path]})
         sections = {
             "data.sources": named,
             "data.seq_len": seq_len,
@@ -107,12 +108,8 @@ def test_every_document_comes_once_an_epoch_on_four_hosts_that_resume(packing, m
 
 
 def test_an_epoch_of_code_is_measured_as_it_is_infilled(made, tmp_path):
-    letters = {letter: i for i, letter in enumerate("0123456789xĠ")}
-    tokenizer = Tokenizer(models.BPE(letters, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     marks = [f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix")]
-    tokenizer.add_special_tokens([AddedToken(mark) for mark in marks])
-    tokenizer.save(path := str(tmp_path / "tokenizer.json"))
+    byte_level(marks).save(path := str(tmp_path / "tokenizer.json"))
     settings = json.dumps({"kind": "huggingface", "path": path, "bos": None, "eos": None})
     middle = 'data.sources.0.fill_in_the_middle={"rate": 0.5}'
     cfg, (lengths,) = made(400, 8, 64, 2, middle, f"data.tokenizer={settings}")

@@ -1,15 +1,14 @@
 """Fill in the middle, on texts and on stored tokens."""
 
-import json
-
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from json_lines import write_texts
+from source_files import opened
+from tokenizer_files import byte_level
 
 from maxstack.data.documents import Tokens
 from maxstack.data.infilling import infill
 from maxstack.data.prepare import prepare
-from maxstack.data.sources import open_source
 from maxstack.data.tokenizers import open_tokenizer
 from maxstack.errors import ConfigError
 from maxstack.schema.data import BytesTokenizer, DataConfig, HuggingFaceTokenizer, JsonlSource
@@ -20,26 +19,17 @@ TEXTS = [f"def f{i}(x):\n    return x + {i} # größer ☃\n" * (1 + i % 3) for 
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    model = Tokenizer(models.BPE({**{chr(c): i for i, c in enumerate(BYTES)}}, []))
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = decoders.ByteLevel()
-    names = [f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix")]
-    model.add_special_tokens([AddedToken(name) for name in [*names, "<s>", "</s>"]])
-    model.save(str(tmp_path / "tokenizer.json"))
-    path = str(tmp_path / "tokenizer.json")
+    marks = [f"<|fim_{part}|>" for part in ("prefix", "middle", "suffix")]
+    byte_level([*marks, "<s>", "</s>"]).save(path := str(tmp_path / "tokenizer.json"))
     return open_tokenizer(
         HuggingFaceTokenizer(kind="huggingface", path=path, bos="<s>", eos="</s>")
     )
 
 
-BYTES = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(0x100, 0x144)]
-
-
 @pytest.fixture
 def documents(tmp_path):
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return open_source(JsonlSource(kind="jsonl", files=[str(path)]))
+    write_texts(path := str(tmp_path / "texts.jsonl"), TEXTS)
+    return opened("jsonl", path)
 
 
 def parts(ids, tokenizer):
@@ -83,9 +73,10 @@ def test_stored_tokens_are_cut_between_tokens(tokenizer, documents):
 def test_a_share_of_documents_is_cut_and_the_seed_alone_says_where(tokenizer, documents):
     cfg = FillInTheMiddleConfig(rate=0.3)
     whole = [tokenizer.encode(text.encode()).tolist() for text in TEXTS]
-    made = [infill(documents, i, tokenizer, cfg, f"a {i}").tolist() for i in range(200)]
-    again = [infill(documents, i, tokenizer, cfg, f"a {i}").tolist() for i in range(200)]
-    other = [infill(documents, i, tokenizer, cfg, f"b {i}").tolist() for i in range(200)]
+    made, again, other = (
+        [infill(documents, i, tokenizer, cfg, f"{seed} {i}").tolist() for i in range(200)]
+        for seed in "aab"
+    )
     cut = sum(a != b for a, b in zip(made, whole, strict=True))
     assert made == again != other and 40 < cut < 80
 
